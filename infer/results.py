@@ -136,13 +136,7 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
 def header_lines(
     setting: dict[str, Any], config: TargetConfig, tree: TreeConfig | None
 ) -> Iterator[str]:
-    """What will run, for reading.
-
-    Args:
-      setting: models, device and options, as in the JSON.
-      config: of the target.
-      tree: what the draft grows; without levels, plain decoding; None while it is not settled.
-    """
+    """What will run, for reading; no tree is settled yet where ``tree`` is None."""
     draft = " or ".join(setting["drafts"]) or "none, so plain decoding (--draft names one)"
     yield (
         f"target {setting['target']} ({config.architecture}, "

@@ -20,7 +20,6 @@ from longspec_jax.generation.activity import (
 from longspec_jax.status_line import NARROWEST, StatusLine
 
 if TYPE_CHECKING:  # Slow to import, and the screen says that it is being imported.
-    from longspec_jax.generation.result import StreamRound
     from longspec_jax.generation.text import Piece
 
 LABEL = 20
@@ -63,10 +62,6 @@ class Screen:
     def dim(self, text: str) -> None:
         """Print text that is not the model's, without a line end of its own."""
         self._write(text, DIM)
-
-    def round(self, added: "StreamRound") -> None:
-        """Print what a round of the first row released."""
-        self.pieces(added.pieces[0])
 
     def pieces(self, pieces: "Iterable[Piece]") -> None:
         """Print the model's text."""

@@ -121,11 +121,10 @@ class Session:
 
     def _samples(self) -> Iterable[Prompt]:
         samples = demo_prompts()
-        if not samples:
+        if DEFAULT_PROMPT not in samples:
             raise FileNotFoundError("the demo's sample prompts are missing; reinstall the package")
-        name = DEFAULT_PROMPT if DEFAULT_PROMPT in samples else next(iter(samples))
-        chosen = samples if self._arguments.all_prompts else {name: samples[name]}
-        return (Prompt(name, text) for name, text in chosen.items())
+        names = samples if self._arguments.all_prompts else [DEFAULT_PROMPT]
+        return (Prompt(name, samples[name]) for name in names)
 
     def _checked(self, prompts: tuple[Prompt, ...]) -> Call:
         """A call of these rows; raises what the library would refuse."""
@@ -205,7 +204,7 @@ class Session:
         self._journal.add(added)
         if self._streams:
             self._begin_completion()
-            self._out.round(added)
+            self._out.pieces(added.pieces[0])
         else:
             self._out.status("decoding", f"{sum(added.stats.new_tokens)} tokens")
 

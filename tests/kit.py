@@ -18,7 +18,7 @@ from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import Sampling
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Drafter, Params
 from longspec_jax.drafters.longspec.checkpoint import draft_table
@@ -105,7 +105,7 @@ def after_prompts(drafter: Drafter, params: Params, tokens: Any, lengths: Any) -
 
 def view_of(pending: jax.Array, length: jax.Array, keys: jax.Array, values: jax.Array) -> CacheView:
     """What a drafter sees of a cache of one layer; there is nothing to run the target with."""
-    cache, target = KVCache((keys,), (values,)), CachedTarget(tiny_target_config())
+    cache, target = KVCache((keys,), (values,)), TargetModel(tiny_target_config())
     return CacheView(target, None, cache, pending, length, length, jnp.zeros(len(pending), bool))
 
 

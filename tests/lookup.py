@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.target import Prefilled, Verification
+from longspec_jax.decoding.target import Prefilled, TargetModel, Verification
 from longspec_jax.drafters.base import (
     NOTHING,
     Drafter,
@@ -38,11 +38,15 @@ def token_hash(tokens: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class LookupTarget:
+class LookupTarget(TargetModel):
     """``logits = table[hash(visible tokens, positions) % rows]``; the parameters are the table."""
 
-    vocab_size: int
-    mesh: None = None
+    config: Any
+    """The size of the vocabulary."""
+
+    @property
+    def vocab_size(self):
+        return self.config
 
     def allocate(self, batch, capacity):
         # Unwritten memory may hold anything.

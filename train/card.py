@@ -11,7 +11,6 @@ from .metrics import read_records
 
 _HEAD = """\
 ---
-license: mit
 library_name: longspec_jax
 ---
 

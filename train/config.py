@@ -281,12 +281,7 @@ def check_lengths(
 ) -> None:
     """Refuse rows that are longer than a target's positions.
 
-    Args:
-      stages: with the lengths of their rows.
-      accept_seq_len: of the rows that acceptance is measured on.
-      name: of the largest length, for the message.
-      most: the largest length.
-      section: of the configuration, which holds the stages.
+    Messages have the ``name`` of the largest length, and the stages' section.
     """
     for stage in stages:
         if max(stage.seq_len, accept_seq_len) > most:

@@ -244,11 +244,6 @@ class WeightsAndBiases:
     """One run of a project for one working folder, however often its command is repeated.
 
     What a resumed run repeats is there twice: what was sent stays.
-
-    Args:
-      workdir: the run's, whose name it gets; what was not sent yet is kept in ``workdir/wandb``.
-      project: where it belongs.
-      config: what it shows of the configuration.
     """
 
     def __init__(self, workdir: Path, project: str, config: dict[str, Any]):

@@ -55,11 +55,11 @@ def draw(runs: Mapping[str, Sequence[Record]], png: Path) -> None:
     stages = list(dict.fromkeys(r["stage"] for r in records if _has(r, shown)))
     if not stages:
         raise ValueError(f"no run has any record of {', '.join(shown or PANELS['loss'])} to draw")
-    pyplot = _pyplot()
+    from matplotlib.figure import Figure
+
     size = (5 * len(stages), 3 * len(rows))
-    figure, axes = pyplot.subplots(
-        len(rows), len(stages), figsize=size, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(rows), len(stages), squeeze=False)
     for title, panels in zip(rows, axes, strict=True):
         for stage, axis in zip(stages, panels, strict=True):
             for number, (run, its) in enumerate(runs.items()):
@@ -74,7 +74,6 @@ def draw(runs: Mapping[str, Sequence[Record]], png: Path) -> None:
             else:
                 axis.remove()
     figure.savefig(png, dpi=100)
-    pyplot.close(figure)
 
 
 def _draw_lines(
@@ -89,16 +88,6 @@ def _draw_lines(
 
 def _has(record: Record, names: Mapping[str, str]) -> bool:
     return any(record.get(name) is not None for name in names)
-
-
-def _pyplot() -> Any:
-    """Matplotlib, drawing into files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def _parser() -> cli.Parser:

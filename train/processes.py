@@ -29,11 +29,7 @@ POLL_SECONDS, GRACE_SECONDS = 0.5, 10.0
 def join(coordinator: str | None, processes: int | None, process: int | None) -> None:
     """Join the other processes of a run. Must precede every other use of jax.
 
-    Args:
-      coordinator: ``HOST:PORT`` of process 0; None to ask Slurm, Open MPI or Kubernetes for all
-        three.
-      processes: how many there are.
-      process: which one this is, from 0.
+    Without a coordinator Slurm, Open MPI or Kubernetes is asked for all three.
 
     Raises:
       ValueError: if nothing answers for them.
@@ -72,10 +68,8 @@ def ending_together(report: Callable[[Exception], int]) -> Iterator[None]:
     """End all processes when one of them meets an error, the one that met it after a report.
 
     The others may wait in a computation that never ends, and only the end of the process stops it.
-    In a run of one process errors are raised as usual.
-
-    Args:
-      report: prints an error and returns the exit status.
+    In a run of one process errors are raised as usual. ``report`` prints an error and returns the
+    exit status.
     """
     if jax.process_count() == 1:
         yield

@@ -106,12 +106,8 @@ class Report:
     ) -> None:
         """Take a step's metrics, and write those of the step before.
 
-        Args:
-          step: its number.
-          values: its metrics.
-          real_tokens: its tokens without the padding.
-          peak: tokens a second at which it would fully use the devices, if it is known.
-          always: whether it is written even if it is not its turn.
+        ``real_tokens`` are without padding, ``peak`` tokens a second would fully use the devices,
+        and ``always`` writes a step that has not its turn.
         """
         self.flush()
         self._pending = _Pending(step, dict(values), real_tokens, peak, always)

@@ -221,11 +221,7 @@ def decayed_parameters(params: Any) -> Any:
 def learning_rate(progress: float, peak: float, *, warmup: float, floor: float) -> float:
     """Linear warm-up over a fraction of the stage, then a cosine down to ``floor * peak``.
 
-    Args:
-      progress: how much of the stage is done, 0 to 1.
-      peak: the largest learning rate.
-      warmup: the fraction of the stage that warms up.
-      floor: the last learning rate, as a fraction of the peak.
+    ``progress`` is how much of the stage is done, 0 to 1.
     """
     if progress < warmup:
         return peak * progress / warmup

@@ -84,12 +84,7 @@ def run_target(
 ) -> TargetView:
     """One causal pass of the target over whole rows ``[B, T]``.
 
-    Args:
-      config: the target's shape.
-      params: its parameters.
-      tokens: token ids.
-      positions: their rotary positions.
-      mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
+    At most ``mlp_chunk`` tokens of a device have MLP activations at once; 0: all.
     """
     with jax.named_scope("target"):
         output: Any = TrainedTarget(config, mlp_chunk).apply(

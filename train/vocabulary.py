@@ -99,13 +99,7 @@ def _draft_folder(name: str, target: TargetConfig) -> Path:
 def count_tokens(
     texts: Iterable[str], tokenizer: Any, vocab_size: int
 ) -> tuple[Int[np.ndarray, " V"], int]:
-    """How often every token of the vocabulary occurs in the texts, and the number of texts.
-
-    Args:
-      texts: documents.
-      tokenizer: a transformers tokenizer, the target's.
-      vocab_size: width of the target's logits, which may exceed the tokenizer's entries.
-    """
+    """How often every token of the vocabulary occurs in the texts, and the number of texts."""
     counts, number = np.zeros(vocab_size, np.int64), 0
     for ids in encode_documents(tokenizer, texts):
         found = np.bincount(ids)

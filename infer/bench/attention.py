@@ -295,13 +295,9 @@ def _flashinfer_chain_seconds(case: Case) -> float:
 
 
 def flashinfer_call(case: Case, tree: Any) -> Callable[..., Any]:
-    """FlashInfer's attention of a batch under a custom mask, as engines verify trees with it.
+    """FlashInfer's attention of a batch under a mask ``tree[T, T]``, as engines verify trees.
 
     Planned once, outside the graph, as an engine does for all layers of a forward.
-
-    Args:
-      case: the problem.
-      tree: its mask ``[T, T]``.
 
     Returns:
       ``(q, k, v) -> out``, keys and values of prefix and tree in one array.

@@ -167,12 +167,7 @@ def decode(
 ) -> Iterator[tuple[str, list[Tokens], float]]:
     """The prompts' tokens by every number of rows, and what a round emits.
 
-    Args:
-      spec: the models.
-      prompts: of all rows.
-      tree: what is verified in a round.
-      new_tokens: of every prompt.
-      batches: rows that are decoded at once; of several, once in batches and once in slots.
+    Several rows are decoded once in batches and once in slots.
     """
     for rows in batches:
         step(f"{spec.drafts[0].name if spec.drafts else 'plain'} {tree}, {counted(rows, 'row')}")

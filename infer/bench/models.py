@@ -18,7 +18,7 @@ from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.same_bits import choose_kernels
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.dflash.checkpoint import Format as DFlashFormat
 from longspec_jax.drafters.dflash.config import DFlashConfig
@@ -61,7 +61,7 @@ class Model:
     """A target and its draft, as the engine takes them."""
 
     config: TargetConfig
-    target: CachedTarget
+    target: TargetModel
     params: Params
     draft: Draft
 
@@ -99,7 +99,7 @@ def random_model(
     _, retrieval = separated(options or {}, kind)
     if retrieval is not None and kind in KINDS:  # A loaded draft has it already.
         draft = RetrievalDraft(draft, config, retrieval)
-    static = choose_kernels(CachedTarget(config, attention), same_bits)
+    static = choose_kernels(TargetModel(config, attention), same_bits)
     return Model(config, static, Params(target, draft.params), draft)
 
 

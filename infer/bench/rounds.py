@@ -25,7 +25,7 @@ from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import Tree, plant
 
@@ -80,7 +80,7 @@ class Decoded:
 
 @functools.partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("rows",))
 def decode(
-    target: CachedTarget, drafter: Drafter, edges: Edges | None, params: Params, rows: Rows
+    target: TargetModel, drafter: Drafter, edges: Edges | None, params: Params, rows: Rows
 ) -> Decoded:
     """Rounds until every row is done, in one program.
 
@@ -202,7 +202,7 @@ class Bench:
         return statistics.median(seconds[1:]) / self.setting.turns
 
 
-def draft(target: CachedTarget, drafter: Drafter, turns: int) -> Part:
+def draft(target: TargetModel, drafter: Drafter, turns: int) -> Part:
     """Growing the tree; the next turn's root is the last node of this one."""
 
     def program(params: Params, rows: Rows) -> Tree:
@@ -216,7 +216,7 @@ def draft(target: CachedTarget, drafter: Drafter, turns: int) -> Part:
     return program
 
 
-def verify(target: CachedTarget, drafter: Drafter, turns: int) -> Part:
+def verify(target: TargetModel, drafter: Drafter, turns: int) -> Part:
     """The target forward with LM head and draws; the next turn's nodes are this one's draws."""
 
     def program(params: Params, rows: Rows) -> Array:

@@ -41,7 +41,7 @@ from longspec_jax.compilation import keep_programs
 from longspec_jax.config import DEFAULT_TREE
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.sampling import SamplingKind
-from longspec_jax.decoding.target import CachedTarget, Verification
+from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.trials import round_seconds
 from longspec_jax.drafters.base import NOTHING, Needs
 from longspec_jax.drafters.longspec.load import LongSpecDraft
@@ -120,7 +120,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class AgreeingTarget(CachedTarget):
+class AgreeingTarget(TargetModel):
     """A target that agrees with its draft as often as is drawn."""
 
     acceptance: float = 1.0

@@ -87,13 +87,7 @@ def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]
 def round_trees(
     views: Iterable[RoundView], tokenizer: Any, emitted: Sequence[int]
 ) -> tuple[RoundTree, ...]:
-    """The first rounds of a row as trees.
-
-    Args:
-      views: of its rounds.
-      tokenizer: a transformers tokenizer.
-      emitted: tokens of each of these rounds; an accepted path may reach beyond the text's end.
-    """
+    """The first rounds of a row as trees; an accepted path may reach beyond the text's end."""
     return tuple(
         _round_tree(view, tokenizer, count) for count, view in zip(emitted, views, strict=False)
     )

@@ -137,15 +137,10 @@ class Writer:
                     raise
 
 
-def _remove_torn_line(path: Path) -> int:
-    """Remove the bytes behind the last whole line; returns their number."""
-    if not path.exists():
-        return 0
-    data = path.read_bytes()
-    torn = len(data) - (data.rfind(b"\n") + 1)
-    if torn:
-        os.truncate(path, len(data) - torn)
-    return torn
+def _remove_torn_line(path: Path) -> None:
+    """Remove the bytes behind the last whole line."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _lines(path: Path, kind: type[Any]) -> tuple[Sequence[Any], int]:

@@ -101,12 +101,7 @@ class Range:
 
 
 def occupied(lengths: Iterable[int], edges: Sequence[int] = EDGES) -> list[Range]:
-    """The ranges between edges that hold a length; one more range holds what lies beyond.
-
-    Args:
-      lengths: in tokens.
-      edges: ascending, from 0.
-    """
+    """The ranges between ascending edges that hold a length; one more holds what lies beyond."""
     ascending = sorted(set(lengths))
     longest = ascending[-1] if ascending else 0
     if longest >= edges[-1]:
@@ -205,13 +200,9 @@ def whole_speed(block: Block, record: SampleRecord) -> Fraction | None:
     return Fraction(record.new_tokens, seconds)
 
 
-def seconds_of(field: str) -> Part:
-    """A row's share of its call's seconds, per text."""
-
-    def part(block: Block, record: SampleRecord) -> Fraction:
-        return Fraction(getattr(record, field) / block.rows_of_call[record.call], 1)
-
-    return part
+def seconds_of(field: str, block: Block, record: SampleRecord) -> Fraction:
+    """A row's share of its call's seconds, per text; ``field`` is one of the record."""
+    return Fraction(getattr(record, field) / block.rows_of_call[record.call], 1)
 
 
 def stopped(block: Block, record: SampleRecord) -> Fraction:
@@ -219,16 +210,12 @@ def stopped(block: Block, record: SampleRecord) -> Fraction:
     return Fraction(record.ended == "eos", 1)
 
 
-def at_depth(depth: int) -> Part:
+def at_depth(depth: int, block: Block, record: SampleRecord) -> Fraction | None:
     """The share of rounds whose draft token at a depth was accepted."""
-
-    def part(block: Block, record: SampleRecord) -> Fraction | None:
-        accepted = record.accepted_by_round
-        if not accepted:
-            return None
-        return Fraction(sum(count >= depth for count in accepted), len(accepted))
-
-    return part
+    accepted = record.accepted_by_round
+    if not accepted:
+        return None
+    return Fraction(sum(count >= depth for count in accepted), len(accepted))
 
 
 def positions(record: SampleRecord) -> list[int]:
@@ -237,28 +224,20 @@ def positions(record: SampleRecord) -> list[int]:
     return [*itertools.accumulate(record.emitted_by_round, initial=start)][:-1]
 
 
-def within(place: Range) -> Part:
+def within(place: Range, block: Block, record: SampleRecord) -> Fraction | None:
     """Tokens per round, over the rounds whose first new token has a position in a range."""
-
-    def part(block: Block, record: SampleRecord) -> Fraction | None:
-        where = positions(record)
-        first, last = (bisect.bisect_left(where, end) for end in (place.start, place.stop))
-        rounds = record.emitted_by_round[first:last]
-        return Fraction(sum(rounds), len(rounds)) if rounds else None
-
-    return part
+    where = positions(record)
+    first, last = (bisect.bisect_left(where, end) for end in (place.start, place.stop))
+    rounds = record.emitted_by_round[first:last]
+    return Fraction(sum(rounds), len(rounds)) if rounds else None
 
 
-def part_of_round(*fields: str) -> Part:
+def part_of_round(fields: Sequence[str], block: Block, record: SampleRecord) -> Fraction | None:
     """Seconds of some parts of a round, together."""
-
-    def part(block: Block, record: SampleRecord) -> Fraction | None:
-        breakdown = record.breakdown
-        if breakdown is None or not breakdown.rounds:
-            return None
-        return Fraction(sum(getattr(breakdown, field) for field in fields), breakdown.rounds)
-
-    return part
+    breakdown = record.breakdown
+    if breakdown is None or not breakdown.rounds:
+        return None
+    return Fraction(sum(getattr(breakdown, field) for field in fields), breakdown.rounds)
 
 
 def untouched_round(block: Block, record: SampleRecord) -> Fraction | None:
@@ -302,12 +281,7 @@ def difference_of_ratios(pairs: Sequence[tuple[Fraction, Fraction]]) -> Estimate
 def _estimate(
     rows: Sequence[Sequence[float]], figure: Callable[[np.ndarray], np.ndarray]
 ) -> Estimate | None:
-    """A figure of sums over samples, and its interval.
-
-    Args:
-      rows: one a sample.
-      figure: of sums ``[columns, draws]``.
-    """
+    """A figure of sums ``[columns, draws]`` over rows of one sample each, and its interval."""
     if not rows:
         return None
     values = np.asarray(rows, np.float64)

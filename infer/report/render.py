@@ -152,9 +152,6 @@ FORMATS: Mapping[str, Format] = {
 def targets(out: str) -> tuple[Path, ...]:
     """The files that a report goes to, checked to be writable before anything is computed.
 
-    Args:
-      out: a file whose name gives its format, or a folder for one of each, which is made.
-
     Raises:
       ValueError: for a file of another format, one that is no report, and an unwritable place.
     """

@@ -64,7 +64,8 @@ TAU = _column("τ", acceptance, length)
 SPEED = _column("tokens/s", speed, rate)
 SPEED_UP = Figure("speed-up", lambda records: records.ratio(speed), times)
 PARTS = tuple(
-    _column(name, part_of_round(field), milliseconds) for field, name in PART_NAMES.items()
+    _column(name, partial(part_of_round, [field]), milliseconds)
+    for field, name in PART_NAMES.items()
 )
 
 
@@ -86,7 +87,7 @@ def _by_length(view: View) -> Groups:
 def _by_depth(view: View) -> Groups:
     deepest = max((n for each in view.records for n in each.accepted_by_round), default=0)
     depths = range(1, deepest + 1)
-    columns = [_column(str(depth), at_depth(depth), percent) for depth in depths]
+    columns = [_column(str(depth), partial(at_depth, depth), percent) for depth in depths]
     return view.one_group("rounds that accept a draft token at depth", *columns)
 
 
@@ -94,7 +95,7 @@ def _by_position(view: View) -> Groups:
     drafted = [record for record in view.records if record.method != PLAIN_METHOD]
     places = itertools.chain.from_iterable(map(positions, drafted))
     ranges = occupied(places, view.edges)
-    columns = [_column(place.name, within(place), length) for place in ranges]
+    columns = [_column(place.name, partial(within, place), length) for place in ranges]
     return view.one_group("τ of rounds at position", *columns)
 
 
@@ -297,7 +298,7 @@ SPECS = {
         lambda view: view.one_group(
             "ms per round",
             *PARTS,
-            _column("their sum", part_of_round(*PART_NAMES), milliseconds),
+            _column("their sum", partial(part_of_round, [*PART_NAMES]), milliseconds),
             _column("untouched round", untouched_round, milliseconds),
         ),
         notes=(
@@ -332,8 +333,8 @@ SPECS = {
             Words("texts", _count),
             Words("prompt tokens", lambda each: _mean(r.prompt_tokens for r in each.records)),
             Words("new tokens", lambda each: _mean(r.new_tokens for r in each.records)),
-            _column("prefill (s)", seconds_of("prefill_s"), seconds),
-            _column("decoding (s)", seconds_of("decode_s"), seconds),
+            _column("prefill (s)", partial(seconds_of, "prefill_s"), seconds),
+            _column("decoding (s)", partial(seconds_of, "decode_s"), seconds),
             SPEED,
             _column("tokens/s with prefill", whole_speed, rate),
             Figure("speed-up with prefill", lambda each: each.ratio(whole_speed), times),

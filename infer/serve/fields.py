@@ -162,7 +162,7 @@ COMPLETIONS = {
     "echo": Field(Flag(), "begin the text with the prompt"),
     "logprobs": Field(
         Number(Whole(0, MOST_ALTERNATIVES)),
-        "log-probabilities of the tokens, and of so many alternatives",
+        "log-probabilities of the tokens, and of this number of alternatives",
     ),
     "add_special_tokens": Field(Flag(), "false: add no beginning-of-text token to a text"),
     "best_of": Field(Number(Whole(1, MOST_CHOICES)), "must be n: nothing is ranked"),

@@ -96,8 +96,8 @@ class Engine:
             prompt and new tokens.
           adjusted: whether requests may have biases and penalties, for which every row has tables
             of the vocabulary.
-          contents: what is reported of a round: at most so many alternatives of a token to the
-            requests that ask, and the trees.
+          contents: what is reported of a round: the most alternatives of a token that a request may
+            ask for, and the trees.
           ahead: whether rounds are launched before the last ones were read.
           policy: chooses the candidate of every launch; :func:`default_policy` if absent.
           clock: seconds, also asked by the thread that waits for launches.

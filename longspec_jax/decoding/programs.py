@@ -184,7 +184,7 @@ class Program:
 
 
 def compiler_options(small: bool) -> dict[str, Any]:
-    """What XLA is asked for when it compiles a program.
+    """Options of XLA for a program.
 
     On a GPU it times the ways of computing every product. That takes half of the time to the first
     token of a small model, whose products are no faster for it.
@@ -203,7 +203,7 @@ def compile_side_by_side(programs: Iterable[jax.stages.Lowered]) -> None:
     """Compile programs, each as soon as it is there.
 
     Args:
-      programs: lowers the next one when it is asked for it, in the caller's thread.
+      programs: lowers each one when it is next, in the caller's thread.
 
     Raises:
       Exception: what failed, of several the first in the order of the programs. None is lowered any

@@ -13,13 +13,13 @@ import dataclasses
 import jax.numpy as jnp
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import path
 from longspec_jax.ops.matmul import ordered_tiles
 
 
-def is_identical(target: CachedTarget) -> bool:
+def is_identical(target: TargetModel) -> bool:
     """Whether text is promised to be the same, token for token, with and without speculation.
 
     That includes every drafter that is lossless, every tree, and every number of rows and slots.
@@ -30,12 +30,12 @@ def is_identical(target: CachedTarget) -> bool:
     return target.config.dtype == "float32" or has_same_bits(target)
 
 
-def has_same_bits(target: CachedTarget) -> bool:
+def has_same_bits(target: TargetModel) -> bool:
     """Whether a token's logits have the same bits in every pass over it."""
     return target.same_bits
 
 
-def choose_kernels(target: CachedTarget, wanted: bool | None) -> CachedTarget:
+def choose_kernels(target: TargetModel, wanted: bool | None) -> TargetModel:
     """The target with the kernels of one order, or without.
 
     Args:
@@ -56,13 +56,13 @@ def choose_kernels(target: CachedTarget, wanted: bool | None) -> CachedTarget:
     return dataclasses.replace(target, same_bits=True)
 
 
-def serves_tree(target: CachedTarget, tree: TreeConfig) -> bool:
+def serves_tree(target: TargetModel, tree: TreeConfig) -> bool:
     """Whether the target's kernels can verify the tree."""
     most = path.MOST_NODES, path.RECENT
     return not target.same_bits or (tree.num_nodes <= most[0] and tree.num_levels <= most[1])
 
 
-def check_tree(target: CachedTarget, tree: TreeConfig) -> None:
+def check_tree(target: TargetModel, tree: TreeConfig) -> None:
     """Refuse a tree that the target's kernels cannot verify.
 
     Raises:
@@ -76,7 +76,7 @@ def check_tree(target: CachedTarget, tree: TreeConfig) -> None:
         )
 
 
-def _require_kernels(target: CachedTarget) -> None:
+def _require_kernels(target: TargetModel) -> None:
     config = target.config
     if target.mesh is not None or target.offload or target.attention is not None:
         raise NotImplementedError(

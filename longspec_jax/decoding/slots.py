@@ -73,7 +73,7 @@ class Slots:
 
         Args:
           count: how many there are.
-          prefixes: is told which prompts' chunks a slot holds.
+          prefixes: records which prompts' chunks a slot holds.
         """
         self.held: list[int | None] = [None] * count
         """The request in every slot."""

@@ -1,13 +1,12 @@
 """The target as the decode loop sees it: prefill a chunk, verify a tree, run a partial forward.
 
-:class:`TargetModel` is the protocol, which a lookup table can satisfy in tests;
-:class:`CachedTarget` binds :class:`longspec_jax.models.target.Target` to a cache and the attention
-ops.
+:class:`TargetModel` binds :class:`longspec_jax.models.target.Target` to a cache and the attention
+ops. In tests a lookup table takes its place.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,97 +54,27 @@ class Verification(NamedTuple):
     values: tuple[Array, ...]
     """Values of the tree's nodes, ``L x [B, T, K, H]``."""
     features: Features = Features()
-    """What was asked for of the nodes."""
+    """The needed features of the nodes."""
 
 
 class Prefilled(NamedTuple):
     """What one target pass over a chunk of a prompt yields."""
 
     logits: Float[Array, "B V"]
-    """After the chunk's token that was asked for in each row, float32."""
+    """After one token of the chunk in each row, float32."""
     cache: KVCache
     features: Features = Features()
-    """What was asked for of the chunk's tokens."""
+    """The needed features of the chunk's tokens."""
     hidden: Float[Array, "B C D"] | None = None
     """What :meth:`TargetModel.unembed` makes the logits behind each of them of."""
 
 
-@runtime_checkable
-class TargetModel(Protocol):
-    """Pure functions of parameters and cache; the object itself is static and hashable."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        ...
-
-    @property
-    def mesh(self) -> AbstractMesh | None:
-        """The mesh over which the parameters are spread; None on one device."""
-        ...
-
-    @property
-    def same_bits(self) -> bool:
-        """Whether a token's logits have the same bits in every pass over it."""
-        ...
-
-    def allocate(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache."""
-        ...
-
-    def prefill_chunk(
-        self,
-        params: Any,
-        cache: KVCache,
-        tokens: Int[Array, "B C"],
-        start: Lengths,
-        last: Lengths,
-        needs: Needs = NOTHING,
-    ) -> Prefilled:
-        """Append a chunk behind ``start[b]`` tokens; logits after its token ``last[b]``."""
-        ...
-
-    def unembed(self, params: Any, hidden: Float[Array, "B n D"]) -> Float[Array, "B n V"]:
-        """Logits of hidden states behind the last norm, float32."""
-        ...
-
-    def verify(
-        self,
-        params: Any,
-        cache: KVCache,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        mask: TreeMask,
-        length: Lengths,
-        levels: int,
-        needs: Needs = NOTHING,
-    ) -> Verification:
-        """Logits at every node of a tree of ``levels`` below ``length[b]`` committed tokens."""
-        ...
-
-    def reach(self, length: Lengths) -> Lengths | None:
-        """The position at which a round behind ``length[b]`` tokens must end; None if anywhere."""
-        ...
-
-    def partial_forward(
-        self,
-        params: Any,
-        cache: KVCache,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        selection: Selection,
-        fresh: Uncommitted,
-        mask: TreeMask,
-        at: int,
-        needs: Needs = NOTHING,
-    ) -> PartialForward:
-        """As :meth:`longspec_jax.drafters.base.View.partial_forward`."""
-        ...
-
-
 @dataclass(frozen=True)
-class CachedTarget:
-    """A transformer target over a :class:`KVCache`."""
+class TargetModel:
+    """A transformer target over a :class:`KVCache`.
+
+    Pure functions of parameters and cache; the object itself is static and hashable.
+    """
 
     config: TargetConfig
     attention: str | None = None
@@ -250,7 +179,10 @@ class CachedTarget:
         return jnp.pad(tokens, wider), jnp.pad(positions, wider, mode="edge"), mask
 
     def reach(self, length: Lengths) -> Lengths | None:
-        """As of :class:`TargetModel`: where attention is added up in the order of positions."""
+        """The position at which a round behind ``length[b]`` tokens must end; None if anywhere.
+
+        There is one where attention is added up in the order of positions.
+        """
         return path.reach(length) if self.same_bits else None
 
     def partial_forward(
@@ -265,7 +197,7 @@ class CachedTarget:
         at: int,
         needs: Needs = NOTHING,
     ) -> PartialForward:
-        """Run the target over tokens that see a selection of the cache, and fresh tokens."""
+        """As :meth:`longspec_jax.drafters.base.View.partial_forward`."""
         keys, values, read = list(fresh.keys), list(fresh.values), selection.reading(cache)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -293,7 +225,7 @@ class CachedTarget:
         needs: Needs,
         ordered: bool | None = None,
     ) -> tuple[TargetOutput, Features]:
-        """All layers, and what was asked for of them."""
+        """All layers, and the features that are needed of them."""
         queries, keys = {}, {}
 
         def noted(layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -308,7 +240,7 @@ class CachedTarget:
         return output, Features(output.kept, queries, keys)
 
     def unembed(self, params: Any, hidden: Array) -> Array:
-        """As of :class:`TargetModel`; of any number of leading axes."""
+        """Logits of hidden states behind the last norm, float32; of any number of leading axes."""
         logits: Any = self._model.apply({"params": params}, hidden, method="unembed")
         return logits
 

@@ -17,7 +17,7 @@ from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf, of_member
 from longspec_jax.generation.inputs import Batch
@@ -80,7 +80,7 @@ class Shape:
 class Plan:
     """What a call decodes with, and all sizes that it needs."""
 
-    target: CachedTarget
+    target: TargetModel
     drafters: tuple[Drafter, ...]
     """What a round may run, the cheapest first; several only where a clock chooses."""
     params: Params

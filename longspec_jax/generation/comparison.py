@@ -19,7 +19,7 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import Sampling
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.activity import DecodingPlainly
 from longspec_jax.generation.call import Plan
@@ -164,7 +164,7 @@ def _divergence(
 
 @program(static_argnames=("target",))
 def _scores(
-    target: CachedTarget,
+    target: TargetModel,
     params: Params,
     sampling: Sampling,
     adjustments: Adjustments | None,

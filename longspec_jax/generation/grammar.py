@@ -53,17 +53,7 @@ def compile_grammar(
     regex: str | None = None,
     lark: str | None = None,
 ) -> Grammar:
-    """A grammar from its source, of which there is one.
-
-    Args:
-      json_schema: texts that are JSON and satisfy it; ``{"type": "object"}`` for any object.
-      regex: texts that this regular expression matches whole.
-      lark: texts of a context-free grammar in Lark's syntax.
-
-    Raises:
-      ValueError: if not exactly one is given, or it is too large, too deep, or wrong.
-      ModuleNotFoundError: without the extra ``grammar``.
-    """
+    """A grammar from its source; arguments and errors as of ``LongSpec.grammar``."""
     library = _library()
     sources: list[tuple[Any, str]] = []
     if json_schema is not None:

@@ -25,7 +25,7 @@ from longspec_jax.decoding.report import Emitted, RoundTree
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
-from longspec_jax.decoding.target import CachedTarget, Verification
+from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.generation.call import Plan
@@ -145,7 +145,7 @@ def _wait(clock: list[float], result: object) -> None:
 
 @program(static_argnames=("target", "drafter"))
 def _draft(
-    target: CachedTarget, drafter: Drafter, params: Params, rows: Rows
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows
 ) -> tuple[Rows, Tree, RoundNoise]:
     """The tree of a round, and the rows whose drafter has looked at the cache."""
     with use_mesh(target.mesh):
@@ -156,7 +156,7 @@ def _draft(
 
 @program(static_argnames=("target", "drafter"))
 def _verify(
-    target: CachedTarget,
+    target: TargetModel,
     drafter: Drafter,
     params: Params,
     rows: Rows,
@@ -170,7 +170,7 @@ def _verify(
 
 @program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
 def _commit(
-    target: CachedTarget,
+    target: TargetModel,
     drafter: Drafter,
     params: Params,
     rows: Rows,

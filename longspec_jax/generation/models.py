@@ -12,7 +12,7 @@ from longspec_jax.compilation import cache_folder
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.candidates import candidates
 from longspec_jax.decoding.same_bits import check_tree, choose_kernels, serves_tree
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.draft import DefaultTrees, Draft, drafters_of, is_large
 
@@ -64,10 +64,10 @@ class Models:
         return tuple(self.draft) if isinstance(self.draft, Sequence) else (self.draft,)
 
     @property
-    def target(self) -> CachedTarget:
+    def target(self) -> TargetModel:
         """The static part of the target."""
         mesh = None if self.mesh is None else self.mesh.abstract_mesh
-        target = CachedTarget(self.target_config, self.attention, mesh, self.offload)
+        target = TargetModel(self.target_config, self.attention, mesh, self.offload)
         return choose_kernels(target, self.same_bits)
 
     @property

@@ -70,8 +70,8 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float | Sequence[float]
     """Subtracted for each time that a token is in the text so far, from -2 to 2."""
     logprobs: int | Sequence[int | None]
-    """Report the log-probability of every token, and of so many of the most likely tokens there, at
-    most 20: the target's, before biases, penalties, temperature and filters."""
+    """Report the log-probability of every token, and of this number of the most likely tokens
+    there, at most 20. They are the target's, before biases, penalties, temperature and filters."""
     prompt_logprobs: bool | int | Sequence[bool | int]
     """The same of the prompt's tokens; True for their own alone."""
     seed: int | Sequence[int]

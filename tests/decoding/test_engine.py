@@ -28,7 +28,7 @@ from longspec_jax.decoding.rows import Request, RowShardings, insert
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.slots import Slots, StepOutput
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.trials import branch as branch_of
 from longspec_jax.decoding.trials import rehearse, rejoin
 from longspec_jax.drafters.base import NOTHING, Drafter, NoDraft, Params
@@ -238,14 +238,14 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def single() -> list[np.ndarray]:
-    return alone(CachedTarget(CONFIG), TABLES, range(7), CONFIG.vocab_size)
+    return alone(TargetModel(CONFIG), TABLES, range(7), CONFIG.vocab_size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_drafter_serves(kind: str, single: list[np.ndarray]) -> None:
     """A slot's last row leaves nothing behind in the drafter's state."""
     drafter, draft = KINDS[kind]
-    engine = open_engine(CachedTarget(CONFIG), [drafter], Params(TABLES, draft))
+    engine = open_engine(TargetModel(CONFIG), [drafter], Params(TABLES, draft))
     engine.launch_sizes = 1, 2
     shown, _ = serve(engine, range(7), CONFIG.vocab_size)
     assert_same(shown, single)
@@ -275,7 +275,7 @@ def test_neither_order_policy_nor_prefills_at_once_change_a_token(
     single: list[np.ndarray],
 ) -> None:
     drafter, draft = KINDS["longspec"]
-    models = CachedTarget(CONFIG), candidates([drafter]), Params(TABLES, draft)
+    models = TargetModel(CONFIG), candidates([drafter]), Params(TABLES, draft)
     engine = open_engine(*models, policy=EVERY_SWITCH, prefills=3)
     shown, _ = serve(engine, (6, 0, 4, 2, 5, 1, 3), CONFIG.vocab_size)
     assert_same(shown, single)
@@ -310,7 +310,7 @@ def test_a_short_prompt_overtakes_a_long_one_where_several_are_prefilled() -> No
 def test_later_requests_compile_nothing() -> None:
     """Whatever their lengths, options and slots are."""
     drafter, draft = KINDS["longspec"]
-    engine = open_engine(CachedTarget(CONFIG), [drafter], Params(TABLES, draft), slots=3)
+    engine = open_engine(TargetModel(CONFIG), [drafter], Params(TABLES, draft), slots=3)
     serve(engine, (0,), CONFIG.vocab_size)
     with compilations() as found:
         serve(engine, range(1, 7), CONFIG.vocab_size)
@@ -454,7 +454,7 @@ def test_a_round_asks_the_host_nothing(temperature: float) -> None:
 
     Lowered for one, with attention that has no such loop of its own: the kernels have none either.
     """
-    target = CachedTarget(CONFIG, "reference")
+    target = TargetModel(CONFIG, "reference")
     params = Params(TABLES, KINDS["longspec"][1])
     kind = SamplingKind.SAMPLED if temperature > 0 else SamplingKind.GREEDY
     for tree in (TREE, TreeConfig(TREE.widths, budget=7)):
@@ -520,7 +520,7 @@ def test_the_draft_misses_nothing_while_candidates_switch() -> None:
     tokens, req, states = prompts(CONFIG.vocab_size), requested(MIXED), []
     for cycle in ((Choice(2, 100),), EVERY_SWITCH.cycle, (Choice(0, 100),)):
         engine = engine_of(
-            *(CachedTarget(CONFIG), candidates([drafter]), Params(TABLES, draft), tokens, LENGTHS),
+            *(TargetModel(CONFIG), candidates([drafter]), Params(TABLES, draft), tokens, LENGTHS),
             *(req, TIGHT),
             policy=Cycle(cycle),
             ahead=False,
@@ -536,7 +536,7 @@ def test_a_plain_round_that_keeps_the_draft_up_to_date_is_no_dearer() -> None:
     config = tiny_target_config()
     draft = DraftConfig.for_target(config, window=11)
     table = random_target(config)
-    target, params = CachedTarget(config), Params(table, draft_params(random_draft(draft), table))
+    target, params = TargetModel(config), Params(table, draft_params(random_draft(draft), table))
     flops = []
     for drafter in (NoDraft(), candidates([LongSpecDrafter(draft, TREE)])[0]):
         rows = open_engine(target, [drafter], params).rows

@@ -13,7 +13,7 @@ from longspec_jax.decoding import round_noise
 from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -201,7 +201,7 @@ BUDGETED = TreeConfig((4, 5, 3), budget=9)
 def test_transformers_are_drafter_invariant(
     models: Params, requests: list[Request], trees: list[TreeConfig]
 ) -> None:
-    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    target, tokens = TargetModel(CONFIG), prompts(CONFIG.vocab_size)
     for req in requests:
         plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
         for tree in trees:
@@ -252,7 +252,7 @@ def tokens_are_those_of_plain_decoding(
     models: Params, drafter: Drafter, requests: list[Request]
 ) -> None:
     """And some of them were drafted."""
-    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    target, tokens = TargetModel(CONFIG), prompts(CONFIG.vocab_size)
     for req in requests:
         plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
         rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
@@ -270,8 +270,8 @@ OFFLOADED = {
 @pytest.mark.parametrize("drafter", OFFLOADED.values(), ids=OFFLOADED)
 def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params, drafter: Drafter) -> None:
     tokens, req = prompts(CONFIG.vocab_size), request(**MIXED)
-    plain, _ = generate(CachedTarget(CONFIG), NoDraft(), models, tokens, LENGTHS, req)
-    target = CachedTarget(CONFIG, offload=True)
+    plain, _ = generate(TargetModel(CONFIG), NoDraft(), models, tokens, LENGTHS, req)
+    target = TargetModel(CONFIG, offload=True)
     rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
     assert_same(rows, plain)
     cache = state.rows.cache
@@ -288,7 +288,7 @@ def lossy(budget: BlockBudget, tree: str) -> Hierarchy:
 @pytest.mark.parametrize("tree", ["chain:6", "chain:6/2,2@9"])
 def test_the_lossy_option_fails_where_all_others_pass(models: Params, tree: str) -> None:
     """Negative control; and where it sees all of the context it is no other than they."""
-    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), EVERY[0]
+    target, tokens, req = TargetModel(CONFIG), prompts(CONFIG.vocab_size), EVERY[0]
     plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
     whole, _ = generate(target, lossy(BlockBudget(64, 4, 8, 4), tree), models, tokens, LENGTHS, req)
     assert_same(whole, plain)
@@ -310,7 +310,7 @@ def test_the_lossy_option_fails_where_all_others_pass(models: Params, tree: str)
 
 def test_a_small_model_changes_no_token(models: Params) -> None:
     """Nor do the chunks in which it reads the prompts: shorter than they, and longer."""
-    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    target, tokens = TargetModel(CONFIG), prompts(CONFIG.vocab_size)
     params = Params(models.target, random_target(SMALL, seed=5))
     for req in EVERY:
         plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
@@ -322,7 +322,7 @@ def test_a_small_model_changes_no_token(models: Params) -> None:
 
 def test_a_target_is_its_own_perfect_drafter(models: Params) -> None:
     """Every round accepts the whole chain, but a row's last one, which its budget cuts."""
-    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    target, tokens = TargetModel(CONFIG), prompts(CONFIG.vocab_size)
     drafter = SmallLMDrafter(CONFIG, TreeConfig((1, 1, 1, 1)))
     itself = Params(models.target, models.target)
     for req in EVERY:
@@ -348,7 +348,7 @@ def test_a_budget_changes_no_token(budget: int) -> None:
 
 def test_a_reduced_draft_vocabulary_changes_no_token(models: Params) -> None:
     """And what it accepts under noise shows that each token is scored with its own noise."""
-    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    target, tokens = TargetModel(CONFIG), prompts(CONFIG.vocab_size)
     drafter = LongSpecDrafter(DRAFT, TREES[0])
     part = jnp.asarray(np.random.default_rng(0).permutation(101)[:60], jnp.int32)
     reduced = Params(models.target, models.draft.restricted(part))
@@ -382,7 +382,7 @@ def test_output_does_not_depend_on_chunk_capacity_or_neighbours(
     models: Params, drafter: Drafter
 ) -> None:
     """Nor does what is accepted. A row alone lies in a longer cache, and comes in more chunks."""
-    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), EVERY[0]
+    target, tokens, req = TargetModel(CONFIG), prompts(CONFIG.vocab_size), EVERY[0]
     rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
     for b in range(3):
         single, other = generate(
@@ -400,7 +400,7 @@ def test_output_does_not_depend_on_chunk_capacity_or_neighbours(
 
 def test_cached_decoding_equals_running_the_whole_text_again(models: Params) -> None:
     """The oracle that uses no cache: every token from one causal pass over all before it."""
-    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    target, tokens = TargetModel(CONFIG), prompts(CONFIG.vocab_size)
     rows, _ = generate(target, LongSpecDrafter(DRAFT, TREES[0]), models, tokens, LENGTHS, request())
     # Padded to one length: no token sees what is behind it.
     text = np.zeros((3, int((LENGTHS + NEW).max())), np.int32)
@@ -422,7 +422,7 @@ def test_cached_decoding_equals_running_the_whole_text_again(models: Params) -> 
 
 
 def test_draft_state_bytes_do_not_depend_on_the_context(models: Params) -> None:
-    target, drafter = CachedTarget(CONFIG), LongSpecDrafter(DRAFT, TREES[0])
+    target, drafter = TargetModel(CONFIG), LongSpecDrafter(DRAFT, TREES[0])
     sizes = []
     for length, capacity in ((23, 128), (401, 640)):
         lengths = np.array([length], np.int32)
@@ -522,7 +522,7 @@ def test_prompt_lookup_changes_no_token(tree: str, chunk: int) -> None:
 
 
 def test_prompt_lookup_for_a_transformer_changes_no_token(models: Params) -> None:
-    target, tokens = CachedTarget(CONFIG), repetitive(3, CONFIG.vocab_size)
+    target, tokens = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size)
     drafter = NgramDrafter(TreeConfig((4, 4, 4), budget=9))
     for req in EVERY:
         plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
@@ -535,7 +535,7 @@ def test_prompt_lookup_for_a_transformer_changes_no_token(models: Params) -> Non
 
 
 def test_one_of_several_drafters_proposes_and_all_learn(models: Params) -> None:
-    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(0.7)
+    target, tokens, req = TargetModel(CONFIG), prompts(CONFIG.vocab_size), request(0.7)
     plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
     members = LongSpecDrafter(DRAFT, PLAIN), NgramDrafter(PLAIN)
     params = Params(models.target, (models.draft, ()))

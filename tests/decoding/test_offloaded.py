@@ -11,7 +11,7 @@ from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding import offloaded
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.offloaded import OffloadedCache
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.ops.placement import on_host
 from tests.kit import random_target, tiny_target_config
@@ -80,7 +80,7 @@ def test_a_partial_forward_at_spans_moves_layers_as_a_whole_pass_does() -> None:
 
     def partial_forward(cache: KVCache) -> jax.Array:
         seen, fresh = SinksAndRecent(1, 4)(LENGTHS), cache.uncommitted(len(LENGTHS), 3)
-        target = CachedTarget(CONFIG)
+        target = TargetModel(CONFIG)
         return target.partial_forward(params, cache, nodes, nodes, seen, fresh, mask, 0).logits
 
     plain, host = both_caches()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import NOTHING, Features, Needs, PartialForward
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
@@ -23,7 +23,7 @@ from longspec_jax.ops.attention.reference import tree_attention
 from tests.kit import TOLERANCE, random_target, relative_error, tiny_target_config
 
 CONFIG = tiny_target_config()
-TARGET = CachedTarget(CONFIG)
+TARGET = TargetModel(CONFIG)
 LENGTHS = np.array([17, 6, 1], np.int32)
 CHUNK = 5
 NEEDS = Needs(hidden=(0, 1), queries=(1,))

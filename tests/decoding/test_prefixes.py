@@ -15,7 +15,7 @@ from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.prefixes import HostChunks, Match, SlotPrefixes, chunk_names
 from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.decoding.slots import StepOutput
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NOTHING, Needs, NoDraft, Params
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.retrieval.blocks import Quest
@@ -237,7 +237,7 @@ def test_a_warm_row_is_a_cold_one_bit_for_bit(kind: str) -> None:
     rows, texts, known = [], [], []
     for warm, host in ((False, 0), (True, 0), (True, 1 << 20)):
         engine = open_engine(
-            *(CachedTarget(CONFIG), [drafter], Params(TABLES, draft)),
+            *(TargetModel(CONFIG), [drafter], Params(TABLES, draft)),
             slots=1,
             prefixes=warm,
             host_bytes=host,

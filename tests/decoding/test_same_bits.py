@@ -7,15 +7,15 @@ import pytest
 
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding import same_bits
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.draft import DefaultTrees
 from longspec_jax.generation.models import trees_to_time
 from longspec_jax.ops import hardware
 from longspec_jax.sharding import make_mesh
 from tests.kit import tiny_target_config
 
-WIDE = CachedTarget(tiny_target_config())
-HALF = CachedTarget(tiny_target_config(dtype="bfloat16"))
+WIDE = TargetModel(tiny_target_config())
+HALF = TargetModel(tiny_target_config(dtype="bfloat16"))
 
 
 def test_float32_is_identical_everywhere_but_not_in_every_bit() -> None:
@@ -31,7 +31,7 @@ def test_16_bits_are_identical_where_the_kernels_are_taken() -> None:
 
 def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"head_width": 64, "model_width": 128, "mlp_width": 192, "vocab_size": 104}
-    target = CachedTarget(tiny_target_config(dtype="bfloat16", **sizes))
+    target = TargetModel(tiny_target_config(dtype="bfloat16", **sizes))
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.x"):
         same_bits.choose_kernels(target, True)
     assert not same_bits.choose_kernels(target, None).same_bits

@@ -18,7 +18,7 @@ from longspec_jax.decoding.report import Report
 from longspec_jax.decoding.round import many_rounds
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -70,11 +70,11 @@ def partial_passes(attention: str | None) -> Drafter:
     return Hierarchy(inner, SinksAndRecent(2, 3), TreeConfig((1,) * 6))
 
 
-def target_beside(params: Any, attention: str | None = None) -> CachedTarget:
+def target_beside(params: Any, attention: str | None = None) -> TargetModel:
     """The target's static part, which knows the mesh of its parameters."""
     sharding = jax.tree.leaves(params)[0].sharding
     mesh = sharding.mesh.abstract_mesh if isinstance(sharding, NamedSharding) else None
-    return CachedTarget(CONFIG, attention, mesh)
+    return TargetModel(CONFIG, attention, mesh)
 
 
 def start(

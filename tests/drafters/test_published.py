@@ -12,7 +12,7 @@ import pytest
 from longspec_jax import LongSpec
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.eagle import load as eagle
 from longspec_jax.drafters.eagle.model import EagleDrafter
@@ -47,13 +47,13 @@ HEADS = test_medusa.DRAFTS["own"]
 @pytest.fixture(scope="module")
 def plain() -> list[list[np.ndarray]]:
     """What plain decoding emits for every request."""
-    run = partial(generate, CachedTarget(CONFIG), NoDraft(), Params(MODEL, ()))
+    run = partial(generate, TargetModel(CONFIG), NoDraft(), Params(MODEL, ()))
     return [run(prompts(CONFIG.vocab_size), LENGTHS, req)[0] for req in EVERY]
 
 
 def decoded(drafter: Drafter, draft: Any, plain: list[list[np.ndarray]]) -> tuple[Any, Decoded]:
     """The last of all requests, after every one was compared."""
-    run = partial(generate, CachedTarget(CONFIG), drafter, Params(MODEL, draft))
+    run = partial(generate, TargetModel(CONFIG), drafter, Params(MODEL, draft))
     runs = [run(prompts(CONFIG.vocab_size), LENGTHS, req) for req in EVERY]
     for (rows, _), expected in zip(runs, plain, strict=True):
         assert_same(rows, expected)
@@ -79,7 +79,7 @@ def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     drafter = replace(window, tree=replace(window.tree, budget=9))
     params = Params(MODEL, test_dflash.random_params(window.config, test_dflash.KNOWN))
     sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
-    engine = Engine(CachedTarget(CONFIG), [drafter], params, streams=False, **sizes)
+    engine = Engine(TargetModel(CONFIG), [drafter], params, streams=False, **sizes)
     for req in EVERY:
         host = jax.device_get(req)
         for prompt, length, row in zip(prompts(CONFIG.vocab_size), LENGTHS, range(3), strict=True):
@@ -131,7 +131,7 @@ def test_suffix_decoding_changes_no_token(plain: list[list[np.ndarray]]) -> None
     answered = [*tokens[2, :1], *plain[0][2]]
     tokens[1, : len(answered)], lengths[1] = answered, len(answered)
     params = Params(MODEL, ())
-    rows, again = generate(CachedTarget(CONFIG), drafter, params, tokens, lengths, EVERY[0])
+    rows, again = generate(TargetModel(CONFIG), drafter, params, tokens, lengths, EVERY[0])
     np.testing.assert_array_equal(rows[2], plain[0][2])
     assert int(again.record.rounds[2]) <= 5
     assert emitted_in_rounds(again) > 11

@@ -10,7 +10,7 @@ import pytest
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise
 from longspec_jax.drafters.small_lm.drafter import (
@@ -41,7 +41,7 @@ def view_at(position: Any, length: Any = None) -> CacheView:
     position = jnp.asarray(position)
     length = position if length is None else jnp.asarray(length)
     return CacheView(
-        CachedTarget(CONFIG), None, KVCache((), ()), PENDING, position, length, length < 0
+        TargetModel(CONFIG), None, KVCache((), ()), PENDING, position, length, length < 0
     )
 
 

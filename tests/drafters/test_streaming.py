@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import NOTHING, Drafter, Params, View
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
@@ -51,7 +51,7 @@ def test_a_chain_that_sees_everything_is_perfect(selection: SinksAndRecent, requ
 def test_a_transformer_that_sees_everything_is_perfect() -> None:
     drafter, params = StreamingDrafter(CHAIN, ALL), Params(random_target(CONFIG), None)
     tokens = prompts(CONFIG.vocab_size)
-    _, state = generate(CachedTarget(CONFIG), drafter, params, tokens, LENGTHS, MIXED)
+    _, state = generate(TargetModel(CONFIG), drafter, params, tokens, LENGTHS, MIXED)
     assert is_perfect(np.asarray(state.record.histogram).sum(axis=0))
 
 

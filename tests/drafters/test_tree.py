@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
@@ -347,7 +347,7 @@ def test_trees_of_any_depth_change_no_token(drafter: Drafter) -> None:
         "small_lm": lambda: random_target(SMALL, seed=5),
         "streaming": lambda: None,
     }[drafter.name]()
-    target, tokens = CachedTarget(lossless.CONFIG), lossless.prompts(101)
+    target, tokens = TargetModel(lossless.CONFIG), lossless.prompts(101)
     params = Params(target_params, draft)
     rest = tokens, lossless.LENGTHS, lossless.request(**lossless.MIXED)
     plain, _ = lossless.generate(target, NoDraft(), params, *rest)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TargetConfig
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.models.layers import RMSNorm, rotary_angles
 from longspec_jax.models.target import Attention, Layer, Target
 from longspec_jax.ops.attention.dispatch import causal_attention
@@ -130,7 +130,7 @@ def test_logits_and_last_keys_and_values(pair):
 def test_cached_decoding(pair):
     """Chunks into the cache, then a chain and a branching tree, against one uncached pass each."""
     model, config, params = pair
-    target, tokens = CachedTarget(config), _tokens(config)
+    target, tokens = TargetModel(config), _tokens(config)
     prefill, verify = jax.jit(target.prefill_chunk), jax.jit(partial(target.verify, levels=2))
     cache = target.allocate(batch=2, capacity=37)
     last = jnp.asarray([7, 7])

@@ -10,6 +10,7 @@ import pytest
 from infer.serve.command import served_model
 from infer.serve.gains import token_text
 from infer.serve.protocol import ServedModel
+from longspec_jax import PLAIN
 from tests.infer.toys import TREE, toy_spec
 from tests.kit import compilations
 from tests.serve.kit import Client, serving
@@ -52,7 +53,7 @@ CHOICES = [{"prompt": "ab", "seed": seed, "max_tokens": 9} for seed in (7, 8, 9)
 
 @pytest.fixture(scope="module")
 def alone() -> list[str | None]:
-    """The texts of all requests in a batch of the library: requests, choices, chat."""
+    """The texts of all requests, plainly decoded in one batch: requests, choices, chat."""
     spec = toy_spec()
     rows = [*REQUESTS, *CHOICES, {"prompt": "ab\ncd\n", **CHAT}]
     prompts = [
@@ -79,6 +80,7 @@ def alone() -> list[str | None]:
         ],
         logit_bias=biases,
         stop_strings=[row.get("stop", []) for row in rows],
+        tree=PLAIN,
         **{name: [row.get(name, value) for row in rows] for name, value in options.items()},
     )
     return [*found.text]

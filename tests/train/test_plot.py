@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from train import plot
 
@@ -28,17 +29,16 @@ RECORDS = (
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[str]]]:
     """Title, label of the ordinate and lines of every panel of the next figure."""
     panels: list[tuple[str, str, list[str]]] = []
-    pyplot = plot._pyplot()
-    close = pyplot.close
+    save = Figure.savefig
 
-    def closing(figure) -> None:
+    def saving(figure, *given, **more) -> None:
         panels.extend(
             (a.get_title(), a.get_ylabel(), [line.get_label() for line in a.lines])
             for a in figure.axes
         )
-        close(figure)
+        save(figure, *given, **more)
 
-    monkeypatch.setattr(pyplot, "close", closing)
+    monkeypatch.setattr(Figure, "savefig", saving)
     return panels
 
 

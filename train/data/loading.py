@@ -122,9 +122,7 @@ def expand(files: str) -> list[str]:
 def _file_rows(url: str, pack: bool) -> Iterator[tuple[int, Any]]:
     """Rows of a file on this machine or the hub; lines as bytes, others as their fields.
 
-    Args:
-      url: a path, or ``hf://...``.
-      pack: whether a text file is one document; otherwise blank lines separate its documents.
+    A text file is one document to ``pack``; otherwise blank lines separate its documents.
     """
     name = PurePosixPath(url)
     codec = CODECS.get(name.suffix)

@@ -14,7 +14,7 @@ import pytest
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
 from longspec_jax.drafters.eagle3.config import Yarn
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
@@ -35,7 +35,7 @@ from tests.drafters.eagle3.test_parity import Given
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.kit import normal, random_target, relative_error, view_of
 
-TARGET = CachedTarget(CONFIG)
+TARGET = TargetModel(CONFIG)
 MODEL = random_target(CONFIG)
 TEXT = prompts(CONFIG.vocab_size)
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])

@@ -11,7 +11,7 @@ import pytest
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, LastQuery, Quest, Retriever
@@ -96,7 +96,7 @@ def test_a_mistake_lowers_what_is_accepted(kind: Any) -> None:
 def test_a_transformer_that_sees_every_token_is_perfect() -> None:
     drafter = Hierarchy(StreamingDrafter(TreeConfig((1,))), Quest(CONFIG, ROOMY), CHAIN)
     params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
-    _, state = generate(CachedTarget(CONFIG), drafter, params, tokens, LENGTHS, MIXED)
+    _, state = generate(TargetModel(CONFIG), drafter, params, tokens, LENGTHS, MIXED)
     assert is_perfect(np.asarray(state.record.histogram).sum(axis=0))
 
 
@@ -107,9 +107,9 @@ def test_summaries_after_decoding_are_those_of_the_cache(chunk: int) -> None:
     drafter = Hierarchy(StreamingDrafter(TreeConfig((2, 2))), quest, CHAIN)
     params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
     rows, state = generate(
-        CachedTarget(CONFIG), drafter, params, tokens, LENGTHS, MIXED, chunk=chunk
+        TargetModel(CONFIG), drafter, params, tokens, LENGTHS, MIXED, chunk=chunk
     )
-    plain, _ = generate(CachedTarget(CONFIG), NoDraft(), params, tokens, LENGTHS, MIXED)
+    plain, _ = generate(TargetModel(CONFIG), NoDraft(), params, tokens, LENGTHS, MIXED)
     assert_same(rows, plain)
     found, length = state.rows.draft.selector, state.rows.length
     assert len({*np.asarray(length).tolist()}) == 3
@@ -166,7 +166,7 @@ def test_every_head_of_every_layer_reads_the_block_that_its_query_wants() -> Non
     state = jax.jit(quest.extend)(state, told._replace(features=Features({}, queries, keys)))
     cache = tuple(keys[layer].swapaxes(1, 2) for layer in layers)
     at = jnp.array([0]), jnp.array([slots]), jnp.array([slots]), jnp.array([False])
-    view = CacheView(CachedTarget(CONFIG), None, KVCache(cache, cache), *at)
+    view = CacheView(TargetModel(CONFIG), None, KVCache(cache, cache), *at)
     found = jax.jit(lambda state: quest.choose(state, view))(state)
     assert isinstance(found, WorkingSet) and int(found.length[0]) == 16
     for (layer, head), block in wanted.items():
@@ -191,7 +191,7 @@ def test_rows_of_a_larger_cache_choose_and_read_as_alone() -> None:
     at = jnp.array([0, 0]), length, length, jnp.array([False, False])
     own, among = (
         AttentionRetriever(CONFIG, TIGHT).choose(
-            state, CacheView(CachedTarget(CONFIG), None, cache, *at)
+            state, CacheView(TargetModel(CONFIG), None, cache, *at)
         )
         for cache in caches
     )
@@ -222,10 +222,10 @@ def test_it_is_a_selector_and_refuses_what_cannot_be(kind: Any) -> None:
 def test_it_says_how_much_of_the_cache_it_copies() -> None:
     selector = Quest(CONFIG, TIGHT)
     for capacity in (16, 64):
-        cache = CachedTarget(CONFIG).allocate(1, capacity)
+        cache = TargetModel(CONFIG).allocate(1, capacity)
         at = jnp.array([0]), jnp.array([9]), jnp.array([9]), jnp.array([False])
         found = selector.choose(
-            selector.begin(1, capacity), CacheView(CachedTarget(CONFIG), None, cache, *at)
+            selector.begin(1, capacity), CacheView(TargetModel(CONFIG), None, cache, *at)
         )
         copied = found.keys[0].shape[2] if isinstance(found, WorkingSet) else 0
         assert selector.gathered_slots(capacity) == copied
@@ -233,7 +233,7 @@ def test_it_says_how_much_of_the_cache_it_copies() -> None:
 
 def test_a_cache_within_the_budget_is_read_where_it_lies() -> None:
     quest = Quest(CONFIG, BlockBudget(32, 4, 8, 4))
-    cache = CachedTarget(CONFIG).allocate(1, 32)
+    cache = TargetModel(CONFIG).allocate(1, 32)
     at = jnp.array([0]), jnp.array([9]), jnp.array([9]), jnp.array([False])
-    view = CacheView(CachedTarget(CONFIG), None, cache, *at)
+    view = CacheView(TargetModel(CONFIG), None, cache, *at)
     assert isinstance(quest.choose(quest.begin(1, 32), view), Spans)

@@ -13,7 +13,7 @@ from longspec_jax.decoding.round import propose_tree, sampling_noise
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import (
     Drafter,
     Needs,
@@ -199,7 +199,7 @@ class Diarist(Drafter):
 @jax.jit
 def propose(params: Params, rows: Rows) -> Tree:
     """The chain that the hierarchy proposes; the diarist notes what it is told."""
-    target = CachedTarget(CONFIG)
+    target = TargetModel(CONFIG)
     noise = sampling_noise(target, TOLD, rows)
     return propose_tree(target, TOLD, params, rows, noise)
 
@@ -210,7 +210,7 @@ TOLD = Hierarchy(DIARIST, ALL, LONG)
 
 def proposed(request: Any) -> tuple[Any, Tree, list[Any]]:
     """The rows after the prompts, what is proposed for them, and what the diarist is told."""
-    drafter, target = TOLD, CachedTarget(CONFIG)
+    drafter, target = TOLD, TargetModel(CONFIG)
     params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
     rows = prefill(
         *(target, drafter, params, jnp.asarray(tokens), jnp.asarray(LENGTHS), request),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import PLAIN, TreeConfig
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,
@@ -196,7 +196,7 @@ def plain() -> tuple[Any, list[np.ndarray], Any]:
     params = random_target(lossless.CONFIG)
     request = lossless.request(**lossless.MIXED)
     rows, _ = lossless.generate(
-        CachedTarget(lossless.CONFIG),
+        TargetModel(lossless.CONFIG),
         NoDraft(),
         Params(params, None),
         *(lossless.prompts(101, LENGTHS), LENGTHS, request),
@@ -215,7 +215,7 @@ def test_a_working_cache_changes_no_token(drafter: Drafter, plain: Any) -> None:
         else random_target(SMALL, seed=5)
     )
     rows, state = lossless.generate(
-        CachedTarget(lossless.CONFIG),
+        TargetModel(lossless.CONFIG),
         drafter,
         Params(target_params, draft),
         *(lossless.prompts(101, LENGTHS), LENGTHS, request),
@@ -237,7 +237,7 @@ def test_a_working_cache_of_everything_is_as_good_as_the_whole(budget: int, plai
     cache = working(lossless.CONFIG, budget)
     drafter = SmallLMDrafter(lossless.CONFIG, CHAIN, working=cache)
     rows, state = lossless.generate(
-        CachedTarget(lossless.CONFIG),
+        TargetModel(lossless.CONFIG),
         drafter,
         Params(target_params, target_params),
         *(lossless.prompts(101, LENGTHS), LENGTHS, request),
