@@ -472,7 +472,7 @@ def launched(engine: Engine) -> list[Choice]:
     """The launches of an engine from now on."""
     found: list[Choice] = []
     launch = engine._launch
-    engine._launch = lambda choice, kind, _: (found.append(choice), launch(choice, kind))[1]  # type: ignore[method-assign]
+    engine._launch = lambda *given: (found.append(given[0]), launch(*given))[1]  # type: ignore[method-assign]
     return found
 
 
@@ -597,8 +597,8 @@ def clocked(
     )
     launch, ends = engine._launch, []
 
-    def timed(choice: Choice, kind: SamplingKind, _: Any) -> Any:
-        rows, packed = launch(choice, kind)
+    def timed(choice: Choice, *more: Any) -> Any:
+        rows, packed = launch(choice, *more)
         ran = len(Report.of(np.asarray(packed)).count)
         free[0] = max(free[0], now[0]) + seconds[choice.candidate] * ran
         if rounds is not None:

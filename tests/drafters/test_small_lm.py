@@ -195,11 +195,11 @@ def test_only_the_slots_behind_the_start_are_written(given: int, advances: bool)
     count = np.clip(32 - start, 0, 3) * advances
     new = jax.jit(append)(old, (rows,), (2 * rows,), jnp.asarray(start), jnp.asarray(count))
     for row, (at, joined) in enumerate(zip(start, count, strict=True)):
-        expected = np.array(old.keys[0][row])
+        expected = np.array(old.cache.keys[0][row])
         expected[:, at : at + joined] = rows[row].swapaxes(0, 1)[:, :joined]
         end = at + joined if joined else 32
-        np.testing.assert_array_equal(new.keys[0][row, :, :end], expected[:, :end])
-        written = np.array(new.values[0][row, :, at : at + joined])
+        np.testing.assert_array_equal(new.cache.keys[0][row, :, :end], expected[:, :end])
+        written = np.array(new.cache.values[0][row, :, at : at + joined])
         np.testing.assert_array_equal(written, 2 * expected[:, at : at + joined])
 
 

@@ -173,7 +173,7 @@ def test_a_choice_is_of_one_size_whatever_the_capacity() -> None:
     own = LongSpecDrafter(lossless.DRAFT, TreeConfig((2,)), working=working(lossless.CONFIG))
     for drafter in (small, own):
         assert sizes(drafter, 128) == sizes(drafter, 1 << 17) != []
-    assert small.begin(Params(None, None), 1, 100).keys[0].shape[2] % CHUNK == 0
+    assert small.begin(Params(None, None), 1, 100).cache.keys[0].shape[2] % CHUNK == 0
 
 
 LENGTHS = np.array([131, 70, 3], np.int32)
