@@ -65,24 +65,19 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
     group.add_argument(
         "--draft",
         **cli.several(cli.path),
-        help="what proposes tokens: folder or hub id of a draft made for the target, "
-        f"{' or '.join(NAMED)}, which need no weights, and for the demo {' or '.join(DRAFTS)}. "
+        help="what proposes tokens: the folder or hub id of a draft made for the target; "
+        f"{' or '.join(NAMED)}, which need no weights; for the demo, {' or '.join(DRAFTS)}. "
         f"{draft_help}",
     )
     group.add_argument(
         "--draft_option",
         **cli.several(cli.draft_option),
         metavar="NAME[=VALUE]",
-        help="an option of the draft; none changes the text. LongSpec drafts: int8 reads weights "
-        "and LM head in 8 bits, the default for large targets on GPUs; vocabulary=N proposes the N "
-        "most frequent tokens only, by the table saved beside the draft (python -m "
-        "train.vocabulary). LongSpec drafts and small language models: working=1024 reads that "
-        "many tokens of a long cache, in chunks that the target attends to (SpecExtend), with "
-        "refresh=0 its first and last ones. EAGLE-3 and DFlash drafts: window=N sees the last N "
-        "tokens, and the first 4 (sinks=4), in constant memory; int8 as above. All drafts: "
-        "retrieve=N has the target check the draft's rounds over N tokens of its cache first, "
-        "chosen by its last queries; --tree is then the chain that this yields, and "
-        "retrieve_tree=4,16,16 the draft's own tree (docs/retrieval.md)",
+        help="an option of the draft; docs/drafts.md explains them. LongSpec drafts: int8 (weights "
+        "and LM head in 8 bits), vocabulary=N (propose the N most frequent tokens only), working=N "
+        "(read N tokens of a long cache). Small language models: working=N. EAGLE and DFlash "
+        "drafts: int8, window=N (see the last N tokens). All drafts: retrieve=N (check rounds over "
+        "N tokens of the target's cache first)",
     )
     group.add_argument("--revision", type=cli.word, help="version of the target on the hub")
     group.add_argument("--draft_revision", type=cli.word, help="version of the draft on the hub")
@@ -187,8 +182,8 @@ def add_sampling(result: argparse.ArgumentParser) -> None:
     defaults = {
         "max_new_tokens": (256, "most tokens to generate"),
         "temperature": (0.0, "0 is greedy"),
-        "top_p": (1.0, "1 keeps all tokens"),
-        "top_k": (0, "0 keeps all tokens"),
+        "top_p": (1.0, "draw from the most probable tokens that together have this share; 1: all"),
+        "top_k": (0, "draw from this many most probable tokens; 0: all"),
         "min_p": (0.0, "least share of the most likely token's probability"),
         "repetition_penalty": (1.0, "divides logits of tokens in prompt and text; 1 is none"),
         "presence_penalty": (0.0, "subtracted from logits of tokens in the text"),
@@ -251,11 +246,6 @@ def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:
 def is_demo(arguments: argparse.Namespace) -> bool:
     """Whether the target is the demo's."""
     return arguments.target in (None, DEMO_NAME)
-
-
-def has_draft(arguments: argparse.Namespace) -> bool:
-    """Whether there is a draft to speculate with."""
-    return arguments.draft is not None or is_demo(arguments)
 
 
 def drafts(arguments: argparse.Namespace) -> list[str]:
@@ -362,7 +352,7 @@ def _decoding(arguments: argparse.Namespace) -> Iterator[str]:
     plain = arguments.tree == PLAIN
     if plain and arguments.adaptive:
         yield "--adaptive has nothing to choose with --tree none; drop one of the two"
-    if not plain and has_draft(arguments):
+    if not plain and drafts(arguments):
         return
     reason = "--tree none has none" if plain else "no --draft is named"
     remedy = "drop one of the two" if plain else "name a draft, or drop it"

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +175,7 @@ def item_of(source: str, value: Any, where: str) -> Any:
         if not isinstance(value, str):
             raise ValueError(f"{where}: prompt {_as_json(value)} must be text; a row is one prompt")
         return check_text(value, where)
-    return _token_ids(value, f"{where}: input_ids")
-
-
-def _token_ids(value: Any, where: str) -> list[int]:
+    where = f"{where}: input_ids"
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where} {_as_json(value)} must be a list of token ids, at least one")
     if any(isinstance(token, list) for token in value):
@@ -242,11 +240,6 @@ def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
     return encode_chat(tokenizer, messages, None)
 
 
-def encode_vicuna(tokenizer: Any, messages: Messages) -> list[int]:
-    """Vicuna v1.1's format."""
-    return encode_chat(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
-
-
 def release_turns(tokenizer: Any, messages: Messages) -> list[str]:
     """The turns of :func:`encode_release` as text, the opening of the answer last."""
     vocabulary = require_tokenizer(tokenizer).get_vocab()
@@ -271,7 +264,7 @@ def encode_release(tokenizer: Any, messages: Messages) -> list[int]:
 
 STYLES: dict[str, Encode] = {
     "native": encode_native,
-    "vicuna": encode_vicuna,
+    "vicuna": partial(encode_chat, template=VICUNA_TEMPLATE),
     "longspec": encode_release,
 }
 

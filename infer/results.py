@@ -208,7 +208,11 @@ def lines(outcomes: Sequence[Outcome], dtype: str, promised: bool = True) -> Ite
     yield from _acceptance_lines(totals)
     yield from _speed_lines(totals)
     yield from _tree_lines(totals["trees"])
-    yield from _memory_lines(outcomes[0].stats)
+    stats, plan = outcomes[0].stats, outcomes[0].stats.memory
+    yield (
+        f"memory              draft state {shown_bytes(stats.draft_state_bytes)}, target cache "
+        f"{shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots{_beside(plan)}"
+    )
     yield from _identity_lines(outcomes, dtype, promised)
 
 
@@ -271,14 +275,6 @@ def _beside(plan: MemoryPlan) -> str:
     """What of the cache is not on the device."""
     host = plan.host_cache_bytes
     return f" and {shown_bytes(host)} in the host's memory" if host else ""
-
-
-def _memory_lines(stats: Stats) -> Iterator[str]:
-    plan = stats.memory
-    yield (
-        f"memory              draft state {shown_bytes(stats.draft_state_bytes)}, target cache "
-        f"{shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots{_beside(plan)}"
-    )
 
 
 def _identity_lines(outcomes: Sequence[Outcome], dtype: str, promised: bool) -> Iterator[str]:

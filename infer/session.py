@@ -77,7 +77,8 @@ class Session:
         """What calls run; None until it is settled."""
         self._end: str | None = None
         """What is shown of the prompt before its completion begins; None once it is."""
-        self._drafter = NoDraft().name if not self._speculates else self._only_drafter
+        names = [draft.name for draft in spec.drafts] if self._speculates else [NoDraft().name]
+        self._drafter = names[0] if len(names) == 1 else None
         """The name of what proposes; None until it is settled."""
         self._notes: list[str] = []
         """Printed below the numbers of the call."""
@@ -87,11 +88,6 @@ class Session:
     def _speculates(self) -> bool:
         """Whether calls may use a draft."""
         return bool(self._spec.drafts) and self._named_tree != PLAIN
-
-    @property
-    def _only_drafter(self) -> str | None:
-        """The draft's kind, if there is one draft."""
-        return self._spec.drafts[0].name if len(self._spec.drafts) == 1 else None
 
     def _described(self) -> dict[str, Any]:
         """What is run, for the JSON."""

@@ -56,6 +56,8 @@ else:
             os.environ.get("XLA_FLAGS", ""),
         ]
     )
+    # Nobody reads which line a program's operations come from.
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["LONGSPEC_CACHE"] = "off"  # Nothing that an earlier run kept, nothing timed.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -76,6 +78,8 @@ class TritonModules(MetaPathFinder):
 try:
     import beartype  # noqa: F401
     from jaxtyping import install_import_hook
+
+    import tests.annotations  # noqa: F401
 except ImportError:  # The GPU machine may lack beartype; the CPU suite always has it.
     pass
 else:
@@ -83,6 +87,7 @@ else:
     import longspec_jax.drafters.longspec.config  # noqa: F401
 
     install_import_hook(
-        ["longspec_jax.ops", "longspec_jax.decoding", "longspec_jax.drafters"], "beartype.beartype"
+        ["longspec_jax.ops", "longspec_jax.decoding", "longspec_jax.drafters"],
+        "tests.annotations.checked",
     )
     sys.meta_path.insert(0, TritonModules())

@@ -54,7 +54,6 @@ class Arguments:
     """The run, overrides applied."""
     workdir: Path
     options: argparse.Namespace
-    """The options of the command."""
 
 
 def parser(command: str, about: str) -> cli.Parser:

@@ -1,10 +1,12 @@
-"""How fast a draft is trained: ``python -m train.bench --shape vicuna7b --mesh fsdp=2``.
+"""Measure how fast a draft is trained.
 
-It times whole optimiser steps of the draft on random weights and tokens of real shapes, without
+    python -m train.bench --shape=vicuna7b --mesh=fsdp=2
+
+Whole optimiser steps of the draft are timed on random weights and tokens of real shapes, without
 data loading and checkpoints. One device always runs. Every mesh is compared with it, at the same
-rows per device. ``flops_utilization`` is the necessary operations (:mod:`train.target`) divided by
-the rate of a large bfloat16 matmul on the same device. ``step_bytes`` is the memory of the compiled
-step on each device beyond its arguments; the rest is weights, masters and moments.
+rows per device. flops_utilization: operations that no implementation can leave out / the rate of a
+large bfloat16 matmul on the same device. step_bytes: memory of the compiled step on each device
+beyond its arguments; the rest is weights, masters and moments.
 """
 
 import argparse

@@ -26,7 +26,6 @@ class Rule:
 
     allows: Callable[[Any], bool]
     words: str
-    """What a value must be."""
 
     def refusal(self, value: Any) -> str | None:
         """What a value must be instead; None for one that will do."""

@@ -68,11 +68,6 @@ class TrainingRun:
         """Where the target is, or will be once it is trained."""
         return self.config.target or str(self.workdir / "target")
 
-    @property
-    def draft_folder(self) -> Path:
-        """Where the draft is exported to."""
-        return Path(self.config.export or self.workdir / "draft")
-
 
 def train(config: RunConfig, workdir: Path, name: str = "") -> None:
     """Train what a configuration describes.
@@ -244,7 +239,8 @@ def train_draft(run: TrainingRun) -> None:
         objectives = trainer.objectives(stage, loss_chunk, mlp_chunk)
         params = _train_stage(plan, *objectives, frozen, params)
     whole = gathered(cast(params, trainer.dtype))
-    by_first("draft", lambda: trainer.save(run.draft_folder, whole))
+    folder = Path(config.export or run.workdir / "draft")
+    by_first("draft", lambda: trainer.save(folder, whole))
 
 
 def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:

@@ -1,4 +1,6 @@
-"""Tokenise a run's data once, by several processes: ``python -m train.prepare --config=vicuna7b``.
+"""Tokenise a run's data once, by several processes.
+
+    python -m train.prepare --config=vicuna7b --workdir=runs/vicuna7b
 
 Training does this by itself, with one process. The tokens are kept in the working folder, under a
 name that is a digest of data, tokenizer and template: training uses them, and makes new ones if any

@@ -24,14 +24,11 @@ def peak_tokens_per_second(
     flops_per_token: float, dtype: str, devices: Sequence[Any]
 ) -> float | None:
     """Tokens a second that devices at their peak would train on; None if the peak is unknown."""
-    peak = _peak(devices[0].device_kind)
-    return None if peak is None or dtype == "float32" else len(devices) * peak / flops_per_token
-
-
-def _peak(kind: str) -> float | None:
+    kind = devices[0].device_kind
     for name, peak in _DENSE_PEAKS.items():
-        if name in kind and not (name != "A100" and any(word in kind for word in _SLOWER)):
-            return peak
+        slower = name != "A100" and any(word in kind for word in _SLOWER)
+        if name in kind and not slower and dtype != "float32":
+            return len(devices) * peak / flops_per_token
     return None
 
 

@@ -58,9 +58,7 @@ class TrainState:
     step: Any
     """Optimiser steps of this stage, int32."""
     params: Any
-    """Float32 master parameters."""
     optimizer: Any
-    """The optimiser's float32 state."""
 
 
 class Objective(Protocol):

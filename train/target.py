@@ -5,7 +5,6 @@ demo's target, which is trained from scratch, learns the next token.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -130,18 +129,15 @@ class TargetObjective:
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
         """The held-out cross-entropy."""
         tokens = jnp.maximum(jnp.sum(batch.weights[:, 1:]), 1.0)
-        return {"heldout_loss": float(_sums(self, params, frozen, batch, ())["loss"] / tokens)}
+        sums = _jitted_sums(self, params, frozen, batch, ())
+        return {"heldout_loss": float(sums["loss"] / tokens)}
 
     def flops_per_token(self, length: int) -> float:
         """Operations that a token of a row of this length needs, forward and backward."""
         return FORWARD_AND_BACKWARD * (target_flops(self.config, length) + head_flops(self.config))
 
 
-@partial(jax.jit, static_argnums=0)
-def _sums(
-    objective: TargetObjective, params: Any, frozen: Any, batch: Batch, draws: Any
-) -> dict[str, Array]:
-    return objective.sums(params, frozen, batch, draws)
+_jitted_sums = jax.jit(TargetObjective.sums, static_argnums=0)
 
 
 # Floating-point operations of one token that no implementation can leave out. A multiplication with

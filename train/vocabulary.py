@@ -3,8 +3,8 @@
     python -m train.vocabulary --target=TARGET --draft=FOLDER --files='corpus/*.jsonl'
     python -m infer.decode --target=TARGET --draft=FOLDER --draft_option=vocabulary=16384
 
-The table is saved beside the draft. With the option ``vocabulary=N`` the draft proposes only the
-first N tokens; the target's output does not change. Use text like the text you will generate.
+The table is saved beside the draft. With the option vocabulary=N the draft proposes only the first
+N tokens; the target's output does not change. Use text like the text you will generate.
 Special and stop tokens come first, whatever their counts. Files are read as for training.
 The exit status is 0, or 2 for bad input.
 """

@@ -102,7 +102,7 @@ def _add_tasks(group: Any) -> None:
         "--min_prompt",
         type=cli.number(Whole(0)),
         metavar="TOKENS",
-        help="prompts of at most N tokens are skipped (longspec protocol)",
+        help="prompts of at most this many tokens are skipped (longspec protocol)",
     )
     group.add_argument(
         "--max_prompt",
@@ -140,16 +140,18 @@ def _add_methods(group: Any) -> None:
         default=[0],
         help="of the draws above temperature 0",
     )
-    for name, default, words in (("top_p", 1.0, "1"), ("top_k", 0, "0")):
-        kind = cli.number(SAMPLING[name])
+    for name, default, words in (
+        ("top_p", 1.0, "draw from the most probable tokens that together have this share; 1: all"),
+        ("top_k", 0, "draw from this many most probable tokens; 0: all"),
+    ):
         group.add_argument(
-            f"--{name}", type=kind, default=default, help=f"{words} keeps all tokens"
+            f"--{name}", type=cli.number(SAMPLING[name]), default=default, help=words
         )
     group.add_argument(
         "--max_new_tokens",
         type=cli.number(SAMPLING["max_new_tokens"]),
         metavar="TOKENS",
-        help="instead of the protocol's number",
+        help="most new tokens of a sample; the protocol's number if absent",
     )
     group.add_argument("--batch", type=cli.COUNT, default=1, help="prompts decoded together")
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
@@ -157,7 +159,7 @@ def _add_methods(group: Any) -> None:
         "--repetitions",
         type=cli.COUNT,
         default=1,
-        help="decode every call so often and keep the one of median seconds",
+        help="decode every call this many times and keep the run of median seconds",
     )
 
 
@@ -289,7 +291,10 @@ def _check_effects(arguments: argparse.Namespace, tasks: Sequence[str]) -> None:
     readers: dict[str, tuple[bool, Callable[[str], bool]]] = {
         "--protocol=longbench": (longbench, lambda task: task in TASKS),
         "--data": ("" in named, lambda task: task not in SUITE),
-        "--context": (arguments.context is not None, _has_any_length),
+        "--context": (
+            arguments.context is not None,
+            lambda task: task in (*SUITE, NEEDLE) or (task in TASKS and TASKS[task].books),
+        ),
         "--min_prompt": (
             arguments.min_prompt is not None,
             lambda task: task in TASKS and TASKS[task].long and not longbench,
@@ -314,7 +319,3 @@ def _check_effects(arguments: argparse.Namespace, tasks: Sequence[str]) -> None:
                 f"--data={task}={path}: {task} is made of the package's documents and reads no "
                 "data; leave it out"
             )
-
-
-def _has_any_length(task: str) -> bool:
-    return task in SUITE or task == NEEDLE or (task in TASKS and TASKS[task].books)

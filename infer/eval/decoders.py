@@ -21,9 +21,7 @@ class Decoder:
     """A method, ready to decode."""
 
     name: str
-    """Of the method."""
     setting: Setting
-    """What it runs with."""
     spec: LongSpec | Endpoint
     """With the method's draft alone, or a server."""
     tree: TreeConfig | None

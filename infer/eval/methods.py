@@ -149,7 +149,7 @@ def by_kind(drafts: "Sequence[Draft]") -> "dict[str, Draft]":
         kind = draft.inner.name if isinstance(draft, RetrievalDraft) else draft.name
         if kind in found:
             raise ValueError(
-                f"two drafters are of the kind {kind}, and a method has one; measure each in a run "
+                f"two drafts are of the kind {kind}, and a method has one; measure each in a run "
                 "of its own: --draft once for each kind"
             )
         found[kind] = draft

@@ -256,8 +256,9 @@ def samples(name: str, sources: Sources, tokenizer: Any) -> Iterator[Sample]:
     else:
         task = TASKS[name]
         found = rows(name, path or task.hub)
-        if name == "aime24":
-            found = _of_2024(found)
+        of_2024 = [row for row in found if row[1].get("id") in AIME24_ROWS]
+        if name == "aime24" and len(of_2024) == len(AIME24_ROWS):  # Else another dataset's rows.
+            found = of_2024
         for number, row in enumerate(found):
             yield from _filled(task, number, row, sources, tokenizer)
 
@@ -292,12 +293,6 @@ def _free(number: int, row: Row) -> Sample:
     prompt = item_of(kind, values[kind], where)
     answers = next((name for name in FREE_ANSWERS if name in values), FREE_ANSWERS[0])
     return Sample(sample_name(values, number), references(values, answers, where), prompt=prompt)
-
-
-def _of_2024(found: Sequence[Row]) -> list[Row]:
-    """AIME's problems of 2024: those ids of the usual dataset, or all rows of another."""
-    chosen = [row for row in found if row[1].get("id") in AIME24_ROWS]
-    return chosen if len(chosen) == len(AIME24_ROWS) else list(found)
 
 
 def _new_tokens(name: str, task: Task | None, protocol: EvalProtocol) -> int:

@@ -56,13 +56,10 @@ class Breakdown:
     """
 
     draft_s: float
-    """The drafter proposes a tree."""
     verify_s: float
-    """The target checks it."""
     other_s: float
     """Draws, acceptance, commit, drafter update, and the host in between."""
     rounds: int
-    """Timed rounds."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,7 @@ class RoundTree:
     position: int
     """Of the root, among all tokens of prompt and text."""
     tokens: tuple[int, ...]
-    """Of the nodes."""
     texts: tuple[str, ...]
-    """The texts of the tokens."""
     parents: tuple[int, ...]
     """Index of every node's parent; -1 for the root."""
     drawn: tuple[int, ...]
@@ -134,7 +129,6 @@ class SampleRecord:
     breakdown: Breakdown | None
     """None unless ``--breakdown`` was given."""
     tokens: tuple[int, ...]
-    """Emitted token ids."""
     text: str
     references: tuple[str, ...]
     """What counts as an answer; empty where the task has none."""

@@ -55,7 +55,6 @@ class Sample:
 
     name: str
     references: tuple[str, ...] = ()
-    """Right answers."""
     fields: Mapping[str, str] = field(default_factory=dict)
     prompt: Any = None
     """Text, chat messages or token ids, instead of fields."""
@@ -81,9 +80,7 @@ class Task:
     """Field of a row that holds the references."""
     hub: Hub
     release: Wording
-    """How the LongSpec release asks."""
     longbench: Wording
-    """How LongBench asks."""
     release_tokens: int = RELEASE_TOKENS
     longbench_tokens: int = SUMMARY_TOKENS
     chat: bool = True
@@ -165,7 +162,6 @@ NEEDLE = "needle"
 RAW = "raw"
 """The style of a prompt without a chat format."""
 DEMO_SUITE = "demo"
-"""Stands for all demo tasks."""
 
 SENTENCE = "# The access code of the {adjective} {noun} is"
 """A comment in source code, a heading in prose."""
@@ -175,9 +171,7 @@ DIGITS = 8
 """Of the code: chance finds no such number."""
 
 DEMO_TOKENS = 64
-"""New tokens of the demo tasks."""
 NEEDLE_TOKENS = 16
-"""New tokens of a needle's code."""
 TOGETHER = (
     ("jinja2_lexer", "jinja2_compiler"),
     ("jinja2_environment", "jinja2_lexer"),
@@ -191,13 +185,11 @@ DOCUMENTED = (
     "jinja2_environment",
     "attr__make",
 )
-"""Files with long docstrings."""
 QUOTES = '"""'
 """Around a docstring."""
 RECALLED = 64
 """Tokens of a passage that are repeated before the answer continues it."""
 DEPTHS = (0.1, 0.4, 0.7, 0.9)
-"""Of the needles."""
 
 
 def code(tokenizer: Any, context: int) -> Iterator[Sample]:

@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
         prog=cli.command_name(__package__),
         description="Write the papers' tables and figures of evaluation runs.",
         epilog="Runs that agree in target, device, precision, protocol and options are compared\n"
-        "with each other. All others stand below each other.",
+        "with each other. Each of the others has tables of its own.",
     )
     options.add_argument(
         "runs", type=cli.file_path, nargs="+", metavar="RUN", help="folder of an evaluation run"
@@ -35,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--lengths",
         **cli.several(cli.COUNT, commas=True),
-        help="end of a range of context lengths in tokens; the paper's, 5000, 10000, ..., 32000, "
-        "and then doubling if absent",
+        help="end of a range of prompt lengths, in tokens; if absent 5000, 10000, ..., 32000 (the "
+        "paper's), and then doubling",
     )
     cli.add_traceback(options)
     return options

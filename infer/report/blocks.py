@@ -68,7 +68,6 @@ class Block:
     batch: int
     """Rows of a call."""
     names: tuple[str, ...]
-    """Of the runs."""
     methods: tuple[str, ...]
     """In the order they ran, plain decoding first."""
     tasks: tuple[str, ...]

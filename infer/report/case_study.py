@@ -51,7 +51,6 @@ class CaseStudy:
     """A text whose rounds were kept."""
 
     block: str
-    """Label of its block."""
     record: SampleRecord
     tokens: tuple[Token, ...]
     trees: tuple[RoundTree, ...]

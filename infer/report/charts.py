@@ -20,13 +20,11 @@ from .table import ChartSpec, Table
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 16.0, 14.0, 50.0
 """Margins around the field of values, in pixels."""
 FIELD = 230.0
-"""Height of the field."""
 PLACE, ASIDE = 92.0, 9.0
 """Least width of a place, and the distance between series within it."""
 LETTER, ROW = 6.9, 20.0
 """Approximate width of a letter, since SVG measures no text; height of a row of the legend."""
 LEGEND = 320.0
-"""Least width of the legend."""
 SHAPES = 4
 """Marks, so that series differ in more than colour."""
 PLAIN_COLOUR = 7

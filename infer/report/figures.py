@@ -33,7 +33,6 @@ from .blocks import Block, Sample
 LEVEL = 0.95
 """Share of the resamples that an interval holds."""
 DRAWS = 4000
-"""Resamples."""
 FEWEST = 4
 """Fewer samples have no interval: they have too few different resamples."""
 SEED = 13
@@ -78,7 +77,6 @@ class Estimate:
     """Lower end of its interval; None where the samples are too few."""
     high: float | None
     samples: int
-    """Their number."""
 
     def excludes(self, value: float) -> bool:
         """Whether there is an interval that does not hold a value."""
@@ -320,7 +318,8 @@ def _estimate(
             return None
         if count < FEWEST:
             return Estimate(value, None, None, count)
-        drawn = figure(_drawn_sums(values))
+        parts = np.array_split(_draws(count), max(1, DRAWS * count // _CELLS))
+        drawn = figure(np.concatenate([part.astype(np.float64) @ values for part in parts]).T)
     # A resample without a pass or a second has no figure.
     tail = _tail(count)
     low, high = np.quantile(drawn[np.isfinite(drawn)], [tail, 1 - tail])
@@ -331,12 +330,6 @@ def _tail(count: int) -> float:
     """The share of the resamples beyond each end of an interval."""
     t = stdtrit(count - 1, (1 - LEVEL) / 2)
     return float(ndtr(t * math.sqrt(count / (count - 1))))
-
-
-def _drawn_sums(values: np.ndarray) -> np.ndarray:
-    """Sums ``[columns, draws]`` over samples drawn with replacement."""
-    parts = np.array_split(_draws(len(values)), max(1, DRAWS * len(values) // _CELLS))
-    return np.concatenate([part.astype(np.float64) @ values for part in parts]).T
 
 
 @functools.lru_cache(maxsize=64)

@@ -63,7 +63,6 @@ class Report:
     sections: tuple[Section, ...]
     """Those that have a table."""
     missing: tuple[str, ...]
-    """Sentences."""
     cases: tuple[CaseStudy, ...]
     shades: Sequence[int]
     """Depths that the legend of the case studies explains."""
@@ -247,7 +246,7 @@ def _source(run: Run) -> Source:
         ("temperatures", ", ".join(f"{value:g}" for value in header.temperatures)),
         ("seeds", ", ".join(map(str, header.seeds))),
         ("batch", header.batch),
-        *((f"method {method}", _given(setting)) for method, setting in header.methods.items()),
+        *((f"method {name}", _given(setting)) for name, setting in header.methods.items()),
         ("options", header.options),
         ("records", f"{len(run.samples)} samples"),
     ]

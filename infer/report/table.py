@@ -135,7 +135,6 @@ class ChartSpec:
     """What the charts of a table show: of every body, a series for every row."""
 
     unit: str
-    """Of the values."""
     place_unit: str = ""
     """What the names along the other axis are; empty if they say it."""
     column: str | None = None
@@ -151,9 +150,7 @@ class TableSpec:
     """What a section of the report shows: a table, and the charts of it."""
 
     title: str
-    """Of the section."""
     caption: str
-    """Of the table."""
     groups: Callable[[View], Groups]
     notes: tuple[str, ...]
     """What this table alone has to explain."""

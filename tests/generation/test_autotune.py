@@ -25,7 +25,7 @@ from tests.infer.toys import bound_draft, toy_spec
 
 PAIR, FORK, CHAIN = TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1))
 WIDE = TreeConfig((4, 4, 4))
-FEWER = TreeConfig((2, 2), 4), TreeConfig((2, 2), 3)
+FEWER = TreeConfig((2, 2), 4)
 PROMPT = "ab cd gh é"
 OPTIONS = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
 KEY = {"device": "cpu", "rows": 1}
@@ -283,9 +283,9 @@ def told_trees(spec, prompts, **options) -> tuple[list, list[Tuned]]:
 
 @pytest.fixture
 def large(spec, monkeypatch):
-    """The toy in the place of a large target on a GPU, with a small tree and two budgets of it."""
+    """The toy in the place of a large target on a GPU, with a small tree and a budget of it."""
     defaults = dataclasses.replace(
-        bound_draft(spec).default_trees, large=(FORK,), together=(FORK, *FEWER)
+        bound_draft(spec).default_trees, large=(FORK,), together=(FORK, FEWER)
     )
     monkeypatch.setattr(models, "is_large", lambda params: True)
     monkeypatch.setattr(LongSpecDraft, "default_trees", defaults)
@@ -297,12 +297,12 @@ def test_several_rows_of_a_large_target_choose_a_budget(folder, large) -> None:
     rows = [PROMPT, PROMPT * 2, PROMPT, "ab"]
     settled = [Tuned("longspec", FORK, ())]
     assert told_trees(large, rows[:3], max_new_tokens=90) == ([], settled)
-    # Four choices of thirty-two rounds each are 128: a call of fewer tokens is not spent on them.
-    assert told_trees(large, rows, max_new_tokens=127) == ([], settled)
+    # Three choices of thirty-two rounds each are 96: a call of fewer tokens is not spent on them.
+    assert told_trees(large, rows, max_new_tokens=95) == ([], settled)
     assert not list(folder.glob("*.json"))
-    timed, [first] = told_trees(large, rows, max_new_tokens=128)
-    assert timed == 2 * [PLAIN, FORK, *FEWER]
-    assert [timing.tree for timing in first.timings] == timed[:4]
+    timed, [first] = told_trees(large, rows, max_new_tokens=96)
+    assert timed == 2 * [PLAIN, FORK, FEWER]
+    assert [timing.tree for timing in first.timings] == timed[:3]
     assert first.tree == kept.best_timing(first.timings).tree
     [file] = folder.glob("*.json")
     kept_key = json.loads(file.read_text())["key"]
@@ -315,7 +315,7 @@ def test_several_rows_of_a_large_target_choose_a_budget(folder, large) -> None:
 
 def test_rows_that_wait_for_a_slot_are_not_decoded_together(folder, large) -> None:
     few = dataclasses.replace(large, row_slots=3)
-    for spec, trees in ((few, [FORK]), (large, [FORK, *FEWER])):
+    for spec, trees in ((few, [FORK]), (large, [FORK, FEWER])):
         drafters, _ = models.drafters_for(spec, None, 5, adaptive=False)
         assert [drafter.tree for drafter in drafters] == trees
 
@@ -325,8 +325,8 @@ def test_timing_takes_no_second_cache_and_leaves_the_first_as_it_was(
     folder, spec, monkeypatch, streams
 ) -> None:
     """Of many rows two would not fit: with room for one and a draft state everything is timed."""
-    rows = [PROMPT, "cd é"]
-    needed = spec.memory_plan(2, len(PROMPT.encode()), 40)
+    rows = [PROMPT]  # Of the shapes of the other tests.
+    needed = spec.memory_plan(1, len(PROMPT.encode()), 40)
     free = needed.needed_bytes + needed.draft_state_bytes
     for module in (autotune, run_lib):
         monkeypatch.setattr(module, "free_bytes", lambda: free)
@@ -354,6 +354,8 @@ PLAINLY = TreeTiming("plain", PLAIN, 1.0, 1.0, 30)
 def test_timing_behind_prompts_that_are_prefilled_alone(folder, monkeypatch, row_slots) -> None:
     """With one slot a single prompt is prefilled for it, of the sizes of chunks of two."""
     rows, options = [[3] * 9, [6] * 200], dict(OPTIONS, max_new_tokens=100)
+    defaults = dataclasses.replace(bound_draft(toy_spec()).default_trees, cpu=(CHAIN, PAIR))
+    monkeypatch.setattr(LongSpecDraft, "default_trees", defaults)
     known = {"_timings": KnownTimings(), "_warm": WarmShapes()}
     spec = dataclasses.replace(toy_spec(max_positions=1024), tree=None, prefill_chunk=512)
     plain = spec.generate(rows, tree=PLAIN, **options)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from longspec_jax import LongSpec
+from longspec_jax import PLAIN, LongSpec
 from tests.infer.toys import toy_spec
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -26,8 +26,6 @@ def test_the_script_serves_what_calls_of_their_own_decode(monkeypatch: pytest.Mo
         script = script.replace(old, new)
     found: dict = {}
     exec(compile(script, str(PAGE), "exec"), found)
-    alone = [
-        spec.generate("ab cd", max_new_tokens=9, temperature=0.7, seed=seed).text[0]
-        for seed in range(8)
-    ]
-    assert found["texts"] == alone and len(set(alone)) > 1
+    options = {"max_new_tokens": 9, "temperature": 0.7, "seed": [*range(8)]}
+    alone = spec.generate(["ab cd"] * 8, tree=PLAIN, **options).text
+    assert found["texts"] == [*alone] and len(set(alone)) > 1

@@ -46,9 +46,9 @@ LLAMA = byte_tokenizer("<s>", "</s>", bos="<s>")
 
 def test_vicuna() -> None:
     system = {"role": "system", "content": "Be brief."}
-    found = LLAMA.decode(prompts.encode_vicuna(LLAMA, [system, *CHAT]))
+    found = LLAMA.decode(prompts.STYLES["vicuna"](LLAMA, [system, *CHAT]))
     assert found == "<s>Be brief. USER: Hi ASSISTANT: Hello</s>USER: Bye ASSISTANT:"
-    found = LLAMA.decode(prompts.encode_vicuna(LLAMA, CHAT))
+    found = LLAMA.decode(prompts.STYLES["vicuna"](LLAMA, CHAT))
     assert found.startswith("<s>A chat between a curious user and an artificial intelligence")
     assert found.endswith(
         "answers to the user's questions. USER: Hi ASSISTANT: Hello</s>USER: Bye ASSISTANT:"

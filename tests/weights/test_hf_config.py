@@ -208,7 +208,7 @@ def test_condense_ratio_beside_the_scaling_that_replaced_it():
 REFUSED = {
     "unknown architecture": (
         dict(architectures=["MixtralForCausalLM"]),
-        "'MixtralForCausalLM' is not supported; supported are LlamaForCausalLM, MistralForCausalLM",
+        f"'MixtralForCausalLM' is not supported; supported are {', '.join(hf_config.FAMILIES)}",
     ),
     "two families": (
         dict(model_type="qwen2"),

@@ -66,7 +66,7 @@ def test_methods_of_the_drafts_that_are_there() -> None:
 
 
 def test_drafters_of_one_kind_are_measured_apart() -> None:
-    with pytest.raises(ValueError, match="two drafters are of the kind ngram"):
+    with pytest.raises(ValueError, match="two drafts are of the kind ngram"):
         names(drafts=[NgramDraft(), NgramDraft()])
 
 

@@ -1,5 +1,6 @@
-"""Log-probabilities, trees and rows that do not speculate, of one engine and of calls."""
+"""What one prepared engine serves: log-probabilities, trees, plain rows, grammars; and calls."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longspec_jax.decoding.logprobs import TokenLogprob
+from longspec_jax.generation.grammar import Grammar
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 from longspec_jax.generation.result import StreamRound
 from tests.generation.test_requests import finished
@@ -22,7 +24,8 @@ PROMPT = [3, 5, 1, 9, 2, 2, 7] * 6
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[RequestEngine]:
-    with toy_spec().engine(slots=2, max_tokens=96, logprobs=20, adjusted=True, traced=True) as made:
+    every: dict[str, Any] = dict(logprobs=20, adjusted=True, traced=True, grammars=True)
+    with toy_spec().engine(slots=2, max_tokens=96, **every) as made:
         made.prepare()
         yield made
 
@@ -146,3 +149,66 @@ def test_what_an_engine_was_not_made_for_is_refused() -> None:
                 engine.submit([1], **{"max_new_tokens": 2, name: 1})
     with pytest.raises(ValueError, match="logprobs=21 must be a whole number from 0 to 20"):
         toy_spec().engine(slots=1, max_tokens=32, logprobs=21)
+
+
+PATTERN = "(ab|cd){5,30}(gh)?"
+REQUESTS = [
+    {"temperature": temperature, "seed": seed, "max_new_tokens": 50}
+    for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2))
+]
+
+
+@pytest.fixture(scope="module")
+def grammar() -> Grammar:
+    return toy_spec().grammar(regex=PATTERN)
+
+
+def texts(engine, ids: list[int], steps: int | None = None) -> tuple[list[str], int]:
+    """The texts of some requests, run to their ends, and how many draft tokens were accepted."""
+    found, accepted = dict.fromkeys(ids, ""), 0
+    while engine.busy:
+        for output in engine.step():
+            found[output.id] += output.text
+            accepted += sum(output.drafted)
+            assert output.finish in (None, "stop", "length")
+    return list(found.values()), accepted
+
+
+def test_texts_satisfy_their_grammar_and_are_those_of_plain_decoding(engine, grammar) -> None:
+    """Beside rows without a grammar, whose texts are their own, and without a compilation."""
+    free = [engine.submit("ab c", **options) for options in REQUESTS]
+    alone, _ = texts(engine, free)
+    with compilations() as compiled:
+        ids = []
+        for options in REQUESTS:
+            ids.append(engine.submit("ab c", grammar=grammar, **options))
+            ids.append(engine.submit("ab c", grammar=grammar, speculate=False, **options))
+            ids.append(engine.submit("ab c", **options))
+        found, accepted = texts(engine, ids)
+    assert not compiled and accepted > 0
+    assert found[0::3] == found[1::3] and found[2::3] == alone
+    assert all(re.fullmatch(PATTERN, text) for text in found[0::3])
+
+
+def test_a_request_that_loses_its_slot_goes_on_in_its_grammar(engine, grammar) -> None:
+    options = REQUESTS[1]
+    [text], _ = texts(engine, [engine.submit("ab c", grammar=grammar, **options)])
+    ids = [engine.submit("ab c", grammar=grammar, priority=1, **options) for _ in range(2)]
+    before, gained = engine.status.preemptions, dict.fromkeys(ids, "")
+    while not all(gained.values()):
+        for output in engine.step():
+            gained[output.id] += output.text
+    urgent = engine.submit("gh", max_new_tokens=3)
+    [_, *rest], _ = texts(engine, [urgent, *ids])
+    assert engine.status.preemptions == before + 1
+    assert [gained[id] + more for id, more in zip(ids, rest, strict=True)] == [text] * 2
+
+
+def test_an_engine_refuses_what_it_was_not_made_for(engine, grammar) -> None:
+    with (
+        toy_spec().engine(slots=1, max_tokens=64) as other,
+        pytest.raises(ValueError, match="grammars=True"),
+    ):
+        other.submit("a", grammar=grammar, max_new_tokens=2)
+    with pytest.raises(ValueError, match="eos_token_id does not name"):
+        engine.submit("a", grammar=grammar, max_new_tokens=2, eos_token_id=[])
