@@ -10,6 +10,7 @@ Einsum strings, shape annotations, comments and the README use these letters.
     F  MLP width                  V  vocabulary
     W  draft window               L  layers
     C  tokens of one prefill chunk
+    rows  of a cache: one for each batch row, or more, of which the batch's are some
 
 Query heads are ordered key/value-head-major: head ``n`` reads key/value head ``n // G``.
 """
@@ -37,7 +38,7 @@ Leaf: TypeAlias = T | Placeholder
 """A field of a pytree, ``Leaf[Lengths]``: an array of this shape, or what jax puts in its place."""
 
 Queries: TypeAlias = Float[Array, "B T N H"]
-CacheSlots: TypeAlias = Float[Array, "B K S H"]
+CacheSlots: TypeAlias = Float[Array, "rows K S H"]
 """Keys or values of committed tokens, head-major so that one head's slots are contiguous."""
 TreeRows: TypeAlias = Float[Array, "B U K H"]
 """Keys or values of fresh tokens, token-major as the projection produces them."""

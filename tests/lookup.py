@@ -88,6 +88,7 @@ class LookupTarget(TargetModel):
         )
 
     def _history(self, prefix):
+        prefix = prefix.of_batch()
         tokens, places = prefix.keys[:, 0, :, 0], prefix.values[:, 0, :, 0]
         slot = jnp.arange(tokens.shape[1])
         seen = slot < prefix.length[:, None]

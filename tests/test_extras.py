@@ -11,6 +11,7 @@ from longspec_jax import extras
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {
+    "ray": "ray[serve]",
     "absl": "absl-py",
     "orbax": "orbax-checkpoint",
     "prometheus_client": "prometheus-client",

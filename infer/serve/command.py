@@ -58,12 +58,14 @@ WHOLE_QUEUE = 64
 class Service:
     """A server from its arguments to its end."""
 
-    def __init__(self, arguments: argparse.Namespace, listener: socket.socket, key: str | None):
+    def __init__(
+        self, arguments: argparse.Namespace, listener: socket.socket | None, key: str | None
+    ):
         """Begin with nothing loaded.
 
         Args:
           arguments: of the command, settled.
-          listener: has the address.
+          listener: has the address; None where others listen.
           key: that clients must send, if any.
         """
         if is_demo(arguments) and arguments.draft is None:
@@ -130,9 +132,17 @@ class Service:
 
     def serve(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
+        assert self._listener is not None, "given where this command listens"
+        served = self.served()
+        log_to_stderr()
+        server = HttpServer(served, self._listener, self._arguments.drain_seconds)
+        return asyncio.run(server.run(self._announce))
+
+    def served(self) -> Served:
+        """What the routes answer with, once everything is loaded."""
         assert self._spec is not None and self._engine is not None, "loaded before"
         arguments = self._arguments
-        served = served_over(
+        return served_over(
             self._spec,
             self._engine,
             names=self._names,
@@ -144,12 +154,10 @@ class Service:
             api_key=self._key,
             log_prompts=arguments.log_prompts,
         )
-        log_to_stderr()
-        server = HttpServer(served, self._listener, arguments.drain_seconds)
-        return asyncio.run(server.run(self._announce))
 
     def _announce(self) -> None:
         """One line with the address, one to type, one with the page."""
+        assert self._listener is not None, "it listens"
         host, port = self._listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         base = f"http://{host}:{port}"

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
+from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Uncommitted
-from longspec_jax.ops.attention.operands import Prefix, Reading
+from longspec_jax.ops.attention.operands import Reading
+from longspec_jax.ops.caches import Caches
 from longspec_jax.ops.layer import append_rows
 
 
@@ -30,22 +31,13 @@ class CacheBytes(NamedTuple):
 
 
 @struct.dataclass
-class KVCache:
-    """Keys and values of every layer. DONATED by every function that returns a new one."""
-
-    keys: tuple[Leaf[CacheSlots], ...]
-    """Of every layer, rotary applied."""
-    values: tuple[Leaf[CacheSlots], ...]
-    """Of every layer."""
+class KVCache(Caches):
+    """The target's keys and values. DONATED by every function that returns a new one."""
 
     @property
     def capacity(self) -> int:
         """Slots of a row (``S``)."""
         return self.keys[0].shape[2]
-
-    def layer(self, index: int, length: Lengths) -> Prefix:
-        """What one layer's attention reads: the slots up to ``length[b]``."""
-        return Prefix(self.keys[index], self.values[index], length)
 
     def reading(self, length: Lengths) -> Reading:
         """What attention reads in a pass that asks for every layer once, in their order."""
@@ -78,14 +70,15 @@ class KVCache:
         length, where the next commit overwrites it. The caller guarantees ``at + h <= S``.
         """
         layers = len(keys)
-        written = append_rows((*self.keys, *self.values), (*keys, *values), path, at)
-        return KVCache(written[:layers], written[layers:])
+        caches, rows = (*self.keys, *self.values), self.cache_rows
+        written = append_rows(caches, (*keys, *values), path, at, rows)
+        return KVCache(written[:layers], written[layers:], rows)
 
-    def rows(self, tokens: int) -> Uncommitted:
-        """Zeros for the keys and values of this many tokens outside the cache."""
+    def uncommitted(self, batch: int, tokens: int) -> Uncommitted:
+        """Zeros for the keys and values of tokens outside the cache, so many in each batch row."""
 
         def empty(slots: Array) -> Array:
-            batch, heads, _, width = slots.shape
+            _, heads, _, width = slots.shape
             return jnp.zeros((batch, tokens, heads, width), slots.dtype)
 
         return Uncommitted(tuple(map(empty, self.keys)), tuple(map(empty, self.values)))

@@ -44,6 +44,23 @@ def load_of(live: int) -> int:
     return (max(live, 1) - 1).bit_length()
 
 
+FEW_SLOTS = 4
+"""Slots of which a CPU always launches all: another size would prolong a start by two thirds."""
+
+
+def launch_sizes(slots: int) -> tuple[int, ...]:
+    """Rows of an engine's launches, ascending: 1, 2, 4, ... and all slots.
+
+    Every size has a program for each candidate and kind of sampling. A CPU takes seconds to compile
+    one, so there the sizes are one row, a quarter of the slots, and all; of few slots all alone.
+    """
+    if jax.default_backend() == "cpu":
+        fewer = {1, slots // 4} if slots > FEW_SLOTS else set()
+    else:
+        fewer = {1 << power for power in range(load_of(slots))}
+    return tuple(sorted({*fewer, slots}))
+
+
 class LateChoices:
     """A policy's choices, where launches are queued before the last ones were read.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, UInt
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.report import TOKENS, Contents, packed
 from longspec_jax.decoding.round import (
@@ -78,7 +78,7 @@ def allowed_tokens(
     """What may follow every node of every row's tree.
 
     Args:
-      constraints: by slot; all is allowed in the others.
+      constraints: by row; all is allowed in the others.
       trees: ``[B, 2, T]`` tokens and parents of the nodes.
       vocabulary: width of the target's logits.
 
@@ -110,6 +110,7 @@ def constrained_round(
     rows: Rows,
     constraints: Mapping[int, Constraint],
     contents: Contents = TOKENS,
+    slots: Int[Any, " B"] | None = None,
 ) -> tuple[Rows, Int[Array, "1 B n"]]:
     """Launch a round whose draws some rows' constraints limit; waits for its tree.
 
@@ -120,21 +121,27 @@ def constrained_round(
       drafter: the drafter's static part; lossless.
       params: parameters of both.
       rows: the rows before the round; donated.
-      constraints: by slot, of some of the rows.
+      constraints: of some of the rows, by their place in the launch.
       contents: of the report; static.
+      slots: as of :func:`~longspec_jax.decoding.round.many_rounds`.
 
     Returns:
       The rows after the round, and its report.
     """
     models = target, drafter, params
-    rows, tree, trees = _propose(*models, rows)
-    verified = _run(*models, rows, tree)
+    rows, tree, trees = _propose(*models, rows, slots)
+    verified = _run(*models, rows, tree, slots)
     bits = allowed_tokens(constraints, np.asarray(trees), target.vocab_size)
-    return _conclude(*models, rows, tree, verified, bits, contents)
+    return _conclude(*models, rows, tree, verified, bits, contents, slots)
 
 
 def constrained_programs(
-    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, contents: Contents
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    contents: Contents,
+    slots: Int[Any, " B"] | None = None,
 ) -> Iterator[jax.stages.Lowered]:
     """Lower the launches of :func:`constrained_round`; ``rows`` are shapes and shardings."""
 
@@ -145,32 +152,39 @@ def constrained_programs(
         )
 
     models = target, drafter, params
-    yield (propose := _propose.lower(*models, rows))
+    yield (propose := _propose.lower(*models, rows, slots))
     _, tree, trees = propose.out_info
-    yield (run := _run.lower(*models, rows, placed(tree)))
+    yield (run := _run.lower(*models, rows, placed(tree), slots))
     batch, _, nodes = trees.shape
     bits = np.zeros((batch, nodes, -(-target.vocab_size // 32)), np.uint32)
-    yield _conclude.lower(*models, rows, placed(tree), placed(run.out_info), bits, contents)
+    drawn = placed(tree), placed(run.out_info), bits
+    yield _conclude.lower(*models, rows, *drawn, contents, slots)
 
 
 @program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
 def _propose(
-    target: TargetModel, drafter: Drafter, params: Params, rows: Rows
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, slots: Lengths | None
 ) -> tuple[Rows, Tree, Int[Array, "B 2 T"]]:
     """The trees, and their tokens and parents once more for the host."""
+    some = rows.some(slots)
     with use_mesh(target.mesh):
-        rows = look_at_cache(target, drafter, params, rows)
-        noise = sampling_noise(target, drafter, rows)
-        tree = propose_tree(target, drafter, params, rows, noise)
-    return rows, tree, jnp.stack([tree.tokens, tree.parents], axis=1)
+        ready = look_at_cache(target, drafter, params, some)
+        noise = sampling_noise(target, drafter, ready)
+        tree = propose_tree(target, drafter, params, ready, noise)
+    return rows.behind(slots, some, ready), tree, jnp.stack([tree.tokens, tree.parents], axis=1)
 
 
 @program(static_argnames=("target", "drafter"))
 def _run(
-    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, tree: Tree
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    tree: Tree,
+    slots: Lengths | None,
 ) -> Verification:
     with use_mesh(target.mesh):
-        return run_tree(target, drafter, params, rows, tree)
+        return run_tree(target, drafter, params, rows.some(slots), tree)
 
 
 @program(static_argnames=("target", "drafter", "contents"), donate_argnames=("rows",))
@@ -183,11 +197,13 @@ def _conclude(
     verified: Verification,
     bits: UInt[Array, "B T W"],
     contents: Contents,
+    slots: Lengths | None,
 ) -> tuple[Rows, Int[Array, "1 B n"]]:
     """Draw, accept, commit, and report."""
+    some = rows.some(slots)
     with use_mesh(target.mesh):
-        noise = sampling_noise(target, drafter, rows)
+        noise = sampling_noise(target, drafter, some)
         draws = draw_at_nodes(drafter, tree, masked(verified.logits, bits), noise)
         drawn, kind = (tree, verified, draws), SamplingKind.ANY
-        after, emitted = conclude(*(target, drafter, params, rows, *drawn), kind, contents=contents)
-    return after, packed(emitted, after)[None]
+        after, emitted = conclude(*(target, drafter, params, some, *drawn), kind, contents=contents)
+    return rows.behind(slots, some, after), packed(emitted, after)[None]

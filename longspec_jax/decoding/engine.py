@@ -136,9 +136,11 @@ class Engine:
         self._launches = LaunchQueue(clock)
         self.rounds_per_launch: int | None = None
         """Of launches of many rounds; None for as many as fill their time."""
+        self.launch_sizes: tuple[int, ...] = (slots,)
+        """Rows of a launch of rounds, ascending: the least that holds the live ones are taken."""
         self.round_seconds = math.nan
         """Of the last launch, or as they are known from an earlier run; NaN before."""
-        self._programs: dict[tuple[int, SamplingKind], Any] = {}
+        self._programs: dict[tuple[int, SamplingKind, int], Any] = {}
         self._next_id = 0
         self._outputs: list[StepOutput] = []
         self._failure: BaseException | None = None
@@ -437,8 +439,7 @@ class Engine:
             # What may follow depends on all that was emitted.
             while self._launches:
                 self._outputs += self._launches.land()
-        held = tuple(self._slots.held)
-        live = [id for id in held if id is not None]
+        held, live = tuple(self._slots.held), self._slots.live
         if not any(self._may_go_on(id) for id in live):
             return
         most = 1
@@ -452,7 +453,8 @@ class Engine:
         kind = max(self._slots.active[id].waiting.request.sampling.kind for id in live)
         if constraints := self._slots.constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY
-        self._rows, packed = self._launch(choice, kind, constraints)
+        slots = self._slots.of_launch(self.launch_sizes)
+        self._rows, packed = self._launch(choice, kind, slots, constraints)
         tree, contents = self.drafters[choice.candidate].tree, self.contents.of_kind(kind)
 
         def read(packed: np.ndarray, seconds: float) -> list[StepOutput]:
@@ -464,9 +466,9 @@ class Engine:
             if rounds:
                 self.round_seconds = seconds / rounds
             return [
-                self._slots.rounds(report, slot, id)
-                for slot, id in enumerate(held)
-                if id is not None and id in self._slots.active and report.count[:, slot].any()
+                self._slots.rounds(report, place, id)
+                for place, id in enumerate(held[slot] for slot in slots)
+                if id is not None and id in self._slots.active and report.count[:, place].any()
             ]
 
         self._launches.add(begun, packed, read, held, choice)
@@ -479,18 +481,24 @@ class Engine:
         self,
         choice: Choice,
         kind: SamplingKind,
+        slots: Sequence[int],
         constraints: Mapping[int, Constraint] = FREE,
     ) -> tuple[Rows, Array]:
-        drafter, contents = self.drafters[choice.candidate], self.contents.of_kind(kind)
         if constraints:
-            models = self.target, drafter, self.params, self.rows
-            return constrained_round(*models, constraints, contents)
+            models = self.target, self.drafters[choice.candidate], self.params, self.rows
+            placed = {slots.index(slot): constraint for slot, constraint in constraints.items()}
+            return constrained_round(*models, placed, self.contents, *self.some(slots))
+        drafter, contents = self.drafters[choice.candidate], self.contents.of_kind(kind)
         models = self.target, drafter, kind, self.params, self.rows
         launch = one_round if self.streams else many_rounds
         args = models if self.streams else (*models, np.int32(choice.rounds))
-        args = *args, contents
+        args = *args, contents, *self.some(slots)
         # Looking a program up takes as long as a small model's round.
-        key = choice.candidate, kind
+        key = choice.candidate, kind, len(slots)
         if key not in self._programs:
             self._programs[key] = launch.of_shape(*args)
         return self._programs[key](*args)
+
+    def some(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """The last argument of a launch of these slots; none where they are all."""
+        return () if len(slots) == self.slots else (np.asarray(slots, np.int32),)

@@ -129,19 +129,19 @@ class Report:
             trees = more
         return cls(*ends, tokens, logprobs, trees)
 
-    def logprobs_of(self, slot: int, rounds: np.ndarray, most: int) -> tuple[TokenLogprob, ...]:
+    def logprobs_of(self, row: int, rounds: np.ndarray, most: int) -> tuple[TokenLogprob, ...]:
         """Of the tokens that a row emitted in these rounds, with ``most`` alternatives at most."""
         if self.logprobs is None:
             return ()
-        emitted = np.arange(self.tokens.shape[2]) < self.count[rounds, slot][:, None]
-        return unpacked_logprobs(self.logprobs[rounds, slot][emitted], most)
+        emitted = np.arange(self.tokens.shape[2]) < self.count[rounds, row][:, None]
+        return unpacked_logprobs(self.logprobs[rounds, row][emitted], most)
 
-    def trees_of(self, slot: int, rounds: np.ndarray) -> tuple[RoundTree, ...]:
+    def trees_of(self, row: int, rounds: np.ndarray) -> tuple[RoundTree, ...]:
         """The trees of a row in these rounds."""
         if self.trees is None:
             return ()
         height, found = self.tokens.shape[2], []
-        for count, *numbers in self.trees[rounds, slot].tolist():
+        for count, *numbers in self.trees[rounds, row].tolist():
             nodes = (len(numbers) - height) // 3
             parts = (numbers[begin : begin + nodes] for begin in range(0, 3 * nodes, nodes))
             path = numbers[3 * nodes :][:count]

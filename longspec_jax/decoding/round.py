@@ -263,14 +263,17 @@ def one_round(
     params: Params,
     rows: Rows,
     contents: Contents = TOKENS,
+    slots: Lengths | None = None,
 ) -> tuple[Rows, Int[Array, "1 B n"]]:
     """One round and its report, with no branch and no loop; the rows are donated.
 
     A launch of it returns at once, so that the host can queue a round behind a running one. If
     every row is done nothing is emitted or committed, but the round is computed all the same.
+    The last argument is that of :func:`many_rounds`.
     """
-    after, emitted = spec_step(target, drafter, params, rows, kind, contents=contents)
-    return after, packed(emitted, after)[None]
+    some = rows.some(slots)
+    after, emitted = spec_step(target, drafter, params, some, kind, contents=contents)
+    return rows.behind(slots, some, after), packed(emitted, after)[None]
 
 
 @program(static_argnames=("target", "drafter", "kind", "contents"), donate_argnames=("rows",))
@@ -282,6 +285,7 @@ def many_rounds(
     rows: Rows,
     limit: Array,
     contents: Contents = TOKENS,
+    slots: Lengths | None = None,
 ) -> tuple[Rows, Int[Array, "r B n"]]:
     """At most ``limit`` rounds, fewer if every row is done; the rows are donated.
 
@@ -296,8 +300,11 @@ def many_rounds(
       rows: the rows before the first round.
       limit: 1 to :data:`MOST_ROUNDS`; traced, so that every number of rounds is one program.
       contents: of the report; static.
+      slots: the rows that take part, whose order is the report's; all if absent.
     """
-    batch, columns = rows.pending.shape[0], packed_columns(drafter.tree, contents)
+    whole, rows = rows, rows.some(slots)
+    before, batch = rows, rows.pending.shape[0]
+    columns = packed_columns(drafter.tree, contents)
     empty = jnp.zeros((MOST_ROUNDS, batch, columns), jnp.int32)
 
     def unfinished(carry: tuple[Array, Rows, Array]) -> Array:
@@ -311,4 +318,4 @@ def many_rounds(
         return done + 1, after, report
 
     _, rows, report = jax.lax.while_loop(unfinished, advance, (jnp.int32(0), rows, empty))
-    return rows, report
+    return whole.behind(slots, before, rows), report

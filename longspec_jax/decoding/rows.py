@@ -24,6 +24,7 @@ from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.ops.caches import put_rows, take_rows
 
 
 class RowShardings(NamedTuple):
@@ -146,6 +147,14 @@ class Rows:
     def attended(self) -> Lengths:
         """Cache slots that attention reads in each row: none of a row that is done."""
         return jnp.where(self.done, 0, self.length)
+
+    def some(self, slots: Lengths | None) -> "Rows":
+        """The rows of these slots, their keys and values where they lie; all rows if absent."""
+        return self if slots is None else take_rows(self, slots)
+
+    def behind(self, slots: Lengths | None, before: "Rows", after: "Rows") -> "Rows":
+        """All rows, once what :meth:`some` took of them (``before``) has become ``after``."""
+        return after if slots is None else put_rows(self, slots, before, after)
 
     def constrained(self, shardings: RowShardings) -> "Rows":
         """The same rows with their shardings pinned, inside a program."""

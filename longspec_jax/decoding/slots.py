@@ -1,5 +1,6 @@
 """Who holds which slot of an engine, how far each request is, and what a scheduler gets of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -105,6 +106,16 @@ class Slots:
             if active.waiting.constraint is not None
         }
 
+    def of_launch(self, sizes: Sequence[int]) -> list[int]:
+        """The slots of a launch: the live ones, and vacant ones up to the least size that fits.
+
+        Args:
+          sizes: rows of a launch, ascending; the last one is all slots.
+        """
+        size = next(size for size in sizes if size >= len(self.live))
+        by_need = sorted(range(len(self.held)), key=lambda slot: self.held[slot] is None)
+        return sorted(by_need[:size])
+
     def vacant(self, names: Names) -> int:
         """A vacant slot for a prompt of these chunks: the next one in turn with nothing to lose."""
         count = len(self.held)
@@ -151,18 +162,18 @@ class Slots:
         """Take in the first token of a request, ``[1]``."""
         return self._gained(id, token, np.zeros(1, bool), (), ended)
 
-    def rounds(self, report: Report, slot: int, id: int) -> StepOutput:
-        """Take in the rounds of a request that held a slot; of some it emitted tokens."""
-        rounds = np.flatnonzero(report.count[:, slot])
-        counts, accepted = report.count[rounds, slot], report.accepted[rounds, slot]
+    def rounds(self, report: Report, row: int, id: int) -> StepOutput:
+        """Take in the rounds of a request in this row of a launch; of some it emitted tokens."""
+        rounds = np.flatnonzero(report.count[:, row])
+        counts, accepted = report.count[rounds, row], report.accepted[rounds, row]
         steps = np.arange(report.tokens.shape[2])
-        tokens = report.tokens[rounds, slot][steps < counts[:, None]]
+        tokens = report.tokens[rounds, row][steps < counts[:, None]]
         drafted = (steps < accepted[:, None])[steps < counts[:, None]]
-        ended = bool(report.done[rounds[-1], slot])
-        logprobs = report.logprobs_of(slot, rounds, self.active[id].waiting.alternatives)
+        ended = bool(report.done[rounds[-1], row])
+        logprobs = report.logprobs_of(row, rounds, self.active[id].waiting.alternatives)
         self.active[id].left -= len(tokens)
         output = self._gained(id, tokens, drafted, tuple(accepted.tolist()), ended)
-        return replace(output, logprobs=logprobs, trees=report.trees_of(slot, rounds))
+        return replace(output, logprobs=logprobs, trees=report.trees_of(row, rounds))
 
     def _gained(
         self,

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ SMALLEST_CHUNK = 64
 def rehearse(
     engine: Engine, kind: SamplingKind, constraints: Mapping[int, Constraint] = FREE
 ) -> float:
-    """Run a round of every candidate, so that no later one compiles.
+    """Run a round of every candidate and size of launch, so that no later one compiles.
 
     The engine is of no use afterwards, unless it is idle. On a mesh there are two: a launch's rows
     may be sharded otherwise than those of the prefill, so that the second round compiles, too.
@@ -63,9 +64,10 @@ def rehearse(
         # From the start again, so that no row outgrows its budget.
         fresh = {"length": jnp.copy(length), "remaining": jnp.copy(remaining)}
         engine._rows = replace(engine.rows, **fresh)
-        for _ in range(1 if engine.target.mesh is None else 2):
+        for size in engine.launch_sizes * (1 if engine.target.mesh is None else 2):
             begun = engine.clock()
-            engine._rows, report = engine._launch(Choice(candidate, 1), kind, constraints)
+            launched = Choice(candidate, 1), kind, range(size), constraints
+            engine._rows, report = engine._launch(*launched)
             np.asarray(report)
     return engine.clock() - begun
 
@@ -81,13 +83,13 @@ def programs_of_requests(
     own = [engine.as_it_takes(request) for request in requests]
     slots = stack([own[-1]] * engine.slots)
     rows = rows_outline(*models, slots, batch=engine.slots, capacity=engine.capacity)
-    for drafter in reversed(engine.drafters):
-        round_of = engine.target, drafter, engine.params, rows
+    for drafter, size in product(reversed(engine.drafters), reversed(engine.launch_sizes)):
+        round_of, some = (engine.target, drafter, engine.params, rows), engine.some(range(size))
         if constrained:
-            yield from constrained_programs(*round_of, engine.contents)
+            yield from constrained_programs(*round_of, engine.contents, *some)
         for kind in sorted({request.sampling.kind for request in requests}, reverse=True):
             launched = engine.target, drafter, kind, engine.params, rows
-            yield one_round.lower(*launched, engine.contents.of_kind(kind))
+            yield one_round.lower(*launched, engine.contents.of_kind(kind), *some)
     prompts = engine.prompts
     sizes = {"capacity": engine.capacity, "chunks": (*prompts.short_chunks, prompts.chunk)}
     for logprobs in {None, engine.contents.logprobs}:
@@ -246,6 +248,7 @@ def round_seconds(
       rounds: that are launched before the first one is read.
     """
     found, rows = [], np.arange(engine.slots)
+    slots = range(next(size for size in engine.launch_sizes if size >= live))
     length = np.full(engine.slots, context, np.int32)
     # A round may emit as many tokens as its tree has levels, and one more.
     most = rounds * slack_slots(engine.drafter.tree.num_levels)
@@ -257,7 +260,7 @@ def round_seconds(
         jax.block_until_ready(engine.rows)
         begun = time.perf_counter()
         for _ in range(rounds):
-            engine._rows, _ = engine._launch(Choice(candidate, 1), kind)
+            engine._rows, _ = engine._launch(Choice(candidate, 1), kind, slots)
         jax.block_until_ready(engine.rows)
         found.append((time.perf_counter() - begun) / rounds)
     # The first one may compile.

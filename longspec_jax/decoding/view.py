@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
+from longspec_jax.axes import Array, Lengths, TreeMask
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NOTHING, Needs, PartialForward, Selection, Uncommitted
@@ -41,25 +41,15 @@ class CacheView:
     selected: Prefix | None = None
     """What drafts read of the last layer; all of it if absent."""
 
-    @property
-    def keys(self) -> tuple[CacheSlots, ...]:
-        """The target's cached keys of every layer."""
-        return self.cache.keys
-
-    @property
-    def values(self) -> tuple[CacheSlots, ...]:
-        """The target's cached values of every layer."""
-        return self.cache.values
-
     def last_layer(self) -> Prefix:
         """All of the cache's last layer, or what is selected of it."""
         if self.selected is not None:
             return self.selected
-        return Prefix(self.keys[-1], self.values[-1], self.length)
+        return self.cache.layer(-1, self.length)
 
     def uncommitted(self, tokens: int) -> Uncommitted:
         """Zeros for the keys and values of this many tokens outside the cache."""
-        return self.cache.rows(tokens)
+        return self.cache.uncommitted(len(self.pending), tokens)
 
     def partial_forward(
         self,

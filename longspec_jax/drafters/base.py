@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask
+from longspec_jax.axes import Array, Lengths, Queries, TreeMask
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.drafters.tree import AcceptedPath, Tree, plant
 from longspec_jax.ops.attention.operands import Prefix, Reading
+from longspec_jax.ops.caches import Caches
 
 
 @struct.dataclass
@@ -192,13 +193,8 @@ class View(Protocol):
         ...
 
     @property
-    def keys(self) -> tuple[CacheSlots, ...]:
-        """The target's cached keys of every layer."""
-        ...
-
-    @property
-    def values(self) -> tuple[CacheSlots, ...]:
-        """The target's cached values of every layer."""
+    def cache(self) -> Caches:
+        """The target's keys and values."""
         ...
 
     def last_layer(self) -> Prefix:

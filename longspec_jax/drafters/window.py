@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
 from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.caches import Caches
 from longspec_jax.ops.layer import rotate
 
 SLOTS = 8
@@ -34,9 +35,8 @@ Rows: TypeAlias = tuple[TreeRows, TreeRows]
 class Entries:
     """One layer's entries; which are present follows from the committed length alone."""
 
-    keys: Leaf[CacheSlots]
-    """Rotary applied at the entry's own position."""
-    values: Leaf[CacheSlots]
+    cache: Caches
+    """Of one layer, rotary applied at the entry's own position."""
     sink_keys: Leaf[TreeRows]
     """Of the first entries, which are not in the ring; rotary applied at their own positions."""
     sink_values: Leaf[TreeRows]
@@ -64,7 +64,10 @@ class Seen(NamedTuple):
         """No entry yet: a ring whatever the capacity, or a cache of it."""
         slots = -(-(self.window or capacity) // SLOTS) * SLOTS
         entries, first = (batch, heads, slots, head_width), (batch, self.sinks, heads, head_width)
-        return Entries(*(jnp.zeros(shape, dtype) for shape in (entries, entries, first, first)))
+        keys, values, *sinks = (
+            jnp.zeros(shape, dtype) for shape in (entries, entries, first, first)
+        )
+        return Entries(Caches((keys,), (values,)), *sinks)
 
     def written(
         self, entries: Entries, fresh: Rows, at: Int[Array, "B n"], count: Lengths
@@ -84,22 +87,25 @@ class Seen(NamedTuple):
             ring &= offsets >= (count - self.window)[:, None]
             slots %= self.window
         # What is not kept goes to a slot that does not exist, and is dropped.
-        slots = jnp.where(ring, slots, entries.keys.shape[2])
-        write = jax.vmap(lambda row, at, new: row.at[:, at].set(new.swapaxes(0, 1), mode="drop"))
-        cache = write(entries.keys, slots, fresh[0]), write(entries.values, slots, fresh[1])
+        cache = entries.cache
+        slots = jnp.where(ring, slots, cache.keys[0].shape[2])
+        keys, values = (
+            (_put(layer, cache.cache_rows, slots, new),)
+            for layer, new in zip((*cache.keys, *cache.values), fresh, strict=True)
+        )
         sinks = entries.sink_keys, entries.sink_values
         if self.sinks:
             slots = jnp.where(known & (at < self.sinks), at, self.sinks)
             write = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
             sinks = write(sinks[0], slots, fresh[0]), write(sinks[1], slots, fresh[1])
-        return Entries(*cache, *sinks)
+        return Entries(Caches(keys, values, cache.cache_rows), *sinks)
 
     def past(self, entries: Entries, count: Lengths) -> Prefix:
         """What is read of the cache in rows of ``count[b]`` entries."""
         length = count
         if self.window is not None:
             length = jnp.clip(count - self.sinks, 0, self.window)
-        return Prefix(entries.keys, entries.values, length)
+        return entries.cache.layer(0, length)
 
     def first(
         self, entries: Entries, count: Lengths, angles: Angles
@@ -117,3 +123,13 @@ class Seen(NamedTuple):
         left_out = jnp.maximum(count - self.sinks - (self.window or 0), 0)
         shift = angles(jnp.broadcast_to(left_out[:, None], seen.shape))
         return (rotate(entries.sink_keys, shift), entries.sink_values), seen
+
+
+def _put(
+    layer: CacheSlots, cache_rows: Lengths | None, at: Int[Array, "B n"], new: TreeRows
+) -> CacheSlots:
+    """The cache with new entries at these slots; those that do not exist are dropped."""
+    if cache_rows is not None:
+        return layer.at[cache_rows[:, None], :, at].set(new, mode="drop")
+    write = jax.vmap(lambda row, at, new: row.at[:, at].set(new.swapaxes(0, 1), mode="drop"))
+    return write(layer, at, new)

@@ -9,6 +9,7 @@
                 print(output.id, output.text, end="", flush=True)
 """
 
+import sys
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
@@ -21,6 +22,7 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import trials
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
+from longspec_jax.decoding.choices import launch_sizes
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
 from longspec_jax.decoding.prefixes import MOST_MOVING
@@ -271,7 +273,8 @@ class RequestEngine:
             _of_one_row(read_batch(self._models, [0], None, options), speculate=True)
             for options in (short, sampled, any_other)
         ]
-        with RECENT.noted() as used:
+        # None is let go before all are there.
+        with RECENT.limited(sys.maxsize), RECENT.noted() as used:
             self._prepare(requests)
         RECENT.pin(used)
         self._pinned = used
@@ -279,6 +282,10 @@ class RequestEngine:
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         engine, slowest = self.engine, requests[-1].sampling.kind
+        if self._models.mesh is None and not self._models.offload:
+            # On a mesh a program's rows may be sharded otherwise than the next one's. Of a cache in
+            # the host's memory whole layers move, whoever reads them.
+            engine.launch_sizes = launch_sizes(engine.slots)
         if self._max_gap_ms is not None:
             chunk = trials.largest_chunk(
                 trials.smaller_chunks(engine.prompts.chunk),

@@ -133,6 +133,7 @@ def append_rows(
     fresh: Sequence[TreeRows],
     path: Int[Array, "B h"],
     length: Lengths,
+    cache_rows: Lengths | None = None,
 ) -> tuple[CacheSlots, ...]:
     """Write fresh rows ``path[b]`` at slots ``length[b] ... length[b] + h - 1`` of every cache.
 
@@ -141,12 +142,17 @@ def append_rows(
       fresh: the layers' fresh rows.
       path: the rows to append, in order.
       length: where; the caller guarantees ``length + h <= S``.
+      cache_rows: the row of the caches for every batch row, no two alike; its own if absent.
     """
-    return APPEND_ROWS(caches, fresh, path, length)
+    return APPEND_ROWS(caches, fresh, path, length, cache_rows)
 
 
 def append_rows_xla(
-    caches: Sequence[CacheSlots], fresh: Sequence[TreeRows], path: Array, length: Array
+    caches: Sequence[CacheSlots],
+    fresh: Sequence[TreeRows],
+    path: Array,
+    length: Array,
+    cache_rows: Array | None = None,
 ) -> tuple[CacheSlots, ...]:
     """:func:`append_rows` in plain JAX."""
 
@@ -155,6 +161,11 @@ def append_rows_xla(
         return jax.lax.dynamic_update_slice_in_dim(slots, rows, at, axis=1)
 
     def write(slots: Array, fresh: Array) -> Array:
+        if cache_rows is not None:
+            for row, at in enumerate(cache_rows):
+                own = fresh[row, path[row]].swapaxes(0, 1)[None]
+                slots = jax.lax.dynamic_update_slice(slots, own, (at, 0, length[row], 0))
+            return slots
         if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
             return write_row(slots[0], fresh[0], path[0], length[0])[None]
         return jax.vmap(write_row)(slots, fresh, path, length)
@@ -181,12 +192,16 @@ def _split_heads_pallas(
 
 
 def _append_rows_pallas(
-    caches: Sequence[CacheSlots], fresh: Sequence[TreeRows], path: Array, length: Array
+    caches: Sequence[CacheSlots],
+    fresh: Sequence[TreeRows],
+    path: Array,
+    length: Array,
+    cache_rows: Array | None,
 ) -> tuple[CacheSlots, ...]:
     require_decode_step("the kernel that appends rows", path.size, caches[0].dtype)
     from longspec_jax.ops import layer_pallas
 
-    return layer_pallas.append_rows(caches, fresh, path, length)
+    return layer_pallas.append_rows(caches, fresh, path, length, cache_rows)
 
 
 RESIDUAL_NORM = Op("residual_norm", {"pallas": _residual_norm_pallas, "xla": residual_norm_xla})

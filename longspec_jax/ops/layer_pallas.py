@@ -190,41 +190,44 @@ def append_rows(
     fresh: Sequence[TreeRows],
     path: Int[Array, "B h"],
     length: Lengths,
+    cache_rows: Lengths | None = None,
     interpret: bool = False,
 ) -> tuple[CacheSlots, ...]:
     """See :func:`longspec_jax.ops.layer.append_rows`."""
     written: list[CacheSlots] = []
     for first in range(0, len(caches), CACHES):
         some = slice(first, first + CACHES)
-        written += _append(caches[some], fresh[some], path, length, interpret=interpret)
+        written += _append(caches[some], fresh[some], path, length, cache_rows, interpret=interpret)
     return tuple(written)
 
 
-@partitioned("b k s h, b u k h, b p, b -> b k s h")
+@partitioned("b k s h, b u k h, b p, b, b -> b k s h")
 def _append(
     caches: Sequence[CacheSlots],
     fresh: Sequence[TreeRows],
     path: Array,
     length: Array,
+    cache_rows: Array | None,
     *,
     interpret: bool,
 ) -> Sequence[CacheSlots]:
     """One launch: a program for each row of the batch, key/value head and cache."""
-    count = len(caches)
-    batch, kv_heads = caches[0].shape[:2]
+    count, batch, kv_heads = len(caches), path.shape[0], caches[0].shape[1]
+    numbers = [path, length] if cache_rows is None else [path, length, cache_rows]
     return pl.pallas_call(
         functools.partial(_append_kernel, count=count),
         grid=(kv_heads, batch, count),
         out_shape=[jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
-        input_output_aliases={2 + count + index: index for index in range(count)},
+        input_output_aliases={len(numbers) + count + index: index for index in range(count)},
         compiler_params=triton_params(warps=1, stages=1),
         interpret=interpret,
         name="append_rows",
-    )(path.astype(jnp.int32), length.astype(jnp.int32), *fresh, *caches)
+    )(*(each.astype(jnp.int32) for each in numbers), *fresh, *caches)
 
 
 def _append_kernel(path_ref: Any, length_ref: Any, *refs: Any, count: int) -> None:
     """Copy the path's rows of one head to one cache; other slots are the aliased input's."""
+    *row_refs, refs = (*refs[: -3 * count], refs[-3 * count :])
     fresh_refs, cache_refs = refs[:count], refs[2 * count :]
     kv_head, batch, cache = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     height, width = path_ref.shape[1], fresh_refs[0].shape[3]
@@ -234,10 +237,11 @@ def _append_kernel(path_ref: Any, length_ref: Any, *refs: Any, count: int) -> No
     mask = exists[:, None] & (h < width)
     row = pltriton.load(path_ref.at[batch, step], mask=exists, other=0)[:, None]
     slot = (length_ref[batch] + step)[:, None]
+    cache_row = row_refs[0][batch] if row_refs else batch
 
     def copy(fresh_ref: Any, cache_ref: Any) -> None:
         rows = pltriton.load(fresh_ref.at[batch, row, kv_head, h], mask=mask, other=0.0)
-        pltriton.store(cache_ref.at[batch, kv_head, slot, h], rows, mask=mask)
+        pltriton.store(cache_ref.at[cache_row, kv_head, slot, h], rows, mask=mask)
 
     for index in range(count):
         pl.when(cache == index)(functools.partial(copy, fresh_refs[index], cache_refs[index]))

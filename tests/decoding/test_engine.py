@@ -17,20 +17,21 @@ from longspec_jax.decoding import engine as engine_lib
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.candidates import candidates, smaller_tree, tallest
-from longspec_jax.decoding.choices import LAUNCH_SECONDS
+from longspec_jax.decoding.choices import LAUNCH_SECONDS, launch_sizes
 from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
+from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings, insert
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
-from longspec_jax.decoding.slots import StepOutput
+from longspec_jax.decoding.slots import Slots, StepOutput
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.trials import branch as branch_of
 from longspec_jax.decoding.trials import rehearse, rejoin
-from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.base import NOTHING, Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -164,11 +165,16 @@ def alone(target: Any, params: Any, rows: Sequence[int], vocabulary: int) -> lis
     return found
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("slots", [1, 8])
 def test_requests_over_slots_are_those_of_single_runs(slots: int) -> None:
-    rows = range(14)
+    """Also where a launch is of the live rows and few others, as rows come and go."""
+    rows, taken = range(14), set()
     engine = open_engine(slots=slots)
+    engine.launch_sizes = tuple(size for size in (1, 2, 4, 8) if size <= slots)
+    launch = engine._launch
+    engine._launch = lambda *given: (taken.add(len(given[2])), launch(*given))[1]  # type: ignore[method-assign]
     shown, outputs = serve(engine, rows)
+    assert taken == {*engine.launch_sizes} - {8}, "at most four rows are live together"
     assert_same(shown, alone(TARGET, TABLE, rows, VOCABULARY))
     assert [out.rounds for out in outputs].count(()) == len(rows)
     ends = [out.finish for out in outputs if out.finish is not None]
@@ -240,8 +246,29 @@ def test_every_kind_of_drafter_serves(kind: str, single: list[np.ndarray]) -> No
     """A slot's last row leaves nothing behind in the drafter's state."""
     drafter, draft = KINDS[kind]
     engine = open_engine(TargetModel(CONFIG), [drafter], Params(TABLES, draft))
+    engine.launch_sizes = 1, 2
     shown, _ = serve(engine, range(7), CONFIG.vocab_size)
     assert_same(shown, single)
+
+
+def test_sizes_of_launches_are_few_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert [launch_sizes(slots) for slots in (1, 4, 5, 8)] == [(1,), (4,), (1, 5), (1, 2, 8)]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [launch_sizes(slots) for slots in (1, 2, 6, 8)] == [
+        (1,),
+        (1, 2),
+        (1, 2, 4, 6),
+        (1, 2, 4, 8),
+    ]
+
+
+def test_a_launch_is_of_the_live_rows_and_the_first_others() -> None:
+    slots = Slots(8, PrefixCache(PARAMS, NOTHING, 8))
+    slots.held = [None, 3, None, None, 5, None, 4, None]
+    assert slots.of_launch((1, 2, 4, 8)) == [0, 1, 4, 6]
+    assert slots.of_launch((3, 8)) == [1, 4, 6]
+    assert slots.of_launch((2, 8)) == [*range(8)]
 
 
 def test_neither_order_policy_nor_prefills_at_once_change_a_token(
@@ -294,7 +321,7 @@ def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
     """The kind of a launch is that of the live rows alone."""
     engine, kinds = open_engine(), []
     launch = engine._launch
-    engine._launch = lambda choice, kind, _: (kinds.append(kind), launch(choice, kind))[1]  # type: ignore[method-assign]
+    engine._launch = lambda *given: (kinds.append(given[1]), launch(*given))[1]  # type: ignore[method-assign]
     greedy = SamplingKind.GREEDY
     plain = replace(endless(6), sampling=asked(0).sampling.of_kind(greedy))
     engine.submit(prompt(1), plain)

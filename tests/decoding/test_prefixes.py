@@ -258,7 +258,7 @@ def test_a_warm_row_is_a_cold_one_bit_for_bit(kind: str) -> None:
         if kind != "small_lm":  # What lies behind its committed tokens may be anything.
             jax.tree.map(np.testing.assert_array_equal, own[1], rows[0][1])
         else:
-            for mine, its in zip(own[1].keys, rows[0][1].keys, strict=True):
+            for mine, its in zip(own[1].cache.keys, rows[0][1].cache.keys, strict=True):
                 np.testing.assert_array_equal(mine[:, :, :length], its[:, :, :length])
 
 

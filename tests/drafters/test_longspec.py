@@ -80,7 +80,7 @@ def _path_logits(params, view, tokens, b: int, path: list[int]) -> np.ndarray:
     length = int(view.length[b])
     text = [*tokens[b, :length], int(view.pending[b]), *path]
     padded = np.asarray(text + [0] * (LONGEST_PATH - len(text)), np.int32)
-    past = (leaf[b : b + 1] for leaf in (view.keys[-1], view.values[-1], view.length))
+    past = (leaf[b : b + 1] for leaf in (view.cache.keys[-1], view.cache.values[-1], view.length))
     return np.asarray(_dense_logits(params.draft, *past, padded, np.int32(len(text) - 1)))
 
 
@@ -255,7 +255,7 @@ def test_of_what_was_selected_a_draft_reads_that_alone() -> None:
     slots, count = np.array([[2, 3, 11, 16], [0, 5, 31, 31]]), jnp.array([4, 2])
     keys, values = (
         jnp.take_along_axis(layer, slots[:, None, :, None], axis=2)
-        for layer in (view.keys[-1], view.values[-1])
+        for layer in (view.cache.keys[-1], view.cache.values[-1])
     )
     alone = replace(view_of(view.pending, count, keys, values), position=view.position)
     within = view.within(WorkingSet((keys,), (values,), count))

@@ -14,6 +14,7 @@ from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.config import PLAIN
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.slots import EngineStatus
+from longspec_jax.generation import requests as requests_lib
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 from tests.infer.toys import STOP, toy_spec
 from tests.kit import compilations
@@ -126,11 +127,16 @@ def held_arrays() -> tuple[int, int]:
     return len(arrays), sum(array.nbytes for array in arrays)
 
 
-def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memory() -> None:
+def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Mixed requests, some preempted, with prefixes from slots and from the host.
+
+    One live row has launches of its own.
 
     No chunk keeps the gap, so the smallest is taken.
     """
+    monkeypatch.setattr(requests_lib, "launch_sizes", lambda slots: (1, slots))
     spec = replace(toy_spec(), prefill_chunk=128)
     more = {"prefixes": True, "offload_prefixes": 1 << 18, "max_gap_ms": 1e-6}
     more |= {"logprobs": 2, "adjusted": True}

@@ -205,11 +205,11 @@ def test_matmuls_of_one_order_lower_for_cuda(rows: int, weights: Weights) -> Non
 def test_path_attention_lowers_for_cuda(batch, nodes, heads, kv_heads, width) -> None:
     half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("int32"))
-    cache, rows = half((batch, kv_heads, 4096, width)), half((batch, nodes, kv_heads, width))
+    cache, rows = half((batch + 3, kv_heads, 4096, width)), half((batch, nodes, kv_heads, width))
 
     def call(q, k, v, length, tree_k, tree_v, mask, depth):
-        tree = Fresh(tree_k, tree_v, mask)
-        return path_kernels.path_attention(q, Prefix(k, v, length), tree, depth)
+        tree, prefix = Fresh(tree_k, tree_v, mask), Prefix(k, v, length, cache_rows=length % 3)
+        return path_kernels.path_attention(q, prefix, tree, depth)
 
     mask = jax.ShapeDtypeStruct((batch, nodes, nodes), jnp.bool_)
     operands = half((batch, nodes, heads, width)), cache, cache, whole((batch,)), rows, rows

@@ -85,6 +85,15 @@ def test_append_rows_kernel(interpret: bool, dtype: str, monkeypatch: pytest.Mon
                 expected[b, :, int(length[b]) + step] = rows[b, int(path[b, step])]
         np.testing.assert_array_equal(ours, expected)
         np.testing.assert_array_equal(theirs, expected)
+    # The same rows among others, which nobody writes to.
+    among = [normal(20 + seed, 5, 3, 19, 24, dtype=dtype) for seed in range(3)]
+    there = jnp.asarray([4, 1])
+    among = [every.at[there].set(cache) for every, cache in zip(among, caches, strict=True)]
+    others = fresh, path, length, there
+    ours = layer_pallas.append_rows(among, *others, interpret=interpret)
+    for found in (ours, layer.append_rows_xla(among, *others)):
+        for every, mine, written in zip(among, found, plain, strict=True):
+            np.testing.assert_array_equal(mine, every.at[there].set(written))
 
 
 def test_gradients_are_those_of_plain_jax() -> None:

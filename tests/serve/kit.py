@@ -198,6 +198,7 @@ class Client:
     server: HttpServer
     thread: EngineThread
     key: str | None = None
+    timeout: float = 30.0
     status: list[int] = field(default_factory=list)
     """The exit status, once it has ended."""
 
@@ -207,7 +208,7 @@ class Client:
 
     def connect(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
         """An open response, whose connection is its attribute ``connection``."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.timeout)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         own = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         kind = {} if data is None else {"Content-Type": "application/json"}

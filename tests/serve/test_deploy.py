@@ -59,6 +59,18 @@ def test_the_manifest_is_the_container_s() -> None:
     assert SERVICE["spec"]["selector"] == labels == DEPLOYMENT["spec"]["selector"]["matchLabels"]
 
 
+def test_the_manifest_mounts_the_secret_that_its_first_lines_make() -> None:
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    [(name, key)] = re.findall(r"kubectl create secret generic (\w+) --from-literal=(\w+)=", text)
+    volumes = DEPLOYMENT["spec"]["template"]["spec"]["volumes"]
+    [secret] = [volume for volume in volumes if "secret" in volume]
+    [mount] = [one for one in SERVER["volumeMounts"] if one["name"] == secret["name"]]
+    assert secret["secret"] == {"secretName": name}
+    assert f"--api_key_file={mount['mountPath']}/{key}" in SERVER["args"]
+    [port] = SERVICE["spec"]["ports"]
+    assert port["targetPort"] in [one["name"] for one in SERVER["ports"]]
+
+
 def test_the_proxy_does_not_buffer_and_takes_what_the_server_takes() -> None:
     site = (DEPLOY / "nginx.conf").read_text()
     assert "proxy_buffering off;" in site

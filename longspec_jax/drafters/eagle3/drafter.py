@@ -164,6 +164,6 @@ class Eagle3Drafter(Drafter):
         """What is read of the cache. A chosen token stands for the entry of its feature."""
         if self.working is None:
             return self.seen.past(state.entries, entries)
-        keys, values = state.entries.keys, state.entries.values
-        table = self.working.table(state.choice, entries, keys.shape[2])
-        return self.working.read(keys, values, table)
+        layer = state.entries.cache.layer(0, entries)
+        table = self.working.table(state.choice, entries, layer.keys.shape[2])
+        return self.working.read(layer, table)

@@ -142,9 +142,9 @@ class LongSpecDrafter(Drafter):
         """What cross-attention reads of the target's last layer."""
         if self.working is None:
             return view.last_layer()
-        keys, values = view.keys[-1], view.values[-1]
-        table = self.working.table(state.choice, view.length, keys.shape[2])
-        return self.working.read(keys, values, table)
+        last = view.cache.layer(-1, view.length)
+        table = self.working.table(state.choice, last.length, last.keys.shape[2])
+        return self.working.read(last, table)
 
     def _attend_cross(self, past: Prefix, q: Array) -> Array:
         return prefix_attention(q, past, dtype=q.dtype, implementation=self.attention).out

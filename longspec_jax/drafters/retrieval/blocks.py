@@ -55,9 +55,9 @@ class Retriever(Selector):
 
     def choose(self, state: Any, view: View) -> Selection:
         """The best blocks of every layer, laid end to end; all tokens if they fit the budget."""
-        if not self.budget.gathers(view.keys[0].shape[2]):
+        if not self.budget.gathers(view.cache.keys[0].shape[2]):
             return everything(view.length)
-        return end_to_end(view.keys, view.values, self.table(state, view), self.budget.block)
+        return end_to_end(view.cache, self.table(state, view), self.budget.block)
 
     def gathered_slots(self, capacity: int) -> int:
         """The budget, unless it holds the whole cache."""
@@ -169,7 +169,8 @@ class AttentionRetriever(Retriever):
 
     def table(self, state: LastQuery, view: View) -> BlockTable:
         """The blocks that every row's query attends to most, ``[B, k]``."""
-        keys, block = view.keys[-1], self.budget.block
+        # Of a launch of few rows their keys are copied, in this one layer.
+        keys = view.cache.layer(-1, view.length).of_batch().keys
         self.budget.blocks_of(keys.shape[2])  # Raises unless they are whole blocks.
-        scores = attended_scores(state.query, keys, view.length, block)
+        scores = attended_scores(state.query, keys, view.length, self.budget.block)
         return choose_blocks(scores, view.length, self.budget)

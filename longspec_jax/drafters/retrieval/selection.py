@@ -23,6 +23,7 @@ from longspec_jax.drafters.base import (
     View,
 )
 from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.caches import Caches
 from longspec_jax.ops.selection.blocks import BlockTable, gather_blocks
 
 
@@ -75,23 +76,23 @@ def everything(length: Lengths) -> Spans:
     return Spans(jnp.zeros_like(length)[:, None], length[:, None])
 
 
-def end_to_end(
-    keys: Sequence[CacheSlots], values: Sequence[CacheSlots], table: BlockTable, block: int
-) -> WorkingSet:
+def end_to_end(cache: Caches, table: BlockTable, block: int) -> WorkingSet:
     """The blocks of every layer, laid end to end.
 
     Args:
-      keys: of every layer.
-      values: of every layer.
+      cache: keys and values of every layer.
       table: of all layers alike ``[B, k]``, or of every layer and head ``[B, L, K, k]``.
       block: slots of a block.
     """
-    tables = [table] * len(keys)
+    tables = [table] * len(cache.keys)
     if table.blocks.ndim > 2:
-        tables = [BlockTable(table.blocks[:, i], table.length) for i in range(len(keys))]
+        tables = [BlockTable(table.blocks[:, i], table.length) for i in range(len(cache.keys))]
     found = [
-        tuple(gather_blocks(slots, own, block) for slots, own in zip(all_, tables, strict=True))
-        for all_ in (keys, values)
+        tuple(
+            gather_blocks(layer, own, block, cache.cache_rows)
+            for layer, own in zip(all_, tables, strict=True)
+        )
+        for all_ in (cache.keys, cache.values)
     ]
     return WorkingSet(found[0], found[1], table.length)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
+from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
 from longspec_jax.drafters.base import Committed, View
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, LastQuery
@@ -115,11 +115,13 @@ class WorkingCache:
         count = self.budget.blocks_of(slots)
         return followed(BlockTable(blocks, then), length, self._slack, block, count)
 
-    def read(self, keys: CacheSlots, values: CacheSlots, table: BlockTable) -> Prefix:
+    def read(self, layer: Prefix, table: BlockTable) -> Prefix:
         """The blocks of one layer's cache, laid end to end."""
-        block = self.budget.block
-        found = gather_blocks(keys, table, block), gather_blocks(values, table, block)
-        return Prefix(*found, table.length)
+        keys, values = (
+            gather_blocks(cache, table, self.budget.block, layer.cache_rows)
+            for cache in (layer.keys, layer.values)
+        )
+        return Prefix(keys, values, table.length)
 
     @property
     def _retriever(self) -> AttentionRetriever:

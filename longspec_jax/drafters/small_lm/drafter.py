@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.lax import dynamic_update_slice_in_dim
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
+from longspec_jax.axes import Array, Lengths
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
@@ -32,6 +32,7 @@ from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.caches import Caches
 from longspec_jax.ops.layer import append_rows
 
 SPARE = 64
@@ -41,16 +42,13 @@ More than the longest accepted path, and a multiple of 8, as kernels need it."""
 
 @struct.dataclass
 class SmallLMState:
-    """Keys and values of committed tokens, one array a layer. DONATED by what returns a new one.
+    """Keys and values of committed tokens. DONATED by what returns a new one.
 
     Which slots hold committed tokens follows from the committed length alone, as in the target's
     cache. Memory beyond it may hold anything.
     """
 
-    keys: tuple[Leaf[CacheSlots], ...]
-    """Of every layer, rotary applied."""
-    values: tuple[Leaf[CacheSlots], ...]
-    """Of every layer."""
+    cache: Caches
     choice: CachedSelection | None = None
     """Which of them are read, if not all are."""
 
@@ -146,11 +144,11 @@ class SmallLMDrafter(Drafter):
         self, state: SmallLMState, length: Lengths, whole: bool = False
     ) -> tuple[Prefix, ...]:
         """What is read of every layer's cache that holds ``length[b]`` tokens."""
-        layers = tuple(zip(state.keys, state.values, strict=True))
+        layers = tuple(state.cache.layer(i, length) for i in range(self.config.num_layers))
         if self.working is None or whole:
-            return tuple(Prefix(keys, values, length) for keys, values in layers)
-        table = self.working.table(state.choice, length, layers[0][0].shape[2])
-        return tuple(self.working.read(keys, values, table) for keys, values in layers)
+            return layers
+        table = self.working.table(state.choice, length, layers[0].keys.shape[2])
+        return tuple(self.working.read(layer, table) for layer in layers)
 
     def _run(self, params: Any, tokens: Array, positions: Array, attend: Attend) -> TargetOutput:
         # A token that the small model lacks is read as its last one.
@@ -174,7 +172,7 @@ def allocate(config: TargetConfig, batch: int, capacity: int, block: int = 1) ->
     dtype = jnp.dtype(config.dtype)
     keys = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
     values = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
-    return SmallLMState(keys, values)
+    return SmallLMState(Caches(keys, values))
 
 
 def append(
@@ -189,24 +187,30 @@ def append(
     A row without a count keeps all its slots whatever its start, and no token that a row has no
     slot for is written over another one.
     """
-    layers, given = len(keys), keys[0].shape[1]
-    caches, fresh = (*state.keys, *state.values), (*keys, *values)
-    write = _append_block if given <= SPARE else _append_chunk
+    layers, given, cache = len(keys), keys[0].shape[1], state.cache
+    caches, fresh = (*cache.keys, *cache.values), (*keys, *values)
+    # Only the rounds of few rows have a cache of more, and they append no chunks.
+    rows = {} if cache.cache_rows is None else {"cache_rows": cache.cache_rows}
+    write = partial(_append_block, **rows) if given <= SPARE else _append_chunk
     # No layer's slots may be written before they were read, or the compiler copies whole caches.
     # The last layer's keys are the result of all that was read.
     known = jnp.isfinite(keys[-1][:, 0, 0, 0])
     written = write(caches, fresh, start, jnp.where(known, count, 0))
-    return replace(state, keys=written[:layers], values=written[layers:])
+    return replace(state, cache=Caches(written[:layers], written[layers:], cache.cache_rows))
 
 
 def _append_block(
-    caches: Sequence[Array], fresh: Sequence[Array], start: Lengths, count: Lengths
+    caches: Sequence[Array],
+    fresh: Sequence[Array],
+    start: Lengths,
+    count: Lengths,
+    cache_rows: Lengths | None = None,
 ) -> tuple[Array, ...]:
     """All of a short block as one op; beyond the count it is garbage behind the new length."""
     given, slots = fresh[0].shape[1], caches[0].shape[2]
     at = jnp.minimum(jnp.where(count > 0, start, slots), slots - given)
     path = jnp.broadcast_to(jnp.arange(given), (start.shape[0], given))
-    return append_rows(caches, fresh, path, at)
+    return append_rows(caches, fresh, path, at, cache_rows)
 
 
 def _append_chunk(

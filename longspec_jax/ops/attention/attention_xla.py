@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, Queries, TreeRows
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix, merge
 from longspec_jax.ops.attention.packing import pack, unpack
 
@@ -43,8 +43,7 @@ def prefix_attention(
         slot = offset + jnp.arange(block)
         fresh = slot >= index * block
         seen = fresh & (slot >= first[:, None]) & (slot < length[:, None])
-        k_block = jax.lax.dynamic_slice_in_dim(k, offset, block, axis=2)
-        v_block = jax.lax.dynamic_slice_in_dim(v, offset, block, axis=2)
+        k_block, v_block = (_block(cache, prefix.cache_rows, offset, block) for cache in (k, v))
         # Slots behind the mask may hold anything, NaN included.
         v_block = jnp.where(seen[:, None, :, None], v_block, jnp.zeros_like(v_block))
         scores = jnp.einsum(
@@ -80,6 +79,16 @@ def prefix_attention(
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
     lse = unpack(lse[..., None], tokens)[..., 0]
     return Partial(unpack(out, tokens), lse).in_dtype(dtype)
+
+
+def _block(
+    cache: CacheSlots, rows: Lengths | None, offset: Array, size: int
+) -> Float[Array, "B K s H"]:
+    """Some slots of every row, or of these rows."""
+    if rows is None:
+        return jax.lax.dynamic_slice_in_dim(cache, offset, size, axis=2)
+    shape = (1, cache.shape[1], size, cache.shape[3])
+    return jax.vmap(lambda row: jax.lax.dynamic_slice(cache, (row, 0, offset, 0), shape)[0])(rows)
 
 
 def tree_attention(

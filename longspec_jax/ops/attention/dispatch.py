@@ -241,7 +241,7 @@ def chunk_attention(
       ValueError, NotImplementedError: as :func:`prefix_attention`.
     """
     _check_prefix(q, prefix)
-    _check_pair(q, keys, values, "[B, T, K, H]", keys.shape[2])
+    _check_pair(q, keys, values, "[B, T, K, H]", keys.shape[2], q.shape[0])
     _check_together(prefix, keys)
     if keys.shape[1] != q.shape[1]:
         raise ValueError(f"a chunk of {q.shape[1]} queries has as many keys, not {keys.shape[1]}")
@@ -270,8 +270,9 @@ def causal_attention(
 
 def _check_prefix(q: Queries, prefix: Prefix) -> None:
     """Refuse a cache that does not fit the queries."""
-    _check_pair(q, prefix.keys, prefix.values, "[B, K, S, H]", prefix.keys.shape[1])
-    for name in ("length", "start"):
+    rows = q.shape[0] if prefix.cache_rows is None else None
+    _check_pair(q, prefix.keys, prefix.values, "[B, K, S, H]", prefix.keys.shape[1], rows)
+    for name in ("length", "start", "cache_rows"):
         bound = getattr(prefix, name)
         if bound is not None and bound.shape != q.shape[:1]:
             raise ValueError(f"{name} {bound.shape} must have one number a row, {q.shape[:1]}")
@@ -280,7 +281,7 @@ def _check_prefix(q: Queries, prefix: Prefix) -> None:
 def _check_fresh(q: Queries, fresh: Fresh) -> None:
     """Refuse fresh keys that do not fit the queries, and a mask that does not fit both."""
     k, mask = fresh.keys, fresh.mask
-    _check_pair(q, k, fresh.values, "[B, U, K, H]", k.shape[2])
+    _check_pair(q, k, fresh.values, "[B, U, K, H]", k.shape[2], q.shape[0])
     if mask.shape != (q.shape[0], q.shape[1], k.shape[1]) or mask.dtype != jnp.bool_:
         raise ValueError(
             f"mask {mask.shape} {mask.dtype} must be boolean [B, T, U] = "
@@ -288,8 +289,8 @@ def _check_fresh(q: Queries, fresh: Fresh) -> None:
         )
 
 
-def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int) -> None:
-    """Refuse keys and values that do not fit each other or the queries."""
+def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int, rows: int | None) -> None:
+    """Refuse keys and values that do not fit each other, the queries, or that many rows."""
     if q.shape[2] % kv_heads or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"{q.shape[2]} query heads of width {q.shape[3]} do not group over {kv_heads} "
@@ -298,7 +299,7 @@ def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int) -> None:
         )
     if q.dtype != k.dtype:
         raise ValueError(f"queries are {q.dtype} and keys {k.dtype}; cast one of them explicitly")
-    if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != q.shape[0]:
+    if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != (rows or k.shape[0]):
         raise ValueError(
             f"keys {k.shape} {k.dtype}, values {v.shape} {v.dtype} and queries {q.shape} must "
             f"share the batch, and keys and values their dtype and whole shape {axes}"

@@ -181,5 +181,4 @@ def _partials(
         )
     from longspec_jax.ops.attention import prefix_mosaic  # Older versions lack its backend.
 
-    operands = q, prefix.keys, prefix.values, prefix.length
-    return prefix_mosaic.split_attention(*operands, tile, problem)
+    return prefix_mosaic.split_attention(q, prefix, tile, problem)

@@ -145,8 +145,8 @@ def attend_to_slots(
     """The softmax of each part of the rows after the slots ``lower <= s < upper``.
 
     Each part has queries ``[R, H]``, with ``H`` a power of two, and its softmax so far. Keys and
-    values are caches ``[B, K, S, H]``. Unless the rows are ``bounded`` below, ``lower`` begins a
-    block of ``tile.slots``.
+    values are caches ``[rows, K, S, H]``, and ``head`` a row and a head of these. Unless the rows
+    are ``bounded`` below, ``lower`` begins a block of ``tile.slots``.
     """
     width, padded = k_ref.shape[3], queries[0].shape[1]
     h = jnp.arange(padded)

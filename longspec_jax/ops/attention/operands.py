@@ -6,6 +6,7 @@ that saw no key carries ``out = 0`` and ``lse = -inf``: the neutral element of t
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -27,6 +28,15 @@ class Prefix:
     """Slots that hold committed tokens; memory beyond may hold anything."""
     start: Leaf[Lengths] | None = None
     """The first slot each row sees; 0 if absent."""
+    cache_rows: Leaf[Lengths] | None = None
+    """Which row of keys and values each batch row reads; its own if absent."""
+
+    def of_batch(self) -> "Prefix":
+        """The same with a copy of the batch's rows alone, for what takes no ``cache_rows``."""
+        if self.cache_rows is None:
+            return self
+        keys, values = (cache[self.cache_rows] for cache in (self.keys, self.values))
+        return replace(self, keys=keys, values=values, cache_rows=None)
 
 
 Reading: TypeAlias = Callable[[int, Queries], tuple[Queries, Prefix]]
@@ -52,11 +62,11 @@ class Fresh:
         return cls(keys, values, jnp.broadcast_to(causal, (batch, tokens, tokens)))
 
 
-PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b, b -> b t (k g) h, b t (k g)"
+PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b, b, b -> b t (k g) h, b t (k g)"
 TREE_AXES = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
-SPECULATIVE_AXES = "b t (k g) h, b k s h, b k s h, b, b, b u k h, b u k h, b t u -> b t (k g) h"
-PATH_AXES = "b t (k g) h, b k s h, b k s h, b, b, b u k h, b u k h, b t u, b t -> b t (k g) h"
-CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b, b t k h, b t k h -> b t (k g) h"
+SPECULATIVE_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b u k h, b u k h, b t u -> b t (k g) h"
+PATH_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b u k h, b u k h, b t u, b t -> b t (k g) h"
+CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b t k h, b t k h -> b t (k g) h"
 """The axes of queries, of the fields above and of the results, for
 :func:`longspec_jax.ops.partitioned.partitioned`."""
 

@@ -36,7 +36,7 @@ from longspec_jax.ops.attention.path import (
     split_of,
     splits_of,
 )
-from longspec_jax.ops.attention.prefix_items import Work
+from longspec_jax.ops.attention.prefix_items import Bounds, Work
 from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS
 from longspec_jax.ops.partitioned import partitioned
 
@@ -67,7 +67,7 @@ def path_attention(
     groups = heads // kv_heads
     limit = jnp.clip(length[:, None] + depth - RECENT, 0, slots)
     split = split_of(length, kv_heads, groups)
-    bounds = jnp.stack([limit.min(axis=1), limit.max(axis=1), split], axis=1)
+    bounds = Bounds.packed(limit.min(axis=1), limit.max(axis=1), split, prefix.cache_rows)
     rows = groups * limit.shape[1]
     padded = -(-rows // WARPGROUP_ROWS) * WARPGROUP_ROWS
     splits = splits_of(kv_heads, groups)
@@ -92,7 +92,7 @@ def path_attention(
     cached_step = jnp.where(seen, slot - (length[:, None, None] - RECENT), -1)
     fresh_step = jnp.where(mask, depth[:, None], -1)
     reached = jax.lax.div(bounds[:, 1] + split - 1, split)
-    where = jnp.stack([start, length, reached, depth.max(axis=1)], axis=1)
+    where = jnp.stack([start, length, reached, depth.max(axis=1), bounds[:, 3]], axis=1)
     cached_step, fresh_step = (
         _packed(each, groups, padded, -1) for each in (cached_step, fresh_step)
     )

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int
 
+from longspec_jax.axes import Array
 from longspec_jax.ops.attention.tiles import MosaicTile, RowTiles
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 
@@ -25,6 +27,17 @@ class Bounds(NamedTuple):
     """Slots that some packed row sees."""
     split: jax.Array
     """Slots of a split; whole steps."""
+    cache_row: jax.Array
+    """The row of the cache that it reads."""
+
+    @classmethod
+    def packed(
+        cls, least: Array, most: Array, split: Array, cache_rows: Array | None
+    ) -> Int[Array, "B 4"]:
+        """Of all batch rows, as the kernel reads them; each reads its own row if none is named."""
+        if cache_rows is None:
+            cache_rows = jnp.arange(len(least))
+        return jnp.stack([least, most, split, cache_rows.astype(jnp.int32)], axis=1)
 
 
 class Part(NamedTuple):
@@ -46,6 +59,7 @@ class Item:
 
     Attributes:
       batch: the row of the batch.
+      cache_row: the row of keys and values.
       kv_head: the key/value head.
       columns: which part of the values' columns.
       row: the first of the packed rows.
@@ -57,6 +71,7 @@ class Item:
     """
 
     batch: jax.Array
+    cache_row: jax.Array
     kv_head: jax.Array
     columns: jax.Array
     row: jax.Array
@@ -123,7 +138,7 @@ class Work:
     def item(self, index: jax.Array, bounds: Any, past: jax.Array) -> Item:
         """The item of this number, without a slot where there are fewer.
 
-        ``bounds`` are the fields of :class:`Bounds`, ``[B, 3]`` in memory.
+        ``bounds`` are the fields of :class:`Bounds`, ``[B, 4]`` in memory.
 
         Items that share splits are neighbours, so that keys and values come from memory once: all
         row tiles of a split, those of the next one, and between them the light item of both.
@@ -137,8 +152,8 @@ class Work:
         split = 2 * pair + beside
         batch, kv_head = _divided(head, self.kv_heads)
         batch = jnp.minimum(batch, self.batch - 1)
-        least, most, size = (bounds[batch, field] for field in range(3))
-        seen = Bounds(least, jnp.where(exists, jnp.minimum(most, self.slots), 0), size)
+        own = Bounds(*(bounds[batch, field] for field in range(4)))
+        seen = own._replace(most=jnp.where(exists, jnp.minimum(own.most, self.slots), 0))
         light, second = False, None
         if lighter:
             light = row_tile == tiles - 1
@@ -146,6 +161,7 @@ class Work:
             second = self._part(split + 1, beyond)
         return Item(
             batch=batch,
+            cache_row=own.cache_row,
             kv_head=kv_head,
             columns=columns,
             row=row_tile * (self.tile.warpgroups * WARPGROUP_ROWS),

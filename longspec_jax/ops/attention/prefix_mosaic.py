@@ -30,10 +30,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
+from longspec_jax.axes import Array, CacheSlots, Queries
+from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, Problem, pack, refuse_unsupported
 from longspec_jax.ops.attention.path import SEGMENT
-from longspec_jax.ops.attention.prefix_items import Item, Part, Work
+from longspec_jax.ops.attention.prefix_items import Bounds, Item, Part, Work
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 
@@ -41,16 +42,16 @@ _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def split_attention(
-    q: Queries, k: CacheSlots, v: CacheSlots, length: Lengths, tile: MosaicTile, problem: Problem
+    q: Queries, prefix: Prefix, tile: MosaicTile, problem: Problem
 ) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
     """Partial results of every split, unmerged, each with its natural log-sum-exp."""
-    kv_heads, slots = k.shape[1], k.shape[2]
+    kv_heads, slots = prefix.keys.shape[1:3]
     refuse_unsupported(q, kv_heads)
     packed = q.shape[1] * q.shape[2] // kv_heads
     padded = pl.cdiv(packed, WARPGROUP_ROWS) * WARPGROUP_ROWS
     rows = jnp.pad(pack(q, kv_heads), ((0, 0), (0, 0), (0, padded - packed), (0, 0)))
-    seen = jnp.minimum(length.astype(jnp.int32), slots)
-    bounds = jnp.stack([seen, seen, jnp.full_like(seen, tile.split)], axis=1)
+    seen = jnp.minimum(prefix.length.astype(jnp.int32), slots)
+    bounds = Bounds.packed(seen, seen, jnp.full_like(seen, tile.split), prefix.cache_rows)
     work = Work(
         tile=tile,
         batch=q.shape[0],
@@ -60,12 +61,12 @@ def split_attention(
         splits=pl.cdiv(slots, tile.split),
         scale=problem.scale,
     )
-    return launch(work, bounds, None, rows, k, v)
+    return launch(work, bounds, None, rows, prefix.keys, prefix.values)
 
 
 def launch(
     work: Work,
-    bounds: Int[Array, "B 3"],
+    bounds: Int[Array, "B 4"],
     limit: Int[Array, "B R"] | None,
     q: Float[Array, "B K R H"] | Float[Array, "B N T H"],
     k: CacheSlots,
@@ -301,7 +302,7 @@ class _Program:
         stage = self.ring(item, step, lane)
         used = item.place(step, lane) >= tile.stages
         slot = pl.multiple_of(part.lower + step * tile.slots, tile.slots)
-        block = (item.batch, item.kv_head, pl.ds(slot, tile.slots))
+        block = (item.cache_row, item.kv_head, pl.ds(slot, tile.slots))
         pl.when(used)(lambda: plgpu.barrier_wait(memory.k_free.at[stage]))
         plgpu.copy_gmem_to_smem(refs.k.at[block], memory.k_smem.at[stage], memory.k_ready.at[stage])
         pl.when(used)(lambda: plgpu.barrier_wait(memory.v_free.at[stage]))

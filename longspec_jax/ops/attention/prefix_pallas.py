@@ -36,12 +36,12 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.packing import Problem, flat_rows, pack, refuse_unsupported
 from longspec_jax.ops.attention.splits import (
     MERGE_ROWS,
-    bound_operands,
     counters,
     leave_and_merge,
     partial_results,
     reached_splits,
-    with_optional_start,
+    row_operands,
+    with_row_operands,
 )
 from longspec_jax.ops.attention.tiles import PrefixTile
 from longspec_jax.ops.hardware import triton_params
@@ -55,11 +55,11 @@ def split_attention(
     ``R`` counts the packed rows of :class:`Problem`. The entries of splits that a row does not
     reach are never written: read only those of ``reached_splits``.
     """
-    batch, kv_heads, slots, width = prefix.keys.shape
+    batch, (kv_heads, slots, width) = q.shape[0], prefix.keys.shape[1:]
     splits, packed = pl.cdiv(slots, tile.split), problem.packed
     kernel = functools.partial(_split_kernel, tile=tile, problem=problem)
     return pl.pallas_call(
-        with_optional_start(kernel, prefix.start),
+        with_row_operands(kernel, prefix),
         # Programs that share a split are neighbours, so its keys and values are read from memory
         # once and from the second-level cache afterwards.
         grid=(pl.cdiv(packed, tile.total_rows), splits, kv_heads * batch),
@@ -70,12 +70,13 @@ def split_attention(
         compiler_params=triton_params(tile.warps, tile.stages),
         interpret=problem.interpret,
         name="prefix_attention",
-    )(*bound_operands(prefix.length, prefix.start), pack(q, kv_heads), prefix.keys, prefix.values)
+    )(*row_operands(prefix), pack(q, kv_heads), prefix.keys, prefix.values)
 
 
 def _split_kernel(
     length_ref: Any,
     start_ref: Any,
+    row_ref: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -90,13 +91,14 @@ def _split_kernel(
     kv_heads = problem.kv_heads
     batch, kv_head = head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
     start = None if start_ref is None else start_ref[batch]
+    cached = head if row_ref is None else (row_ref[batch], kv_head)
     lower, upper = slots_of_split(split, length_ref[batch], start, problem)
 
     def attend() -> None:
         queries, parts = load_queries(q_ref, head, row_tile * tile.total_rows, tile.rows, problem)
         states = [empty_state(*q.shape) for q in queries]
         states = attend_to_slots(
-            *(queries, k_ref, v_ref, head, states, lower, upper, tile, problem),
+            *(queries, k_ref, v_ref, cached, states, lower, upper, tile, problem),
             bounded=start is not None,
         )
         for state, rows in zip(states, parts, strict=True):
@@ -131,14 +133,13 @@ def joined_attention(
     kv_heads, slots = prefix.keys.shape[1:3]
     refuse_unsupported(q, kv_heads)
     splits, row_tiles = pl.cdiv(slots, tile.split), pl.cdiv(problem.packed, tile.total_rows)
-    bounds = bound_operands(prefix.length, prefix.start)
-    operands = [*bounds, pack(q, kv_heads), prefix.keys, prefix.values]
+    operands = [*row_operands(prefix), pack(q, kv_heads), prefix.keys, prefix.values]
     if fresh is not None:
         operands += [fresh.keys, fresh.values, fresh.mask]
     kernel = functools.partial(_joined_kernel, tile=tile, problem=problem)
     arrived = counters(batch, kv_heads, row_tiles)
     out, lse, *_ = pl.pallas_call(
-        with_optional_start(kernel, prefix.start),
+        with_row_operands(kernel, prefix),
         # Programs that share a split are neighbours, as in the prefix kernel.
         grid=(row_tiles, splits, kv_heads * batch),
         out_shape=(
@@ -157,6 +158,7 @@ def joined_attention(
 def _joined_kernel(
     length_ref: Any,
     start_ref: Any,
+    row_ref: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -170,6 +172,7 @@ def _joined_kernel(
     kv_heads = problem.kv_heads
     batch, kv_head = head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
     length, start = length_ref[batch], None if start_ref is None else start_ref[batch]
+    cached = head if row_ref is None else (row_ref[batch], kv_head)
     lower, upper = slots_of_split(split, length, start, problem)
     first, last = reached_splits(length, start, problem)
     # A row that sees no slot is the first program's.
@@ -189,7 +192,7 @@ def _joined_kernel(
                 problem=problem,
             )
         (state,) = attend_to_slots(
-            *([q], k_ref, v_ref, head, [state], lower, upper, tile, problem),
+            *([q], k_ref, v_ref, cached, [state], lower, upper, tile, problem),
             bounded=start is not None,
         )
         packed, valid = rows

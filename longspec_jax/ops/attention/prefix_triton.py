@@ -54,6 +54,7 @@ def prefix_attention(
     rows = 1 << (tile.total_rows - 1).bit_length()
     length = length.astype(jnp.int32)
     start = jnp.zeros_like(length) if start is None else start.astype(jnp.int32)
+    cache_rows = jnp.arange(batch) if prefix.cache_rows is None else prefix.cache_rows
     sizes = dict(
         tokens=tokens,
         heads=heads,
@@ -67,6 +68,7 @@ def prefix_attention(
     out, lse = jax_triton.triton_call(
         length,
         start,
+        cache_rows.astype(jnp.int32),
         q,
         k,
         v,
@@ -122,6 +124,7 @@ def _import() -> Any:
 def _split_kernel(
     length_ptr,
     start_ptr,
+    row_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -161,7 +164,7 @@ def _split_kernel(
         mask=valid[:, None] & within,
         other=0.0,
     )
-    cache = (batch * kv_heads + kv_head) * slots * width
+    cache = (tl.load(row_ptr + batch).to(tl.int64) * kv_heads + kv_head) * slots * width
     top = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
     acc = tl.zeros([rows, padded], tl.float32)

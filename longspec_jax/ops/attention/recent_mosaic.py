@@ -32,7 +32,7 @@ _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def attend_and_merge(
-    where: Int[Array, "B 4"],
+    where: Int[Array, "B 5"],
     cached_step: Int[Array, "B R cached"],
     fresh_step: Int[Array, "B R segments"],
     q: Float[Array, "B N T H"],
@@ -49,7 +49,7 @@ def attend_and_merge(
 
     Args:
       where: of every batch row the first cached recent slot, its length, the splits that it
-        reaches, and the greatest depth of a node.
+        reaches, the greatest depth of a node, and its row of the cache.
       cached_step: in which step the value of a cached recent token is added; -1 if it is not seen.
       fresh_step: the same of the tree's nodes, which come after the cached ones: their depth.
       q: queries by head.
@@ -122,6 +122,7 @@ def _kernel(*refs: Any, scale: float, stages: int, **memory: Any) -> None:
         length=operands.where[batch, 1],
         reached=operands.where[batch, 2],
         deepest=operands.where[batch, 3],
+        cache_row=operands.where[batch, 4],
     )
     program.fetch()
     steps = program.steps()
@@ -192,6 +193,7 @@ class _Program:
     length: jax.Array
     reached: jax.Array
     deepest: jax.Array
+    cache_row: jax.Array
 
     @property
     def columns(self) -> int:
@@ -228,7 +230,7 @@ class _Program:
         for place in range(_SEGMENTS):
             to = memory.q.at[pl.ds(place * SEGMENT, SEGMENT)]
             plgpu.copy_gmem_to_smem(refs.q.at[self.batch, *self.segment(place)], to, ready)
-        recent = self.batch, self.kv_head, pl.ds(pl.multiple_of(self.start, ALIGNED), FETCHED)
+        recent = self.cache_row, self.kv_head, pl.ds(pl.multiple_of(self.start, ALIGNED), FETCHED)
         values = memory.cached_v.at[pl.ds(0, FETCHED)]
         plgpu.copy_gmem_to_smem(refs.k.at[recent], memory.cached_k, ready)
         plgpu.copy_gmem_to_smem(refs.v.at[(*recent, self.its_columns)], values, ready)

@@ -17,7 +17,7 @@ def prefix_attention(
     q: Queries, prefix: Prefix, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
 ) -> Partial:
     """Every query of row ``b`` sees the cache slots ``start[b] <= s < length[b]``."""
-    seen = _seen(q, prefix)
+    prefix, seen = prefix.of_batch(), _seen(q, prefix)
     keys, values = prefix.keys.swapaxes(1, 2), prefix.values.swapaxes(1, 2)
     return _dense(q, keys, values, seen, scale).in_dtype(dtype)
 
@@ -33,6 +33,7 @@ def speculative_attention(
     q: Queries, prefix: Prefix, fresh: Fresh, *, scale: float | None = None
 ) -> Float[Array, "B T N H"]:
     """One softmax over the slots ``start[b] <= s < length[b]`` and the masked tree rows."""
+    prefix = prefix.of_batch()
     k = jnp.concatenate([prefix.keys.swapaxes(1, 2), fresh.keys], axis=1)
     v = jnp.concatenate([prefix.values.swapaxes(1, 2), fresh.values], axis=1)
     mask = jnp.concatenate([_seen(q, prefix), fresh.mask], axis=2)

@@ -3,7 +3,8 @@
 A kernel of its own merges them (:func:`merge_splits`), or the beginning of another
 (:func:`load_merged`), or the last program of the launch that made them (:func:`leave_and_merge`).
 Only splits that hold a slot the row sees, ``start <= s < length``, were ever written; only they are
-read, in ascending order. Most calls have no lower bound; their kernels get no operand for it.
+read, in ascending order. Most calls have no lower bound, and read every row of a cache; their
+kernels get no operands for these.
 """
 
 import functools
@@ -35,17 +36,27 @@ MERGE_ROWS = 16
 MERGE_PARTIALS = 8
 
 
-def bound_operands(length: Lengths, start: Lengths | None) -> list[Array]:
-    """The row bounds a kernel takes as its first operands."""
-    bounds = [length.astype(jnp.int32)]
-    return bounds if start is None else [*bounds, start.astype(jnp.int32)]
+def row_operands(prefix: Prefix) -> list[Array]:
+    """The numbers of every row that a kernel takes as its first operands."""
+    return [each.astype(jnp.int32) for each in _numbers(prefix) if each is not None]
 
 
-def with_optional_start(kernel: Any, start: Lengths | None) -> Any:
-    """Give a kernel without a lower bound the reference ``None`` in its place."""
-    if start is not None:
-        return kernel
-    return lambda length_ref, *refs: kernel(length_ref, None, *refs)
+def with_row_operands(kernel: Any, prefix: Prefix) -> Any:
+    """Give a kernel the reference ``None`` for each of three numbers that a prefix lacks.
+
+    They are its length, its lower bound, and the row of the cache that is read.
+    """
+    there = [each is not None for each in _numbers(prefix)]
+
+    def call(*refs: Any) -> None:
+        given = iter(refs)
+        kernel(*[next(given) if each else None for each in there], *given)
+
+    return call
+
+
+def _numbers(prefix: Prefix) -> tuple[Lengths | None, ...]:
+    return prefix.length, prefix.start, prefix.cache_rows
 
 
 def reached_splits(
@@ -70,7 +81,7 @@ def merge_splits(
     batch, width = out.shape[0], out.shape[4]
     flat = problem.tokens * problem.heads
     merged, merged_lse = pl.pallas_call(
-        with_optional_start(functools.partial(_merge_kernel, problem=problem), prefix.start),
+        with_row_operands(functools.partial(_merge_kernel, problem=problem), prefix),
         grid=(pl.cdiv(flat, MERGE_ROWS), batch),
         out_shape=(
             jax.ShapeDtypeStruct((batch, flat, width), dtype),
@@ -79,7 +90,7 @@ def merge_splits(
         compiler_params=triton_params(warps=4, stages=2),
         interpret=problem.interpret,
         name="merge_splits",
-    )(*bound_operands(prefix.length, prefix.start), out, lse)
+    )(*row_operands(prefix), out, lse)
     rows = (batch, problem.tokens, problem.heads)
     return Partial(merged.reshape(*rows, width), merged_lse.reshape(rows))
 
@@ -145,6 +156,7 @@ def load_merged(
 def _merge_kernel(
     length_ref: Any,
     start_ref: Any,
+    _: Any,
     out_ref: Any,
     lse_ref: Any,
     merged_ref: Any,

@@ -265,7 +265,9 @@ def bound_scores(
     return bounds.transpose(0, 2, 3, 1)
 
 
-def gather_blocks(slots: CacheSlots, table: BlockTable, block: int) -> Float[Array, "B K c H"]:
+def gather_blocks(
+    slots: CacheSlots, table: BlockTable, block: int, cache_rows: Lengths | None = None
+) -> Float[Array, "B K c H"]:
     """The slots of the table's blocks, one behind the other, on the device.
 
     Args:
@@ -273,12 +275,17 @@ def gather_blocks(slots: CacheSlots, table: BlockTable, block: int) -> Float[Arr
         nothing else is moved.
       table: the blocks of every row ``[B, k]``, or of every row and key/value head ``[B, K, k]``.
       block: slots of a block; the cache must be whole blocks.
+      cache_rows: the row of the cache for every row of the table; its own if absent. Of a cache on
+        the device alone.
     """
-    batch, heads, count, width = slots.shape
-    blocks = table.blocks
+    rows, heads, count, width = slots.shape
+    blocks, batch = table.blocks, len(table.length)
     if blocks.ndim == 2:
         blocks = blocks[:, None].repeat(heads, axis=1)
-    whole = slots.reshape(batch, heads, count // block, block, width)
+    whole = slots.reshape(rows, heads, count // block, block, width)
+    if cache_rows is not None:
+        found = whole.at[cache_rows[:, None, None], jnp.arange(heads)[:, None], blocks]
+        return found.get(mode="promise_in_bounds").reshape(batch, heads, -1, width)
     return GATHER(whole, blocks).reshape(batch, heads, -1, width)
 
 

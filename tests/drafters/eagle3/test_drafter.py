@@ -81,8 +81,8 @@ def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
     np.testing.assert_allclose(ours.feature, theirs.feature, atol=1e-4)
     for b, length in enumerate(lengths - 1):
         for mine, other in (
-            (ours.entries.keys, theirs.entries.keys),
-            (ours.entries.values, theirs.entries.values),
+            (ours.entries.cache.keys[0], theirs.entries.cache.keys[0]),
+            (ours.entries.cache.values[0], theirs.entries.cache.values[0]),
         ):
             np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-4)
 
@@ -92,6 +92,7 @@ def test_slots_and_a_window_change_no_token(plain: list[list[np.ndarray]]) -> No
     params = Params(MODEL, random_params(DRAFT, KNOWN))
     sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
     engine = Engine(TARGET, [WINDOW], params, streams=False, **sizes)
+    engine.launch_sizes = 1, 2
     for req in EVERY:
         host = jax.device_get(req)
         for row, length in enumerate(LENGTHS):
@@ -119,14 +120,17 @@ def test_what_is_read_of_a_working_cache() -> None:
     drafter = replace(WHOLE, working=working)
     state = drafter.begin(Params(None, None), 3, 61)
     slots = jnp.arange(64.0)[:, None]
-    keys = jnp.broadcast_to(slots, state.entries.keys.shape)
+    cache = state.entries.cache
+    keys = jnp.broadcast_to(slots, cache.keys[0].shape)
     assert state.choice is not None
     choice = replace(
         state.choice,
         blocks=jnp.array([[0, 2, 4], [0, 3, 4], [0, 0, 0]]),
         length=jnp.array([33, 33, 0]),
     )
-    state = replace(state, entries=replace(state.entries, keys=keys), choice=choice)
+    state = replace(
+        state, entries=replace(state.entries, cache=replace(cache, keys=(keys,))), choice=choice
+    )
     past = drafter.past(state, jnp.array([32, 42, 19]))
     read = [past.keys[b, 0, : int(past.length[b]), 0].astype(int).tolist() for b in range(3)]
     first = [*range(8)]

@@ -14,7 +14,7 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, Retriever
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, LastQuery, Quest, Retriever
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import Selector, Spans, WorkingSet
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -173,6 +173,30 @@ def test_every_head_of_every_layer_reads_the_block_that_its_query_wants() -> Non
         read = np.asarray(found.keys[layer])[0, head]
         mine = np.asarray(cache[layer])[0, head].reshape(12, 4, -1)
         np.testing.assert_array_equal(read, mine[[0, 10, block, 11]].reshape(16, -1))
+
+
+def test_rows_of_a_larger_cache_choose_and_read_as_alone() -> None:
+    """As in a launch of two rows of four, the others of which are NaN."""
+    draw, slots, rows = np.random.default_rng(3), 48, jnp.asarray([3, 1])
+    shape = (2, CONFIG.num_kv_heads, slots, CONFIG.head_width)
+    layers = [jnp.asarray(draw.normal(size=shape), jnp.float32) for _ in range(4)]
+    larger = [jnp.full((4, *shape[1:]), jnp.nan).at[rows].set(layer) for layer in layers]
+    query = draw.normal(size=(2, CONFIG.num_heads, CONFIG.head_width))
+    state = LastQuery(jnp.asarray(query, jnp.float32))
+    caches = (
+        KVCache((*layers[:2],), (*layers[2:],)),
+        KVCache((*larger[:2],), (*larger[2:],), rows),
+    )
+    length = jnp.array([41, 30])
+    at = jnp.array([0, 0]), length, length, jnp.array([False, False])
+    own, among = (
+        AttentionRetriever(CONFIG, TIGHT).choose(
+            state, CacheView(TargetModel(CONFIG), None, cache, *at)
+        )
+        for cache in caches
+    )
+    assert isinstance(own, WorkingSet)
+    jax.tree.map(np.testing.assert_array_equal, among, own)
 
 
 def test_the_last_token_asks_for_all_layers() -> None:

@@ -30,7 +30,7 @@ from longspec_jax.drafters.retrieval.working_cache import (
 )
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.small_lm.load import SmallLMOptions
-from longspec_jax.ops.attention.operands import Fresh
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding import lossless
@@ -51,7 +51,7 @@ def slots_read(cache: WorkingCache, choice: CachedSelection | None, length: Any)
     rows = len(length)
     numbers = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.float32)[:, None], (rows, 1, SLOTS, 1))
     table = cache.table(choice, jnp.asarray(length), SLOTS)
-    prefix = cache.read(numbers, -numbers, table)
+    prefix = cache.read(Prefix(numbers, -numbers, table.length), table)
     np.testing.assert_array_equal(prefix.keys, -prefix.values)
     found = np.asarray(prefix.keys[:, 0, :, 0]).astype(int)
     return [row[:count].tolist() for row, count in zip(found, prefix.length, strict=True)]
@@ -134,7 +134,8 @@ def test_attention_to_a_working_cache_is_attention_to_its_slots() -> None:
     # Behind the tokens there may be anything.
     behind = (jnp.arange(SLOTS) >= jnp.asarray(length)[:, None])[:, None, :, None]
     keys, values = (jnp.where(behind, jnp.nan, rows) for rows in (keys, values))
-    prefix = cache.read(keys, values, cache.table(choice, jnp.asarray(length), SLOTS))
+    table = cache.table(choice, jnp.asarray(length), SLOTS)
+    prefix = cache.read(Prefix(keys, values, table.length), table)
     found = prefix_attention(q, prefix)
     seen = np.zeros((2, 3, SLOTS), bool)
     for row, slots in enumerate(slots_read(cache, choice, length)):

@@ -74,6 +74,46 @@ def compiled(op: str, implementation: str | None):
     return jax.jit(functools.partial(getattr(dispatch, op), implementation=implementation))
 
 
+@pytest.mark.parametrize("implementation", PREFIX)
+@pytest.mark.parametrize("start", [None, [7, 0]], ids=["whole", "bounded"])
+def test_rows_of_a_larger_cache_are_read_where_they_lie(
+    implementation: str, start: list[int] | None
+) -> None:
+    """With the same bits as of a cache of these rows alone; all others are NaN."""
+    x = inputs(Shape(), "float32", [131, 77], start)
+    q, own = x.prefix
+    there = jnp.asarray([4, 1])
+    keys, values = (
+        jnp.full((5, *cache.shape[1:]), jnp.nan).at[there].set(cache)
+        for cache in (own.keys, own.values)
+    )
+    among = dataclasses.replace(own, keys=keys, values=values, cache_rows=there)
+    attend = compiled("prefix_attention", implementation)
+    jax.tree.map(np.testing.assert_array_equal, attend(q, among), attend(q, own))
+    if start is None:
+        attend, (_, fresh) = compiled("speculative_attention", implementation), x.tree
+        np.testing.assert_array_equal(attend(q, among, fresh), attend(q, own, fresh))
+        attend = compiled("chunk_attention", implementation)
+        chunk = fresh.keys[:, :5], fresh.values[:, :5]
+        np.testing.assert_array_equal(attend(q, among, *chunk), attend(q, own, *chunk))
+
+
+@pytest.mark.gpu
+def test_the_hopper_kernel_reads_rows_of_a_larger_cache_where_they_lie() -> None:
+    hopper_or_skip()
+    x = inputs(Shape(tokens=69, keys=69, slots=1024, width=128), "bfloat16", [1001, 77])
+    q, own = x.prefix
+    there = jnp.asarray([4, 1])
+    keys, values = (
+        jnp.full((5, *cache.shape[1:]), jnp.nan, cache.dtype).at[there].set(cache)
+        for cache in (own.keys, own.values)
+    )
+    among = dataclasses.replace(own, keys=keys, values=values, cache_rows=there, start=None)
+    own = dataclasses.replace(own, start=None)
+    attend = compiled("prefix_attention", "mosaic")
+    jax.tree.map(np.testing.assert_array_equal, attend(q, among), attend(q, own))
+
+
 @pytest.mark.parametrize(
     ("implementation", "shape", "dtype"),
     cases(

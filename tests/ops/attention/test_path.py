@@ -157,6 +157,13 @@ def test_a_node_has_the_bits_of_plain_decoding(heads, kv_heads, width, nodes) ->
     for length in POSITIONS:
         operands, along = text.tree(length, nodes, 5, seed=length)
         out = np.float32(attend(*operands))
+        q, own, *tree = operands
+        among = (
+            jnp.full((3, *cache.shape[1:]), jnp.nan, cache.dtype).at[2].set(cache[0])
+            for cache in (own.keys, own.values)
+        )
+        among = Prefix(*among, own.length, cache_rows=jnp.asarray([2]))
+        np.testing.assert_array_equal(np.float32(attend(q, among, *tree)), out)
         exact = jax.tree.map(
             lambda x: jnp.nan_to_num(x.astype(jnp.float32)) if x.dtype == jnp.bfloat16 else x,
             operands[:3],

@@ -58,7 +58,7 @@ def items(warpgroups: int, groups: int, slots: int, lengths: list[int]) -> tuple
     tile, batch = MosaicTile(warpgroups, 128, SPLIT, 2), len(lengths)
     sizes = {"rows": 64 * groups, "slots": slots, "splits": -(-slots // SPLIT)}
     work = Work(tile, batch=batch, kv_heads=3, scale=1.0, **sizes)
-    bounds = jnp.asarray([[length, length, SPLIT] for length in lengths])
+    bounds = jnp.asarray([[length, length, SPLIT, 5 - row] for row, length in enumerate(lengths)])
     past, found = jnp.int32(0), []
     for index in range(work.items + 1):
         found.append(work.item(jnp.int32(index), bounds, past))
@@ -77,6 +77,7 @@ def test_every_row_attends_to_every_split_once(warpgroups: int, groups: int, slo
             if part is None or part.steps == 0:
                 continue
             assert lane == 0 or item.light
+            assert int(item.cache_row) == 5 - int(item.batch)
             rows = [int(item.row) // 64 + i for i in range(1 if item.light else warpgroups)]
             for group in rows:
                 if group < groups:
@@ -92,7 +93,7 @@ def test_rows_of_their_own_bounds_and_splits() -> None:
     """All see the slots up to the least, some up to the most; halves of columns are neighbours."""
     tile = MosaicTile(1, 64, 64, 2)
     work = Work(tile, batch=2, kv_heads=1, rows=64, slots=640, splits=3, scale=1.0, parts=2)
-    bounds = jnp.asarray([[70, 140, 128], [0, 0, 64]])
+    bounds = jnp.asarray([[70, 140, 128, 0], [0, 0, 64, 1]])
     found = [work.item(jnp.int32(index), bounds, jnp.int32(0)) for index in range(work.items)]
     assert [int(item.columns) for item in found] == [0, 1] * 6
     parts = [

@@ -167,6 +167,9 @@ def test_blocks_are_laid_end_to_end(heads: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(found, oracle.gather_blocks(keys, table, 4))
     held = np.arange(BUDGET.slots) < np.asarray(table.length)[:, None]
     assert np.isfinite(np.asarray(found).transpose(0, 2, 1, 3)[held]).all()
+    some = blocks.BlockTable(table.blocks[1:3], table.length[1:3])
+    among = blocks.gather_blocks(keys[::-1], some, 4, jnp.asarray([BATCH - 2, BATCH - 3]))
+    np.testing.assert_array_equal(among, found[1:3])
 
 
 @pytest.mark.parametrize("heads", [(), (HEADS,)], ids=["shared", "of-heads"])
