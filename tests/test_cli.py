@@ -136,7 +136,8 @@ def test_handlers_of_signals_are_put_back_and_what_is_ignored_stays_so() -> None
 
 
 STUBBORN = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Tests begun with nohup ignore it.
 from longspec_jax import cli
 
 def work():
