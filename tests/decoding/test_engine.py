@@ -14,7 +14,6 @@ import pytest
 
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding import engine as engine_lib
-from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.candidates import candidates, smaller_tree, tallest
 from longspec_jax.decoding.choices import LAUNCH_SECONDS, launch_sizes
@@ -45,6 +44,7 @@ from tests.decoding.lossless import request as requested
 from tests.kit import (
     compilations,
     draft_params,
+    prefill,
     random_draft,
     random_target,
     tiny_target_config,
@@ -382,7 +382,7 @@ def test_a_slot_is_written_whole() -> None:
     """NaN of the last row must not reach the next one through a masked product."""
     engine = open_engine()
     poisoned = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), engine.rows.cache)
-    rows = prefill_lib.prefill(
+    rows = prefill(
         *(TARGET, LookupDrafter(SMALL_TREE), PARAMS, np.zeros((1, 3), np.int32), np.asarray([3])),
         asked(0),
         capacity=48,
