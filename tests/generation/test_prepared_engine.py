@@ -61,7 +61,9 @@ def check(found: tuple[TokenLogprob | None, ...], tokens: Any, expected: Any, co
         assert dict(one.top).get(token, one.logprob) == one.logprob
 
 
-def test_logprobs_are_those_of_hugging_face(engine: RequestEngine, oracle: Any) -> None:
+def test_logprobs_are_those_of_hugging_face(
+    engine: RequestEngine, oracle: Any, grammar: Grammar
+) -> None:
     """The target's own, whatever is drawn from them; also beside a request that asks for none."""
     options = [
         {"logprobs": 5, "prompt_logprobs": 3},
@@ -70,8 +72,11 @@ def test_logprobs_are_those_of_hugging_face(engine: RequestEngine, oracle: Any) 
         {"logprobs": 0, "prompt_logprobs": True, "temperature": 0.9},
         {"logprobs": 20, "speculate": False},
     ]
+    formed: list[dict[str, Any]] = [{"temperature": 1.0}, {"speculate": False}]
+    # In one test: between two of them programs may be dropped, where memory is short.
     with compilations() as compiled:
         found = ran(engine, *options)
+        texts(engine, [engine.submit("ab c", grammar=grammar, **REQUESTS[0] | o) for o in formed])
     assert not compiled, "all of it was prepared"
     for outputs, each in zip(found, options, strict=True):
         tokens = joined(outputs, "tokens")
@@ -175,17 +180,16 @@ def texts(engine, ids: list[int], steps: int | None = None) -> tuple[list[str], 
 
 
 def test_texts_satisfy_their_grammar_and_are_those_of_plain_decoding(engine, grammar) -> None:
-    """Beside rows without a grammar, whose texts are their own, and without a compilation."""
+    """Beside rows without a grammar, whose texts are their own."""
     free = [engine.submit("ab c", **options) for options in REQUESTS]
     alone, _ = texts(engine, free)
-    with compilations() as compiled:
-        ids = []
-        for options in REQUESTS:
-            ids.append(engine.submit("ab c", grammar=grammar, **options))
-            ids.append(engine.submit("ab c", grammar=grammar, speculate=False, **options))
-            ids.append(engine.submit("ab c", **options))
-        found, accepted = texts(engine, ids)
-    assert not compiled and accepted > 0
+    ids = []
+    for options in REQUESTS:
+        ids.append(engine.submit("ab c", grammar=grammar, **options))
+        ids.append(engine.submit("ab c", grammar=grammar, speculate=False, **options))
+        ids.append(engine.submit("ab c", **options))
+    found, accepted = texts(engine, ids)
+    assert accepted > 0
     assert found[0::3] == found[1::3] and found[2::3] == alone
     assert all(re.fullmatch(PATTERN, text) for text in found[0::3])
 
