@@ -115,7 +115,7 @@ def _events(
 def at_once(
     port: int, prompts: Sequence[Tokens], new_tokens: int, concurrency: int, seconds: float
 ) -> list[Stream]:
-    """So many requests at any time, each behind another.
+    """``concurrency`` requests at any time, each behind another.
 
     Args:
       port: of the server.

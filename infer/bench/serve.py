@@ -70,8 +70,8 @@ TURNS = 2
 NODES, KEPT = (16, 32, 48, 64), (0.76, 0.89, 0.95, 1.0)
 """Nodes, and which share of the accepted tokens of 64 they keep (docs/benchmarks.md)."""
 SHARPNESS = 3.0
-"""By how much the MLP of a random draft is louder: its beliefs are then as unlike as a trained
-draft's, and a budget of nodes keeps deep ones."""
+"""Factor on the MLP's input in a random draft. Its probabilities then differ among tokens as much
+as a trained draft's, so that a budget of nodes keeps deep ones."""
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -211,12 +211,12 @@ def models(arguments: argparse.Namespace) -> LongSpec:
 
 
 def sharper(draft: LongSpecDraft) -> LongSpecDraft:
-    """A random draft whose beliefs are as unlike as a trained one's."""
+    """A random draft whose probabilities differ as much as a trained one's."""
 
-    def louder(path: Any, leaf: jax.Array) -> jax.Array:
+    def scaled(path: Any, leaf: jax.Array) -> jax.Array:
         return leaf * SHARPNESS if path_name(path).endswith("mlp_norm/scale") else leaf
 
-    layer = jax.tree_util.tree_map_with_path(louder, draft.params.layer)
+    layer = jax.tree_util.tree_map_with_path(scaled, draft.params.layer)
     return dataclasses.replace(draft, params=dataclasses.replace(draft.params, layer=layer))
 
 

@@ -47,7 +47,7 @@ class Decoder:
     def trees(
         self, prompt: list[int], options: Options, emitted: Sequence[int]
     ) -> tuple[RoundTree, ...] | None:
-        """The trees of the first rounds of one row, which emitted so many tokens each.
+        """The trees of the first rounds of one row, by what each of them ``emitted``.
 
         None without one tree for all rounds.
         """

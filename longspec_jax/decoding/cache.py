@@ -75,7 +75,7 @@ class KVCache(Caches):
         return KVCache(written[:layers], written[layers:], rows)
 
     def uncommitted(self, batch: int, tokens: int) -> Uncommitted:
-        """Zeros for the keys and values of tokens outside the cache, so many in each batch row."""
+        """Zeros for the keys and values of ``tokens`` outside the cache in each batch row."""
 
         def empty(slots: Array) -> Array:
             _, heads, _, width = slots.shape
