@@ -58,8 +58,7 @@ def choose_kernels(target: TargetModel, wanted: bool | None) -> TargetModel:
 
 def serves_tree(target: TargetModel, tree: TreeConfig) -> bool:
     """Whether the target's kernels can verify the tree."""
-    most = path.MOST_NODES, path.RECENT
-    return not target.same_bits or (tree.num_nodes <= most[0] and tree.num_levels <= most[1])
+    return not target.same_bits or path.serves_tree(tree.num_nodes, tree.num_levels)
 
 
 def check_tree(target: TargetModel, tree: TreeConfig) -> None:

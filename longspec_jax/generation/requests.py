@@ -283,8 +283,8 @@ class RequestEngine:
     def _prepare(self, requests: Sequence[Request]) -> None:
         engine, slowest = self.engine, requests[-1].sampling.kind
         if self._models.mesh is None and not self._models.offload:
-            # On a mesh a program's rows may be sharded otherwise than the next one's. Of a cache in
-            # the host's memory whole layers move, whoever reads them.
+            # On a mesh a program's rows may be sharded otherwise than the next one's. A cache in
+            # the host's memory is moved by whole layers, however few rows read it.
             engine.launch_sizes = launch_sizes(engine.slots)
         if self._max_gap_ms is not None:
             chunk = trials.largest_chunk(

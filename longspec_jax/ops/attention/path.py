@@ -110,9 +110,14 @@ def require_target(groups: int, width: int, dtype: Any) -> None:
         )
 
 
+def serves_tree(nodes: int, levels: int) -> bool:
+    """Whether the nodes' order of sums does not depend on the tree."""
+    return nodes <= MOST_NODES and levels <= RECENT
+
+
 def require_tree(nodes: int, levels: int) -> None:
     """Refuse trees whose nodes' order of sums would depend on the tree."""
-    if nodes > MOST_NODES or levels > RECENT:
+    if not serves_tree(nodes, levels):
         raise NotImplementedError(
             f"a tree of {nodes} nodes and {levels} levels has more than {MOST_NODES} or {RECENT}"
         )
