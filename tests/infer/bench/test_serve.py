@@ -111,7 +111,8 @@ def test_requests_that_arrive_by_themselves(
 def test_a_stream_is_counted_by_its_usage() -> None:
     with serving(PacedEngine(1)) as server:
         stream = ask(server.port, [1, 2], 7)
-        assert stream.tokens == [1, 3, 3] and len(stream.arrivals) == 3
+        # Steps of 1, 3 and 3 tokens; a server that falls behind sends two of them together.
+        assert sum(stream.tokens) == 7 and len(stream.arrivals) == len(stream.tokens)
         assert stream.metrics["speculative_decoding"]["mean_acceptance_length"] == 3.0
         assert stream.begun < stream.arrivals[0]
         with pytest.raises(RuntimeError, match=r"answers 400.*vocabulary"):
