@@ -265,7 +265,6 @@ def test_drafts_read_the_last_layer_over_the_whole_context(kinds, pattern, read)
         (dict(kinds=(LayerConfig(Rotary(5.0)),), pattern=(0, 0)), "must be those of this layer"),
         (dict(rotary_width=18), "at most head_width=16"),
         (dict(rotary_width=7), "must be even"),
-        (dict(kinds=(LayerConfig(window=0),), pattern=(0, 0)), "window"),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(fields, match):
