@@ -22,7 +22,7 @@ from longspec_jax.config import (
     TargetConfig,
     TreeConfig,
 )
-from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, SMALL_LM, Kind
+from longspec_jax.drafters.registry import LONGSPEC, NAMED, Kind
 from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
@@ -55,14 +55,8 @@ SHAPES: dict[str, TargetConfig] = {
 }
 """Shapes by name. ``demo`` is the embedded target's; ``tiny`` has two layers and shows that a
 benchmark runs."""
-KINDS: dict[str, Kind] = {
-    "longspec": LONGSPEC,
-    **NAMED,
-    "small_lm": SMALL_LM,
-    "eagle3": EAGLE3,
-    "dflash": DFLASH,
-}
-"""Kinds of drafts that are measured with random weights."""
+KINDS: dict[str, Kind] = {"longspec": LONGSPEC, **NAMED}
+"""Drafts that need no weights, and the one that is measured with random weights."""
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_CANDIDATES = ("ours", *ATTENTION)
 """What ``attention`` compares; ours is the automatic choice."""
@@ -124,8 +118,8 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         "--draft",
         type=draft_source,
         default="longspec",
-        help=f"kind of the draft, of random weights: {', '.join(KINDS)}; or the folder of a draft "
-        "for this shape",
+        help=f"{', '.join(KINDS)}, the first of random weights; or the folder of a draft for this "
+        "shape",
     )
     parser.add_argument(
         "--tree",

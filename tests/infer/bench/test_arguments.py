@@ -33,7 +33,7 @@ BAD = {
     "--tree: none drafts nothing, and plain decoding is measured beside": "decode --tree=none",
     "--tree: +0.7 chooses among the levels below the first": "decode --tree=4+0.7",
     "--draft_option: sinks=32 is about a working cache": (
-        "decode --shape=tiny --draft=small_lm --draft_option=sinks=32"
+        "decode --shape=tiny --draft=longspec --draft_option=sinks=32"
     ),
     "unknown option --budget": "decode --budget=8",
     "unknown option --contxt; did you mean --context?": "decode --contxt=4096",
@@ -53,9 +53,6 @@ BAD = {
     ),
     "--draft_option: recent='many' must be a whole number": (
         "decode --shape=tiny --draft=streaming --draft_option=recent=many"
-    ),
-    "--draft_option: dtype='int8' must be one of float32": (
-        "decode --shape=tiny --draft=small_lm --draft_option=dtype=int8"
     ),
     "--draft_option: the value is empty": "decode --draft_option=",
     "--attention: unknown 'magic'; choose from pallas": "decode --attention=magic",
