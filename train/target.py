@@ -1,6 +1,6 @@
 """The target in training: its pass over whole rows, what it learns itself, and what both cost.
 
-A frozen target is only read: its last layer's keys and values, its embeddings and its head. The
+A frozen target is only read: one layer's keys and values, its embeddings and its head. The
 demo's target, which is trained from scratch, learns the next token.
 """
 
@@ -44,9 +44,9 @@ class TargetView(NamedTuple):
     hidden: Array
     """Final hidden states ``[B, T, D]``."""
     keys: Array
-    """Last-layer keys ``[B, T, K, H]``; the only layer that outlives the pass."""
+    """Keys ``[B, T, K, H]`` of the layer that the draft reads; no other outlives the pass."""
     values: Array
-    """Last-layer values ``[B, T, K, H]``."""
+    """Values ``[B, T, K, H]`` of this layer."""
 
 
 class TrainedTarget(Target):
@@ -90,7 +90,8 @@ def run_target(
         output: Any = TrainedTarget(config, mlp_chunk).apply(
             {"params": params}, tokens, positions, lambda layer, q, k, v: causal_attention(q, k, v)
         )
-    return TargetView(output.hidden, output.keys[-1], output.values[-1])
+    read = config.read_layer
+    return TargetView(output.hidden, output.keys[read], output.values[read])
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,11 @@ def target_flops(config: TargetConfig, length: int) -> float:
     return config.num_layers * (layer + attention_flops(config, (length + 1) / 2))
 
 
-def flops_after_last_keys(config: TargetConfig, length: int) -> float:
-    """Of the last layer, forward, all but its keys and values."""
+def flops_after_read_keys(config: TargetConfig, length: int) -> float:
+    """Of the layers from the read one on, forward, all but its keys and values."""
     keys_values = matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
-    return target_flops(config, length) / config.num_layers - keys_values
+    layers = config.num_layers - config.read_layer
+    return target_flops(config, length) * layers / config.num_layers - keys_values
 
 
 def head_flops(config: TargetConfig) -> float:

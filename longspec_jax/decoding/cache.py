@@ -155,7 +155,12 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
         return jnp.zeros(shape, jnp.dtype(config.dtype))
 
     sizes = layer_slots(config, capacity)
-    return KVCache(tuple(map(zeros, sizes)), tuple(map(zeros, sizes)), rings=rings_of(config))
+    return KVCache(
+        tuple(map(zeros, sizes)),
+        tuple(map(zeros, sizes)),
+        read_layer=config.read_layer,
+        rings=rings_of(config),
+    )
 
 
 def slot_bytes(config: TargetConfig) -> int:

@@ -7,9 +7,11 @@ tokens it verifies: the more tokens a pass yields, the better. What a selection
 as long as the selection does; spans that it reads in place are moved as whole layers, one behind
 the other.
 
-The last layer is never moved: drafts read it in every step of a proposal.
+One layer is never moved: drafts read it in every step of a proposal.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,9 +22,8 @@ from jaxtyping import Int
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
-from longspec_jax.decoding.cache import CacheBytes, KVCache, append_chunk
+from longspec_jax.decoding.cache import CacheBytes, KVCache
 from longspec_jax.ops.attention.operands import Prefix, Reading
-from longspec_jax.ops.layer import append_rows
 from longspec_jax.ops.placement import HOST_MEMORY, to_device, to_host
 from longspec_jax.ops.slicing import along
 
@@ -32,7 +33,12 @@ STAGED_LAYERS = 2
 
 @struct.dataclass
 class OffloadedCache(KVCache):
-    """Keys and values of every layer, in the host's memory but for the last. DONATED as they."""
+    """Keys and values on the host, except for :attr:`resident` layers. DONATED as they."""
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """The layers that stay on the device: the one that drafts read, and all rings."""
+        return tuple(sorted({self.read_layer % len(self.keys), *self.rings}))
 
     def layer(self, index: int, length: Lengths) -> Prefix:
         """One layer on the device; it is moved there, where it does not lie there."""
@@ -41,11 +47,13 @@ class OffloadedCache(KVCache):
 
     def reading(self, length: Lengths) -> Reading:
         """Each layer on the device, the next one on its way to it."""
-        last, staged = len(self.keys) - 1, {0: self.layer(0, length)}
+        moved = [index for index in range(len(self.keys)) if index not in self.resident]
+        following_of = dict(zip(moved, moved[1:], strict=False))
+        staged = {index: self.layer(index, length) for index in moved[:1]}
 
         def read(index: int, queries: Queries) -> tuple[Queries, Prefix]:
-            following = index + 1
-            if following < last:
+            following = following_of.get(index)
+            if following is not None:
                 # The queries are there when the layers before have been read, and are let go.
                 # Without this all layers would set out at once, and need room at once. A barrier
                 # is about what is used of its results alone.
@@ -53,27 +61,33 @@ class OffloadedCache(KVCache):
                     (queries, self.keys[following], self.values[following])
                 )
                 staged[following] = Prefix(to_device(keys), to_device(values), length)
-            return queries, staged.pop(index) if index < last else self.layer(last, length)
+            return queries, staged.pop(index) if index in staged else self.layer(index, length)
 
         return read
 
     def shardings(self, sharding: Sharding) -> "OffloadedCache":
-        """The host's memory beside the device, for all layers but the last."""
+        """The host's memory beside the device, for all layers but the resident ones."""
         host = sharding.with_memory_kind(HOST_MEMORY)
-        layers: Any = (*[host] * (len(self.keys) - 1), sharding)
-        return OffloadedCache(layers, layers)
+        layers: Any = tuple(
+            sharding if index in self.resident else host for index in range(len(self.keys))
+        )
+        return replace(self, keys=layers, values=layers)
 
     def append(
-        self, keys: tuple[TreeRows, ...], values: tuple[TreeRows, ...], at: Lengths
+        self,
+        keys: tuple[TreeRows, ...],
+        values: tuple[TreeRows, ...],
+        at: Lengths,
+        count: Lengths | None = None,
     ) -> "OffloadedCache":
         """As of a cache on the device."""
         at, keys = _once_read(at, keys)
+        here = self._here().append(*self._resident_of(keys, values), at, count)
 
-        def write(layers: tuple[CacheSlots, ...], fresh: tuple[TreeRows, ...]) -> tuple:
-            *moved, last = zip(layers, fresh, strict=True)
-            return (*(_append_on_host(*pair, at) for pair in moved), append_chunk(*last, at))
+        def write(slots: CacheSlots, fresh: TreeRows) -> CacheSlots:
+            return _append_on_host(slots, fresh, at)
 
-        return OffloadedCache(write(self.keys, keys), write(self.values, values))
+        return self._joined(here, keys, values, write)
 
     def commit(
         self,
@@ -84,23 +98,49 @@ class OffloadedCache(KVCache):
     ) -> "OffloadedCache":
         """As of a cache on the device."""
         at, keys = _once_read(at, keys)
+        here = self._here().commit(*self._resident_of(keys, values), path, at)
 
-        def write(layers: tuple[CacheSlots, ...], fresh: tuple[TreeRows, ...]) -> list[CacheSlots]:
-            pairs = zip(layers[:-1], fresh[:-1], strict=True)
-            return [_append_on_host(slots, along(path, rows), at) for slots, rows in pairs]
+        def write(slots: CacheSlots, fresh: TreeRows) -> CacheSlots:
+            return _append_on_host(slots, along(path, fresh), at)
 
-        last = (self.keys[-1], self.values[-1]), (keys[-1], values[-1])
-        last_keys, last_values = append_rows(*last, path, at)
-        return OffloadedCache(
-            (*write(self.keys, keys), last_keys), (*write(self.values, values), last_values)
-        )
+        return self._joined(here, keys, values, write)
+
+    def _resident_of(self, *parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """What belongs to the resident layers, of keys and of values."""
+        return (tuple(part[index] for index in self.resident) for part in parts)
+
+    def _here(self) -> KVCache:
+        """The resident layers, as a cache of their own."""
+        rings = [n for n, index in enumerate(self.resident) if index in self.rings]
+        return KVCache(*self._resident_of(self.keys, self.values), rings=tuple(rings))
+
+    def _joined(
+        self,
+        here: KVCache,
+        keys: tuple[TreeRows, ...],
+        values: tuple[TreeRows, ...],
+        write: Callable[[CacheSlots, TreeRows], CacheSlots],
+    ) -> "OffloadedCache":
+        """The resident layers, and the others with fresh tokens written to them."""
+
+        def layers(
+            slots: tuple[Array, ...], fresh: tuple[TreeRows, ...], own: tuple[Array, ...]
+        ) -> tuple[Array, ...]:
+            return tuple(
+                own[self.resident.index(index)] if index in self.resident else write(*pair)
+                for index, pair in enumerate(zip(slots, fresh, strict=True))
+            )
+
+        keys, values = layers(self.keys, keys, here.keys), layers(self.values, values, here.values)
+        return replace(self, keys=keys, values=values)
 
 
 def _once_read(at: Lengths, keys: tuple[TreeRows, ...]) -> tuple[Lengths, tuple[TreeRows, ...]]:
     """The slots to write at, known when the pass has read all layers that are not on the device.
 
     The last layer's fresh keys are made of what the other layers found. The compiler might write
-    before it has read, otherwise, and copy whole caches to be able to.
+    before it has read, otherwise, and copy whole caches to be able to. It may do so with the last
+    layer, where that is not the one on the device.
     """
     # What is not used of a barrier's results is not waited for.
     at, last = jax.lax.optimization_barrier((at, keys[-1]))
@@ -120,17 +160,24 @@ def _append_on_host(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlo
 def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
     """A zero-filled cache, as :func:`longspec_jax.decoding.cache.allocate` makes it."""
     empty = cache_lib.allocate(config, batch, capacity)
-    zeros, moved = empty.keys[-1], []
-    for _ in range(2 * (config.num_layers - 1)):
-        # Each from the device: the compiler would make one, and copy it where no copies are made.
-        zeros = jax.lax.optimization_barrier(zeros)
-        moved.append(to_host(zeros))
-    keys, values = moved[::2], moved[1::2]
-    return OffloadedCache((*keys, empty.keys[-1]), (*values, empty.values[-1]))
+    zeros = empty.keys[config.read_layer]
+    layers: list[tuple[Array, Array]] = []
+    for pair in zip(empty.keys, empty.values, strict=True):
+        if len(layers) not in (config.read_layer, *empty.rings):
+            # Each from the device: the compiler would make one, and copy it where no copies are
+            # made.
+            zeros = jax.lax.optimization_barrier(zeros)
+            keys, zeros = to_host(zeros), jax.lax.optimization_barrier(zeros)
+            pair = keys, to_host(zeros)
+        layers.append(pair)
+    return OffloadedCache(
+        *zip(*layers, strict=True), read_layer=config.read_layer, rings=empty.rings
+    )
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> CacheBytes:
     """Bytes of :func:`allocate`'s result, and of the layers that are on the device for a time."""
-    layer = cache_lib.cache_bytes(config, batch, capacity) // config.num_layers
-    moved = config.num_layers - 1
-    return CacheBytes((1 + min(STAGED_LAYERS, moved)) * layer, moved * layer)
+    whole = cache_lib.cache_bytes(config, batch, capacity)
+    moved = config.num_layers - len({config.read_layer, *cache_lib.rings_of(config)})
+    layer = batch * capacity * cache_lib.slot_bytes(config)
+    return CacheBytes(whole - (moved - min(STAGED_LAYERS, moved)) * layer, moved * layer)

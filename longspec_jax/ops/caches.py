@@ -13,7 +13,7 @@ import jax
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
+from longspec_jax.axes import Array, CacheSlots, LayerSlots, Leaf, Lengths, TreeRows
 from longspec_jax.ops.attention.operands import Prefix
 
 Tree = TypeVar("Tree")
@@ -26,14 +26,16 @@ class Caches:
     A layer with a window has a ring, in which position ``p`` lies in slot ``p % S``.
     """
 
-    keys: tuple[Leaf[CacheSlots], ...]
+    keys: tuple[Leaf[LayerSlots], ...]
     """Of every layer, rotary applied."""
-    values: tuple[Leaf[CacheSlots], ...]
+    values: tuple[Leaf[LayerSlots], ...]
     """Of every layer."""
     cache_rows: Leaf[Lengths] | None = None
     """The row of the arrays for every batch row; its own if absent."""
     rings: tuple[int, ...] = struct.field(pytree_node=False, default=())
     """The layers whose slots are a ring."""
+    read_layer: int = struct.field(pytree_node=False, default=-1)
+    """The layer that drafts read (:attr:`longspec_jax.config.TargetConfig.read_layer`)."""
 
     @property
     def capacity(self) -> int:

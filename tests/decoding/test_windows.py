@@ -24,7 +24,7 @@ from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.selection.blocks import BlockBudget
-from tests.decoding.lossless import SHORT, assert_same, engine_of, generate, prompts, request, run
+from tests.decoding.lossless import SHORT, assert_same, generate, prompts, request
 from tests.kit import TOLERANCE, draft_params, random_draft, random_target, tiny_target_config
 
 W = 7
