@@ -181,10 +181,22 @@ class TargetConfig:
         a draft that reads keys without positions cannot tell near tokens from far ones. The last
         layer if all have windows.
         """
-        layers = [self.layer(index) for index in range(self.num_layers)]
-        full = [index for index, layer in enumerate(layers) if layer.window is None]
-        rotated = [index for index in full if layers[index].rotary is not None]
+        full = self.full_layers
+        rotated = [index for index in full if self.layer(index).rotary is not None]
         return (rotated or full or [self.num_layers - 1])[-1]
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that see the whole context: those without a window."""
+        return tuple(i for i in range(self.num_layers) if self.layer(i).window is None)
+
+    def check_read(self, reader: str) -> None:
+        """Raise ValueError unless some layer sees the whole context, which the reader needs."""
+        if not self.full_layers:
+            raise ValueError(
+                f"{reader} reads a layer that sees the whole context, and all layers of this "
+                "target have a window; use a draft that reads none, such as ngram"
+            )
 
     @property
     def num_groups(self) -> int:

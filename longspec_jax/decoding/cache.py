@@ -144,7 +144,7 @@ def ring_slots(window: int) -> int:
 
 def rings_of(config: TargetConfig) -> tuple[int, ...]:
     """The layers with a window."""
-    return tuple(i for i in range(config.num_layers) if config.layer(i).window is not None)
+    return tuple(i for i in range(config.num_layers) if i not in config.full_layers)
 
 
 def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
@@ -171,11 +171,6 @@ def slot_bytes(config: TargetConfig) -> int:
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:
     """Bytes of :func:`allocate`'s result, known before allocation."""
     return sum(layer_slots(config, capacity)) * batch * slot_bytes(config)
-
-
-def whole_cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:
-    """Bytes of a cache whose layers all held every token."""
-    return config.num_layers * capacity * batch * slot_bytes(config)
 
 
 def bucket_capacity(slots: int) -> int:

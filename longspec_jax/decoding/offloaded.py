@@ -10,7 +10,7 @@ the other.
 One layer is never moved: drafts read it in every step of a proposal.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +82,7 @@ class OffloadedCache(KVCache):
     ) -> "OffloadedCache":
         """As of a cache on the device."""
         at, keys = _once_read(at, keys)
-        here = self._here().append(*self._resident_of(keys, values), at, count)
+        here = self._here().append(self._resident_of(keys), self._resident_of(values), at, count)
 
         def write(slots: CacheSlots, fresh: TreeRows) -> CacheSlots:
             return _append_on_host(slots, fresh, at)
@@ -98,21 +98,22 @@ class OffloadedCache(KVCache):
     ) -> "OffloadedCache":
         """As of a cache on the device."""
         at, keys = _once_read(at, keys)
-        here = self._here().commit(*self._resident_of(keys, values), path, at)
+        here = self._here().commit(self._resident_of(keys), self._resident_of(values), path, at)
 
         def write(slots: CacheSlots, fresh: TreeRows) -> CacheSlots:
             return _append_on_host(slots, along(path, fresh), at)
 
         return self._joined(here, keys, values, write)
 
-    def _resident_of(self, *parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        """What belongs to the resident layers, of keys and of values."""
-        return (tuple(part[index] for index in self.resident) for part in parts)
+    def _resident_of(self, layers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The resident ones."""
+        return tuple(layers[index] for index in self.resident)
 
     def _here(self) -> KVCache:
         """The resident layers, as a cache of their own."""
         rings = [n for n, index in enumerate(self.resident) if index in self.rings]
-        return KVCache(*self._resident_of(self.keys, self.values), rings=tuple(rings))
+        keys, values = self._resident_of(self.keys), self._resident_of(self.values)
+        return KVCache(keys, values, rings=tuple(rings))
 
     def _joined(
         self,
@@ -170,9 +171,8 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
             keys, zeros = to_host(zeros), jax.lax.optimization_barrier(zeros)
             pair = keys, to_host(zeros)
         layers.append(pair)
-    return OffloadedCache(
-        *zip(*layers, strict=True), read_layer=config.read_layer, rings=empty.rings
-    )
+    keys, values = (tuple(pair[part] for pair in layers) for part in (0, 1))
+    return OffloadedCache(keys, values, rings=empty.rings, read_layer=config.read_layer)
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> CacheBytes:

@@ -165,8 +165,8 @@ class TargetModel:
             )
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]
-        options = dict(implementation=self.attention, cap=self.config.attention_cap)
-        attention = partial(speculative_attention, **options)
+        cap = self.config.attention_cap
+        attention = partial(speculative_attention, cap=cap, implementation=self.attention)
         if self.same_bits:
             attention = partial(path_attention, depth=depth, levels=levels)
 
@@ -222,7 +222,7 @@ class TargetModel:
         whatever the selection. Fresh tokens see each other through no window.
         """
         keys, values, read = list(fresh.keys), list(fresh.values), selection.reading(cache)
-        options = dict(implementation=self.attention, cap=self.config.attention_cap)
+        options: Any = dict(implementation=self.attention, cap=self.config.attention_cap)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             window = self.config.layer(layer).window

@@ -13,6 +13,7 @@ import pytest
 
 from longspec_jax.config import MAX_TREE_LEVELS, LayerConfig, Rotary, TreeConfig
 from longspec_jax.decoding import cache as cache_lib
+from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
@@ -23,6 +24,7 @@ from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
+from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding.lossless import SHORT, assert_same, generate, prompts, request
 from tests.kit import TOLERANCE, draft_params, random_draft, random_target, tiny_target_config
@@ -110,6 +112,15 @@ def test_a_ring_holds_the_window_of_every_row() -> None:
                 np.testing.assert_array_equal(found, text[part, index, row, at])
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+def test_the_bytes_of_rings_are_known(offload: bool) -> None:
+    target = TargetModel(CONFIG, offload=offload)
+    cache, planned = target.allocate(3, 160), target.cache_bytes(3, 160)
+    row = 3 * 2 * CONFIG.num_kv_heads * CONFIG.head_width * 4
+    assert tree_bytes(cache) == planned.device + planned.host == (160 + 2 * RING) * row
+    assert planned.host == 0  # The only layer without a window is the one that drafts read.
+
+
 def test_trees_deeper_than_the_window_see_their_own_paths(models: Params) -> None:
     """Behind a prompt that wrapped the ring, and one that did not fill the window."""
     length, random = np.array([61, 4]), np.random.default_rng(1)
@@ -177,3 +188,44 @@ def test_nor_does_a_cache_in_the_hosts_memory(models: Params, plain: list[np.nda
     drafter = DRAFTERS["longspec"]
     rows, _ = generate(target, drafter, models, PROMPTS, LENGTHS, MIXED)
     assert_same(rows, plain)
+
+
+def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(
+    models: Params, plain: list[np.ndarray]
+) -> None:
+    """Five requests in two slots, one of them cancelled. Slots alone share nothing.
+
+    The first prompt returns with the chunks that the host kept, and the window is among them.
+    """
+    engine = Engine(
+        *(TARGET, [DRAFTERS["longspec"]], models),
+        slots=2,
+        capacity=128,
+        chunk=8,
+        stop_width=1,
+        streams=True,
+        prefixes=True,
+        host_bytes=1 << 20,
+    )
+    order, texts = [1, 0, 2, 0, 1], {}
+    ids = [engine.submit(PROMPTS[row, : LENGTHS[row]], MIXED.row(row)) for row in order[:3]]
+    extra = engine.submit(PROMPTS[0, :50], MIXED.row(2))
+    cached = {}
+
+    def serve() -> None:
+        for output in engine.step():
+            texts.setdefault(output.id, []).extend(output.tokens.tolist())
+            cached.setdefault(output.id, output.cached)
+
+    while len(texts.get(extra, ())) < 3:
+        serve()
+    engine.cancel(extra)
+    while engine.busy:
+        serve()
+    engine.prefixes.collect(wait=True)
+    ids += [engine.submit(PROMPTS[row, : LENGTHS[row]], MIXED.row(row)) for row in order[3:]]
+    while engine.busy:
+        serve()
+    assert_same([np.asarray(texts[id]) for id in ids], [plain[row] for row in order])
+    assert [cached[id] for id in ids] == [0, 0, 0, 56, 24]
+    engine.finish()
