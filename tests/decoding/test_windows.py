@@ -3,6 +3,7 @@
 The oracle is one dense pass over the whole text, whose windows are masks of positions.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -100,9 +101,9 @@ def test_a_ring_holds_the_window_of_every_row() -> None:
         for row, (slot, order) in enumerate(zip(live, path, strict=True)):
             at = lengths[slot]
             tree[:, :, row, order[:5]] = text[:, :, slot, at : at + 5]
-        some = cache.replace(cache_rows=jnp.asarray(live))
+        some = dataclasses.replace(cache, cache_rows=jnp.asarray(live))
         some = commit(some, rows_of(tree), jnp.asarray(path), jnp.asarray(lengths[live]))
-        cache, lengths[live] = some.replace(cache_rows=None), lengths[live] + 5
+        cache, lengths[live] = dataclasses.replace(some, cache_rows=None), lengths[live] + 5
     for part, layers in enumerate((cache.keys, cache.values)):
         for index, layer in enumerate(layers):
             for row, length in enumerate(lengths):
@@ -125,7 +126,7 @@ def test_trees_deeper_than_the_window_see_their_own_paths(models: Params) -> Non
     """Behind a prompt that wrapped the ring, and one that did not fill the window."""
     length, random = np.array([61, 4]), np.random.default_rng(1)
     cache, params = TARGET.allocate(2, 96), models.target
-    prefill = jax.jit(TARGET.prefill_chunk)
+    prefill, logits = jax.jit(TARGET.prefill_chunk), jnp.zeros(())
     for offset in range(0, 64, 16):
         start, last = jnp.full(2, offset), jnp.asarray(length - 1 - offset)
         chunk = jnp.pad(jnp.asarray(PROMPTS[:2]), ((0, 0), (0, 3)))[:, offset : offset + 16]
