@@ -17,6 +17,7 @@ from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
+from longspec_jax.decoding.trials import branch, rejoin
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -27,7 +28,7 @@ from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.selection.blocks import BlockBudget
-from tests.decoding.lossless import SHORT, assert_same, generate, prompts, request
+from tests.decoding.lossless import SHORT, assert_same, engine_of, generate, prompts, request, run
 from tests.kit import TOLERANCE, draft_params, random_draft, random_target, tiny_target_config
 
 W = 7
@@ -189,6 +190,26 @@ def test_nor_does_a_cache_in_the_hosts_memory(models: Params, plain: list[np.nda
     drafter = DRAFTERS["longspec"]
     rows, _ = generate(target, drafter, models, PROMPTS, LENGTHS, MIXED)
     assert_same(rows, plain)
+
+
+def test_a_trial_that_shares_the_cache_leaves_the_window_as_it_was(
+    models: Params, plain: list[np.ndarray]
+) -> None:
+    """Though it goes on for longer than the slots that a ring has beside the window."""
+    drafter = DRAFTERS["longspec"]
+    engine = engine_of(TARGET, [drafter], models, PROMPTS, LENGTHS, MIXED)
+    texts: list[list[int]] = [[], [], []]
+    while engine.prefilling:
+        for output in engine.step(decode=False):
+            texts[output.id] += output.tokens.tolist()
+    own = {"own_cache": False, "tokens": 45}
+    trial = branch(engine, [drafter], models, engine.rows.draft, **own)
+    while trial.busy:
+        trial.step()
+    rejoin(engine, trial)
+    rows, _ = run(engine)
+    found = [np.asarray([*begun, *rest]) for begun, rest in zip(texts, rows, strict=True)]
+    assert_same(found, plain)
 
 
 def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(
