@@ -17,22 +17,27 @@ from tests.kit import random_target, tiny_target_config
 
 
 def test_scores_are_those_of_every_prefix() -> None:
-    config = tiny_target_config()
+    config = tiny_target_config(num_layers=1)
     params = random_target(config)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 7))
     best, loss = quantised.scored(config, params, jnp.asarray(tokens))
-    losses = []
-    for row, text in enumerate(tokens):
+
+    @jax.jit
+    def logits_of(tokens: jax.Array) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(7), (2, 7))
         output: Any = Target(config).apply(
-            {"params": params},
-            jnp.asarray(text[None]),
-            jnp.arange(7)[None],
-            lambda layer, q, k, v: causal_attention(q, k, v),
+            {"params": params}, tokens, positions, lambda layer, q, k, v: causal_attention(q, k, v)
         )
-        logits = np.asarray(output.hidden[0] @ params["head"].T)
-        np.testing.assert_array_equal(best[row], logits.argmax(axis=1))
-        spread = np.asarray(jax.nn.logsumexp(logits, axis=1))
-        losses += [spread[at] - logits[at, text[at + 1]] for at in range(6)]
+        return output.hidden @ params["head"].T
+
+    logits = np.asarray(logits_of(jnp.asarray(tokens)))
+    np.testing.assert_array_equal(best, logits.argmax(axis=2))
+    spread = np.log(np.exp(logits).sum(axis=2))
+    losses = [
+        spread[row, at] - logits[row, at, text[at + 1]]
+        for row, text in enumerate(tokens)
+        for at in range(6)
+    ]
     np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
 
 
