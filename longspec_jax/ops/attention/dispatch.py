@@ -19,7 +19,7 @@ from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops.attention import attention_xla, path, reference
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.hardware import require_ampere
+from longspec_jax.ops.hardware import HOPPER, compute_capability, require_ampere
 
 
 def _prefix_kernels(*operands: Any, **options: Any) -> Partial:
@@ -254,9 +254,11 @@ def causal_attention(
     """Differentiable causal attention over whole sequences, for training.
 
     With a window, query ``t`` sees keys ``t - window ... t``: both ends included, as in the
-    published draft. cuDNN on GPUs that have it for this dtype, XLA elsewhere.
+    published draft. cuDNN on GPUs that have it for this dtype and head width, XLA elsewhere.
     """
-    half = q.dtype in (jnp.bfloat16, jnp.float16)
+    fused = q.dtype in (jnp.bfloat16, jnp.float16)
+    # Heads of more channels have a backward pass from Hopper on.
+    fused &= q.shape[-1] <= 128 or (compute_capability() or (0, 0)) >= HOPPER
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -264,7 +266,7 @@ def causal_attention(
         scale=scale,
         is_causal=True,
         local_window_size=None if window is None else (window, 0),
-        implementation="cudnn" if half and jax.default_backend() == "gpu" else "xla",
+        implementation="cudnn" if fused and jax.default_backend() == "gpu" else "xla",
     )
 
 
