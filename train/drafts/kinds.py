@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config import DraftSettings
+from .eagle3.settings import Eagle3Settings
 from .longspec.settings import LongSpecSettings
 
 if TYPE_CHECKING:
@@ -39,4 +40,7 @@ class Kind:
         return importlib.import_module(f".{self.module}", __package__).begin(settings, given)
 
 
-KINDS: dict[str, Kind] = {"longspec": Kind(LongSpecSettings, "longspec.objective")}
+KINDS: dict[str, Kind] = {
+    "longspec": Kind(LongSpecSettings, "longspec.objective"),
+    "eagle3": Kind(Eagle3Settings, "eagle3.objective"),
+}
