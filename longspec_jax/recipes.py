@@ -56,6 +56,19 @@ DRAFTS: dict[str, dict[str, Any]] = {
         max_shift=4,
         distillation=0.0,
     ),
+    "parallel": dict(
+        kind="parallel",
+        init="",
+        window=512,
+        layers=2,
+        block=8,
+        markov_rank=256,
+        anchor_every=8,
+        decay=4.0,
+        anchor_offset=True,
+        max_sinks=4,
+        distillation=0.9,
+    ),
 }
 """The section ``draft`` of every kind that can be trained, with its usual values."""
 

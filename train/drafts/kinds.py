@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..config import DraftSettings
 from .longspec.settings import LongSpecSettings
+from .parallel.settings import ParallelSettings
 
 if TYPE_CHECKING:
     from .base import Begun, Given
@@ -39,4 +40,7 @@ class Kind:
         return importlib.import_module(f".{self.module}", __package__).begin(settings, given)
 
 
-KINDS: dict[str, Kind] = {"longspec": Kind(LongSpecSettings, "longspec.objective")}
+KINDS: dict[str, Kind] = {
+    "longspec": Kind(LongSpecSettings, "longspec.objective"),
+    "parallel": Kind(ParallelSettings, "parallel.objective"),
+}
