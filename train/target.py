@@ -1,8 +1,7 @@
 """The target in training: its pass over whole rows, what it learns itself, and what both cost.
 
-A frozen target is only read: the keys and values of its last layer or the hidden states of some
-layers, its embeddings and its head. The demo's target, which is trained from scratch, learns the
-next token.
+A frozen target is only read: one layer's keys and values or the hidden states of some layers, its
+embeddings and its head. The demo's target, which is trained from scratch, learns the next token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,9 +67,9 @@ class TargetView(NamedTuple):
     hidden: Array
     """Final hidden states ``[B, T, D]``."""
     keys: Array
-    """Last-layer keys ``[B, T, K, H]``; the only layer that outlives the pass."""
+    """Keys ``[B, T, K, H]`` of the layer that the draft reads; no other outlives the pass."""
     values: Array
-    """Last-layer values ``[B, T, K, H]``."""
+    """Values ``[B, T, K, H]`` of this layer."""
     kept: Mapping[int, Array] = {}
     """The residual stream ``[B, T, D]`` after the layers that the draft asks for; -1 is the
     embedding."""
@@ -133,7 +132,8 @@ def run_target(
             lambda layer, q, k, v: causal_attention(q, k, v),
             tuple(keep),
         )
-    return TargetView(output.hidden, output.keys[-1], output.values[-1], output.kept)
+    read = config.read_layer
+    return TargetView(output.hidden, output.keys[read], output.values[read], output.kept)
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,11 @@ def target_flops(config: TargetConfig, length: int) -> float:
     return config.num_layers * (layer + attention_flops(config, (length + 1) / 2))
 
 
-def flops_after_last_keys(config: TargetConfig, length: int) -> float:
-    """Of the last layer, forward, all but its keys and values."""
+def flops_after_read_keys(config: TargetConfig, length: int) -> float:
+    """Of the layers from the read one on, forward, all but its keys and values."""
     keys_values = matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
-    return target_flops(config, length) / config.num_layers - keys_values
+    layers = config.num_layers - config.read_layer
+    return target_flops(config, length) * layers / config.num_layers - keys_values
 
 
 def head_flops(config: TargetConfig) -> float:

@@ -1,6 +1,6 @@
 """What a LongSpec draft learns under a frozen target, and how it is begun and saved.
 
-The draft predicts the next token. It reads the target's last layer at anchor-offset positions and
+The draft predicts the next token. It reads one layer of the target at anchor-offset positions and
 a few tokens behind (:mod:`.passes`), and learns the text, or the target's own distribution.
 """
 
@@ -26,7 +26,7 @@ from ...target import (
     FORWARD_AND_BACKWARD,
     anchored_positions,
     attention_flops,
-    flops_after_last_keys,
+    flops_after_read_keys,
     head_flops,
     matmul_flops,
     mlp_flops,
@@ -43,7 +43,7 @@ from .settings import LongSpecSettings
 
 @dataclass(frozen=True)
 class LongSpecObjective:
-    """Next-token prediction by the draft, which reads the frozen target's last layer."""
+    """Next-token prediction by the draft, which reads one layer of the frozen target."""
 
     target: TargetConfig
     draft: DraftConfig
@@ -83,7 +83,7 @@ class LongSpecObjective:
     def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:
         """The draft's loss and, as a check on the positions, the target's cross-entropy.
 
-        Without the latter nothing reads the target's last layer but its keys and values, and the
+        Without the latter nothing reads the target behind the keys and values of one layer, and the
         compiler leaves out the rest. With distillation ``loss`` is the mixture, and its parts are
         named beside it.
         """
@@ -112,12 +112,12 @@ class LongSpecObjective:
     def flops_per_token(self, length: int) -> float:
         """Operations that a token of a row of this length needs.
 
-        The target's forward pass as far as the draft reads it, which is the keys and values of its
-        last layer; the draft's forward and backward pass; the head once forward and once for the
-        gradient of its input. Distillation needs the rest of the last layer and the head once more.
+        The target's forward pass as far as the draft reads it, which is the keys and values of one
+        layer; the draft's forward and backward pass; the head once forward and once for the
+        gradient of its input. Distillation needs the rest of the target and the head once more.
         The target's loss is a diagnostic and does not count.
         """
-        head, rest = head_flops(self.target), flops_after_last_keys(self.target, length)
+        head, rest = head_flops(self.target), flops_after_read_keys(self.target, length)
         learned = FORWARD_AND_BACKWARD * draft_flops(self.draft, length) + 2 * head
         imitated = head + rest if self.settings.distillation else 0.0
         return target_flops(self.target, length) - rest + learned + imitated
