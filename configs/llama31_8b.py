@@ -4,6 +4,7 @@
 
 Variants: ``all``, the three stages in one run, or one of ``short``, ``long`` and ``sft``, to be
 started in this order (``--config=llama31_8b:short``).
+``parallel`` trains a parallel LongSpec draft in the three stages.
 
 Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
 eight H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate

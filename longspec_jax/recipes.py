@@ -18,7 +18,8 @@ plain positions, and ``sft`` with long questions whose answers alone are learned
 ``all`` is one resumable run of the three, each with data of its own, which
 ``--config.stages.short.data.files=PATHS`` replaces by local files. The variants ``short``, ``long``
 and ``sft`` are one stage each, of ``--config.data``; the last two start from the draft of the one
-before, which ``--config.draft.init`` names if it is elsewhere.
+before, which ``--config.draft.init`` names if it is elsewhere. The variant ``parallel`` is ``all``
+for a parallel LongSpec draft.
 
 Hours in the configurations' docstrings are estimates, not measurements: floating-point operations
 of target forward, draft forward and backward over all padded tokens, at half of an H200's bfloat16
@@ -225,16 +226,29 @@ def paper_config(
     Args:
       name: of the configuration file; the variant of a stage looks for the draft of the one before
         in ``runs/NAME-STAGE/draft``.
-      variant: ``all``, or one of ``short``, ``long`` and ``sft``.
+      variant: ``all``, or one of ``short``, ``long`` and ``sft``; ``parallel`` for ``all`` with a
+        parallel draft.
       target: hub id of the frozen target.
       long_length: tokens of a row in the last two stages.
       max_offset: largest anchor offset of the first stage.
       sft_data: hub data of the last stage.
     """
-    if variant not in ("all", *STAGES):
-        known = ", ".join(("all", *STAGES))
+    if variant not in ("all", *STAGES, "parallel"):
+        known = ", ".join(("all", *STAGES, "parallel"))
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config = base_config()
+    if variant == "parallel":
+        config = paper_config(
+            *(name, "all"),
+            target=target,
+            long_length=long_length,
+            max_offset=max_offset,
+            sft_data=sft_data,
+            **overrides,
+        )
+        config.update(title=f"Parallel LongSpec draft for {target}, its three stages")
+        config.draft = DRAFTS["parallel"]
+        return config
     words = "its three stages" if variant == "all" else f"stage {variant}"
     config.update(target=target, title=f"LongSpec draft for {target}, {words}", **overrides)
     stages = dict(

@@ -150,6 +150,19 @@ def test_all_stages_are_those_that_have_runs_of_their_own(name: str) -> None:
         assert part == dataclasses.replace(alone, **same, **steps)
 
 
+@pytest.mark.parametrize("name", PAPER)
+def test_a_parallel_draft_is_trained_in_the_same_stages(name: str) -> None:
+    config, usual = load(name, "parallel"), load(name)
+    assert config.draft.kind == "parallel" and "Parallel" in config.title
+    assert config == dataclasses.replace(usual, draft=config.draft, title=config.title)
+
+
+def test_the_demos_parallel_draft_is_trained_as_its_draft() -> None:
+    config, usual = load("demo", "parallel"), load("demo", "draft")
+    assert config.draft.kind == "parallel"
+    assert config == dataclasses.replace(usual, draft=config.draft, title=config.title)
+
+
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("name", ["vicuna7b", "qwq32b"])
 def test_micro_batches_follow_the_devices(name: str, devices: int) -> None:

@@ -95,7 +95,7 @@ class ParallelDrafter(Drafter):
         """What the LM head reads of every slot, ``[B, block, D]``."""
         slots, position = self.config.block, view.position
         ring = self._seen.past(state, jnp.where(view.done, 0, position))
-        past = view.last_layer()
+        past = view.read_layer()
         each_other = jnp.ones((len(position), slots, slots), bool)
 
         def attend_self(layer: int, q: Array, k: Array, v: Array) -> Array:

@@ -27,7 +27,7 @@ from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.tables import TableParams
 from longspec_jax.drafters.window import Rows
 from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm
-from longspec_jax.models.target import head_logits, head_of
+from longspec_jax.models.target import head_logits, head_of, scaled
 from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
 from longspec_jax.ops.partitioned import with_sharding
 
@@ -45,7 +45,13 @@ class ParallelLayers(nn.Module):
         """Declare the submodules."""
         c, layer = self.config, self.config.layer
         dtype, slots = jnp.dtype(layer.dtype), (c.block - 1, layer.model_width)
-        self.layers = [LongSpecLayer(layer, self.int8, self.mlp_chunk) for _ in range(c.num_layers)]
+        # A target's factors are of what enters the first layer, and of what leaves the last norm.
+        first = dataclasses.replace(layer, logits_divisor=1.0)
+        behind = dataclasses.replace(first, embedding_factor=1.0)
+        self.layers = [
+            LongSpecLayer(each, self.int8, self.mlp_chunk)
+            for each in (first, *(behind,) * (c.num_layers - 1))
+        ]
         self.final_norm = RMSNorm(layer.norm_eps, dtype)
         self.slots = self.param("slots", nn.initializers.normal(INITIAL_SCALE), slots, dtype)
 
@@ -75,7 +81,7 @@ class ParallelLayers(nn.Module):
             attend = lambda q, k, v, index=index: attend_self(index, q, k, v)  # noqa: E731
             [x] = with_sharding("b t d", x)
             x = layer(x, positions, attend, attend_cross).hidden
-        return self.final_norm(x)
+        return scaled(self.final_norm(x), 1 / self.config.layer.logits_divisor)
 
     def keys_values(self, embedded: Array, positions: Array) -> Rows:
         """What the first layer's window holds of tokens ``[B, T]``, by their embeddings."""

@@ -22,7 +22,7 @@ from longspec_jax.drafters.parallel.checkpoint import draft_table, load_draft, s
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.drafter import ParallelDrafter
 from longspec_jax.drafters.parallel.load import ParallelDraft
-from longspec_jax.drafters.parallel.model import ParallelParams
+from longspec_jax.drafters.parallel.model import ParallelLayers, ParallelParams
 from longspec_jax.sharding import partition_spec, path_name
 from tests.decoding.lossless import CONFIG
 from tests.drafters.eagle3.test_drafter import Listening
@@ -110,6 +110,21 @@ def test_logits_at_every_node_are_those_of_the_definition(state: Any, tmp_path: 
             nodes = tree.tokens[b, first[level] :][: found.shape[1]]
             expected = logits[level] + oracle.correction(torch.tensor(nodes.tolist()))
             assert relative_error(found[b], expected) < 1e-5
+
+
+def test_a_targets_factors_are_applied_once() -> None:
+    """To what enters the first layer, learnt slots too, and to what leaves the norm."""
+    layer = replace(DRAFT.layer, embedding_factor=3.0, logits_divisor=4.0)
+    params = {name: each for name, each in TREE.items() if name != "markov"}
+    pending, places = normal(3, 1, 1, CONFIG.model_width), jnp.arange(4)[None]
+
+    def hidden(config: Any, params: Any, pending: Any) -> Any:
+        attends = (lambda layer, q, k, v: q + layer), (lambda q: q)
+        return ParallelLayers(config).apply({"params": params}, pending, places, *attends)
+
+    found = hidden(replace(DRAFT, layer=layer), params, pending)
+    expected = hidden(DRAFT, {**params, "slots": 3 * params["slots"]}, 3 * pending) / 4
+    assert relative_error(found, expected) < 1e-6
 
 
 def test_a_tree_holds_the_best_paths(state: Any) -> None:

@@ -16,14 +16,17 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec import checkpoint as longspec
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.parallel.checkpoint import load_draft, save_draft
+from longspec_jax.drafters.parallel.checkpoint import ARCHITECTURE, load_draft, save_draft
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.model import ParallelLayers
 from longspec_jax.models.layers import INITIAL_SCALE
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.json_files import read_json
 
 from ...acceptance import agreement_report, count_hits, counted_tokens
 from ...config import StageConfig
@@ -199,18 +202,45 @@ class ParallelTrainer:
 
 
 def begin(settings: ParallelSettings, given: Given) -> Begun:
-    """A fresh draft, or the one that the settings name, which must be of the same shape."""
-    layer = DraftConfig.for_target(given.target, dtype=given.dtype, window=settings.window)
+    """A fresh draft, or one that begins with what the settings name.
+
+    That is a parallel draft of the same shape, or a LongSpec draft, whose layer becomes the first.
+    """
+    target = given.target
+    layer = DraftConfig.for_target(target, dtype=given.dtype, window=settings.window)
     shape = settings.layers, settings.block, settings.markov_rank
-    draft, params = ParallelConfig(layer, given.target.vocab_size, *shape), None
+    draft, params = ParallelConfig(layer, target.vocab_size, *shape), None
     if settings.init:
-        found, params = load_draft(settings.init, given.target, dtype="float32", mesh=given.mesh)
-        for name, ours in zip(("num_layers", "block", "markov_rank"), shape, strict=True):
-            if ours != getattr(found, name):
-                option = name.removeprefix("num_")
-                raise ValueError(
-                    f"--config.draft.{option}={ours} and the draft to start from, {settings.init}, "
-                    f"has {getattr(found, name)}; set --config.draft.{option} to that"
-                )
-        draft = replace(found, layer=replace(found.layer, dtype=given.dtype, window=layer.window))
-    return Begun(ParallelTrainer(given.target, draft, settings), given.params, params)
+        folder = local_folder(settings.init)
+        options: Any = dict(dtype="float32", mesh=given.mesh)
+        if ARCHITECTURE in read_json(folder / "config.json").texts("architectures"):
+            found, params = load_draft(folder, target, **options)
+            _check_shape(settings, found)
+            layer, first = found.layer, None
+        else:
+            layer, first = longspec.load_draft(folder, target, **options)
+        layer = replace(layer, dtype=given.dtype, window=settings.window)
+        draft = replace(draft, layer=layer)
+        if first is not None:
+            params = _behind(ParallelObjective(target, draft, settings, 0, 1), first, given)
+    return Begun(ParallelTrainer(target, draft, settings), given.params, params)
+
+
+def _check_shape(settings: ParallelSettings, found: ParallelConfig) -> None:
+    """Refuse to begin with a draft of another shape."""
+    shape = {"layers": found.num_layers, "block": found.block, "markov_rank": found.markov_rank}
+    for name, theirs in shape.items():
+        if (ours := getattr(settings, name)) != theirs:
+            raise ValueError(
+                f"--config.draft.{name}={ours}, and the draft to begin with, {settings.init}, has "
+                f"{theirs}; set --config.draft.{name}={theirs}"
+            )
+
+
+def _behind(objective: ParallelObjective, first: Any, given: Given) -> Any:
+    """Fresh parameters behind a LongSpec draft's layer."""
+    params = objective.initialize(jax.random.key(given.seed))
+    # The LM head reads that layer without a norm: ours begins with the size that the head expects.
+    size = jnp.sqrt(jnp.mean(jnp.square(given.params["final_norm"]["scale"].astype(jnp.float32))))
+    norm = {"scale": params["final_norm"]["scale"] * size}
+    return {**params, "layers_0": first, "final_norm": norm}

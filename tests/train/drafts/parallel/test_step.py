@@ -16,26 +16,30 @@ import pytest
 from jax.sharding import NamedSharding
 from safetensors.numpy import load_file
 
+from longspec_jax.drafters.longspec import checkpoint as longspec
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.parallel.checkpoint import save_draft
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.sharding import make_mesh, param_shardings
-from tests.kit import relative_error, tiny_target_config
-from train.config import OptimizerConfig
+from tests.kit import random_draft, relative_error, tiny_target_config
+from train.config import OptimizerConfig, StageConfig
+from train.drafts.base import Given
+from train.drafts.kinds import KINDS
 from train.drafts.parallel import blocks
 from train.drafts.parallel.objective import ParallelObjective
 from train.drafts.parallel.settings import ParallelSettings
 from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
 from train.target import TargetObjective, run_target
 
+STEPS, RATE, ROWS_ = 4, 1e-2, (2, 2)
 TARGET = tiny_target_config(
     vocab_size=104, model_width=32, mlp_width=48, num_layers=1, num_heads=4, head_width=8
 )
 SETTINGS = ParallelSettings("parallel", "", 5, 2, 4, 6, 3, 2.0, True, 4, 0.9)
 DRAFT = ParallelConfig(DraftConfig.for_target(TARGET, window=5), 104, 2, 4, 6)
 OBJECTIVE = ParallelObjective(TARGET, DRAFT, SETTINGS, 90, 16)
+STAGE = StageConfig("short", 13, 4, 2, RATE, STEPS, 0, 0.0, 90)
 ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 1.0, 0.1, False, 0.1, 1e-4)
-STEPS, RATE, ROWS_ = 4, 1e-2, (2, 2)
 TABLES = "embedding", "head"
 
 
@@ -180,3 +184,25 @@ def assert_same(found: Any, expected: Any) -> None:
     for one, other in zip(*map(jax.tree.leaves, (found[0][-1], expected[0][-1])), strict=True):
         # Adam divides tiny gradients by themselves: rounding shows a little more than in the loss.
         assert relative_error(one, other) < 1e-4
+
+
+def test_a_draft_begins_with_a_folder(tmp_path: Path) -> None:
+    """A parallel one of the same shape, or a LongSpec draft, whose layer becomes the first."""
+    layer, frozen, stages = random_draft(DRAFT.layer), frozen_params(), (STAGE,)
+    longspec.save_draft(tmp_path / "longspec", DRAFT.layer, layer, target=TARGET)
+    given = Given(TARGET, frozen, stages, 0, "float32", make_mesh(), lambda: np.zeros(104, int))
+
+    def begun(settings: ParallelSettings) -> Any:
+        return KINDS["parallel"].begin(settings, given)
+
+    trainer, _, params = begun(replace(SETTINGS, init=str(tmp_path / "longspec")))
+    jax.tree.map(np.testing.assert_array_equal, params["layers_0"], layer)
+    fresh = begun(SETTINGS)
+    assert fresh.params is None and fresh.trainer == replace(trainer, settings=SETTINGS)
+    shapes = jax.eval_shape(OBJECTIVE.initialize, jax.random.key(0))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
+    trainer.save(tmp_path / "own", params)
+    again = begun(replace(SETTINGS, init=str(tmp_path / "own"))).params
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    with pytest.raises(ValueError, match="draft.block=6, and the draft .* has 4; set --config"):
+        begun(replace(SETTINGS, init=str(tmp_path / "own"), block=6))
