@@ -375,6 +375,24 @@ class LongSpec(Models):
         how: Any = {"streams": True, "on_activity": None}
         return inspection.round_views(partial(start, plan, batch, self._known, **how))
 
+    def breakdown(
+        self,
+        inputs: Inputs,
+        generation_config: Any = None,
+        *,
+        rounds: int = 32,
+        **options: Unpack[CallOptions],
+    ) -> inspection.RoundParts:
+        """Seconds of drafting, verification and commit, in a run that waits for each of them.
+
+        Arguments as in :meth:`generate`; at most ``rounds`` of them are timed. The parts take
+        longer than the rounds of :meth:`generate`, where they overlap.
+        """
+        whole_number("rounds", rounds)
+        plan, batch = self._prepare(inputs, generation_config, options)
+        run = start(plan, batch, self._known, streams=False, on_activity=None)
+        return inspection.time_parts(run, rounds)
+
     def score_gap(
         self, tokens: Sequence[int], plain: int, other: int, **options: Unpack[GenerateOptions]
     ) -> float | None:

@@ -16,11 +16,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    from .arguments import parser
+    from .arguments import BENCHMARKS, parser
 
     arguments = parser().parse_args(argv)
-    module = importlib.import_module(f".{arguments.command}", __package__)
-    return module.main(arguments) or cli.OK
+    module = BENCHMARKS[arguments.command][0]
+    return importlib.import_module(f".{module}", __package__).main(arguments) or cli.OK
 
 
 if __name__ == "__main__":

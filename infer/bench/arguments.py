@@ -22,7 +22,7 @@ from longspec_jax.config import (
     TargetConfig,
     TreeConfig,
 )
-from longspec_jax.drafters.registry import LONGSPEC, NAMED, Kind
+from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, SMALL_LM, Kind
 from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
@@ -55,10 +55,19 @@ SHAPES: dict[str, TargetConfig] = {
 }
 """Shapes by name. ``demo`` is the embedded target's; ``tiny`` has two layers and shows that a
 benchmark runs."""
-KINDS: dict[str, Kind] = {"longspec": LONGSPEC, **NAMED}
-"""Drafts that need no weights, and the one that is measured with random weights."""
+KINDS: dict[str, Kind] = {
+    "longspec": LONGSPEC,
+    **NAMED,
+    "small_lm": SMALL_LM,
+    "eagle3": EAGLE3,
+    "dflash": DFLASH,
+}
+"""Kinds of drafts that are measured with random weights."""
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION_CANDIDATES = ("ours", *ATTENTION)
+FLASHINFER = "flashinfer"
+ATTENTION_CANDIDATES = (
+    *("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked", FLASHINFER),
+)
 """What ``attention`` compares; ours is the automatic choice."""
 CHAIN = TreeConfig((1, 1, 1))
 """A small tree: the fastest on a CPU, which computes node after node."""
@@ -81,32 +90,37 @@ def parser() -> argparse.ArgumentParser:
         description="Measure how fast decoding and its parts are, beside the alternatives.",
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="|".join(BENCHMARKS))
-    for name, (summary, declare) in BENCHMARKS.items():
+    for name, (_, summary, declare) in BENCHMARKS.items():
         declare(commands.add_parser(name, help=summary, description=summary))
     return result
 
 
 def _attention(parser: argparse.ArgumentParser) -> None:
     heads = ByMachine([(32, 32), (32, 8), (40, 8)], [(8, 2)])
-    contexts = ByMachine([4096, 16384, 32768, 131072], [2048])
-    known = one_of(ATTENTION_CANDIDATES)
+    everything = ["ours", "mosaic", "cudnn", "xla-masked", FLASHINFER]
     _add_several(parser, "--tokens", COUNT, ByMachine([1, 16, 48, 69, 128], [1, 16]), "tree nodes")
     _add_several(parser, "--heads", head_counts, heads, "query/key-value heads, such as 32/8")
-    _add_several(parser, "--context", COUNT, contexts, "cached tokens")
-    _add_several(parser, "--batch", COUNT, ByMachine([1, 8], [1]), "rows")
-    _add_dtype(parser)
     _add_several(
-        *(parser, "--implementation", known, ["ours"]),
+        *(parser, "--context", COUNT, ByMachine([4096, 16384, 32768, 131072], [2048])),
+        "cached tokens",
+    )
+    _add_several(parser, "--batch", COUNT, ByMachine([1, 8], [1]), "rows")
+    parser.add_argument(
+        "--dtype",
+        type=one_of(DTYPES),
+        default=ByMachine("bfloat16", "float32"),
+        help=f"one of {', '.join(DTYPES)}",
+    )
+    _add_several(
+        *(parser, "--implementation", one_of(ATTENTION_CANDIDATES)),
+        ByMachine(everything, ["ours", "xla-masked"]),
         f"any of {', '.join(ATTENTION_CANDIDATES)}",
     )
     _add_outputs(parser)
 
 
 def _decode(parser: argparse.ArgumentParser) -> None:
-    shape = ByMachine(["vicuna7b"], ["demo"])
-    _add_several(parser, "--shape", one_of([*SHAPES]), shape, f"any of {', '.join(SHAPES)}")
-    _add_several(parser, "--context", COUNT, ByMachine([4096], [1024]), "cached tokens")
-    _add_several(parser, "--batch", COUNT, [1], "rows")
+    _add_setting(parser)
     parser.add_argument(
         "--acceptance",
         type=ACCEPTANCE,
@@ -118,8 +132,8 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         "--draft",
         type=draft_source,
         default="longspec",
-        help=f"{', '.join(KINDS)}, the first of random weights; or the folder of a draft for this "
-        "shape",
+        help=f"kind of the draft, of random weights: {', '.join(KINDS)}; or the folder of a draft "
+        "for this shape",
     )
     parser.add_argument(
         "--tree",
@@ -135,12 +149,7 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         "(here only where it is named), vocabulary=N proposes N tokens only",
     )
     _add_new_tokens(parser, ByMachine(192, 48), "tokens of one repetition")
-    parser.add_argument(
-        "--repetitions",
-        type=COUNT,
-        default=ByMachine(3, 2),
-        help="decodes of which the median counts",
-    )
+    _add_repetitions(parser, ByMachine(3, 2))
     _add_same_bits(parser)
     parser.add_argument(
         "--turns", type=COUNT, default=ByMachine(10, 3), help="repeats of a separately timed part"
@@ -159,7 +168,12 @@ def _match(parser: argparse.ArgumentParser) -> None:
         default="demo",
         help=f"demo, the folder of a checkpoint, or random weights of {', '.join(SHAPES)}",
     )
-    _add_dtype(parser)
+    parser.add_argument(
+        "--dtype",
+        type=one_of(DTYPES),
+        default=ByMachine("bfloat16", "float32"),
+        help=f"one of {', '.join(DTYPES)}",
+    )
     _add_several(
         *(parser, "--drafter", str, ["oracle", "ngram"]),
         "oracle knows the plain text; for the demo also demo, demo_small_lm, hierarchy; or a "
@@ -172,15 +186,32 @@ def _match(parser: argparse.ArgumentParser) -> None:
         help=f"what is verified in a round: {cli.TREE_GRAMMAR}",
     )
     _add_several(
-        *(parser, "--batch", COUNT, ByMachine([1, 8], [1, 3])), "rows that are decoded at once"
+        *(parser, "--batch", COUNT, ByMachine([1, 8], [1, 3])),
+        "rows that are decoded at once",
     )
     _add_several(
-        *(parser, "--context", COUNT),
-        ByMachine([128, 256, 384, 512, 640, 1024, 2048, 4096], [128]),
+        *(
+            parser,
+            "--context",
+            COUNT,
+            ByMachine([128, 256, 384, 512, 640, 1024, 2048, 4096], [128]),
+        ),
         "boundaries, in tokens: prompts have as many, one less and one more",
     )
     _add_new_tokens(parser, ByMachine(160, 24), "tokens of every prompt")
     _add_same_bits(parser)
+    _add_outputs(parser)
+
+
+def _products(parser: argparse.ArgumentParser) -> None:
+    _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
+    parser.add_argument(
+        "--rows",
+        **several(COUNT, commas=True),
+        default=[1, 16, 64],
+        help="rows that are multiplied",
+    )
+    parser.add_argument("--int8", action="store_true", help="the matmuls of a draft in 8 bits")
     _add_outputs(parser)
 
 
@@ -238,13 +269,30 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser)
 
 
-BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
-    "attention": ("attention of tree nodes to a long prefix, and the rooflines", _attention),
-    "decode": ("whole rounds and plain steps of real shapes, and the gain", _decode),
-    "match": ("whether the text is that of plain decoding, token by token", _match),
-    "serve": ("a whole server under load, through HTTP", _serve),
+def _transformers(parser: argparse.ArgumentParser) -> None:
+    _add_setting(parser)
+    _add_new_tokens(parser, ByMachine(24, 8), "tokens of one repetition")
+    _add_repetitions(parser, 3)
+    _add_outputs(parser)
+
+
+BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
+    "attention": (
+        "attention",
+        "attention of tree nodes to a long prefix, and the rooflines",
+        _attention,
+    ),
+    "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain", _decode),
+    "match": ("match", "whether the text is that of plain decoding, token by token", _match),
+    "products": ("products", "the matmuls of a verification, beside XLA's", _products),
+    "serve": ("serve", "a whole server under load, through HTTP", _serve),
+    "transformers": (
+        "hugging_face",
+        "plain decoding by Hugging Face transformers",
+        _transformers,
+    ),
 }
-"""Commands, each a module that provides ``main(arguments)``: what it answers, its options."""
+"""Commands: the module that provides ``main(arguments)``, what it answers, its options."""
 
 
 def _add_several(
@@ -253,13 +301,14 @@ def _add_several(
     parser.add_argument(option, **several(kind, commas=True), default=default, help=words)
 
 
-def _add_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype",
-        type=one_of(DTYPES),
-        default=ByMachine("bfloat16", "float32"),
-        help=f"one of {', '.join(DTYPES)}",
-    )
+def _add_shape(parser: argparse.ArgumentParser, default: ByMachine) -> None:
+    _add_several(parser, "--shape", one_of([*SHAPES]), default, f"any of {', '.join(SHAPES)}")
+
+
+def _add_setting(parser: argparse.ArgumentParser) -> None:
+    _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
+    _add_several(parser, "--context", COUNT, ByMachine([4096], [1024]), "cached tokens")
+    _add_several(parser, "--batch", COUNT, [1], "rows")
 
 
 def _add_same_bits(parser: argparse.ArgumentParser) -> None:
@@ -272,6 +321,12 @@ def _add_same_bits(parser: argparse.ArgumentParser) -> None:
 
 def _add_new_tokens(parser: argparse.ArgumentParser, default: ByMachine, words: str) -> None:
     parser.add_argument("--new_tokens", type=SEVERAL_TOKENS, default=default, help=words)
+
+
+def _add_repetitions(parser: argparse.ArgumentParser, default: Any) -> None:
+    parser.add_argument(
+        "--repetitions", type=COUNT, default=default, help="decodes of which the median counts"
+    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:

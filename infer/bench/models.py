@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig, TreeConfig
@@ -19,22 +20,40 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
+from longspec_jax.drafters.dflash.checkpoint import Format as DFlashFormat
+from longspec_jax.drafters.dflash.config import DFlashConfig
+from longspec_jax.drafters.dflash.dialects import LAYERS as DFLASH_LAYERS
+from longspec_jax.drafters.dflash.dialects import ZLAB, evenly
+from longspec_jax.drafters.dflash.load import DFlashDraft, DFlashOptions
+from longspec_jax.drafters.dflash.load import seen as seen_by_dflash
+from longspec_jax.drafters.dflash.model import DFlashParams
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.draft import Target as LoadedTarget
+from longspec_jax.drafters.eagle3.checkpoint import Format
+from longspec_jax.drafters.eagle3.config import Eagle3Config
+from longspec_jax.drafters.eagle3.dialects import SPECFORGE
+from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, seen
+from longspec_jax.drafters.eagle3.model import Eagle3Params
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.drafters.registry import options_of, separated
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft
+from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.sharding import path_name
+from longspec_jax.weights.tables import Table
 
-from .arguments import KINDS
+from .arguments import DTYPES, KINDS
 
 WEIGHT_SCALE = 0.02
+EAGLE3_VOCABULARY = 32000
+"""Tokens that a published EAGLE-3 draft may propose."""
+EAGLE3_POSITIONS = 2048
+"""Positions that the authors train on."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,24 +78,47 @@ def random_model(
     options: Mapping[str, Any] | None = None,
     same_bits: bool | None = None,
 ) -> Model:
-    """Random weights of the target, and of a LongSpec draft, drawn on the device.
-
-    Args:
-      kind: of the draft: of :data:`KINDS`, or a draft's folder.
-    """
+    """Random weights of target and draft, drawn on the device; ``kind`` may be a draft's folder."""
     chosen = draft_options(kind, options or {}, config)
     target = _draw(_initializer(config), seed)
-    if isinstance(chosen, ChosenDraft):
-        draft: Draft = chosen.load(LoadedTarget(config, target))
-    elif isinstance(chosen, LongSpecOptions):
-        draft = _random_longspec(config, target, chosen, seed + 1)
-    else:
-        draft = chosen
+    match chosen:
+        case ChosenDraft():
+            draft: Draft = chosen.load(LoadedTarget(config, target))
+        case LongSpecOptions():
+            draft = _random_longspec(config, target, chosen, seed + 1)
+        case Eagle3Options():
+            draft = _random_eagle3(config, target, chosen, seed + 1)
+        case DFlashOptions():
+            draft = _random_dflash(config, target, chosen, seed + 1)
+        case SmallLMOptions():
+            small = _small(config, chosen)
+            weights = _draw(_initializer(small), seed + 1)
+            draft = SmallLM(small, weights, working=chosen.working_cache(config))
+        case _:
+            draft = chosen
     _, retrieval = separated(options or {}, kind)
     if retrieval is not None and kind in KINDS:  # A loaded draft has it already.
         draft = RetrievalDraft(draft, config, retrieval)
     static = choose_kernels(TargetModel(config, attention), same_bits)
     return Model(config, static, Params(target, draft.params), draft)
+
+
+def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
+    """A Llama of 68 M parameters without its tables, the size of JackFram/llama-68m."""
+    return dataclasses.replace(
+        target,
+        dtype=options.dtype or target.dtype,
+        max_positions=options.context or target.max_positions,
+        architecture="LlamaForCausalLM",
+        model_width=768,
+        mlp_width=3072,
+        num_layers=2,
+        num_heads=12,
+        num_kv_heads=12,
+        head_width=64,
+        qkv_bias=False,
+        qk_norm=False,
+    )
 
 
 def _random_longspec(
@@ -105,6 +147,72 @@ def _random_longspec(
     )
 
 
+def _random_eagle3(
+    config: TargetConfig, target: Any, options: Eagle3Options, seed: int
+) -> Eagle3Draft:
+    """A layer as wide as the target's, with an LM head of its own, as drafts of 8B targets have."""
+    layers, proposable = config.num_layers, min(EAGLE3_VOCABULARY, config.vocab_size)
+    usual = (1, layers // 2 - 1, layers - 4)
+    draft = Eagle3Config(
+        model_width=config.model_width,
+        target_width=config.model_width,
+        mlp_width=config.mlp_width,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_width=config.head_width,
+        vocab_size=config.vocab_size,
+        proposable=proposable,
+        features=options.features or tuple(max(layer, -1) for layer in usual),
+        max_positions=EAGLE3_POSITIONS,
+        dtype=config.dtype,
+    )
+    layer = _drawn(Format(SPECFORGE, embedding=False, head=True).table(draft), draft.dtype, seed)
+    head, tokens = layer.pop("head"), jnp.arange(proposable, dtype=jnp.int32)
+    params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
+    if options.int8:  # Only where it is named: a row says what it measured.
+        params = params.in_int8()
+    working = options.cache_options.working_cache(config)
+    return Eagle3Draft(draft, params, seen(draft, config, options), working=working)
+
+
+def _random_dflash(
+    config: TargetConfig, target: Any, options: DFlashOptions, seed: int
+) -> DFlashDraft:
+    """Five layers as wide as the target's, and blocks of 16, as drafts of 8B targets have."""
+    trunk = dataclasses.replace(
+        config,
+        architecture=DFLASH_LAYERS,
+        num_layers=5,
+        qk_norm=True,
+        qkv_bias=False,
+        tied_embeddings=False,
+    )
+    draft = DFlashConfig(
+        trunk,
+        target_width=config.model_width,
+        proposable=config.vocab_size,
+        features=options.features or evenly(config.num_layers, trunk.num_layers),
+        block=16,
+        mask_token=config.vocab_size - 1,
+    )
+    stored = DFlashFormat(ZLAB, embedding=False, head=False)
+    layer = _drawn(stored.table(draft), config.dtype, seed)
+    params = DFlashParams.bound(layer, draft, target, None, False)
+    if options.int8:  # Only where it is named: a row says what it measured.
+        params = params.in_int8()
+    return DFlashDraft(draft, params, seen_by_dflash(draft, config, options))
+
+
+def _drawn(table: Table, dtype: str, seed: int) -> Any:
+    """Random parameters of a name table."""
+    kind = jnp.dtype(dtype)
+
+    def zeros(key: jax.Array) -> dict[str, jax.Array]:
+        return {leaf.path: jnp.zeros(leaf.shape, kind) for leaf in table.leaves}
+
+    return unflatten_dict(_draw(zeros, seed), sep="/")
+
+
 def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) -> Any:
     """The options of a kind of draft, checked; of a kind without weights that is the draft.
 
@@ -121,6 +229,11 @@ def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) ->
                 f"draft_options: vocabulary={options.vocabulary} must be 1 to {target.vocab_size}, "
                 "the tokens of the target; name fewer, or leave it out for all"
             )
+    if isinstance(options, SmallLMOptions) and options.dtype not in (None, *DTYPES):
+        raise ValueError(
+            f"draft_options: dtype={options.dtype!r} must be one of {', '.join(DTYPES)}, or left "
+            "out for the target's"
+        )
     return options
 
 
@@ -176,7 +289,7 @@ def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2)
     keys, values = (
         tuple(fill(_key(seed, 2 * layer + part)) for layer in layers) for part in (0, 1)
     )
-    return KVCache(keys, values)
+    return KVCache(keys, values, read_layer=config.read_layer)
 
 
 def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:

@@ -171,6 +171,21 @@ def _add_output(group: Any) -> None:
         metavar="FOLDER",
         help="folder of the run; made if absent",
     )
+    group.add_argument(
+        "--breakdown",
+        type=cli.COUNT,
+        metavar="ROUNDS",
+        help="time drafting, verification and the rest of N rounds of every call, in a "
+        "second run of the call",
+    )
+    group.add_argument(
+        "--rounds",
+        type=cli.COUNT,
+        help="keep the trees of N rounds of the first samples of every task",
+    )
+    group.add_argument(
+        "--cases", type=cli.COUNT, default=1, help="samples of every task whose rounds are kept"
+    )
     cli.add_traceback(group)
 
 
@@ -236,8 +251,8 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
 
 def _check_endpoint(arguments: argparse.Namespace) -> None:
     """Refuse options that are the server's."""
-    names = "draft draft_option mesh offload attention prefill_chunk row_slots method"
-    for name in names.split() if arguments.endpoint else ():
+    names = "draft draft_option mesh offload attention prefill_chunk row_slots method breakdown"
+    for name in (*names.split(), "rounds") if arguments.endpoint else ():
         if getattr(arguments, name):
             raise ValueError(f"--{name} cannot be asked of --endpoint, a server; leave it out")
 

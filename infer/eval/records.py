@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-SCHEMA = 2
+SCHEMA = 1
 """Version of the files; raised when an older reader would misread newer ones."""
 PLAIN_METHOD = "plain"
 """The method that all others are compared with."""
 
 End = Literal["eos", "length"]
+Stop = Literal["not proposed", "nothing below", "ended"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,21 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Breakdown:
+    """Seconds of the parts of decoding, measured in a run of their own.
+
+    That run waits for every part, so the device overlaps none of them, and their sum exceeds
+    ``SampleRecord.decode_s``, which is the untouched run's.
+    """
+
+    draft_s: float
+    verify_s: float
+    other_s: float
+    """Draws, acceptance, commit, drafter update, and the host in between."""
+    rounds: int
+
+
+@dataclass(frozen=True)
 class Divergence:
     """The first token that differs from plain decoding's."""
 
@@ -55,6 +71,26 @@ class Divergence:
     gap: float | None
     """How much plain decoding's own scores prefer its token, noise and temperature included: the
     distance of the draw from a tie. None if one of the two texts had ended, or it is unknown."""
+
+
+@dataclass(frozen=True)
+class RoundTree:
+    """One round as a tree: node 0 is the token emitted last."""
+
+    position: int
+    """Of the root, among all tokens of prompt and text."""
+    tokens: tuple[int, ...]
+    texts: tuple[str, ...]
+    parents: tuple[int, ...]
+    """Index of every node's parent; -1 for the root."""
+    drawn: tuple[int, ...]
+    """What the target drew behind every node."""
+    drawn_texts: tuple[str, ...]
+    path: tuple[int, ...]
+    """The accepted nodes, the root first; the draw behind the last is the round's last token."""
+    stop: Stop
+    """Why the path ended: the target's draw was not among the children, there were no children, or
+    the text ended."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +126,8 @@ class SampleRecord:
     """Of the whole call's rounds, without compilation and prefill."""
     compile_s: float
     """Spent on programs that earlier calls had not compiled."""
+    breakdown: Breakdown | None
+    """None unless ``--breakdown`` was given."""
     tokens: tuple[int, ...]
     text: str
     references: tuple[str, ...]
@@ -98,6 +136,10 @@ class SampleRecord:
     """None for plain decoding, and if plain decoding did not run."""
     divergence: Divergence | None
     ended: End
+    pieces: tuple[str, ...] | None = None
+    """The text by token, for samples whose rounds are kept."""
+    rounds: tuple[RoundTree, ...] | None = None
+    """The first rounds as trees, for samples whose rounds are kept."""
     start: int = 0
     """Which start of the run measured it: 0 the first, 1 the first resume, and so on. Seconds of
     different starts may have been measured under different loads."""

@@ -5,19 +5,18 @@ import dataclasses
 import shlex
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from longspec_jax import GenerateResult, LongSpec, TreeConfig, cli
+from longspec_jax import LongSpec, cli
 from longspec_jax.cli import as_options
 from longspec_jax.config import PLAIN
 from longspec_jax.embedded import DEMO
-from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.comparison import first_difference
-from longspec_jax.generation.endpoint import Endpoint, RemoteResult
+from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.loading import load_tokenizer
 from longspec_jax.ops.hardware import has_kernels
@@ -29,6 +28,7 @@ from longspec_jax.weights.json_files import read_json
 
 from ..arguments import is_demo
 from .arguments import LONGSPEC
+from .decoders import Decoder, Options, by_round, text_by_token
 from .methods import SERVED, by_kind, with_drafts
 from .prepare import (
     LongBenchProtocol,
@@ -45,7 +45,8 @@ from .run_folder import Writer
 
 KEPT = (
     "samples context min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos "
-    "revision draft_revision mesh prefill_chunk row_slots offload same_bits attention repetitions"
+    "revision draft_revision mesh prefill_chunk row_slots offload same_bits attention breakdown "
+    "rounds cases repetitions"
 ).split()
 """Options that a continued run must repeat, beside those with a field in the header."""
 DEFINITIONS = {
@@ -55,30 +56,6 @@ DEFINITIONS = {
     "speedup_over_plain": "tokens per second / those of plain decoding on the same samples",
     "identical_to_plain": "every token is that of plain decoding with the same seed",
 }
-
-
-Options = Mapping[str, Any]
-"""Of ``LongSpec.generate``, for all rows of a call."""
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """A method, ready to decode."""
-
-    name: str
-    setting: Setting
-    spec: LongSpec | Endpoint
-    """With the method's draft alone, or a server."""
-    tree: TreeConfig | None
-    """None if every call chooses."""
-    adaptive: bool
-
-    def decode(
-        self, prompts: Sequence[list[int]], options: Options, on_activity: OnActivity
-    ) -> GenerateResult | RemoteResult:
-        """Decode the rows of a group as one call."""
-        chosen = {"tree": self.tree, "adaptive": self.adaptive, "on_activity": on_activity}
-        return self.spec.generate([*prompts], **chosen, **options)
 
 
 class EvalRun:
@@ -139,7 +116,7 @@ class EvalRun:
                 group = range(len(task.prompts))[begin : begin + self._arguments.batch]
                 wanted = [keys[seed, place] for place in group]
                 if not all(key in self._records for key in wanted):
-                    self._group(wanted, [task.prompts[place] for place in group], decoder)
+                    self._group(wanted, [task.prompts[place] for place in group], task, decoder)
                     self._progress.at(part, self._of(keys.values()))
         found = self._of(keys.values())
         if len(found) > len(before):
@@ -149,7 +126,9 @@ class EvalRun:
     def _of(self, keys: Iterable[Key]) -> list[SampleRecord]:
         return [self._records[key] for key in keys if key in self._records]
 
-    def _group(self, keys: Sequence[Key], prompts: Sequence[Prompt], decoder: Decoder) -> None:
+    def _group(
+        self, keys: Sequence[Key], prompts: Sequence[Prompt], task: PreparedTask, decoder: Decoder
+    ) -> None:
         """Decode prompts in one call and write their records."""
         arguments, first = self._arguments, keys[0]
         options = self._options(first)
@@ -167,12 +146,23 @@ class EvalRun:
             "prefill_s": found.stats.prefill_seconds,
             "decode_s": found.stats.decode_seconds,
             "compile_s": found.stats.compile_seconds,
+            "breakdown": (
+                decoder.breakdown(tokens, whole, arguments.breakdown)
+                if arguments.breakdown
+                else None
+            ),
             "start": self._start,
         }
         records = []
         for row, (key, prompt, new) in enumerate(zip(keys, prompts, found.sequences, strict=True)):
             emitted, accepted = by_round(found.drafted[row])
             same, divergence = self._compared(key, prompt, new, options)
+            trees = pieces = None
+            if arguments.rounds and prompt in task.prompts[: arguments.cases]:
+                own = {**options, "max_new_tokens": prompt.new_tokens}
+                trees = decoder.trees(prompt.tokens, own, emitted[: arguments.rounds])
+                if trees:
+                    pieces = text_by_token(self._spec.tokenizer, prompt.tokens, new)
             records.append(
                 SampleRecord(
                     **dataclasses.asdict(key),
@@ -189,6 +179,8 @@ class EvalRun:
                     identical_to_plain=same,
                     divergence=divergence,
                     ended="eos" if new[-1] in self._stop_tokens else "length",
+                    pieces=pieces,
+                    rounds=trees,
                 )
             )
         self._keep(records)
@@ -237,26 +229,6 @@ class EvalRun:
                 **options,
             )
         return False, Divergence(index, gap)
-
-
-def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens of every target pass, and the draft tokens among them.
-
-    A pass ends with the token that no draft proposed. The last pass may have been cut before that
-    token; all of its tokens are then the draft's.
-    """
-    emitted, accepted = [], []
-    count = 0
-    for draft in drafted[1:]:
-        count += 1
-        if not draft:
-            emitted.append(count)
-            accepted.append(count - 1)
-            count = 0
-    if count:
-        emitted.append(count)
-        accepted.append(count)
-    return tuple(emitted), tuple(accepted)
 
 
 def ready_decoders(

@@ -3,8 +3,8 @@
     python -m infer.report runs/demo
     python -m infer.report runs/h200 runs/h200_batch8 --out=results/h200.html
 
-Writes one self-contained HTML page of tables, and the same as Markdown. This entry point only
-parses; the parts import from a notebook.
+Writes one self-contained HTML page with tables, charts and case studies, and the tables as Markdown
+and CSV. This entry point only parses; the parts import from a notebook.
 """
 
 import argparse
@@ -29,8 +29,8 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         type=cli.word,
         metavar="FOLDER_OR_FILE",
-        help="where to write: a folder for report.html and report.md, or one file by its "
-        "ending; the folder of the first run if absent",
+        help="where to write: a folder for report.html, report.md and report.csv, or one file by "
+        "its ending; the folder of the first run if absent",
     )
     options.add_argument(
         "--lengths",

@@ -22,6 +22,8 @@ from ..eval.run_folder import Run, read
 
 Sample = tuple[str, str]
 """A task and the name of one of its samples."""
+KEPT = ("breakdown", "rounds", "cases")
+"""Options that add to what a run keeps and change none of its figures."""
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -167,7 +169,11 @@ def _circumstances(header: Header) -> dict[str, str]:
         "protocol": header.protocol,
         "device": str(header.provenance.get("device", "unknown device")),
         "batch": f"batch {header.batch}",
-        **{f"option {name}": f"{name}={_words(value)}" for name, value in header.options.items()},
+        **{
+            f"option {name}": f"{name}={_words(value)}"
+            for name, value in header.options.items()
+            if name not in KEPT
+        },
     }
 
 

@@ -45,12 +45,17 @@ DEFINITIONS = {
     "from it, compilation and detokenisation; sums over samples; of a batch all rows together",
     "speed-up": "tokens/s / tokens/s of plain decoding by this library (its own flash decoding, "
     "not an eager implementation), on the same samples and seeds",
+    "draft, target, verify time": "the drafter proposes a tree; the target's forward over it; "
+    "draws, acceptance, commit, drafter update and the host in between. They are measured in a "
+    "run of its own that waits for every part, so their sum exceeds an untouched round",
     "small figures": f"{LEVEL:.0%} bootstrap intervals (expanded percentile, "
     f"{DRAWS} resamples of the samples). All seeds of a sample, and all rows that ever "
     f"shared a call, are resampled together. Fewer than {FEWEST} samples have no "
     "interval",
 }
 """The figures of all tables, printed once in a report."""
+PART_NAMES = {"draft_s": "draft time", "verify_s": "target time", "other_s": "verify time"}
+"""Fields of a breakdown, and the names that the LongSpec paper's Table 4 gives them."""
 PAPER_EDGES = (0, 5_000, 10_000, 15_000, 20_000, 25_000, 32_000)
 """Ends of the ranges of lengths in the LongSpec paper's Table 4."""
 EDGES = (*PAPER_EDGES, 64_000, 128_000, 256_000, 512_000, 1_024_000)
@@ -72,6 +77,10 @@ class Estimate:
     """Lower end of its interval; None where the samples are too few."""
     high: float | None
     samples: int
+
+    def excludes(self, value: float) -> bool:
+        """Whether there is an interval that does not hold a value."""
+        return self.low is not None and self.high is not None and not self.low <= value <= self.high
 
 
 Part = Callable[[Block, SampleRecord], Fraction | None]
@@ -134,6 +143,10 @@ class Selection:
     def ratio(self, part: Part) -> Estimate | None:
         """The method's figure / the baseline's, over the samples that both decoded."""
         return ratio_of_ratios(self.pairs(part))
+
+    def difference(self, part: Part) -> Estimate | None:
+        """The method's figure minus the baseline's, over the samples that both decoded."""
+        return difference_of_ratios(self.pairs(part))
 
     def pairs(self, part: Part) -> list[tuple[Fraction, Fraction]]:
         """What the shared samples contribute to the method's figure and to the baseline's."""
@@ -205,6 +218,35 @@ def at_depth(depth: int, block: Block, record: SampleRecord) -> Fraction | None:
     return Fraction(sum(count >= depth for count in accepted), len(accepted))
 
 
+def positions(record: SampleRecord) -> list[int]:
+    """The position of every round's first token, among all tokens of prompt and text; ascends."""
+    start = record.prompt_tokens + 1  # The first token comes from the prefill.
+    return [*itertools.accumulate(record.emitted_by_round, initial=start)][:-1]
+
+
+def within(place: Range, block: Block, record: SampleRecord) -> Fraction | None:
+    """Tokens per round, over the rounds whose first new token has a position in a range."""
+    where = positions(record)
+    first, last = (bisect.bisect_left(where, end) for end in (place.start, place.stop))
+    rounds = record.emitted_by_round[first:last]
+    return Fraction(sum(rounds), len(rounds)) if rounds else None
+
+
+def part_of_round(fields: Sequence[str], block: Block, record: SampleRecord) -> Fraction | None:
+    """Seconds of some parts of a round, together."""
+    breakdown = record.breakdown
+    if breakdown is None or not breakdown.rounds:
+        return None
+    return Fraction(sum(getattr(breakdown, field) for field in fields), breakdown.rounds)
+
+
+def untouched_round(block: Block, record: SampleRecord) -> Fraction | None:
+    """Seconds of a round in the run whose parts were not timed."""
+    if record.breakdown is None or not record.target_passes:
+        return None
+    return Fraction(record.decode_s, block.rounds_of_call[record.call])
+
+
 def quality(block: Block, record: SampleRecord) -> Fraction | None:
     """The score of a text by its task's metric."""
     metric = metric_of(record.task)
@@ -228,6 +270,12 @@ def ratio_of_ratios(pairs: Sequence[tuple[Fraction, Fraction]]) -> Estimate | No
     """The first of two ratios / the second, of the same samples; None if it is not finite."""
     rows = [(*first, *second) for first, second in pairs]
     return _estimate(rows, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
+
+
+def difference_of_ratios(pairs: Sequence[tuple[Fraction, Fraction]]) -> Estimate | None:
+    """The first of two ratios minus the second, of the same samples; None if it is not finite."""
+    rows = [(*first, *second) for first, second in pairs]
+    return _estimate(rows, lambda sums: sums[0] / sums[1] - sums[2] / sums[3])
 
 
 def _estimate(

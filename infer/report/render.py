@@ -1,7 +1,12 @@
-"""A report as files: one HTML page that needs nothing else, and Markdown; texts are escaped."""
+"""A report as files: one HTML page that needs nothing else, Markdown, and CSV.
+
+Texts of models and names from files are escaped, and reach the page's script as data only.
+"""
 
 import base64
+import csv
 import hashlib
+import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,27 +17,33 @@ from markupsafe import Markup
 
 from longspec_jax import files
 
+from .charts import draw
 from .report import Report
-from .table import Cell, Table
+from .table import ABSENT, Cell, Table
 
-TEMPLATE, STYLE = "page.html.jinja", "page.css"
+TEMPLATE, STYLE, SCRIPT = "page.html.jinja", "page.css", "page.js"
 NAME = "report"
 """Of the files in a folder."""
+CSV_COLUMNS = tuple("table caption body row group column text value low high samples".split())
+DANGEROUS = ("=", "+", "-", "@", "\t", "\r")
+"""Beginnings of texts that a spreadsheet would compute."""
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 """What Markdown, or HTML within it, would read as more than itself."""
 
 
 def html(report: Report) -> str:
-    """The whole page, its style within it. It runs no script."""
+    """The whole page: style, script and charts are within it."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    style = _beside(STYLE)
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    style, script = _beside(STYLE), _beside(SCRIPT)
     return environment.from_string(_beside(TEMPLATE)).render(
         report=report,
+        draw=draw,
         style=Markup(style),
-        policy=f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'",
+        script=Markup(script),
+        policy=f"default-src 'none'; img-src data:; style-src {_digest(style)}; "
+        f"script-src {_digest(script)}",
     )
 
 
@@ -41,8 +52,14 @@ def _beside(name: str) -> str:
     return (Path(__file__).parent / name).read_text("utf-8")
 
 
+def _digest(text: str) -> str:
+    """What allows a browser this script or style, and no other."""
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
 def markdown(report: Report) -> str:
-    """All tables."""
+    """All tables; charts and case studies are in the page alone."""
     return "\n".join(_markdown_lines(report)) + "\n"
 
 
@@ -91,6 +108,31 @@ def _plain(text: str) -> str:
     return SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
+def csv_text(report: Report) -> str:
+    """All figures of all tables, one per line; figures that do not exist have no line."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for table in (table for section in report.sections for table in section.tables):
+        for body in table.bodies:
+            for line in body.lines:
+                for (group, column), cell in zip(table.columns, line.cells, strict=True):
+                    if cell.text != ABSENT:
+                        names = (table.key, table.caption, body.name, line.name, group, column)
+                        writer.writerow([*map(_harmless, (*names, cell.text)), *_numbers(cell)])
+    return out.getvalue()
+
+
+def _numbers(cell: Cell) -> tuple[float | None, ...]:
+    found = cell.estimate
+    return (None,) * 4 if found is None else (found.value, found.low, found.high, found.samples)
+
+
+def _harmless(text: str) -> str:
+    """A text that a spreadsheet shows as it is."""
+    return f"'{text}" if text.startswith(DANGEROUS) else text
+
+
 class Format(NamedTuple):
     """A kind of file."""
 
@@ -102,6 +144,7 @@ class Format(NamedTuple):
 FORMATS: Mapping[str, Format] = {
     ".html": Format(html, "<title>Evaluation of "),
     ".md": Format(markdown, "# Evaluation of "),
+    ".csv": Format(csv_text, ",".join(CSV_COLUMNS)),
 }
 """By the end of a file's name."""
 

@@ -1,4 +1,4 @@
-"""A report in its order: sections of tables, what is missing, and the sources.
+"""A report in its order: sections of tables and charts, what is missing, and the sources.
 
 What is missing also names figures to distrust. Nothing is left out of a table without a sentence.
 """
@@ -15,6 +15,8 @@ from longspec_jax.cli import counted
 from ..eval.records import PLAIN_METHOD, SampleRecord
 from ..eval.run_folder import Run
 from .blocks import Block, blocks
+from .case_study import CaseStudy, case_studies, shades
+from .charts import Chart, charts, colours
 from .figures import DEFINITIONS, EDGES, FEWEST, Selection, acceptance, speed
 from .table import Table, build, temperature_words
 from .tables import SPECS, unscored
@@ -28,11 +30,12 @@ and timings vary by less."""
 
 @dataclass(frozen=True)
 class Section:
-    """Tables of one question."""
+    """Tables and charts of one question."""
 
     key: str
     title: str
     tables: Sequence[Table]
+    charts: Sequence[Chart]
 
     @property
     def unfolded(self) -> int:
@@ -60,20 +63,31 @@ class Report:
     sections: tuple[Section, ...]
     """Those that have a table."""
     missing: tuple[str, ...]
+    cases: tuple[CaseStudy, ...]
+    shades: Sequence[int]
+    """Depths that the legend of the case studies explains."""
 
 
 def report(runs: Sequence[Run], edges: Sequence[int] = EDGES) -> Report:
     """Compute a report."""
     compared = blocks(runs)
     tables = build(SPECS, compared, edges)
-    sections = (Section(key, spec.title, tables[key]) for key, spec in SPECS.items())
+    sections, methods = [], colours(compared)
+    for key, spec in SPECS.items():
+        # The brief table holds ranges as text, so its chart draws the main table.
+        drawn = tables["main" if key == "brief" else key]
+        found = charts(drawn, methods, spec.chart) if spec.chart is not None else []
+        sections.append(Section(key, spec.title, tables[key], found))
     targets = dict.fromkeys(run.header.target for run in runs)
+    cases = tuple(case_studies(compared))
     return Report(
         title=f"Evaluation of {', '.join(targets)}",
         sources=tuple(map(_source, runs)),
         definitions=tuple(DEFINITIONS.items()),
         sections=tuple(section for section in sections if section.tables),
         missing=tuple(missing_or_doubtful(runs, compared)),
+        cases=cases,
+        shades=shades(cases),
     )
 
 
@@ -204,9 +218,13 @@ def _without_figures(block: Block) -> Iterator[str]:
             f"fewer than {FEWEST} independent samples of {', '.join(few)}, so that their figures "
             "have no interval."
         )
+    if not any(record.breakdown for record in records):
+        yield "no round was timed in parts."
     if not any(record.references for record in records):
         yield "no sample has references, so that there are no scores."
     yield from unscored(block)
+    if not any(record.rounds for record in records):
+        yield "no round was kept as a tree, so that there is no case study."
 
 
 def _source(run: Run) -> Source:

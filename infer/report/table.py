@@ -37,10 +37,14 @@ class Figure:
     name: str
     estimate: Callable[[Selection], Estimate | None]
     words: Format
+    neutral: float | None = None
+    """A value; figures whose interval excludes it are bold."""
 
     def cell(self, selection: Selection) -> Cell:
         """The figure of some records."""
-        return shown(self.estimate(selection), self.words)
+        value = self.estimate(selection)
+        bold = value is not None and self.neutral is not None and value.excludes(self.neutral)
+        return shown(value, self.words, bold)
 
 
 @dataclass(frozen=True)
@@ -127,8 +131,23 @@ def speculative_methods(records: Selection) -> Rows:
 
 
 @dataclass(frozen=True)
+class ChartSpec:
+    """What the charts of a table show: of every body, a series for every row."""
+
+    unit: str
+    place_unit: str = ""
+    """What the names along the other axis are; empty if they say it."""
+    column: str | None = None
+    """The column of every group to draw, whose places are the groups; all columns if absent."""
+    joined: bool = True
+    """Whether lines join the points of a series."""
+    level: float | None = None
+    """A value to compare with, drawn as a line across."""
+
+
+@dataclass(frozen=True)
 class TableSpec:
-    """What a section of the report shows."""
+    """What a section of the report shows: a table, and the charts of it."""
 
     title: str
     caption: str
@@ -144,6 +163,7 @@ class TableSpec:
     """Whether the greatest figure of a column is bold."""
     at_each_temperature: bool = True
     """Whether there is a table for every temperature."""
+    chart: ChartSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -246,7 +266,7 @@ def mark_best(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(Line(name, tuple(cells)) for name, cells in zip(names, marked, strict=True))
 
 
-def shown(estimate: Estimate | None, words: Format) -> Cell:
+def shown(estimate: Estimate | None, words: Format, bold: bool = False) -> Cell:
     """A figure as a cell."""
     if estimate is None:
         return Cell(ABSENT)
@@ -255,13 +275,15 @@ def shown(estimate: Estimate | None, words: Format) -> Cell:
         ends = words(estimate.low), words(estimate.high)
         # An interval that rounds to the figure itself says nothing, as that of plain decoding's τ.
         interval = " to ".join(ends) if {*ends} != {words(estimate.value)} else ""
-    return Cell(words(estimate.value), interval, estimate)
+    return Cell(words(estimate.value), interval, estimate, bold)
 
 
 length: Format = "{:.2f}".format
 """Tokens per forward pass."""
 times: Format = "{:.2f}×".format
 """A ratio of speeds."""
+signed: Format = "{:+.2f}".format
+"""A difference."""
 
 
 def rate(value: float) -> str:
@@ -272,6 +294,11 @@ def rate(value: float) -> str:
 def seconds(value: float) -> str:
     """Seconds, to the millisecond if they are few."""
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def milliseconds(value: float) -> str:
+    """Seconds as milliseconds."""
+    return f"{1000 * value:.2f}"
 
 
 def percent(value: float) -> str:

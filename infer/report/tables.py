@@ -1,33 +1,40 @@
 """The tables of a report, each specified by its columns.
 
 :data:`SPECS` has the sections of a report in their order. The layouts follow the LongSpec
-paper (Tables 1 and 4, Figures 3 and 7) and SpecExtend (Table 2).
+paper (Tables 1 and 4, Figures 3, 5 and 7) and SpecExtend (Table 2).
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ..eval.records import compared_with_plain
+from ..eval.records import PLAIN_METHOD, compared_with_plain
 from ..eval.scores import METRICS
 from ..eval.tasks import metric_of
 from .blocks import Block
 from .figures import (
+    PART_NAMES,
     Estimate,
     Part,
     Selection,
     acceptance,
     at_depth,
     occupied,
+    part_of_round,
+    positions,
     quality,
     seconds_of,
     speed,
     stopped,
+    untouched_round,
     whole_speed,
+    within,
 )
 from .table import (
+    ChartSpec,
     Figure,
     Format,
     Groups,
@@ -38,9 +45,11 @@ from .table import (
     by_task_and_block,
     hundredfold,
     length,
+    milliseconds,
     percent,
     rate,
     seconds,
+    signed,
     speculative_methods,
     times,
 )
@@ -54,10 +63,23 @@ def _column(name: str, part: Part, words: Format) -> Figure:
 TAU = _column("τ", acceptance, length)
 SPEED = _column("tokens/s", speed, rate)
 SPEED_UP = Figure("speed-up", lambda records: records.ratio(speed), times)
+PARTS = tuple(
+    _column(name, partial(part_of_round, [field]), milliseconds)
+    for field, name in PART_NAMES.items()
+)
+
+
+def _pairs(records: Selection) -> Rows:
+    """Every two methods; the later one first, since others are compared with plain decoding."""
+    return [
+        (f"{first} : {second}", replace(records, method=first, baseline=second))
+        for second, first in itertools.combinations(records.block.methods, 2)
+    ]
 
 
 def _by_length(view: View) -> Groups:
-    columns = (Words("samples", _count), TAU, SPEED, SPEED_UP)
+    parts = PARTS if any(record.breakdown for record in view.records) else ()
+    columns = (Words("samples", _count), TAU, SPEED, SPEED_UP, *parts)
     ranges = occupied((record.prompt_tokens for record in view.records), view.edges)
     return [(each.name, columns, partial(replace, lengths=each)) for each in ranges]
 
@@ -67,6 +89,14 @@ def _by_depth(view: View) -> Groups:
     depths = range(1, deepest + 1)
     columns = [_column(str(depth), partial(at_depth, depth), percent) for depth in depths]
     return view.one_group("rounds that accept a draft token at depth", *columns)
+
+
+def _by_position(view: View) -> Groups:
+    drafted = [record for record in view.records if record.method != PLAIN_METHOD]
+    places = itertools.chain.from_iterable(map(positions, drafted))
+    ranges = occupied(places, view.edges)
+    columns = [_column(place.name, partial(within, place), length) for place in ranges]
+    return view.one_group("τ of rounds at position", *columns)
 
 
 def _by_batch(view: View) -> Groups:
@@ -183,6 +213,7 @@ SPECS = {
         lambda view: view.by_temperature(_span(SPEED_UP), _span(TAU), _span(SPEED)),
         notes=("The least and the greatest figure of any task.",),
         at_each_temperature=False,
+        chart=ChartSpec("speed-up", column="speed-up", joined=False, level=1.0),
     ),
     "lossless": TableSpec(
         "Losslessness",
@@ -211,6 +242,22 @@ SPECS = {
         notes=("LongSpec, Table 1 and Figure 3. Bold: the best of a column.",),
         marks_best=True,
     ),
+    "pairs": TableSpec(
+        "Methods against each other",
+        "Methods against each other on the same samples",
+        lambda view: view.by_task(
+            Figure("speed ratio", SPEED_UP.estimate, times, neutral=1),
+            Figure("τ difference", lambda each: each.difference(acceptance), signed, neutral=0),
+        ),
+        rows=_pairs,
+        corner="first : second",
+        notes=(
+            "Speed ratio: tokens/s of the first method / that of the second. τ difference: τ of "
+            "the first minus that of the second. Both are over the samples and seeds that both "
+            "decoded, and a resample takes a sample for both methods.",
+            "Bold: the interval excludes 1, or 0. Of many pairs some do by chance.",
+        ),
+    ),
     "lengths": TableSpec(
         "Length of the prompt",
         "By the length of the prompt in tokens",
@@ -218,7 +265,8 @@ SPECS = {
         bodies=by_task_and_block,
         notes=(
             "LongSpec, Table 4; SpecExtend, Table 2, whose own τ counts accepted draft tokens "
-            "alone and is smaller by one. Ranges without a sample are left out.",
+            "alone and is smaller by one. Ranges without a sample are left out. Draft, target and "
+            "verify time: milliseconds per round.",
         ),
     ),
     "depth": TableSpec(
@@ -231,6 +279,33 @@ SPECS = {
             "is τ, except for last rounds that end inside the draft. A share / the one before is "
             "the chance that a path continues.",
         ),
+        chart=ChartSpec("share of rounds", "depth"),
+    ),
+    "context": TableSpec(
+        "Acceptance along the context",
+        "Acceptance by position in the context",
+        _by_position,
+        rows=speculative_methods,
+        notes=(
+            "τ of the rounds whose first new token stands in the range, counted from the beginning "
+            "of the prompt.",
+        ),
+        chart=ChartSpec("τ", "position"),
+    ),
+    "parts": TableSpec(
+        "Parts of a round",
+        "Where the time of a round goes",
+        lambda view: view.one_group(
+            "ms per round",
+            *PARTS,
+            _column("their sum", partial(part_of_round, [*PART_NAMES]), milliseconds),
+            _column("untouched round", untouched_round, milliseconds),
+        ),
+        notes=(
+            "LongSpec, Figure 5, without its split of the target's time into attention and the "
+            "rest. Untouched round: decode seconds / rounds of the run that all other tables show.",
+        ),
+        chart=ChartSpec("seconds per round", joined=False),
     ),
     "batches": TableSpec(
         "Batches",
@@ -238,6 +313,7 @@ SPECS = {
         _by_batch,
         bodies=_conditions,
         notes=("LongSpec, Figure 7. The last call of a run may have fewer rows.",),
+        chart=ChartSpec("tokens/s", "batch"),
     ),
     "quality": TableSpec(
         "Quality",

@@ -1,10 +1,15 @@
-"""Look inside a round: the draft's candidates beside the target's draws.
+"""Look inside a round: the draft's candidates beside the target's draws, and what its parts take.
 
 For every depth of the accepted path :func:`round_views` shows what the draft proposed there, how
 likely the target finds each proposal, what the target drew, and hence why the path went on or
 stopped.
+
+:func:`time_parts` waits for each part of a round. Waiting keeps the device from beginning one part
+while another ends, and every part is a program of its own. So the parts together take longer than
+the round as one program: they show where the time goes, not how long a round is.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +21,10 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.programs import program
-from longspec_jax.decoding.report import RoundTree
+from longspec_jax.decoding.report import Emitted, RoundTree
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
+from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import Tree
@@ -88,6 +94,55 @@ def round_views(start: Callable[[], Run]) -> Iterator[RoundView]:
             yield _view(number, position, seen)
 
 
+@dataclass(frozen=True)
+class RoundParts:
+    """Seconds of the parts of some rounds, all rows of the call together."""
+
+    rounds: int
+    draft: float
+    """The drafter looks at the cache and grows its tree."""
+    verify: float
+    """The target's forward over the tree, its LM head and the draws."""
+    commit: float
+    """Accepting a path, appending it to the cache, and the drafter's update."""
+
+
+def time_parts(run: Run, limit: int) -> RoundParts:
+    """Time the parts of a call's rounds; the first round, which may compile, does not count.
+
+    Args:
+      run: the call, ready to decode with one drafter; every row has a slot.
+
+    Raises:
+      ValueError: if rows would wait for slots.
+    """
+    plan, rows = run.plan, run.engine.rows
+    if plan.waits:
+        raise ValueError("rounds are timed where every row has a slot; leave row_slots out")
+    models = plan.target, plan.drafter, plan.params
+    parts: list[tuple[float, float, float]] = []
+    while len(parts) <= limit and not rows.done.all():
+        clock = [time.perf_counter()]
+        rows, tree, noise = _draft(*models, rows)
+        _wait(clock, tree.tokens)
+        verified, draws = _verify(*models, rows, tree, noise)
+        _wait(clock, (verified, draws))
+        rows, emitted = _commit(*models, rows, tree, verified, draws)
+        _wait(clock, (rows, emitted))
+        if (emitted.tokens == NO_TOKEN).any():
+            break  # The target's logits are not finite; decoding itself says so.
+        parts.append((clock[1] - clock[0], clock[2] - clock[1], clock[3] - clock[2]))
+    run.engine.finish()
+    counted = parts[1:]
+    sums = map(sum, zip(*counted, strict=True)) if counted else (0.0,) * 3
+    return RoundParts(len(counted), *sums)
+
+
+def _wait(clock: list[float], result: object) -> None:
+    jax.block_until_ready(result)
+    clock.append(time.perf_counter())
+
+
 @program(static_argnames=("target", "drafter"))
 def _draft(
     target: TargetModel, drafter: Drafter, params: Params, rows: Rows
@@ -111,6 +166,23 @@ def _verify(
     """The target's forward and its draws."""
     with use_mesh(target.mesh):
         return round_lib.verify_tree(target, drafter, params, rows, tree, noise)
+
+
+@program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
+def _commit(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    tree: Tree,
+    verified: Verification,
+    draws: Array,
+) -> tuple[Rows, Emitted]:
+    """The rows after the round."""
+    with use_mesh(target.mesh):
+        accepted_path = round_lib.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
+        reach = target.reach(rows.length)
+        return round_lib.commit_accepted(drafter, params, rows, verified, accepted_path, reach)
 
 
 def _seen(plan: Plan, rows: Rows) -> dict[str, Array]:

@@ -10,6 +10,7 @@ from infer.bench import __main__ as bench
 from infer.bench import arguments as bench_arguments
 from infer.bench import decode as bench_decode
 from infer.bench import models as bench_models
+from infer.bench.attention import CANDIDATES
 from longspec_jax.cli import ByMachine, result_file, settled, typed
 from longspec_jax.config import ATTENTION, DEFAULT_TREE
 from longspec_jax.ops.attention.dispatch import (
@@ -33,7 +34,7 @@ BAD = {
     "--tree: none drafts nothing, and plain decoding is measured beside": "decode --tree=none",
     "--tree: +0.7 chooses among the levels below the first": "decode --tree=4+0.7",
     "--draft_option: sinks=32 is about a working cache": (
-        "decode --shape=tiny --draft=longspec --draft_option=sinks=32"
+        "decode --shape=tiny --draft=small_lm --draft_option=sinks=32"
     ),
     "unknown option --budget": "decode --budget=8",
     "unknown option --contxt; did you mean --context?": "decode --contxt=4096",
@@ -54,12 +55,16 @@ BAD = {
     "--draft_option: recent='many' must be a whole number": (
         "decode --shape=tiny --draft=streaming --draft_option=recent=many"
     ),
+    "--draft_option: dtype='int8' must be one of float32": (
+        "decode --shape=tiny --draft=small_lm --draft_option=dtype=int8"
+    ),
     "--draft_option: the value is empty": "decode --draft_option=",
     "--attention: unknown 'magic'; choose from pallas": "decode --attention=magic",
     "--heads: '32' must be query heads and": "attention --heads=32",
     "--heads: '3/2' must be query heads and": "attention --heads=32/8 --heads=3/2",
     "--dtype: unknown 'int3'; choose from float32": "attention --dtype=int3",
     "--implementation: unknown 'nothing'; choose from ours": "attention --implementation=nothing",
+    "--rows: 'many' must": "products --rows=many",
     "--json: /nowhere/x.json: its folder does not exist": "decode --json=/nowhere/x.json",
     "--json: /tmp is a folder": "decode --json=/tmp",
     "--json: /dev/full is a device": "decode --json=/dev/full",
@@ -75,7 +80,7 @@ BAD = {
 def test_bad_input_is_one_line_before_anything_runs(
     words: str, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("decode", "attention"):
+    for module in ("decode", "attention", "products"):
         monkeypatch.setattr(f"infer.bench.{module}.measure_roofline", lambda: pytest.fail("it ran"))
     status = bench.main(BAD[words].split())
     printed = capsys.readouterr()
@@ -147,6 +152,7 @@ def test_the_tree_is_the_one_that_is_named_or_the_default() -> None:
 def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
     for op in (PREFIX, TREE, SPECULATIVE, CHUNK):
         assert op.implementations.keys() == set(ATTENTION)
+    assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES, bench_arguments.FLASHINFER)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -176,14 +182,21 @@ def test_looking_at_a_file_leaves_it_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file] and file.read_text() == '{"header": {}}'
 
 
+def test_a_missing_torch_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert bench.main(["transformers"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "(torch): pip install" in line
+
+
 def test_a_failure_while_running_is_a_line_and_a_traceback_if_wanted(monkeypatch, capsys) -> None:
     def fail() -> None:
         raise AssertionError("first\nsecond")
 
-    monkeypatch.setattr("infer.bench.attention.measure_roofline", fail)
-    assert bench.main(["attention"]) == 1
+    monkeypatch.setattr("infer.bench.products.measure_roofline", fail)
+    assert bench.main(["products", "--shape=tiny"]) == 1
     assert capsys.readouterr().err.endswith("failed while running: AssertionError: first\n")
-    assert bench.main(["attention", "--traceback"]) == 1
+    assert bench.main(["products", "--shape=tiny", "--traceback"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -191,6 +204,6 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("infer.bench.attention.measure_roofline", stop)
-    assert bench.main(["attention"]) == 130
+    monkeypatch.setattr("infer.bench.products.measure_roofline", stop)
+    assert bench.main(["products", "--shape=tiny"]) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")

@@ -98,17 +98,18 @@ def test_a_batch_with_options_of_the_draft(tmp_path: Path, capsys) -> None:
     assert "B=1 S=65 " in printed and "B=3 S=65 " in printed
 
 
-def test_a_drafts_folder(tmp_path: Path) -> None:
-    """With a window its state takes the same bytes at any context."""
+def test_a_drafts_folder_and_random_ones_of_its_kind(tmp_path: Path) -> None:
+    """With a window their state takes the same bytes at any context."""
     shape = SHAPES["tiny"]
     config = config_for(shape)
     save_draft(tmp_path, Format(ZLAB, False, False), config, random_params(config))
-    drawn = random_model(shape, kind=str(tmp_path), options={"window": 32, "sinks": 4})
-    drafter = drawn.drafter(TreeConfig((1,) * 3))
-    assert drafter.name == "dflash" and drafter.window == 32
-    short, long = (tree_bytes(draft_state(drawn, drafter, 2, slots)) for slots in (64, 512))
-    heads = drafter.config.trunk.num_kv_heads * drafter.config.trunk.head_width
-    assert short == long == drafter.config.trunk.num_layers * 2 * 2 * (32 + 4) * heads * 4
+    for kind, levels in ((str(tmp_path), 3), ("dflash", 15)):
+        drawn = random_model(shape, kind=kind, options={"window": 32, "sinks": 4})
+        drafter = drawn.drafter(TreeConfig((1,) * levels))
+        assert drafter.name == "dflash" and drafter.window == 32
+        short, long = (tree_bytes(draft_state(drawn, drafter, 2, slots)) for slots in (64, 512))
+        heads = drafter.config.trunk.num_kv_heads * drafter.config.trunk.head_width
+        assert short == long == drafter.config.trunk.num_layers * 2 * 2 * (32 + 4) * heads * 4
 
 
 def test_bytes_of_a_plain_step_count_every_row(model) -> None:

@@ -3,17 +3,21 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infer.eval import __main__ as command
 from infer.eval.arguments import method_argument, parser, settled
+from infer.eval.decoders import by_round, round_trees
 from infer.eval.methods import METHODS, Chosen, with_drafts
-from infer.eval.run import by_round
+from infer.eval.records import RoundTree
 from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.decoding import report as report_lib
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.streaming import StreamingDraft
+from longspec_jax.generation.inspection import RoundView
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,31 @@ def test_every_method_is_described(capsys) -> None:
     printed = " ".join(capsys.readouterr().out.split())
     for name, method in METHODS.items():
         assert f"{name} {method.about}" in printed
+
+
+def test_rounds_are_kept_as_trees_that_end_with_the_text() -> None:
+    """The walk of the second round goes beyond the two tokens that were emitted."""
+    tree = report_lib.RoundTree(
+        tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(1, 3, 5, 7), path=(0, 1, 3)
+    )
+    short = report_lib.RoundTree(
+        tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(4, 3, 5, 7), path=(0,)
+    )
+    views = [RoundView(n, 10, 9, (), each) for n, each in enumerate((tree, tree, short, tree))]
+    tokenizer = SimpleNamespace(decode=lambda tokens: f"<{tokens[0]}>")
+    whole, cut, rejected = round_trees(views, tokenizer, emitted=[3, 2, 1])
+    assert whole == RoundTree(
+        position=10,
+        tokens=tree.tokens,
+        texts=("<9>", "<1>", "<2>", "<3>"),
+        parents=tree.parents,
+        drawn=tree.draws,
+        drawn_texts=("<1>", "<3>", "<5>", "<7>"),
+        path=(0, 1, 3),
+        stop="nothing below",
+    )
+    assert (cut.path, cut.stop) == ((0, 1), "ended")
+    assert (rejected.path, rejected.stop) == ((0,), "not proposed")
 
 
 @pytest.mark.parametrize("typed", [["--help"], ["--task=demo", "--samples=0", "--out=x"]])

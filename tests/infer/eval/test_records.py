@@ -12,8 +12,10 @@ import pytest
 from infer.eval import run_folder
 from infer.eval.records import (
     SCHEMA,
+    Breakdown,
     Divergence,
     Header,
+    RoundTree,
     SampleRecord,
     Setting,
     SkippedSample,
@@ -25,6 +27,16 @@ from infer.eval.records import (
 from infer.eval.run_folder import SAMPLES, Writer, differences, read, write_header
 
 SETTING = Setting("demo", "4,16@8", 8, {"int8": True})
+TREE = RoundTree(
+    position=5,
+    tokens=(3, 1, 2),
+    texts=("a", "b", "c"),
+    parents=(-1, 0, 0),
+    drawn=(2, 4, 5),
+    drawn_texts=("c", "d", "e"),
+    path=(0, 2),
+    stop="nothing below",
+)
 RECORD = SampleRecord(
     task="qmsum",
     sample="7",
@@ -43,12 +55,15 @@ RECORD = SampleRecord(
     prefill_s=0.5,
     decode_s=2.0,
     compile_s=0.0,
+    breakdown=Breakdown(0.1, 0.2, 0.3, 4),
     tokens=(1, 2, 3, 4, 5, 6, 7, 0),
     text="a \u2028 line",
     references=("x", "y"),
     identical_to_plain=False,
     divergence=Divergence(2, None),
     ended="eos",
+    pieces=("a",),
+    rounds=(TREE,),
 )
 HEADER = Header(
     schema=SCHEMA,

@@ -1,6 +1,9 @@
 """``python -m infer.report``: what it writes, and what it refuses."""
 
+import csv
 import html.parser
+import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,19 +12,19 @@ import pytest
 
 from infer.report.__main__ import main
 
-from .made import HOSTILE, record, run, write
+from .made import HOSTILE, record, run, studied, write
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run with hostile names."""
+    """A run with hostile names and texts, and a case to study."""
     rows = [
         record(method, sample, (1,) * 4 if method == "plain" else (2, 3), task=task)
         for method in ("plain", "longspec-tree")
         for sample in "abcd"
         for task in ("copying", HOSTILE)
     ]
-    named = run(rows, provenance={"device": HOSTILE, "commit": "1", "date": "now"})
+    named = run([*rows, studied()], provenance={"device": HOSTILE, "commit": "1", "date": "now"})
     return write(named, tmp_path / "run")
 
 
@@ -56,7 +59,7 @@ def read(page: str) -> Reader:
 
 def test_three_files_lie_in_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder)]) == 0
-    names = ["report.html", "report.md"]
+    names = ["report.html", "report.md", "report.csv"]
     assert capsys.readouterr().out.split() == [str(folder / name) for name in names]
     assert all((folder / name).stat().st_size > 1000 for name in names)
 
@@ -77,10 +80,12 @@ def test_texts_of_models_are_text(folder: Path) -> None:
     main([str(folder)])
     reader = read((folder / "report.html").read_text())
     kinds = [tag for tag, _ in reader.elements]
-    assert "script" not in kinds
+    assert kinds.count("script") == 2  # The page's own, and the trees of one case.
     assert not any("onmouseover" in attributes for _, attributes in reader.elements)
     told = "".join(reader.texts)
-    assert told.count(HOSTILE) > 5  # As the name of a task and a device.
+    assert told.count(HOSTILE) > 5  # As the name of a task and a device, and in the text.
+    [trees] = [text for text in reader.texts if text.startswith("[{")]
+    assert json.loads(trees)[0]["texts"][2] == f" {HOSTILE}"
     names = [attributes["id"] for _, attributes in reader.elements if "id" in attributes]
     assert len(names) == len(set(names))
     links = {
@@ -95,6 +100,9 @@ def test_tables_can_be_read_by_screen_readers(folder: Path) -> None:
     kinds = [tag for tag, _ in elements]
     assert kinds.count("caption") == kinds.count("table") > 5
     assert all("scope" in attributes for tag, attributes in elements if tag == "th")
+    images = [attributes for tag, attributes in elements if tag == "svg"]
+    assert images and all(image["role"] == "img" for image in images)
+    assert all("aria-labelledby" in image for image in images)
     assert kinds.count("h1") == 1 and ("html", {"lang": "en"}) in elements
 
 
@@ -118,6 +126,28 @@ def test_what_figures_mean_is_said_once(folder: Path) -> None:
         assert text.count("95% bootstrap") == text.count("bootstrap") == 1
         assert text.count("bonus included, prefill excluded") == 1
         assert text.count("without prefill, the token drawn") == 1
+
+
+def test_csv_has_the_figures(folder: Path) -> None:
+    main([str(folder), f"--out={folder / 'x.csv'}"])
+    rows = [*csv.DictReader(io.StringIO((folder / "x.csv").read_text()))]
+    [speed] = [
+        row
+        for row in rows
+        if (row["table"], row["row"], row["group"], row["column"])
+        == ("main-0-0", "longspec-tree", "copying", "τ")
+    ]
+    # Four texts of 5 tokens in 2 passes, one of 7 in 3.
+    assert float(speed["value"]) == pytest.approx((4 * 5 + 7) / (4 * 2 + 3))
+    assert float(speed["low"]) <= float(speed["value"]) <= float(speed["high"])
+    assert speed["samples"] == "5"
+
+
+def test_a_spreadsheet_computes_nothing(tmp_path: Path) -> None:
+    folder = write(run([record(task="=1+1")]), tmp_path / "run")
+    main([str(folder)])
+    rows = [*csv.reader(io.StringIO((folder / "report.csv").read_text()))]
+    assert any("'=1+1" in row for row in rows) and not any("=1+1" in row for row in rows)
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -191,7 +221,7 @@ def test_a_page_needs_no_package_for_scores(tmp_path: Path, monkeypatch) -> None
 
 def test_an_earlier_report_is_replaced(folder: Path) -> None:
     assert main([str(folder)]) == 0
-    files = [folder / f"report.{end}" for end in ("html", "md")]
+    files = [folder / f"report.{end}" for end in ("html", "md", "csv")]
     before = [file.read_text() for file in files]
     for file in files:
         file.write_text(file.read_text()[: len(file.read_text()) // 2])

@@ -14,7 +14,9 @@ from infer.report.figures import (
     Fraction,
     Selection,
     acceptance,
+    difference_of_ratios,
     occupied,
+    positions,
     ratio,
     ratio_of_ratios,
     speed,
@@ -62,6 +64,13 @@ def test_a_method_has_one_setting() -> None:
     one = run([record("longspec-tree", "0")], "a")
     two = run([record("longspec-tree", "1")], "b", methods={"longspec-tree": other})
     assert [len(block.records) for block in blocks([one, two])] == [1, 1]
+
+
+def test_what_a_run_keeps_sets_nothing_apart() -> None:
+    one = run([record("plain")], "a", options={"samples": 8, "rounds": 12, "breakdown": None})
+    two = run([record("ngram")], "b", options={"samples": 8, "rounds": None, "breakdown": 4})
+    [block] = blocks([one, two])
+    assert block.label == "demo"
 
 
 def test_batches_stand_in_order() -> None:
@@ -157,6 +166,12 @@ def test_ranges() -> None:
     assert occupied([]) == []
 
 
+def test_positions_of_rounds() -> None:
+    """The prefill's token stands at 1000, and the first round begins behind it."""
+    text = record("ngram", emitted=(4, 1, 3), prompt_tokens=1000)
+    assert positions(text) == [1001, 1005, 1006]
+
+
 def fractions(above: list[float], below: list[float]) -> list[Fraction]:
     return [Fraction(*each) for each in zip(above, below, strict=True)]
 
@@ -170,7 +185,7 @@ def test_a_ratio_is_one_of_sums_and_no_mean_of_ratios() -> None:
 def test_few_samples_have_no_interval() -> None:
     few = ratio(fractions([1, 2, 3], [1, 1, 1]))
     assert few is not None and len([1, 2, 3]) < FEWEST
-    assert (few.low, few.high) == (None, None)
+    assert (few.low, few.high) == (None, None) and not few.excludes(100)
     enough = ratio(fractions([1, 2, 3, 4], [1, 1, 1, 1]))
     assert enough is not None and enough.low is not None
 
@@ -189,6 +204,7 @@ def test_what_has_no_value_has_no_figure() -> None:
     assert ratio(fractions([0, 0], [0, 0])) is None
     assert ratio_of_ratios([]) is None
     assert ratio_of_ratios([(Fraction(1, 1), Fraction(0, 0))]) is None
+    assert difference_of_ratios([(Fraction(1, 0), Fraction(1, 1))]) is None
 
 
 def test_draws_without_a_value_are_left_out() -> None:
@@ -224,6 +240,10 @@ def test_pairs_say_more_than_two_intervals() -> None:
     gain = ratio_of_ratios([*zip(fast, slow, strict=True)])
     assert gain is not None
     assert gain.value == pytest.approx(1.1) and gain.low == pytest.approx(1.1)
+    assert gain.excludes(1)
+    difference = difference_of_ratios([*zip(fast, slow, strict=True)])
+    assert difference is not None and difference.value == pytest.approx(other.value - one.value)
+    assert difference.excludes(0)
 
 
 def test_a_report_says_the_same_twice() -> None:

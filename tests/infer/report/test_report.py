@@ -1,4 +1,4 @@
-"""What a report says is missing or doubtful."""
+"""What a report says is missing or doubtful, and how the tokens of its case studies came."""
 
 import dataclasses
 
@@ -6,18 +6,20 @@ import pytest
 
 from infer.eval.records import SampleRecord, SkippedSample
 from infer.report.blocks import blocks
+from infer.report.case_study import case_studies, shades, tokens
 from infer.report.report import missing_or_doubtful
 
-from .made import record, run
+from .made import broken_down, record, run, studied
 
 
 def complete() -> list[SampleRecord]:
     """A run that lacks nothing."""
-    given = {"task": "needle", "references": ("word",)}
+    given = {"task": "needle", "references": ("word",), "breakdown": broken_down(1, 1, 1)}
     rows = [
-        record(method, name, **given) for method in ("plain", "longspec-tree") for name in "abcde"
+        record(method, name, **given) for method in ("plain", "longspec-tree") for name in "abcd"
     ]
-    return rows
+    kept = studied(**given)
+    return [*rows, kept, record("plain", kept.sample, **given)]
 
 
 def test_a_complete_run_lacks_nothing() -> None:
@@ -34,6 +36,7 @@ def test_a_complete_run_lacks_nothing() -> None:
         ),
         (lambda r: r.method == "plain", "plain decoding did not run, so that there is no speed-up"),
         (lambda r: r.sample in "ab", "fewer than 4 independent samples of needle"),
+        (lambda r: bool(r.rounds), "no round was kept as a tree"),
     ],
 )
 def test_what_is_left_out_is_told(left_out, said: str) -> None:
@@ -45,15 +48,16 @@ def test_what_is_left_out_is_told(left_out, said: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
+        ({"breakdown": None}, "no round was timed in parts"),
         ({"references": ()}, "no sample has references"),
         ({"task": "unknown"}, "unknown has references, but no score of its own"),
         ({"original_tokens": 9000}, "a: the protocol cut the prompts of 1 sample of"),
     ],
 )
 def test_figures_that_do_not_exist_are_told(changed: dict[str, object], said: str) -> None:
-    given = {"task": "needle", "references": ("word",)}
+    given = {"task": "needle", "references": ("word",), "breakdown": broken_down(1, 1, 1)}
     runs = [run([record("plain", **given), record("longspec-tree", **{**given, **changed})])]
-    if set(changed) <= {"references"}:
+    if set(changed) <= {"breakdown", "references"}:
         runs = [run([record("longspec-tree", **{**given, **changed})])]
     assert any(said in each for each in missing_or_doubtful(runs, blocks(runs)))
 
@@ -105,3 +109,46 @@ def test_a_speed_up_that_speculation_cannot_give_is_told(seconds: float, doubtfu
     runs = [run(rows)]
     words = f"ngram has a speed-up of {seconds:.2f}× at τ 1.41 on copying, T = 0"
     assert any(words in each for each in missing_or_doubtful(runs, blocks(runs))) is doubtful
+
+
+def test_tokens_are_told_by_how_they_came() -> None:
+    found = tokens(studied())
+    assert [(token.text, token.origin, token.depth, token.round) for token in found[:5]] == [
+        ("the", "prefill", 0, 0),
+        (" cat", "draft", 1, 1),
+        (" sat", "draft", 2, 1),
+        (" <i>on</i>", "bonus", 0, 1),
+        (" my", "bonus", 0, 2),
+    ]
+    assert [token.origin for token in found[5:]] == ["draft", "draft", "bonus"]
+    assert [token.shade for token in found[:4]] == ["prefill", "depth-1", "depth-2", "bonus"]
+    assert found[6].shown == "↵\n" and found[7].shown == "∅"
+
+
+def test_a_last_round_may_end_inside_the_draft() -> None:
+    text = record("ngram", emitted=(3, 2), accepted_by_round=(2, 2), pieces=tuple("abcdef"))
+    assert [token.origin for token in tokens(text)[4:]] == ["draft", "draft"]
+
+
+def test_pieces_that_contradict_the_counts_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 pieces of text for 5 tokens by round; remove the line"):
+        tokens(record(pieces=("a", "b")))
+
+
+def test_only_texts_whose_rounds_were_kept_are_studied() -> None:
+    [block] = blocks([run([record("plain"), studied()])])
+    [case] = case_studies([block])
+    assert [len(group) for group in case.rounds] == [1, 3, 1, 3]
+    assert shades([case]) == [1, 2]
+    first, second = case.data
+    assert first["path"] == (0, 1, 3)
+    assert first["drawn"] == [" cat", " sat", " <i>on</i>"]
+    assert first["why"] == "the tree has nothing below the last accepted node"
+    assert second["why"] == "the draft had not proposed what the target drew (among 2 candidates)"
+
+
+def test_every_reason_has_words() -> None:
+    ended = dataclasses.replace(studied().rounds[0], stop="ended")  # pyright: ignore[reportOptionalSubscript]  # It has rounds.
+    [block] = blocks([run([studied(rounds=(ended,))])])
+    [case] = case_studies([block])
+    assert case.data[0]["why"] == "the text ended"

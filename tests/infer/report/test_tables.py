@@ -10,10 +10,12 @@ from infer.eval.arguments import TASK_NAMES
 from infer.eval.records import Divergence, SampleRecord
 from infer.eval.tasks import metric_of
 from infer.report.blocks import Block, blocks
+from infer.report.charts import charts, colours
 from infer.report.figures import Estimate
 from infer.report.report import report
 from infer.report.table import (
     Cell,
+    ChartSpec,
     Line,
     Table,
     build,
@@ -25,7 +27,7 @@ from infer.report.table import (
 )
 from infer.report.tables import SPECS, unscored
 
-from .made import record, run
+from .made import broken_down, record, run
 
 EDGES = (0, 500, 1500, 4000)
 
@@ -52,6 +54,7 @@ def test_every_line_fills_every_column() -> None:
             task=task,
             temperature=temperature,
             references=("word",),
+            breakdown=broken_down(0.1, 0.2, 0.3),
         )
         for method in ("plain", "longspec-tree", "ngram")
         for sample in range(4)
@@ -60,9 +63,12 @@ def test_every_line_fills_every_column() -> None:
     ]
     batch = [dataclasses.replace(each, batch=2) for each in rows]
     found = report([run(rows), run(batch, "b", batch=2)], EDGES)
-    assert {section.key: len(section.tables) for section in found.sections} == {
-        **{"brief": 1, "lossless": 1},
-        **dict.fromkeys(("main", "lengths", "depth", "batches", "quality", "times"), 2),
+    by_section = {section.key: section for section in found.sections}
+    assert {key: (len(each.tables), len(each.charts)) for key, each in by_section.items()} == {
+        "brief": (1, 4),
+        "lossless": (1, 0),
+        **dict.fromkeys(("main", "pairs", "lengths", "quality", "times"), (2, 0)),
+        **dict.fromkeys(("depth", "context", "parts", "batches"), (2, 4)),
     }
     made = [table for section in found.sections for table in section.tables]
     assert len({table.key for table in made}) == len(made)
@@ -71,6 +77,11 @@ def test_every_line_fills_every_column() -> None:
         for body in table.bodies:
             assert body.lines, table.caption
             assert {len(line.cells) for line in body.lines} == {len(table.columns)}, table.caption
+    drawn = [chart for section in found.sections for chart in section.charts]
+    assert len({chart.key for chart in drawn}) == len(drawn)
+    for chart in drawn:
+        assert chart.series, chart.title
+        assert {len(series.values) for series in chart.series} == {len(chart.places)}
 
 
 @pytest.fixture
@@ -118,10 +129,21 @@ def test_the_brief_table_goes_from_the_worst_task_to_the_best(block: Block) -> N
     assert cells(table, "plain")["T = 0", "τ"] == "1.00"
 
 
+def test_pairs_are_all_pairs(block: Block) -> None:
+    third = [record("ngram", name, (2,) * 3, 0.5) for name in "ab"]
+    [table] = built("pairs", blocks([run([*block.records, *third])]))
+    assert [line.name for line in table.bodies[0].lines] == [
+        "longspec-tree : plain",
+        "ngram : plain",
+        "ngram : longspec-tree",
+    ]
+    assert [*cells(table, "ngram : longspec-tree").values()] == ["1.00×", "-1.00"]
+
+
 def test_lengths_of_prompts() -> None:
     rows = [
         *(record("plain", name, prompt_tokens=int(name)) for name in ("100", "1000", "3000")),
-        record("ngram", "1000", (3, 1), 0.5),
+        record("ngram", "1000", (3, 1), 0.5, breakdown=broken_down(0.04, 0.5, 0.06)),
     ]
     [table] = built("lengths", blocks([run(rows)]), (0, 500, 1500, 2000, 4000))
     assert [group.name for group in table.groups] == ["0–500", "500–1500", "2k–4k"]
@@ -132,6 +154,9 @@ def test_lengths_of_prompts() -> None:
         "τ": "2.00",
         "tokens/s": "8.00",
         "speed-up": "2.00×",
+        "draft time": "4.00",
+        "target time": "50.00",
+        "verify time": "6.00",
     }
     assert {text for (group, _), text in found.items() if group == "0–500"} == {"–"}
 
@@ -143,6 +168,31 @@ def test_acceptance_by_depth() -> None:
     assert [*cells(table, "ngram").values()] == ["50.0 %", "25.0 %", "25.0 %"]
 
 
+def test_acceptance_by_position() -> None:
+    """Rounds begin at 1001, 1005 and 1006: the prefill's token stands at 1000."""
+    text = record("ngram", emitted=(4, 1, 3), prompt_tokens=1000)
+    [table] = built("context", blocks([run([text])]), (0, 1001, 1005, 1006, 1009))
+    assert [*cells(table, "ngram").values()] == ["4.00", "1.00", "3.00"]
+
+
+def test_parts_of_a_round() -> None:
+    """Beside the untouched round, which a batch of two rows runs as often as the longer of them."""
+    rows = [
+        record("ngram", "a", (3, 1), 0.5, call="x", breakdown=broken_down(0.1, 0.2, 0.3)),
+        record("ngram", "b", (3, 1, 1, 1), 0.5, call="x", breakdown=broken_down(0.1, 0.2, 0.3)),
+        record("plain", "a"),
+    ]
+    found = blocks([run(rows, batch=2)])
+    [table] = built("parts", found)
+    assert [line.name for line in table.bodies[0].lines] == ["ngram"]
+    assert [*cells(table, "ngram").values()] == ["10.00", "20.00", "30.00", "60.00", "125.00"]
+    [chart] = charts([table], colours(found), ChartSpec("seconds per round"))
+    assert chart.places[:3] == ("draft time", "target time", "verify time")
+    [series] = chart.series
+    values = [value and value.value for value in series.values[:3]]
+    assert values == pytest.approx([0.010, 0.020, 0.030])
+
+
 def test_throughput_by_batch() -> None:
     runs = [
         run([record(sample=str(row), call="x") for row in range(batch)], str(batch), batch=batch)
@@ -151,6 +201,8 @@ def test_throughput_by_batch() -> None:
     [table] = built("batches", blocks(runs))
     assert table.groups[0].columns == ("1", "2", "4")
     assert [*cells(table, "plain").values()] == ["4.00", "8.00", "16.0"]
+    [chart] = charts([table], {"plain": 7}, ChartSpec("tokens/s"))
+    assert chart.places == ("1", "2", "4")
 
 
 def test_a_batch_that_was_never_full_is_told() -> None:
@@ -158,6 +210,21 @@ def test_a_batch_that_was_never_full_is_told() -> None:
     rows = [record(sample=str(row), call="x") for row in range(3)]
     [table] = built("batches", blocks([full, run(rows, "16", batch=16)]))
     assert table.groups[0].columns == ("1", "16 (3 rows)")
+
+
+def test_a_method_has_one_colour_in_all_charts() -> None:
+    """Also in those that lack another method, or have plain decoding besides."""
+    rows = [record(method) for method in ("plain", "longspec-tree", "ngram")]
+    hot = [record(method, temperature=1.0) for method in ("plain", "ngram")]
+    found = blocks([run([*rows, *hot]), run(rows, "b", batch=2)])
+    made = [*built("main", found), *built("batches", found)]
+    specs = ChartSpec("", column="speed-up"), ChartSpec("")
+    drawn = [chart for spec in specs for chart in charts(made, colours(found), spec)]
+    assert {(series.name, series.colour) for chart in drawn for series in chart.series} == {
+        ("plain", 7),
+        ("longspec-tree", 0),
+        ("ngram", 1),
+    }
 
 
 def different(method: str, sample: str, index: int, gap: float | None) -> SampleRecord:
@@ -214,8 +281,10 @@ def test_every_metric_is_named() -> None:
 
 def test_nothing_to_compare_is_no_table(block: Block) -> None:
     alone = blocks([run([record("plain")])])
+    assert built("pairs", alone) == []
     assert built("lossless", alone) == []
     assert built("batches", [block]) == []
+    assert built("parts", [block]) == []
     assert built("quality", [block]) == []
     assert built("depth", alone) == []
 

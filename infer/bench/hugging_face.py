@@ -1,0 +1,242 @@
+"""How fast Hugging Face transformers decodes plainly: the alternative to measure in the same run.
+
+Random weights of the real shapes are drawn on the device, a real prefill in chunks fills the cache,
+and greedy decoding of single tokens is timed from there: the median over repetitions of many
+tokens, after some that warm up. The cache is static and the step compiled by
+``torch.compile(mode="reduce-overhead")``, that is with CUDA graphs. Attention is torch's
+``scaled_dot_product_attention``. The roof is the bytes of a step (weights that are read, cached
+keys and values) over the bandwidth measured in this run.
+"""
+
+import argparse
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from longspec_jax.cli import counted, settled
+from longspec_jax.config import TargetConfig
+from longspec_jax.weights.hf_config import hf_config
+
+from .arguments import SHAPES
+from .report import Report, refusal, run_header
+from .timing import announce, median_seconds, rounded, step
+
+WARM_TOKENS = 6
+"""Tokens before the first timed one: compilation, and the two recordings of a CUDA graph."""
+ALIGNMENT = 64
+"""Slots of a static cache are a multiple of this; odd sizes have slower kernels."""
+PREFILL_CHUNK = 2048
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, print, and write the files."""
+    import torch
+
+    cpu = not torch.cuda.is_available()
+    device = "cpu" if cpu else "cuda"
+    arguments = settled(arguments, cpu)
+    if cpu:
+        axes = arguments.shape, arguments.batch, arguments.context
+        number = math.prod(map(len, axes))
+        announce(f"{counted(number, 'case')} of {', '.join(arguments.shape)}")
+    bytes_per_s = measure_bandwidth(device)
+    name = "cpu" if cpu else torch.cuda.get_device_name()
+    header = run_header(name, __doc__ or "", roof_tb_per_s=bytes_per_s / 1e12)
+    with Report(header, arguments.json) as report:
+        for shape in arguments.shape:
+            step(f"drawing the weights of {shape}")
+            model = random_model(SHAPES[shape], device)
+            for batch in arguments.batch:
+                for context in arguments.context:
+                    row = {
+                        "implementation": "transformers-static",
+                        "shape": shape,
+                        "context": context,
+                        "batch": batch,
+                        "dtype": SHAPES[shape].dtype,
+                        **timed(model, context, batch, arguments, bytes_per_s),
+                    }
+                    report.add(row, line(row))
+                    _release()
+            del model
+            _release()
+
+
+def timed(
+    model: Any, context: int, batch: int, arguments: argparse.Namespace, bytes_per_s: float
+) -> dict[str, Any]:
+    """The figures of one row, or the reason why there are none."""
+    try:
+        found = measure(model, context, batch, arguments)
+    except Exception as error:  # An alternative that fails is a result, too.
+        return {"ms_per_token": None, "refusal": refusal(error)}
+    floor = found["step_bytes"] / bytes_per_s
+    return {**found, "percent_of_roof": rounded(100e3 * floor / found["ms_per_token"])}
+
+
+def measure(model: Any, context: int, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one row; the cache is gone when it returns."""
+    import torch
+    from transformers import StaticCache
+
+    tokens = WARM_TOKENS + arguments.new_tokens * arguments.repetitions
+    slots = -(-(context + tokens) // ALIGNMENT) * ALIGNMENT
+    cache = StaticCache(config=model.config, max_cache_len=slots)
+    compiled = torch.cuda.is_available()
+    before = compilations()
+    with torch.no_grad():
+        prefill_seconds = prefill(model, cache, context, batch, PREFILL_CHUNK)
+        seconds = decode_seconds(
+            greedy_step(model, cache, compiled),
+            torch.zeros((batch, 1), dtype=torch.long, device=model.device),
+            torch.full((1, 1), context, dtype=torch.long, device=model.device),
+            arguments.new_tokens,
+        )
+        warm_up = next(seconds)
+        median = statistics.median(next(seconds) for _ in range(arguments.repetitions))
+    return {
+        "ms_per_token": rounded(1e3 * median),
+        "tokens_per_second": rounded(batch / median),
+        "compiled": compiled,
+        **{name: count - before[name] for name, count in compilations().items()},
+        "slots": slots,
+        "warm_up_seconds": rounded(warm_up),
+        "prefill_seconds": rounded(prefill_seconds),
+        "step_bytes": step_bytes(model, batch, context + tokens // 2),
+    }
+
+
+def random_model(config: TargetConfig, device: str) -> Any:
+    """Transformers' own model of this shape, with random weights drawn on the device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = hf_config(config)
+    named = {key: raw[key] for key in raw if key not in ("architectures", "torch_dtype")}
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**named),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation="sdpa",
+        ).eval()
+
+
+def prefill(model: Any, cache: Any, context: int, batch: int, chunk: int) -> float:
+    """Fill the cache with a random prompt, uncompiled; returns its seconds."""
+    import torch
+
+    prompt = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
+    begin = time.perf_counter()
+    for start in range(0, context, chunk):
+        fresh = prompt[:, start : start + chunk]
+        positions = torch.arange(start, start + fresh.shape[1], device=model.device)[None]
+        model(fresh, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    _synchronize()
+    return time.perf_counter() - begin
+
+
+def greedy_step(model: Any, cache: Any, compiled: bool) -> Callable[[Any, Any], Any]:
+    """``(tokens[B, 1], position[1, 1]) -> tokens[B, 1]``: one token more in the cache."""
+    import torch
+
+    def step(tokens: Any, position: Any) -> Any:
+        output = model(tokens, position_ids=position, past_key_values=cache, use_cache=True)
+        return output.logits[:, -1:].argmax(-1)
+
+    if not compiled:
+        return step
+    # Shapes stay as they are: dynamic ones, which torch infers from a second context, are slower.
+    fast = torch.compile(step, mode="reduce-overhead", dynamic=False)
+
+    def replayed(tokens: Any, position: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return fast(tokens, position).clone()  # The next replay overwrites the graph's output.
+
+    return replayed
+
+
+def compilations() -> dict[str, int]:
+    """What torch has compiled so far: one graph and no skip is a step that runs as it should.
+
+    A graph that torch refuses to record as a CUDA graph runs all the same, only slower.
+    """
+    from torch._dynamo.utils import counters
+
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "cuda_graph_skips": counters["inductor"]["cudagraph_skips"],
+    }
+
+
+def decode_seconds(
+    step: Callable[[Any, Any], Any], tokens: Any, position: Any, count: int
+) -> Iterator[float]:
+    """Yield the seconds of the warm-up, then a token's seconds over every ``count`` tokens."""
+
+    def advance(steps: int) -> float:
+        nonlocal tokens, position
+        begin = time.perf_counter()
+        for _ in range(steps):
+            tokens = step(tokens, position)
+            position = position + 1
+        _synchronize()
+        return time.perf_counter() - begin
+
+    yield advance(WARM_TOKENS)
+    while True:
+        yield advance(count) / count
+
+
+def step_bytes(model: Any, batch: int, length: int) -> int:
+    """Bytes a decode step must read: weights but the embedding table, cached keys and values."""
+    config = model.config
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    table = model.get_input_embeddings().weight
+    if not config.tie_word_embeddings:
+        weights -= table.numel() * table.element_size()
+    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return weights + batch * length * slot * table.element_size()
+
+
+def measure_bandwidth(device: str) -> float:
+    """Bytes per second of reading 4 GB once, little on a CPU."""
+    import torch
+
+    elements = 2**30 if device == "cuda" else 2**20
+    values = torch.randn(elements, device=device)
+    return 4 * elements / median_seconds(values.sum, lambda _: _synchronize())
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    shape = f"transformers {row['shape']} B={row['batch']} S={row['context']:6d}"
+    if row["ms_per_token"] is None:
+        return f"{shape}  -  {row['refusal']}"
+    return (
+        f"{shape} {row['ms_per_token']} ms per token ({row['percent_of_roof']} % of roof), "
+        f"{row['tokens_per_second']} tokens/s; warm-up {row['warm_up_seconds']} s, "
+        f"prefill {row['prefill_seconds']} s; {row['graphs']} graphs compiled, "
+        f"{row['cuda_graph_skips']} refused as CUDA graphs"
+    )
+
+
+def _synchronize() -> None:
+    """Wait for the device."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _release() -> None:
+    """Give back what the last row took: graphs, compiled programs, memory."""
+    import torch
+
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

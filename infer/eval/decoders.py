@@ -1,0 +1,113 @@
+"""How a method decodes a group of prompts, and what its rounds looked like."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longspec_jax import GenerateResult, LongSpec, TreeConfig
+from longspec_jax.generation.activity import OnActivity
+from longspec_jax.generation.endpoint import Endpoint, RemoteResult
+from longspec_jax.generation.inspection import RoundView
+from longspec_jax.generation.text import Detokenizer
+
+from .records import Breakdown, RoundTree, Setting, Stop
+
+Options = Mapping[str, Any]
+"""Of ``LongSpec.generate``, for all rows of a call."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A method, ready to decode."""
+
+    name: str
+    setting: Setting
+    spec: LongSpec | Endpoint
+    """With the method's draft alone, or a server."""
+    tree: TreeConfig | None
+    """None if every call chooses."""
+    adaptive: bool
+
+    def decode(
+        self, prompts: Sequence[list[int]], options: Options, on_activity: OnActivity
+    ) -> GenerateResult | RemoteResult:
+        """Decode the rows of a group as one call."""
+        chosen = {"tree": self.tree, "adaptive": self.adaptive, "on_activity": on_activity}
+        return self.spec.generate([*prompts], **chosen, **options)
+
+    def breakdown(
+        self, prompts: Sequence[list[int]], options: Options, rounds: int
+    ) -> Breakdown | None:
+        """Seconds of the parts of some rounds; None for adaptive rounds, which differ."""
+        if self.tree is None or isinstance(self.spec, Endpoint):
+            return None
+        parts = self.spec.breakdown([*prompts], tree=self.tree, rounds=rounds, **options)
+        return Breakdown(parts.draft, parts.verify, parts.commit, parts.rounds)
+
+    def trees(
+        self, prompt: list[int], options: Options, emitted: Sequence[int]
+    ) -> tuple[RoundTree, ...] | None:
+        """The trees of the first rounds of one row, by what each of them ``emitted``.
+
+        None without one tree for all rounds.
+        """
+        if self.tree is None or not self.tree.widths or isinstance(self.spec, Endpoint):
+            return None
+        views = self.spec.inspect([prompt], tree=self.tree, **options)
+        return round_trees(views, self.spec.tokenizer, emitted)
+
+
+def text_by_token(tokenizer: Any, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...]:
+    """The text of a row, in a piece for every token."""
+    text = Detokenizer(tokenizer, prompt)
+    pieces = [text.push(token) for token in tokens]
+    return (*pieces[:-1], pieces[-1] + text.flush())
+
+
+def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens of every target pass, and the draft tokens among them.
+
+    A pass ends with the token that no draft proposed. The last pass may have been cut before that
+    token; all of its tokens are then the draft's.
+    """
+    emitted, accepted = [], []
+    count = 0
+    for draft in drafted[1:]:
+        count += 1
+        if not draft:
+            emitted.append(count)
+            accepted.append(count - 1)
+            count = 0
+    if count:
+        emitted.append(count)
+        accepted.append(count)
+    return tuple(emitted), tuple(accepted)
+
+
+def round_trees(
+    views: Iterable[RoundView], tokenizer: Any, emitted: Sequence[int]
+) -> tuple[RoundTree, ...]:
+    """The first rounds of a row as trees; an accepted path may reach beyond the text's end."""
+    return tuple(
+        _round_tree(view, tokenizer, count) for count, view in zip(emitted, views, strict=False)
+    )
+
+
+def _round_tree(view: RoundView, tokenizer: Any, emitted: int) -> RoundTree:
+    tree = view.tree
+    path = tree.path[:emitted]
+    has_children = any(parent == path[-1] for parent in tree.parents[1:])
+    stop: Stop = "not proposed" if has_children else "nothing below"
+    texts, drawn = (
+        tuple(tokenizer.decode([token]) for token in tokens) for tokens in (tree.tokens, tree.draws)
+    )
+    return RoundTree(
+        position=view.position,
+        tokens=tree.tokens,
+        texts=texts,
+        parents=tree.parents,
+        drawn=tree.draws,
+        drawn_texts=drawn,
+        path=path,
+        stop="ended" if emitted < len(tree.path) else stop,
+    )
