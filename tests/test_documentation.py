@@ -22,7 +22,7 @@ from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
 from train import arguments as train_arguments
-from train import bench, prepare, regenerate, vocabulary
+from train import bench, plot, prepare, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
 from train.drafts.kinds import KINDS
 
@@ -95,7 +95,7 @@ def options_of_commands() -> dict[str, set[str]]:
     parsers["infer.eval"] = eval_arguments.parser()
     parsers["infer.serve"] = serve_arguments.parser()
     parsers |= {f"infer.bench {name}": parser for name, parser in benchmarks.items()}
-    for module in (bench, vocabulary):
+    for module in (bench, plot, vocabulary):
         parsers[module.__name__] = module._parser()
     parsers["train.regenerate"] = regenerate.parser()
     parsers["train.run"] = train_arguments.training_parser()

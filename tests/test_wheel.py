@@ -105,6 +105,7 @@ def test_no_file_is_left_out(site: Path) -> None:
         "longspec-bench",
         "longspec-chat",
         "longspec-decode",
+        "longspec-plot",
         "longspec-prepare",
         "longspec-regenerate",
         "longspec-report",
