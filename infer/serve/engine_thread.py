@@ -18,11 +18,10 @@ from typing import Any
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 
-from .gains import Answer, Gain
+from .gains import Answer, Gain, Ticket, wake
 from .metrics import Metrics
 from .protocol import Row
 from .rules import Refused
-from .tickets import Ticket, wake
 
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or later"
 LONGEST_RETRY = 60

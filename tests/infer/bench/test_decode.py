@@ -10,10 +10,9 @@ import pytest
 from infer.bench import __main__ as bench
 from infer.bench import arguments as bench_arguments
 from infer.bench import decode as bench_decode
-from infer.bench.acceptance import AcceptanceLengths
 from infer.bench.arguments import SHAPES
 from infer.bench.models import draft_state, random_model
-from infer.bench.rounds import Bench, Setting
+from infer.bench.rounds import AcceptanceLengths, Bench, Setting
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.dflash.checkpoint import Format, save_draft
