@@ -141,7 +141,7 @@ def header_lines(
     yield (
         f"target {setting['target']} ({config.architecture}, "
         f"{counted(config.num_layers, 'layer')} of width {config.model_width}), draft {draft}; "
-        f"{config.dtype} on {setting['device']}"
+        f"{setting['dtype']} on {setting['device']}"
     )
     shape = "a tree that fits this machine" if tree is None else tree_line(tree)
     yield f"{shape}, temperature {setting['temperature']:g}, seed {setting['seed']}"
@@ -266,9 +266,10 @@ def memory_plan_line(plan: MemoryPlan) -> str:
 
 
 def _beside(plan: MemoryPlan) -> str:
-    """What of the cache is not on the device."""
-    host = plan.host_cache_bytes
-    return f" and {shown_bytes(host)} in the host's memory" if host else ""
+    """What of the cache is not on the device, and what windows save."""
+    host, saved = plan.host_cache_bytes, plan.saved_bytes
+    beside = f" and {shown_bytes(host)} in the host's memory" if host else ""
+    return beside + (f" ({shown_bytes(saved)} less by window layers)" if saved else "")
 
 
 def _identity_lines(outcomes: Sequence[Outcome], dtype: str, promised: bool) -> Iterator[str]:

@@ -5,15 +5,22 @@ angles in float32. Projections keep their head axes, so that tensor parallelism 
 PartitionSpec and no reshape is left to the caller.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, Rotary
+from longspec_jax.config import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    Rotary,
+    YarnRopeScaling,
+)
 from longspec_jax.ops.layer import residual_norm, rms_norm
 from longspec_jax.ops.matmul import ordered
 from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
@@ -23,6 +30,12 @@ from longspec_jax.ops.matmul.int8 import (
     int8_gated_matmul,
     int8_matmul,
     int8_matmul_partials,
+)
+from longspec_jax.ops.matmul.quantised import (
+    QuantisedMatrix,
+    quantised_gated_matmul,
+    quantised_matmul,
+    quantised_matmul_partials,
 )
 from longspec_jax.ops.partitioned import row_shares
 
@@ -34,6 +47,8 @@ class RMSNorm(nn.Module):
 
     eps: float
     dtype: jnp.dtype
+    offset: bool = False
+    """Whether it multiplies by ``1 + scale``."""
 
     def __call__(self, x: Array) -> Array:
         """Normalise ``[..., width]``; returns the configured dtype."""
@@ -48,14 +63,36 @@ class RMSNorm(nn.Module):
         return residual_norm(x, delta, self.weights(x.shape[-1]), self.eps)
 
     @nn.compact
-    def weights(self, width: int) -> Array:
-        """The scale ``[width]``."""
-        return self.param("scale", nn.initializers.ones, (width,), self.dtype)
+    def weights(self, *shape: int) -> Array:
+        """What is multiplied by, of a shape; in float32 if it is ``1 + scale``."""
+        if self.offset:
+            stored = self.param("scale", nn.initializers.zeros, shape, self.dtype)
+            return 1 + stored.astype(jnp.float32)
+        return self.param("scale", nn.initializers.ones, shape, self.dtype)
+
+
+class Matmuls(NamedTuple):
+    """The ops of a kind of weights."""
+
+    whole: Callable[..., Array]
+    partials: Callable[..., Array]
+    gated: Callable[..., Array]
+
+
+FEW_ROWS = Matmuls(matmul, matmul_partials, gated_matmul)
+ORDERED = Matmuls(ordered.matmul, ordered.matmul_partials, ordered.gated_matmul)
+QUANTISED = Matmuls(quantised_matmul, quantised_matmul_partials, quantised_gated_matmul)
 
 
 class Projection(nn.Module):
-    """A linear map from the last axes of the input to new axes, optionally with a bias."""
+    """A linear map from the last axes of the input to new axes, optionally with a bias.
 
+    Where the parameters hold a :class:`QuantisedMatrix` as ``kernel``, it is multiplied as it is
+    stored. So a model of quantised and whole layers needs no configuration of its own.
+    """
+
+    matmuls: ClassVar[Matmuls] = FEW_ROWS
+    """Of whole weights."""
     in_axes: Sequence[int]
     """Sizes of the contracted axes, the last of the input."""
     out_axes: Sequence[int]
@@ -65,26 +102,41 @@ class Projection(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
-        kernel, bias = self.weights()
-        return matmul(self._flat(x), kernel, bias)
+        kernel, bias = self._stored()
+        return self._matmuls(kernel).whole(self._flat(x), kernel, bias)
 
     def partials(self, x: Array) -> Array:
         """Split-K partials ``[S, ..., out]`` of the mapped input; one axis out, no bias."""
-        return matmul_partials(self._flat(x), self.weights()[0])
+        kernel, _ = self._stored()
+        return self._matmuls(kernel).partials(self._flat(x), kernel)
 
     def gated(self, x: Array) -> Array:
         """The second half of the mapped input, ``[..., 2, F]``, times the silu of the first."""
-        return gated_matmul(self._flat(x), self.weights()[0])
+        kernel, _ = self._stored()
+        return self._matmuls(kernel).gated(self._flat(x), kernel)
+
+    def weights(self) -> tuple[Array, Array | None]:
+        """The kernel ``[prod(in_axes), *out_axes]``, and the bias ``[*out_axes]`` or none.
+
+        Quantised weights are dequantised.
+        """
+        kernel, bias = self._stored()
+        return kernel.kernel(self.dtype) if isinstance(kernel, QuantisedMatrix) else kernel, bias
 
     @nn.compact
-    def weights(self) -> tuple[Array, Array | None]:
-        """The kernel ``[prod(in_axes), *out_axes]``, and the bias ``[*out_axes]`` or none."""
-        shape = (*self.in_axes, *self.out_axes)
-        kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
-        bias = None
+    def _stored(self) -> tuple[Any, Array | None]:
+        """The kernel as it is stored, and the bias."""
+        kernel, bias = self.get_variable("params", "kernel"), None
+        if not isinstance(kernel, QuantisedMatrix):
+            shape = (*self.in_axes, *self.out_axes)
+            kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
+            kernel = kernel.reshape(-1, *self.out_axes)
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
-        return kernel.reshape(-1, *self.out_axes), bias
+        return kernel, bias
+
+    def _matmuls(self, kernel: Any) -> Matmuls:
+        return QUANTISED if isinstance(kernel, QuantisedMatrix) else self.matmuls
 
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
@@ -93,18 +145,7 @@ class Projection(nn.Module):
 class OrderedProjection(Projection):
     """A :class:`Projection` whose rows have the same bits whatever rows are beside them."""
 
-    def __call__(self, x: Array) -> Array:
-        """As of :class:`Projection`."""
-        kernel, bias = self.weights()
-        return ordered.matmul(self._flat(x), kernel, bias)
-
-    def partials(self, x: Array) -> Array:
-        """As of :class:`Projection`."""
-        return ordered.matmul_partials(self._flat(x), self.weights()[0])
-
-    def gated(self, x: Array) -> Array:
-        """As of :class:`Projection`."""
-        return ordered.gated_matmul(self._flat(x), self.weights()[0])
+    matmuls: ClassVar[Matmuls] = ORDERED
 
 
 class Int8Projection(nn.Module):
@@ -165,7 +206,7 @@ def rounded(layer: Any, name: str = "") -> Any:
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate) * up)`` with gate and up in one projection ``[D, 2, F]``."""
+    """``down(silu(gate) * up)`` with gate and up in one projection ``[D, 2, F]``; or with GELU."""
 
     width: int
     hidden: int
@@ -174,6 +215,8 @@ class SwiGLU(nn.Module):
     """Class of the projections."""
     chunk: int = 0
     """Most tokens of a device whose gates exist at once, for training on long rows; 0: all."""
+    gelu: bool = False
+    """Whether the gate is a GELU by its tanh formula. Then all tokens' gates exist at once."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -182,6 +225,9 @@ class SwiGLU(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., D]`` to split-K partials ``[S, ..., D]`` of the result."""
+        if self.gelu:
+            gate, up = jnp.moveaxis(self.gate_up(x), -2, 0)
+            return self.down.partials(nn.gelu(gate, approximate=True) * up)
         if self.chunk and x.shape[0] * x.shape[1] > self.chunk * row_shares(x.shape[0]):
             kernels = self.gate_up.weights()[0], self.down.weights()[0]
             return chunked_mlp(x, *kernels, chunk=self.chunk)[None]
@@ -223,7 +269,12 @@ def rotary_angles(positions: Array, head_width: int, rotary: Rotary | None) -> t
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
     frequencies = jnp.asarray(rotary_frequencies(head_width, rotary))
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if isinstance(rotary.scaling, YarnRopeScaling | LongRopeScaling):
+        factor = np.float32(rotary.scaling.attention_factor)
+        rotates = np.arange(head_width // 2) < (rotary.width or head_width) // 2
+        cos, sin = cos * np.where(rotates, factor, np.float32(1)), sin * factor
+    return cos, sin
 
 
 def rotary_frequencies(head_width: int, rotary: Rotary) -> np.ndarray:
@@ -255,3 +306,26 @@ def _scaled_frequencies(width: int, rotary: Rotary) -> np.ndarray:
             ramp = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
             scaled = (1 - ramp) * frequencies / factor + ramp * frequencies
             return scaled.astype(np.float32)
+        case YarnRopeScaling() as yarn:
+            stretched = np.float32(1) / (np.float32(yarn.factor) * powers.astype(np.float32))
+            kept = np.float32(1) - yarn_ramp(width, rotary.theta, yarn)
+            return stretched * (1 - kept) + frequencies * kept
+        case LongRopeScaling() as long:
+            factors = np.asarray(long.factors, np.float32)
+            return np.float32(1) / (factors * powers.astype(np.float32))
+
+
+def yarn_ramp(width: int, theta: float, yarn: YarnRopeScaling) -> np.ndarray:
+    """How much every pair is stretched, float32 ``[width / 2]`` from 0 (not at all) to 1."""
+    low, high = (
+        width
+        * math.log(yarn.original_max_positions / (turns * 2 * math.pi))
+        / (2 * math.log(theta))
+        for turns in (yarn.beta_fast, yarn.beta_slow)
+    )
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high += 0.001 if low == high else 0
+    ramp = (np.arange(width // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    return np.clip(ramp, 0, 1)

@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,8 +39,9 @@ READERS = max(4, min(8, (os.cpu_count() or 1) // 2))
 """Parameters assembled at the same time, by half of the processors: most of it is transposing, half
 a gigabyte a second each."""
 
-_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
-"""The exponent bits; a value is NaN or infinite where all of them are set."""
+_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float8_e4m3fn": 0x7F}
+"""The exponent bits; a value is NaN or infinite where all of them are set. The 8-bit float has no
+infinities, and its NaN has all bits but the sign."""
 
 
 def load_params(table: Table, tensors: Tensors, dtype: str, mesh: Mesh | None) -> Any:
@@ -66,7 +68,7 @@ def load_params(table: Table, tensors: Tensors, dtype: str, mesh: Mesh | None) -
 
 def assemble(leaf: Leaf, ranges: Ranges, tensors: Tensors, dtype: str) -> np.ndarray:
     """A block of a parameter, from the slices of its stored tensors that fall into it."""
-    block = np.empty([stop - start for start, stop in ranges], jnp.dtype(dtype))
+    block = np.empty([stop - start for start, stop in ranges], jnp.dtype(leaf.dtype or dtype))
     first, last = ranges[leaf.stack]
     for part in leaf.parts:
         start, stop = max(first, part.start), min(last, part.start + part.depth)
@@ -100,6 +102,12 @@ def _pieces(part: Part, ranges: Ranges, axis: int, itemsize: int) -> Iterator[Ra
 
 def _read(part: Part, ranges: Ranges, tensor: Tensor) -> np.ndarray:
     """A block in the parameter's axis order."""
+    if part.shuffle is not None:
+        start, stop = ranges[part.heads]
+        whole = (0, len(part.shuffle))
+        ranges = (*ranges[: part.heads], whole, *ranges[part.heads + 1 :])
+        unshuffled = _read(replace(part, shuffle=None), ranges, tensor)
+        return unshuffled.take(part.shuffle[start:stop], axis=part.heads)
     by_factor = dict(zip(part.order, ranges, strict=True))
     index, view, inner, factor = [], [], [], 0
     for group in part.groups:
@@ -107,7 +115,8 @@ def _read(part: Part, ranges: Ranges, tensor: Tensor) -> np.ndarray:
         # ones are cut after reading.
         unit = math.prod(group[1:])
         start, stop = by_factor[factor]
-        index.append(slice(start * unit, stop * unit))
+        offset = 0 if index else part.first
+        index.append(slice(offset + start * unit, offset + stop * unit))
         view += [stop - start, *group[1:]]
         inner += [slice(None), *(slice(*by_factor[factor + i]) for i in range(1, len(group)))]
         factor += len(group)
@@ -134,7 +143,9 @@ def _cast(values: np.ndarray, dtype: np.dtype, name: str, tensor: Tensor) -> np.
 
 def is_finite(values: np.ndarray) -> bool:
     """Whether no value is NaN or infinite; three times faster on the bits than on the numbers."""
-    mask = _EXPONENT[values.dtype.name]
+    mask = _EXPONENT.get(values.dtype.name)
+    if mask is None:  # Integers.
+        return True
     bits = values.view(f"u{values.dtype.itemsize}")
     return bool(np.bitwise_and(bits, mask).max(initial=0) != mask)
 
@@ -144,7 +155,9 @@ def _shardings(table: Table, dtype: str, mesh: Mesh | None) -> dict[str, Shardin
     if mesh is None:
         device = SingleDeviceSharding(jax.devices()[0])
         return {leaf.path: device for leaf in table.leaves}
-    shapes = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf in table.leaves}
+    shapes = {
+        leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype or dtype) for leaf in table.leaves
+    }
     tree = param_shardings(mesh, unflatten_dict(shapes, sep="/"))
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {path_name(path): sharding for path, sharding in paths}
@@ -196,12 +209,19 @@ def _stored(leaf: Leaf, array: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
             f"parameter {leaf.path} holds NaN or infinite values and is not saved; save an earlier "
             "step, from before the training diverged"
         )
+    blocks: dict[str, list[np.ndarray]] = {}
     for part in leaf.parts:
-        yield part.source, _unstack(leaf, part, values)
+        blocks.setdefault(part.source, []).append(_unstack(leaf, part, values))
+    for source, found in blocks.items():
+        yield source, found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _unstack(leaf: Leaf, part: Part, values: np.ndarray) -> np.ndarray:
     """The inverse of reading: one block of a parameter in its stored layout."""
     at = (slice(None),) * leaf.stack + (slice(part.start, part.start + part.depth),)
-    block = values[at].transpose(np.argsort(part.order))
-    return np.ascontiguousarray(block.reshape(part.shape))
+    block = values[at]
+    if part.shuffle is not None:
+        block = block.take(np.argsort(part.shuffle), axis=part.heads)
+    block = block.transpose(np.argsort(part.order))
+    shape = (math.prod(part.groups[0]), *part.shape[1:])
+    return np.ascontiguousarray(block.reshape(shape))
