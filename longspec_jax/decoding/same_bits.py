@@ -82,6 +82,11 @@ def _require_kernels(target: TargetModel) -> None:
             "same_bits needs one device, a cache on it, and the automatic attention; leave out "
             "mesh, offload and attention"
         )
+    if config.is_sparse:
+        raise NotImplementedError(
+            "same_bits has no kernel for experts, whose matmuls depend on the number of rows; "
+            "leave it out, or load the target in float32"
+        )
     path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
     ordered_tiles.refuse_uneven(config.mlp_width)
     ordered_tiles.refuse_uneven_head(config.model_width, config.vocab_size)
