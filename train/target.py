@@ -101,6 +101,14 @@ class TargetObjective:
     config: TargetConfig
     loss_chunk: int
 
+    def __post_init__(self) -> None:
+        if self.config.is_sparse:
+            raise NotImplementedError(
+                "a target of experts is not trained from scratch: nothing balances the load of its "
+                "experts; choose a shape with dense layers, or train a draft for a target of "
+                "experts that is loaded"
+            )
+
     def initialize(self, key: Array) -> Any:
         """Fresh parameters."""
         target = Target(replace(self.config, dtype="float32"))
@@ -143,8 +151,10 @@ _jitted_sums = jax.jit(TargetObjective.sums, static_argnums=0)
 
 def target_flops(config: TargetConfig, length: int) -> float:
     """All layers, forward."""
-    layer = projection_flops(config) + mlp_flops(config)
-    return config.num_layers * (layer + attention_flops(config, (length + 1) / 2))
+    layer = projection_flops(config) + attention_flops(config, (length + 1) / 2)
+    return config.num_layers * layer + sum(
+        _layer_mlp_flops(config, index) for index in range(config.num_layers)
+    )
 
 
 def flops_after_read_keys(config: TargetConfig, length: int) -> float:
@@ -168,6 +178,15 @@ def projection_flops(config: Any) -> float:
 def mlp_flops(config: Any) -> float:
     """The gated MLP of a layer of target or draft."""
     return 3 * matmul_flops(config.model_width, config.mlp_width)
+
+
+def _layer_mlp_flops(config: TargetConfig, index: int) -> float:
+    """The MLP of a layer: of experts, the chosen ones and the router."""
+    experts = config.layer(index).experts
+    if experts is None:
+        return mlp_flops(config)
+    router = matmul_flops(config.model_width, experts.count)
+    return router + 3 * experts.chosen * matmul_flops(config.model_width, experts.width)
 
 
 def attention_flops(config: Any, keys: float) -> float:

@@ -165,6 +165,20 @@ def _form(rows: int, chosen: int, experts: int) -> Callable[..., Array]:
     return _all if rows <= ALL_ROWS else _grouped
 
 
+def computed_rows(rows: int, chosen: int, experts: int) -> int:
+    """Rows of all experts that exist at once, of which some may be padding."""
+    form = _form(rows, chosen, experts)
+    if form is _chosen:
+        return rows * chosen
+    return experts * (rows if form is _all else _block_rows(rows, chosen, experts))
+
+
+def _block_rows(rows: int, chosen: int, experts: int) -> int:
+    """Rows that an expert computes in a pass of the grouped form."""
+    share = -(-SLACK * rows * chosen // experts)
+    return min(rows, max(ALL_ROWS, share + -share % 8))
+
+
 def _chosen(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
     """``[rows, k, D]``: each pair with its own copy of the weights."""
     flat = experts.reshape(-1)
@@ -187,8 +201,7 @@ def _all(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) 
 def _grouped(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
     """``[rows, k, D]``: blocks of the rows of every expert, in passes."""
     count, pairs = weights.down.shape[0], experts.size
-    share = -(-SLACK * pairs // count)
-    size = min(len(x), max(ALL_ROWS, share + -share % 8))
+    size = _block_rows(len(x), experts.shape[1], count)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     loads = jnp.bincount(flat, length=count + 1)[:count]  # Absent experts come last.
