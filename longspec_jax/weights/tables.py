@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config import ExpertsConfig, TargetConfig
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.checkpoint import Tensors
 
@@ -125,8 +125,25 @@ def target_table(config: TargetConfig) -> Table:
     leaves = [bind(rule, sizes) for rule in MODEL + HEAD * (not config.tied_embeddings)]
     for index in range(config.num_layers):
         ours, theirs = f"layers_{index}/", f"model.layers.{index}."
-        leaves += [bind(rule, sizes, ours, theirs) for rule in layer]
+        experts = config.layer(index).experts
+        dense = [rule for rule in layer if experts is None or rule not in MLP]
+        leaves += [bind(rule, sizes, ours, theirs) for rule in dense]
+        if experts is not None:
+            own = sizes | {"E": experts.count, "F": experts.width}
+            leaves += [bind(rule, own, ours, theirs) for rule in expert_rules(experts)]
     return Table(tuple(leaves), ROTARY | TOKENSWIFT | (TIED_HEAD if config.tied_embeddings else {}))
+
+
+def expert_rules(experts: ExpertsConfig) -> tuple[Rule, ...]:
+    """The rules of a mixture of experts, every matrix of which is a tensor of its own."""
+    names = [f"mlp.experts.{expert}" for expert in range(experts.count)]
+    gate_up = [f"{name}.{part}_proj.weight" for name in names for part in ("gate", "up")]
+    down = [f"{name}.down_proj.weight" for name in names]
+    return (
+        Rule("mlp/router/kernel", "D E", (("mlp.gate.weight", "E D"),)),
+        Rule("mlp/expert_gate_up", "* F D", tuple((name, "F D") for name in gate_up)),
+        Rule("mlp/expert_down", "* D F", tuple((name, "D F") for name in down)),
+    )
 
 
 def layer_sizes(config: Any) -> Sizes:

@@ -134,7 +134,7 @@ def expert_mlp_reference(
     return dot("btke,bted->btd", chosen, out).astype(x.dtype)
 
 
-@partitioned("b t d, b t k, b t k, e, e u f d, e d f, e u f, e d -> e b t d")
+@partitioned("b t d, b t c, b t c, e, e u w d, e d w, e u w, e d -> e b t d")
 def _held_experts(
     x: Array,
     experts: Array,
