@@ -4,14 +4,12 @@ The draft predicts the next token. It reads one layer of the target at anchor-of
 a few tokens behind (:mod:`.passes`), and learns the text, or the target's own distribution.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
@@ -21,11 +19,12 @@ from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.partitioned import with_sharding
 
-from ...config import DraftSettings, StageConfig
+from ...config import StageConfig
 from ...losses import cross_entropy_sum, distillation_sums, next_token_labels
 from ...step import Batch
 from ...target import (
     FORWARD_AND_BACKWARD,
+    anchored_positions,
     attention_flops,
     flops_after_read_keys,
     head_flops,
@@ -36,8 +35,9 @@ from ...target import (
     run_target,
     target_flops,
 )
+from ..base import Begun, Given
 from .acceptance import Pair, simulated_acceptance
-from .passes import Draws, anchored_positions, noisy_shifts, run_draft
+from .passes import Draws, noisy_shifts, run_draft
 from .settings import LongSpecSettings
 
 
@@ -140,22 +140,6 @@ class LongSpecTrainer:
     draft: DraftConfig
     settings: LongSpecSettings
 
-    @classmethod
-    def begin(
-        cls, settings: DraftSettings, target: TargetConfig, *, dtype: str, mesh: Mesh
-    ) -> tuple["LongSpecTrainer", Mapping[str, Any] | None]:
-        """The trainer, and the parameters to start from; None for fresh ones.
-
-        Raises:
-          ValueError, OSError: if the draft to start from cannot be loaded, or fits another target.
-        """
-        assert isinstance(settings, LongSpecSettings)
-        draft, params = DraftConfig.for_target(target), None
-        if settings.init:
-            draft, params = load_draft(settings.init, target, dtype="float32", mesh=mesh)
-        draft = replace(draft, dtype=dtype, window=settings.window)
-        return cls(target, draft, settings), params
-
     @property
     def dtype(self) -> str:
         """What the draft is saved in."""
@@ -174,3 +158,12 @@ class LongSpecTrainer:
     def save(self, folder: Path, params: Any) -> None:
         """Write the draft in the released format."""
         save_draft(folder, self.draft, params, target=self.target)
+
+
+def begin(settings: LongSpecSettings, given: Given) -> Begun:
+    """A fresh draft, or the one that the settings name, which must fit the target."""
+    draft, params = DraftConfig.for_target(given.target), None
+    if settings.init:
+        draft, params = load_draft(settings.init, given.target, dtype="float32", mesh=given.mesh)
+    draft = replace(draft, dtype=given.dtype, window=settings.window)
+    return Begun(LongSpecTrainer(given.target, draft, settings), given.params, params)
