@@ -511,8 +511,18 @@ TARGETS: dict[str, KnownTarget] = {
             tied_embeddings=True, **_shape("Qwen3", 151936, (2560, 9728), 36, (32, 8)), **_QWEN3
         ),
     ),
+    "qwen3-30b-a3b": KnownTarget(
+        "Qwen/Qwen3-30B-A3B",
+        TargetConfig(
+            kinds=(LayerConfig(Rotary(1e6), experts=ExpertsConfig(128, 8, 768)),),
+            pattern=(0,) * 48,
+            **_shape("Qwen3Moe", 151936, (2048, 6144), 48, (32, 4)),
+            **_QWEN3,
+        ),
+    ),
 }
-"""The paper's and the release's targets, and two of Qwen3, by the names that the commands take."""
+"""The paper's and the release's targets, and three of Qwen3, by the names that the commands
+take."""
 PRESETS: dict[str, TargetConfig] = {
     known.repository.split("/")[1].lower(): known.config for known in TARGETS.values()
 }
