@@ -23,6 +23,7 @@ from longspec_jax.config import (
     TargetConfig,
 )
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.sparse import raw_experts, read_experts
 
 C = TypeVar("C")
 
@@ -42,6 +43,8 @@ class Family:
     """The key that turns ``sliding_window`` on; ``None`` where the family has no windows."""
     default_window: int | None = None
     """``sliding_window`` where the key is absent; null means none."""
+    sparse: bool = False
+    """Whether layers may have experts."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -50,6 +53,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, window_switch="use_sliding_window"),
     "Qwen3ForCausalLM": Family(
         "qwen3", qk_norm=True, head_width=128, window_switch="use_sliding_window"
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe", qk_norm=True, window_switch="use_sliding_window", sparse=True
     ),
 }
 """The supported architectures."""
@@ -87,6 +93,8 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
         field: raw.whole(key, most=limits.get(key, LARGEST_WHOLE)) for field, key in _WIDTHS.items()
     }
     width, heads = sizes["model_width"], sizes["num_heads"]
+    rotation = {"rope_theta": rope_theta(raw), "rope_scaling": scaling, "rotary_width": None}
+    known = {"num_layers": sizes["num_layers"], **rotation}
     return build(
         raw,
         TargetConfig,
@@ -95,8 +103,8 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
         num_kv_heads=raw.whole("num_key_value_heads", heads),
         head_width=head_width(raw, width, heads, family.head_width),
         max_positions=max_positions,
-        rope_theta=rope_theta(raw),
-        rope_scaling=scaling,
+        **rotation,
+        **(read_experts(raw, known) if family.sparse else {}),
         norm_eps=norm_eps(raw, 1e-6),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -130,6 +138,7 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[s
         "eos_token_id": end or None,
         **raw_rope(config.rope_theta, config.rope_scaling),
         **_raw_positions(config),
+        **(raw_experts(config) if family.sparse else {}),
     }
     if family.model_type == "mistral":  # Absent, transformers would assume a window of 4096.
         raw["sliding_window"] = None
