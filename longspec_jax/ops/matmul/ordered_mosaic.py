@@ -145,7 +145,7 @@ class _Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unit:
+class Unit:
     """One unit of work, by its row tile, strip and split."""
 
     row: jax.Array
@@ -156,10 +156,14 @@ class _Unit:
     steps: jax.Array
 
 
+_Visit = Callable[[Unit, jax.Array], None]
+"""Of a unit, and of the number of blocks before it."""
+
+
 def _kernel(*refs: Any, work: Work, has_bias: bool, **memory: Any) -> None:
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
     x, weights, *bias, out = refs
-    program = _Program(
+    program = _Matmul(
         work=work,
         x=x,
         weights=weights,
@@ -169,36 +173,42 @@ def _kernel(*refs: Any, work: Work, has_bias: bool, **memory: Any) -> None:
         warpgroup=jax.lax.axis_index("warpgroup"),
     )
 
-    @pl.when(program.warpgroup < work.warpgroups)
-    def _() -> None:
-        plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
-        program.each_unit(program.multiply)
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(program.warpgroup == work.warpgroups)
-    def _() -> None:
-        plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
-        total = program.each_unit(program.fetch)
-
-        # Every phase of a barrier is seen before the barrier ends with the program.
-        @pl.loop(jnp.maximum(total - work.stages, 0), total)
-        def _(place: jax.Array) -> None:
-            plgpu.barrier_wait(program.memory.free.at[program.stage(place)])
+    program.run(program.multiply, program.fetch, program.memory.free)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
-    """One warpgroup of one program."""
+class Program:
+    """One warpgroup of one program: the units that it takes in turns."""
 
     work: Work
-    x: Any
-    weights: Any
-    bias: Any
-    out: Any
-    memory: _Memory
     warpgroup: jax.Array
 
-    def each_unit(self, visit: Callable[[_Unit, jax.Array], None]) -> jax.Array:
+    def run(self, multiply: _Visit, fetch: _Visit, free: Any) -> None:
+        """Fetch in the last warpgroup and multiply in the others, unit after unit.
+
+        Args:
+          multiply: multiplies the blocks of a unit and writes its result.
+          fetch: brings the blocks of a unit.
+          free: the barriers which say that all have read a place of the ring.
+        """
+
+        @pl.when(self.warpgroup < self.work.warpgroups)
+        def _() -> None:
+            plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
+            self.each_unit(multiply)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(self.warpgroup == self.work.warpgroups)
+        def _() -> None:
+            plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
+            total = self.each_unit(fetch)
+
+            # Every phase of a barrier is seen before the barrier ends with the program.
+            @pl.loop(jnp.maximum(total - self.work.stages, 0), total)
+            def _(place: jax.Array) -> None:
+                plgpu.barrier_wait(free.at[self.stage(place)])
+
+    def each_unit(self, visit: _Visit) -> jax.Array:
         """Call ``visit(unit, past)`` for the program's units; ``past`` blocks came before a unit's.
 
         Returns the number of blocks of all units.
@@ -220,7 +230,7 @@ class _Program:
         """The place in the ring of a block, by the number of blocks before it."""
         return jax.lax.rem(place, jnp.int32(self.work.stages))
 
-    def unit(self, index: jax.Array) -> _Unit:
+    def unit(self, index: jax.Array) -> Unit:
         """The unit of this index."""
         work, splits = self.work, self.work.tile.splits
         row = jax.lax.rem(index, jnp.int32(work.row_tiles))
@@ -228,13 +238,24 @@ class _Program:
         strip = jax.lax.rem(index, jnp.int32(work.strips))
         split = jax.lax.div(index, jnp.int32(work.strips))
         first, last = (jax.lax.div((split + end) * work.steps, jnp.int32(splits)) for end in (0, 1))
-        return _Unit(row, strip, split, first, last - first)
+        return Unit(row, strip, split, first, last - first)
 
-    def columns(self, unit: _Unit) -> Any:
+    def columns(self, unit: Unit) -> Any:
         """The columns of a unit's strip."""
         return pl.ds(unit.strip * self.work.tile.columns, self.work.tile.columns)
 
-    def fetch(self, unit: _Unit, past: jax.Array) -> None:
+
+@dataclasses.dataclass(frozen=True)
+class _Matmul(Program):
+    """One warpgroup of one program of the matmul."""
+
+    x: Any
+    weights: Any
+    bias: Any
+    out: Any
+    memory: _Memory
+
+    def fetch(self, unit: Unit, past: jax.Array) -> None:
         """Bring the unit's rows and weights, as soon as there is room in the ring."""
         work, memory, tile = self.work, self.memory, self.work.tile
         # Of a single row tile, the rows that exist.
@@ -257,14 +278,14 @@ class _Program:
             to = memory.x_smem.at[stage, pl.ds(0, height)]
             plgpu.copy_gmem_to_smem(self.x.at[rows, depth], to, ready)
 
-    def multiply(self, unit: _Unit, past: jax.Array) -> None:
+    def multiply(self, unit: Unit, past: jax.Array) -> None:
         """Multiply this warpgroup's 64 rows and write the result."""
         shape = (WARPGROUP_ROWS, self.work.tile.columns)
         accumulators = [_ACC(shape, jnp.float32)] * self.work.parts
         parts = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
         self.write(unit, self.finished(unit, *parts))
 
-    def accumulate(self, unit: _Unit, past: jax.Array, *accumulators: Any) -> list[Array]:
+    def accumulate(self, unit: Unit, past: jax.Array, *accumulators: Any) -> list[Array]:
         """The products of the unit's rows and weights."""
         work, memory = self.work, self.memory
         rows = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -287,7 +308,7 @@ class _Program:
         # the results to 16 bits before they are there (strips of 32 columns on an H200).
         return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
 
-    def finished(self, unit: _Unit, out: Array, *up: Array) -> Array:
+    def finished(self, unit: Unit, out: Array, *up: Array) -> Array:
         """The result with its gate, or its bias."""
         if up:
             # Rounded as the two matmuls are where they are matmuls of their own.
@@ -304,7 +325,7 @@ class _Program:
             out += jax.lax.broadcast_in_dim(row.astype(jnp.float32), out.shape, [1])
         return out
 
-    def write(self, unit: _Unit, out: Array) -> None:
+    def write(self, unit: Unit, out: Array) -> None:
         """Write the result of this warpgroup's rows."""
         source = self.memory.out_smem.at[self.warpgroup]
         if self.work.turns > 1:  # The last result may be on its way from the same place.
