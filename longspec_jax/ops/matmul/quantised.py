@@ -5,8 +5,7 @@ One type holds every format (:class:`QuantisedMatrix`). What it stands for is th
 activations; activations are not quantised. A text is the same with and without speculation because
 both multiply with that matrix.
 
-In plain JAX a matmul dequantises its weights first. A barrier keeps that inside the loop over
-rounds: outside it, all layers would exist in 16 bits at once.
+In plain JAX a matmul dequantises its weights first, one layer's at a time.
 """
 
 import dataclasses
@@ -20,6 +19,7 @@ from jaxtyping import Float, Int, Int8
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.matmul.few_rows import gate, matmul_precision
+from longspec_jax.ops.partitioned import one_device
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the 4-bit floats of MXFP4, by their lower three bits; the fourth is the sign."""
@@ -131,7 +131,7 @@ def quantised_gated_matmul(
 
 def quantised_matmul_xla(x: Array, weights: QuantisedMatrix, bias: Array | None = None) -> Array:
     """The matmul in plain JAX; differentiable in ``x``."""
-    x, weights = jax.lax.optimization_barrier((x, weights))
+    x, weights = _in_turn(x, weights)
     if weights.order is not None:
         x = jnp.take(x, weights.order, axis=-1)
     matrix = weights.dequantised(x.dtype)
@@ -148,6 +148,22 @@ def quantised_matmul_partials_xla(x: Array, weights: QuantisedMatrix) -> Array:
 def quantised_gated_matmul_xla(x: Array, weights: QuantisedMatrix) -> Array:
     """The gated matmul in plain JAX."""
     return gate(quantised_matmul_xla(x, weights))
+
+
+def _in_turn(x: Array, weights: QuantisedMatrix) -> tuple[Array, QuantisedMatrix]:
+    """The operands, so that the weights are dequantised when the rows are there and not before.
+
+    Else a compiler may do it for all layers at once, or before the loop over rounds: a whole model
+    in 16 bits. XLA for CPUs drops barriers first and orders operations then, so the codes depend
+    on a row's number being NaN and infinite, which none is. On a mesh reading that one number would
+    cost a transfer.
+    """
+    if not one_device():
+        return jax.lax.optimization_barrier((x, weights))
+    first = x[(0,) * x.ndim]
+    never = jax.lax.stop_gradient(jnp.isnan(first) & jnp.isinf(first))
+    codes = jnp.where(never, 0, weights.codes)
+    return x, dataclasses.replace(weights, codes=codes.astype(weights.codes.dtype))
 
 
 QUANTISED_MATMUL = Op("quantised_matmul", {"xla": quantised_matmul_xla})
