@@ -19,6 +19,7 @@ from jaxtyping import Int
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
 from longspec_jax.ops.attention.packing import PackedShape, packed_rows, unpack
 from longspec_jax.ops.hardware import triton_params
+from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 
 HEADS = 16
@@ -27,7 +28,7 @@ CACHES = 64
 """Caches of one launch: every cache is two pointers and a branch of the kernel."""
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@launcher("eps", "interpret")
 @partitioned("b t d, s b t d, d -> b t d")
 def residual_norm(
     x: Array, partials: Array | None, scale: Array, *, eps: float, interpret: bool = False
@@ -66,7 +67,7 @@ def residual_norm(
     return total.reshape(x.shape), out.reshape(x.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@launcher("eps", "interpret")
 @partitioned("b t k j h, b t c, b t c, h -> b t (k g) h, b t k h, b t k h")
 def split_heads(
     qkv: Array,
@@ -201,6 +202,7 @@ def append_rows(
     return tuple(written)
 
 
+@launcher("interpret")
 @partitioned("b k s h, b u k h, b p, b, b -> b k s h")
 def _append(
     caches: Sequence[CacheSlots],

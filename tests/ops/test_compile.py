@@ -1,6 +1,7 @@
 """Every shipped tile still lowers for CUDA, checked without a GPU."""
 
 import functools
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax.compilation import keep_programs
-from longspec_jax.ops import layer_pallas
+from longspec_jax.ops import launchers, layer_pallas
 from longspec_jax.ops.attention import fresh_pallas, kernels, path_kernels, tiles
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
@@ -103,6 +104,33 @@ def test_a_kernel_is_kept_under_one_text(tmp_path) -> None:
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+def test_a_kernel_is_lowered_once_for_all_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    x, scale, partials = operand((1, 3, 192)), operand((192,)), operand((2, 1, 3, 192))
+
+    def twice(x, partials, scale):
+        total, normed = layer_pallas.residual_norm(x, partials, scale, eps=1e-6)
+        return layer_pallas.residual_norm(total, normed[None].repeat(2, 0), scale, eps=1e-6)
+
+    def other(x, partials, scale):
+        return layer_pallas.residual_norm(x + 1, partials, scale, eps=1e-6)
+
+    def kernels_of(program) -> set[str]:
+        text = lowered(program, x, partials, scale)
+        return set(re.findall(r'custom_call @.* ir = "(.*?)"', text))
+
+    exports: list[None] = []
+    export = launchers.export.export
+    monkeypatch.setattr(launchers, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(
+        launchers.export, "export", lambda *a, **k: (exports.append(None), export(*a, **k))[1]
+    )
+    found = [kernels_of(program) for program in (twice, other)]
+    assert found[0] == found[1] and len(found[0]) == 1 and len(exports) == 1
+    monkeypatch.setattr(launchers, "compute_capability", lambda: None)
+    assert len(kernels_of(other)) == 1 and len(exports) == 1
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (28, 4)])

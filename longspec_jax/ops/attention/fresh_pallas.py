@@ -43,10 +43,11 @@ from longspec_jax.ops.attention.splits import (
 )
 from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
 from longspec_jax.ops.hardware import require_ampere, triton_params
+from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "dtype", "tile", "interpret"))
+@launcher("scale", "dtype", "tile", "interpret")
 @partitioned(TREE_AXES)
 def tree_attention(
     q: Queries,

@@ -9,9 +9,7 @@ Jitted, so that the equal layers of a model are traced and lowered once.
 """
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float
@@ -30,10 +28,11 @@ from longspec_jax.ops.attention.operands import (
 from longspec_jax.ops.attention.packing import Problem, refuse_unsupported
 from longspec_jax.ops.attention.splits import merge_splits
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
+from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "dtype", "tile", "hopper", "interpret"))
+@launcher("scale", "dtype", "tile", "hopper", "interpret")
 @partitioned(PREFIX_AXES)
 def prefix_attention(
     q: Queries,
@@ -64,9 +63,7 @@ def prefix_attention(
     return merge_splits(_partials(q, prefix, tile, problem), prefix, problem, dtype)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("scale", "prefix_tile", "tree_tile", "hopper", "interpret")
-)
+@launcher("scale", "prefix_tile", "tree_tile", "hopper", "interpret")
 @partitioned(SPECULATIVE_AXES)
 def speculative_attention(
     q: Queries,
@@ -98,9 +95,7 @@ def speculative_attention(
     return out.reshape(q.shape)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("scale", "prefix_tile", "chunk_tile", "hopper", "interpret")
-)
+@launcher("scale", "prefix_tile", "chunk_tile", "hopper", "interpret")
 @partitioned(CHUNK_AXES)
 def chunk_attention(
     q: Queries,

@@ -18,8 +18,6 @@ order, wherever they come from:
 The recent tokens' kernel begins with them and merges the splits in ascending order.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
@@ -38,10 +36,11 @@ from longspec_jax.ops.attention.path import (
 )
 from longspec_jax.ops.attention.prefix_items import Bounds, Work
 from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS
+from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 
 
-@functools.partial(jax.jit, static_argnames=("scale",))
+@launcher("scale")
 @partitioned(PATH_AXES)
 def path_attention(
     q: Queries,

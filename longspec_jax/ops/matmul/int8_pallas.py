@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import MULTIPROCESSORS, triton_params
+from longspec_jax.ops.launchers import launcher
 
 MATRIX_ROWS = 16
 """Rows that are multiplied together: the height of Ampere's matrix instruction."""
@@ -70,7 +71,7 @@ def int8_tile(
     return Int8Tile(64, 256, 1, 4, 3)
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "gated", "dtype", "interpret"))
+@launcher("tile", "gated", "dtype", "interpret")
 def int8_matmul(
     x: Array,
     weights: Array,

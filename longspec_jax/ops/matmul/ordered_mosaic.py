@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
+from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.ordered_tiles import (
     MatmulTile,
     Work,
@@ -36,7 +37,7 @@ _MULTIPLYING_REGISTERS, _FETCHING_REGISTERS = 232, 40
 """Registers of a thread, by what its warpgroup does."""
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "interpret"))
+@launcher("tile", "interpret")
 def matmul(
     x: Array, weights: Array, bias: Array | None = None, *, tile: MatmulTile, interpret: Any = None
 ) -> Array:
@@ -67,7 +68,7 @@ def matmul(
     return out if tile.splits > 1 else out[0]
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "interpret"))
+@launcher("tile", "interpret")
 def head_matmul(x: Array, table: Array, *, tile: MatmulTile, interpret: Any = None) -> Array:
     """``x[rows, K] @ table[V, K].T`` in float32, for an LM head.
 

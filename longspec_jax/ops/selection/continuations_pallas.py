@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import triton_params
+from longspec_jax.ops.launchers import launcher
 
 Entries: TypeAlias = tuple[Array, Array]
 """Values and places of some entries of a table."""
@@ -38,7 +39,7 @@ NOWHERE = 2**31 - 1
 """The place of an entry that does not exist."""
 
 
-@functools.partial(jax.jit, static_argnames=("count", "block", "interpret"))
+@launcher("count", "block", "interpret")
 def best_continuations(
     scores: Float[Array, "B w V"],
     totals: Float[Array, "B w"],
