@@ -234,11 +234,13 @@ class _Quantised(Program):
                 for part, accumulator in enumerate(accumulators):
                     operand = self.operand(here, part, index, zeros[part])
                     plgpu.wgmma(accumulator, operand, tokens.transpose((1, 0)))
-                    # One matmul goes on while the next operand is widened. It is over before
-                    # the operand after that, which may take the same registers.
+                    # One matmul goes on while the next operand is widened. It is over before the
+                    # operand after that, which may take the same registers.
                     plgpu.wgmma_wait(1)
                     if not index and not part:
-                        pl.when(step > 0)(lambda: plgpu.barrier_arrive(self.free.at[before]))
+                        # With a branch here, matmuls would wait for each other: the assembler
+                        # cannot follow their registers across it (its warning C7513).
+                        plgpu.barrier_arrive(self.free.at[before], predicate=step > 0)
 
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free.at[self.stage(past + unit.steps - 1)])
