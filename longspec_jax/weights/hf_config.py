@@ -23,6 +23,7 @@ from longspec_jax.config import (
     TargetConfig,
 )
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.quantised.formats import quantisation
 
 C = TypeVar("C")
 
@@ -78,6 +79,7 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     family = FAMILIES[architecture]
     raw.require((*_WIDTHS.values(), "max_position_embeddings"), architecture)
     check_refused(raw, REFUSED_TARGET)
+    quantisation(raw)  # Refuses formats that are not read.
     _check_model_type(raw, architecture)
     scaling = rope_scaling(raw)
     max_positions = _max_positions(raw, scaling)
@@ -244,7 +246,7 @@ REFUSED = {
         "load the unquantised checkpoint",
     ),
 }
-REFUSED_TARGET = REFUSED | {
+REFUSED_TARGET = {key: REFUSED[key] for key in ("hidden_act", "partial_rotary_factor")} | {
     "attention_bias": (False, "no bias is added to the attention output", REMEDY),
     "mlp_bias": (False, "no biases are added in the MLP", REMEDY),
     "auto_map": (
