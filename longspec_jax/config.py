@@ -66,8 +66,40 @@ RopeScaling = LinearRopeScaling | Llama3RopeScaling | None
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """How the heads of a layer are rotated by position."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling = None
+    width: int | None = None
+    """Dimensions of a head that are rotated; all of them if absent."""
+
+    def __post_init__(self) -> None:
+        finite_number("rope_theta", self.theta, 1)
+        if self.width is not None:
+            whole_number("rotary_width", self.width, 2)
+            if self.width % 2:
+                raise ValueError(f"rotary_width={self.width} must be even: pairs are rotated")
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What one kind of layer does of its own; the rest is the same in all layers of a target."""
+
+    rotary: Rotary | None = None
+    """The rotation of queries and keys; None for a layer without positions."""
+    window: int | None = None
+    """Tokens that a token sees, itself included: ``p_q - p_k < window``. All before it if
+    absent."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            whole_number("window", self.window)
+
+
+@dataclass(frozen=True)
 class TargetConfig:
-    """Shape and conventions of a target of the Llama, Qwen2, Qwen3 or Mistral family."""
+    """Shape and conventions of a target: a list of layers, described by data."""
 
     architecture: str
     """Hugging Face class name, such as ``LlamaForCausalLM``: what an export declares itself to
@@ -82,7 +114,15 @@ class TargetConfig:
     max_positions: int
     """Positions the model was made for; prompts and generation stay below."""
     rope_theta: float = 10000.0
+    """With the next two the rotation of :attr:`read_layer`, which a draft follows, and of all
+    layers where ``kinds`` are absent."""
     rope_scaling: RopeScaling = None
+    rotary_width: int | None = None
+    """Dimensions of a head that are rotated; all of them if absent."""
+    kinds: tuple[LayerConfig, ...] = ()
+    """The kinds of layers; if absent, all have full attention and the rotation above."""
+    pattern: tuple[int, ...] = ()
+    """The kind of each layer, as an index of ``kinds``; empty without them."""
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
@@ -98,6 +138,49 @@ class TargetConfig:
         whole_number("max_positions", self.max_positions)
         whole_number("num_layers", self.num_layers, most=MAX_LAYERS)
         check_layer(self)
+        for rotary in (self.rotary, *(kind.rotary for kind in self.kinds)):
+            if rotary is not None and (rotary.width or 0) > self.head_width:
+                raise ValueError(
+                    f"rotary_width={rotary.width} must be at most head_width={self.head_width}"
+                )
+        if self.kinds or self.pattern:
+            self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        """Raise unless every layer has a kind, and the read layer's rotation is the target's."""
+        if len(self.pattern) != self.num_layers or {*self.pattern} != {*range(len(self.kinds))}:
+            raise ValueError(
+                f"pattern={shown(self.pattern)} must name one of the {len(self.kinds)} kinds for "
+                f"each of the {self.num_layers} layers, and every kind must be used"
+            )
+        rotary = self.layer(self.read_layer).rotary
+        if rotary not in (None, self.rotary):
+            raise ValueError(
+                f"layer {self.read_layer}, which drafts read, has {rotary}; rope_theta, "
+                "rope_scaling and rotary_width must be those of this layer"
+            )
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotation of the layer that drafts read."""
+        return Rotary(self.rope_theta, self.rope_scaling, self.rotary_width)
+
+    def layer(self, index: int) -> LayerConfig:
+        """The description of a layer."""
+        return self.kinds[self.pattern[index]] if self.kinds else LayerConfig(self.rotary)
+
+    @property
+    def read_layer(self) -> int:
+        """The layer whose keys and values drafts read.
+
+        The last one that sees the whole context, and of these one with positions if there is any:
+        a draft that reads keys without positions cannot tell near tokens from far ones. The last
+        layer if all have windows.
+        """
+        layers = [self.layer(index) for index in range(self.num_layers)]
+        full = [index for index, layer in enumerate(layers) if layer.window is None]
+        rotated = [index for index in full if layers[index].rotary is not None]
+        return (rotated or full or [self.num_layers - 1])[-1]
 
     @property
     def num_groups(self) -> int:

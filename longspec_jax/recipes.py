@@ -46,6 +46,19 @@ COT_DATA = "sail/longspec-data/long_cot_data.jsonl"
 
 STAGES = ("short", "long", "sft")
 
+DRAFTS: dict[str, dict[str, Any]] = {
+    "longspec": dict(
+        kind="longspec",
+        init="",
+        window=512,
+        anchor_offset=True,
+        max_sinks=4,
+        max_shift=4,
+        distillation=0.0,
+    ),
+}
+"""The section ``draft`` of every kind that can be trained, with its usual values."""
+
 
 def base_config() -> "ConfigDict":
     """All fields but the target's own, with the paper's optimiser and transforms."""
@@ -83,15 +96,7 @@ def base_config() -> "ConfigDict":
                 buckets=1,
                 stream=False,
             ),
-            draft=dict(
-                kind="longspec",
-                init="",
-                window=512,
-                anchor_offset=True,
-                max_sinks=4,
-                max_shift=4,
-                distillation=0.0,
-            ),
+            draft=DRAFTS["longspec"],
             optimizer=dict(
                 b1=0.9,
                 b2=0.95,

@@ -11,8 +11,11 @@ from longspec_jax.config import (
     DEFAULT_TREE,
     MAX_TREE_LEVELS,
     PLAIN,
+    TINY,
+    LayerConfig,
     LinearRopeScaling,
     Llama3RopeScaling,
+    Rotary,
     TreeConfig,
 )
 from longspec_jax.drafters.longspec.config import DraftConfig
@@ -234,3 +237,36 @@ def test_factors_of_rope_scalings(value) -> None:
 def test_llama3_scalings_that_are_none(low, high, original, message) -> None:
     with pytest.raises(ValueError, match=message):
         Llama3RopeScaling(8.0, low, high, original)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pattern", "read"),
+    [
+        ((), (), 3),
+        ((LayerConfig(Rotary()), LayerConfig(Rotary(5.0), 7)), (1, 0, 1, 1), 1),
+        ((LayerConfig(Rotary()), LayerConfig()), (0, 1, 0, 1), 2),
+        ((LayerConfig(),), (0, 0, 0, 0), 3),
+        ((LayerConfig(Rotary(), 7),), (0, 0, 0, 0), 3),
+    ],
+    ids=["alike", "windows above it", "no positions above it", "no positions", "windows alone"],
+)
+def test_drafts_read_the_last_layer_over_the_whole_context(kinds, pattern, read):
+    config = dataclasses.replace(TINY, num_layers=4, kinds=kinds, pattern=pattern)
+    assert config.read_layer == read
+    assert hash(config) == hash(dataclasses.replace(config))
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        (dict(kinds=(LayerConfig(),), pattern=(0,)), "each of the 2 layers"),
+        (dict(kinds=(LayerConfig(),) * 2, pattern=(0, 0)), "every kind must be used"),
+        (dict(pattern=(0, 0)), "one of the 0 kinds"),
+        (dict(kinds=(LayerConfig(Rotary(5.0)),), pattern=(0, 0)), "must be those of this layer"),
+        (dict(rotary_width=18), "at most head_width=16"),
+        (dict(rotary_width=7), "must be even"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(fields, match):
+    with pytest.raises(ValueError, match=match):
+        dataclasses.replace(TINY, **fields)

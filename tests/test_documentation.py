@@ -24,7 +24,7 @@ from infer.serve import arguments as serve_arguments
 from train import arguments as train_arguments
 from train import bench, plot, prepare, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
-from train.drafts.kinds import SETTINGS
+from train.drafts.kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -148,7 +148,7 @@ def has_field(kind: Any, path: list[str]) -> bool:
     if not path or not dataclasses.is_dataclass(kind):
         return not path
     if kind is DraftSettings:
-        return any(has_field(settings, path) for settings in SETTINGS.values())
+        return any(has_field(each.settings, path) for each in KINDS.values())
     fields = typing.get_type_hints(kind)
     first, *rest = path
     if first == "stages":

@@ -28,7 +28,7 @@ from longspec_jax import cli
 from longspec_jax.checks import Whole, shown
 
 from .config import DraftSettings, RunConfig
-from .drafts.kinds import SETTINGS
+from .drafts.kinds import KINDS
 
 BUNDLED = Path(__file__).parents[1] / "configs"
 TRAINING = """\
@@ -282,9 +282,9 @@ def _build(cls: Any, values: Mapping[str, Any], path: str) -> Any:
 
 def _draft_settings(kind: Any, path: str) -> type[DraftSettings]:
     """The settings of a kind of draft."""
-    if isinstance(kind, str) and kind in SETTINGS:
-        return SETTINGS[kind]
-    raise ValueError(f"{path}.kind={shown(kind)} must be one of {', '.join(SETTINGS)}")
+    if isinstance(kind, str) and kind in KINDS:
+        return KINDS[kind].settings
+    raise ValueError(f"{path}.kind={shown(kind)} must be one of {', '.join(KINDS)}")
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:

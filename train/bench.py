@@ -1,6 +1,7 @@
 """Measure how fast a draft is trained.
 
     python -m train.bench --shape=vicuna7b --mesh=fsdp=2
+    python -m train.bench --shape=llama3-8b --length=4096 --draft=eagle3
 
 Whole optimiser steps of the draft are timed on random weights and tokens of real shapes, without
 data loading and checkpoints. One device always runs. Every mesh is compared with it, at the same
@@ -28,12 +29,13 @@ from longspec_jax.checks import Whole
 from longspec_jax.config import TARGETS, TINY, TargetConfig
 from longspec_jax.models.target import Target
 from longspec_jax.provenance import provenance
-from longspec_jax.recipes import base_config, stage
+from longspec_jax.recipes import DRAFTS, base_config, stage
 from longspec_jax.sharding import make_mesh, param_shardings
 
 from .arguments import from_config
 from .config import RunConfig
-from .drafts.kinds import trainer_class
+from .drafts.base import Given
+from .drafts.kinds import KINDS
 from .losses import tokens_at_once
 from .step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
 from .target import mlp_tokens_at_once
@@ -85,6 +87,7 @@ def _parser() -> cli.Parser:
     add = parser.add_argument
     shapes = cli.several(cli.one_of([*SHAPES]), commas=True)
     add("--shape", **shapes, default=["vicuna7b"], help=f"target: one of {', '.join(SHAPES)}")
+    add("--draft", choices=[*KINDS], default="longspec", help="kind of draft that is trained")
     lengths = cli.several(cli.number(Whole(2)), commas=True)
     add("--length", **lengths, default=[1024], help="tokens of a row")
     mesh_help = f"{cli.MESH_GRAMMAR}; repeat to measure several; one device if absent"
@@ -112,13 +115,19 @@ def measure(
     rows = max(1, arguments.tokens // length)
     loss_chunk = tokens_at_once(config.vocab_size)
     mlp_chunk = mlp_tokens_at_once(rows * length)
-    run = _run_config(config, length)
-    trainer, _ = trainer_class(run.draft).begin(run.draft, config, dtype=config.dtype, mesh=mesh)
+    run = _run_config(arguments.draft, config, length)
+
+    def count_tokens() -> np.ndarray:
+        return np.ones(config.vocab_size, np.int64)
+
+    target = random_target(config, mesh)
+    given = Given(config, target, run.stages, run.seed, config.dtype, mesh, count_tokens)
+    # Drawn below, and laid out as a step wants them, like those of a run.
+    trainer, frozen, _ = KINDS[arguments.draft].begin(run.draft, given)
     objective, _ = trainer.objectives(run.stages[0], loss_chunk, mlp_chunk)
     optimizer = make_optimizer(run.optimizer)
     shardings = state_shardings(mesh, objective, optimizer)
     state = initial_state(objective, optimizer, shardings, seed=0)
-    frozen = random_target(config, mesh)
     holders = mesh.shape["data"] * mesh.shape["fsdp"]
     rows *= holders
     sizes = arguments.accumulation, rows, length
@@ -138,6 +147,7 @@ def measure(
     memory = compiled.memory_analysis()
     return {
         "config": shape,
+        "draft": arguments.draft,
         "stage": "short" if length <= 1024 else "long",
         "sequence": length,
         "gpus": mesh.size,
@@ -155,10 +165,12 @@ def measure(
     }
 
 
-def _run_config(target: TargetConfig, length: int) -> RunConfig:
-    """The paper's settings, short rows at the positions of long ones."""
-    offset = max(0, min(15_000, target.max_positions - length)) if length <= 1024 else 0
+def _run_config(kind: str, target: TargetConfig, length: int) -> RunConfig:
+    """A kind's usual settings; short rows of a LongSpec draft are at positions of long ones."""
+    short = length <= 1024 and DRAFTS[kind].get("anchor_offset")
+    offset = max(0, min(15_000, target.max_positions - length)) if short else 0
     values = base_config()
+    values.draft = DRAFTS[kind]
     values.update(
         target="random",
         data=dict(files="random"),

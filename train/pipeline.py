@@ -26,10 +26,11 @@ from .checkpoint import Checkpoints, newest_saved
 from .config import PretrainingConfig, RunConfig, StageConfig, check_lengths
 from .data.batches import Batches
 from .data.corpus import prepare_corpus
-from .data.rows import Rows
+from .data.rows import Rows, token_counts
 from .data.source import Source
 from .data.tokens import load_tokenizer
-from .drafts.kinds import trainer_class
+from .drafts.base import Given
+from .drafts.kinds import KINDS
 from .fingerprint import Fingerprint, check_same_run, draft_settings, model_digest, target_settings
 from .loop import Stage, run_stage
 from .losses import tokens_at_once
@@ -227,17 +228,24 @@ def train_draft(run: TrainingRun) -> None:
         plans.append(plan_stage(part, stage, "draft", target.vocab_size, settings))
     settle(run, plans)
     target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
-    trainer, params = trainer_class(config.draft).begin(
-        config.draft, target, dtype=config.dtype, mesh=run.mesh
+    given = Given(
+        target,
+        frozen,
+        tuple(plan.config for plan in plans),
+        config.seed,
+        config.dtype,
+        run.mesh,
+        lambda: token_counts([plan.rows for plan in plans], target.vocab_size),
     )
+    trainer, frozen, params = KINDS[config.draft.kind].begin(config.draft, given)
     loss_chunk = config.loss_chunk or tokens_at_once(target.vocab_size)
     shares = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
     for plan in plans:
         stage = plan.config
         tokens = stage.seq_len * stage.batch // (stage.accumulation * shares)
         mlp_chunk = config.mlp_chunk or mlp_tokens_at_once(tokens)
-        objectives = trainer.objectives(stage, loss_chunk, mlp_chunk)
-        params = _train_stage(plan, *objectives, frozen, params)
+        objective, reporting = trainer.objectives(stage, loss_chunk, mlp_chunk)
+        params = _train_stage(plan, objective, reporting, frozen, params)
     whole = gathered(cast(params, trainer.dtype))
     folder = Path(config.export or run.workdir / "draft")
     by_first("draft", lambda: trainer.save(folder, whole))

@@ -1,14 +1,16 @@
 """The target in training: its pass over whole rows, what it learns itself, and what both cost.
 
-A frozen target is only read: its last layer's keys and values, its embeddings and its head. The
-demo's target, which is trained from scratch, learns the next token.
+A frozen target is only read: one layer's keys and values or the hidden states of some layers, its
+embeddings and its head. The demo's target, which is trained from scratch, learns the next token.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
@@ -38,15 +40,39 @@ def plain_positions(rows: tuple[int, int], length: int) -> Array:
     return jnp.broadcast_to(jnp.arange(length), (*rows, length))
 
 
+def anchored_positions(
+    key: Array, rows: tuple[int, int], length: int, *, max_offset: int, max_sinks: int = 4
+) -> Int[Array, "A B T"]:
+    """Positions whose first few stay and whose others move by a random offset (LongSpec 3.2).
+
+    The first few are the attention sinks. So short rows train a draft at large positions.
+
+    Args:
+      key: randomness of this step.
+      rows: micro-batches and rows of each.
+      length: tokens of a row.
+      max_offset: largest offset, itself included.
+      max_sinks: most positions that stay; 0 to this many do, as in the published code.
+    """
+    sink_key, offset_key = jax.random.split(key)
+    sinks = jax.random.randint(sink_key, (*rows, 1), 0, max_sinks + 1)
+    offset = jax.random.randint(offset_key, (*rows, 1), 0, max_offset + 1)
+    index = jnp.arange(length)
+    return index + jnp.where(index >= sinks, offset, 0)
+
+
 class TargetView(NamedTuple):
     """What the draft and its measures need of one target pass."""
 
     hidden: Array
     """Final hidden states ``[B, T, D]``."""
     keys: Array
-    """Last-layer keys ``[B, T, K, H]``; the only layer that outlives the pass."""
+    """Keys ``[B, T, K, H]`` of the layer that the draft reads; no other outlives the pass."""
     values: Array
-    """Last-layer values ``[B, T, K, H]``."""
+    """Values ``[B, T, K, H]`` of this layer."""
+    kept: Mapping[int, Array] = {}
+    """The residual stream ``[B, T, D]`` after the layers that the draft asks for; -1 is the
+    embedding."""
 
 
 class TrainedTarget(Target):
@@ -80,17 +106,34 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def run_target(
-    config: TargetConfig, params: Any, tokens: Array, positions: Array, mlp_chunk: int = 0
+    config: TargetConfig,
+    params: Any,
+    tokens: Array,
+    positions: Array,
+    mlp_chunk: int = 0,
+    keep: Sequence[int] = (),
 ) -> TargetView:
     """One causal pass of the target over whole rows ``[B, T]``.
 
-    At most ``mlp_chunk`` tokens of a device have MLP activations at once; 0: all.
+    Args:
+      config: of the target.
+      params: its parameters.
+      tokens: token ids.
+      positions: theirs.
+      mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
+      keep: layers whose residual stream the draft reads, counted as in
+        :class:`~longspec_jax.models.target.Target`.
     """
     with jax.named_scope("target"):
         output: Any = TrainedTarget(config, mlp_chunk).apply(
-            {"params": params}, tokens, positions, lambda layer, q, k, v: causal_attention(q, k, v)
+            {"params": params},
+            tokens,
+            positions,
+            lambda layer, q, k, v: causal_attention(q, k, v),
+            tuple(keep),
         )
-    return TargetView(output.hidden, output.keys[-1], output.values[-1])
+    read = config.read_layer
+    return TargetView(output.hidden, output.keys[read], output.values[read], output.kept)
 
 
 @dataclass(frozen=True)
@@ -146,10 +189,11 @@ def target_flops(config: TargetConfig, length: int) -> float:
     return config.num_layers * (layer + attention_flops(config, (length + 1) / 2))
 
 
-def flops_after_last_keys(config: TargetConfig, length: int) -> float:
-    """Of the last layer, forward, all but its keys and values."""
+def flops_after_read_keys(config: TargetConfig, length: int) -> float:
+    """Of the layers from the read one on, forward, all but its keys and values."""
     keys_values = matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
-    return target_flops(config, length) / config.num_layers - keys_values
+    layers = config.num_layers - config.read_layer
+    return target_flops(config, length) * layers / config.num_layers - keys_values
 
 
 def head_flops(config: TargetConfig) -> float:

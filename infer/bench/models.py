@@ -289,7 +289,7 @@ def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2)
     keys, values = (
         tuple(fill(_key(seed, 2 * layer + part)) for layer in layers) for part in (0, 1)
     )
-    return KVCache(keys, values)
+    return KVCache(keys, values, read_layer=config.read_layer)
 
 
 def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:

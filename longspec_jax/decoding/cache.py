@@ -6,6 +6,7 @@ committed tokens is the row's ``length``, kept by the decode state; memory beyon
 anything, because every op masks by length.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,7 +56,8 @@ class KVCache(Caches):
         The caller guarantees room for all of them, and masks those that are no row's own.
         """
         write = partial(append_chunk, at=at)
-        return KVCache(tuple(map(write, self.keys, keys)), tuple(map(write, self.values, values)))
+        keys, values = tuple(map(write, self.keys, keys)), tuple(map(write, self.values, values))
+        return replace(self, keys=keys, values=values)
 
     def commit(
         self,
@@ -72,7 +74,7 @@ class KVCache(Caches):
         layers = len(keys)
         caches, rows = (*self.keys, *self.values), self.cache_rows
         written = append_rows(caches, (*keys, *values), path, at, rows)
-        return KVCache(written[:layers], written[layers:], rows)
+        return replace(self, keys=written[:layers], values=written[layers:])
 
     def uncommitted(self, batch: int, tokens: int) -> Uncommitted:
         """Zeros for the keys and values of ``tokens`` outside the cache in each batch row."""
@@ -99,7 +101,7 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
     dtype = jnp.dtype(config.dtype)
     keys = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
     values = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
-    return KVCache(keys, values)
+    return KVCache(keys, values, read_layer=config.read_layer)
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:

@@ -35,7 +35,7 @@ def copy_prefix(
         inside = jnp.arange(layer.shape[2]) < tokens
         return jnp.where(inside[:, None], own, 0).astype(layer.dtype)
 
-    found = KVCache(*jax.tree.map(copied, (cache.keys, cache.values)))
+    found = _replaced(cache, jax.tree.map(copied, (cache.keys, cache.values)))
     return jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
 
 
@@ -50,7 +50,7 @@ def read_chunk(row: RowShardings, chunk: int, cache: KVCache, offset: Array) -> 
     def cut(layer: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(layer, offset, chunk, axis=2)
 
-    found = KVCache(*jax.tree.map(cut, (cache.keys, cache.values)))
+    found = _replaced(cache, jax.tree.map(cut, (cache.keys, cache.values)))
     return jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
 
 
@@ -70,6 +70,12 @@ def write_chunk(
     def written(layer: Array, fresh: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(layer, fresh, offset, axis=2)
 
-    found = KVCache(*jax.tree.map(written, (cache.keys, cache.values), (chunk.keys, chunk.values)))
+    layers = jax.tree.map(written, (cache.keys, cache.values), (chunk.keys, chunk.values))
+    found = _replaced(cache, layers)
     found = jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
     return found, offset + chunk.capacity
+
+
+def _replaced(cache: KVCache, layers: tuple[tuple[Array, ...], tuple[Array, ...]]) -> KVCache:
+    """A cache on the device with other keys and values."""
+    return KVCache(*layers, read_layer=cache.read_layer)

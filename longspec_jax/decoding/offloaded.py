@@ -7,9 +7,10 @@ tokens it verifies: the more tokens a pass yields, the better. What a selection
 as long as the selection does; spans that it reads in place are moved as whole layers, one behind
 the other.
 
-The last layer is never moved: drafts read it in every step of a proposal.
+One layer is never moved: drafts read it in every step of a proposal.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ STAGED_LAYERS = 2
 
 @struct.dataclass
 class OffloadedCache(KVCache):
-    """Keys and values of every layer, in the host's memory but for the last. DONATED as they."""
+    """Keys and values on the host, except for the layer that drafts read. DONATED as they."""
 
     def layer(self, index: int, length: Lengths) -> Prefix:
         """One layer on the device; it is moved there, where it does not lie there."""
@@ -41,11 +42,13 @@ class OffloadedCache(KVCache):
 
     def reading(self, length: Lengths) -> Reading:
         """Each layer on the device, the next one on its way to it."""
-        last, staged = len(self.keys) - 1, {0: self.layer(0, length)}
+        moved = [index for index in range(len(self.keys)) if index != self.read_layer]
+        following_of = dict(zip(moved, moved[1:], strict=False))
+        staged = {index: self.layer(index, length) for index in moved[:1]}
 
         def read(index: int, queries: Queries) -> tuple[Queries, Prefix]:
-            following = index + 1
-            if following < last:
+            following = following_of.get(index)
+            if following is not None:
                 # The queries are there when the layers before have been read, and are let go.
                 # Without this all layers would set out at once, and need room at once. A barrier
                 # is about what is used of its results alone.
@@ -53,15 +56,17 @@ class OffloadedCache(KVCache):
                     (queries, self.keys[following], self.values[following])
                 )
                 staged[following] = Prefix(to_device(keys), to_device(values), length)
-            return queries, staged.pop(index) if index < last else self.layer(last, length)
+            return queries, staged.pop(index) if index in staged else self.layer(index, length)
 
         return read
 
     def shardings(self, sharding: Sharding) -> "OffloadedCache":
-        """The host's memory beside the device, for all layers but the last."""
+        """The host's memory beside the device, for all layers but the one that drafts read."""
         host = sharding.with_memory_kind(HOST_MEMORY)
-        layers: Any = (*[host] * (len(self.keys) - 1), sharding)
-        return OffloadedCache(layers, layers)
+        layers: Any = tuple(
+            sharding if index == self.read_layer else host for index in range(len(self.keys))
+        )
+        return replace(self, keys=layers, values=layers)
 
     def append(
         self, keys: tuple[TreeRows, ...], values: tuple[TreeRows, ...], at: Lengths
@@ -70,10 +75,12 @@ class OffloadedCache(KVCache):
         at, keys = _once_read(at, keys)
 
         def write(layers: tuple[CacheSlots, ...], fresh: tuple[TreeRows, ...]) -> tuple:
-            *moved, last = zip(layers, fresh, strict=True)
-            return (*(_append_on_host(*pair, at) for pair in moved), append_chunk(*last, at))
+            return tuple(
+                append_chunk(*pair, at) if index == self.read_layer else _append_on_host(*pair, at)
+                for index, pair in enumerate(zip(layers, fresh, strict=True))
+            )
 
-        return OffloadedCache(write(self.keys, keys), write(self.values, values))
+        return replace(self, keys=write(self.keys, keys), values=write(self.values, values))
 
     def commit(
         self,
@@ -85,14 +92,23 @@ class OffloadedCache(KVCache):
         """As of a cache on the device."""
         at, keys = _once_read(at, keys)
 
-        def write(layers: tuple[CacheSlots, ...], fresh: tuple[TreeRows, ...]) -> list[CacheSlots]:
-            pairs = zip(layers[:-1], fresh[:-1], strict=True)
-            return [_append_on_host(slots, along(path, rows), at) for slots, rows in pairs]
+        read = self.read_layer
+        here = append_rows(
+            (self.keys[read], self.values[read]), (keys[read], values[read]), path, at
+        )
 
-        last = (self.keys[-1], self.values[-1]), (keys[-1], values[-1])
-        last_keys, last_values = append_rows(*last, path, at)
-        return OffloadedCache(
-            (*write(self.keys, keys), last_keys), (*write(self.values, values), last_values)
+        def write(
+            layers: tuple[CacheSlots, ...], fresh: tuple[TreeRows, ...], here: CacheSlots
+        ) -> tuple[CacheSlots, ...]:
+            return tuple(
+                here if index == read else _append_on_host(slots, along(path, rows), at)
+                for index, (slots, rows) in enumerate(zip(layers, fresh, strict=True))
+            )
+
+        return replace(
+            self,
+            keys=write(self.keys, keys, here[0]),
+            values=write(self.values, values, here[1]),
         )
 
 
@@ -100,7 +116,8 @@ def _once_read(at: Lengths, keys: tuple[TreeRows, ...]) -> tuple[Lengths, tuple[
     """The slots to write at, known when the pass has read all layers that are not on the device.
 
     The last layer's fresh keys are made of what the other layers found. The compiler might write
-    before it has read, otherwise, and copy whole caches to be able to.
+    before it has read, otherwise, and copy whole caches to be able to. It may do so with the last
+    layer, where that is not the one on the device.
     """
     # What is not used of a barrier's results is not waited for.
     at, last = jax.lax.optimization_barrier((at, keys[-1]))
@@ -120,13 +137,15 @@ def _append_on_host(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlo
 def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
     """A zero-filled cache, as :func:`longspec_jax.decoding.cache.allocate` makes it."""
     empty = cache_lib.allocate(config, batch, capacity)
-    zeros, moved = empty.keys[-1], []
-    for _ in range(2 * (config.num_layers - 1)):
+    zeros, layers = empty.keys[config.read_layer], []
+    for index in range(2 * config.num_layers):
+        if index // 2 == config.read_layer:
+            layers.append((empty.keys, empty.values)[index % 2][config.read_layer])
+            continue
         # Each from the device: the compiler would make one, and copy it where no copies are made.
         zeros = jax.lax.optimization_barrier(zeros)
-        moved.append(to_host(zeros))
-    keys, values = moved[::2], moved[1::2]
-    return OffloadedCache((*keys, empty.keys[-1]), (*values, empty.values[-1]))
+        layers.append(to_host(zeros))
+    return OffloadedCache((*layers[::2],), (*layers[1::2],), read_layer=config.read_layer)
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> CacheBytes:

@@ -82,7 +82,7 @@ class TargetModel:
     mesh: AbstractMesh | None = None
     """The mesh over which the parameters are spread; None on one device."""
     offload: bool = False
-    """Whether the cache lies in the host's memory, all of it but the last layer's."""
+    """Whether the cache lies in the host's memory, all of it but the layer that drafts read."""
     same_bits: bool = False
     """Whether a token's logits have the same bits in every pass over it, where kernels can."""
 

@@ -39,13 +39,13 @@ class CacheView:
     done: Bool[Array, " B"]
     between: Between | None = None
     selected: Prefix | None = None
-    """What drafts read of the last layer; all of it if absent."""
+    """What drafts read of their layer; all of it if absent."""
 
-    def last_layer(self) -> Prefix:
-        """All of the cache's last layer, or what is selected of it."""
+    def read_layer(self) -> Prefix:
+        """All of the layer that drafts read, or what is selected of it."""
         if self.selected is not None:
             return self.selected
-        return self.cache.layer(-1, self.length)
+        return self.cache.layer(self.cache.read_layer, self.length)
 
     def uncommitted(self, tokens: int) -> Uncommitted:
         """Zeros for the keys and values of this many tokens outside the cache."""
@@ -98,8 +98,8 @@ class CacheView:
         )
 
     def within(self, selection: Selection) -> "CacheView":
-        """The same, but that drafts read of the last layer what was selected, if it lies apart."""
-        return dataclasses.replace(self, selected=selection.apart(-1))
+        """The same, but that drafts read what was selected of their layer, if it lies apart."""
+        return dataclasses.replace(self, selected=selection.apart(self.cache.read_layer))
 
 
 def _joined(first: Uncommitted, second: Uncommitted) -> Uncommitted:

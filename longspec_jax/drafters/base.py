@@ -161,7 +161,7 @@ class Selection(Protocol):
         ...
 
     def apart(self, layer: int) -> Prefix | None:
-        """What it holds of a layer (-1: the last), if that is a copy apart from the cache."""
+        """What it holds of a layer (-1 for the last), if that is a copy apart from the cache."""
         ...
 
 
@@ -197,8 +197,11 @@ class View(Protocol):
         """The target's keys and values."""
         ...
 
-    def last_layer(self) -> Prefix:
-        """What a draft reads of the target's last layer: all of the cache, or the selection."""
+    def read_layer(self) -> Prefix:
+        """What a draft reads of the target: all of one layer's cache, or the selection.
+
+        The layer is :attr:`longspec_jax.config.TargetConfig.read_layer`.
+        """
         ...
 
     def uncommitted(self, tokens: int) -> Uncommitted:
@@ -243,7 +246,7 @@ class View(Protocol):
         ...
 
     def within(self, selection: Selection) -> "View":
-        """The same view, whose :meth:`last_layer` is the selection, if that is a copy.
+        """The same view, whose :meth:`read_layer` is the selection, if that is a copy.
 
         Drafts inside a partial round use it: reading all of a long cache at every level of a tree
         would cost more than the partial forward does.

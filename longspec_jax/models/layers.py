@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
+from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, Rotary
 from longspec_jax.ops.layer import residual_norm, rms_norm
 from longspec_jax.ops.matmul import ordered
 from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
@@ -240,27 +240,41 @@ class GroupedQKV(nn.Module):
         return self.projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
 
 
-def rotary_angles(
-    positions: Array, head_width: int, theta: float, scaling: RopeScaling
-) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary angles, float32 ``[B, T, H / 2]``, for positions ``[B, T]``."""
-    frequencies = jnp.asarray(rotary_frequencies(head_width, theta, scaling))
+def rotary_angles(positions: Array, head_width: int, rotary: Rotary | None) -> tuple[Array, Array]:
+    """Cosine and sine of the rotary angles, float32 ``[B, T, H / 2]``, for positions ``[B, T]``.
+
+    The pair ``i`` of a head is its dimensions ``i`` and ``i + H / 2``. Pairs that do not rotate are
+    the last ones, with cosine 1 and sine 0, which change no bit of them. Without a rotation these
+    are all.
+    """
+    if rotary is None:
+        shape = (*positions.shape, head_width // 2)
+        return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+    frequencies = jnp.asarray(rotary_frequencies(head_width, rotary))
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotary_frequencies(head_width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Radians per position of every rotated pair, float32 ``[H / 2]``, scaling applied.
+def rotary_frequencies(head_width: int, rotary: Rotary) -> np.ndarray:
+    """Radians per position of every pair, float32 ``[H / 2]``, scaling applied.
 
-    Rounded to float32 after every step, as in torch, with which the models were trained: at
-    position 100000 a last-bit difference in a frequency is already visible in the angle.
+    The pairs that do not rotate have 0. Rounded to float32 after every step, as in torch, with
+    which the models were trained: at position 100000 a last-bit difference in a frequency is
+    already visible in the angle.
     """
-    exponents = np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width)
+    width = rotary.width or head_width
+    frequencies = _scaled_frequencies(width, rotary)
+    return np.pad(frequencies, (0, (head_width - width) // 2))
+
+
+def _scaled_frequencies(width: int, rotary: Rotary) -> np.ndarray:
+    """Of the rotated pairs, float32 ``[width / 2]``."""
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     # The float32 power of NumPy is off by one bit for a fifth of the frequencies, torch's rarely:
     # rounding the float64 power is closest to it.
-    powers = np.float64(np.float32(theta)) ** exponents.astype(np.float64)
+    powers = np.float64(np.float32(rotary.theta)) ** exponents.astype(np.float64)
     frequencies = np.float32(1.0) / powers.astype(np.float32)
-    match scaling:
+    match rotary.scaling:
         case None:
             return frequencies
         case LinearRopeScaling(factor):

@@ -1,10 +1,10 @@
-"""The target: decoder-only transformers of the Llama, Qwen2, Qwen3 and Mistral family.
+"""The target: decoder-only transformers, whose layers the configuration describes.
 
 One linen module, no mutable collections, no cache inside. How tokens see each other is the
 caller's: ``attend(layer, q, k, v)`` receives every layer's fresh queries, keys and values (rotary
 applied) and returns the attention output. Training passes plain causal attention, decoding closes
 over a cache. The fresh keys and values come back with the output, because the caller owns the cache
-and the draft reads the last layer's.
+and the draft reads one layer's.
 """
 
 from collections.abc import Callable, Sequence
@@ -158,7 +158,9 @@ class Target(nn.Module):
             final norm.
         """
         c = self.config
-        angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
+        rotations = [c.layer(index).rotary for index in range(c.num_layers)]
+        kinds = dict.fromkeys(rotations)  # In order, so that the program is always the same.
+        angles = {each: rotary_angles(positions, c.head_width, each) for each in kinds}
         x, delta = self.embed(tokens), None
         keys, values, kept = [], [], {-1: x} if -1 in keep else {}
         for index, layer in enumerate(self.layers):
@@ -166,7 +168,7 @@ class Target(nn.Module):
                 # ``i=index`` binds now: the layer calls back while the loop variable is current,
                 # but a rematerialised layer calls back later.
                 x, delta, k, v = layer(
-                    x, delta, angles, lambda q, k, v, i=index: attend(i, q, k, v)
+                    x, delta, angles[rotations[index]], lambda q, k, v, i=index: attend(i, q, k, v)
                 )
             keys.append(k)
             values.append(v)

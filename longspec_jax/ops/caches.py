@@ -27,6 +27,8 @@ class Caches:
     """Of every layer."""
     cache_rows: Leaf[Lengths] | None = None
     """The row of the arrays for every batch row; its own if absent."""
+    read_layer: int = struct.field(pytree_node=False, default=-1)
+    """The layer that drafts read (:attr:`longspec_jax.config.TargetConfig.read_layer`)."""
 
     def layer(self, index: int, length: Lengths) -> Prefix:
         """What one layer's attention reads: the slots up to ``length[b]``."""

@@ -14,7 +14,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.config import PLAIN, LinearRopeScaling, TreeConfig
+from longspec_jax.config import PLAIN, LinearRopeScaling, Rotary, TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Needs, Params
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.load import EagleOptions, draft_table, load, save
@@ -101,7 +101,7 @@ def chain_by_hand(
     table, head = (np.asarray(t, np.float64) for t in (MODEL["embedding"], head_of(MODEL)))
     features, logits = list(hidden.astype(np.float64)), []
     scaling: Any = config.rope_scaling
-    frequencies = rotary_frequencies(wide, config.rope_theta, scaling).astype(np.float64)
+    frequencies = rotary_frequencies(wide, Rotary(config.rope_theta, scaling)).astype(np.float64)
 
     def rotated(x: np.ndarray) -> np.ndarray:
         angles = np.arange(len(x))[:, None, None] * frequencies

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.config import Rotary
 from longspec_jax.models.layers import rotary_angles
 from longspec_jax.ops.layer import rotate
 from longspec_jax.weights.hf_config import rope_scaling, rope_theta
@@ -48,8 +49,8 @@ def _oracle(rope, head_width):
 
 def _angles(values, head_width):
     raw = JsonObject(values)
-    theta, scaling = rope_theta(raw), rope_scaling(raw)
-    return jax.jit(lambda p: rotary_angles(p, head_width, theta, scaling))(POSITIONS)
+    rotary = Rotary(rope_theta(raw), rope_scaling(raw))
+    return jax.jit(lambda p: rotary_angles(p, head_width, rotary))(POSITIONS)
 
 
 @pytest.mark.parametrize("head_width", [64, 128])

@@ -69,7 +69,7 @@ def _positions(x):
 
 
 def _angles(config: TargetConfig, x):
-    return rotary_angles(_positions(x), config.head_width, config.rope_theta, config.rope_scaling)
+    return rotary_angles(_positions(x), config.head_width, config.rotary)
 
 
 def test_norm(pair):

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from infer.serve.app import Served
 from infer.serve.engine_thread import EngineThread
 from infer.serve.metrics import Metrics
 from infer.serve.ray_app import Replica, application
+from longspec_jax import LongSpec
 from tests.serve.kit import LEVELS, ScriptedEngine, events, scripted_model
 
 PORT = 8199
@@ -70,3 +72,24 @@ def test_streams_pass_and_the_key_is_wanted(replicas: Any) -> None:
 def test_options_are_those_of_the_server() -> None:
     with pytest.raises(ValueError, match="unknown option --max_length; did you mean --max_len"):
         application({"replicas": 2, "max_length": 5})
+
+
+@pytest.mark.slow
+def test_replicas_of_the_demo_say_what_plain_decoding_says(replicas: Any) -> None:
+    """The last test here: it puts the demo in the place of the scripted replicas."""
+    serve.run(application({"replicas": 2, "gpus": 0, "slots": 2, "max_len": 128}))
+    prompts = ["def first(", "class Second:", "import ", "for each in "]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        served = list(pool.map(_completed, prompts))
+    model = LongSpec.demo()
+    plain = [model.generate(prompt, max_new_tokens=16, tree="none").text[0] for prompt in prompts]
+    assert served == plain
+
+
+def _completed(prompt: str) -> str:
+    """What the fleet says to a prompt of a conversation of its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=300)
+    body = {"prompt": prompt, "max_tokens": 16, "temperature": 0}
+    headers = {"Content-Type": "application/json", "x-session-id": prompt}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return json.loads(connection.getresponse().read())["choices"][0]["text"]

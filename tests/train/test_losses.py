@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.ops.slicing import chunk_length
-from tests.kit import relative_error, tiny_target_config
-from train.drafts.longspec.acceptance import Pair, _count
+from tests.kit import relative_error
+from train.acceptance import count_hits
 from train.losses import cross_entropy_sum, distillation_sums, next_token_labels
-from train.target import TargetView
 
 
 def dense(hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
@@ -190,13 +188,10 @@ def test_labels_are_the_next_tokens() -> None:
 def test_agreement_is_counted_once_however_long_the_rows_are() -> None:
     keys = jax.random.split(jax.random.key(5), 3)
     wanted, hidden = (jax.random.normal(key, (2, 13, 8)) for key in keys[:2])
-    frozen = {"head": jax.random.normal(keys[2], (19, 8))}
-    view = TargetView(wanted, wanted, wanted)
-    config = tiny_target_config()
+    head, counted = jax.random.normal(keys[2], (19, 8)), jnp.ones((2, 2, 13))
 
     def count(chunk: int) -> jax.Array:
-        pair = Pair(config, DraftConfig.for_target(config), 1, chunk)
-        return jax.tree.leaves(_count(pair, frozen, hidden, view, jnp.ones((2, 2, 13))))[0]
+        return count_hits(hidden, head, wanted, head, counted, chunk=chunk)[0]
 
     assert chunk_length(2, 13, 10) == 5
     assert jnp.array_equal(count(10), count(1000)) and count(10).any()

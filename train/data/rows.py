@@ -4,14 +4,18 @@ A row source is anything with a length and ``[i]`` that gives a :class:`Row`. A 
 row, truncated and padded; packed, documents follow each other and rows are cut from the whole.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from jaxtyping import Int
 
 from ..config import DataConfig
 from .tokens import SPEAKERS, EncodedDocuments, EncodedTurn
+
+COUNTED = 1 << 26
+"""Tokens of a source that show which of the vocabulary are frequent."""
 
 
 class Row(NamedTuple):
@@ -95,6 +99,20 @@ class PackedRows:
     def lengths(self) -> np.ndarray:
         """Tokens of every row; none is padding."""
         return np.full(len(self), self.seq_len)
+
+
+def token_counts(sources: Sequence[Rows], vocab_size: int) -> Int[np.ndarray, " V"]:
+    """How often every token is to be predicted in the rows of some sources.
+
+    Of a source of more than :data:`COUNTED` tokens, evenly spaced rows count.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    for rows in sources:
+        size = min(len(rows), -(-COUNTED // rows.seq_len))
+        for index in np.arange(size) * len(rows) // size:
+            row = rows[int(index)]
+            counts += np.bincount(row.tokens[row.weights > 0], minlength=vocab_size)
+    return counts
 
 
 def full_row(tokens: np.ndarray) -> Row:

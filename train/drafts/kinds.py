@@ -1,21 +1,42 @@
 """The kinds of draft that can be trained, by their names in ``--config.draft.kind``.
 
-A kind has two classes. Its *settings*, a subclass of :class:`train.config.DraftSettings`, are the
-fields of the section ``draft`` of a configuration. Its *trainer* is what the pipeline drives:
-``begin`` makes or loads the draft for a target, ``objectives`` gives what a stage learns, ``dtype``
-is what the draft is saved in, and ``save`` writes it. Nothing else in ``train/`` knows a kind by
-name. A new kind is a folder here, and an entry in both tables. Each of its parameters needs one
-rule of :data:`longspec_jax.sharding.RULES`.
+A new kind is a folder here and an entry in :data:`KINDS`; :mod:`.base` says what it brings. Each of
+its parameters needs one rule of :data:`longspec_jax.sharding.RULES`, and
+:data:`longspec_jax.recipes.DRAFTS` has its usual settings.
 """
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..config import DraftSettings
 from .longspec.settings import LongSpecSettings
 
-SETTINGS: dict[str, type[DraftSettings]] = {"longspec": LongSpecSettings}
+if TYPE_CHECKING:
+    from .base import Begun, Given
 
 
-def trainer_class(settings: DraftSettings):  # noqa: ANN201 - a union of classes once there are two
-    """The trainer of a configuration's kind; only training itself imports it, and jax with it."""
-    from .longspec.objective import LongSpecTrainer
+@dataclass(frozen=True)
+class Kind:
+    """A kind of draft."""
 
-    return {"longspec": LongSpecTrainer}[settings.kind]
+    settings: type[DraftSettings]
+    """The section ``draft`` of its configurations."""
+    module: str
+    """Its module here that has ``begin``, which only training itself imports, and jax with it."""
+
+    def begin(self, settings: DraftSettings, given: "Given") -> "Begun":
+        """A draft before its first step.
+
+        Args:
+          settings: of its kind.
+          given: what it is begun with.
+
+        Raises:
+          ValueError, OSError: if the draft to start from cannot be loaded or fits another target,
+            or the settings do not fit the target.
+        """
+        return importlib.import_module(f".{self.module}", __package__).begin(settings, given)
+
+
+KINDS: dict[str, Kind] = {"longspec": Kind(LongSpecSettings, "longspec.objective")}

@@ -163,4 +163,4 @@ class DFlashDrafter(Drafter):
 
 def _angles(config: DFlashConfig, positions: Array) -> tuple[Array, Array]:
     c = config.trunk
-    return rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
+    return rotary_angles(positions, c.head_width, c.rotary)

@@ -80,7 +80,7 @@ class DFlashLayers(nn.Module):
 
     def _angles(self, positions: Array) -> tuple[Array, Array]:
         c = self.config.trunk
-        return rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
+        return rotary_angles(positions, c.head_width, c.rotary)
 
 
 @struct.dataclass

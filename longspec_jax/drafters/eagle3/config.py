@@ -9,7 +9,7 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.checks import finite_number, whole_number
-from longspec_jax.config import LARGEST_FACTOR, RopeScaling, TargetConfig, check_layer
+from longspec_jax.config import LARGEST_FACTOR, RopeScaling, Rotary, TargetConfig, check_layer
 from longspec_jax.drafters.tables import check_fits
 from longspec_jax.models.layers import rotary_frequencies
 
@@ -136,7 +136,7 @@ class Eagle3Config:
         """Radians per position of every pair."""
         scaling = self.rope_scaling
         if not isinstance(scaling, Yarn):
-            return rotary_frequencies(self.head_width, self.rope_theta, scaling)
-        plain = rotary_frequencies(self.head_width, self.rope_theta, None).astype(np.float64)
+            return rotary_frequencies(self.head_width, Rotary(self.rope_theta, scaling))
+        plain = rotary_frequencies(self.head_width, Rotary(self.rope_theta)).astype(np.float64)
         ramp = scaling.ramp(self.head_width, self.rope_theta)
         return plain * (1 - ramp + ramp / scaling.factor)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec_jax.checks import whole_number
-from longspec_jax.config import RopeScaling, TargetConfig, check_layer
+from longspec_jax.config import RopeScaling, Rotary, TargetConfig, check_layer
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class DraftConfig:
     rope_scaling: RopeScaling
     norm_eps: float
     dtype: str
+    rotary_width: int | None = None
+    """Dimensions of a head that are rotated, as of the target's layer that it reads."""
     window: int = 512
     """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
 
@@ -35,13 +37,19 @@ class DraftConfig:
         values = {name: getattr(target, name) for name in shared}
         return cls(**{**values, **overrides})
 
+    @property
+    def rotary(self) -> Rotary:
+        """The rotation of its heads, which is that of the keys it reads."""
+        return Rotary(self.rope_theta, self.rope_scaling, self.rotary_width)
+
     def check_fits(self, target: TargetConfig) -> None:
-        """Raise unless this draft can read the target's embedding, head and last-layer K/V."""
-        for name in ("model_width", "num_kv_heads", "head_width", "rope_theta", "rope_scaling"):
+        """Raise unless this draft can read the target's embedding, head and keys and values."""
+        heads = "model_width", "num_kv_heads", "head_width"
+        for name in (*heads, "rope_theta", "rope_scaling", "rotary_width"):
             ours, theirs = getattr(self, name), getattr(target, name)
             if ours != theirs:
                 raise ValueError(
                     f"the draft has {name}={ours} but the target {name}={theirs}. A draft reads "
-                    "its target's embeddings and last-layer keys, so it works only with the target "
+                    "its target's embeddings and keys, so it works only with the target "
                     "it was trained for; load the draft that belongs to this target, or train one."
                 )

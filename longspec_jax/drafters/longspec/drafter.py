@@ -139,12 +139,12 @@ class LongSpecDrafter(Drafter):
         return beam_search(view.pending, self.tree, score, rows, draft.vocabulary, self.attention)
 
     def _past(self, state: LongSpecState, view: View) -> Prefix:
-        """What cross-attention reads of the target's last layer."""
+        """What cross-attention reads of the target."""
         if self.working is None:
-            return view.last_layer()
-        last = view.cache.layer(-1, view.length)
-        table = self.working.table(state.choice, last.length, last.keys.shape[2])
-        return self.working.read(last, table)
+            return view.read_layer()
+        layer = view.cache.layer(view.cache.read_layer, view.length)
+        table = self.working.table(state.choice, layer.length, layer.keys.shape[2])
+        return self.working.read(layer, table)
 
     def _attend_cross(self, past: Prefix, q: Array) -> Array:
         return prefix_attention(q, past, dtype=q.dtype, implementation=self.attention).out

@@ -86,7 +86,7 @@ class LongSpecLayer(nn.Module):
           embedded: the target's token embeddings ``[B, T, D]``.
           positions: rotary positions ``[B, T]``, the target's own.
           attend_self: ``(q, k, v) -> out`` over the window and the path to each token.
-          attend_cross: ``q -> out`` over the target's last-layer keys and values.
+          attend_cross: ``q -> out`` over keys and values of the target.
         """
         angles = _angles(self.config, positions)
         q, k, v = with_sharding(
@@ -199,4 +199,4 @@ class LongSpecParams:
 
 def _angles(config: DraftConfig, positions: Array) -> tuple[Array, Array]:
     """Cosines and sines at positions ``[B, T]``."""
-    return rotary_angles(positions, config.head_width, config.rope_theta, config.rope_scaling)
+    return rotary_angles(positions, config.head_width, config.rotary)

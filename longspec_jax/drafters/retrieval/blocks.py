@@ -7,7 +7,7 @@ Two retrievers score the blocks of a row, which keeps its first and its last blo
   head reads the blocks with the highest bounds for its own last queries. Summaries grow with the
   committed tokens; nothing is summarised twice.
 - :class:`AttentionRetriever`, of SpecExtend (arXiv:2505.20776, section 2.2): the query of the last
-  verified token in the target's last layer is compared with all cached keys of that layer. All
+  verified token in the layer that drafts read is compared with all cached keys of that layer. All
   layers read the blocks with the most attention.
 
 Blocks are chosen before every full verification.
@@ -136,7 +136,7 @@ def _latest(rows: Float[Array, "B n N H"], count: Lengths, most: int) -> Float[A
 
 @struct.dataclass
 class LastQuery:
-    """The query of the last verified token in the target's last layer."""
+    """The query of the last verified token in the layer that drafts read."""
 
     query: Leaf[Float[Array, "B N H"]]
 
@@ -147,8 +147,8 @@ class AttentionRetriever(Retriever):
 
     @property
     def needs(self) -> Needs:
-        """The last layer's queries; the last token's is enough."""
-        return Needs(queries=(self.config.num_layers - 1,), recent=1)
+        """The queries of the layer that drafts read; the last token's is enough."""
+        return Needs(queries=(self.config.read_layer,), recent=1)
 
     def begin(self, batch: int, capacity: int) -> LastQuery:
         """A query of zeros."""
@@ -162,7 +162,7 @@ class AttentionRetriever(Retriever):
 
     def extend(self, state: LastQuery, committed: Committed) -> LastQuery:
         """The last token's query; a row that does not advance keeps what it has."""
-        queries = committed.features.queries[self.config.num_layers - 1]
+        queries = committed.features.queries[self.config.read_layer]
         joined = (committed.count > 0)[:, None, None]
         last = last_along(queries, committed.count)
         return LastQuery(jnp.where(joined, last, state.query))
@@ -170,7 +170,7 @@ class AttentionRetriever(Retriever):
     def table(self, state: LastQuery, view: View) -> BlockTable:
         """The blocks that every row's query attends to most, ``[B, k]``."""
         # Of a launch of few rows their keys are copied, in this one layer.
-        keys = view.cache.layer(-1, view.length).of_batch().keys
+        keys = view.cache.layer(self.config.read_layer, view.length).of_batch().keys
         self.budget.blocks_of(keys.shape[2])  # Raises unless they are whole blocks.
         scores = attended_scores(state.query, keys, view.length, self.budget.block)
         return choose_blocks(scores, view.length, self.budget)

@@ -2,8 +2,8 @@
 
 A small draft is slow over a long cache, and most of the cache misleads it. It needs what the target
 attends to: SpecExtend (arXiv:2505.20776, section 2.2, "cross-model retrieval") scores the blocks of
-a text by the attention that the last accepted token's query pays them in the target's last layer,
-and lets the draft see the best ones. Neither model is trained for it.
+a text by the attention that the last accepted token's query pays them in the layer that drafts
+read, and lets the draft see the best ones. Neither model is trained for it.
 
 Keys are stored with their rotary angles applied at the token's true position, so that blocks laid
 end to end are exactly the text with gaps; nothing is computed again.
@@ -54,7 +54,7 @@ class WorkingCache:
     refresh: int
     """Rounds from choice to choice; 0 for none: sinks and recent tokens alone."""
     target: TargetConfig
-    """Whose last layer's attention chooses."""
+    """Whose attention chooses, in the layer that drafts read."""
 
     @property
     def queries(self) -> tuple[int, ...]:

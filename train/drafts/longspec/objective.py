@@ -1,17 +1,15 @@
 """What a LongSpec draft learns under a frozen target, and how it is begun and saved.
 
-The draft predicts the next token. It reads the target's last layer at anchor-offset positions and
+The draft predicts the next token. It reads one layer of the target at anchor-offset positions and
 a few tokens behind (:mod:`.passes`), and learns the text, or the target's own distribution.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
@@ -21,13 +19,14 @@ from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.partitioned import with_sharding
 
-from ...config import DraftSettings, StageConfig
+from ...config import StageConfig
 from ...losses import cross_entropy_sum, distillation_sums, next_token_labels
 from ...step import Batch
 from ...target import (
     FORWARD_AND_BACKWARD,
+    anchored_positions,
     attention_flops,
-    flops_after_last_keys,
+    flops_after_read_keys,
     head_flops,
     matmul_flops,
     mlp_flops,
@@ -36,14 +35,15 @@ from ...target import (
     run_target,
     target_flops,
 )
+from ..base import Begun, Given
 from .acceptance import Pair, simulated_acceptance
-from .passes import Draws, anchored_positions, noisy_shifts, run_draft
+from .passes import Draws, noisy_shifts, run_draft
 from .settings import LongSpecSettings
 
 
 @dataclass(frozen=True)
 class LongSpecObjective:
-    """Next-token prediction by the draft, which reads the frozen target's last layer."""
+    """Next-token prediction by the draft, which reads one layer of the frozen target."""
 
     target: TargetConfig
     draft: DraftConfig
@@ -83,7 +83,7 @@ class LongSpecObjective:
     def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:
         """The draft's loss and, as a check on the positions, the target's cross-entropy.
 
-        Without the latter nothing reads the target's last layer but its keys and values, and the
+        Without the latter nothing reads the target behind the keys and values of one layer, and the
         compiler leaves out the rest. With distillation ``loss`` is the mixture, and its parts are
         named beside it.
         """
@@ -112,12 +112,12 @@ class LongSpecObjective:
     def flops_per_token(self, length: int) -> float:
         """Operations that a token of a row of this length needs.
 
-        The target's forward pass as far as the draft reads it, which is the keys and values of its
-        last layer; the draft's forward and backward pass; the head once forward and once for the
-        gradient of its input. Distillation needs the rest of the last layer and the head once more.
+        The target's forward pass as far as the draft reads it, which is the keys and values of one
+        layer; the draft's forward and backward pass; the head once forward and once for the
+        gradient of its input. Distillation needs the rest of the target and the head once more.
         The target's loss is a diagnostic and does not count.
         """
-        head, rest = head_flops(self.target), flops_after_last_keys(self.target, length)
+        head, rest = head_flops(self.target), flops_after_read_keys(self.target, length)
         learned = FORWARD_AND_BACKWARD * draft_flops(self.draft, length) + 2 * head
         imitated = head + rest if self.settings.distillation else 0.0
         return target_flops(self.target, length) - rest + learned + imitated
@@ -140,22 +140,6 @@ class LongSpecTrainer:
     draft: DraftConfig
     settings: LongSpecSettings
 
-    @classmethod
-    def begin(
-        cls, settings: DraftSettings, target: TargetConfig, *, dtype: str, mesh: Mesh
-    ) -> tuple["LongSpecTrainer", Mapping[str, Any] | None]:
-        """The trainer, and the parameters to start from; None for fresh ones.
-
-        Raises:
-          ValueError, OSError: if the draft to start from cannot be loaded, or fits another target.
-        """
-        assert isinstance(settings, LongSpecSettings)
-        draft, params = DraftConfig.for_target(target), None
-        if settings.init:
-            draft, params = load_draft(settings.init, target, dtype="float32", mesh=mesh)
-        draft = replace(draft, dtype=dtype, window=settings.window)
-        return cls(target, draft, settings), params
-
     @property
     def dtype(self) -> str:
         """What the draft is saved in."""
@@ -174,3 +158,12 @@ class LongSpecTrainer:
     def save(self, folder: Path, params: Any) -> None:
         """Write the draft in the released format."""
         save_draft(folder, self.draft, params, target=self.target)
+
+
+def begin(settings: LongSpecSettings, given: Given) -> Begun:
+    """A fresh draft, or the one that the settings name, which must fit the target."""
+    draft, params = DraftConfig.for_target(given.target), None
+    if settings.init:
+        draft, params = load_draft(settings.init, given.target, dtype="float32", mesh=given.mesh)
+    draft = replace(draft, dtype=given.dtype, window=settings.window)
+    return Begun(LongSpecTrainer(given.target, draft, settings), given.params, params)

@@ -1,8 +1,7 @@
 """The draft's pass over whole training rows, and the two random transforms of LongSpec training.
 
-*Anchor-offset positions* (LongSpec 3.2): the first few positions, the attention sinks, stay where
-they are and all others move by one random offset, so that short sequences train the draft at large
-positions. The target runs on the same positions.
+*Anchor-offset positions* (LongSpec 3.2, :func:`train.target.anchored_positions`): short sequences
+train the draft at large positions. The target runs on the same positions.
 
 *Flash noisy training* (LongSpec 3.2): the draft proposes several tokens past the last one the
 target has seen, so in training query ``t`` sees the target's keys up to ``t - shift`` only. The
@@ -38,25 +37,6 @@ class Draws(NamedTuple):
     """``[A, B, T]``."""
     shift: Array
     """``[A, B]``."""
-
-
-def anchored_positions(
-    key: Array, rows: tuple[int, int], length: int, *, max_offset: int, max_sinks: int = 4
-) -> Int[Array, "A B T"]:
-    """Positions whose first few stay and whose others move by a random offset.
-
-    Args:
-      key: randomness of this step.
-      rows: micro-batches and rows of each.
-      length: tokens of a row.
-      max_offset: largest offset, itself included.
-      max_sinks: most positions that stay; 0 to this many do, as in the published code.
-    """
-    sink_key, offset_key = jax.random.split(key)
-    sinks = jax.random.randint(sink_key, (*rows, 1), 0, max_sinks + 1)
-    offset = jax.random.randint(offset_key, (*rows, 1), 0, max_offset + 1)
-    index = jnp.arange(length)
-    return index + jnp.where(index >= sinks, offset, 0)
 
 
 def noisy_shifts(key: Array, rows: tuple[int, int], *, max_shift: int = 4) -> Int[Array, "A B"]:

@@ -13,12 +13,16 @@ from tests.kit import relative_error, tiny_target_config
 from train.drafts.longspec import passes
 from train.drafts.longspec.passes import (
     Draws,
-    anchored_positions,
     noisy_shifts,
     run_draft,
     shifted_attention,
 )
-from train.target import TargetView, mlp_tokens_at_once, plain_positions
+from train.target import (
+    TargetView,
+    anchored_positions,
+    mlp_tokens_at_once,
+    plain_positions,
+)
 
 TOKENS, WIDTH, MLP, CHUNK = 4096, 32, 112, 512
 CONFIG = DraftConfig.for_target(

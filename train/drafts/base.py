@@ -1,0 +1,90 @@
+"""What a kind of draft brings to the trainer, and what the trainer gives it.
+
+The trainer (pipeline, step, loop, checkpoints, metrics, benchmark) knows no kind by name. A kind is
+a folder of :mod:`train.drafts` with
+
+- *settings*, a subclass of :class:`train.config.DraftSettings`: the section ``draft`` of a
+  configuration, every field with its range;
+- a *trainer*, a :class:`DraftTrainer`: it begins a draft for a target, gives the
+  :class:`train.step.Objective` of each stage, and exports the draft.
+
+The objective says what the draft reads of the frozen target (:func:`train.target.run_target` gives
+the keys and values of its last layer, and the residual stream of any layers), the loss, the
+simulated acceptance (:mod:`train.acceptance`) and the operations that a token needs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from longspec_jax.config import TargetConfig
+
+from ..config import StageConfig
+from ..step import Objective
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What a draft is begun with."""
+
+    target: TargetConfig
+    params: Any
+    """The frozen target's parameters, spread over the mesh."""
+    stages: tuple[StageConfig, ...]
+    """All stages that the draft is trained in."""
+    seed: int
+    dtype: str
+    """Of parameters and activations in a step."""
+    mesh: Mesh
+    count_tokens: Callable[[], Int[np.ndarray, " V"]]
+    """How often every token of the target is to be predicted in the data of all stages. A kind that
+    does not call it costs no pass over the data."""
+
+
+class Begun(NamedTuple):
+    """A draft before its first step."""
+
+    trainer: "DraftTrainer"
+    frozen: Any
+    """A tree of what the objective reads and nobody changes: the target's parameters, and more."""
+    params: Mapping[str, Any] | None
+    """Parameters to start from; None for those of the objective's ``initialize``."""
+
+
+class DraftTrainer(Protocol):
+    """A draft for a target, as the pipeline trains it."""
+
+    @property
+    def dtype(self) -> str:
+        """What the draft is saved in."""
+        ...
+
+    def objectives(
+        self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
+    ) -> tuple[Objective, Objective | None]:
+        """What a stage learns, and the same with more to report at log steps, if there is more.
+
+        Args:
+          stage: the stage.
+          loss_chunk: most tokens of a device whose logits over the target's vocabulary exist at
+            once.
+          mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
+
+        Raises:
+          ValueError: for a stage that this draft cannot be trained in.
+        """
+        ...
+
+    def save(self, folder: Path, params: Any) -> None:
+        """Write the draft in the format that its drafter loads.
+
+        Args:
+          folder: made if absent.
+          params: the parameters, whole and of :attr:`dtype`.
+        """
+        ...
