@@ -25,7 +25,7 @@ from longspec_jax.ops.matmul.int8 import (
     int8_matmul_partials,
 )
 from longspec_jax.ops.matmul.quantised import (
-    QuantisedMatrix,
+    QuantisedWeights,
     quantised_gated_matmul,
     quantised_matmul,
     quantised_matmul_partials,
@@ -75,7 +75,7 @@ QUANTISED = Matmuls(quantised_matmul, quantised_matmul_partials, quantised_gated
 class Projection(nn.Module):
     """A linear map from the last axes of the input to new axes, optionally with a bias.
 
-    Where the parameters hold a :class:`QuantisedMatrix` as ``kernel``, it is multiplied as it is
+    Where the parameters hold a :class:`QuantisedWeights` as ``kernel``, it is multiplied as it is
     stored. So a model of quantised and whole layers needs no configuration of its own.
     """
 
@@ -109,13 +109,13 @@ class Projection(nn.Module):
         Quantised weights are dequantised.
         """
         kernel, bias = self._stored()
-        return kernel.kernel(self.dtype) if isinstance(kernel, QuantisedMatrix) else kernel, bias
+        return kernel.kernel(self.dtype) if isinstance(kernel, QuantisedWeights) else kernel, bias
 
     @nn.compact
     def _stored(self) -> tuple[Any, Array | None]:
         """The kernel as it is stored, and the bias."""
         kernel, bias = self.get_variable("params", "kernel"), None
-        if not isinstance(kernel, QuantisedMatrix):
+        if not isinstance(kernel, QuantisedWeights):
             shape = (*self.in_axes, *self.out_axes)
             kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
             kernel = kernel.reshape(-1, *self.out_axes)
@@ -124,7 +124,7 @@ class Projection(nn.Module):
         return kernel, bias
 
     def _matmuls(self, kernel: Any) -> Matmuls:
-        return QUANTISED if isinstance(kernel, QuantisedMatrix) else self.matmuls
+        return QUANTISED if isinstance(kernel, QuantisedWeights) else self.matmuls
 
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)

@@ -8,10 +8,11 @@ rows lie side by side, which makes a strip of rows one piece of memory:
 
     [K / block, N, 16] words of 32 bits
 
-Nothing is lost: :func:`unpacked` gives the codes back, for XLA's matmuls of a prompt.
+Nothing is lost: :meth:`PackedMatrix.plain` gives the codes back, for XLA's matmuls of a prompt.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ from flax import struct
 from jaxtyping import Float, UInt32
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.ops.matmul.quantised import QuantisedMatrix
+from longspec_jax.ops import hardware
+from longspec_jax.ops.matmul.quantised import QuantisedMatrix, QuantisedWeights
 
 BLOCK_BYTES = 64
 """What four threads hold of a row: 16 bytes each."""
@@ -31,10 +33,11 @@ OPERAND = 64
 
 
 @struct.dataclass
-class PackedMatrix:
+class PackedMatrix(QuantisedWeights):
     """A :class:`QuantisedMatrix` in the kernel's order."""
 
-    words: Leaf[UInt32[Array, "blocks N 16"]]
+    codes: Leaf[UInt32[Array, "blocks N 16"]]
+    """Words of four codes of 8 bits or eight of 4."""
     scale: Leaf[Float[Array, "G N"]]
     """In float32 where an output has one scale, otherwise in the dtype of the activations."""
     zero: Leaf[Float[Array, "G N"]] | None
@@ -45,14 +48,18 @@ class PackedMatrix:
     """The size of the contraction without padding."""
     group: int = struct.field(pytree_node=False)
     """Inputs that share a scale; of all inputs if 0."""
-    codes: Any = struct.field(pytree_node=False)
+    stored: Any = struct.field(pytree_node=False)
     """The dtype of the codes as in :class:`QuantisedMatrix`: 4 bits if it is ``uint8``."""
     out_axes: tuple[int, ...] = struct.field(pytree_node=False)
 
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return 4 if self.codes == jnp.uint8 else 8
+        return 4 if self.stored == jnp.uint8 else 8
+
+    def plain(self) -> QuantisedMatrix:
+        """The same weights in the order of their inputs, for XLA's matmuls."""
+        return _unpacked(self)
 
 
 def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
@@ -75,36 +82,40 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
     words = jax.lax.bitcast_convert_type(blocks.reshape(*blocks.shape[:2], 16, 4), jnp.uint32)
     single = flat.groups == 1
     return PackedMatrix(
-        words=words.swapaxes(0, 1),
+        codes=words.swapaxes(0, 1),
         scale=flat.scale.T.astype(jnp.float32 if single else dtype),
         zero=None if flat.zero is None else flat.zero.T.astype(dtype),
         order=flat.order,
         inputs=inputs,
         group=0 if single else flat.group,
-        codes=flat.codes.dtype,
+        stored=flat.codes.dtype,
         out_axes=matrix.out_axes,
     )
 
 
-def unpacked(packed: PackedMatrix) -> QuantisedMatrix:
-    """The same weights in the order of their inputs."""
-    blocks = jax.lax.bitcast_convert_type(packed.words.swapaxes(0, 1), jnp.uint8)
-    blocks = blocks.reshape(*blocks.shape[:2], BLOCK_BYTES)
-    codes = _by_input(_nibbles(blocks) if packed.bits == 4 else blocks, packed.bits)
-    codes = codes[:, : packed.inputs]
-    if packed.bits == 4:
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    else:
-        codes = jax.lax.bitcast_convert_type(codes, packed.codes)
-    zero = None if packed.zero is None else packed.zero.T.astype(jnp.int8)
-    flat = QuantisedMatrix(
-        codes, packed.scale.T.astype(jnp.float32), zero, packed.order, packed.group
-    )
-    rows = [
-        None if each is None else each.reshape(*packed.out_axes, -1)
-        for each in (flat.codes, flat.scale, flat.zero)
-    ]
-    return flat.replace(codes=rows[0], scale=rows[1], zero=rows[2])  # pyright: ignore
+def packed_params(params: Any, dtype: Any) -> Any:
+    """A target's parameters with every matrix packed that the kernel of this machine reads.
+
+    One matrix after the other takes the place of the one it was made of, which is deleted: there is
+    never a second copy of the model.
+
+    Args:
+      params: nested mappings of arrays and matrices.
+      dtype: of the activations.
+    """
+    if isinstance(params, Mapping):
+        return {key: packed_params(value, dtype) for key, value in params.items()}
+    if not isinstance(params, QuantisedMatrix):
+        return params
+    try:
+        hardware.require_hopper("the kernel for quantised weights")
+        packed = _pack(params, jnp.dtype(dtype))
+    except NotImplementedError:
+        return params
+    jax.block_until_ready(packed)
+    for array in jax.tree.leaves(params):
+        array.delete()
+    return packed
 
 
 def refuse_unpackable(matrix: QuantisedMatrix) -> None:
@@ -126,6 +137,29 @@ def refuse_unpackable(matrix: QuantisedMatrix) -> None:
             f"the kernel for quantised weights takes groups in multiples of {OPERAND} inputs, not "
             f"{matrix.group}"
         )
+
+
+def _unpacked(packed: PackedMatrix) -> QuantisedMatrix:
+    blocks = jax.lax.bitcast_convert_type(packed.codes.swapaxes(0, 1), jnp.uint8)
+    blocks = blocks.reshape(*blocks.shape[:2], BLOCK_BYTES)
+    codes = _by_input(_nibbles(blocks) if packed.bits == 4 else blocks, packed.bits)
+    codes = codes[:, : packed.inputs]
+    if packed.bits == 4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    else:
+        codes = jax.lax.bitcast_convert_type(codes, packed.stored)
+    zero = None if packed.zero is None else packed.zero.T.astype(jnp.int8)
+    flat = QuantisedMatrix(
+        codes, packed.scale.T.astype(jnp.float32), zero, packed.order, packed.group
+    )
+    rows = [
+        None if each is None else each.reshape(*packed.out_axes, -1)
+        for each in (flat.codes, flat.scale, flat.zero)
+    ]
+    return flat.replace(codes=rows[0], scale=rows[1], zero=rows[2])  # pyright: ignore
+
+
+_pack = jax.jit(pack, static_argnames="dtype")
 
 
 def _bytes(codes: Array) -> Array:

@@ -5,10 +5,13 @@ One type holds every format (:class:`QuantisedMatrix`). What it stands for is th
 activations; activations are not quantised. A text is the same with and without speculation because
 both multiply with that matrix.
 
-In plain JAX a matmul dequantises its weights first, one layer's at a time.
+On a Hopper GPU a kernel of our own widens the weights in registers. It reads them packed
+(:mod:`longspec_jax.ops.matmul.packed`), and multiplies sums by the scale of an output that has one,
+which rounds less. In plain JAX a matmul dequantises its weights first, one layer's at a time.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -17,6 +20,7 @@ from flax import struct
 from jaxtyping import Float, Int, Int8
 
 from longspec_jax.axes import Array, Leaf
+from longspec_jax.ops import hardware
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.matmul.few_rows import gate, matmul_precision
 from longspec_jax.ops.partitioned import one_device
@@ -26,9 +30,26 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MIDDLE = 8
 """The zero of unsigned 4-bit codes that have no zero points of their own."""
 
+MOST_ROWS = 1024
+"""Rows of the kernel: with more, widening whole weights costs less than its passes over them."""
+
+
+class QuantisedWeights:
+    """Weights of 8 or 4 bits, in the order of their inputs or in that of a kernel."""
+
+    out_axes: tuple[int, ...]
+
+    def plain(self) -> "QuantisedMatrix":
+        """The same weights in the order of their inputs."""
+        raise NotImplementedError
+
+    def kernel(self, dtype: Any) -> Float[Array, "C ..."]:
+        """The dequantised weights as a whole layer has them: inputs first, in their own order."""
+        return self.plain().kernel(dtype)
+
 
 @struct.dataclass
-class QuantisedMatrix:
+class QuantisedMatrix(QuantisedWeights):
     """Weights of a linear map from ``C`` inputs to outputs of one or more axes, 8 or 4 bits each.
 
     Every output has a scale for each *group* of its inputs: one group, or groups of 32 to 128.
@@ -86,6 +107,10 @@ class QuantisedMatrix:
             codes -= MIDDLE
         return (codes * self._of_inputs(self.scale)).astype(dtype)
 
+    def plain(self) -> "QuantisedMatrix":
+        """Itself."""
+        return self
+
     def kernel(self, dtype: Any) -> Float[Array, "C ..."]:
         """The dequantised weights as a whole layer has them: inputs first, in their own order."""
         matrix = jnp.moveaxis(self.dequantised(dtype), -1, 0)
@@ -109,48 +134,49 @@ class QuantisedMatrix:
 
 
 def quantised_matmul(
-    x: Float[Array, "*rows C"], weights: QuantisedMatrix, bias: Array | None = None
+    x: Float[Array, "*rows C"], weights: QuantisedWeights, bias: Array | None = None
 ) -> Array:
     """``[*rows, *out]`` in the dtype of ``x``: ``x @ dequantised.T``, plus ``bias[*out]``."""
     return QUANTISED_MATMUL(x, weights, bias)
 
 
 def quantised_matmul_partials(
-    x: Float[Array, "*rows C"], weights: QuantisedMatrix
+    x: Float[Array, "*rows C"], weights: QuantisedWeights
 ) -> Float[Array, "S *rows N"]:
     """Split-K partials, whose sum is the result: one of the dtype of ``x``, or several float32."""
     return QUANTISED_MATMUL_PARTIALS(x, weights)
 
 
 def quantised_gated_matmul(
-    x: Float[Array, "*rows C"], weights: QuantisedMatrix
+    x: Float[Array, "*rows C"], weights: QuantisedWeights
 ) -> Float[Array, "*rows F"]:
     """``silu`` of the first of two matmuls, ``out = (2, F)``, times the second."""
     return QUANTISED_GATED_MATMUL(x, weights)
 
 
-def quantised_matmul_xla(x: Array, weights: QuantisedMatrix, bias: Array | None = None) -> Array:
+def quantised_matmul_xla(x: Array, weights: QuantisedWeights, bias: Array | None = None) -> Array:
     """The matmul in plain JAX; differentiable in ``x``."""
     x, weights = _in_turn(x, weights)
-    if weights.order is not None:
-        x = jnp.take(x, weights.order, axis=-1)
-    matrix = weights.dequantised(x.dtype)
+    plain = weights.plain()
+    if plain.order is not None:
+        x = jnp.take(x, plain.order, axis=-1)
+    matrix = plain.dequantised(x.dtype)
     over = ((x.ndim - 1,), (matrix.ndim - 1,)), ((), ())
     out = jax.lax.dot_general(x, matrix, over, precision=matmul_precision(x.dtype))
     return out if bias is None else out + bias
 
 
-def quantised_matmul_partials_xla(x: Array, weights: QuantisedMatrix) -> Array:
+def quantised_matmul_partials_xla(x: Array, weights: QuantisedWeights) -> Array:
     """The whole result as the only partial."""
     return quantised_matmul_xla(x, weights)[None]
 
 
-def quantised_gated_matmul_xla(x: Array, weights: QuantisedMatrix) -> Array:
+def quantised_gated_matmul_xla(x: Array, weights: QuantisedWeights) -> Array:
     """The gated matmul in plain JAX."""
     return gate(quantised_matmul_xla(x, weights))
 
 
-def _in_turn(x: Array, weights: QuantisedMatrix) -> tuple[Array, QuantisedMatrix]:
+def _in_turn(x: Array, weights: Any) -> tuple[Array, Any]:
     """The operands, so that the weights are dequantised when the rows are there and not before.
 
     Else a compiler may do it for all layers at once, or before the loop over rounds: a whole model
@@ -166,6 +192,66 @@ def _in_turn(x: Array, weights: QuantisedMatrix) -> tuple[Array, QuantisedMatrix
     return x, dataclasses.replace(weights, codes=codes.astype(weights.codes.dtype))
 
 
-QUANTISED_MATMUL = Op("quantised_matmul", {"xla": quantised_matmul_xla})
-QUANTISED_MATMUL_PARTIALS = Op("quantised_matmul_partials", {"xla": quantised_matmul_partials_xla})
-QUANTISED_GATED_MATMUL = Op("quantised_gated_matmul", {"xla": quantised_gated_matmul_xla})
+def quantised_matmul_mosaic(
+    x: Array, weights: QuantisedWeights, bias: Array | None = None
+) -> Array:
+    """The matmul by the kernel for Hopper GPUs."""
+    flat_bias = None if bias is None else bias.reshape(-1)
+    return _launch(x, weights, flat_bias).reshape(*x.shape[:-1], *weights.out_axes)
+
+
+def quantised_matmul_partials_mosaic(x: Array, weights: QuantisedWeights) -> Array:
+    """The kernel's partials: the whole result, or several in float32."""
+    out = _launch(x, weights, split=True)
+    return out if out.ndim > x.ndim else out[None]
+
+
+def quantised_gated_matmul_mosaic(x: Array, weights: QuantisedWeights) -> Array:
+    """The gated matmul by the kernel."""
+    return _launch(x, weights, gated=True)
+
+
+def _launch(
+    x: Array,
+    weights: QuantisedWeights,
+    bias: Array | None = None,
+    *,
+    gated: bool = False,
+    split: bool = False,
+) -> Array:
+    """``[*rows, N]``, or split-K partials ``[S, *rows, N]``; refuses what the kernel cannot do."""
+    hardware.require_hopper("the kernel for quantised weights")
+    from longspec_jax.ops.matmul.packed import PackedMatrix
+
+    if not isinstance(weights, PackedMatrix):
+        raise NotImplementedError("the kernel for quantised weights reads packed ones")
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"the kernel for quantised weights takes 16 bits, not {x.dtype}")
+    if not one_device():
+        raise NotImplementedError("a mesh cuts the weights, which only XLA's matmuls follow")
+    rows = x.size // x.shape[-1]
+    if not 0 < rows <= MOST_ROWS:
+        raise NotImplementedError(
+            f"the kernel for quantised weights takes 1 to {MOST_ROWS} rows, not {rows}"
+        )
+    from longspec_jax.ops.matmul import quantised_mosaic  # Older versions of jax lack its needs.
+    from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
+
+    columns = weights.out_axes[-1] if gated else math.prod(weights.out_axes)
+    tile = quantised_tile(x.shape[-1], columns, gated=gated, split=split)
+    flat = x.reshape(rows, x.shape[-1])
+    out = quantised_mosaic.matmul(flat, weights, bias, tile=tile, gated=gated)
+    return out.reshape(*out.shape[:-2], *x.shape[:-1], columns)
+
+
+QUANTISED_MATMUL = Op(
+    "quantised_matmul", {"mosaic": quantised_matmul_mosaic, "xla": quantised_matmul_xla}
+)
+QUANTISED_MATMUL_PARTIALS = Op(
+    "quantised_matmul_partials",
+    {"mosaic": quantised_matmul_partials_mosaic, "xla": quantised_matmul_partials_xla},
+)
+QUANTISED_GATED_MATMUL = Op(
+    "quantised_gated_matmul",
+    {"mosaic": quantised_gated_matmul_mosaic, "xla": quantised_gated_matmul_xla},
+)

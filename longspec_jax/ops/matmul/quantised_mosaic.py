@@ -74,7 +74,7 @@ def matmul(
     """
     if weights.order is not None:
         x = jnp.take(x, weights.order, axis=-1)
-    blocks, outputs, _ = weights.words.shape
+    blocks, outputs, _ = weights.codes.shape
     parts = 2 if gated else 1
     work = QuantisedWork(
         rows=len(x),
@@ -107,10 +107,10 @@ def matmul(
     if interpret is not None:
         # The interpreter's matrix units take no operand from registers.
         memory["operand_smem"] = plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, OPERAND), x.dtype)
-    given = dict(words=weights.words, scale=weights.scale, zero=weights.zero, bias=bias)
+    given = dict(words=weights.codes, scale=weights.scale, zero=weights.zero, bias=bias)
     given = {name: each for name, each in given.items() if each is not None}
     kernel = plgpu.kernel(
-        functools.partial(_kernel, work=work, codes=weights.codes, names=tuple(given)),
+        functools.partial(_kernel, work=work, stored=weights.stored, names=tuple(given)),
         out_type=jax.ShapeDtypeStruct((tile.splits, len(x), work.columns), dtype),
         scratch_types=memory,
         grid=(work.programs,),
@@ -135,14 +135,14 @@ def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _kernel(
-    x: Any, *refs: Any, work: QuantisedWork, codes: Any, names: tuple[str, ...], **memory: Any
+    x: Any, *refs: Any, work: QuantisedWork, stored: Any, names: tuple[str, ...], **memory: Any
 ) -> None:
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
     *given, out = refs
     program = _Quantised(
         work=work,
         warpgroup=jax.lax.axis_index("warpgroup"),
-        codes=codes,
+        stored=stored,
         x=x,
         out=out,
         **dict(zip(names, given, strict=True)),
@@ -159,7 +159,7 @@ class _Quantised(Program):
     """
 
     work: QuantisedWork
-    codes: Any
+    stored: Any
     x: Any
     out: Any
     words: Any
@@ -240,7 +240,7 @@ class _Quantised(Program):
                     if not index and not part:
                         # With a branch here, matmuls would wait for each other: the assembler
                         # cannot follow their registers across it (its warning C7513).
-                        plgpu.barrier_arrive(self.free.at[before], predicate=step > 0)
+                        _arrive(self.free.at[before], predicate=step > 0)
 
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free.at[self.stage(past + unit.steps - 1)])
@@ -258,7 +258,7 @@ class _Quantised(Program):
             zero = self.by_output(self.zero_smem.at[stage, part, group, rows], OPERAND)
         interpreted = self.operand_smem is not None
         arrange = functools.partial(_arranged, half=half, dtype=dtype, interpreted=interpreted)
-        weights = _widened(words, self.codes, dtype, arrange, zero)
+        weights = _widened(words, self.stored, dtype, arrange, zero)
         if work.scales:
             weights *= self.by_output(self.scale_smem.at[stage, part, group, rows], OPERAND)
         if not interpreted:
@@ -308,6 +308,10 @@ class _Quantised(Program):
         plgpu.copy_smem_to_gmem(to, self.out.at[unit.split, rows, self.mine(unit)])
 
 
+# From jax 0.11 on, which this kernel needs, it takes a predicate.
+_arrive: Callable[..., None] = plgpu.barrier_arrive
+
+
 def _load(source: Any, layout: Any) -> Array:
     """Numbers in registers; of a layout that no wide load serves, one by one."""
     # From jax 0.11 on, which this kernel needs, load takes no index.
@@ -317,13 +321,13 @@ def _load(source: Any, layout: Any) -> Array:
 
 
 def _widened(
-    words: Array, codes: Any, dtype: Any, arrange: Callable[..., Array], zero: Array | None
+    words: Array, stored: Any, dtype: Any, arrange: Callable[..., Array], zero: Array | None
 ) -> Array:
     """Codes as numbers of 16 bits, without their scales.
 
     Args:
       words: ``[64, 16]``, each of four codes of 8 bits or eight of 4.
-      codes: their dtype, as in :class:`QuantisedMatrix`.
+      stored: the dtype of the codes, as in :class:`QuantisedMatrix`.
       dtype: bfloat16 or float16.
       arrange: makes a matrix ``[64, 64]`` of words that hold two numbers each, those of the inputs
         ``2c, 2c + 1`` of a thread, then those of ``2c + 8, 2c + 9``, and so on.
@@ -331,13 +335,13 @@ def _widened(
     """
     number = functools.partial(np.asarray, dtype=dtype)
     half = dtype == jnp.float16
-    if codes == jnp.uint8:
+    if stored == jnp.uint8:
         # The code becomes the lowest bits of a number whose last bit counts 1: 128 or 1024 more.
         base, offset = (0x6400, 1024) if half else (0x4300, 128)
         wide = arrange(*((words >> 4 * i) & _pair(0xF) | _pair(base) for i in range(4)))
         return wide - (number(offset + MIDDLE) if zero is None else zero + number(offset))
     pairs = words << 8, words  # Codes in the upper bytes: the first and third, second and fourth.
-    if codes == jnp.float8_e4m3fn:
+    if stored == jnp.float8_e4m3fn:
         # The exponent has its place, and is too small by the difference of both biases.
         right, factor = (1, 2.0**8) if half else (4, 2.0**120)
         bits = ((each >> right) & _pair(0x7F00 >> right) for each in pairs)
@@ -393,14 +397,15 @@ def _arranged(*pairs: Array, half: int, dtype: Any, interpreted: bool) -> Array:
         word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         two = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
         layout = plgpu.Layout.WGMMA.to_mgpu()
-        registers = np.empty(layout.registers_shape((WARPGROUP_ROWS, OPERAND)), dtype=object)
         flat = [
             vector.bitcast(two, vector.extract_strided_slice(word, of_row, [at], [1], [1]))
             for at in words
             for pair in pairs
             for of_row in pair.registers.flat
         ]
-        registers.flat = flat
+        registers = np.empty(len(flat), dtype=object)
+        registers[:] = flat
+        registers = registers.reshape(layout.registers_shape((WARPGROUP_ROWS, OPERAND)))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return rename(*pairs)
