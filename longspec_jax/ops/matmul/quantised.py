@@ -86,6 +86,13 @@ class QuantisedMatrix(QuantisedWeights):
         return self.codes.shape[:-1]
 
     @property
+    def label(self) -> str:
+        """The kind of codes, as reports name it."""
+        if self.packed:
+            return "mxfp4" if self.floating else "int4"
+        return "fp8" if self.codes.dtype == jnp.float8_e4m3fn else "int8"
+
+    @property
     def groups(self) -> int:
         """Number of groups ``G``."""
         return self.scale.shape[-1]
@@ -131,6 +138,12 @@ class QuantisedMatrix(QuantisedWeights):
         if of_groups.shape[-1] == 1:
             return of_groups
         return jnp.repeat(of_groups, self.group, axis=-1)[..., : self.inputs]
+
+
+def quantised_matrices(params: Any) -> list[QuantisedMatrix]:
+    """All quantised weights of a tree of parameters."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    return [leaf for leaf in leaves if isinstance(leaf, QuantisedMatrix)]
 
 
 def quantised_matmul(
