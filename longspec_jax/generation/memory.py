@@ -18,7 +18,7 @@ from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.models import Models
-from longspec_jax.ops.matmul.quantised import quantised_matrices
+from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
 from longspec_jax.ops.placement import free_device_bytes, tree_bytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

@@ -6,6 +6,7 @@ PartitionSpec and no reshape is left to the caller.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -25,11 +26,11 @@ from longspec_jax.ops.matmul.int8 import (
     int8_matmul_partials,
 )
 from longspec_jax.ops.matmul.quantised import (
-    QuantisedWeights,
     quantised_gated_matmul,
     quantised_matmul,
     quantised_matmul_partials,
 )
+from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import row_shares
 
 INITIAL_SCALE = 0.02
@@ -70,6 +71,7 @@ class Matmuls(NamedTuple):
 FEW_ROWS = Matmuls(matmul, matmul_partials, gated_matmul)
 ORDERED = Matmuls(ordered.matmul, ordered.matmul_partials, ordered.gated_matmul)
 QUANTISED = Matmuls(quantised_matmul, quantised_matmul_partials, quantised_gated_matmul)
+ORDERED_QUANTISED = Matmuls(*(partial(op, ordered=True) for op in QUANTISED))
 
 
 class Projection(nn.Module):
@@ -81,6 +83,7 @@ class Projection(nn.Module):
 
     matmuls: ClassVar[Matmuls] = FEW_ROWS
     """Of whole weights."""
+    quantised: ClassVar[Matmuls] = QUANTISED
     in_axes: Sequence[int]
     """Sizes of the contracted axes, the last of the input."""
     out_axes: Sequence[int]
@@ -124,7 +127,7 @@ class Projection(nn.Module):
         return kernel, bias
 
     def _matmuls(self, kernel: Any) -> Matmuls:
-        return QUANTISED if isinstance(kernel, QuantisedWeights) else self.matmuls
+        return self.quantised if isinstance(kernel, QuantisedWeights) else self.matmuls
 
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
@@ -134,6 +137,7 @@ class OrderedProjection(Projection):
     """A :class:`Projection` whose rows have the same bits whatever rows are beside them."""
 
     matmuls: ClassVar[Matmuls] = ORDERED
+    quantised: ClassVar[Matmuls] = ORDERED_QUANTISED
 
 
 class Int8Projection(nn.Module):

@@ -22,7 +22,7 @@ from jaxtyping import Float, UInt32
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.ops import hardware
-from longspec_jax.ops.matmul.quantised import QuantisedMatrix, QuantisedWeights
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights, label_of
 
 BLOCK_BYTES = 64
 """What four threads hold of a row: 16 bytes each."""
@@ -44,13 +44,27 @@ class PackedMatrix(QuantisedWeights):
     """What is subtracted from integer codes, in the dtype of the activations; absent as there."""
     order: Leaf[Array] | None
     """As in :class:`QuantisedMatrix`."""
-    inputs: int = struct.field(pytree_node=False)
-    """The size of the contraction without padding."""
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
+    """``[*out, C]``, without padding."""
     group: int = struct.field(pytree_node=False)
     """Inputs that share a scale; of all inputs if 0."""
     stored: Any = struct.field(pytree_node=False)
     """The dtype of the codes as in :class:`QuantisedMatrix`: 4 bits if it is ``uint8``."""
-    out_axes: tuple[int, ...] = struct.field(pytree_node=False)
+
+    @property
+    def out_axes(self) -> tuple[int, ...]:
+        """Sizes of the produced axes."""
+        return self.shape[:-1]
+
+    @property
+    def inputs(self) -> int:
+        """The size of the contraction."""
+        return self.shape[-1]
+
+    @property
+    def label(self) -> str:
+        """The kind of codes, as reports name it."""
+        return label_of(self.stored)
 
     @property
     def bits(self) -> int:
@@ -86,10 +100,9 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
         scale=flat.scale.T.astype(jnp.float32 if single else dtype),
         zero=None if flat.zero is None else flat.zero.T.astype(dtype),
         order=flat.order,
-        inputs=inputs,
+        shape=(*matrix.out_axes, inputs),
         group=0 if single else flat.group,
         stored=flat.codes.dtype,
-        out_axes=matrix.out_axes,
     )
 
 

@@ -34,11 +34,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
-from longspec_jax.ops.matmul.ordered_mosaic import Program, Unit
+from longspec_jax.ops.launchers import launcher
+from longspec_jax.ops.matmul.ordered_programs import Program, Unit
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
 from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
-from longspec_jax.ops.matmul.quantised import MIDDLE
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork
+from longspec_jax.ops.matmul.quantised_weights import MIDDLE
 
 # Pallas documents ACC and does not re-export it in the way that type checkers ask for.
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -48,7 +49,7 @@ _WORDS = plgpu.Layout.WGMMA_8BIT
 """Layout of ``[64, 16]`` words: four in a row for a thread, in the order of the threads."""
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "gated", "interpret"))
+@launcher("tile", "gated", "interpret")
 def matmul(
     x: Array,
     weights: PackedMatrix,

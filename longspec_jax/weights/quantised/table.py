@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.ops.matmul.quantised import QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.weights.checkpoint import Tensor, Tensors
 from longspec_jax.weights.quantised.formats import REMEDY, Quantisation
 from longspec_jax.weights.quantised.stored import Awq, Bytes, Format, Gptq, Packed, Stored
