@@ -117,7 +117,9 @@ class TargetModel:
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
-            return chunk_attention(q, prefix, k, v, implementation=self.attention)
+            return chunk_attention(
+                q, prefix, k, v, scale=self.config.attention_scale, implementation=self.attention
+            )
 
         # Of larger chunks XLA's matmuls are as good: the tensor cores are the limit.
         ordered = self.same_bits and tokens.size <= ORDERED_CHUNK
@@ -151,9 +153,10 @@ class TargetModel:
             )
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]
-        attention = partial(speculative_attention, implementation=self.attention)
+        scale = self.config.attention_scale
+        attention = partial(speculative_attention, scale=scale, implementation=self.attention)
         if self.same_bits:
-            attention = partial(path_attention, depth=depth, levels=levels)
+            attention = partial(path_attention, depth=depth, levels=levels, scale=scale)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
@@ -199,16 +202,16 @@ class TargetModel:
     ) -> PartialForward:
         """As :meth:`longspec_jax.drafters.base.View.partial_forward`."""
         keys, values, read = list(fresh.keys), list(fresh.values), selection.reading(cache)
+        options: Any = dict(scale=self.config.attention_scale, implementation=self.attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefixes = read(layer, q)
             write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=1)
             keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
             rows = Fresh(keys[layer], values[layer], mask)
-            seen = tree_attention(q, rows, implementation=self.attention)
+            seen = tree_attention(q, rows, **options)
             for prefix in prefixes:
-                past = prefix_attention(q, prefix, implementation=self.attention)
-                seen = merge(seen, past)
+                seen = merge(seen, prefix_attention(q, prefix, **options))
             return seen.out.astype(q.dtype)
 
         with jax.named_scope("partial_forward"):

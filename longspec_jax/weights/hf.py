@@ -4,6 +4,7 @@ Nothing is guessed, skipped or cast in silence: the configuration must be one th
 exactly, the tensors must be exactly those it describes, and every value must be finite.
 """
 
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from longspec_jax.ops.matmul.packed import packed_params
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import Tensors, open_tensors
 from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.params import load_params, write_model
 from longspec_jax.weights.quantised.formats import quantisation
 from longspec_jax.weights.quantised.table import as_stored, stored_bytes, with_matrices
@@ -48,7 +49,7 @@ def load_target(
     folder = local_folder(source, revision)
     config = load_target_config(source, dtype=dtype, revision=revision)
     with ExitStack() as stack:
-        tensors = open_tensors(folder, stack)
+        tensors = _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
         check_layers(config, tensors, folder / "config.json")
         table, tensors, groups = _stored(folder, config, tensors)
         any_dtype = dtype is not None or bool(groups)
@@ -62,7 +63,8 @@ def _stored(
     folder: Path, config: TargetConfig, tensors: Tensors
 ) -> tuple[Table, Tensors, dict[str, int]]:
     """The table and tensors of a target, and the group sizes of its quantised kernels, by path."""
-    table, quantised = target_table(config), quantisation(read_json(folder / "config.json"))
+    raw = read_json(folder / "config.json")
+    table, quantised = target_table(config), quantisation(hf_config.text_part(raw))
     return (table, tensors, {}) if quantised is None else as_stored(table, tensors, quantised)
 
 
@@ -71,8 +73,27 @@ def target_bytes(source: str | Path, *, dtype: str, revision: str | None = None)
     folder = local_folder(source, revision)
     config = load_target_config(source, dtype=dtype, revision=revision)
     with ExitStack() as stack:
-        table, _, _ = _stored(folder, config, open_tensors(folder, stack))
+        tensors = _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
+        table, _, _ = _stored(folder, config, tensors)
     return stored_bytes(table, config.dtype)
+
+
+def _of_target(tensors: Tensors, raw: JsonObject) -> Tensors:
+    """The tensors of the target alone, under its own names."""
+    beside = hf_config.wrapped(raw)
+    if not beside:
+        return tensors
+
+    def own(name: str) -> str:
+        if name.startswith("model.language_model."):
+            return name.replace("language_model.", "", 1)
+        return name.removeprefix("language_model.")
+
+    return {
+        own(name): tensor
+        for name, tensor in tensors.items()
+        if not any(re.fullmatch(pattern, name) for pattern in beside)
+    }
 
 
 def load_target_config(
