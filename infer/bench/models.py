@@ -16,7 +16,7 @@ from flax.traverse_util import unflatten_dict
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.cache import KVCache, allocate
 from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
@@ -37,6 +37,9 @@ from longspec_jax.drafters.eagle3.model import Eagle3Params
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.parallel.checkpoint import draft_table
+from longspec_jax.drafters.parallel.config import ParallelConfig
+from longspec_jax.drafters.parallel.load import ParallelDraft, ParallelOptions
 from longspec_jax.drafters.registry import options_of, separated
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft
 from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
@@ -90,6 +93,11 @@ def random_model(
             draft = _random_eagle3(config, target, chosen, seed + 1)
         case DFlashOptions():
             draft = _random_dflash(config, target, chosen, seed + 1)
+        case ParallelOptions():
+            parallel = ParallelConfig(DraftConfig.for_target(config), config.vocab_size)
+            weights = _drawn(draft_table(parallel), config.dtype, seed + 1)
+            # In 8 bits only where it is named: a row says what it measured.
+            draft = ParallelDraft.bind(parallel, weights, target, int8=bool(chosen.int8))
         case SmallLMOptions():
             small = _small(config, chosen)
             weights = _draw(_initializer(small), seed + 1)
@@ -283,13 +291,15 @@ def _key(seed: int, number: int) -> jax.Array:
 
 def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2) -> KVCache:
     """A cache that looks as if a prompt had been prefilled into all of it."""
-    shape = (batch, config.num_kv_heads, capacity, config.head_width)
-    fill = _filler(shape, config.dtype, 1.0)
-    layers = range(config.num_layers)
-    keys, values = (
-        tuple(fill(_key(seed, 2 * layer + part)) for layer in layers) for part in (0, 1)
-    )
-    return KVCache(keys, values, read_layer=config.read_layer)
+    empty = jax.eval_shape(functools.partial(allocate, config, batch, capacity))
+
+    def filled(layers: tuple[Any, ...], part: int) -> tuple[jax.Array, ...]:
+        return tuple(
+            _filler(layer.shape, config.dtype, 1.0)(_key(seed, 2 * index + part))
+            for index, layer in enumerate(layers)
+        )
+
+    return dataclasses.replace(empty, keys=filled(empty.keys, 0), values=filled(empty.values, 1))
 
 
 def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:
