@@ -24,7 +24,7 @@ MAX_LAYERS = 1024
 SMALLEST_EPS = 1e-30
 """Least epsilon of a norm that float32 can still add and divide by."""
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e6
-"""Between them is every factor of a rotary scaling."""
+"""Between them is every factor of a rotary scaling; no soft cap is smaller."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,8 @@ class TargetConfig:
     """The kinds of layers; if absent, all have full attention and the rotation above."""
     pattern: tuple[int, ...] = ()
     """The kind of each layer, as an index of ``kinds``; empty without them."""
+    attention_cap: float | None = None
+    """Bounds the scores of attention softly: ``cap * tanh(score / cap)`` (Gemma 2)."""
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
@@ -256,6 +258,8 @@ class TargetConfig:
         whole_number("max_positions", self.max_positions)
         whole_number("num_layers", self.num_layers, most=MAX_LAYERS)
         check_layer(self)
+        if self.attention_cap is not None:
+            finite_number("attention_cap", self.attention_cap, SMALLEST_FACTOR)
         for rotary in (self.rotary, *(kind.rotary for kind in self.kinds)):
             if rotary is not None:
                 rotary.check_fits(self.head_width)
@@ -299,10 +303,22 @@ class TargetConfig:
         a draft that reads keys without positions cannot tell near tokens from far ones. The last
         layer if all have windows.
         """
-        layers = [self.layer(index) for index in range(self.num_layers)]
-        full = [index for index, layer in enumerate(layers) if layer.window is None]
-        rotated = [index for index in full if layers[index].rotary is not None]
+        full = self.full_layers
+        rotated = [index for index in full if self.layer(index).rotary is not None]
         return (rotated or full or [self.num_layers - 1])[-1]
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that see the whole context: those without a window."""
+        return tuple(i for i in range(self.num_layers) if self.layer(i).window is None)
+
+    def check_read(self, reader: str) -> None:
+        """Raise ValueError unless some layer sees the whole context, which the reader needs."""
+        if not self.full_layers:
+            raise ValueError(
+                f"{reader} reads a layer that sees the whole context, and all layers of this "
+                "target have a window; use a draft that reads none, such as ngram"
+            )
 
     @property
     def num_groups(self) -> int:
