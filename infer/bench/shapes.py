@@ -1,4 +1,4 @@
-"""Shapes of published targets, for benchmarks with random weights: those without a draft of ours."""
+"""Shapes of published targets that have no training configuration, for benchmarks."""
 
 import dataclasses
 
