@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from longspec_jax.config import LayerConfig, QueryScaling, Rotary, TargetConfig
+from longspec_jax.config import (
+    LARGEST_FACTOR,
+    SMALLEST_FACTOR,
+    LayerConfig,
+    QueryScaling,
+    Rotary,
+    TargetConfig,
+)
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import raw_rope, rope_entry
 from longspec_jax.weights.sparse import raw_experts, read_experts
@@ -122,7 +129,8 @@ _MULTIPLIERS = {
 
 
 def _multipliers(raw: JsonObject, known: Fields) -> Fields:
-    return {field: raw.number(key, 1.0) for field, key in _MULTIPLIERS.items()}
+    limits = SMALLEST_FACTOR, LARGEST_FACTOR
+    return {field: raw.number(key, 1.0, *limits) for field, key in _MULTIPLIERS.items()}
 
 
 def _raw_multipliers(config: TargetConfig) -> dict[str, Any]:
