@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
-from longspec_jax.models.target import Target, head_of
+from longspec_jax.models.target import Target, head_of, scaled
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import with_sharding
 
@@ -65,7 +65,7 @@ class TargetView(NamedTuple):
     """What the draft and its measures need of one target pass."""
 
     hidden: Array
-    """Final hidden states ``[B, T, D]``."""
+    """Final hidden states ``[B, T, D]``, divided as the target divides its logits."""
     keys: Array
     """Keys ``[B, T, K, H]`` of the layer that the draft reads; no other outlives the pass."""
     values: Array
@@ -81,10 +81,9 @@ class TrainedTarget(Target):
     Frequent tokens receive thousands of contributions in a step; they are summed in float32.
     """
 
-    def embed(self, tokens: Array) -> Array:
-        """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
-        [embedded] = with_sharding("b t d", _lookup(self.embedding, tokens))
-        return embedded
+    def look_up(self, tokens: Array) -> Array:
+        """As of :class:`Target`."""
+        return _lookup(self.embedding, tokens)
 
 
 @jax.custom_vjp
@@ -128,14 +127,17 @@ def run_target(
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         window = config.layer(layer).window
         behind = None if window is None else window - 1  # The window counts the token itself.
-        return causal_attention(q, k, v, window=behind, cap=config.attention_cap)
+        scores = dict(scale=config.attention_scale, cap=config.attention_cap)
+        return causal_attention(q, k, v, window=behind, **scores)
 
     with jax.named_scope("target"):
         output: Any = TrainedTarget(config, mlp_chunk).apply(
             {"params": params}, tokens, positions, attend, tuple(keep)
         )
     read = config.read_layer
-    return TargetView(output.hidden, output.keys[read], output.values[read], output.kept)
+    # The head then makes logits of it, without another division.
+    hidden = scaled(output.hidden, 1 / config.logits_divisor)
+    return TargetView(hidden, output.keys[read], output.values[read], output.kept)
 
 
 @dataclass(frozen=True)

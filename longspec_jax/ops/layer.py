@@ -115,6 +115,22 @@ def split_heads_xla(
     return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
 
 
+def wide_qk_norm(
+    qkv: Float[Array, "B T K G2 H"],
+    scales: tuple[Float[Array, "K G H"], Float[Array, "K H"]],
+    eps: float,
+) -> Float[Array, "B T K G2 H"]:
+    """Normalise all query heads of a token together, and all its key heads; values stay."""
+    q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1:, :]
+
+    def normalised(heads: Array, scale: Array) -> Array:
+        flat = heads.reshape(*heads.shape[:2], -1)
+        return rms_norm(flat, scale.reshape(-1), eps).reshape(heads.shape)
+
+    q, k = normalised(q, scales[0]), normalised(k, scales[1])
+    return jnp.concatenate([q, k[..., None, :], v], axis=3)
+
+
 def split_qkv(qkv: Float[Array, "B T K G2 H"]) -> Heads:
     """Queries, keys and values of the fused projection, none rotated."""
     batch, tokens, kv_heads, slots, width = qkv.shape

@@ -23,6 +23,10 @@ class DraftConfig:
     dtype: str
     rotary_width: int | None = None
     """Dimensions of a head that are rotated, as of the target's layer that it reads."""
+    embedding_factor: float = 1.0
+    """Factor on the target's embeddings, as of the target."""
+    logits_divisor: float = 1.0
+    """What the logits are divided by, as of the target. A target's cap is not applied."""
     window: int = 512
     """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
 
