@@ -12,7 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.config import LayerConfig, QueryScaling, Rotary, TargetConfig
+from longspec_jax.config import (
+    LARGEST_FACTOR,
+    SMALLEST_FACTOR,
+    LayerConfig,
+    QueryScaling,
+    Rotary,
+    TargetConfig,
+)
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import raw_rope, rope_entry
 
@@ -130,7 +137,8 @@ _MULTIPLIERS = {
 
 
 def _multipliers(raw: JsonObject, known: Fields) -> Fields:
-    return {field: raw.number(key, 1.0) for field, key in _MULTIPLIERS.items()}
+    limits = SMALLEST_FACTOR, LARGEST_FACTOR
+    return {field: raw.number(key, 1.0, *limits) for field, key in _MULTIPLIERS.items()}
 
 
 def _raw_multipliers(config: TargetConfig) -> dict[str, Any]:
