@@ -22,6 +22,7 @@ from longspec_jax.config import (
 )
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import raw_rope, rope_entry
+from longspec_jax.weights.sparse import raw_experts, read_experts
 
 Fields = Mapping[str, Any]
 """Fields of a :class:`TargetConfig` by name."""
@@ -250,6 +251,13 @@ FAMILIES: dict[str, Family] = {
         window_switch="use_sliding_window",
         default_window=4096,
         windows=_beyond_max_window_layers,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        fixed={"qk_norm": True},
+        read=read_experts,
+        write=raw_experts,
+        window_switch="use_sliding_window",
     ),
     "Ministral3ForCausalLM": Family(
         "ministral3",
