@@ -29,7 +29,15 @@ from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding.lossless import SHORT, assert_same, engine_of, generate, prompts, request, run
-from tests.kit import TOLERANCE, draft_params, random_draft, random_target, tiny_target_config
+from tests.kit import (
+    TOLERANCE,
+    draft_params,
+    random_draft,
+    random_target,
+    relative_error,
+    tiny_target_config,
+)
+from train.target import run_target
 
 W = 7
 CONFIG = tiny_target_config(
@@ -165,6 +173,20 @@ def test_trees_deeper_than_the_window_see_their_own_paths(models: Params) -> Non
         assert np.abs(expected).max() > 1
     expected = np.asarray(dense(params, jnp.asarray(text)))[0, 60]
     np.testing.assert_allclose(logits[0], expected, atol=20 * TOLERANCE["float32"])
+
+
+def test_training_reads_the_target_that_is_served(models: Params) -> None:
+    """The draft learns from the keys of the layer that it reads, behind layers with windows."""
+    tokens = jnp.asarray(PROMPTS)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    view = jax.jit(partial(run_target, CONFIG))(models.target, tokens, positions)
+    cache, start = TARGET.allocate(3, 64), jnp.zeros(3, jnp.int32)
+    _, cache, *_ = jax.jit(TARGET.prefill_chunk)(
+        models.target, cache, tokens, start, jnp.asarray(LENGTHS) - 1
+    )
+    for row, length in enumerate(LENGTHS):
+        read = np.asarray(cache.keys[CONFIG.read_layer])[row, :, :length].swapaxes(0, 1)
+        assert relative_error(view.keys[row, :length], read) <= TOLERANCE["float32"]
 
 
 def test_plain_decoding_is_the_dense_model(models: Params, plain: list[np.ndarray]) -> None:
