@@ -48,13 +48,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
-    "smollm3": ("SmolLM3", dict(no_rope_layer_interval=3)),
+    "smollm3": ("SmolLM3", dict(no_rope_layer_interval=2)),
     "granite": ("Granite", MULTIPLIERS),
     "granite4": (
         "GraniteMoeHybrid",
         MULTIPLIERS
         | dict(
-            layer_types=["attention"] * 3,
+            layer_types=["attention"] * 2,
             num_local_experts=0,
             shared_intermediate_size=80,
             position_embedding_type="rope",
@@ -109,14 +109,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(case: str) -> Any:
-    """A random model of three layers, in which every parameter matters."""
+    """A random model of two layers, in which every parameter matters."""
     family, own = CASES[case]
     config = getattr(transformers, f"{family}Config")(
         **dict(
             vocab_size=97,
             hidden_size=48,
             intermediate_size=80,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=256,

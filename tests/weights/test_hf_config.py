@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 
+from infer.bench.shapes import SHAPES
 from longspec_jax.config import PRESETS, LinearRopeScaling
 from longspec_jax.drafters.longspec import checkpoint
 from longspec_jax.drafters.longspec.checkpoint import hf_draft_config
@@ -175,9 +176,25 @@ def test_transformers_reads_our_config_as_we_do(tmp_path, family, rope):
     assert stop_tokens(read.to_dict()) == (7, 9)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, *SHAPES])
 def test_round_trip_of_presets(name):
-    assert target_config(hf_config.hf_config(PRESETS[name])) == PRESETS[name]
+    config = PRESETS.get(name) or SHAPES[name]
+    assert target_config(hf_config.hf_config(config)) == config
+
+
+def test_a_target_inside_a_model_that_also_sees():
+    """What Mistral 3 holds as ``text_config`` is the target; the rest stands beside it."""
+    inner = hf_config.hf_config(SHAPES["ministral3-8b"])
+    del inner["architectures"], inner["torch_dtype"]
+    raw = dict(
+        architectures=["Mistral3ForConditionalGeneration"],
+        model_type="mistral3",
+        text_config=inner,
+        vision_config=dict(hidden_size=16),
+        dtype="bfloat16",
+    )
+    assert target_config(raw) == SHAPES["ministral3-8b"]
+    assert stop_tokens(raw, {"eos_token_id": [2]}) == (2,)
 
 
 @pytest.mark.parametrize("name", RELEASED)
