@@ -13,7 +13,7 @@ MULTIPLIERS = dict(
     residual_multiplier=0.22,
     attention_multiplier=0.05,
 )
-_MIXED = ("sliding", "full", "sliding")
+_MIXED = ("full", "sliding")
 _WINDOW = dict(sliding_window=7, head_dim=16)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-yarn": ("Qwen2", dict(rope_parameters=YARN)),
