@@ -13,6 +13,8 @@ MULTIPLIERS = dict(
     residual_multiplier=0.22,
     attention_multiplier=0.05,
 )
+_MIXED = ("full", "sliding")
+_WINDOW = dict(sliding_window=7, head_dim=16)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-yarn": ("Qwen2", dict(rope_parameters=YARN)),
     "qwen3-yarn": ("Qwen3", dict(rope_parameters=YARN | dict(truncate=False), head_dim=16)),
@@ -60,6 +62,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "olmo2": ("Olmo2", {}),
+    # Narrower than the test's tree is deep: nodes leave the window of their own descendants.
+    "mistral-window": ("Mistral", dict(sliding_window=3)),
+    "ministral": (
+        "Ministral",
+        dict(
+            sliding_window=7,
+            head_dim=12,
+            layer_types=[f"{kind}_attention" for kind in _MIXED],
+        ),
+    ),
+    "gemma2": (
+        "Gemma2",
+        _WINDOW
+        | dict(
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        _WINDOW
+        | dict(
+            sliding_window_pattern=2,
+            query_pre_attn_scalar=24,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+    ),
+    "olmo3": (
+        "Olmo3",
+        dict(
+            sliding_window=7,
+            layer_types=[f"{kind}_attention" for kind in _MIXED],
+            rope_parameters=dict(
+                full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)
+            ),
+        ),
+    ),
     "glm4": ("Glm4", dict(head_dim=16)),
 }
 """Class of transformers, and what its configuration has beyond the base."""
@@ -85,7 +128,7 @@ def make_model(case: str) -> Any:
         | own
     )
     torch.manual_seed(0)
-    kind = getattr(transformers, f"{family}ForCausalLM")
+    kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     model = kind._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -19,6 +19,8 @@ from longspec_jax.weights.tables import target_table
 from tests.models.families import CASES, load
 from tests.models.hf_models import torch, transformers
 
+MIXED = "ministral", "gemma2", "gemma3_text", "olmo3"
+"""Types of models of which some layers have windows."""
 PROMPT, CHUNK = 44, 11
 """Longer than the range before a scaling, which is 16 or 32 tokens."""
 TOLERANCE = 1e-4
@@ -40,11 +42,17 @@ def pair(request, tmp_path_factory):
 
 def _oracle(model, tokens, positions, mask):
     """Logits of a pass without cache; ``mask[i, j]``: whether token i sees token j."""
-    additive = torch.zeros(1, 1, *mask.shape).masked_fill(
-        ~torch.from_numpy(mask), torch.finfo(torch.float32).min
-    )
-    if model.config.model_type == "smollm3":  # It takes a mask for each type of layer.
-        additive = {"full_attention": additive, "sliding_attention": additive}
+
+    def added(mask):
+        lowest = torch.finfo(torch.float32).min
+        return torch.zeros(1, 1, *mask.shape).masked_fill(~torch.from_numpy(mask), lowest)
+
+    # A window is measured by positions, along the path of every node.
+    window = getattr(model.config, "sliding_window", None) or len(positions)
+    near = added(mask & (positions[:, None] - positions < window))
+    # Some classes take a mask for each type of layer.
+    several = model.config.model_type in ("smollm3", *MIXED)
+    additive = {"full_attention": added(mask), "sliding_attention": near} if several else near
     with torch.no_grad():
         return model(
             torch.from_numpy(tokens)[None],

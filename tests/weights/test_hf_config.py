@@ -280,29 +280,48 @@ def test_refusals_name_values_rule_and_remedy(case):
 
 
 @pytest.mark.parametrize(
-    "family, overrides",
+    ("family", "overrides", "windows"),
     [
-        ("Mistral", dict(sliding_window=512)),
-        ("Qwen2", dict(sliding_window=512, use_sliding_window=True)),
-        ("Qwen3", dict(sliding_window=512, use_sliding_window=True)),
+        ("Mistral", dict(sliding_window=512), [512, 512]),
+        ("Qwen2", dict(sliding_window=512, use_sliding_window=True), [None, None]),
+        (
+            "Qwen3",
+            dict(sliding_window=512, use_sliding_window=True, max_window_layers=1),
+            [None, 512],
+        ),
+        (
+            "Qwen3",
+            dict(
+                sliding_window=512,
+                use_sliding_window=True,
+                layer_types=["sliding_attention", "full_attention"],
+            ),
+            [512, None],
+        ),
     ],
 )
-def test_an_active_window_is_refused(family, overrides):
-    with pytest.raises(
-        ValueError, match="sliding_window=512.*1024.*max_position_embeddings to 512"
-    ):
-        target_config(_raw(family, **overrides))
-    # The remedy of the message, taken.
-    assert (
-        target_config(_raw(family, **overrides, max_position_embeddings=512)).max_positions == 512
-    )
+def test_an_active_window_is_that_of_its_layers(family, overrides, windows):
+    config = target_config(_raw(family, **overrides))
+    assert [config.layer(index).window for index in range(2)] == windows
+    assert target_config(hf_config.hf_config(config)) == config
+    # Where it hides no position, no layer has one.
+    assert not target_config(_raw(family, **overrides, max_position_embeddings=512)).kinds
+
+
+def test_layer_types_are_checked():
+    raw = _raw("Qwen3", sliding_window=512, use_sliding_window=True)
+    for types in (["full_attention"], ["full_attention", "chunked_attention"]):
+        with pytest.raises(ValueError, match="layer_types.* for each of the 2 layers"):
+            target_config(raw | dict(layer_types=types))
 
 
 def test_a_mistral_file_without_the_key_means_4096():
     raw = {k: v for k, v in _raw("Mistral").items() if k != "sliding_window"}
-    assert target_config(raw).max_positions == 1024
-    with pytest.raises(ValueError, match="sliding_window=4096 is below the 32768"):
-        target_config(raw | dict(max_position_embeddings=32768))
+    assert target_config(raw).max_positions == 1024 and not target_config(raw).kinds
+    config = target_config(raw | dict(max_position_embeddings=32768))
+    assert config.layer(0).window == config.layer(1).window == 4096
+    with pytest.raises(ValueError, match="LongSpec draft reads .* all layers of this target"):
+        DraftConfig.for_target(config)
 
 
 def test_export_refuses_a_configuration_that_its_architecture_cannot_say():
