@@ -266,9 +266,10 @@ def memory_plan_line(plan: MemoryPlan) -> str:
 
 
 def _beside(plan: MemoryPlan) -> str:
-    """What of the cache is not on the device."""
-    host = plan.host_cache_bytes
-    return f" and {shown_bytes(host)} in the host's memory" if host else ""
+    """What of the cache is not on the device, and what windows save."""
+    host, saved = plan.host_cache_bytes, plan.saved_bytes
+    beside = f" and {shown_bytes(host)} in the host's memory" if host else ""
+    return beside + (f" ({shown_bytes(saved)} less by window layers)" if saved else "")
 
 
 def _identity_lines(outcomes: Sequence[Outcome], dtype: str, promised: bool) -> Iterator[str]:

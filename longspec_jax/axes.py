@@ -40,6 +40,8 @@ Leaf: TypeAlias = T | Placeholder
 Queries: TypeAlias = Float[Array, "B T N H"]
 CacheSlots: TypeAlias = Float[Array, "rows K S H"]
 """Keys or values of committed tokens, head-major so that one head's slots are contiguous."""
+LayerSlots: TypeAlias = Float[Array, "rows K _ H"]
+"""The same of one layer of several, which may have different numbers of slots."""
 TreeRows: TypeAlias = Float[Array, "B U K H"]
 """Keys or values of fresh tokens, token-major as the projection produces them."""
 TreeMask: TypeAlias = Bool[Array, "B T U"]

@@ -5,6 +5,7 @@ them from a Hugging Face ``config.json`` is :mod:`longspec_jax.weights.hf_config
 configuration lies beside the draft, such as :mod:`longspec_jax.drafters.longspec.config`.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ MAX_LAYERS = 1024
 SMALLEST_EPS = 1e-30
 """Least epsilon of a norm that float32 can still add and divide by."""
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e6
-"""Between them is every factor of a rotary scaling."""
+"""Between them is every factor of a rotary scaling; no soft cap is smaller."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,76 @@ class Llama3RopeScaling:
             )
 
 
-RopeScaling = LinearRopeScaling | Llama3RopeScaling | None
+@dataclass(frozen=True)
+class YarnRopeScaling:
+    """YaRN (arXiv:2309.00071): pairs that turn slowly are divided by a factor, a ramp between."""
+
+    factor: float
+    original_max_positions: int
+    """The range of the model before it was stretched."""
+    attention_factor: float
+    """Factor on cosines and sines, so on queries and keys alike."""
+    beta_fast: float = 32.0
+    """Pairs that make more turns than this over the original range stay as they are."""
+    beta_slow: float = 1.0
+    """Pairs that make fewer are divided by the whole factor."""
+    truncate: bool = True
+    """Whether the ramp begins and ends at whole pairs."""
+
+    def __post_init__(self) -> None:
+        who = "yarn rope scaling: "
+        finite_number(f"{who}factor", self.factor, 1, LARGEST_FACTOR)
+        whole_number(f"{who}original_max_positions", self.original_max_positions)
+        for name in ("attention_factor", "beta_fast", "beta_slow"):
+            finite_number(who + name, getattr(self, name), SMALLEST_FACTOR, LARGEST_FACTOR)
+
+    @classmethod
+    def usual(cls, factor: float, original_max_positions: int) -> "YarnRopeScaling":
+        """With the attention factor of the paper (equation 22), ``0.1 ln(factor) + 1``."""
+        return cls(factor, original_max_positions, yarn_magnitude(factor))
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """``0.1 scale ln(factor) + 1``, which YaRN multiplies cosines and sines by."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv:2402.13753): every pair is divided by a factor of its own.
+
+    There are two sets of factors. The long one is used where the target's range is beyond the
+    original one. The choice is made when a target is loaded: a cache holds keys of one set.
+    """
+
+    short: tuple[float, ...]
+    """Factors ``[rotary_width / 2]`` within the original range."""
+    long: tuple[float, ...]
+    """Factors beyond it."""
+    original_max_positions: int
+    attention_factor: float
+    """Factor on cosines and sines."""
+    beyond: bool
+    """Whether the long set is used."""
+
+    def __post_init__(self) -> None:
+        who = "longrope rope scaling: "
+        whole_number(f"{who}original_max_positions", self.original_max_positions)
+        for factor in (*self.short, *self.long, self.attention_factor):
+            finite_number(f"{who}a factor", factor, SMALLEST_FACTOR, LARGEST_FACTOR)
+        if len(self.short) != len(self.long):
+            raise ValueError(
+                f"{who}{len(self.short)} short factors must be as many as the long ones, "
+                f"{len(self.long)}"
+            )
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """The set that is used."""
+        return self.long if self.beyond else self.short
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling | None
 
 
 @dataclass(frozen=True)
@@ -80,6 +150,30 @@ class Rotary:
             whole_number("rotary_width", self.width, 2)
             if self.width % 2:
                 raise ValueError(f"rotary_width={self.width} must be even: pairs are rotated")
+
+    def check_fits(self, head_width: int) -> None:
+        """Raise unless heads of a width can be rotated so."""
+        width = self.width or head_width
+        if width > head_width:
+            raise ValueError(f"rotary_width={width} must be at most head_width={head_width}")
+        scaling = self.scaling
+        if isinstance(scaling, LongRopeScaling) and len(scaling.short) != width // 2:
+            raise ValueError(
+                f"longrope rope scaling: {len(scaling.short)} factors must be one for each of the "
+                f"{width // 2} rotated pairs"
+            )
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries times ``1 + beta ln(1 + floor(position / original))`` (Ministral 3)."""
+
+    beta: float
+    original_max_positions: int
+
+    def __post_init__(self) -> None:
+        finite_number("query scaling: beta", self.beta, 0, LARGEST_FACTOR)
+        whole_number("query scaling: original_max_positions", self.original_max_positions)
 
 
 @dataclass(frozen=True)
@@ -123,11 +217,35 @@ class TargetConfig:
     """The kinds of layers; if absent, all have full attention and the rotation above."""
     pattern: tuple[int, ...] = ()
     """The kind of each layer, as an index of ``kinds``; empty without them."""
+    attention_cap: float | None = None
+    """Bounds the scores of attention softly: ``cap * tanh(score / cap)`` (Gemma 2)."""
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     qk_norm: bool = False
     """RMS normalisation of every query and key head before the rotation (Qwen3)."""
+    wide_qk_norm: bool = False
+    """RMS normalisation of all query heads together, and of all key heads (OLMo 2)."""
+    pre_norms: bool = True
+    """A norm on what enters attention and MLP."""
+    post_norms: bool = False
+    """A norm on what leaves them (OLMo 2, GLM-4)."""
+    offset_norms: bool = False
+    """Norms multiply by ``1 + scale`` (Gemma)."""
+    gelu: bool = False
+    """The MLP's gate is a GELU by its tanh formula, not a SiLU (Gemma)."""
+    query_scaling: QueryScaling | None = None
+    """A factor on queries that grows with their position."""
+    attention_scale: float | None = None
+    """Factor on attention scores; ``head_width ** -0.5`` if absent."""
+    embedding_factor: float = 1.0
+    """Factor on embeddings."""
+    residual_factor: float = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    logits_divisor: float = 1.0
+    """Logits are divided by it."""
+    logit_cap: float | None = None
+    """Logits are ``cap * tanh(logits / cap)``, after the division."""
     tied_embeddings: bool = False
     """The LM head is the embedding table."""
     dtype: str = "bfloat16"
@@ -138,11 +256,17 @@ class TargetConfig:
         whole_number("max_positions", self.max_positions)
         whole_number("num_layers", self.num_layers, most=MAX_LAYERS)
         check_layer(self)
+        if self.attention_cap is not None:
+            finite_number("attention_cap", self.attention_cap, SMALLEST_FACTOR)
         for rotary in (self.rotary, *(kind.rotary for kind in self.kinds)):
-            if rotary is not None and (rotary.width or 0) > self.head_width:
-                raise ValueError(
-                    f"rotary_width={rotary.width} must be at most head_width={self.head_width}"
-                )
+            if rotary is not None:
+                rotary.check_fits(self.head_width)
+        if not (self.pre_norms or self.post_norms):
+            raise ValueError("a layer needs norms: pre_norms or post_norms must be True")
+        factors = "embedding_factor", "residual_factor", "logits_divisor"
+        for name in (*factors, "attention_scale", "logit_cap"):
+            if getattr(self, name) is not None:
+                finite_number(name, getattr(self, name), SMALLEST_FACTOR, LARGEST_FACTOR)
         if self.kinds or self.pattern:
             self._check_kinds()
 
@@ -177,10 +301,22 @@ class TargetConfig:
         a draft that reads keys without positions cannot tell near tokens from far ones. The last
         layer if all have windows.
         """
-        layers = [self.layer(index) for index in range(self.num_layers)]
-        full = [index for index, layer in enumerate(layers) if layer.window is None]
-        rotated = [index for index in full if layers[index].rotary is not None]
+        full = self.full_layers
+        rotated = [index for index in full if self.layer(index).rotary is not None]
         return (rotated or full or [self.num_layers - 1])[-1]
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that see the whole context: those without a window."""
+        return tuple(i for i in range(self.num_layers) if self.layer(i).window is None)
+
+    def check_read(self, reader: str) -> None:
+        """Raise ValueError unless some layer sees the whole context, which the reader needs."""
+        if not self.full_layers:
+            raise ValueError(
+                f"{reader} reads a layer that sees the whole context, and all layers of this "
+                "target have a window; use a draft that reads none, such as ngram"
+            )
 
     @property
     def num_groups(self) -> int:

@@ -48,6 +48,10 @@ class LookupTarget(TargetModel):
     def vocab_size(self):
         return self.config
 
+    @property
+    def windowed(self):
+        return False
+
     def allocate(self, batch, capacity):
         # Unwritten memory may hold anything.
         keys, values = (jnp.full((batch, 1, capacity, 2), jnp.nan) for _ in range(2))
@@ -73,7 +77,7 @@ class LookupTarget(TargetModel):
         return Verification(logits, (rows,), (places,), _features(rows, needs))
 
     def partial_forward(
-        self, params, cache, tokens, positions, selection, fresh, mask, at, needs=NOTHING
+        self, params, cache, tokens, positions, selection, fresh, mask, at, length, needs=NOTHING
     ):
         # Part by part, as attention goes: what lies in two of them would count twice.
         _, prefixes = selection.reading(cache)(0, _rows(tokens))

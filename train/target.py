@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
-from longspec_jax.models.target import Target, head_of
+from longspec_jax.models.target import Target, head_of, scaled
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import with_sharding
 
@@ -65,7 +65,7 @@ class TargetView(NamedTuple):
     """What the draft and its measures need of one target pass."""
 
     hidden: Array
-    """Final hidden states ``[B, T, D]``."""
+    """Final hidden states ``[B, T, D]``, divided as the target divides its logits."""
     keys: Array
     """Keys ``[B, T, K, H]`` of the layer that the draft reads; no other outlives the pass."""
     values: Array
@@ -81,10 +81,9 @@ class TrainedTarget(Target):
     Frequent tokens receive thousands of contributions in a step; they are summed in float32.
     """
 
-    def embed(self, tokens: Array) -> Array:
-        """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
-        [embedded] = with_sharding("b t d", _lookup(self.embedding, tokens))
-        return embedded
+    def look_up(self, tokens: Array) -> Array:
+        """As of :class:`Target`."""
+        return _lookup(self.embedding, tokens)
 
 
 @jax.custom_vjp
@@ -124,16 +123,21 @@ def run_target(
       keep: layers whose residual stream the draft reads, counted as in
         :class:`~longspec_jax.models.target.Target`.
     """
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        window = config.layer(layer).window
+        behind = None if window is None else window - 1  # The window counts the token itself.
+        scale, cap = config.attention_scale, config.attention_cap
+        return causal_attention(q, k, v, window=behind, scale=scale, cap=cap)
+
     with jax.named_scope("target"):
         output: Any = TrainedTarget(config, mlp_chunk).apply(
-            {"params": params},
-            tokens,
-            positions,
-            lambda layer, q, k, v: causal_attention(q, k, v),
-            tuple(keep),
+            {"params": params}, tokens, positions, attend, tuple(keep)
         )
     read = config.read_layer
-    return TargetView(output.hidden, output.keys[read], output.values[read], output.kept)
+    # The head then makes logits of it, without another division.
+    hidden = scaled(output.hidden, 1 / config.logits_divisor)
+    return TargetView(hidden, output.keys[read], output.values[read], output.kept)
 
 
 _CHEAP = frozenset(
@@ -198,15 +202,25 @@ _jitted_sums = jax.jit(TargetObjective.sums, static_argnums=0)
 
 def target_flops(config: TargetConfig, length: int) -> float:
     """All layers, forward."""
-    layer = projection_flops(config) + mlp_flops(config)
-    return config.num_layers * (layer + attention_flops(config, (length + 1) / 2))
+    return layers_flops(config, length, config.num_layers)
+
+
+def layers_flops(config: TargetConfig, length: int, count: int) -> float:
+    """The last layers of this number, forward."""
+    total = count * (projection_flops(config) + mlp_flops(config))
+    for index in range(config.num_layers - count, config.num_layers):
+        seen = min(config.layer(index).window or length, length)
+        # A window of W tokens shows less to the first W - 1 tokens alone.
+        keys = seen - seen * (seen - 1) / (2 * length)
+        total += attention_flops(config, keys)
+    return total
 
 
 def flops_after_read_keys(config: TargetConfig, length: int) -> float:
     """Of the layers from the read one on, forward, all but its keys and values."""
     keys_values = matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
     layers = config.num_layers - config.read_layer
-    return target_flops(config, length) * layers / config.num_layers - keys_values
+    return layers_flops(config, length, layers) - keys_values
 
 
 def head_flops(config: TargetConfig) -> float:

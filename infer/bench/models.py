@@ -16,7 +16,7 @@ from flax.traverse_util import unflatten_dict
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.cache import KVCache, allocate
 from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
@@ -283,13 +283,15 @@ def _key(seed: int, number: int) -> jax.Array:
 
 def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2) -> KVCache:
     """A cache that looks as if a prompt had been prefilled into all of it."""
-    shape = (batch, config.num_kv_heads, capacity, config.head_width)
-    fill = _filler(shape, config.dtype, 1.0)
-    layers = range(config.num_layers)
-    keys, values = (
-        tuple(fill(_key(seed, 2 * layer + part)) for layer in layers) for part in (0, 1)
-    )
-    return KVCache(keys, values, read_layer=config.read_layer)
+    empty = jax.eval_shape(functools.partial(allocate, config, batch, capacity))
+
+    def filled(layers: tuple[Any, ...], part: int) -> tuple[jax.Array, ...]:
+        return tuple(
+            _filler(layer.shape, config.dtype, 1.0)(_key(seed, 2 * index + part))
+            for index, layer in enumerate(layers)
+        )
+
+    return dataclasses.replace(empty, keys=filled(empty.keys, 0), values=filled(empty.values, 1))
 
 
 def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:

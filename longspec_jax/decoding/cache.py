@@ -4,6 +4,9 @@ A tree's K/V come back from verification beside the logits; after acceptance the
 appended. Nothing is moved, and a rejected branch never touches the cache. How many slots hold
 committed tokens is the row's ``length``, kept by the decode state; memory beyond it may hold
 anything, because every op masks by length.
+
+A layer with a window of ``W`` tokens has a ring of that many slots, and of what a round writes at
+once: what an append overwrites is then older than the window of every later query.
 """
 
 from dataclasses import replace
@@ -16,11 +19,12 @@ from flax import struct
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
-from longspec_jax.config import TargetConfig
+from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
 from longspec_jax.drafters.base import Uncommitted
 from longspec_jax.ops.attention.operands import Reading
-from longspec_jax.ops.caches import Caches
+from longspec_jax.ops.caches import Caches, put_tokens
 from longspec_jax.ops.layer import append_rows
+from longspec_jax.ops.slicing import along
 
 
 class CacheBytes(NamedTuple):
@@ -35,11 +39,6 @@ class CacheBytes(NamedTuple):
 class KVCache(Caches):
     """The target's keys and values. DONATED by every function that returns a new one."""
 
-    @property
-    def capacity(self) -> int:
-        """Slots of a row (``S``)."""
-        return self.keys[0].shape[2]
-
     def reading(self, length: Lengths) -> Reading:
         """What attention reads in a pass that asks for every layer once, in their order."""
         return lambda index, queries: (queries, self.layer(index, length))
@@ -49,15 +48,35 @@ class KVCache(Caches):
         return jax.tree.map(lambda _: sharding, self)
 
     def append(
-        self, keys: tuple[TreeRows, ...], values: tuple[TreeRows, ...], at: Lengths
+        self,
+        keys: tuple[TreeRows, ...],
+        values: tuple[TreeRows, ...],
+        at: Lengths,
+        count: Lengths | None = None,
     ) -> "KVCache":
-        """The cache with the K/V of consecutive tokens at the slots from ``at[b]`` on.
+        """The cache with the K/V of consecutive tokens at the positions from ``at[b]`` on.
 
-        The caller guarantees room for all of them, and masks those that are no row's own.
+        The first ``count[b]`` of them are the row's own, or all if absent. The caller guarantees
+        room for all in layers without a window; what is no row's own lands behind its length there.
         """
-        write = partial(append_chunk, at=at)
-        keys, values = tuple(map(write, self.keys, keys)), tuple(map(write, self.values, values))
-        return replace(self, keys=keys, values=values)
+        if count is None:
+            count = jnp.full_like(at, keys[0].shape[1])
+        write = partial(self._appended, at=at, count=count)
+        return replace(self, keys=write(self.keys, keys), values=write(self.values, values))
+
+    def _appended(
+        self,
+        layers: tuple[Array, ...],
+        fresh: tuple[TreeRows, ...],
+        at: Lengths,
+        count: Lengths,
+    ) -> tuple[Array, ...]:
+        return tuple(
+            append_to_ring(layer, new, at, count)
+            if index in self.rings
+            else append_chunk(layer, new, at)
+            for index, (layer, new) in enumerate(zip(layers, fresh, strict=True))
+        )
 
     def commit(
         self,
@@ -69,12 +88,18 @@ class KVCache(Caches):
         """The cache with the K/V of the tree nodes ``path[b]`` at the slots from ``at[b]`` on.
 
         ``path`` has a static height; what stands behind the accepted nodes lands behind the new
-        length, where the next commit overwrites it. The caller guarantees ``at + h <= S``.
+        length, where the next commit overwrites it. The caller guarantees ``at + h <= S`` in layers
+        without a window.
         """
-        layers = len(keys)
-        caches, rows = (*self.keys, *self.values), self.cache_rows
-        written = append_rows(caches, (*keys, *values), path, at, rows)
-        return replace(self, keys=written[:layers], values=written[layers:])
+        caches, fresh, layers = [*self.keys, *self.values], (*keys, *values), len(keys)
+        for slots in dict.fromkeys(cache.shape[2] for cache in caches):  # One launch a shape.
+            some = [i for i, cache in enumerate(caches) if cache.shape[2] == slots]
+            chosen = [caches[i] for i in some], [fresh[i] for i in some]
+            ring = some[0] % layers in self.rings
+            written = append_rows(*chosen, path, at, self.cache_rows, ring=ring)
+            for index, cache in zip(some, written, strict=True):
+                caches[index] = cache
+        return replace(self, keys=tuple(caches[:layers]), values=tuple(caches[layers:]))
 
     def uncommitted(self, batch: int, tokens: int) -> Uncommitted:
         """Zeros for the keys and values of ``tokens`` outside the cache in each batch row."""
@@ -95,19 +120,57 @@ def append_chunk(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
     return jax.vmap(update)(slots, fresh, at)
 
 
+def append_to_ring(slots: CacheSlots, fresh: TreeRows, at: Lengths, count: Lengths) -> CacheSlots:
+    """One ring with the last of ``count[b]`` consecutive tokens, as many as it holds."""
+    size, given = slots.shape[2], fresh.shape[1]
+    offsets = jnp.maximum(count - size, 0)[:, None] + jnp.arange(min(size, given))
+    if given > size:
+        fresh = along(offsets, fresh)
+    # What is not the row's own goes to a slot that does not exist, and is dropped.
+    places = jnp.where(offsets < count[:, None], (at[:, None] + offsets) % size, size)
+    return put_tokens(slots, None, places, fresh)
+
+
+def layer_slots(config: TargetConfig, capacity: int) -> tuple[int, ...]:
+    """Slots of a row in every layer of a cache of this capacity."""
+    windows = [config.layer(index).window for index in range(config.num_layers)]
+    return tuple(capacity if each is None else min(capacity, ring_slots(each)) for each in windows)
+
+
+def ring_slots(window: int) -> int:
+    """Slots of a ring for this window, by eight: the window, and what a round writes at once."""
+    return -(-(window + MAX_TREE_LEVELS) // 8) * 8
+
+
+def rings_of(config: TargetConfig) -> tuple[int, ...]:
+    """The layers with a window."""
+    return tuple(i for i in range(config.num_layers) if i not in config.full_layers)
+
+
 def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
     """A zero-filled cache; uninitialised memory could hold NaNs that survive a masked product."""
-    shape = (batch, config.num_kv_heads, capacity, config.head_width)
-    dtype = jnp.dtype(config.dtype)
-    keys = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
-    values = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
-    return KVCache(keys, values, read_layer=config.read_layer)
+
+    def zeros(slots: int) -> Array:
+        shape = (batch, config.num_kv_heads, slots, config.head_width)
+        return jnp.zeros(shape, jnp.dtype(config.dtype))
+
+    sizes = layer_slots(config, capacity)
+    return KVCache(
+        tuple(map(zeros, sizes)),
+        tuple(map(zeros, sizes)),
+        read_layer=config.read_layer,
+        rings=rings_of(config),
+    )
+
+
+def slot_bytes(config: TargetConfig) -> int:
+    """Bytes of a token's keys and values in one layer."""
+    return 2 * config.num_kv_heads * config.head_width * jnp.dtype(config.dtype).itemsize
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:
     """Bytes of :func:`allocate`'s result, known before allocation."""
-    slot = 2 * config.num_kv_heads * config.head_width * jnp.dtype(config.dtype).itemsize
-    return config.num_layers * batch * capacity * slot
+    return sum(layer_slots(config, capacity)) * batch * slot_bytes(config)
 
 
 def bucket_capacity(slots: int) -> int:

@@ -3,6 +3,8 @@
 Each program serves all slots and positions of an engine.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -18,7 +20,8 @@ def copy_prefix(
 ) -> KVCache:
     """The cache of a batch of one row, with the first tokens of a slot and zeros behind them.
 
-    Zeros, because what lies behind may be NaN, which survives a masked product.
+    Zeros, because what lies behind may be NaN, which survives a masked product. Of a cache with
+    rings no tokens can be copied but all that the slot holds: a ring lacks the earlier ones.
 
     Args:
       slot: whose tokens are copied; traced.
@@ -35,47 +38,61 @@ def copy_prefix(
         inside = jnp.arange(layer.shape[2]) < tokens
         return jnp.where(inside[:, None], own, 0).astype(layer.dtype)
 
-    found = _replaced(cache, jax.tree.map(copied, (cache.keys, cache.values)))
+    found: KVCache = jax.tree.map(copied, replace(cache, cache_rows=None))
     return jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
 
 
 @program(static_argnames=("row", "chunk"))
 def read_chunk(row: RowShardings, chunk: int, cache: KVCache, offset: Array) -> KVCache:
-    """The keys and values of a chunk, ``[1, K, chunk, H]`` a layer.
+    """The keys and values of a chunk, ``[1, K, chunk, H]`` a layer; of a ring the last it holds.
 
     Args:
+      cache: the cache right behind the chunk.
       offset: position of the chunk's first token; traced.
     """
 
-    def cut(layer: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(layer, offset, chunk, axis=2)
+    def cut(layers: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(
+            layer[:, :, _last_slots(layer, offset, chunk)]
+            if index in cache.rings
+            else jax.lax.dynamic_slice_in_dim(layer, offset, chunk, axis=2)
+            for index, layer in enumerate(layers)
+        )
 
-    found = _replaced(cache, jax.tree.map(cut, (cache.keys, cache.values)))
+    found = replace(cache, keys=cut(cache.keys), values=cut(cache.values))
     return jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
 
 
-@program(static_argnames=("row",), donate_argnames=("cache",))
+@program(static_argnames=("row", "tokens"), donate_argnames=("cache",))
 def write_chunk(
-    row: RowShardings, cache: KVCache, chunk: KVCache, offset: Array
+    row: RowShardings, tokens: int, cache: KVCache, chunk: KVCache, offset: Array
 ) -> tuple[KVCache, Array]:
     """The cache with the keys and values of a chunk, as :func:`read_chunk` returned them.
 
     Args:
+      tokens: of the chunk; static.
       offset: position of the chunk's first token; traced.
 
     Returns:
       The cache, and an array that is ready when it is.
     """
 
-    def written(layer: Array, fresh: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(layer, fresh, offset, axis=2)
+    def written(layers: tuple[Array, ...], fresh: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(
+            layer.at[:, :, _last_slots(layer, offset, tokens)].set(new)
+            if index in cache.rings
+            else jax.lax.dynamic_update_slice_in_dim(layer, new, offset, axis=2)
+            for index, (layer, new) in enumerate(zip(layers, fresh, strict=True))
+        )
 
-    layers = jax.tree.map(written, (cache.keys, cache.values), (chunk.keys, chunk.values))
-    found = _replaced(cache, layers)
+    keys, values = written(cache.keys, chunk.keys), written(cache.values, chunk.values)
+    found = replace(cache, keys=keys, values=values)
     found = jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
-    return found, offset + chunk.capacity
+    return found, offset + tokens
 
 
-def _replaced(cache: KVCache, layers: tuple[tuple[Array, ...], tuple[Array, ...]]) -> KVCache:
-    """A cache on the device with other keys and values."""
-    return KVCache(*layers, read_layer=cache.read_layer)
+def _last_slots(ring: Array, offset: Array, tokens: int) -> Array:
+    """The slots of the last of some tokens from ``offset`` on that a ring holds."""
+    size = ring.shape[2]
+    kept = min(tokens, size)
+    return (offset + tokens - kept + jnp.arange(kept)) % size

@@ -90,6 +90,7 @@ class Engine:
           prefills: requests whose prompts may be under way at once; each takes a row of its own
             beside the slots. The one with the fewest chunks left goes first.
           prefixes: whether a prompt begins with a copy of the chunks that a slot holds already.
+            Slots of a target with window layers hold none.
           host_bytes: of chunks that are kept in the host's memory, too.
           readmits: whether a request may be prefilled again behind what it has emitted: when a
             better one takes its slot, or after a fault. A row must then hold the whole chunks of
@@ -118,7 +119,9 @@ class Engine:
         self.preemptions = 0
         self._together, self._readmits = together, readmits
         self._choices = ChoicesByLoad([policy or default_policy(len(drafters))], len(drafters))
-        self.prefixes = PrefixCache(params, self.drafter.needs, slots, host_bytes)
+        self.prefixes = PrefixCache(
+            *(params, self.drafter.needs, slots, host_bytes), windowed=target.windowed
+        )
         """What slots and the host's memory hold of earlier prompts."""
         self.prompts = Prompts(
             slots=slots,

@@ -10,6 +10,7 @@ the other.
 One layer is never moved: drafts read it in every step of a proposal.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +22,8 @@ from jaxtyping import Int
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
-from longspec_jax.decoding.cache import CacheBytes, KVCache, append_chunk
+from longspec_jax.decoding.cache import CacheBytes, KVCache
 from longspec_jax.ops.attention.operands import Prefix, Reading
-from longspec_jax.ops.layer import append_rows
 from longspec_jax.ops.placement import HOST_MEMORY, to_device, to_host
 from longspec_jax.ops.slicing import along
 
@@ -33,7 +33,12 @@ STAGED_LAYERS = 2
 
 @struct.dataclass
 class OffloadedCache(KVCache):
-    """Keys and values on the host, except for the layer that drafts read. DONATED as they."""
+    """Keys and values on the host, except for :attr:`resident` layers. DONATED as they."""
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """The layers that stay on the device: the one that drafts read, and all rings."""
+        return tuple(sorted({self.read_layer % len(self.keys), *self.rings}))
 
     def layer(self, index: int, length: Lengths) -> Prefix:
         """One layer on the device; it is moved there, where it does not lie there."""
@@ -42,7 +47,7 @@ class OffloadedCache(KVCache):
 
     def reading(self, length: Lengths) -> Reading:
         """Each layer on the device, the next one on its way to it."""
-        moved = [index for index in range(len(self.keys)) if index != self.read_layer]
+        moved = [index for index in range(len(self.keys)) if index not in self.resident]
         following_of = dict(zip(moved, moved[1:], strict=False))
         staged = {index: self.layer(index, length) for index in moved[:1]}
 
@@ -61,26 +66,28 @@ class OffloadedCache(KVCache):
         return read
 
     def shardings(self, sharding: Sharding) -> "OffloadedCache":
-        """The host's memory beside the device, for all layers but the one that drafts read."""
+        """The host's memory beside the device, for all layers but the resident ones."""
         host = sharding.with_memory_kind(HOST_MEMORY)
         layers: Any = tuple(
-            sharding if index == self.read_layer else host for index in range(len(self.keys))
+            sharding if index in self.resident else host for index in range(len(self.keys))
         )
         return replace(self, keys=layers, values=layers)
 
     def append(
-        self, keys: tuple[TreeRows, ...], values: tuple[TreeRows, ...], at: Lengths
+        self,
+        keys: tuple[TreeRows, ...],
+        values: tuple[TreeRows, ...],
+        at: Lengths,
+        count: Lengths | None = None,
     ) -> "OffloadedCache":
         """As of a cache on the device."""
         at, keys = _once_read(at, keys)
+        here = self._here().append(self._resident_of(keys), self._resident_of(values), at, count)
 
-        def write(layers: tuple[CacheSlots, ...], fresh: tuple[TreeRows, ...]) -> tuple:
-            return tuple(
-                append_chunk(*pair, at) if index == self.read_layer else _append_on_host(*pair, at)
-                for index, pair in enumerate(zip(layers, fresh, strict=True))
-            )
+        def write(slots: CacheSlots, fresh: TreeRows) -> CacheSlots:
+            return _append_on_host(slots, fresh, at)
 
-        return replace(self, keys=write(self.keys, keys), values=write(self.values, values))
+        return self._joined(here, keys, values, write)
 
     def commit(
         self,
@@ -91,25 +98,42 @@ class OffloadedCache(KVCache):
     ) -> "OffloadedCache":
         """As of a cache on the device."""
         at, keys = _once_read(at, keys)
+        here = self._here().commit(self._resident_of(keys), self._resident_of(values), path, at)
 
-        read = self.read_layer
-        here = append_rows(
-            (self.keys[read], self.values[read]), (keys[read], values[read]), path, at
-        )
+        def write(slots: CacheSlots, fresh: TreeRows) -> CacheSlots:
+            return _append_on_host(slots, along(path, fresh), at)
 
-        def write(
-            layers: tuple[CacheSlots, ...], fresh: tuple[TreeRows, ...], here: CacheSlots
-        ) -> tuple[CacheSlots, ...]:
+        return self._joined(here, keys, values, write)
+
+    def _resident_of(self, layers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The resident ones."""
+        return tuple(layers[index] for index in self.resident)
+
+    def _here(self) -> KVCache:
+        """The resident layers, as a cache of their own."""
+        rings = [n for n, index in enumerate(self.resident) if index in self.rings]
+        keys, values = self._resident_of(self.keys), self._resident_of(self.values)
+        return KVCache(keys, values, rings=tuple(rings))
+
+    def _joined(
+        self,
+        here: KVCache,
+        keys: tuple[TreeRows, ...],
+        values: tuple[TreeRows, ...],
+        write: Callable[[CacheSlots, TreeRows], CacheSlots],
+    ) -> "OffloadedCache":
+        """The resident layers, and the others with fresh tokens written to them."""
+
+        def layers(
+            slots: tuple[Array, ...], fresh: tuple[TreeRows, ...], own: tuple[Array, ...]
+        ) -> tuple[Array, ...]:
             return tuple(
-                here if index == read else _append_on_host(slots, along(path, rows), at)
-                for index, (slots, rows) in enumerate(zip(layers, fresh, strict=True))
+                own[self.resident.index(index)] if index in self.resident else write(*pair)
+                for index, pair in enumerate(zip(slots, fresh, strict=True))
             )
 
-        return replace(
-            self,
-            keys=write(self.keys, keys, here[0]),
-            values=write(self.values, values, here[1]),
-        )
+        keys, values = layers(self.keys, keys, here.keys), layers(self.values, values, here.values)
+        return replace(self, keys=keys, values=values)
 
 
 def _once_read(at: Lengths, keys: tuple[TreeRows, ...]) -> tuple[Lengths, tuple[TreeRows, ...]]:
@@ -137,19 +161,23 @@ def _append_on_host(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlo
 def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
     """A zero-filled cache, as :func:`longspec_jax.decoding.cache.allocate` makes it."""
     empty = cache_lib.allocate(config, batch, capacity)
-    zeros, layers = empty.keys[config.read_layer], []
-    for index in range(2 * config.num_layers):
-        if index // 2 == config.read_layer:
-            layers.append((empty.keys, empty.values)[index % 2][config.read_layer])
-            continue
-        # Each from the device: the compiler would make one, and copy it where no copies are made.
-        zeros = jax.lax.optimization_barrier(zeros)
-        layers.append(to_host(zeros))
-    return OffloadedCache((*layers[::2],), (*layers[1::2],), read_layer=config.read_layer)
+    zeros = empty.keys[config.read_layer]
+    layers: list[tuple[Array, Array]] = []
+    for pair in zip(empty.keys, empty.values, strict=True):
+        if len(layers) not in (config.read_layer, *empty.rings):
+            # Each from the device: the compiler would make one, and copy it where no copies are
+            # made.
+            zeros = jax.lax.optimization_barrier(zeros)
+            keys, zeros = to_host(zeros), jax.lax.optimization_barrier(zeros)
+            pair = keys, to_host(zeros)
+        layers.append(pair)
+    keys, values = (tuple(pair[part] for pair in layers) for part in (0, 1))
+    return OffloadedCache(keys, values, rings=empty.rings, read_layer=config.read_layer)
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> CacheBytes:
     """Bytes of :func:`allocate`'s result, and of the layers that are on the device for a time."""
-    layer = cache_lib.cache_bytes(config, batch, capacity) // config.num_layers
-    moved = config.num_layers - 1
-    return CacheBytes((1 + min(STAGED_LAYERS, moved)) * layer, moved * layer)
+    whole = cache_lib.cache_bytes(config, batch, capacity)
+    moved = config.num_layers - len({config.read_layer, *cache_lib.rings_of(config)})
+    layer = batch * capacity * cache_lib.slot_bytes(config)
+    return CacheBytes(whole - (moved - min(STAGED_LAYERS, moved)) * layer, moved * layer)

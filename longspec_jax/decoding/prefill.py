@@ -90,7 +90,7 @@ def prefill_chunks(
         offset, features, ready, own = np.int32(index * chunk), Features(), logits, None
         if again <= index < known.total and index >= known.copied:
             moved = jax.device_put(known.moved[index - known.copied], shardings.cache)
-            cache, ready = write_chunk(shardings, cache, moved, offset)
+            cache, ready = write_chunk(shardings, chunk, cache, moved, offset)
         elif index >= known.total or index < again:
             logits, cache, features, own = _prefill_chunk(
                 target,
@@ -299,10 +299,9 @@ def _prefill_chunk(
     """
     fresh = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
     last = length - 1 - offset
-    at = jnp.clip(last, 0, chunk - 1)
     with use_mesh(target.mesh):
         start = jnp.full_like(length, offset)
-        run = target.prefill_chunk(params, cache, fresh, start, at, needs)
+        run = target.prefill_chunk(params, cache, fresh, start, last, needs)
         own = None
         if logprobs is not None:
             assert run.hidden is not None, "this target tells no hidden states"

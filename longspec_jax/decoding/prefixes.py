@@ -9,6 +9,9 @@ Only whole chunks that were prefilled are reused, at one size of chunks: keys an
 tokens, or of chunks of another size, round differently. A chunk is named by a digest of its tokens
 and of the name of the chunk before it. So a name stands for a whole prefix, and the names form the
 radix tree of all prompts.
+
+A target with window layers finds prefixes in the host's memory alone. In a slot its rings hold the
+row's last tokens, and soon no longer those before the end of a chunk.
 """
 
 import hashlib
@@ -65,8 +68,9 @@ class Match(NamedTuple):
 class SlotPrefixes:
     """The prompts' chunks that slots hold, live ones and vacated ones alike."""
 
-    def __init__(self, slots: int) -> None:
-        """Hold nothing."""
+    def __init__(self, slots: int, holds: bool = True) -> None:
+        """Hold nothing yet, or, unless it ``holds`` anything, for good."""
+        self._holds = holds
         self._names: list[Names] = [()] * slots
         self._holders: defaultdict[bytes, set[int]] = defaultdict(set)
         self._used = [0] * slots
@@ -82,6 +86,7 @@ class SlotPrefixes:
             self._holders[name].discard(slot)
             if not self._holders[name]:
                 del self._holders[name]
+        names = names if self._holds else ()
         for name in names:
             self._holders[name].add(slot)
         self._names[slot] = names
@@ -156,13 +161,22 @@ class HostChunks:
 class PrefixCache:
     """What is known of prompts, and the programs that move it."""
 
-    def __init__(self, params: Params, needs: Needs, slots: int, host_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        params: Params,
+        needs: Needs,
+        slots: int,
+        host_bytes: int = 0,
+        windowed: bool = False,
+    ) -> None:
         """Know nothing yet.
 
         Args:
           host_bytes: most bytes of chunks in the host's memory.
+          windowed: whether the target has layers with windows.
         """
-        self.slots = SlotPrefixes(slots)
+        self._windowed = windowed
+        self.slots = SlotPrefixes(slots, holds=not windowed)
         self.host = HostChunks(host_bytes)
         self.queried = 0
         """Tokens of all prompts that were looked up."""
@@ -221,7 +235,7 @@ class PrefixCache:
 
     def forget_slots(self) -> None:
         """Forget what slots hold; what is in the host's memory stays."""
-        self.slots = SlotPrefixes(self._count)
+        self.slots = SlotPrefixes(self._count, holds=not self._windowed)
         # What is on its way may never arrive.
         self._moving.clear()
 

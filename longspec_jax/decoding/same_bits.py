@@ -82,6 +82,11 @@ def _require_kernels(target: TargetModel) -> None:
             "same_bits needs one device, a cache on it, and the automatic attention; leave out "
             "mesh, offload and attention"
         )
+    if target.windowed or config.attention_cap is not None:
+        raise NotImplementedError(
+            "the kernels of same_bits see whole prefixes and unbounded scores; this target has "
+            "layers with a window, or a soft cap"
+        )
     path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
     ordered_tiles.refuse_uneven(config.mlp_width)
     ordered_tiles.refuse_uneven_head(config.model_width, config.vocab_size)

@@ -91,6 +91,11 @@ class TargetModel:
         """Width of the logits."""
         return self.config.vocab_size
 
+    @property
+    def windowed(self) -> bool:
+        """Whether some layers have a window."""
+        return bool(cache_lib.rings_of(self.config))
+
     def allocate(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this target."""
         if self.offload:
@@ -112,19 +117,31 @@ class TargetModel:
         last: Lengths,
         needs: Needs = NOTHING,
     ) -> Prefilled:
-        """Append a chunk behind ``start[b]`` tokens; logits after its token ``last[b]``."""
-        positions, read = start[:, None] + jnp.arange(tokens.shape[1]), cache.reading(start)
+        """Append a chunk behind ``start[b]`` tokens; logits after its token ``last[b]``.
+
+        What stands behind that token is not the row's own. It may lie before the chunk or behind
+        it: the logits then are of no use.
+        """
+        chunk = tokens.shape[1]
+        positions, read = start[:, None] + jnp.arange(chunk), cache.reading(start)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
-            return chunk_attention(q, prefix, k, v, implementation=self.attention)
+            prefix = prefix.within(self.config.layer(layer).window, positions)
+            return chunk_attention(
+                *(q, prefix, k, v),
+                scale=self.config.attention_scale,
+                cap=self.config.attention_cap,
+                implementation=self.attention,
+            )
 
         # Of larger chunks XLA's matmuls are as good: the tensor cores are the limit.
         ordered = self.same_bits and tokens.size <= ORDERED_CHUNK
         output, features = self._forward(params, tokens, positions, attend, needs, ordered)
-        hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)[:, 0]
-        logits = self.unembed(params, hidden)
-        cache = cache.append(output.keys, output.values, start)
+        at = jnp.clip(last, 0, chunk - 1)[:, None, None]
+        logits = self.unembed(params, jnp.take_along_axis(output.hidden, at, axis=1)[:, 0])
+        count = jnp.clip(last + 1, 0, chunk)
+        cache = cache.append(output.keys, output.values, start, count)
         return Prefilled(logits, cache, features, output.hidden)
 
     def verify(
@@ -151,13 +168,19 @@ class TargetModel:
             )
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]
-        attention = partial(speculative_attention, implementation=self.attention)
+        scale, cap = self.config.attention_scale, self.config.attention_cap
+        attention = partial(
+            speculative_attention, scale=scale, cap=cap, implementation=self.attention
+        )
         if self.same_bits:
-            attention = partial(path_attention, depth=depth, levels=levels)
+            attention = partial(path_attention, depth=depth, levels=levels, scale=scale)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
-            return attention(q, prefix, Fresh(k, v, mask))
+            seen, window = mask, self.config.layer(layer).window
+            if window is not None and window <= levels:
+                seen = mask & (depth[:, :, None] - depth[:, None, :] < window)
+            return attention(q, prefix.within(window, positions), Fresh(k, v, seen))
 
         with jax.named_scope("verify"):
             output, features = self._forward(params, tokens, positions, attend, needs)
@@ -195,20 +218,33 @@ class TargetModel:
         fresh: Uncommitted,
         mask: TreeMask,
         at: int,
+        length: Lengths,
         needs: Needs = NOTHING,
     ) -> PartialForward:
-        """As :meth:`longspec_jax.drafters.base.View.partial_forward`."""
+        """As :meth:`longspec_jax.drafters.base.View.partial_forward`.
+
+        Layers with a window read all that it holds of the ``length[b]`` tokens in the cache,
+        whatever the selection. Fresh tokens see each other through no window.
+        """
         keys, values, read = list(fresh.keys), list(fresh.values), selection.reading(cache)
+        options: Any = dict(
+            scale=self.config.attention_scale,
+            cap=self.config.attention_cap,
+            implementation=self.attention,
+        )
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            q, prefixes = read(layer, q)
+            window = self.config.layer(layer).window
+            if window is None:
+                q, prefixes = read(layer, q)
+            else:
+                prefixes = [cache.layer(layer, length).within(window, positions)]
             write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=1)
             keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
             rows = Fresh(keys[layer], values[layer], mask)
-            seen = tree_attention(q, rows, implementation=self.attention)
+            seen = tree_attention(q, rows, **options)
             for prefix in prefixes:
-                past = prefix_attention(q, prefix, implementation=self.attention)
-                seen = merge(seen, past)
+                seen = merge(seen, prefix_attention(q, prefix, **options))
             return seen.out.astype(q.dtype)
 
         with jax.named_scope("partial_forward"):

@@ -35,6 +35,7 @@ from longspec_jax.decoding.round import one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings, release, stack
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.ops.caches import with_rings
 
 TIMINGS = 3
 """Of which the least counts: what else runs on the machine only adds to them."""
@@ -164,7 +165,7 @@ def branch(
       params: parameters of both models, as they take them.
       draft: their state behind the same tokens; copied.
       own_cache: whether the cache is copied. Else the other engine must not be stepped before
-        :func:`rejoin`.
+        :func:`rejoin`. Rings always are: what a branch appends overwrites the window.
       tokens: most tokens that its rows emit, instead of what they may still emit.
       **options: of the constructor, instead of the other engine's.
     """
@@ -181,8 +182,9 @@ def branch(
         **own,
     )
     shared = engine.rows.cache
+    borrowed = None if own_cache else with_rings(shared, shared, jnp.copy)
     rows = jax.tree.map(
-        lambda part: part if part is shared and not own_cache else jax.tree.map(jnp.copy, part),
+        lambda part: borrowed if borrowed and part is shared else jax.tree.map(jnp.copy, part),
         replace(engine.rows, draft=draft),
         is_leaf=lambda part: part is shared,
     )
@@ -194,8 +196,9 @@ def branch(
 
 
 def rejoin(engine: Engine, branch: Engine) -> None:
-    """Take the cache back from a branch; what it appended is never read."""
-    engine._rows = replace(engine.rows, cache=branch.rows.cache)
+    """Take the cache back from a branch, but for the rings; what it appended is never read."""
+    cache = with_rings(branch.rows.cache, engine.rows.cache)
+    engine._rows = replace(engine.rows, cache=cache)
     branch.close()
 
 

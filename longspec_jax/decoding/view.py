@@ -69,6 +69,7 @@ class CacheView:
             tokens,
             positions,
             selection,
+            length=self.length,
             needs=needs,
         )
         if self.between is None:

@@ -18,9 +18,9 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Int
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
+from longspec_jax.axes import Array, Leaf, Lengths, TreeRows
 from longspec_jax.ops.attention.operands import Prefix
-from longspec_jax.ops.caches import Caches
+from longspec_jax.ops.caches import Caches, put_tokens
 from longspec_jax.ops.layer import rotate
 
 SLOTS = 8
@@ -90,7 +90,7 @@ class Seen(NamedTuple):
         cache = entries.cache
         slots = jnp.where(ring, slots, cache.keys[0].shape[2])
         keys, values = (
-            (_put(layer, cache.cache_rows, slots, new),)
+            (put_tokens(layer, cache.cache_rows, slots, new),)
             for layer, new in zip((*cache.keys, *cache.values), fresh, strict=True)
         )
         sinks = entries.sink_keys, entries.sink_values
@@ -123,13 +123,3 @@ class Seen(NamedTuple):
         left_out = jnp.maximum(count - self.sinks - (self.window or 0), 0)
         shift = angles(jnp.broadcast_to(left_out[:, None], seen.shape))
         return (rotate(entries.sink_keys, shift), entries.sink_values), seen
-
-
-def _put(
-    layer: CacheSlots, cache_rows: Lengths | None, at: Int[Array, "B n"], new: TreeRows
-) -> CacheSlots:
-    """The cache with new entries at these slots; those that do not exist are dropped."""
-    if cache_rows is not None:
-        return layer.at[cache_rows[:, None], :, at].set(new, mode="drop")
-    write = jax.vmap(lambda row, at, new: row.at[:, at].set(new.swapaxes(0, 1), mode="drop"))
-    return write(layer, at, new)

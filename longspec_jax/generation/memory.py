@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.decoding.adjustments import ADJUSTMENT_BYTES
-from longspec_jax.decoding.cache import cache_bytes
+from longspec_jax.decoding.cache import layer_slots, rings_of, slot_bytes
 from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.models import Models
@@ -47,6 +47,11 @@ class MemoryPlan:
     partial verification also the part of the cache that it copies."""
     host_cache_bytes: int = 0
     """The target's keys and values in the host's memory, if the cache is offloaded."""
+    ring_bytes: int = 0
+    """Of the cache on the device, what layers with a window hold. It does not grow with the
+    context."""
+    saved_bytes: int = 0
+    """By which the cache is smaller than if these layers held every token."""
 
     @property
     def needed_bytes(self) -> int:
@@ -78,7 +83,8 @@ def plan_memory(
     # and the row's tables of biases and tokens.
     copies, tables = (6, ADJUSTMENT_BYTES * config.vocab_size) if adjusted else (4, 0)
     working_row = max(chunk * width, 4 * copies * nodes * config.vocab_size) + tables
-    cache = host = state = working = 0
+    cache = host = state = working = rings = saved = 0
+    full, own_slots = config.num_layers - len(rings_of(config)), layer_slots(config, capacity)
     for batch in batches:
         begin = partial(drafters[0].begin, batch=batch, capacity=capacity)
         begun = jax.eval_shape(begin, Params(params, draft))
@@ -87,7 +93,10 @@ def plan_memory(
         host += held.host
         state += tree_bytes(begun) // shards.row_shards
         working += batch * working_row // shards.row_shards
-        working += cache_bytes(config, batch, gathered) // shards.cache_shards
+        slot = batch * slot_bytes(config)
+        working += gathered * full * slot // shards.cache_shards
+        rings += sum(own_slots[layer] for layer in rings_of(config)) * slot // shards.cache_shards
+        saved += sum(capacity - own for own in own_slots) * slot // shards.cache_shards
     own = [each.own_params for each in models.drafts] if draft is not None else []
     return MemoryPlan(
         batch=sum(batches),
@@ -98,6 +107,8 @@ def plan_memory(
         draft_state_bytes=state,
         working_bytes=working,
         host_cache_bytes=host,
+        ring_bytes=rings,
+        saved_bytes=saved,
     )
 
 
@@ -177,8 +188,8 @@ def check_fits(plan: MemoryPlan, mesh: Mesh | None = None, *, offload: bool = Fa
 
 def _remedy(plan: MemoryPlan, free: int) -> str:
     """What to change about a call that does not fit: first of all its context, if one would."""
-    most = max(0, free - plan.draft_state_bytes - plan.working_bytes)
-    fitting = most // -(-plan.cache_bytes // plan.capacity)
+    most = max(0, free - plan.draft_state_bytes - plan.working_bytes - plan.ring_bytes)
+    fitting = most // max(1, -(-(plan.cache_bytes - plan.ring_bytes) // plan.capacity))
     step = max(256, 1 << max(0, fitting.bit_length() - 4))  # Capacities come in such steps.
     fits = fitting // step * step
     # One more row is being prefilled beside those in the slots.

@@ -5,6 +5,7 @@ angles in float32. Projections keep their head axes, so that tensor parallelism 
 PartitionSpec and no reshape is left to the caller.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, Rotary
+from longspec_jax.config import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    Rotary,
+    YarnRopeScaling,
+)
 from longspec_jax.ops.layer import residual_norm, rms_norm
 from longspec_jax.ops.matmul import ordered
 from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
@@ -34,6 +41,8 @@ class RMSNorm(nn.Module):
 
     eps: float
     dtype: jnp.dtype
+    offset: bool = False
+    """Whether it multiplies by ``1 + scale``."""
 
     def __call__(self, x: Array) -> Array:
         """Normalise ``[..., width]``; returns the configured dtype."""
@@ -48,9 +57,12 @@ class RMSNorm(nn.Module):
         return residual_norm(x, delta, self.weights(x.shape[-1]), self.eps)
 
     @nn.compact
-    def weights(self, width: int) -> Array:
-        """The scale ``[width]``."""
-        return self.param("scale", nn.initializers.ones, (width,), self.dtype)
+    def weights(self, *shape: int) -> Array:
+        """What is multiplied by, of a shape; in float32 if it is ``1 + scale``."""
+        if self.offset:
+            stored = self.param("scale", nn.initializers.zeros, shape, self.dtype)
+            return 1 + stored.astype(jnp.float32)
+        return self.param("scale", nn.initializers.ones, shape, self.dtype)
 
 
 class Projection(nn.Module):
@@ -165,7 +177,7 @@ def rounded(layer: Any, name: str = "") -> Any:
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate) * up)`` with gate and up in one projection ``[D, 2, F]``."""
+    """``down(silu(gate) * up)`` with gate and up in one projection ``[D, 2, F]``; or with GELU."""
 
     width: int
     hidden: int
@@ -174,6 +186,8 @@ class SwiGLU(nn.Module):
     """Class of the projections."""
     chunk: int = 0
     """Most tokens of a device whose gates exist at once, for training on long rows; 0: all."""
+    gelu: bool = False
+    """Whether the gate is a GELU by its tanh formula. Then all tokens' gates exist at once."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -182,6 +196,9 @@ class SwiGLU(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., D]`` to split-K partials ``[S, ..., D]`` of the result."""
+        if self.gelu:
+            gate, up = jnp.moveaxis(self.gate_up(x), -2, 0)
+            return self.down.partials(nn.gelu(gate, approximate=True) * up)
         if self.chunk and x.shape[0] * x.shape[1] > self.chunk * row_shares(x.shape[0]):
             kernels = self.gate_up.weights()[0], self.down.weights()[0]
             return chunked_mlp(x, *kernels, chunk=self.chunk)[None]
@@ -223,7 +240,12 @@ def rotary_angles(positions: Array, head_width: int, rotary: Rotary | None) -> t
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
     frequencies = jnp.asarray(rotary_frequencies(head_width, rotary))
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if isinstance(rotary.scaling, YarnRopeScaling | LongRopeScaling):
+        factor = np.float32(rotary.scaling.attention_factor)
+        rotates = np.arange(head_width // 2) < (rotary.width or head_width) // 2
+        cos, sin = cos * np.where(rotates, factor, np.float32(1)), sin * factor
+    return cos, sin
 
 
 def rotary_frequencies(head_width: int, rotary: Rotary) -> np.ndarray:
@@ -255,3 +277,26 @@ def _scaled_frequencies(width: int, rotary: Rotary) -> np.ndarray:
             ramp = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
             scaled = (1 - ramp) * frequencies / factor + ramp * frequencies
             return scaled.astype(np.float32)
+        case YarnRopeScaling() as yarn:
+            stretched = np.float32(1) / (np.float32(yarn.factor) * powers.astype(np.float32))
+            kept = np.float32(1) - yarn_ramp(width, rotary.theta, yarn)
+            return stretched * (1 - kept) + frequencies * kept
+        case LongRopeScaling() as long:
+            factors = np.asarray(long.factors, np.float32)
+            return np.float32(1) / (factors * powers.astype(np.float32))
+
+
+def yarn_ramp(width: int, theta: float, yarn: YarnRopeScaling) -> np.ndarray:
+    """How much every pair is stretched, float32 ``[width / 2]`` from 0 (not at all) to 1."""
+    low, high = (
+        width
+        * math.log(yarn.original_max_positions / (turns * 2 * math.pi))
+        / (2 * math.log(theta))
+        for turns in (yarn.beta_fast, yarn.beta_slow)
+    )
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high += 0.001 if low == high else 0
+    ramp = (np.arange(width // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    return np.clip(ramp, 0, 1)

@@ -8,6 +8,7 @@ and the draft reads one layer's.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig
+from longspec_jax.config import QueryScaling, TargetConfig
 from longspec_jax.models.layers import (
     INITIAL_SCALE,
     GroupedQKV,
@@ -25,7 +26,7 @@ from longspec_jax.models.layers import (
     SwiGLU,
     rotary_angles,
 )
-from longspec_jax.ops.layer import add, split_heads
+from longspec_jax.ops.layer import add, split_heads, wide_qk_norm
 from longspec_jax.ops.matmul.few_rows import head_matmul_xla
 from longspec_jax.ops.matmul.ordered import head_matmul
 from longspec_jax.ops.partitioned import with_sharding
@@ -63,9 +64,9 @@ class Attention(nn.Module):
             projection=self.projection,
         )
         self.out = self.projection((c.num_heads, c.head_width), (c.model_width,), dtype)
-        if c.qk_norm:
-            self.q_norm = RMSNorm(c.norm_eps, dtype)
-            self.k_norm = RMSNorm(c.norm_eps, dtype)
+        if c.qk_norm or c.wide_qk_norm:
+            self.q_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
+            self.k_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
 
     def __call__(
         self,
@@ -74,16 +75,20 @@ class Attention(nn.Module):
         attend: Callable[[Array, Array, Array], Array],
     ) -> tuple[Array, Array, Array]:
         """Return partials ``[S, B, T, D]`` of the projected output, fresh keys and values."""
-        c, scales = self.config, None
-        if c.qk_norm:
+        c, qkv, scales = self.config, self.qkv(x), None
+        if c.wide_qk_norm:
+            queries = self.q_norm.weights(c.num_kv_heads, c.num_groups, c.head_width)
+            keys = self.k_norm.weights(c.num_kv_heads, c.head_width)
+            qkv = wide_qk_norm(qkv, (queries, keys), c.norm_eps)
+        elif c.qk_norm:
             scales = self.q_norm.weights(c.head_width), self.k_norm.weights(c.head_width)
-        heads = split_heads(self.qkv(x), *angles, scales, c.norm_eps)
+        heads = split_heads(qkv, *angles, scales, c.norm_eps)
         q, k, v = with_sharding(HEADS, *heads)
         return self.out.partials(attend(q, k, v)), k, v
 
 
 class Layer(nn.Module):
-    """One pre-norm transformer layer."""
+    """One transformer layer: norms before attention and MLP, after them, or both."""
 
     config: TargetConfig
     mlp_chunk: int = 0
@@ -92,11 +97,14 @@ class Layer(nn.Module):
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
-        self.attention_norm = RMSNorm(c.norm_eps, dtype)
+        norm = partial(RMSNorm, c.norm_eps, dtype, c.offset_norms)
         self.attention = Attention(c, self.projection)
-        self.mlp_norm = RMSNorm(c.norm_eps, dtype)
+        if c.pre_norms:
+            self.attention_norm, self.mlp_norm = norm(), norm()
+        if c.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(), norm()
         widths = c.model_width, c.mlp_width
-        self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk)
+        self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk, c.gelu)
 
     def __call__(
         self,
@@ -110,10 +118,33 @@ class Layer(nn.Module):
         The stream between layers is ``x`` and the split-K partials of its increment,
         ``[S, B, T, D]``: the next norm adds and normalises in one op.
         """
-        x, normalised = with_sharding("b t d, b t d", *self.attention_norm.add(x, delta))
-        attended, k, v = self.attention(normalised, angles, attend)
-        x, normalised = with_sharding("b t d, b t d", *self.mlp_norm.add(x, attended))
-        return x, self.mlp(normalised), k, v
+        c = self.config
+        x, entering = _enter(self.attention_norm if c.pre_norms else None, x, delta)
+        attended, k, v = self.attention(entering, angles, attend)
+        attended = self._leave(self.attention_post_norm if c.post_norms else None, attended)
+        x, entering = _enter(self.mlp_norm if c.pre_norms else None, x, attended)
+        delta = self._leave(self.mlp_post_norm if c.post_norms else None, self.mlp(entering))
+        return x, delta, k, v
+
+    def _leave(self, norm: RMSNorm | None, partials: Array) -> Array:
+        """What is added to the residual stream of a sublayer's partials, as partials."""
+        if norm is not None:
+            dtype = jnp.dtype(self.config.dtype)
+            [total] = with_sharding("b t d", partials.sum(axis=0).astype(dtype))
+            partials = norm(total)[None]
+        if self.config.residual_factor != 1:
+            partials = partials * self.config.residual_factor
+        return partials
+
+
+def _enter(norm: RMSNorm | None, x: Array, delta: Array | None) -> tuple[Array, Array]:
+    """The residual stream with its increment, and what the next sublayer reads of it."""
+    if norm is not None:
+        stream, normalised = with_sharding("b t d, b t d", *norm.add(x, delta))
+        return stream, normalised
+    if delta is not None:
+        [x] = with_sharding("b t d", add(x, delta))
+    return x, x
 
 
 class Target(nn.Module):
@@ -135,14 +166,18 @@ class Target(nn.Module):
         # of three in bandwidth (docs/design.md, decision 4.6).
         projection = OrderedProjection if self.ordered else Projection
         self.layers = [Layer(c, self.mlp_chunk, projection) for _ in range(c.num_layers)]
-        self.final_norm = RMSNorm(c.norm_eps, dtype)
+        self.final_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
         if not c.tied_embeddings:
             self.head = self.param("head", table, shape, dtype)
 
     def embed(self, tokens: Array) -> Array:
-        """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
-        [embedded] = with_sharding("b t d", jnp.take(self.embedding, tokens, axis=0))
-        return embedded
+        """What enters the first layer for tokens ``[B, T]``, ``[B, T, D]``."""
+        [embedded] = with_sharding("b t d", self.look_up(tokens))
+        return scaled(embedded, self.config.embedding_factor)
+
+    def look_up(self, tokens: Array) -> Array:
+        """Rows of the embedding table."""
+        return jnp.take(self.embedding, tokens, axis=0)
 
     def __call__(
         self, tokens: Array, positions: Array, attend: Attend, keep: Sequence[int] = ()
@@ -161,6 +196,8 @@ class Target(nn.Module):
         rotations = [c.layer(index).rotary for index in range(c.num_layers)]
         kinds = dict.fromkeys(rotations)  # In order, so that the program is always the same.
         angles = {each: rotary_angles(positions, c.head_width, each) for each in kinds}
+        if c.query_scaling is not None:
+            attend = _scaling_queries(attend, c.query_scaling, positions)
         x, delta = self.embed(tokens), None
         keys, values, kept = [], [], {-1: x} if -1 in keep else {}
         for index, layer in enumerate(self.layers):
@@ -182,12 +219,33 @@ class Target(nn.Module):
     def unembed(self, hidden: Array) -> Array:
         """Logits ``[..., V]`` of hidden states ``[..., D]``, float32."""
         table = self.embedding if self.config.tied_embeddings else self.head
-        return head_matmul(hidden, table) if self.ordered else head_logits(table, hidden)
+        logits = head_matmul(hidden, table) if self.ordered else head_logits(table, hidden)
+        return target_logits(self.config, logits)
 
     def initialize(self, tokens: Array) -> None:
         """Touch every parameter; the method ``init`` runs, since the passes above share them."""
         positions = jnp.zeros(tokens.shape, jnp.int32)
         self.unembed(self(tokens, positions, lambda layer, q, k, v: q).hidden)
+
+
+def _scaling_queries(attend: Attend, scaling: QueryScaling, positions: Array) -> Attend:
+    """The same attention for queries times a factor of their position."""
+    periods = jnp.floor(positions.astype(jnp.float32) / scaling.original_max_positions)
+    factor = (1 + scaling.beta * jnp.log(1 + periods))[..., None, None]
+    return lambda layer, q, k, v: attend(layer, q * factor.astype(q.dtype), k, v)
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """``x`` times a factor, computed in float32, in the dtype of ``x``."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def target_logits(config: TargetConfig, products: Array) -> Array:
+    """A target's logits of the products of hidden states with its LM head."""
+    logits = products if config.logits_divisor == 1 else products / config.logits_divisor
+    if config.logit_cap is not None:
+        logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
+    return logits
 
 
 def head_of(params: Any) -> Array:

@@ -5,13 +5,15 @@ A launch of few rows takes what else there is of them out of the arrays of all r
 reads the launch's rows in place, and commits write to them.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
 from flax import struct
+from jaxtyping import Int
 
-from longspec_jax.axes import CacheSlots, Leaf, Lengths
+from longspec_jax.axes import Array, CacheSlots, LayerSlots, Leaf, Lengths, TreeRows
 from longspec_jax.ops.attention.operands import Prefix
 
 Tree = TypeVar("Tree")
@@ -19,20 +21,33 @@ Tree = TypeVar("Tree")
 
 @struct.dataclass
 class Caches:
-    """Keys and values, one array a layer."""
+    """Keys and values, one array a layer.
 
-    keys: tuple[Leaf[CacheSlots], ...]
+    A layer with a window has a ring, in which position ``p`` lies in slot ``p % S``.
+    """
+
+    keys: tuple[Leaf[LayerSlots], ...]
     """Of every layer, rotary applied."""
-    values: tuple[Leaf[CacheSlots], ...]
+    values: tuple[Leaf[LayerSlots], ...]
     """Of every layer."""
     cache_rows: Leaf[Lengths] | None = None
     """The row of the arrays for every batch row; its own if absent."""
+    rings: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    """The layers whose slots are a ring."""
     read_layer: int = struct.field(pytree_node=False, default=-1)
     """The layer that drafts read (:attr:`longspec_jax.config.TargetConfig.read_layer`)."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row in the longest layer (``S``)."""
+        return max(keys.shape[2] for keys in self.keys)
 
     def layer(self, index: int, length: Lengths) -> Prefix:
         """What one layer's attention reads: the slots up to ``length[b]``."""
         return Prefix(self.keys[index], self.values[index], length, cache_rows=self.cache_rows)
+
+
+Cache = TypeVar("Cache", bound=Caches)
 
 
 def take_rows(state: Tree, rows: Lengths) -> Tree:
@@ -64,6 +79,31 @@ def put_rows(state: Tree, rows: Lengths, before: Tree, after: Tree) -> Tree:
         return whole.at[rows].set(new, mode="promise_in_bounds", unique_indices=True)
 
     return jax.tree.map(put, state, before, after, is_leaf=_is_cache)
+
+
+def with_rings(
+    cache: Cache, other: Cache, change: Callable[[Any], Any] = lambda ring: ring
+) -> Cache:
+    """The cache with the rings of another one, each changed."""
+
+    def chosen(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            change(theirs[index]) if index in cache.rings else layer
+            for index, layer in enumerate(mine)
+        )
+
+    keys, values = chosen(cache.keys, other.keys), chosen(cache.values, other.values)
+    return replace(cache, keys=keys, values=values)
+
+
+def put_tokens(
+    layer: CacheSlots, cache_rows: Lengths | None, at: Int[Array, "B n"], fresh: TreeRows
+) -> CacheSlots:
+    """One layer with fresh tokens at these slots; those that do not exist are dropped."""
+    if cache_rows is not None:
+        return layer.at[cache_rows[:, None], :, at].set(fresh, mode="drop")
+    write = jax.vmap(lambda row, at, new: row.at[:, at].set(new.swapaxes(0, 1), mode="drop"))
+    return write(layer, at, fresh)
 
 
 def _is_cache(part: object) -> bool:

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
+from longspec_jax.ops.caches import put_tokens
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.hardware import require_decode_step
+from longspec_jax.ops.slicing import along
 
 MAX_WIDTH = 16384
 """One program of the norm's kernel holds a whole row in registers."""
@@ -113,6 +115,22 @@ def split_heads_xla(
     return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
 
 
+def wide_qk_norm(
+    qkv: Float[Array, "B T K G2 H"],
+    scales: tuple[Float[Array, "K G H"], Float[Array, "K H"]],
+    eps: float,
+) -> Float[Array, "B T K G2 H"]:
+    """Normalise all query heads of a token together, and all its key heads; values stay."""
+    q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1:, :]
+
+    def normalised(heads: Array, scale: Array) -> Array:
+        flat = heads.reshape(*heads.shape[:2], -1)
+        return rms_norm(flat, scale.reshape(-1), eps).reshape(heads.shape)
+
+    q, k = normalised(q, scales[0]), normalised(k, scales[1])
+    return jnp.concatenate([q, k[..., None, :], v], axis=3)
+
+
 def split_qkv(qkv: Float[Array, "B T K G2 H"]) -> Heads:
     """Queries, keys and values of the fused projection, none rotated."""
     batch, tokens, kv_heads, slots, width = qkv.shape
@@ -134,6 +152,8 @@ def append_rows(
     path: Int[Array, "B h"],
     length: Lengths,
     cache_rows: Lengths | None = None,
+    *,
+    ring: bool = False,
 ) -> tuple[CacheSlots, ...]:
     """Write fresh rows ``path[b]`` at slots ``length[b] ... length[b] + h - 1`` of every cache.
 
@@ -141,10 +161,11 @@ def append_rows(
       caches: keys or values of the layers, all of one shape; updated in place where they may be.
       fresh: the layers' fresh rows.
       path: the rows to append, in order.
-      length: where; the caller guarantees ``length + h <= S``.
+      length: where; the caller guarantees ``length + h <= S``, or ``h <= S`` in a ring.
       cache_rows: the row of the caches for every batch row, no two alike; its own if absent.
+      ring: whether slots are counted modulo their number.
     """
-    return APPEND_ROWS(caches, fresh, path, length, cache_rows)
+    return APPEND_ROWS(caches, fresh, path, length, cache_rows, ring=ring)
 
 
 def append_rows_xla(
@@ -153,8 +174,14 @@ def append_rows_xla(
     path: Array,
     length: Array,
     cache_rows: Array | None = None,
+    *,
+    ring: bool = False,
 ) -> tuple[CacheSlots, ...]:
     """:func:`append_rows` in plain JAX."""
+    if ring:
+        at = (length[:, None] + jnp.arange(path.shape[1])) % caches[0].shape[2]
+        each = zip(caches, fresh, strict=True)
+        return tuple(put_tokens(slots, cache_rows, at, along(path, new)) for slots, new in each)
 
     def write_row(slots: Array, fresh: Array, path: Array, at: Array) -> Array:
         rows = fresh[path].swapaxes(0, 1)
@@ -197,11 +224,13 @@ def _append_rows_pallas(
     path: Array,
     length: Array,
     cache_rows: Array | None,
+    *,
+    ring: bool,
 ) -> tuple[CacheSlots, ...]:
     require_decode_step("the kernel that appends rows", path.size, caches[0].dtype)
     from longspec_jax.ops import layer_pallas
 
-    return layer_pallas.append_rows(caches, fresh, path, length, cache_rows)
+    return layer_pallas.append_rows(caches, fresh, path, length, cache_rows, ring=ring)
 
 
 RESIDUAL_NORM = Op("residual_norm", {"pallas": _residual_norm_pallas, "xla": residual_norm_xla})

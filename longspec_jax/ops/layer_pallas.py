@@ -192,13 +192,16 @@ def append_rows(
     path: Int[Array, "B h"],
     length: Lengths,
     cache_rows: Lengths | None = None,
+    *,
+    ring: bool = False,
     interpret: bool = False,
 ) -> tuple[CacheSlots, ...]:
     """See :func:`longspec_jax.ops.layer.append_rows`."""
     written: list[CacheSlots] = []
     for first in range(0, len(caches), CACHES):
         some = slice(first, first + CACHES)
-        written += _append(caches[some], fresh[some], path, length, cache_rows, interpret=interpret)
+        operands = caches[some], fresh[some], path, length, cache_rows
+        written += _append(*operands, ring=ring, interpret=interpret)
     return tuple(written)
 
 
@@ -211,13 +214,14 @@ def _append(
     length: Array,
     cache_rows: Array | None,
     *,
+    ring: bool,
     interpret: bool,
 ) -> Sequence[CacheSlots]:
     """One launch: a program for each row of the batch, key/value head and cache."""
     count, batch, kv_heads = len(caches), path.shape[0], caches[0].shape[1]
     numbers = [path, length] if cache_rows is None else [path, length, cache_rows]
     return pl.pallas_call(
-        functools.partial(_append_kernel, count=count),
+        functools.partial(_append_kernel, count=count, ring=ring),
         grid=(kv_heads, batch, count),
         out_shape=[jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
         input_output_aliases={len(numbers) + count + index: index for index in range(count)},
@@ -227,7 +231,7 @@ def _append(
     )(*(each.astype(jnp.int32) for each in numbers), *fresh, *caches)
 
 
-def _append_kernel(path_ref: Any, length_ref: Any, *refs: Any, count: int) -> None:
+def _append_kernel(path_ref: Any, length_ref: Any, *refs: Any, count: int, ring: bool) -> None:
     """Copy the path's rows of one head to one cache; other slots are the aliased input's."""
     *row_refs, refs = (*refs[: -3 * count], refs[-3 * count :])
     fresh_refs, cache_refs = refs[:count], refs[2 * count :]
@@ -239,6 +243,7 @@ def _append_kernel(path_ref: Any, length_ref: Any, *refs: Any, count: int) -> No
     mask = exists[:, None] & (h < width)
     row = pltriton.load(path_ref.at[batch, step], mask=exists, other=0)[:, None]
     slot = (length_ref[batch] + step)[:, None]
+    slot = slot % cache_refs[0].shape[2] if ring else slot
     cache_row = row_refs[0][batch] if row_refs else batch
 
     def copy(fresh_ref: Any, cache_ref: Any) -> None:

@@ -4,6 +4,7 @@ Nothing is guessed, skipped or cast in silence: the configuration must be one th
 exactly, the tensors must be exactly those it describes, and every value must be finite.
 """
 
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig
 from longspec_jax.weights import hf_config
-from longspec_jax.weights.checkpoint import open_tensors
+from longspec_jax.weights.checkpoint import Tensors, open_tensors
 from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.params import load_params, write_model
 from longspec_jax.weights.tables import check_layers, check_tensors, target_table
 
@@ -45,11 +46,29 @@ def load_target(
     folder = local_folder(source, revision)
     config = load_target_config(source, dtype=dtype, revision=revision)
     with ExitStack() as stack:
-        tensors = open_tensors(folder, stack)
+        tensors = _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
         check_layers(config, tensors, folder / "config.json")
         table = target_table(config)
         check_tensors(table, tensors, str(source), dtype=None if dtype else config.dtype)
         return config, load_params(table, tensors, config.dtype, mesh)
+
+
+def _of_target(tensors: Tensors, raw: JsonObject) -> Tensors:
+    """The tensors of the target alone, under its own names."""
+    beside = hf_config.wrapped(raw)
+    if not beside:
+        return tensors
+
+    def own(name: str) -> str:
+        if name.startswith("model.language_model."):
+            return name.replace("language_model.", "", 1)
+        return name.removeprefix("language_model.")
+
+    return {
+        own(name): tensor
+        for name, tensor in tensors.items()
+        if not any(re.fullmatch(pattern, name) for pattern in beside)
+    }
 
 
 def load_target_config(

@@ -1,63 +1,37 @@
 """Hugging Face ``config.json`` to our configurations and back.
 
-Two dialects are read. transformers 4 has ``rope_theta``, ``rope_scaling`` and ``torch_dtype``;
-transformers 5 has ``rope_parameters`` and ``dtype``. The older one is written, because both
-versions read it. Old LongChat files have ``rope_condense_ratio``, which is linear scaling. A model
-that this library would compute differently from its authors is refused, never approximated: each
-refusal names the values, the rule and what to do.
+Two dialects are read: transformers 4 has ``torch_dtype``, transformers 5 ``dtype``, and both write
+the rotary embedding (:mod:`longspec_jax.weights.rope`) in their own way. The older one is written,
+because both versions read it. What a class fixes beyond its file is an entry of
+:mod:`longspec_jax.weights.families`. A model that this library would compute differently from its
+authors is refused, never approximated: each refusal names the values, the rule and what to do.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from typing import Any, TypeVar
 
-from longspec_jax.checks import LARGEST_WHOLE, shown, whole_number
+from longspec_jax.checks import LARGEST_WHOLE, whole_number
 from longspec_jax.config import (
-    LARGEST_FACTOR,
     MAX_LAYERS,
     SMALLEST_EPS,
-    SMALLEST_FACTOR,
     LinearRopeScaling,
-    Llama3RopeScaling,
     RopeScaling,
     TargetConfig,
+    YarnRopeScaling,
 )
+from longspec_jax.weights.families import FAMILIES, WRAPPERS, Family
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta, rotary_width
 
 C = TypeVar("C")
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@dataclass(frozen=True)
-class Family:
-    """What a Hugging Face class fixes beyond the numbers in its ``config.json``."""
-
-    model_type: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    head_width: int | None = None
-    """Head width where ``head_dim`` is absent; ``None`` divides the model width by the heads."""
-    window_switch: str | None = None
-    """The key that turns ``sliding_window`` on; ``None`` where the family has no windows."""
-    default_window: int | None = None
-    """``sliding_window`` where the key is absent; null means none."""
-
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama"),
-    "MistralForCausalLM": Family("mistral", window_switch="sliding_window", default_window=4096),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, window_switch="use_sliding_window"),
-    "Qwen3ForCausalLM": Family(
-        "qwen3", qk_norm=True, head_width=128, window_switch="use_sliding_window"
-    ),
-}
-"""The supported architectures."""
-
 _WIDTHS = {
     "vocab_size": "vocab_size",
     "model_width": "hidden_size",
-    "mlp_width": "intermediate_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
@@ -74,48 +48,65 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
       ValueError: if the model is not of a supported family, or does something this library does
         not.
     """
+    raw = text_part(raw)
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
-    raw.require((*_WIDTHS.values(), "max_position_embeddings"), architecture)
-    check_refused(raw, REFUSED_TARGET)
+    widths = _WIDTHS | {"mlp_width": family.mlp_width}
+    raw.require((*widths.values(), "max_position_embeddings"), architecture)
+    raw = raw.assuming(family.defaults)
+    check_refused(raw, REFUSED_TARGET, family.accepts)
     _check_model_type(raw, architecture)
-    scaling = rope_scaling(raw)
+    scaling = rope_scaling(raw, PARTIAL in family.accepts)
     max_positions = _max_positions(raw, scaling)
     _check_window(raw, family, max_positions)
     limits = {"num_hidden_layers": MAX_LAYERS}
     sizes = {
-        field: raw.whole(key, most=limits.get(key, LARGEST_WHOLE)) for field, key in _WIDTHS.items()
+        field: raw.whole(key, most=limits.get(key, LARGEST_WHOLE)) for field, key in widths.items()
     }
     width, heads = sizes["model_width"], sizes["num_heads"]
-    return build(
-        raw,
-        TargetConfig,
+    head = head_width(raw, width, heads, None)
+    known: dict[str, Any] = dict(
         architecture=architecture,
         **sizes,
         num_kv_heads=raw.whole("num_key_value_heads", heads),
-        head_width=head_width(raw, width, heads, family.head_width),
+        head_width=head,
         max_positions=max_positions,
         rope_theta=rope_theta(raw),
         rope_scaling=scaling,
+        rotary_width=rotary_width(raw, head),
         norm_eps=norm_eps(raw, 1e-6),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
         tied_embeddings=raw.flag("tie_word_embeddings", False),
         dtype=_dtype(raw, dtype),
     )
+    own = {**family.fixed, **family.read(raw, known)}
+    return build(raw, TargetConfig, **known, **own)
+
+
+def text_part(raw: JsonObject) -> JsonObject:
+    """The file of a target, which a model that also sees holds as ``text_config``."""
+    if not wrapped(raw):
+        return raw
+    part = raw.part("text_config")
+    above = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    shared = {key: raw.values[key] for key in above if raw.has(key)}
+    return part.assuming(shared)
+
+
+def wrapped(raw: JsonObject) -> tuple[str, ...]:
+    """Patterns of the tensors beside those of the target; empty for a target alone."""
+    names = raw.texts("architectures")
+    return WRAPPERS.get(names[0], ()) if names else ()
 
 
 def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[str, Any]:
-    """A ``config.json`` that transformers 4 and 5 and :func:`target_config` read as ``config``."""
+    """A ``config.json`` that transformers 4 and 5 and :func:`target_config` read as ``config``.
+
+    Raises:
+      ValueError: if a file of its architecture cannot describe the configuration.
+    """
     family = FAMILIES.get(config.architecture)
     if family is None:
         raise ValueError(_unsupported(config.architecture))
-    if (config.qkv_bias, config.qk_norm) != (family.qkv_bias, family.qk_norm):
-        raise ValueError(
-            f"{config.architecture} always has qkv_bias={family.qkv_bias} and "
-            f"qk_norm={family.qk_norm}, this configuration has qkv_bias={config.qkv_bias} and "
-            f"qk_norm={config.qk_norm}; name the architecture it belongs to"
-        )
     end = [whole_number("stop_tokens", token, 0, config.vocab_size - 1) for token in stop_tokens]
     raw: dict[str, Any] = {
         "architectures": [config.architecture],
@@ -127,13 +118,33 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[s
         "torch_dtype": config.dtype,
         # Explicit, because transformers' own defaults (1 and 2) mean something else elsewhere.
         "bos_token_id": None,
+        "pad_token_id": None,
         "eos_token_id": end or None,
-        **raw_rope(config.rope_theta, config.rope_scaling),
+        **raw_rope(config.rotary, config.head_width),
         **_raw_positions(config),
+        **family.write(config),
     }
-    if family.model_type == "mistral":  # Absent, transformers would assume a window of 4096.
+    if family.window_switch == "sliding_window":  # Absent, transformers may assume a window.
         raw["sliding_window"] = None
+    _check_written(raw, config)
     return raw
+
+
+def _check_written(raw: dict[str, Any], config: TargetConfig) -> None:
+    """Refuse to write a file that means another model."""
+    read = target_config(JsonObject(raw))
+    other = [each.name for each in fields(config) if _differs(each.name, config, read)]
+    if other:
+        theirs = " and ".join(f"{name}={getattr(read, name)}" for name in other)
+        ours = " and ".join(f"{name}={getattr(config, name)}" for name in other)
+        raise ValueError(
+            f"{config.architecture} always has {theirs}, this configuration has {ours}; name the "
+            "architecture it belongs to"
+        )
+
+
+def _differs(name: str, one: TargetConfig, other: TargetConfig) -> bool:
+    return getattr(one, name) != getattr(other, name)
 
 
 def raw_layer(config: Any) -> dict[str, Any]:
@@ -151,6 +162,7 @@ def raw_layer(config: Any) -> dict[str, Any]:
 
 def stop_tokens(raw: JsonObject, generation: JsonObject | None = None) -> tuple[int, ...]:
     """Tokens that end a generation: ``generation_config.json``'s if any, else the model's."""
+    raw = text_part(raw)
     vocab_size = raw.whole("vocab_size", LARGEST_WHOLE)
     named = generation.tokens("eos_token_id", vocab_size) if generation else ()
     return named or raw.tokens("eos_token_id", vocab_size)
@@ -171,8 +183,11 @@ def _max_positions(raw: JsonObject, scaling: RopeScaling) -> int:
 
     With linear scaling ``max_position_embeddings`` is the length before scaling, as transformers
     documents it; the Vicuna and LongChat files add the scaled length as ``max_sequence_length``.
+    With YaRN it may be either, because users add the scaling alone, as Qwen tells them.
     """
     base = raw.whole("max_position_embeddings")
+    if isinstance(scaling, YarnRopeScaling):
+        return max(base, int(scaling.factor * scaling.original_max_positions))
     if not isinstance(scaling, LinearRopeScaling):
         return base
     named, scaled = raw.whole("max_sequence_length", base), int(base * scaling.factor)
@@ -234,10 +249,11 @@ def _unsupported(name: str | None) -> str:
     )
 
 
+PARTIAL = "partial_rotary_factor"
 REMEDY = "load a model without it"
 REFUSED = {
     "hidden_act": ("silu", "no other activation is computed", REMEDY),
-    "partial_rotary_factor": (1.0, "heads are rotated whole", REMEDY),
+    PARTIAL: (1.0, "heads are rotated whole", REMEDY),
     "quantization_config": (
         None,
         "quantised weights are not read",
@@ -256,10 +272,12 @@ REFUSED_TARGET = REFUSED | {
 """Keys that change the arithmetic: the supported value, what holds here, what to do."""
 
 
-def check_refused(raw: JsonObject, refused: dict[str, tuple[Any, str, str]]) -> None:
-    """Refuse what would change the arithmetic."""
+def check_refused(
+    raw: JsonObject, refused: dict[str, tuple[Any, str, str]], accepted: Collection[str] = ()
+) -> None:
+    """Refuse what would change the arithmetic, but for what is accepted."""
     for key, (supported, rule, remedy) in refused.items():
-        if raw.has(key) and raw.values[key] != supported:
+        if key not in accepted and raw.has(key) and raw.values[key] != supported:
             raise raw.error(key, f"is not supported, only {key}={supported!r}: {rule}", remedy)
 
 
@@ -304,81 +322,3 @@ def _dtype(raw: JsonObject, dtype: str | None) -> str:
         rule = f"is not supported; parameters are one of {', '.join(DTYPES)}"
         raise raw.error(key, rule, "pass dtype= to choose one")
     return named
-
-
-ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_condense_ratio")
-"""All keys about the rotary embedding."""
-
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_OTHER = "load another model"
-
-
-def rope_theta(raw: JsonObject) -> float:
-    """The rotary base."""
-    parameters = raw.part("rope_parameters")
-    named = parameters if parameters.has("rope_theta") else raw
-    return named.number("rope_theta", 10000.0, least=1)
-
-
-def rope_scaling(raw: JsonObject) -> RopeScaling:
-    """The rotary scaling.
-
-    Raises:
-      ValueError: if it is of a type this library does not compute, or a number is missing.
-    """
-    entry = raw.part("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
-    kind = entry.text("rope_type", entry.text("type", "default"))
-    condense = raw.number("rope_condense_ratio", 1.0, 1, LARGEST_FACTOR)
-    if entry.number("partial_rotary_factor", 1.0) != 1:
-        raise entry.error(
-            "partial_rotary_factor", "is not supported: heads are rotated whole", _OTHER
-        )
-    for key, part in entry.values.items():
-        if isinstance(part, dict):
-            raise entry.error(key, "is not supported: all layers rotate alike, by numbers", _OTHER)
-    if kind == "default":
-        return None if condense == 1 else LinearRopeScaling(condense)
-    if kind == "linear":
-        entry.require(("factor",), "linear rope scaling")
-        factor = entry.number("factor", least=1, most=LARGEST_FACTOR)
-        if condense in (1, factor):
-            return LinearRopeScaling(factor)
-    if kind == "llama3" and condense == 1:
-        return _llama3(entry)
-    raise ValueError(
-        f"{entry.origin}: the type {kind!r} in {shown(dict(entry.values))} with "
-        f"rope_condense_ratio={condense:g} is not supported; supported are the types default, "
-        "linear and llama3, alone. A model whose scaling is optional, as Qwen's yarn, runs within "
-        "its original context once the entry is removed from config.json"
-    )
-
-
-def _llama3(entry: JsonObject) -> Llama3RopeScaling:
-    """Llama 3.1's scaling."""
-    entry.require(_LLAMA3_KEYS, "llama3 rope scaling")
-    factor, low, high, original = _LLAMA3_KEYS
-    slow = entry.number(low, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
-    fast = entry.number(high, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
-    if fast <= slow:
-        raise entry.error(high, f"must be above {low}={slow:g}")
-    stretch = entry.number(factor, least=1, most=LARGEST_FACTOR)
-    return Llama3RopeScaling(stretch, slow, fast, entry.whole(original))
-
-
-def raw_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
-    """The inverse, in transformers 4's dialect, which transformers 5 reads too."""
-    match scaling:
-        case None:
-            entry = None
-        case LinearRopeScaling(factor):
-            # Exactly these two keys: transformers before 4.43 accepts no others.
-            entry = {"type": "linear", "factor": factor}
-        case Llama3RopeScaling():
-            numbers = (
-                scaling.factor,
-                scaling.low_freq_factor,
-                scaling.high_freq_factor,
-                scaling.original_max_positions,
-            )
-            entry = {"rope_type": "llama3", **dict(zip(_LLAMA3_KEYS, numbers, strict=True))}
-    return {"rope_theta": theta, "rope_scaling": entry}

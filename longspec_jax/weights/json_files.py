@@ -55,6 +55,11 @@ class JsonObject:
         """A finite number; required if there is no default."""
         return self._number(finite_number, key, default, least, most)
 
+    def numbers(self, key: str, least: float, most: float) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        found = self._typed(key, [], list, "a list of numbers")
+        return tuple(finite_number(f"{self.origin}: {key}", one, least, most) for one in found)
+
     def tokens(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Token ids, of which a file may name one without a list; empty if absent."""
         found = self.values.get(key)
@@ -83,6 +88,11 @@ class JsonObject:
         """An object inside this one; empty if absent."""
         values = self._typed(key, {}, dict, "an object")
         return JsonObject(values, f"{self.origin}, {key}")
+
+    def assuming(self, defaults: Mapping[str, Any]) -> "JsonObject":
+        """The same, with values for keys that are absent or null."""
+        missing = {key: value for key, value in defaults.items() if not self.has(key)}
+        return JsonObject({**self.values, **missing}, self.origin)
 
     def error(self, key: str, rule: str, remedy: str = REMEDY) -> ValueError:
         """What is wrong with a value, to be raised."""

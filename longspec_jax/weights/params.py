@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -100,6 +101,12 @@ def _pieces(part: Part, ranges: Ranges, axis: int, itemsize: int) -> Iterator[Ra
 
 def _read(part: Part, ranges: Ranges, tensor: Tensor) -> np.ndarray:
     """A block in the parameter's axis order."""
+    if part.shuffle is not None:
+        start, stop = ranges[part.heads]
+        whole = (0, len(part.shuffle))
+        ranges = (*ranges[: part.heads], whole, *ranges[part.heads + 1 :])
+        unshuffled = _read(replace(part, shuffle=None), ranges, tensor)
+        return unshuffled.take(part.shuffle[start:stop], axis=part.heads)
     by_factor = dict(zip(part.order, ranges, strict=True))
     index, view, inner, factor = [], [], [], 0
     for group in part.groups:
@@ -107,7 +114,8 @@ def _read(part: Part, ranges: Ranges, tensor: Tensor) -> np.ndarray:
         # ones are cut after reading.
         unit = math.prod(group[1:])
         start, stop = by_factor[factor]
-        index.append(slice(start * unit, stop * unit))
+        offset = 0 if index else part.first
+        index.append(slice(offset + start * unit, offset + stop * unit))
         view += [stop - start, *group[1:]]
         inner += [slice(None), *(slice(*by_factor[factor + i]) for i in range(1, len(group)))]
         factor += len(group)
@@ -196,12 +204,19 @@ def _stored(leaf: Leaf, array: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
             f"parameter {leaf.path} holds NaN or infinite values and is not saved; save an earlier "
             "step, from before the training diverged"
         )
+    blocks: dict[str, list[np.ndarray]] = {}
     for part in leaf.parts:
-        yield part.source, _unstack(leaf, part, values)
+        blocks.setdefault(part.source, []).append(_unstack(leaf, part, values))
+    for source, found in blocks.items():
+        yield source, found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _unstack(leaf: Leaf, part: Part, values: np.ndarray) -> np.ndarray:
     """The inverse of reading: one block of a parameter in its stored layout."""
     at = (slice(None),) * leaf.stack + (slice(part.start, part.start + part.depth),)
-    block = values[at].transpose(np.argsort(part.order))
-    return np.ascontiguousarray(block.reshape(part.shape))
+    block = values[at]
+    if part.shuffle is not None:
+        block = block.take(np.argsort(part.shuffle), axis=part.heads)
+    block = block.transpose(np.argsort(part.order))
+    shape = (math.prod(part.groups[0]), *part.shape[1:])
+    return np.ascontiguousarray(block.reshape(shape))

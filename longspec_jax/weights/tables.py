@@ -11,7 +11,7 @@ shapes must agree. All mismatches are reported together: a wrong model is easier
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from longspec_jax.config import TargetConfig
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.checkpoint import Tensors
+from longspec_jax.weights.families import FAMILIES, Names
 
 Sizes: TypeAlias = dict[str, int]
 """Size of every axis letter."""
@@ -48,11 +49,20 @@ class Part:
     """Where the block begins on the starred axis."""
     depth: int
     """How far it reaches there."""
+    first: int = 0
+    """The row of the stored tensor where the block begins, if it holds several."""
+    rows: int = 0
+    """Rows of the stored tensor that holds several blocks; 0 if it is this one."""
+    shuffle: tuple[int, ...] | None = None
+    """The stored place of every dimension of a head, where the order differs."""
+    heads: int = 0
+    """The axis of the parameter along which it does."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the stored tensor."""
-        return tuple(math.prod(group) for group in self.groups)
+        first, *others = (math.prod(group) for group in self.groups)
+        return (self.rows or first, *others)
 
 
 @dataclass(frozen=True)
@@ -86,26 +96,38 @@ class Table:
         return name in self.dead or any(re.fullmatch(p, name) for p in self.dropped)
 
 
-_QKV = ("self_attn.q_proj", "(K G H)"), ("self_attn.k_proj", "(K H)"), ("self_attn.v_proj", "(K H)")
-QKV_KERNEL = tuple((f"{name}.weight", f"{rows} D") for name, rows in _QKV)
-QKV_BIAS_PARTS = tuple((f"{name}.bias", rows) for name, rows in _QKV)
-_GATE_UP = (("mlp.gate_proj.weight", "F D"), ("mlp.up_proj.weight", "F D"))
-MLP = (
-    Rule("mlp/gate_up/kernel", "D * F", _GATE_UP),
-    Rule("mlp/down/kernel", "F D", (("mlp.down_proj.weight", "D F"),)),
-)
+_QKV_ROWS = "(K G h)", "(K h)", "(K H)"
+"""Small ``h`` is a head in the order of the family's rotation, ``H`` one in ours."""
 
-LAYER = (
-    Rule("attention_norm/scale", "D", (("input_layernorm.weight", "D"),)),
-    Rule("attention/qkv/fused/kernel", "D K * H", QKV_KERNEL),
-    Rule("attention/out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
-    Rule("mlp_norm/scale", "D", (("post_attention_layernorm.weight", "D"),)),
-    *MLP,
+
+def _qkv(names: tuple[str, ...], kind: str, columns: str = "") -> tuple[tuple[str, str], ...]:
+    stored = zip(names, _QKV_ROWS, strict=True)
+    return tuple((f"{name}.{kind}", rows + columns) for name, rows in stored)
+
+
+def _norm(path: str, name: str) -> Rule:
+    return Rule(f"{path}/scale", "D", ((f"{name}.weight", "D"),))
+
+
+def _mlp(names: Names) -> tuple[Rule, ...]:
+    both = tuple((f"{name}.weight", "F D") for name in names.gate_up)
+    return (
+        Rule("mlp/gate_up/kernel", "D * F", both),
+        Rule("mlp/down/kernel", "F D", ((f"{names.down}.weight", "D F"),)),
+    )
+
+
+_USUAL = Names()
+QKV_KERNEL = _qkv(_USUAL.qkv, "weight", " D")
+QKV_BIAS_PARTS = _qkv(_USUAL.qkv, "bias")
+MLP = _mlp(_USUAL)
+_QK_NORM = (
+    Rule("attention/q_norm/scale", "H", (("self_attn.q_norm.weight", "h"),)),
+    Rule("attention/k_norm/scale", "H", (("self_attn.k_norm.weight", "h"),)),
 )
-QKV_BIAS = (Rule("attention/qkv/fused/bias", "K * H", QKV_BIAS_PARTS),)
-QK_NORM = (
-    Rule("attention/q_norm/scale", "H", (("self_attn.q_norm.weight", "H"),)),
-    Rule("attention/k_norm/scale", "H", (("self_attn.k_norm.weight", "H"),)),
+_WIDE_QK_NORM = (
+    Rule("attention/q_norm/scale", "K G H", (("self_attn.q_norm.weight", "(K G h)"),)),
+    Rule("attention/k_norm/scale", "K H", (("self_attn.k_norm.weight", "(K h)"),)),
 )
 MODEL = (
     Rule("embedding", "V D", (("model.embed_tokens.weight", "V D"),)),
@@ -121,12 +143,56 @@ TIED_HEAD = {r"lm_head\.weight": "the LM head is the embedding table"}
 def target_table(config: TargetConfig) -> Table:
     """The table of a target: our ``layers_i/...`` from ``model.layers.i....``."""
     sizes = layer_sizes(config) | {"V": config.vocab_size}
-    layer = LAYER + QKV_BIAS * config.qkv_bias + QK_NORM * config.qk_norm
+    family = FAMILIES.get(config.architecture, FAMILIES["LlamaForCausalLM"])
+    layer = layer_rules(config, family.names)
+    shuffle = head_order(config.head_width, config.rotary_width, family.interleaved)
     leaves = [bind(rule, sizes) for rule in MODEL + HEAD * (not config.tied_embeddings)]
     for index in range(config.num_layers):
         ours, theirs = f"layers_{index}/", f"model.layers.{index}."
-        leaves += [bind(rule, sizes, ours, theirs) for rule in layer]
+        leaves += [bind(rule, sizes, ours, theirs, shuffle) for rule in layer]
     return Table(tuple(leaves), ROTARY | TOKENSWIFT | (TIED_HEAD if config.tied_embeddings else {}))
+
+
+def layer_rules(config: TargetConfig, names: Names = _USUAL) -> tuple[Rule, ...]:
+    """The rules of a layer, by the switches of its target and the names of its family."""
+    pre = (
+        _norm("attention_norm", names.attention_norm),
+        _norm("mlp_norm", names.mlp_norm),
+    )
+    post = (
+        _norm("attention_post_norm", names.attention_post_norm),
+        _norm("mlp_post_norm", names.mlp_post_norm),
+    )
+    bias = (Rule("attention/qkv/fused/bias", "K * H", _qkv(names.qkv, "bias")),)
+    return (
+        *pre * config.pre_norms,
+        *post * config.post_norms,
+        Rule("attention/qkv/fused/kernel", "D K * H", _qkv(names.qkv, "weight", " D")),
+        Rule("attention/out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
+        *_mlp(names),
+        *bias * config.qkv_bias,
+        *_QK_NORM * config.qk_norm,
+        *_WIDE_QK_NORM * config.wide_qk_norm,
+    )
+
+
+def head_order(width: int, rotated: int | None, interleaved: bool) -> tuple[int, ...] | None:
+    """Where a family stores the dimensions of a head, in our order; None if where we have them.
+
+    Ours rotates the pairs ``(i, i + width / 2)``. Families rotate the first dimensions only, or
+    pairs of neighbours. Queries and keys are brought into our order alike, which changes no score.
+
+    Args:
+      width: of a head.
+      rotated: how many dimensions are rotated; all if None.
+      interleaved: whether the pairs are ``(2i, 2i + 1)``, and not ``(i, i + rotated / 2)``.
+    """
+    pairs, half = (rotated or width) // 2, width // 2
+    step, second = (2, 1) if interleaved else (1, pairs)
+    low, high = ([step * i + at for i in range(pairs)] for at in (0, second))
+    still = [*range(2 * pairs, width)]
+    order = *low, *still[: half - pairs], *high, *still[half - pairs :]
+    return None if order == tuple(range(width)) else order
 
 
 def layer_sizes(config: Any) -> Sizes:
@@ -142,13 +208,26 @@ def layer_sizes(config: Any) -> Sizes:
     }
 
 
-def bind(rule: Rule, sizes: Sizes, ours: str = "", theirs: str = "") -> Leaf:
-    """Give a rule its sizes and its full names."""
+def bind(
+    rule: Rule,
+    sizes: Sizes,
+    ours: str = "",
+    theirs: str = "",
+    shuffle: tuple[int, ...] | None = None,
+) -> Leaf:
+    """Give a rule its sizes and its full names.
+
+    A name that comes several times is one tensor, whose rows are the sources one behind the other.
+
+    Args:
+      shuffle: the stored place of every dimension of a rotated head; ours if absent.
+    """
     axes = rule.axes.split()
     stack = axes.index("*") if "*" in axes else 0
-    parts, start = [], 0
+    parts, start, rows = [], 0, dict.fromkeys((name for name, _ in rule.sources), 0)
     for name, stored in rule.sources:
-        groups = _groups(stored)
+        order_of = shuffle if "h" in stored else None
+        groups = _groups(stored.replace("h", "H"))
         letters = [letter for group in groups for letter in group]
         # A letter the parameter lacks runs along the starred axis; without one the block is a
         # single slot there, written as a last factor of 1.
@@ -159,10 +238,15 @@ def bind(rule: Rule, sizes: Sizes, ours: str = "", theirs: str = "") -> Leaf:
         order = tuple(letters.index(along if axis == "*" else axis) for axis in axes)
         depth = sizes[along] if "*" in axes else sizes[axes[0]]
         factors = tuple(tuple(sizes[letter] for letter in group) for group in groups)
-        parts.append(Part(theirs + name, factors, order, start, depth))
+        heads = axes.index("H") if order_of else 0
+        first, several = rows[name], [known for known, _ in rule.sources].count(name) > 1
+        part = Part(theirs + name, factors, order, start, depth, first, 0, order_of, heads)
+        rows[name] += math.prod(factors[0])
+        parts.append((part, name if several else None))
         start += depth
     shape = tuple(start if axis == stack else sizes[letter] for axis, letter in enumerate(axes))
-    return Leaf(ours + rule.path, shape, stack, tuple(parts))
+    whole = (replace(part, rows=rows[name]) if name else part for part, name in parts)
+    return Leaf(ours + rule.path, shape, stack, tuple(whole))
 
 
 def _groups(stored: str) -> list[list[str]]:

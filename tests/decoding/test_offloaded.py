@@ -81,7 +81,9 @@ def test_a_partial_forward_at_spans_moves_layers_as_a_whole_pass_does() -> None:
     def partial_forward(cache: KVCache) -> jax.Array:
         seen, fresh = SinksAndRecent(1, 4)(LENGTHS), cache.uncommitted(len(LENGTHS), 3)
         target = TargetModel(CONFIG)
-        return target.partial_forward(params, cache, nodes, nodes, seen, fresh, mask, 0).logits
+        return target.partial_forward(
+            params, cache, nodes, nodes, seen, fresh, mask, 0, LENGTHS
+        ).logits
 
     plain, host = both_caches()
     assert_moves_wait(jax.make_jaxpr(partial_forward)(host).eqns)

@@ -282,7 +282,7 @@ def test_a_slot_of_a_mesh_is_copied_without_what_lies_behind() -> None:
         assert not np.asarray(mine[:, :, 8:]).any()
         assert mine.sharding.shard_shape(mine.shape)[1] == 1
     part = jax.device_get(read_chunk(row, 4, copy, np.int32(4)))
-    moved, _ = write_chunk(row, copy, jax.device_put(part, row.cache), np.int32(8))
+    moved, _ = write_chunk(row, 4, copy, jax.device_put(part, row.cache), np.int32(8))
     for mine, layer in zip(jax.tree.leaves(moved), layers, strict=True):
         np.testing.assert_array_equal(mine[0, :, 8:12], layer[2, :, 4:8])
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from infer.results import memory_plan_line
 from longspec_jax.generation import memory
 from longspec_jax.generation.memory import MemoryPlan, check_fits
 from tests.kit import tiny_target_config
@@ -31,6 +32,13 @@ def test_what_fits_is_named(refusal) -> None:
     words = refusal(MemoryPlan(4, 4096, 0, 0, 8 * GB, 0, 0), 4 * GB)
     assert "tokens per row, prompt and new tokens together" in words
     assert "decode fewer rows at once (row_slots=1), or spread" in words
+
+
+def test_rings_do_not_grow_with_the_context(refusal) -> None:
+    """Half of the cache is what windows hold: the other half decides which context fits."""
+    plan = MemoryPlan(1, 4096, 0, 0, 8 * GB, 0, 0, ring_bytes=4 * GB, saved_bytes=9 * GB)
+    assert "largest context that fits is 2048 tokens" in refusal(plan, 6 * GB + 4096)
+    assert "4096 slots (9.00 GB less by window layers), draft" in memory_plan_line(plan)
 
 
 @pytest.mark.parametrize(("rows", "fewer"), [(1, False), (2, True)])

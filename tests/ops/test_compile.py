@@ -151,6 +151,26 @@ def test_chunks_lower_for_cuda(heads, tokens, width, dtype) -> None:
     assert lowered(call, q, cache, cache, length, rows, rows).count("custom_call @") == 2
 
 
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_windows_and_caps_lower_for_cuda(tokens: int) -> None:
+    """One kernel of few rows, two of more, and a chunk's two."""
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    q, rows, ring = operand((2, tokens, 16, 128)), operand((2, tokens, 8, 128)), (2, 8, 1064, 128)
+    numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2,), (2, tokens))]
+    mask = jax.ShapeDtypeStruct((2, tokens, tokens), bool)
+    tile = tiles.triton_prefix_tile(tokens, 16, 8, 128, 1064, 2, (9, 0))
+
+    def call(q, k, v, length, oldest, keys, values, mask):
+        prefix, options = Prefix(k, v, length, oldest=oldest), dict(cap=50.0, prefix_tile=tile)
+        return (
+            kernels.speculative_attention(q, prefix, Fresh(keys, values, mask), **options),
+            kernels.chunk_attention(q, prefix, keys, values, **options),
+        )
+
+    text = lowered(call, q, operand(ring), operand(ring), *numbers, rows, rows, mask)
+    assert text.count("custom_call @") == (3 if tokens == 1 else 4)
+
+
 def test_layer_ops_lower_for_cuda() -> None:
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     angles = jax.ShapeDtypeStruct((1, 69, 64), jnp.float32)

@@ -244,13 +244,14 @@ REFUSED = {
     "dtype": (dict(torch_dtype="float8_e4m3fn"), "'float8_e4m3fn' is not supported.*bfloat16"),
     "no dtype": (dict(torch_dtype=None), "pass dtype="),
     "heads": (dict(num_key_value_heads=4), "num_heads=6 must be a multiple of num_kv_heads=4"),
-    **{
-        kind: (
-            dict(rope_scaling=dict(rope_type=kind, factor=4.0)),
-            f"'{kind}'.*default, linear and llama3.*removed from config.json",
-        )
-        for kind in ("yarn", "dynamic", "longrope")
-    },
+    "dynamic": (
+        dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)),
+        "'dynamic'.*default, linear, llama3, yarn and longrope.*removed from config.json",
+    ),
+    "longrope": (
+        dict(rope_scaling=dict(rope_type="longrope", factor=4.0)),
+        "lacks short_factor, long_factor",
+    ),
 }
 
 

@@ -42,6 +42,25 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "attention_factor": 1.1,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+LONGROPE = {
+    "original_max_position_embeddings": 512,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.5, 2.0],
+        "long_factor": [1.0, 2.0, 4.0],
+    },
+}
 BASE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -85,6 +104,28 @@ FILES = {
         "use_sliding_window": True,
     },
     "mistral": BASE | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+    "yarn": BASE | {"rope_scaling": YARN},
+    "phi3": BASE | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"} | LONGROPE,
+    "smollm3": BASE
+    | {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0],
+        "no_rope_layer_interval": 2,
+    },
+    "granite": BASE
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "shared_intermediate_size": 53,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.2,
+        "layer_types": ["attention", "full_attention"],
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
     "by type": BASE | {"architectures": None, "head_dim": None},
 }
 TARGET = tiny_target_config()
@@ -141,6 +182,10 @@ def _check_sound(config):
                 assert 0 < value < 2**31, (field, value)
             case float():
                 assert 0 < value <= 1e30, (field, value)
+            case tuple():
+                for part in value:
+                    is_number = isinstance(part, int | float)
+                    assert is_number and part >= 0 or _check_sound(part) is None, (field, part)
             case _:
                 _check_sound(value)
     if isinstance(config, TargetConfig):

@@ -30,13 +30,12 @@ from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
 from longspec_jax.weights.params import load_params, write_model
 from longspec_jax.weights.tables import (
-    LAYER,
-    QK_NORM,
     ROTARY,
     Rule,
     Table,
     bind,
     check_tensors,
+    layer_rules,
     layer_sizes,
 )
 
@@ -92,7 +91,7 @@ class Format:
         leaves = [bind(rule, sizes) for rule in rules]
         for index in range(config.trunk.num_layers):
             ours, theirs = f"layers_{index}/", f"layers.{index}."
-            leaves += [bind(rule, sizes, ours, theirs) for rule in (*LAYER, *QK_NORM)]
+            leaves += [bind(rule, sizes, ours, theirs) for rule in layer_rules(config.trunk)]
         return Table(tuple(leaves), ROTARY | DROPPED)
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config import Rotary, TargetConfig, TreeConfig, YarnRopeScaling
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.model import EagleConfig, EagleDrafter, EagleParams
-from longspec_jax.drafters.eagle3.config import Yarn
 from longspec_jax.drafters.eagle3.dialects import AUTHORS_BASE, FIRST_LAYER, USUAL_POSITIONS
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, bound
 from longspec_jax.drafters.vocabulary import without_prefix
@@ -26,13 +25,11 @@ from longspec_jax.weights.hf_config import (
     head_width,
     norm_eps,
     raw_layer,
-    raw_rope,
-    rope_scaling,
-    rope_theta,
 )
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta
 from longspec_jax.weights.tables import (
     MLP,
     QKV_BIAS_PARTS,
@@ -143,7 +140,7 @@ def save(folder: str | Path, config: EagleConfig, params: EagleParams) -> None:
         "bias": config.fuse_bias,
         "qkv_bias": config.qkv_bias,
         "torch_dtype": config.dtype,
-        **raw_rope(config.rope_theta, _unstretched(config)),
+        **raw_rope(_unstretched(config), config.head_width),
     }
     table = draft_table(config, embedding=params.own_embedding)
     write_model(Path(folder).expanduser(), table, params.layer | stored, config.dtype, raw)
@@ -193,8 +190,8 @@ def _config(
     )
 
 
-def _unstretched(config: EagleConfig) -> Any:
-    """The rotary scaling that a file can hold."""
-    if not isinstance(config.rope_scaling, Yarn):
-        return config.rope_scaling
+def _unstretched(config: EagleConfig) -> Rotary:
+    """The rotation that a file can hold."""
+    if not isinstance(config.rope_scaling, YarnRopeScaling):
+        return Rotary(config.rope_theta, config.rope_scaling)
     raise ValueError("the draft's positions are stretched; load it without yarn= to save it")

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec_jax.checks import is_whole, shown
-from longspec_jax.config import LARGEST_FACTOR, RopeScaling, TargetConfig
-from longspec_jax.drafters.eagle3.config import Eagle3Config, Yarn
+from longspec_jax.config import (
+    LARGEST_FACTOR,
+    RopeScaling,
+    Rotary,
+    TargetConfig,
+    YarnRopeScaling,
+    yarn_magnitude,
+)
+from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.weights.hf_config import (
     REFUSED,
     build,
@@ -21,11 +28,9 @@ from longspec_jax.weights.hf_config import (
     head_width,
     norm_eps,
     raw_layer,
-    raw_rope,
-    rope_scaling,
-    rope_theta,
 )
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta
 
 MIDLAYER, FIRST_LAYER = "midlayer.", "layers.0."
 """What the names of the layer's tensors begin with."""
@@ -150,7 +155,7 @@ def draft_config(
     scaling = _scaling(part, dialect)
     scaled = scaling is not None and dialect is AUTHORS
     positions = part.whole("max_position_embeddings", USUAL_POSITIONS)
-    if isinstance(scaling, Yarn):
+    if isinstance(scaling, YarnRopeScaling):
         positions = max(positions, int(scaling.factor * scaling.original_max_positions))
     normed = raw.flag("norm_output", dialect is SPECFORGE)
     feeds = dialect is not SPECFORGE
@@ -236,7 +241,7 @@ def _window(part: JsonObject) -> int | None:
     return part.whole("sliding_window") if on else None
 
 
-def _scaling(part: JsonObject, dialect: Dialect) -> RopeScaling | Yarn:
+def _scaling(part: JsonObject, dialect: Dialect) -> RopeScaling:
     """The rotary scaling."""
     entry = part.part("rope_parameters" if part.has("rope_parameters") else "rope_scaling")
     if entry.text("rope_type", entry.text("type", "default")) != "yarn":
@@ -250,14 +255,14 @@ def _scaling(part: JsonObject, dialect: Dialect) -> RopeScaling | Yarn:
     magnitude = entry.number("attention_factor") if entry.has("attention_factor") else None
     # SpecForge divides the two scales in any case, transformers where neither is zero.
     if magnitude is None and (all(scales) or dialect is SPECFORGE and any(scales)):
-        over, under = ((Yarn(factor, 1).score_factor ** 0.5 - 1) * each + 1 for each in scales)
+        over, under = (yarn_magnitude(factor, each) for each in scales)
         magnitude = over / under
-    return Yarn(
+    return YarnRopeScaling(
         factor,
         holder.whole(original),
+        yarn_magnitude(factor) if magnitude is None else magnitude,
         entry.number("beta_fast", 32.0),
         entry.number("beta_slow", 1.0),
-        magnitude,
         entry.flag("truncate", True),
     )
 
@@ -320,8 +325,8 @@ def _raw_window(config: Eagle3Config) -> Mapping[str, Any]:
 def _raw_rope(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
     """The rotary embedding, in the older dialect of transformers, which all read."""
     scaling = config.rope_scaling
-    if not isinstance(scaling, Yarn):
-        return raw_rope(config.rope_theta, scaling)
+    if not isinstance(scaling, YarnRopeScaling):
+        return raw_rope(Rotary(config.rope_theta, scaling), config.head_width)
     entry = {
         "rope_type": "yarn",
         "type": "yarn",
@@ -331,10 +336,10 @@ def _raw_rope(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
         "beta_slow": scaling.beta_slow,
         "truncate": scaling.truncate,
     }
-    magnitude = scaling.score_factor**0.5
-    if scaling.magnitude is not None:
-        entry["attention_factor"] = magnitude
+    usual = yarn_magnitude(scaling.factor)
+    if scaling.attention_factor != usual:
+        entry["attention_factor"] = scaling.attention_factor
     if dialect is SPECFORGE:  # Its code reads these two, and asks for both.
-        scale = (magnitude - 1) / (Yarn(scaling.factor, 1).score_factor ** 0.5 - 1 or 1)
+        scale = (scaling.attention_factor - 1) / (usual - 1 or 1)
         entry |= {"mscale": scale, "mscale_all_dim": 0.0}
     return {"rope_theta": config.rope_theta, "rope_scaling": entry}

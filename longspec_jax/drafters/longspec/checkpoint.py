@@ -10,23 +10,21 @@ from jax.sharding import Mesh
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.weights.checkpoint import Tensors, open_tensors
+from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.hf_config import (
-    FAMILIES,
+    PARTIAL,
     REFUSED,
-    ROPE_KEYS,
     build,
     check_dtype,
     check_refused,
     head_width,
     norm_eps,
     raw_layer,
-    raw_rope,
-    rope_scaling,
-    rope_theta,
 )
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.rope import ROPE_KEYS, raw_rope, rope_scaling, rope_theta, rotary_width
 from longspec_jax.weights.tables import (
     MLP,
     QKV_BIAS_PARTS,
@@ -137,11 +135,12 @@ def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
         )
     _check_layers(raw, target)
     # The release's drafts have biases, though their file may say that the target has none.
-    check_refused(raw, REFUSED)
+    check_refused(raw, REFUSED, (PARTIAL,))
     width = raw.whole("hidden_size", target.model_width)
     heads = raw.whole("num_attention_heads", target.num_heads)
     # The published drafts divide width by heads; ours may name a head width, as Qwen3 needs.
     inherited = None if raw.has("hidden_size") else target.head_width
+    head = head_width(raw, width, heads, inherited)
     has_rope = any(raw.has(key) for key in ROPE_KEYS)
     return build(
         raw,
@@ -150,9 +149,10 @@ def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
         mlp_width=raw.whole("intermediate_size", target.mlp_width),
         num_heads=heads,
         num_kv_heads=raw.whole("num_key_value_heads", target.num_kv_heads),
-        head_width=head_width(raw, width, heads, inherited),
+        head_width=head,
         rope_theta=rope_theta(raw) if has_rope else target.rope_theta,
-        rope_scaling=rope_scaling(raw) if has_rope else target.rope_scaling,
+        rope_scaling=rope_scaling(raw, partial=True) if has_rope else target.rope_scaling,
+        rotary_width=rotary_width(raw, head) if has_rope else target.rotary_width,
         norm_eps=norm_eps(raw, target.norm_eps),
         dtype=check_dtype(dtype or target.dtype),
         window=raw.whole("longspec_window", 512),
@@ -175,7 +175,7 @@ def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> 
         **raw_layer(config),
         "torch_dtype": config.dtype,
         "longspec_window": config.window,
-        **raw_rope(config.rope_theta, config.rope_scaling),
+        **raw_rope(config.rotary, config.head_width),
     }
 
 

@@ -23,6 +23,10 @@ class DraftConfig:
     dtype: str
     rotary_width: int | None = None
     """Dimensions of a head that are rotated, as of the target's layer that it reads."""
+    embedding_factor: float = 1.0
+    """Factor on the target's embeddings, as of the target."""
+    logits_divisor: float = 1.0
+    """What the logits are divided by, as of the target. A target's cap is not applied."""
     window: int = 512
     """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
 
@@ -33,6 +37,7 @@ class DraftConfig:
     @classmethod
     def for_target(cls, target: TargetConfig, **overrides: Any) -> "DraftConfig":
         """The draft that fits a target: same widths and heads, same rotary embedding."""
+        target.check_read("a LongSpec draft")
         shared = {field.name for field in dataclasses.fields(cls)} - {"window"}
         values = {name: getattr(target, name) for name in shared}
         return cls(**{**values, **overrides})
@@ -44,6 +49,7 @@ class DraftConfig:
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise unless this draft can read the target's embedding, head and keys and values."""
+        target.check_read("a LongSpec draft")
         heads = "model_width", "num_kv_heads", "head_width"
         for name in (*heads, "rope_theta", "rope_scaling", "rotary_width"):
             ours, theirs = getattr(self, name), getattr(target, name)

@@ -25,7 +25,7 @@ from longspec_jax.models.layers import (
     rotary_angles,
     rounded,
 )
-from longspec_jax.models.target import HEADS, head_logits, head_of
+from longspec_jax.models.target import HEADS, head_logits, head_of, scaled
 from longspec_jax.ops.layer import add, rotate, split_heads
 from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
 from longspec_jax.ops.partitioned import with_sharding
@@ -89,6 +89,7 @@ class LongSpecLayer(nn.Module):
           attend_cross: ``q -> out`` over keys and values of the target.
         """
         angles = _angles(self.config, positions)
+        embedded = scaled(embedded, self.config.embedding_factor)
         q, k, v = with_sharding(
             HEADS, *split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
         )
@@ -98,11 +99,12 @@ class LongSpecLayer(nn.Module):
         attended = self.cross_out.partials(attend_cross(cross_q))
         x, normalised = with_sharding("b t d, b t d", *self.mlp_norm.add(x, attended))
         [hidden] = with_sharding("b t d", add(x, self.mlp(normalised)))
-        return DraftOutput(hidden, k, v)
+        return DraftOutput(scaled(hidden, 1 / self.config.logits_divisor), k, v)
 
     def keys_values(self, embedded: Array, positions: Array) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens, which depend on (token, position) alone."""
         angles = _angles(self.config, positions)
+        embedded = scaled(embedded, self.config.embedding_factor)
         _, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
         return k, v
 

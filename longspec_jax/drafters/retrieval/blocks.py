@@ -5,7 +5,7 @@ Two retrievers score the blocks of a row, which keeps its first and its last blo
 - :class:`Quest` (arXiv:2406.10774) as SpecPV uses it (arXiv:2512.02337, section 3.2): a summary of
   every block bounds the attention that a query could find in it. Every layer and every key/value
   head reads the blocks with the highest bounds for its own last queries. Summaries grow with the
-  committed tokens; nothing is summarised twice.
+  committed tokens; nothing is summarised twice. Layers with a window read that.
 - :class:`AttentionRetriever`, of SpecExtend (arXiv:2505.20776, section 2.2): the query of the last
   verified token in the layer that drafts read is compared with all cached keys of that layer. All
   layers read the blocks with the most attention.
@@ -50,12 +50,15 @@ class Retriever(Selector):
     budget: BlockBudget = BlockBudget()
 
     def table(self, state: Any, view: View) -> BlockTable:
-        """The best blocks, of all layers alike ``[B, k]`` or of every head ``[B, L, K, k]``."""
+        """The best blocks, of all layers alike ``[B, k]`` or of every head ``[B, L, K, k]``.
+
+        ``L`` counts the layers without a window.
+        """
         raise NotImplementedError
 
     def choose(self, state: Any, view: View) -> Selection:
-        """The best blocks of every layer, laid end to end; all tokens if they fit the budget."""
-        if not self.budget.gathers(view.cache.keys[0].shape[2]):
+        """The best blocks of every full layer, laid end to end; all tokens if they fit."""
+        if not self.budget.gathers(view.cache.capacity):
             return everything(view.length)
         return end_to_end(view.cache, self.table(state, view), self.budget.block)
 
@@ -89,17 +92,17 @@ class Quest(Retriever):
 
     @property
     def needs(self) -> Needs:
-        """Keys and queries of all layers."""
-        layers = tuple(range(self.config.num_layers))
+        """Keys and queries of all layers without a window."""
+        layers = self.config.full_layers
         return Needs(queries=layers, keys=layers)
 
     def begin(self, batch: int, capacity: int) -> QuestState:
         """Summaries of blocks without a key."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
-        blocks = self.budget.blocks_of(capacity)
-        shape = (batch, self.queries, c.num_layers, c.num_heads, c.head_width)
+        blocks, layers = self.budget.blocks_of(capacity), len(c.full_layers)
+        shape = (batch, self.queries, layers, c.num_heads, c.head_width)
         return QuestState(
-            no_extremes(batch, blocks, c.num_layers, c.num_kv_heads, c.head_width, dtype),
+            no_extremes(batch, blocks, layers, c.num_kv_heads, c.head_width, dtype),
             jnp.zeros(shape, dtype),
             jnp.zeros((batch,), jnp.int32),
         )
@@ -107,7 +110,7 @@ class Quest(Retriever):
     def extend(self, state: QuestState, committed: Committed) -> QuestState:
         """Take their keys into the summaries, and their last queries in place of the old ones."""
         features, count = committed.features, committed.count
-        layers = range(self.config.num_layers)
+        layers = self.config.full_layers
         keys = jnp.stack([features.keys[layer] for layer in layers], axis=2)
         extremes = extend_extremes(state.extremes, keys, committed.start, count, self.budget.block)
         latest = partial(_latest, count=count, most=self.queries)

@@ -117,6 +117,7 @@ class RetrievalDraft(Draft):
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError if it does not belong to this target."""
+        target.check_read("retrieval")
         self.inner.check_fits(target)
         if target != self.target:
             raise ValueError(

@@ -56,11 +56,13 @@ class WorkingSet:
     """Gathered keys and values; rotary positions are in the keys, so their order is free."""
 
     keys: tuple[Leaf[CacheSlots], ...]
-    """Of every layer."""
+    """Of every layer without a window."""
     values: tuple[Leaf[CacheSlots], ...]
-    """Of every layer."""
+    """Of these layers."""
     length: Leaf[Lengths]
     """How many of its slots hold tokens, the same in every layer."""
+    layers: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    """Which layers these are; all if empty."""
 
     def reading(self, cache: ReadableCache) -> ReadParts:
         """A layer's part of it, and nothing of the cache."""
@@ -68,7 +70,8 @@ class WorkingSet:
 
     def apart(self, layer: int) -> Prefix:
         """A layer's part of it."""
-        return Prefix(self.keys[layer], self.values[layer], self.length)
+        index = self.layers.index(layer) if self.layers else layer
+        return Prefix(self.keys[index], self.values[index], self.length)
 
 
 def everything(length: Lengths) -> Spans:
@@ -77,24 +80,25 @@ def everything(length: Lengths) -> Spans:
 
 
 def end_to_end(cache: Caches, table: BlockTable, block: int) -> WorkingSet:
-    """The blocks of every layer, laid end to end.
+    """The blocks of every layer without a window, laid end to end.
 
     Args:
       cache: keys and values of every layer.
-      table: of all layers alike ``[B, k]``, or of every layer and head ``[B, L, K, k]``.
+      table: of all layers alike ``[B, k]``, or of each of these and each head ``[B, L, K, k]``.
       block: slots of a block.
     """
-    tables = [table] * len(cache.keys)
+    layers = tuple(i for i in range(len(cache.keys)) if i not in cache.rings)
+    tables = [table] * len(layers)
     if table.blocks.ndim > 2:
-        tables = [BlockTable(table.blocks[:, i], table.length) for i in range(len(cache.keys))]
+        tables = [BlockTable(table.blocks[:, i], table.length) for i in range(len(layers))]
     found = [
         tuple(
-            gather_blocks(layer, own, block, cache.cache_rows)
-            for layer, own in zip(all_, tables, strict=True)
+            gather_blocks(all_[layer], own, block, cache.cache_rows)
+            for layer, own in zip(layers, tables, strict=True)
         )
         for all_ in (cache.keys, cache.values)
     ]
-    return WorkingSet(found[0], found[1], table.length)
+    return WorkingSet(found[0], found[1], table.length, layers if cache.rings else ())
 
 
 class Selector:

@@ -171,6 +171,8 @@ class WorkingCacheOptions:
         """The working cache of these options; None for the whole cache."""
         if self.working is None:
             return None
+        if self._refresh:
+            target.check_read("the choice of a working cache")
         return WorkingCache(self._budget(self.working), self._refresh, target)
 
     @property

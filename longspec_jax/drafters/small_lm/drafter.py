@@ -95,7 +95,7 @@ class SmallLMDrafter(Drafter):
         past = self._past(state, seen, whole=tokens.shape[1] > SPARE)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            return chunk_attention(q, past[layer], k, v, implementation=self.attention)
+            return chunk_attention(q, past[layer], k, v, **self._options)
 
         output = self._run(params.draft, tokens, positions, attend)
         if self.working is not None:
@@ -132,13 +132,17 @@ class SmallLMDrafter(Drafter):
                 write = partial(dynamic_update_slice_in_dim, start_index=nodes.start, axis=1)
                 keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
                 fresh = Fresh(keys[layer], values[layer], mask)
-                return speculative_attention(q, past[layer], fresh, implementation=self.attention)
+                return speculative_attention(q, past[layer], fresh, **self._options)
 
             hidden = self._run(params.draft, tokens, positions, attend).hidden
             scores = noise.scores(self._unembed(params.draft, hidden), depth)
             return Uncommitted(tuple(keys), tuple(values)), scores
 
         return beam_search(view.pending, self.tree, score, rows, implementation=self.attention)
+
+    @property
+    def _options(self) -> Any:
+        return dict(scale=self.config.attention_scale, implementation=self.attention)
 
     def _past(
         self, state: SmallLMState, length: Lengths, whole: bool = False

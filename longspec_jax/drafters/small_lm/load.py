@@ -65,7 +65,13 @@ class SmallLM(Draft):
         return DefaultTrees((chain, pair), (tree, chain), (TreeConfig((4, 8, 8, 8)), chain))
 
     def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if it has more tokens than the target."""
+        """Raise ValueError if it has more tokens than the target, or layers that do not draft."""
+        own = self.config
+        if len(own.full_layers) < own.num_layers or own.attention_cap is not None:
+            raise ValueError(
+                f"{own.architecture} has layers with a window, or a soft cap, and cannot be a "
+                "small_lm draft; load a small model without them"
+            )
         if self.config.vocab_size > target.vocab_size:
             raise ValueError(
                 f"the small model has vocab_size={self.config.vocab_size}, the target "

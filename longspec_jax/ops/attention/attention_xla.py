@@ -17,19 +17,28 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix, merge
 from longspec_jax.ops.attention.packing import pack, unpack
+from longspec_jax.ops.slicing import cut, whole_chunks
 
 BLOCK = 1024
 """Cache slots per step: large enough for efficient matmuls, small beside any long prefix."""
 
 
 def prefix_attention(
-    q: Queries, prefix: Prefix, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
+    q: Queries,
+    prefix: Prefix,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Partial:
-    """Attend to ``start[b] <= s < length[b]``."""
+    """Attend to ``start[b] <= s < length[b]``, or to what a window shows of a ring."""
     k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     factor = width**-0.5 if scale is None else scale
+    ring = None
+    if prefix.oldest is not None:
+        ring = prefix.positions(), prefix.oldest.repeat(heads // kv_heads, axis=1)[:, None, :, None]
     block = min(BLOCK, slots)
     rows = (heads // kv_heads) * tokens
     packed = pack(q, kv_heads)
@@ -53,7 +62,11 @@ def prefix_attention(
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        scores = jnp.where(seen[:, None, None, :], scores * factor, -jnp.inf)
+        scores, seen = capped(scores * factor, cap), seen[:, None, None, :]
+        if ring is not None:
+            position = jax.lax.dynamic_slice_in_dim(ring[0], offset, block, axis=1)
+            seen &= position[:, None, None, :] >= ring[1]
+        scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
         weights = jnp.exp(scores - shift[..., None])
@@ -81,6 +94,11 @@ def prefix_attention(
     return Partial(unpack(out, tokens), lse).in_dtype(dtype)
 
 
+def capped(scores: Array, cap: float | None) -> Array:
+    """Scores softly bounded by ``cap``, if there is one."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
 def _block(
     cache: CacheSlots, rows: Lengths | None, offset: Array, size: int
 ) -> Float[Array, "B K s H"]:
@@ -92,7 +110,12 @@ def _block(
 
 
 def tree_attention(
-    q: Queries, fresh: Fresh, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
+    q: Queries,
+    fresh: Fresh,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Partial:
     """Attend where the mask is true."""
     k, v, mask = fresh.keys, fresh.values, fresh.mask
@@ -104,7 +127,7 @@ def tree_attention(
     scores = jnp.einsum(
         "BTKGH,BUKH->BKGTU", grouped, k, precision=precision, preferred_element_type=jnp.float32
     )
-    scores = jnp.where(mask[:, None, None], scores * factor, -jnp.inf)
+    scores = jnp.where(mask[:, None, None], capped(scores * factor, cap), -jnp.inf)
     top = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)
@@ -130,10 +153,12 @@ def speculative_attention(
     fresh: Fresh,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     attend: Callable[..., Partial] = prefix_attention,
 ) -> Float[Array, "B T N H"]:
     """Merge attention to the prefix, by ``attend``, and to the fresh tokens."""
-    merged = merge(attend(q, prefix, scale=scale), tree_attention(q, fresh, scale=scale))
+    past = attend(q, prefix, scale=scale, cap=cap)
+    merged = merge(past, tree_attention(q, fresh, scale=scale, cap=cap))
     return merged.out.astype(q.dtype)
 
 
@@ -144,8 +169,35 @@ def chunk_attention(
     values: TreeRows,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     attend: Callable[..., Partial] = prefix_attention,
 ) -> Float[Array, "B T N H"]:
     """Speculative attention under a causal mask."""
-    fresh = Fresh.causal(keys, values)
-    return speculative_attention(q, prefix, fresh, scale=scale, attend=attend)
+    fresh = Fresh.chunk(prefix, keys, values)
+    return speculative_attention(q, prefix, fresh, scale=scale, cap=cap, attend=attend)
+
+
+def causal_attention(
+    q: Queries,
+    k: TreeRows,
+    v: TreeRows,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """Whole sequences, :data:`BLOCK` queries at a time; scores are computed again for gradients."""
+    tokens = q.shape[1]
+    size = min(BLOCK, tokens)
+    queries = whole_chunks(q, size)
+
+    @jax.checkpoint
+    def attend(start: Array) -> Array:
+        distance = start + jnp.arange(size)[:, None] - jnp.arange(tokens)
+        mask = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
+        fresh = Fresh(k, v, jnp.broadcast_to(mask, (q.shape[0], *mask.shape)))
+        rows = cut(queries, start, size)
+        return tree_attention(rows, fresh, scale=scale, cap=cap, dtype=q.dtype).out
+
+    found = jax.lax.map(attend, jnp.arange(0, queries.shape[1], size))
+    return found.swapaxes(0, 1).reshape(queries.shape)[:, :tokens]

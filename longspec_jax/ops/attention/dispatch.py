@@ -59,18 +59,27 @@ def _path_reference(
     return reference.speculative_attention(q, prefix, fresh, scale=scale)
 
 
-def _prefix_triton(*operands: Any, **options: Any) -> Partial:
+def _prefix_triton(
+    q: Queries, prefix: Prefix, *, cap: float | None = None, **options: Any
+) -> Partial:
     require_ampere("the jax-triton prefix kernel")
+    if cap is not None or prefix.oldest is not None:
+        raise NotImplementedError(
+            "the jax-triton prefix kernel takes no soft cap and no window; choose 'pallas' or 'xla'"
+        )
     try:
         from longspec_jax.ops.attention import prefix_triton
 
-        return prefix_triton.prefix_attention(*operands, **options)
+        return prefix_triton.prefix_attention(q, prefix, **options)
     except ImportError as error:
         raise NotImplementedError(
             f"the jax-triton prefix kernel cannot be imported ({error}); install jax-triton 0.3.1 "
             "and triton 3.6 beside jax with GPU support, or choose another implementation"
         ) from error
 
+
+CUDNN_WIDTH = 128
+"""Widest heads that cuDNN differentiates on every GPU; from Hopper on, twice as wide ones."""
 
 PREFIX = Op(
     "prefix_attention",
@@ -120,15 +129,18 @@ def prefix_attention(
     prefix: Prefix,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> Partial:
     """Attention of a few query tokens to a long prefix, split over keys (FlashDecoding).
 
     Args:
-      q: query tokens; every token of row ``b`` sees the same slots.
+      q: query tokens; every token of row ``b`` sees the same slots, unless the prefix is seen
+        through a window.
       prefix: the cached tokens.
       scale: factor on the scores; ``H ** -0.5`` if absent.
+      cap: bounds the scaled scores softly, ``cap * tanh(score / cap)`` (Gemma 2).
       dtype: of the output; what is to be merged wants float32.
       implementation: a name of ``config.ATTENTION``; chosen automatically if absent.
 
@@ -140,7 +152,7 @@ def prefix_attention(
       NotImplementedError: if the chosen implementation cannot take this call; says why.
     """
     _check_prefix(q, prefix)
-    options = dict(scale=scale, dtype=jnp.dtype(dtype), implementation=implementation)
+    options = dict(scale=scale, cap=cap, dtype=jnp.dtype(dtype), implementation=implementation)
     return _run(PREFIX, q, prefix, **options)
 
 
@@ -149,6 +161,7 @@ def tree_attention(
     fresh: Fresh,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> Partial:
@@ -158,7 +171,7 @@ def tree_attention(
     queries.
     """
     _check_fresh(q, fresh)
-    options = dict(scale=scale, dtype=jnp.dtype(dtype), implementation=implementation)
+    options = dict(scale=scale, cap=cap, dtype=jnp.dtype(dtype), implementation=implementation)
     return _run(TREE, q, fresh, **options)
 
 
@@ -168,6 +181,7 @@ def speculative_attention(
     fresh: Fresh,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of tree nodes to the committed prefix and, masked, to the tree itself.
@@ -179,7 +193,8 @@ def speculative_attention(
     _check_prefix(q, prefix)
     _check_fresh(q, fresh)
     _check_together(prefix, fresh.keys)
-    return _run(SPECULATIVE, q, prefix, fresh, scale=scale, implementation=implementation)
+    options = dict(scale=scale, cap=cap, implementation=implementation)
+    return _run(SPECULATIVE, q, prefix, fresh, **options)
 
 
 def path_attention(
@@ -214,6 +229,8 @@ def path_attention(
     _check_prefix(q, prefix)
     _check_fresh(q, fresh)
     _check_together(prefix, fresh.keys)
+    if prefix.oldest is not None:
+        raise NotImplementedError("path_attention sees the whole prefix, and takes no window")
     options = dict(levels=levels, scale=scale, implementation=implementation)
     return _run(PATH, q, prefix, fresh, depth, **options)
 
@@ -225,6 +242,7 @@ def chunk_attention(
     values: TreeRows,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of one prefill chunk to the prefix before it and, causally, to itself.
@@ -235,6 +253,7 @@ def chunk_attention(
       keys: the chunk's own, one for each query.
       values: likewise.
       scale: factor on the scores; ``H ** -0.5`` if absent.
+      cap: as in :func:`prefix_attention`.
       implementation: as in :func:`prefix_attention`.
 
     Raises:
@@ -245,20 +264,31 @@ def chunk_attention(
     _check_together(prefix, keys)
     if keys.shape[1] != q.shape[1]:
         raise ValueError(f"a chunk of {q.shape[1]} queries has as many keys, not {keys.shape[1]}")
-    return _run(CHUNK, q, prefix, keys, values, scale=scale, implementation=implementation)
+    options = dict(scale=scale, cap=cap, implementation=implementation)
+    return _run(CHUNK, q, prefix, keys, values, **options)
 
 
 def causal_attention(
-    q: Queries, k: TreeRows, v: TreeRows, *, window: int | None = None, scale: float | None = None
+    q: Queries,
+    k: TreeRows,
+    v: TreeRows,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Differentiable causal attention over whole sequences, for training.
 
     With a window, query ``t`` sees keys ``t - window ... t``: both ends included, as in the
-    published draft. cuDNN on GPUs that have it for this dtype and head width, XLA elsewhere.
+    published draft. A target's window of ``W`` tokens, of which the query's own is one, is
+    ``window=W - 1``. cuDNN on GPUs that have it for this dtype and width, XLA elsewhere; a soft
+    ``cap`` as of :func:`prefix_attention` is XLA's.
     """
-    fused = q.dtype in (jnp.bfloat16, jnp.float16)
-    # Heads of more channels have a backward pass from Hopper on.
-    fused &= q.shape[-1] <= 128 or (compute_capability() or (0, 0)) >= HOPPER
+    hopper = (compute_capability() or (0, 0)) >= HOPPER
+    widest = 2 * CUDNN_WIDTH if hopper else CUDNN_WIDTH
+    half, wide = q.dtype in (jnp.bfloat16, jnp.float16), q.shape[-1] > widest
+    if cap is not None or (wide and jax.default_backend() == "gpu"):
+        return attention_xla.causal_attention(q, k, v, window=window, scale=scale, cap=cap)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -266,7 +296,7 @@ def causal_attention(
         scale=scale,
         is_causal=True,
         local_window_size=None if window is None else (window, 0),
-        implementation="cudnn" if fused and jax.default_backend() == "gpu" else "xla",
+        implementation="cudnn" if half and jax.default_backend() == "gpu" else "xla",
     )
 
 
@@ -274,6 +304,12 @@ def _check_prefix(q: Queries, prefix: Prefix) -> None:
     """Refuse a cache that does not fit the queries."""
     rows = q.shape[0] if prefix.cache_rows is None else None
     _check_pair(q, prefix.keys, prefix.values, "[B, K, S, H]", prefix.keys.shape[1], rows)
+    oldest = prefix.oldest
+    if oldest is not None and (oldest.shape != q.shape[:2] or prefix.start is not None):
+        raise ValueError(
+            f"oldest {oldest.shape} must have one position a query, {q.shape[:2]}, and no start "
+            "beside it"
+        )
     for name in ("length", "start", "cache_rows"):
         bound = getattr(prefix, name)
         if bound is not None and bound.shape != q.shape[:1]:

@@ -47,13 +47,14 @@ from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 
 
-@launcher("scale", "dtype", "tile", "interpret")
+@launcher("scale", "cap", "dtype", "tile", "interpret")
 @partitioned(TREE_AXES)
 def tree_attention(
     q: Queries,
     fresh: Fresh,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     dtype: DTypeLike = jnp.float32,
     tile: TreeTile | None = None,
     interpret: bool = False,
@@ -65,7 +66,7 @@ def tree_attention(
     if not interpret and tile is None:
         require_ampere("the Pallas-Triton tree kernel")
     tile = tile or tree_tile(tokens, heads, kv_heads, width, keys, q.dtype.itemsize)
-    problem = Problem.of(q, kv_heads, scale, slots=0, split=0, interpret=interpret)
+    problem = Problem.of(q, kv_heads, scale, slots=0, split=0, interpret=interpret, cap=cap)
     out, lse = attend_to_tree(q, fresh, (), tile, problem, dtype)
     return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
 
@@ -182,7 +183,8 @@ def attend_to_chunk(
       keys: the chunk's own, as many as queries.
       values: likewise.
       prefix: the rows' cached tokens before the chunk, and what the prefix kernel left for these
-        queries: the partial results of its splits.
+        queries: the partial results of its splits. In a layer with a window also the first position
+        that each query sees.
       tile: how a program works.
       problem: with the prefix's splits and the factor on the scores.
     """
@@ -205,12 +207,12 @@ def _chunk_kernel(
     length_ref: Any,
     partial_ref: Any,
     partial_lse_ref: Any,
-    out_ref: Any,
-    *,
+    *refs: Any,
     tile: TreeTile,
     problem: Problem,
 ) -> None:
     """Attend with a tile of packed query rows of one key/value head to the keys up to their own."""
+    *window_refs, out_ref = refs
     # The last tokens see the most keys: their programs begin first.
     index = pl.num_programs(0) - 1 - pl.program_id(0)
     kv_head, batch = pl.program_id(1), pl.program_id(2)
@@ -219,6 +221,10 @@ def _chunk_kernel(
     token = packed // problem.groups
     h = jnp.arange(q.shape[1])
     within = (h < q_ref.shape[3])[None, :]
+    oldest = None
+    if window_refs:
+        oldest = pltriton.load(window_refs[0].at[batch, token], mask=valid, other=0)
+        oldest = oldest - length_ref[batch]
 
     def visit(block: jax.Array, state: State, *, whole: bool) -> State:
         key = block * tile.keys + jnp.arange(tile.keys)
@@ -226,9 +232,12 @@ def _chunk_kernel(
         exists = within if whole else (key < problem.tokens)[:, None] & within
         k = pltriton.load(k_ref.at[place], mask=exists, other=0.0)
         v = pltriton.load(v_ref.at[place], mask=exists, other=0.0)
-        scores = matmul(q, k, (1, 1)) * problem.scale
+        scores = problem.scores(matmul(q, k, (1, 1)))
         if not whole:
-            scores = jnp.where(key[None, :] <= token[:, None], scores, -jnp.inf)
+            seen = key[None, :] <= token[:, None]
+            if oldest is not None:
+                seen &= key[None, :] >= oldest[:, None]
+            scores = jnp.where(seen, scores, -jnp.inf)
         return update(state, scores, v, problem.interpret)
 
     splits = reached_splits(length_ref[batch], None, problem)
@@ -240,9 +249,13 @@ def _chunk_kernel(
     first = index * tile.rows // problem.groups
     last = (index * tile.rows + tile.rows - 1) // problem.groups
     last = jnp.minimum(last, problem.tokens - 1)
-    # Keys up to the tile's first token are seen by all of its rows.
+    # Keys up to the tile's first token are seen by all of its rows; through windows, perhaps none.
     seen, end = (first + 1) // tile.keys, last // tile.keys + 1
-    state = jax.lax.fori_loop(0, seen, functools.partial(visit, whole=True), state)
+    if oldest is not None:
+        [oldest_ref] = window_refs
+        seen = jnp.maximum(oldest_ref[batch, first] - length_ref[batch], 0) // tile.keys
+    else:
+        state = jax.lax.fori_loop(0, seen, functools.partial(visit, whole=True), state)
     state = jax.lax.fori_loop(seen, end, functools.partial(visit, whole=False), state)
     out, _ = finish(state)
     row, mask = flat_rows(packed, kv_head, problem), valid[:, None] & within

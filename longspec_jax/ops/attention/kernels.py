@@ -32,13 +32,14 @@ from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 
 
-@launcher("scale", "dtype", "tile", "hopper", "interpret")
+@launcher("scale", "cap", "dtype", "tile", "hopper", "interpret")
 @partitioned(PREFIX_AXES)
 def prefix_attention(
     q: Queries,
     prefix: Prefix,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     dtype: DTypeLike = jnp.float32,
     tile: PrefixTile | MosaicTile | None = None,
     hopper: bool = False,
@@ -50,20 +51,21 @@ def prefix_attention(
       q: query tokens.
       prefix: the cached tokens.
       scale: factor on the scores.
+      cap: bounds the scores softly, if there is one.
       dtype: of the output.
       tile: how the prefix kernel works; chosen by the shape if absent.
       hopper: take the Hopper kernel whatever the shape.
       interpret: run the kernels step by step on any platform.
     """
-    tile = tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
-    problem = _problem(q, prefix, scale, tile, interpret)
+    tile = tile or _choose_tile(q, prefix, cap, hopper=hopper, interpret=interpret)
+    problem = _problem(q, prefix, (scale, cap), tile, interpret)
     if isinstance(tile, PrefixTile) and prefix_pallas.joins(tile):
         out, lse = prefix_pallas.joined_attention(q, prefix, None, tile, problem, dtype)
         return Partial(out.reshape(q.shape), lse.reshape(q.shape[:3]))
     return merge_splits(_partials(q, prefix, tile, problem), prefix, problem, dtype)
 
 
-@launcher("scale", "prefix_tile", "tree_tile", "hopper", "interpret")
+@launcher("scale", "cap", "prefix_tile", "tree_tile", "hopper", "interpret")
 @partitioned(SPECULATIVE_AXES)
 def speculative_attention(
     q: Queries,
@@ -71,6 +73,7 @@ def speculative_attention(
     fresh: Fresh,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     prefix_tile: PrefixTile | MosaicTile | None = None,
     tree_tile: TreeTile | None = None,
     hopper: bool = False,
@@ -82,8 +85,8 @@ def speculative_attention(
     makes it two.
     """
     _refuse_start(prefix)
-    tile = prefix_tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
-    problem = _problem(q, prefix, scale, tile, interpret)
+    tile = prefix_tile or _choose_tile(q, prefix, cap, hopper=hopper, interpret=interpret)
+    problem = _problem(q, prefix, (scale, cap), tile, interpret)
     if tree_tile is None and isinstance(tile, PrefixTile) and prefix_pallas.joins(tile):
         out, _ = prefix_pallas.joined_attention(q, prefix, fresh, tile, problem, q.dtype)
         return out.reshape(q.shape)
@@ -95,7 +98,7 @@ def speculative_attention(
     return out.reshape(q.shape)
 
 
-@launcher("scale", "prefix_tile", "chunk_tile", "hopper", "interpret")
+@launcher("scale", "cap", "prefix_tile", "chunk_tile", "hopper", "interpret")
 @partitioned(CHUNK_AXES)
 def chunk_attention(
     q: Queries,
@@ -104,6 +107,7 @@ def chunk_attention(
     values: TreeRows,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     prefix_tile: PrefixTile | MosaicTile | None = None,
     chunk_tile: TreeTile | None = None,
     hopper: bool = False,
@@ -114,13 +118,15 @@ def chunk_attention(
     Options as in :func:`prefix_attention`, with a tile for each kernel.
     """
     _refuse_start(prefix)
-    tile = prefix_tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+    tile = prefix_tile or _choose_tile(q, prefix, cap, hopper=hopper, interpret=interpret)
     if prefix_tile is None and isinstance(tile, MosaicTile):
         # One split: a chunk has rows enough, and its result must not depend on the capacity.
         slots = prefix.keys.shape[2]
         tile = dataclasses.replace(tile, split=-(-slots // tile.slots) * tile.slots)
-    problem = _problem(q, prefix, scale, tile, interpret)
+    problem = _problem(q, prefix, (scale, cap), tile, interpret)
     past = prefix.length.astype(jnp.int32), *_partials(q, prefix, tile, problem)
+    if prefix.oldest is not None:
+        past += (prefix.oldest.astype(jnp.int32),)
     if chunk_tile is None:
         sizes = problem.tokens, problem.heads, problem.kv_heads, q.shape[3]
         chunk_tile = tiles.chunk_tile(*sizes, q.dtype.itemsize)
@@ -137,12 +143,12 @@ def _refuse_start(prefix: Prefix) -> None:
 
 
 def _choose_tile(
-    q: Queries, prefix: Prefix, *, hopper: bool, interpret: bool
+    q: Queries, prefix: Prefix, cap: float | None, *, hopper: bool, interpret: bool
 ) -> PrefixTile | MosaicTile:
     """The heuristic's tile for this GPU; refuses where there is none.
 
-    The Hopper kernel takes no lower bound, interpret mode does not run it and older versions of jax
-    cannot express it.
+    The Hopper kernel takes no lower bound, no window and no cap, interpret mode does not run it and
+    older versions of jax cannot express it.
     """
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
@@ -151,16 +157,22 @@ def _choose_tile(
         return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, slots)
     capability = hardware.AMPERE if interpret else hardware.require_ampere("the Pallas kernels")
     sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
-    if prefix.start is not None or interpret or not hardware.mosaic_is_supported():
+    plain = prefix.start is None and prefix.oldest is None and cap is None
+    if not plain or interpret or not hardware.mosaic_is_supported():
         return tiles.triton_prefix_tile(*sizes)
     return tiles.prefix_tile(*sizes)
 
 
 def _problem(
-    q: Queries, prefix: Prefix, scale: float | None, tile: PrefixTile | MosaicTile, interpret: bool
+    q: Queries,
+    prefix: Prefix,
+    scores: tuple[float | None, float | None],
+    tile: PrefixTile | MosaicTile,
+    interpret: bool,
 ) -> Problem:
-    kv_heads, slots = prefix.keys.shape[1:3]
-    return Problem.of(q, kv_heads, scale, slots=slots, split=tile.split, interpret=interpret)
+    (kv_heads, slots), (scale, cap) = prefix.keys.shape[1:3], scores
+    sizes = dict(slots=slots, split=tile.split)
+    return Problem.of(q, kv_heads, scale, cap=cap, interpret=interpret, **sizes)
 
 
 def _partials(
@@ -170,9 +182,11 @@ def _partials(
     refuse_unsupported(q, problem.kv_heads)
     if isinstance(tile, PrefixTile):
         return prefix_pallas.split_attention(q, prefix, tile, problem)
-    if prefix.start is not None or problem.interpret:
+    bounded = prefix.start is not None or prefix.oldest is not None
+    if bounded or problem.cap is not None or problem.interpret:
         raise NotImplementedError(
-            "the Mosaic GPU kernel takes no lower bound and does not run in interpret mode"
+            "the Mosaic GPU kernel takes no lower bound, no window and no soft cap, and does not "
+            "run in interpret mode"
         )
     from longspec_jax.ops.attention import prefix_mosaic  # Older versions lack its backend.
 

@@ -23,6 +23,23 @@ Rows = tuple[jax.Array, jax.Array]
 """Numbers of some packed rows, and which of them there are."""
 
 
+Windows = tuple[jax.Array, list[jax.Array]]
+"""The last position in a ring, and the first that each part of the rows sees, ``[R]`` each."""
+
+
+def load_windows(
+    oldest_ref: Any, length: jax.Array, batch: jax.Array, parts: list[Rows], shape: PackedShape
+) -> Windows | None:
+    """What some packed rows see of a ring; None without windows (``oldest_ref`` ``[B, T]``)."""
+    if oldest_ref is None:
+        return None
+    firsts = [
+        pltriton.load(oldest_ref.at[batch, row // shape.groups], mask=valid, other=0)
+        for row, valid in parts
+    ]
+    return length - 1, firsts
+
+
 def load_queries(
     q_ref: Any, head: Head, first: jax.Array, counts: tuple[int, ...], shape: PackedShape
 ) -> tuple[list[jax.Array], list[Rows]]:
@@ -141,16 +158,38 @@ def attend_to_slots(
     problem: Problem,
     *,
     bounded: bool,
+    windows: Windows | None = None,
 ) -> list[State]:
     """The softmax of each part of the rows after the slots ``lower <= s < upper``.
 
     Each part has queries ``[R, H]``, with ``H`` a power of two, and its softmax so far. Keys and
     values are caches ``[rows, K, S, H]``, and ``head`` a row and a head of these. Unless the rows
-    are ``bounded`` below, ``lower`` begins a block of ``tile.slots``.
+    are ``bounded`` below, ``lower`` begins a block of ``tile.slots``. With ``windows`` the slots
+    are a ring, and each row sees those of its window.
     """
     width, padded = k_ref.shape[3], queries[0].shape[1]
     h = jnp.arange(padded)
     within = (h < width)[None, :]
+
+    def visit_ring(block: jax.Array, states: list[State]) -> list[State]:
+        slot = block * tile.slots + jnp.arange(tile.slots)
+        there = (slot >= lower) & (slot < upper)
+        newest, firsts = windows  # pyright: ignore[reportGeneralTypeIssues]: given where this runs
+        position = newest - (newest - slot + problem.slots) % problem.slots
+        seen = [there[None, :] & (position[None, :] >= first[:, None]) for first in firsts]
+        mask = within & there[:, None]
+        k, v = (
+            pltriton.load(ref.at[*head, slot[:, None], h[None, :]], mask=mask, other=0.0)
+            for ref in (k_ref, v_ref)
+        )
+        scores = [problem.scores(matmul(q, k, (1, 1))) for q in queries]
+        scores = [jnp.where(own, s, -jnp.inf) for own, s in zip(seen, scores, strict=True)]
+        each = zip(states, scores, strict=True)
+        return [update(state, s, v, problem.interpret) for state, s in each]
+
+    if windows is not None:
+        first, last = lower // tile.slots, pl.cdiv(upper, tile.slots)
+        return jax.lax.fori_loop(first, last, visit_ring, states)
 
     def visit(offset: jax.Array, states: list[State], edge: bool) -> list[State]:
         slot = offset + jnp.arange(tile.slots)
@@ -166,7 +205,7 @@ def attend_to_slots(
             return pltriton.load(source, mask=mask, other=0.0)
 
         k = read(k_ref)
-        scores = [matmul(q, k, (1, 1)) * problem.scale for q in queries]
+        scores = [problem.scores(matmul(q, k, (1, 1))) for q in queries]
         if edge:
             scores = [jnp.where(seen[None, :], s, -jnp.inf) for s in scores]
         return _update_whole(states, scores, read(v_ref), problem.interpret)
@@ -266,5 +305,5 @@ def visit_fresh(
     q: jax.Array, state: State, seen: jax.Array, k: jax.Array, v: jax.Array, problem: Problem
 ) -> State:
     """The softmax after one block of fresh tokens."""
-    scores = jnp.where(seen, matmul(q, k, (1, 1)) * problem.scale, -jnp.inf)
+    scores = jnp.where(seen, problem.scores(matmul(q, k, (1, 1))), -jnp.inf)
     return update(state, scores, v, problem.interpret)

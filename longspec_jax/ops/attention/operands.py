@@ -12,14 +12,18 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries, TreeMask, TreeRows
 
 
 @struct.dataclass
 class Prefix:
-    """One layer's committed tokens; row ``b`` sees its slots ``start[b] <= s < length[b]``."""
+    """One layer's committed tokens; row ``b`` sees its slots ``start[b] <= s < length[b]``.
+
+    In a layer with a window (``oldest``) the slots are a ring: position ``p`` lies in slot
+    ``p % S``. Of each slot that is the last position below the length, which may exceed the slots.
+    """
 
     keys: Leaf[CacheSlots]
     """Rotary applied."""
@@ -30,6 +34,17 @@ class Prefix:
     """The first slot each row sees; 0 if absent."""
     cache_rows: Leaf[Lengths] | None = None
     """Which row of keys and values each batch row reads; its own if absent."""
+    oldest: Leaf[Int[Array, "B T"]] | None = None
+    """The first position that each query sees, in a layer with a window; goes without ``start``."""
+
+    def within(self, window: int | None, positions: Int[Array, "B T"]) -> "Prefix":
+        """The same seen through a window: queries at ``positions`` see ``p_q - p_k < window``."""
+        return self if window is None else replace(self, oldest=positions - (window - 1))
+
+    def positions(self) -> Int[Array, "B S"]:
+        """The position in every slot of a ring; negative where the slot is empty."""
+        newest = self.length[:, None] - 1
+        return newest - (newest - jnp.arange(self.keys.shape[2])) % self.keys.shape[2]
 
     def of_batch(self) -> "Prefix":
         """The same with a copy of the batch's rows alone, for what takes no ``cache_rows``."""
@@ -55,18 +70,28 @@ class Fresh:
     """True where query ``t`` sees key ``u``."""
 
     @classmethod
-    def causal(cls, keys: TreeRows, values: TreeRows) -> "Fresh":
-        """A chunk of a prompt: every token sees itself and those before it."""
+    def chunk(cls, prefix: Prefix, keys: TreeRows, values: TreeRows) -> "Fresh":
+        """A chunk of a prompt behind a prefix: every token sees itself and those before it.
+
+        In a layer with a window those that the window holds.
+        """
         batch, tokens = keys.shape[:2]
-        causal = jnp.tril(jnp.ones((tokens, tokens), bool))
-        return cls(keys, values, jnp.broadcast_to(causal, (batch, tokens, tokens)))
+        mask = jnp.tril(jnp.ones((tokens, tokens), bool))
+        if prefix.oldest is not None:
+            first = prefix.oldest - prefix.length[:, None]
+            mask = mask & (jnp.arange(tokens) >= first[:, :, None])
+        return cls(keys, values, jnp.broadcast_to(mask, (batch, tokens, tokens)))
 
 
-PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b, b, b -> b t (k g) h, b t (k g)"
+PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b t -> b t (k g) h, b t (k g)"
 TREE_AXES = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
-SPECULATIVE_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b u k h, b u k h, b t u -> b t (k g) h"
-PATH_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b u k h, b u k h, b t u, b t -> b t (k g) h"
-CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b t k h, b t k h -> b t (k g) h"
+SPECULATIVE_AXES = (
+    "b t (k g) h, b k s h, b k s h, b, b, b, b t, b u k h, b u k h, b t u -> b t (k g) h"
+)
+PATH_AXES = (
+    "b t (k g) h, b k s h, b k s h, b, b, b, b t, b u k h, b u k h, b t u, b t -> b t (k g) h"
+)
+CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b t, b t k h, b t k h -> b t (k g) h"
 """The axes of queries, of the fields above and of the results, for
 :func:`longspec_jax.ops.partitioned.partitioned`."""
 

@@ -49,12 +49,21 @@ class Problem(PackedShape):
       slots: of the cache, if there is one.
       split: of these, the slots of one split.
       interpret: whether the kernel runs step by step, on any platform.
+      cap: bounds the scores softly, if there is one; natural.
     """
 
     scale: float
     slots: int
     split: int
     interpret: bool
+    cap: float | None = None
+
+    def scores(self, products: jax.Array) -> jax.Array:
+        """Scores in base 2 of products of queries and keys."""
+        if self.cap is None:
+            return products * self.scale
+        bound = self.cap * LOG2_E
+        return bound * jnp.tanh(products * (self.scale / bound))
 
     @classmethod
     def of(
@@ -66,11 +75,12 @@ class Problem(PackedShape):
         slots: int,
         split: int,
         interpret: bool,
+        cap: float | None = None,
     ) -> "Problem":
         """The problem of these queries; ``scale`` is natural, ``H ** -0.5`` if absent."""
         _, tokens, heads, width = q.shape
         factor = (width**-0.5 if scale is None else scale) * LOG2_E
-        return cls(tokens, heads, kv_heads, factor, slots, split, interpret)
+        return cls(tokens, heads, kv_heads, factor, slots, split, interpret, cap)
 
 
 def pack(q: Queries, kv_heads: int) -> Float[Array, "B K R H"]:

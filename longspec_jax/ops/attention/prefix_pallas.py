@@ -29,6 +29,7 @@ from longspec_jax.ops.attention.online_softmax import (
     empty_state,
     finish,
     load_queries,
+    load_windows,
     slots_of_split,
     store_rows,
 )
@@ -77,6 +78,7 @@ def _split_kernel(
     length_ref: Any,
     start_ref: Any,
     row_ref: Any,
+    oldest_ref: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -92,14 +94,17 @@ def _split_kernel(
     batch, kv_head = head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
     start = None if start_ref is None else start_ref[batch]
     cached = head if row_ref is None else (row_ref[batch], kv_head)
-    lower, upper = slots_of_split(split, length_ref[batch], start, problem)
+    length = length_ref[batch]
+    lower, upper = slots_of_split(split, length, start, problem)
 
     def attend() -> None:
         queries, parts = load_queries(q_ref, head, row_tile * tile.total_rows, tile.rows, problem)
+        windows = load_windows(oldest_ref, length, batch, parts, problem)
         states = [empty_state(*q.shape) for q in queries]
         states = attend_to_slots(
             *(queries, k_ref, v_ref, cached, states, lower, upper, tile, problem),
             bounded=start is not None,
+            windows=windows,
         )
         for state, rows in zip(states, parts, strict=True):
             store_rows(out_ref, lse_ref, (batch, split, kv_head), rows, finish(state))
@@ -159,6 +164,7 @@ def _joined_kernel(
     length_ref: Any,
     start_ref: Any,
     row_ref: Any,
+    oldest_ref: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -181,6 +187,7 @@ def _joined_kernel(
     def attend() -> None:
         row = row_tile * tile.total_rows
         (q,), (rows,) = load_queries(q_ref, head, row, (MERGE_ROWS,), problem)
+        windows = load_windows(oldest_ref, length, batch, [rows], problem)
         state = empty_state(*q.shape)
         if fresh_refs:
             keys = fresh_refs[0].shape[1]
@@ -194,6 +201,7 @@ def _joined_kernel(
         (state,) = attend_to_slots(
             *([q], k_ref, v_ref, cached, [state], lower, upper, tile, problem),
             bounded=start is not None,
+            windows=windows,
         )
         packed, valid = rows
         flat = flat_rows(packed, kv_head, problem), valid

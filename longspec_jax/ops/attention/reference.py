@@ -14,42 +14,73 @@ from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 
 
 def prefix_attention(
-    q: Queries, prefix: Prefix, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
+    q: Queries,
+    prefix: Prefix,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Partial:
-    """Every query of row ``b`` sees the cache slots ``start[b] <= s < length[b]``."""
+    """Every query of row ``b`` sees the cache slots ``start[b] <= s < length[b]``.
+
+    Or, in a layer with a window, those whose position is not before ``oldest[b, t]``.
+    """
     prefix, seen = prefix.of_batch(), _seen(q, prefix)
     keys, values = prefix.keys.swapaxes(1, 2), prefix.values.swapaxes(1, 2)
-    return _dense(q, keys, values, seen, scale).in_dtype(dtype)
+    return _dense(q, keys, values, seen, scale, cap).in_dtype(dtype)
 
 
 def tree_attention(
-    q: Queries, fresh: Fresh, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
+    q: Queries,
+    fresh: Fresh,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Partial:
     """Query ``t`` sees key ``u`` where ``mask[b, t, u]`` is true."""
-    return _dense(q, fresh.keys, fresh.values, fresh.mask, scale).in_dtype(dtype)
+    return _dense(q, fresh.keys, fresh.values, fresh.mask, scale, cap).in_dtype(dtype)
 
 
 def speculative_attention(
-    q: Queries, prefix: Prefix, fresh: Fresh, *, scale: float | None = None
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the slots ``start[b] <= s < length[b]`` and the masked tree rows."""
+    """One softmax over the slots that the prefix shows and the masked tree rows."""
     prefix = prefix.of_batch()
     k = jnp.concatenate([prefix.keys.swapaxes(1, 2), fresh.keys], axis=1)
     v = jnp.concatenate([prefix.values.swapaxes(1, 2), fresh.values], axis=1)
     mask = jnp.concatenate([_seen(q, prefix), fresh.mask], axis=2)
-    out = _dense(q, k, v, mask, scale).out
+    out = _dense(q, k, v, mask, scale, cap).out
     return out.astype(q.dtype)
 
 
 def chunk_attention(
-    q: Queries, prefix: Prefix, keys: TreeRows, values: TreeRows, *, scale: float | None = None
+    q: Queries,
+    prefix: Prefix,
+    keys: TreeRows,
+    values: TreeRows,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Speculative attention under a causal mask."""
-    return speculative_attention(q, prefix, Fresh.causal(keys, values), scale=scale)
+    fresh = Fresh.chunk(prefix, keys, values)
+    return speculative_attention(q, prefix, fresh, scale=scale, cap=cap)
 
 
 def causal_attention(
-    q: Queries, k: TreeRows, v: TreeRows, *, window: int | None = None, scale: float | None = None
+    q: Queries,
+    k: TreeRows,
+    v: TreeRows,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Query ``t`` sees keys ``u <= t``, and with a window only those with ``t - u <= window``."""
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
@@ -57,11 +88,14 @@ def causal_attention(
     if window is not None:
         mask &= distance <= window
     mask = jnp.broadcast_to(mask, (q.shape[0], *mask.shape))
-    return _dense(q, k, v, mask, scale).out.astype(q.dtype)
+    return _dense(q, k, v, mask, scale, cap).out.astype(q.dtype)
 
 
 def _seen(q: Queries, prefix: Prefix) -> Bool[Array, "B T S"]:
-    """The slots that every query of a row sees."""
+    """The slots that every query sees."""
+    if prefix.oldest is not None:
+        position = prefix.positions()[:, None]
+        return (position >= 0) & (position >= prefix.oldest[:, :, None])
     slots = jnp.arange(prefix.keys.shape[2])
     seen = slots < prefix.length[:, None]
     if prefix.start is not None:
@@ -75,6 +109,7 @@ def _dense(
     v: Float[Array, "B U K H"],
     mask: Bool[Array, "B T U"],
     scale: float | None,
+    cap: float | None,
 ) -> Partial:
     """Masked softmax attention with the scores written out, all in float32."""
     batch, tokens, heads, width = q.shape
@@ -87,6 +122,7 @@ def _dense(
     v = jnp.where(seen, v.astype(jnp.float32), 0.0)
     exact = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("BTKGH,BUKH->BKGTU", grouped, k, precision=exact) * factor
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     top = scores.max(axis=-1, keepdims=True, initial=-jnp.inf)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))

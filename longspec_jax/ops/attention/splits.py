@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, Lengths
+from longspec_jax.axes import Array
 from longspec_jax.ops.attention.online_softmax import (
     Head,
     Rows,
@@ -42,9 +42,10 @@ def row_operands(prefix: Prefix) -> list[Array]:
 
 
 def with_row_operands(kernel: Any, prefix: Prefix) -> Any:
-    """Give a kernel the reference ``None`` for each of three numbers that a prefix lacks.
+    """Give a kernel the reference ``None`` for each of four numbers that a prefix lacks.
 
-    They are its length, its lower bound, and the row of the cache that is read.
+    They are its length, its lower bound, the row of the cache that is read, and the first position
+    that each query sees.
     """
     there = [each is not None for each in _numbers(prefix)]
 
@@ -55,8 +56,8 @@ def with_row_operands(kernel: Any, prefix: Prefix) -> Any:
     return call
 
 
-def _numbers(prefix: Prefix) -> tuple[Lengths | None, ...]:
-    return prefix.length, prefix.start, prefix.cache_rows
+def _numbers(prefix: Prefix) -> tuple[Array | None, ...]:
+    return prefix.length, prefix.start, prefix.cache_rows, prefix.oldest
 
 
 def reached_splits(
@@ -157,6 +158,7 @@ def _merge_kernel(
     length_ref: Any,
     start_ref: Any,
     _: Any,
+    __: Any,
     out_ref: Any,
     lse_ref: Any,
     merged_ref: Any,

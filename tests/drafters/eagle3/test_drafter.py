@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config import TreeConfig, YarnRopeScaling
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
-from longspec_jax.drafters.eagle3.config import Yarn
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
+from longspec_jax.models.layers import yarn_ramp
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import partition_spec, path_name
 from tests.decoding.lossless import (
@@ -237,10 +237,10 @@ def test_yarn_by_hand() -> None:
         (128, 1e6, 4.0, 32768, (23, 40), 1.13863),
         (128, 5e5, 8.0, 8192, (18, 35), 1.20794),
     ):
-        yarn = Yarn(factor, original)
-        ramp = yarn.ramp(width, base)
+        yarn = YarnRopeScaling.usual(factor, original)
+        ramp = yarn_ramp(width, base, yarn)
         assert np.flatnonzero(ramp > 0)[0] == low + 1 and np.flatnonzero(ramp == 1)[0] == high
-        assert yarn.score_factor**0.5 == pytest.approx(magnitude, abs=1e-5)
+        assert yarn.attention_factor == pytest.approx(magnitude, abs=1e-5)
 
 
 def test_8_bits_and_meshes(text: tuple[np.ndarray, list[jax.Array]]) -> None:

@@ -14,11 +14,17 @@ from safetensors.numpy import load_file, save_file
 
 from longspec_jax import LongSpec
 from longspec_jax.cli import as_options, draft_option
-from longspec_jax.config import PLAIN, LinearRopeScaling, Llama3RopeScaling, TargetConfig
+from longspec_jax.config import (
+    PLAIN,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    TargetConfig,
+    YarnRopeScaling,
+)
 from longspec_jax.drafters.base import Needs
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
-from longspec_jax.drafters.eagle3.config import Eagle3Config, Yarn
+from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.dialects import (
     AUTHORS,
     DEEPSPEC,
@@ -43,7 +49,9 @@ DRAFTS: dict[str, tuple[Dialect, Eagle3Config]] = {
     "authors, whole vocabulary": (AUTHORS, config_for(CONFIG, features=(1, 3, 4))),
     "authors, yarn of SpecPV": (
         AUTHORS,
-        config_for(CONFIG, **REDUCED, rope_scaling=Yarn(32.0, 2048), max_positions=65536),
+        config_for(
+            CONFIG, **REDUCED, rope_scaling=YarnRopeScaling.usual(32.0, 2048), max_positions=65536
+        ),
     ),
     "SpecForge": (
         SPECFORGE,
@@ -52,7 +60,7 @@ DRAFTS: dict[str, tuple[Dialect, Eagle3Config]] = {
     "SpecForge, 3.1": (
         SPECFORGE,
         config_for(
-            CONFIG, **REDUCED, feature_norms=True, rope_scaling=Yarn(4.0, 64, magnitude=1.5)
+            CONFIG, **REDUCED, feature_norms=True, rope_scaling=YarnRopeScaling(4.0, 64, 1.5)
         ),
     ),
     "SpecForge without a norm": (SPECFORGE, config_for(CONFIG, **REDUCED, normed_head=False)),
@@ -355,7 +363,10 @@ def test_what_is_seen_follows_from_the_trained_range() -> None:
     ) == (None, 0)
     assert _seen(2048, 4096, working=512) == (None, 0)
     stretched = config_for(CONFIG, max_positions=64).stretched(4.0)
-    assert (stretched.max_positions, stretched.rope_scaling) == (256, Yarn(4.0, 64))
+    assert (stretched.max_positions, stretched.rope_scaling) == (
+        256,
+        YarnRopeScaling.usual(4.0, 64),
+    )
 
 
 def test_a_window_that_nobody_named_is_said(tmp_path: Path) -> None:

@@ -41,10 +41,11 @@ class Inputs:
     tree_k: Any
     tree_v: Any
     mask: Any
+    oldest: Any = None
 
     @property
     def prefix(self) -> tuple[Any, ...]:
-        return self.q, Prefix(self.k, self.v, self.length, self.start)
+        return self.q, Prefix(self.k, self.v, self.length, self.start, oldest=self.oldest)
 
     @property
     def tree(self) -> tuple[Any, ...]:
@@ -91,26 +92,48 @@ def inputs(
     )
 
 
-def prefix(x: Inputs, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+def windowed(x: Inputs, window: int, depths: list[int]) -> Inputs:
+    """The same as rings through a window: queries stand ``depths`` behind the committed tokens.
+
+    The mask keeps the fresh keys that are as deep or less, and in the window.
+    """
+    oldest = x.length[:, None] + jnp.asarray(depths) - (window - 1)
+    distance = np.subtract.outer(depths, depths[: x.tree_k.shape[1]])
+    mask = x.mask & (distance >= 0) & (distance < window) | np.eye(*distance.shape, dtype=bool)
+    keys, values = jnp.nan_to_num(x.tree_k), jnp.nan_to_num(x.tree_v)
+    return dataclasses.replace(x, oldest=oldest, mask=mask, tree_k=keys, tree_v=values)
+
+
+def prefix(
+    x: Inputs, scale: float | None = None, cap: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp of the prefix part in float64."""
-    return _dense(x.q, np.swapaxes(x.k, 1, 2), np.swapaxes(x.v, 1, 2), _seen(x), scale)
+    return _dense(x.q, np.swapaxes(x.k, 1, 2), np.swapaxes(x.v, 1, 2), _seen(x), scale, cap)
 
 
-def tree(x: Inputs, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+def tree(
+    x: Inputs, scale: float | None = None, cap: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp of the tree part in float64."""
-    return _dense(x.q, x.tree_k, x.tree_v, np.asarray(x.mask), scale)
+    return _dense(x.q, x.tree_k, x.tree_v, np.asarray(x.mask), scale, cap)
 
 
-def speculative(x: Inputs, scale: float | None = None) -> np.ndarray:
+def speculative(x: Inputs, scale: float | None = None, cap: float | None = None) -> np.ndarray:
     """One softmax over prefix and tree in float64."""
     k = np.concatenate([np.swapaxes(x.k, 1, 2), np.asarray(x.tree_k)], axis=1)
     v = np.concatenate([np.swapaxes(x.v, 1, 2), np.asarray(x.tree_v)], axis=1)
-    return _dense(x.q, k, v, np.concatenate([_seen(x), np.asarray(x.mask)], axis=2), scale)[0]
+    return _dense(x.q, k, v, np.concatenate([_seen(x), np.asarray(x.mask)], axis=2), scale, cap)[0]
 
 
 def _seen(x: Inputs) -> np.ndarray:
     """The slots that every query of a row sees."""
     slot = np.arange(x.k.shape[2])
+    if x.oldest is not None:
+        seen = np.zeros((*x.q.shape[:2], slot.size), bool)
+        for row, length in enumerate(np.asarray(x.length)):
+            for position in range(max(0, length - slot.size), length):
+                seen[row, :, position % slot.size] = position >= x.oldest[row]
+        return seen
     seen = slot < np.asarray(x.length)[:, None]
     if x.start is not None:
         seen &= slot >= np.asarray(x.start)[:, None]
@@ -118,7 +141,7 @@ def _seen(x: Inputs) -> np.ndarray:
 
 
 def _dense(
-    q: Any, k: Any, v: Any, mask: np.ndarray, scale: float | None
+    q: Any, k: Any, v: Any, mask: np.ndarray, scale: float | None, cap: float | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """A loop over heads, so that grouping cannot be wrong in the same way as in the kernels."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
@@ -129,6 +152,7 @@ def _dense(
         seen = mask[b, t]
         if seen.any():
             scores = k[b, seen, n // groups] @ q[b, t, n] * scale
+            scores = scores if cap is None else cap * np.tanh(scores / cap)
             top = scores.max()
             weights = np.exp(scores - top)
             out[b, t, n] = weights @ v[b, seen, n // groups] / weights.sum()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.ops.attention import dispatch, kernels
+from longspec_jax.ops.attention import attention_xla, dispatch, kernels, reference
 from longspec_jax.ops.attention.operands import merge
 from longspec_jax.ops.attention.tiles import TreeTile
 from tests.kit import TOLERANCE, hopper_or_skip, relative_error
@@ -69,9 +69,13 @@ def check(actual: tuple, expected: tuple, dtype: str) -> None:
     assert gap.max(initial=0.0) <= oracle.LSE_TOLERANCE[dtype]
 
 
+def compiled_with(op: str, **options):
+    return jax.jit(functools.partial(getattr(dispatch, op), **options))
+
+
 @functools.cache
 def compiled(op: str, implementation: str | None):
-    return jax.jit(functools.partial(getattr(dispatch, op), implementation=implementation))
+    return compiled_with(op, implementation=implementation)
 
 
 @pytest.mark.parametrize("implementation", PREFIX)
@@ -292,6 +296,32 @@ def test_scale_is_respected(implementation: str) -> None:
     check(actual, oracle.prefix(x, scale=0.37), "float32")
 
 
+@pytest.mark.parametrize("implementation", TREE)
+@pytest.mark.parametrize(("tokens", "groups"), [(5, 1), (37, 3)])
+def test_a_window_is_measured_by_positions_in_a_ring(
+    implementation: str, tokens: int, groups: int
+) -> None:
+    """Queries of several depths, with a soft cap: rings that wrapped, that did not, and are empty.
+
+    The last queries' windows have left the ring, and the first fresh keys.
+    """
+    slots, window = 41, 23
+    lengths = [0, 7, 41, 42, 131]
+    shape = Shape(len(lengths), tokens, 2 * groups, 2, slots=slots, keys=tokens)
+    x = inputs(shape, "float32", [min(length, slots) for length in lengths])
+    x = dataclasses.replace(x, length=jnp.asarray(lengths))
+    options = dict(scale=0.37, cap=1.5)
+    run = functools.partial(compiled_with, implementation=implementation, **options)
+    tree = oracle.windowed(x, window, [2 * t // 3 for t in range(tokens)])
+    check(run("prefix_attention")(*tree.prefix), oracle.prefix(tree, **options), "float32")
+    found = run("speculative_attention")(*tree.speculative)
+    assert relative_error(found, oracle.speculative(tree, **options)) <= TOLERANCE["float32"]
+    full = dataclasses.replace(x, mask=jnp.ones_like(x.mask))
+    chunk = oracle.windowed(full, window, list(range(tokens)))
+    found = run("chunk_attention")(*chunk.prefix, chunk.tree_k, chunk.tree_v)
+    assert relative_error(found, oracle.speculative(chunk, **options)) <= TOLERANCE["float32"]
+
+
 @pytest.mark.parametrize("op", ["prefix_attention", "tree_attention", "speculative_attention"])
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_gradients_are_refused_in_a_sentence(op: str, implementation: str) -> None:
@@ -367,6 +397,23 @@ def test_causal_attention_counts_both_ends_of_the_window() -> None:
         assert relative_error(actual, oracle.tree(x)[0]) <= TOLERANCE["float32"]
 
 
+def test_causal_attention_of_a_soft_cap_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of queries, of which the last one is not whole: as of the definition."""
+    monkeypatch.setattr(attention_xla, "BLOCK", 5)
+    x = inputs(Shape(tokens=13, keys=13), "float32", [1, 1], mask=_causal(2, 13))
+    options = dict(window=6, scale=0.37, cap=1.5)
+
+    def loss(attend, q: jax.Array) -> jax.Array:
+        return (attend(q, x.tree_k, x.tree_v, **options) ** 2).sum()
+
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, module.causal_attention)))(x.q)
+        for module in (dispatch, reference)
+    )
+    for found, expected in zip(ours, theirs, strict=True):
+        assert relative_error(found, expected) <= TOLERANCE["float32"]
+
+
 def test_explicit_choices_refuse_and_automatic_choice_falls_back() -> None:
     x = inputs(Shape(), "float32", [3, 5])
     if jax.default_backend() != "gpu":
@@ -418,6 +465,7 @@ def test_operands_that_do_not_fit_are_named(change, message: str) -> None:
         ((8, 0), 128, jnp.bfloat16, "cudnn"),
         ((8, 0), 136, jnp.bfloat16, "xla"),
         ((9, 0), 136, jnp.bfloat16, "cudnn"),
+        ((9, 0), 264, jnp.bfloat16, "xla"),
         ((9, 0), 64, jnp.float32, "xla"),
     ],
 )
@@ -437,6 +485,8 @@ def test_causal_attention_is_fused_where_its_backward_pass_is(
     monkeypatch.setattr(dispatch, "compute_capability", lambda: capability)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    blocks = functools.partial(attend, implementation="xla")
+    monkeypatch.setattr(dispatch.attention_xla, "causal_attention", lambda *x, **_: blocks(*x))
     x = jnp.zeros((1, 2, 2, width), dtype)
     dispatch.causal_attention(x, x, x)
     assert given == [chosen]

@@ -1,0 +1,237 @@
+"""The families of targets: what a Hugging Face class fixes beyond the numbers in ``config.json``.
+
+A family is an entry of :data:`FAMILIES`. Nothing else asks for a family by name: what an entry says
+becomes fields of :class:`longspec_jax.config.TargetConfig`, and the names of stored tensors.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from longspec_jax.config import LayerConfig, QueryScaling, Rotary, TargetConfig
+from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.rope import raw_rope, rope_entry
+
+Fields = Mapping[str, Any]
+"""Fields of a :class:`TargetConfig` by name."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Stored names of a layer's tensors, without ``.weight`` and ``.bias``.
+
+    One name for several parts is one tensor whose rows are the parts, one behind the other.
+    """
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    attention_post_norm: str = "post_attention_layernorm"
+    mlp_post_norm: str = "post_feedforward_layernorm"
+
+
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a Hugging Face class fixes beyond the numbers in its ``config.json``."""
+
+    model_type: str
+    fixed: Fields = field(default_factory=dict)
+    """Fields that are always so."""
+    read: Callable[[JsonObject, Fields], Fields] = _nothing
+    """Fields of its own keys, given the file and the fields that are known."""
+    write: Callable[[TargetConfig], dict[str, Any]] = _nothing
+    """The inverse: keys of its own, which replace those that all families have."""
+    accepts: frozenset[str] = frozenset()
+    """Keys that are refused of other families, and computed of this one."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What Hugging Face assumes of keys that are absent."""
+    mlp_width: str = "intermediate_size"
+    """The key of the MLP's width."""
+    interleaved: bool = False
+    """Whether the pairs that a rotation turns are neighbours."""
+    window_switch: str | None = None
+    """The key that turns ``sliding_window`` on; ``None`` where the family has no windows."""
+    default_window: int | None = None
+    """``sliding_window`` where the key is absent; null means none."""
+    names: Names = Names()
+
+
+def _bias(raw: JsonObject, known: Fields) -> Fields:
+    return {"qkv_bias": raw.flag("attention_bias", False)}
+
+
+def _raw_bias(config: TargetConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias}
+
+
+def _query_scaling(raw: JsonObject, known: Fields) -> Fields:
+    """Ministral 3 keeps it among the numbers of its rotary scaling."""
+    entry = rope_entry(raw)
+    if not entry.has("llama_4_scaling_beta"):
+        return {}
+    beta, original = "llama_4_scaling_beta", "original_max_position_embeddings"
+    return {"query_scaling": QueryScaling(entry.number(beta), entry.whole(original))}
+
+
+def _raw_query_scaling(config: TargetConfig) -> dict[str, Any]:
+    rope, scaling = raw_rope(config.rotary, config.head_width), config.query_scaling
+    if scaling is None or not rope["rope_scaling"]:
+        return {}
+    return {"rope_scaling": rope["rope_scaling"] | {"llama_4_scaling_beta": scaling.beta}}
+
+
+def _unrotated(raw: JsonObject, known: Fields) -> Fields:
+    """SmolLM3: a 1 in ``no_rope_layers`` is a layer with a rotation; every fourth has none."""
+    layers = known["num_layers"]
+    flags = raw.values.get("no_rope_layers")
+    if flags is None:
+        every = raw.whole("no_rope_layer_interval", 4)
+        flags = [int((index + 1) % every != 0) for index in range(layers)]
+    if not isinstance(flags, list) or len(flags) < layers or {*map(repr, flags)} - {"0", "1"}:
+        raise raw.error("no_rope_layers", f"must be 0 or 1 for each of the {layers} layers")
+    return _layers_with_rotation(tuple(map(bool, flags[:layers])), known)
+
+
+def _raw_unrotated(config: TargetConfig) -> dict[str, Any]:
+    layers = map(config.layer, range(config.num_layers))
+    return {"no_rope_layers": [int(layer.rotary is not None) for layer in layers]}
+
+
+def _layers_with_rotation(rotated: tuple[bool, ...], known: Fields) -> Fields:
+    """Layers of full attention, of which some have a rotation."""
+    if all(rotated):
+        return {}
+    rotary = Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
+    kinds = (LayerConfig(rotary), LayerConfig()) if any(rotated) else (LayerConfig(),)
+    return {"kinds": kinds, "pattern": tuple(len(kinds) - 1 - each for each in rotated)}
+
+
+_MULTIPLIERS = {
+    "embedding_factor": "embedding_multiplier",
+    "residual_factor": "residual_multiplier",
+    "attention_scale": "attention_multiplier",
+    "logits_divisor": "logits_scaling",
+}
+
+
+def _multipliers(raw: JsonObject, known: Fields) -> Fields:
+    return {field: raw.number(key, 1.0) for field, key in _MULTIPLIERS.items()}
+
+
+def _raw_multipliers(config: TargetConfig) -> dict[str, Any]:
+    factors = {key: getattr(config, field) for field, key in _MULTIPLIERS.items()}
+    if config.attention_scale is None:
+        factors["attention_multiplier"] = config.head_width**-0.5
+    return factors
+
+
+def _attention_alone(raw: JsonObject, known: Fields) -> Fields:
+    """Granite 4: only layers of attention and a dense MLP; maybe none has positions."""
+    for key in ("layer_types", "layers_block_type"):
+        if other := {*raw.texts(key)} - {"attention", "full_attention"}:
+            rule = f"has {other.pop()!r}: only layers of attention are computed"
+            raise raw.error(key, rule, "load a dense model of the family")
+    if not raw.has("layer_types") and not raw.has("layers_block_type"):
+        raise raw.error("layer_types", "means recurrent layers", "load a dense model of the family")
+    if raw.whole("num_local_experts", 8, 0):
+        raise raw.error("num_local_experts", "is not supported, only 0", "load a dense model")
+    if (kind := raw.text("position_embedding_type", "")) not in ("", "rope"):
+        raise raw.error("position_embedding_type", "must be rope or null", "load another model")
+    rotated = (kind == "rope",) * known["num_layers"]
+    return {**_multipliers(raw, known), **_layers_with_rotation(rotated, known)}
+
+
+def _raw_attention_alone(config: TargetConfig) -> dict[str, Any]:
+    rotated = config.layer(config.read_layer).rotary is not None
+    return {
+        **_raw_multipliers(config),
+        "layer_types": ["attention"] * config.num_layers,
+        "num_local_experts": 0,
+        "shared_intermediate_size": config.mlp_width,
+        "position_embedding_type": "rope" if rotated else None,
+        "mamba_n_heads": 1,  # Of layers that are not there, but their sizes must fit.
+    }
+
+
+_FUSED_GATE_UP = ("mlp.gate_up_proj",) * 2
+_GRANITE_4 = Names(gate_up=("shared_mlp.input_linear",) * 2, down="shared_mlp.output_linear")
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama"),
+    "MistralForCausalLM": Family("mistral", window_switch="sliding_window", default_window=4096),
+    "Qwen2ForCausalLM": Family(
+        "qwen2", fixed={"qkv_bias": True}, window_switch="use_sliding_window"
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        fixed={"qk_norm": True},
+        defaults={"head_dim": 128},
+        window_switch="use_sliding_window",
+    ),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        read=_query_scaling,
+        write=_raw_query_scaling,
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
+        window_switch="sliding_window",
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        # Hugging Face's class computes the same as the code that published models carry.
+        accepts=frozenset({"auto_map", "partial_rotary_factor"}),
+        defaults={"rms_norm_eps": 1e-5},
+        window_switch="sliding_window",
+        names=Names(qkv=("self_attn.qkv_proj",) * 3, gate_up=_FUSED_GATE_UP),
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        read=_unrotated,
+        write=_raw_unrotated,
+        defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
+        window_switch="use_sliding_window",
+    ),
+    "GraniteForCausalLM": Family("granite", read=_multipliers, write=_raw_multipliers),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid",
+        read=_attention_alone,
+        write=_raw_attention_alone,
+        mlp_width="shared_intermediate_size",
+        names=_GRANITE_4,
+    ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        fixed={"wide_qk_norm": True, "pre_norms": False, "post_norms": True},
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4",
+        fixed={"post_norms": True},
+        read=_bias,
+        write=_raw_bias,
+        accepts=frozenset({"attention_bias", "partial_rotary_factor"}),
+        defaults={
+            "attention_bias": True,
+            "head_dim": 128,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1.5625e-7,
+        },
+        interleaved=True,
+        names=Names(
+            gate_up=_FUSED_GATE_UP,
+            attention_post_norm="post_self_attn_layernorm",
+            mlp_post_norm="post_mlp_layernorm",
+        ),
+    ),
+}
+"""The supported architectures."""
+
+WRAPPERS: dict[str, tuple[str, ...]] = {
+    "Mistral3ForConditionalGeneration": (r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+}
+"""Classes that wrap a target as ``text_config``: patterns of the tensors that it does not need."""

@@ -1,0 +1,206 @@
+"""The rotary embedding in a ``config.json``, of a target's or a draft's, and back.
+
+Two dialects are read. transformers 4 has ``rope_theta`` and ``rope_scaling``, transformers 5 has
+``rope_parameters``. The older one is written, because both versions read it.
+"""
+
+import math
+from typing import Any
+
+from longspec_jax.checks import shown
+from longspec_jax.config import (
+    LARGEST_FACTOR,
+    SMALLEST_FACTOR,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    RopeScaling,
+    Rotary,
+    YarnRopeScaling,
+    yarn_magnitude,
+)
+from longspec_jax.weights.json_files import JsonObject
+
+ROPE_KEYS = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_condense_ratio",
+    "partial_rotary_factor",
+)
+"""All keys about the rotary embedding."""
+
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ORIGINAL = "original_max_position_embeddings"
+_OTHER = "load another model"
+
+
+def rope_theta(raw: JsonObject) -> float:
+    """The rotary base."""
+    parameters = raw.part("rope_parameters")
+    named = parameters if parameters.has("rope_theta") else raw
+    return named.number("rope_theta", 10000.0, least=1)
+
+
+def rotary_width(raw: JsonObject, head_width: int) -> int | None:
+    """Dimensions of a head that are rotated; None for all of them."""
+    parameters = raw.part("rope_parameters")
+    named = parameters if parameters.has("partial_rotary_factor") else raw
+    share = named.number("partial_rotary_factor", 1.0, SMALLEST_FACTOR, 1)
+    if share == 1:
+        return None
+    width = int(head_width * share)  # As transformers rounds it.
+    if width < 2 or width % 2:
+        rule = f"of a head of {head_width} dimensions must be a number of pairs"
+        raise named.error("partial_rotary_factor", rule)
+    return width
+
+
+def rope_scaling(raw: JsonObject, partial: bool = False) -> RopeScaling:
+    """The rotary scaling.
+
+    Args:
+      raw: the file.
+      partial: whether heads may be rotated in part (:func:`rotary_width`).
+
+    Raises:
+      ValueError: if it is of a type this library does not compute, or a number is missing.
+    """
+    entry = rope_entry(raw)
+    kind = entry.text("rope_type", entry.text("type", "default"))
+    condense = raw.number("rope_condense_ratio", 1.0, 1, LARGEST_FACTOR)
+    if not partial and entry.number("partial_rotary_factor", 1.0) != 1:
+        raise entry.error(
+            "partial_rotary_factor", "is not supported: heads are rotated whole", _OTHER
+        )
+    for key, part in entry.values.items():
+        if isinstance(part, dict):
+            raise entry.error(key, "is not supported: all layers rotate alike, by numbers", _OTHER)
+    if kind == "default":
+        return None if condense == 1 else LinearRopeScaling(condense)
+    if kind == "linear":
+        entry.require(("factor",), "linear rope scaling")
+        factor = entry.number("factor", least=1, most=LARGEST_FACTOR)
+        if condense in (1, factor):
+            return LinearRopeScaling(factor)
+    if condense == 1:
+        # Old files of Phi-3 call it su or yarn.
+        if kind == "longrope" or (kind in ("su", "yarn") and entry.has("long_factor")):
+            return _longrope(raw, entry)
+        if kind == "yarn":
+            return _yarn(raw, entry)
+        if kind == "llama3":
+            return _llama3(entry)
+    raise ValueError(
+        f"{entry.origin}: the type {kind!r} in {shown(dict(entry.values))} with "
+        f"rope_condense_ratio={condense:g} is not supported; supported are the types default, "
+        "linear, llama3, yarn and longrope, alone. A model whose scaling is optional runs within "
+        "its original context once the entry is removed from config.json"
+    )
+
+
+def rope_entry(raw: JsonObject) -> JsonObject:
+    """The object that holds the scaling."""
+    return raw.part("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
+
+
+def _llama3(entry: JsonObject) -> Llama3RopeScaling:
+    """Llama 3.1's scaling."""
+    entry.require(_LLAMA3_KEYS, "llama3 rope scaling")
+    factor, low, high, original = _LLAMA3_KEYS
+    slow = entry.number(low, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
+    fast = entry.number(high, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
+    if fast <= slow:
+        raise entry.error(high, f"must be above {low}={slow:g}")
+    stretch = entry.number(factor, least=1, most=LARGEST_FACTOR)
+    return Llama3RopeScaling(stretch, slow, fast, entry.whole(original))
+
+
+def _original(raw: JsonObject, entry: JsonObject) -> int:
+    """The range before scaling: beside the entry, in it, or the model's."""
+    most = "max_position_embeddings"
+    holder = next((each for each in (raw, entry) if each.has(_ORIGINAL)), None)
+    return holder.whole(_ORIGINAL) if holder else raw.whole(most)
+
+
+def _stretch(raw: JsonObject, entry: JsonObject, original: int) -> float:
+    """The factor of an entry, or that of the two ranges."""
+    if entry.has("factor"):
+        return entry.number("factor", least=1, most=LARGEST_FACTOR)
+    return max(1.0, raw.whole("max_position_embeddings", original) / original)
+
+
+def _yarn(raw: JsonObject, entry: JsonObject) -> YarnRopeScaling:
+    """YaRN, with the attention factor that transformers takes."""
+    original = _original(raw, entry)
+    factor = _stretch(raw, entry, original)
+    scales = [entry.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
+    magnitude = yarn_magnitude(factor)
+    if all(scales):
+        over, under = (yarn_magnitude(factor, scale) for scale in scales)
+        magnitude = over / under
+    return YarnRopeScaling(
+        factor,
+        original,
+        entry.number("attention_factor", magnitude, SMALLEST_FACTOR, LARGEST_FACTOR),
+        entry.number("beta_fast", 0.0) or 32.0,  # Zero means absent, as in transformers.
+        entry.number("beta_slow", 0.0) or 1.0,
+        entry.flag("truncate", True),
+    )
+
+
+def _longrope(raw: JsonObject, entry: JsonObject) -> LongRopeScaling:
+    """LongRoPE; the long factors where the model's range is beyond the original one."""
+    entry.require(("short_factor", "long_factor"), "longrope rope scaling")
+    original = _original(raw, entry)
+    factor = _stretch(raw, entry, original)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(
+        entry.numbers("short_factor", SMALLEST_FACTOR, LARGEST_FACTOR),
+        entry.numbers("long_factor", SMALLEST_FACTOR, LARGEST_FACTOR),
+        original,
+        entry.number("attention_factor", usual, SMALLEST_FACTOR, LARGEST_FACTOR),
+        beyond=raw.whole("max_position_embeddings", original) > original,
+    )
+
+
+def raw_rope(rotary: Rotary, head_width: int) -> dict[str, Any]:
+    """The inverse, in transformers 4's dialect, which transformers 5 reads too."""
+    raw: dict[str, Any] = {"rope_theta": rotary.theta}
+    if rotary.width is not None:
+        share = rotary.width / head_width
+        exact = int(head_width * share) == rotary.width
+        raw["partial_rotary_factor"] = share if exact else math.nextafter(share, 1)
+    match rotary.scaling:
+        case None:
+            entry = None
+        case LinearRopeScaling(factor):
+            # Exactly these two keys: transformers before 4.43 accepts no others.
+            entry = {"type": "linear", "factor": factor}
+        case Llama3RopeScaling() as llama3:
+            numbers = (
+                llama3.factor,
+                llama3.low_freq_factor,
+                llama3.high_freq_factor,
+                llama3.original_max_positions,
+            )
+            entry = {"rope_type": "llama3", **dict(zip(_LLAMA3_KEYS, numbers, strict=True))}
+        case YarnRopeScaling() as yarn:
+            entry = {
+                "rope_type": "yarn",
+                "factor": yarn.factor,
+                _ORIGINAL: yarn.original_max_positions,
+                "attention_factor": yarn.attention_factor,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+                "truncate": yarn.truncate,
+            }
+        case LongRopeScaling() as long:
+            entry = {
+                "rope_type": "longrope",
+                "short_factor": list(long.short),
+                "long_factor": list(long.long),
+                "attention_factor": long.attention_factor,
+            }
+            raw[_ORIGINAL] = long.original_max_positions
+    return raw | {"rope_scaling": entry}

@@ -1,0 +1,101 @@
+"""Tiny random models of the families beyond Llama's, made by transformers."""
+
+from pathlib import Path
+from typing import Any
+
+from longspec_jax.weights.hf import load_target
+from tests.models.hf_models import torch, transformers
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e4)
+MULTIPLIERS = dict(
+    embedding_multiplier=12.0,
+    logits_scaling=8.0,
+    residual_multiplier=0.22,
+    attention_multiplier=0.05,
+)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2-yarn": ("Qwen2", dict(rope_parameters=YARN)),
+    "qwen3-yarn": ("Qwen3", dict(rope_parameters=YARN | dict(truncate=False), head_dim=16)),
+    "ministral3": (
+        "Ministral3",
+        dict(
+            rope_parameters=YARN
+            | dict(
+                original_max_position_embeddings=16,
+                mscale=1.0,
+                mscale_all_dim=0.5,
+                llama_4_scaling_beta=0.1,
+            ),
+            head_dim=16,
+        ),
+    ),
+    "phi3": ("Phi3", {}),
+    "phi4-mini": (
+        "Phi3",
+        dict(
+            hidden_size=64,
+            initializer_range=0.2,
+            tie_word_embeddings=True,
+            original_max_position_embeddings=32,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=1e4,
+                partial_rotary_factor=0.75,
+                short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                long_factor=[1.0, 2.0, 4.0, 6.0, 7.0, 8.0],
+            ),
+        ),
+    ),
+    "smollm3": ("SmolLM3", dict(no_rope_layer_interval=3)),
+    "granite": ("Granite", MULTIPLIERS),
+    "granite4": (
+        "GraniteMoeHybrid",
+        MULTIPLIERS
+        | dict(
+            layer_types=["attention"] * 3,
+            num_local_experts=0,
+            shared_intermediate_size=80,
+            position_embedding_type="rope",
+            mamba_n_heads=4,
+        ),
+    ),
+    "olmo2": ("Olmo2", {}),
+    "glm4": ("Glm4", dict(head_dim=16)),
+}
+"""Class of transformers, and what its configuration has beyond the base."""
+
+
+def make_model(case: str) -> Any:
+    """A random model of three layers, in which every parameter matters."""
+    family, own = CASES[case]
+    config = getattr(transformers, f"{family}Config")(
+        **dict(
+            vocab_size=97,
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            initializer_range=0.3,
+        )
+        | own
+    )
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind._from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # Norms start at 1, biases at 0: mistakes would hide.
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def load(case: str, folder: Path) -> tuple[Any, Any, Any]:
+    """The model, and the configuration and parameters that are loaded of its files."""
+    model = make_model(case)
+    model.save_pretrained(folder)
+    return model, *load_target(folder, dtype="float32")
