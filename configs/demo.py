@@ -20,6 +20,8 @@ sees a window of the last tokens alone:
     python -m train.run --config=configs/demo.py:eagle3_cpu --workdir=runs/demo_eagle3
     python -m infer.decode --draft=runs/demo_eagle3/draft
 
+``demo.py:parallel`` trains a parallel LongSpec draft for the same target, in the same stages.
+
 ``demo.py:small_lm`` trains another drafter for the demo's target, a small model of its tokenizer:
 
     python -m train.run --config=configs/demo.py:small_lm --workdir=runs/small_lm
@@ -43,6 +45,7 @@ def get_config(variant: str = "full") -> ConfigDict:
         "draft": _draft,
         "eagle3": _eagle3,
         "eagle3_cpu": _eagle3_cpu,
+        "parallel": _parallel,
         "smoke": _smoke,
         "tiny": _tiny,
         "small_lm": _small_lm,
@@ -110,6 +113,13 @@ def _eagle3_cpu(config: ConfigDict) -> None:
     config.draft.steps = 4
     config.accept_rows, config.accept_seq_len, config.accept_every = 8, 0, 100
     config.stages = dict(short=stage(256, 4, 2e-3, max_seconds=600.0))
+
+
+def _parallel(config: ConfigDict) -> None:
+    """A parallel LongSpec draft for the target that is there."""
+    _draft(config)
+    config.title = "LongSpec demo: a parallel draft for the small code model"
+    config.draft = {**DRAFTS["parallel"], "layers": 1, "markov_rank": 64}
 
 
 def _smoke(config: ConfigDict) -> None:

@@ -18,7 +18,8 @@ plain positions, and ``sft`` with long questions whose answers alone are learned
 ``all`` is one resumable run of the three, each with data of its own, which
 ``--config.stages.short.data.files=PATHS`` replaces by local files. The variants ``short``, ``long``
 and ``sft`` are one stage each, of ``--config.data``; the last two start from the draft of the one
-before, which ``--config.draft.init`` names if it is elsewhere.
+before, which ``--config.draft.init`` names if it is elsewhere. The variant ``parallel`` is ``all``
+for a parallel LongSpec draft.
 
 The variant ``eagle3`` trains another kind of draft for the same target, EAGLE-3 (arXiv 2503.01840),
 in one stage of conversations whose answers alone are learned. A draft is better where the answers
@@ -66,6 +67,19 @@ DRAFTS: dict[str, dict[str, Any]] = {
         distillation=0.0,
     ),
     "eagle3": dict(kind="eagle3", init="", layers="", vocabulary=32_000, steps=7, decay=0.8),
+    "parallel": dict(
+        kind="parallel",
+        init="",
+        window=512,
+        layers=2,
+        block=8,
+        markov_rank=256,
+        anchor_every=8,
+        decay=4.0,
+        anchor_offset=True,
+        max_sinks=4,
+        distillation=0.9,
+    ),
 }
 """The section ``draft`` of every kind that can be trained, with its usual values."""
 
@@ -223,7 +237,8 @@ def paper_config(
     Args:
       name: of the configuration file; the variant of a stage looks for the draft of the one before
         in ``runs/NAME-STAGE/draft``.
-      variant: ``all``, or one of ``short``, ``long`` and ``sft``; or ``eagle3``.
+      variant: ``all``, or one of ``short``, ``long`` and ``sft``; ``parallel`` for ``all`` with a
+        parallel draft; or ``eagle3``.
       target: hub id of the frozen target.
       long_length: tokens of a row in the last two stages.
       max_offset: largest anchor offset of the first stage.
@@ -231,13 +246,25 @@ def paper_config(
       chat_turn: how the target's chat template writes a turn, for the variant ``eagle3``; as in its
         data if empty.
     """
-    if variant not in (variants := ("all", *STAGES, "eagle3")):
+    if variant not in (variants := ("all", *STAGES, "parallel", "eagle3")):
         known = ", ".join(variants)
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config = base_config()
     if variant == "eagle3":
         config.update(target=target, title=f"EAGLE-3 draft for {target}", **overrides)
         return _eagle3(config, chat_turn or config.to_dict()["data"]["turn"])
+    if variant == "parallel":
+        config = paper_config(
+            *(name, "all"),
+            target=target,
+            long_length=long_length,
+            max_offset=max_offset,
+            sft_data=sft_data,
+            **overrides,
+        )
+        config.update(title=f"Parallel LongSpec draft for {target}, its three stages")
+        config.draft = DRAFTS["parallel"]
+        return config
     words = "its three stages" if variant == "all" else f"stage {variant}"
     config.update(target=target, title=f"LongSpec draft for {target}, {words}", **overrides)
     stages = dict(

@@ -176,6 +176,18 @@ def test_every_target_has_an_eagle3_draft(name: str) -> None:
     assert rows * stage.seq_len == 8 * 16384
 
 
+def test_a_parallel_draft_is_trained_in_the_same_stages(name: str) -> None:
+    config, usual = load(name, "parallel"), load(name)
+    assert config.draft.kind == "parallel" and "Parallel" in config.title
+    assert config == dataclasses.replace(usual, draft=config.draft, title=config.title)
+
+
+def test_the_demos_parallel_draft_is_trained_as_its_draft() -> None:
+    config, usual = load("demo", "parallel"), load("demo", "draft")
+    assert config.draft.kind == "parallel"
+    assert config == dataclasses.replace(usual, draft=config.draft, title=config.title)
+
+
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("name", ["vicuna7b", "qwq32b"])
 def test_micro_batches_follow_the_devices(name: str, devices: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..config import DraftSettings
 from .eagle3.settings import Eagle3Settings
 from .longspec.settings import LongSpecSettings
+from .parallel.settings import ParallelSettings
 
 if TYPE_CHECKING:
     from .base import Begun, Given
@@ -43,4 +44,5 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "longspec": Kind(LongSpecSettings, "longspec.objective"),
     "eagle3": Kind(Eagle3Settings, "eagle3.objective"),
+    "parallel": Kind(ParallelSettings, "parallel.objective"),
 }
