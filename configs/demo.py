@@ -13,6 +13,13 @@ Without anchor-offset, at the same budget: ``--config.draft.anchor_offset=False`
 
     python -m train.run --config=configs/demo.py:draft --workdir=runs/demo_draft
 
+``demo.py:eagle3`` trains an EAGLE-3 draft for the same target, likewise in fixed steps, and
+``demo.py:eagle3_cpu`` one in a quarter of an hour on a CPU, on rows of 256 tokens. Such a draft
+sees a window of the last tokens alone:
+
+    python -m train.run --config=configs/demo.py:eagle3_cpu --workdir=runs/demo_eagle3
+    python -m infer.decode --draft=runs/demo_eagle3/draft
+
 ``demo.py:parallel`` trains a parallel LongSpec draft for the same target, in the same stages.
 
 ``demo.py:small_lm`` trains another drafter for the demo's target, a small model of its tokenizer:
@@ -36,6 +43,8 @@ def get_config(variant: str = "full") -> ConfigDict:
     changes = {
         "full": _full,
         "draft": _draft,
+        "eagle3": _eagle3,
+        "eagle3_cpu": _eagle3_cpu,
         "parallel": _parallel,
         "smoke": _smoke,
         "tiny": _tiny,
@@ -87,6 +96,23 @@ def _draft(config: ConfigDict) -> None:
     del config.pretraining
     config.stages.short.update(steps=1500, max_seconds=0.0)
     config.stages.long.update(steps=1500, max_seconds=0.0)
+
+
+def _eagle3(config: ConfigDict) -> None:
+    """An EAGLE-3 draft for the target that is there."""
+    _draft(config)
+    config.title = "LongSpec demo: an EAGLE-3 draft for the small code model"
+    config.draft = {**DRAFTS["eagle3"], "vocabulary": 2048}
+    config.stages.short.max_offset = 0
+
+
+def _eagle3_cpu(config: ConfigDict) -> None:
+    """The same in little time: short rows, fewer passes of the training-time test."""
+    _eagle3(config)
+    config.dtype = "float32"
+    config.draft.steps = 4
+    config.accept_rows, config.accept_seq_len, config.accept_every = 8, 0, 100
+    config.stages = dict(short=stage(256, 4, 2e-3, max_seconds=600.0))
 
 
 def _parallel(config: ConfigDict) -> None:

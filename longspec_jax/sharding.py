@@ -39,8 +39,10 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(fused|cross_q|gate_up)/rows/steps$", P("tp", "fsdp")),  # 8-bit [out, in]
     (r"(attention/out|self_out|cross_out|down)/rows/steps$", P("fsdp", "tp")),  # 8-bit [out, in]
     (r"fuse/rows/steps$", P("fsdp", None)),  # 8-bit [D, features D]
-    (r"(^|/)slots$", P()),  # [slots, D]
-    (r"((^|(?<!kernel)/)scale|kernel/order|fuse/bias|confidence/kernel|confidence/bias)$", P()),
+    (
+        r"((^|(?<!kernel)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias))$",
+        P(),
+    ),
 )
 
 
