@@ -262,7 +262,7 @@ REFUSED = {
         "load the unquantised checkpoint",
     ),
 }
-REFUSED_TARGET = {key: REFUSED[key] for key in ("hidden_act", "partial_rotary_factor")} | {
+REFUSED_TARGET = {key: REFUSED[key] for key in ("hidden_act", PARTIAL)} | {
     "attention_bias": (False, "no bias is added to the attention output", REMEDY),
     "mlp_bias": (False, "no biases are added in the MLP", REMEDY),
     "auto_map": (
