@@ -141,7 +141,7 @@ def header_lines(
     yield (
         f"target {setting['target']} ({config.architecture}, "
         f"{counted(config.num_layers, 'layer')} of width {config.model_width}), draft {draft}; "
-        f"{config.dtype} on {setting['device']}"
+        f"{setting['dtype']} on {setting['device']}"
     )
     shape = "a tree that fits this machine" if tree is None else tree_line(tree)
     yield f"{shape}, temperature {setting['temperature']:g}, seed {setting['seed']}"

@@ -91,7 +91,7 @@ class Session:
 
     def _described(self) -> dict[str, Any]:
         """What is run, for the JSON."""
-        arguments, config = self._arguments, self._spec.target_config
+        arguments = self._arguments
         return {
             "target": arguments.target or "demo",
             "drafts": drafts(arguments),
@@ -99,7 +99,7 @@ class Session:
             "draft": self._drafter,
             **tree_fields(self._tree),
             "adaptive": arguments.adaptive,
-            "dtype": config.dtype,
+            "dtype": self._spec.precision,
             "identical_promised": self._spec.identical,
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,

@@ -1,6 +1,5 @@
 """Loading: a target and its tokenizer, drafts of any kind, and whether memory suffices."""
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.checks import LARGEST_NUMBER, shown_bytes
@@ -33,10 +31,9 @@ from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.weights import hf
 from longspec_jax.weights.checkpoint import names_of_tensors
-from longspec_jax.weights.hf_config import FAMILIES, target_config
+from longspec_jax.weights.hf_config import FAMILIES
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
-from longspec_jax.weights.tables import target_table
 
 _SETTINGS = "tokenizer_config.json"
 _GENERIC = "PreTrainedTokenizerFast"
@@ -247,12 +244,10 @@ def check_weights_fit(source: str | Path, dtype: str, revision: str | None = Non
     free = free_bytes()
     if free is None:
         return
-    config = target_config(read_json(local_folder(source, revision) / "config.json"), dtype)
-    values = sum(math.prod(leaf.shape) for leaf in target_table(config).leaves)
-    needed = values * jnp.dtype(config.dtype).itemsize
+    needed = hf.target_bytes(source, dtype=dtype, revision=revision)
     if needed > free:
         raise MemoryError(
-            f"the weights of {source} take {shown_bytes(needed)} in {config.dtype} and "
+            f"the weights of {source} take {shown_bytes(needed)} in {dtype} and "
             f"{shown_bytes(free)} are free on the device; spread them over several devices with "
             "mesh=make_mesh(tp=...), or free memory"
         )

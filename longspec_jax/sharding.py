@@ -35,10 +35,19 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"expert_down$", P("tp", "fsdp", None)),  # [E, D, F]
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]
     (r"router/bias$", P()),  # [E]
+    (r"qkv/fused/kernel/codes$", P("tp", None, None, "fsdp")),  # [K, G+2, H, D]
+    (r"qkv/fused/kernel/(scale|zero)$", P("tp", None, None, None)),
+    (r"gate_up/kernel/codes$", P(None, "tp", "fsdp")),  # [2, F, D]
+    (r"gate_up/kernel/(scale|zero)$", P(None, "tp", None)),
+    (r"(attention/out|down)/kernel/codes$", P("fsdp", "tp")),  # [D, in]
+    (r"(attention/out|down)/kernel/(scale|zero)$", P("fsdp", None)),
     (r"(fused|cross_q|gate_up)/rows/steps$", P("tp", "fsdp")),  # 8-bit [out, in]
     (r"(attention/out|self_out|cross_out|down)/rows/steps$", P("fsdp", "tp")),  # 8-bit [out, in]
     (r"fuse/rows/steps$", P("fsdp", None)),  # 8-bit [D, features D]
-    (r"((^|/)scale|fuse/bias|confidence/kernel|confidence/bias)$", P()),
+    (
+        r"((^|(?<!kernel)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias))$",
+        P(),
+    ),
 )
 
 

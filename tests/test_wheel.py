@@ -107,6 +107,7 @@ def test_no_file_is_left_out(site: Path) -> None:
         "longspec-decode",
         "longspec-plot",
         "longspec-prepare",
+        "longspec-quantise",
         "longspec-regenerate",
         "longspec-report",
         "longspec-vocabulary",

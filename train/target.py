@@ -140,6 +140,19 @@ def run_target(
     return TargetView(hidden, output.keys[read], output.values[read], output.kept)
 
 
+_CHEAP = frozenset(
+    "add add_any broadcast_in_dim concatenate convert_element_type cos div dynamic_slice exp "
+    "gather integer_pow iota log logistic max mul neg pad reduce_sum reshape rsqrt select_n "
+    "sharding_constraint sin slice split square squeeze sub transpose".split()
+)
+"""Elementwise primitives, and those that move and sum."""
+
+
+def is_costly(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether a result is kept for the backward pass: those of matmuls and attention are."""
+    return primitive.name not in _CHEAP
+
+
 @dataclass(frozen=True)
 class TargetObjective:
     """Next-token prediction by the target itself; nothing is frozen."""

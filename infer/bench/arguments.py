@@ -22,7 +22,15 @@ from longspec_jax.config import (
     TargetConfig,
     TreeConfig,
 )
-from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, SMALL_LM, Kind
+from longspec_jax.drafters.registry import (
+    DFLASH,
+    EAGLE3,
+    LONGSPEC,
+    NAMED,
+    PARALLEL,
+    SMALL_LM,
+    Kind,
+)
 from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
@@ -61,6 +69,7 @@ KINDS: dict[str, Kind] = {
     "small_lm": SMALL_LM,
     "eagle3": EAGLE3,
     "dflash": DFLASH,
+    "parallel": PARALLEL,
 }
 """Kinds of drafts that are measured with random weights."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -203,6 +212,30 @@ def _match(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser)
 
 
+def _quantised(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", default="demo", help="demo, or a target in 16 or 32 bits")
+    _add_several(
+        *(parser, "--quantised", str, []),
+        "folders of the same target quantised; made from it if absent",
+    )
+    parser.add_argument("--draft", default="demo", help="demo, or a draft's folder or kind")
+    parser.add_argument(
+        "--dtype",
+        type=one_of(DTYPES),
+        default=ByMachine("bfloat16", "float32"),
+        help=f"one of {', '.join(DTYPES)}",
+    )
+    parser.add_argument(
+        "--tree",
+        type=cli.drafting_tree,
+        default=ByMachine(DEFAULT_TREE, CHAIN),
+        help=f"what is verified in a round: {cli.TREE_GRAMMAR}",
+    )
+    parser.add_argument("--context", type=COUNT, default=1024, help="tokens of every text")
+    _add_new_tokens(parser, ByMachine(256, 128), "tokens that continue every text")
+    _add_outputs(parser)
+
+
 def _products(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
     parser.add_argument(
@@ -285,6 +318,7 @@ BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]
     "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain", _decode),
     "match": ("match", "whether the text is that of plain decoding, token by token", _match),
     "products": ("products", "the matmuls of a verification, beside XLA's", _products),
+    "quantised": ("quantised", "what quantised weights change, and cost a draft", _quantised),
     "serve": ("serve", "a whole server under load, through HTTP", _serve),
     "transformers": (
         "hugging_face",

@@ -3,7 +3,7 @@
 Weights and cached keys and values are random and of the real shapes. Plain decoding and speculation
 each run in one compiled loop of the engine's rounds, from the first token to the last; only the
 number of accepted tokens is drawn, with mean ``acceptance_wanted``, instead of earned
-(``infer.bench.acceptance``). Times are medians over repetitions, each from a dispatch to the end of
+(``infer.bench.rounds``). Times are medians over repetitions, each from a dispatch to the end of
 the device's work, after one run that warms up; tokens per second are tokens over that time.
 
 ``acceptance length`` is emitted tokens over target forwards, the bonus included. The roofline of a
@@ -34,11 +34,10 @@ from longspec_jax.ops.placement import tree_bytes
 
 from ..output import tree_fields, tree_of
 from ..wording import command_words
-from .acceptance import AcceptanceLengths
 from .arguments import SHAPES
 from .models import Model, check_memory, draft_options, draft_state, random_model
 from .report import Report, run_header
-from .rounds import PARTS, Bench, LoopTime, Setting
+from .rounds import PARTS, AcceptanceLengths, Bench, LoopTime, Setting
 from .timing import announce, measure_roofline, rounded, step
 
 

@@ -88,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
                 for row in compared(prompts, found, expected):
                     whole = {
                         "target": arguments.target,
-                        "dtype": spec.target_config.dtype,
+                        "dtype": spec.precision,
                         "drafter": name,
                         "tree": str(tree),
                         **row,

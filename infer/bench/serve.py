@@ -52,11 +52,11 @@ from longspec_jax.sharding import path_name
 
 from ..wording import command_words
 from . import load
-from .acceptance import GOLDEN, AcceptanceLengths
 from .arguments import CHAIN, SHAPES
 from .load import Stream
 from .models import check_memory, draft_options, random_model, target_bytes
 from .report import Report, Row, run_header
+from .rounds import GOLDEN, AcceptanceLengths
 from .timing import announce, rounded, step
 
 STREAMS = 4

@@ -329,7 +329,7 @@ def new_header(
         provenance=provenance(arguments.endpoint or jax.devices()[0].device_kind),
         command=shlex.join(["python", "-m", "infer.eval", *typed]),
         target=arguments.target,
-        dtype=spec.target_config.dtype,
+        dtype=spec.precision if isinstance(spec, LongSpec) else spec.target_config.dtype,
         protocol=arguments.protocol,
         tasks=tuple(arguments.task),
         methods=methods,

@@ -31,10 +31,11 @@ def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None 
 
 def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int:
     """Check everything that can be checked before anything slow, load, and serve."""
+    from ..arguments import check
     from . import arguments as arguments_lib
 
     arguments = arguments_lib.parser().parse_args(argv)
-    arguments_lib.check(arguments)
+    check(arguments)
     key = arguments_lib.read_key(arguments)
     from longspec_jax.extras import missing_packages
 

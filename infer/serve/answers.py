@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from .gains import LONGEST_RUN, Answer, Gain, TokenText, metrics_of, rounds_of
 from .protocol import Call
@@ -29,37 +29,11 @@ def event(value: Any) -> bytes:
     return b"data: " + json_bytes(value) + b"\n\n"
 
 
-class Format(Protocol):
-    """How the choices of an endpoint are written."""
-
-    prefix: str
-    """Of the answer's id."""
-    whole: str
-    """The ``object`` of a body."""
-    part: str
-    """The ``object`` of a chunk."""
-
-    def choice(self, index: int, answer: Answer, call: Call) -> dict[str, Any]:
-        """A choice of a body."""
-        ...
-
-    def opening(self, index: int, answer: Answer) -> dict[str, Any] | None:
-        """The choice of a row's first chunk, before it has gained anything; None for none."""
-        ...
-
-    def delta(self, index: int, answer: Answer, gain: Gain, call: Call) -> dict[str, Any]:
-        """The choice of a chunk."""
-        ...
-
-    def closing(self, index: int, finish: str) -> dict[str, Any]:
-        """The choice of a row's last chunk, which has the finish reason and nothing else."""
-        ...
-
-
 class TextFormat:
     """Choices of ``/v1/completions``."""
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    """Of the answer's id, and the ``object`` of a body and of a chunk."""
 
     def __init__(self, text_of: TokenText, special: Container[int] = ()) -> None:
         """Bind what writes tokens.
@@ -182,7 +156,7 @@ class Writer:
     """Writes the body or the chunks of one call."""
 
     call: Call
-    format: Format
+    format: TextFormat | ChatFormat
     model: str
     answers: list[Answer]
     text_of: TokenText

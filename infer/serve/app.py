@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from . import metrics as metrics_lib
 from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes
 from .engine_thread import EngineThread, State
-from .gains import token_text
+from .gains import Ticket, token_text
 from .metrics import Metrics
 from .openapi import describe
 from .page import read_page
@@ -42,7 +42,6 @@ from .protocol import (
     too_large,
 )
 from .rules import Refused
-from .tickets import Ticket
 
 LOG = logging.getLogger("longspec.serve")
 HEALTH, PAGE = "/health", "/"

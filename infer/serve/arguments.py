@@ -1,4 +1,4 @@
-"""The options of ``python -m infer.serve``: declared, and checked against each other."""
+"""The options of ``python -m infer.serve``."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ import longspec_jax
 from longspec_jax import cli, files
 from longspec_jax.checks import Real, Whole
 
-from .. import arguments as shared
+from ..arguments import add_models
 from ..prompts import STYLES
 
 EPILOG = """\
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
-    group = shared.add_models(result, "Plain decoding if absent")
+    group = add_models(result, "Plain decoding if absent")
     group.add_argument(
         "--tree",
         type=cli.tree,
@@ -137,15 +137,6 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--log_prompts", action="store_true", help="write prompts to the log")
     cli.add_traceback(group)
-
-
-def check(arguments: argparse.Namespace) -> None:
-    """Refuse options that contradict each other.
-
-    Raises:
-      ValueError: for the first contradiction.
-    """
-    shared.check(arguments)
 
 
 def read_key(arguments: argparse.Namespace) -> str | None:

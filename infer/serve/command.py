@@ -116,7 +116,7 @@ class Service:
     def _lines(self, spec: LongSpec, engine: RequestEngine) -> Iterator[str]:
         drafter = engine.engine.drafter
         draft = f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.widths else "no draft"
-        yield f"  {self._names[0]}: {draft}; {spec.target_config.dtype}"
+        yield f"  {self._names[0]}: {draft}; {spec.precision}"
         yield f"  {memory_plan_line(engine.memory)}"
         free = free_bytes(spec.mesh)
         slots = counted(engine.engine.slots, "slot")

@@ -13,18 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
-from longspec_jax.decoding.slots import EngineStatus
-from longspec_jax.generation.requests import RequestOutput
-from longspec_jax.generation.result import TreeUse
+from longspec_jax.generation.requests import RequestEngine, RequestOutput
 
-from .gains import Answer, Gain
+from .gains import Answer, Gain, Ticket, wake
 from .metrics import Metrics
 from .protocol import Row
 from .rules import Refused
-from .tickets import Ticket, wake
 
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or later"
 LONGEST_RETRY = 60
@@ -41,52 +38,12 @@ class State(Enum):
     FAILED = "failed"
 
 
-class DrivenEngine(Protocol):
-    """What the thread needs of an engine; that of ``LongSpec.engine``."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request waits or runs."""
-        ...
-
-    @property
-    def trees(self) -> Sequence[TreeUse]:
-        """What every candidate tree has done so far."""
-        ...
-
-    @property
-    def queued(self) -> Sequence[int]:
-        """The requests whose prompts do not run yet."""
-        ...
-
-    @property
-    def status(self) -> EngineStatus:
-        """Counts."""
-        ...
-
-    def submit(self, inputs: Any, **options: Any) -> int:
-        """Queue a request."""
-        ...
-
-    def step(self) -> Sequence[RequestOutput]:
-        """Run something, and return what requests have gained."""
-        ...
-
-    def cancel(self, id: int) -> None:
-        """End a request."""
-        ...
-
-    def close(self) -> None:
-        """Let go of all arrays."""
-        ...
-
-
 class EngineThread:
     """Drives an engine in a thread of its own."""
 
     def __init__(
         self,
-        engine: DrivenEngine,
+        engine: RequestEngine,
         metrics: Metrics,
         *,
         queue_requests: int,

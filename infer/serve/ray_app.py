@@ -17,6 +17,7 @@ from ray.serve.experimental.consistent_hash_router import (  # pyright: ignore[r
     ConsistentHashRouter,
 )
 
+from ..arguments import check
 from . import arguments as arguments_lib
 from .app import Served, make_app
 from .engine_thread import State
@@ -42,7 +43,7 @@ class Replica:
         from .command import Service
 
         arguments = arguments_lib.parser().parse_args(argv)
-        arguments_lib.check(arguments)
+        check(arguments)
         service = Service(arguments, None, arguments_lib.read_key(arguments))
         service.load()
         return service.served()
@@ -80,7 +81,7 @@ def application(options: Mapping[str, Any], replica: type[Replica] = Replica) ->
     own = dict(options)
     replicas, gpus = int(own.pop("replicas", 1)), float(own.pop("gpus", 1))
     argv = [f"--{name}={value}" for name, value in own.items()]
-    arguments_lib.check(arguments_lib.parser().parse_args(argv))
+    check(arguments_lib.parser().parse_args(argv))
     deployment = serve.deployment(
         serve.ingress()(replica),
         name="longspec",

@@ -35,12 +35,15 @@ def has_same_bits(target: TargetModel) -> bool:
     return target.same_bits
 
 
-def choose_kernels(target: TargetModel, wanted: bool | None) -> TargetModel:
+def choose_kernels(
+    target: TargetModel, wanted: bool | None, *, quantised: bool = False
+) -> TargetModel:
     """The target with the kernels of one order, or without.
 
     Args:
       target: the static part of the target, on the device of this process.
       wanted: whether to take them; None takes them where they serve a target in 16 bits.
+      quantised: whether some of its weights are, which no kernel multiplies in one order.
 
     Raises:
       NotImplementedError: if they are wanted and there are none; says why.
@@ -48,7 +51,7 @@ def choose_kernels(target: TargetModel, wanted: bool | None) -> TargetModel:
     if wanted is False or target.config.dtype == "float32":
         return target
     try:
-        _require_kernels(target)
+        _require_kernels(target, quantised)
     except NotImplementedError:
         if wanted:
             raise
@@ -75,8 +78,10 @@ def check_tree(target: TargetModel, tree: TreeConfig) -> None:
         )
 
 
-def _require_kernels(target: TargetModel) -> None:
+def _require_kernels(target: TargetModel, quantised: bool) -> None:
     config = target.config
+    if quantised:
+        raise NotImplementedError("same_bits needs weights in 16 bits; leave it out")
     if target.mesh is not None or target.offload or target.attention is not None:
         raise NotImplementedError(
             "same_bits needs one device, a cache on it, and the automatic attention; leave out "

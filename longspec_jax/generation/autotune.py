@@ -38,6 +38,7 @@ from longspec_jax.decoding.trials import branch, rejoin
 from longspec_jax.generation.activity import OnActivity, TreeTiming, Tuning
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.memory import free_bytes
+from longspec_jax.ops.matmul.quantised import quantised_matrices
 
 FEW = 32
 """New tokens below which a call is not worth timing for. Of a large target, whose rounds take long,
@@ -238,12 +239,19 @@ def timing_key(plan: Plan, streams: bool) -> dict[str, Any]:
         "versions": [jax.__version__, _own_version()],
         "target": repr(plan.target),
         "drafters": [repr(drafter) for drafter in plan.drafters],
+        **_quantised(plan.params.target),
         "draft": _fingerprint(plan.params.draft),
         "rows": 1 << (plan.slots - 1).bit_length(),
         "context": 1 << max(9, (plan.longest - 1).bit_length()),
         "sampling": plan.kind.name,
         "streams": streams,
     }
+
+
+def _quantised(target: Any) -> dict[str, Any]:
+    """The kinds of quantised weights; nothing of a whole target."""
+    labels = sorted({matrix.label for matrix in quantised_matrices(target)})
+    return {"weights": labels} if labels else {}
 
 
 def _processors() -> list[Any]:

@@ -20,6 +20,7 @@ from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.models import Models
 from longspec_jax.ops.matmul.experts import computed_rows
+from longspec_jax.ops.matmul.quantised import quantised_matrices
 from longspec_jax.ops.placement import free_device_bytes, tree_bytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -84,8 +85,12 @@ def plan_memory(
     # Logits, noise, perturbed scores and one compared copy, float32; two more of adjusted logits,
     # and the row's tables of biases and tokens.
     copies, tables = (6, ADJUSTMENT_BYTES * config.vocab_size) if adjusted else (4, 0)
+    # Without a kernel for them, quantised weights are dequantised one kernel at a time, in float32.
+    matrices = quantised_matrices(params)
+    widened = 4 * max((math.prod(each.out_axes) * each.inputs for each in matrices), default=0)
     working_row = max(chunk_bytes, 4 * copies * nodes * config.vocab_size) + tables
-    cache = host = state = working = rings = saved = 0
+    cache = host = state = rings = saved = 0
+    working = widened
     full, own_slots = config.num_layers - len(rings_of(config)), layer_slots(config, capacity)
     for batch in batches:
         begin = partial(drafters[0].begin, batch=batch, capacity=capacity)

@@ -15,6 +15,7 @@ from longspec_jax.decoding.same_bits import check_tree, choose_kernels, serves_t
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.draft import DefaultTrees, Draft, drafters_of, is_large
+from longspec_jax.ops.matmul.quantised import quantised_matrices
 
 SEVERAL = 4
 """Rows decoded together from which the default tree of a large target is timed too: 64 nodes of
@@ -70,7 +71,15 @@ class Models:
         """The static part of the target."""
         mesh = None if self.mesh is None else self.mesh.abstract_mesh
         target = TargetModel(self.target_config, self.attention, mesh, self.offload)
-        return choose_kernels(target, self.same_bits)
+        quantised = bool(quantised_matrices(self.target_params))
+        return choose_kernels(target, self.same_bits, quantised=quantised)
+
+    @property
+    def precision(self) -> str:
+        """In what the target is computed: its dtype, and what its weights are stored in."""
+        dtype, matrices = self.target_config.dtype, quantised_matrices(self.target_params)
+        labels = " and ".join(sorted({matrix.label for matrix in matrices}))
+        return f"weights {labels}, activations {dtype}" if labels else dtype
 
     @property
     def large(self) -> bool:

@@ -7,7 +7,7 @@ PartitionSpec and no reshape is left to the caller.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -30,6 +30,12 @@ from longspec_jax.ops.matmul.int8 import (
     int8_gated_matmul,
     int8_matmul,
     int8_matmul_partials,
+)
+from longspec_jax.ops.matmul.quantised import (
+    QuantisedMatrix,
+    quantised_gated_matmul,
+    quantised_matmul,
+    quantised_matmul_partials,
 )
 from longspec_jax.ops.partitioned import row_shares
 
@@ -65,9 +71,28 @@ class RMSNorm(nn.Module):
         return self.param("scale", nn.initializers.ones, shape, self.dtype)
 
 
-class Projection(nn.Module):
-    """A linear map from the last axes of the input to new axes, optionally with a bias."""
+class Matmuls(NamedTuple):
+    """The ops of a kind of weights."""
 
+    whole: Callable[..., Array]
+    partials: Callable[..., Array]
+    gated: Callable[..., Array]
+
+
+FEW_ROWS = Matmuls(matmul, matmul_partials, gated_matmul)
+ORDERED = Matmuls(ordered.matmul, ordered.matmul_partials, ordered.gated_matmul)
+QUANTISED = Matmuls(quantised_matmul, quantised_matmul_partials, quantised_gated_matmul)
+
+
+class Projection(nn.Module):
+    """A linear map from the last axes of the input to new axes, optionally with a bias.
+
+    Where the parameters hold a :class:`QuantisedMatrix` as ``kernel``, it is multiplied as it is
+    stored. So a model of quantised and whole layers needs no configuration of its own.
+    """
+
+    matmuls: ClassVar[Matmuls] = FEW_ROWS
+    """Of whole weights."""
     in_axes: Sequence[int]
     """Sizes of the contracted axes, the last of the input."""
     out_axes: Sequence[int]
@@ -77,26 +102,41 @@ class Projection(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
-        kernel, bias = self.weights()
-        return matmul(self._flat(x), kernel, bias)
+        kernel, bias = self._stored()
+        return self._matmuls(kernel).whole(self._flat(x), kernel, bias)
 
     def partials(self, x: Array) -> Array:
         """Split-K partials ``[S, ..., out]`` of the mapped input; one axis out, no bias."""
-        return matmul_partials(self._flat(x), self.weights()[0])
+        kernel, _ = self._stored()
+        return self._matmuls(kernel).partials(self._flat(x), kernel)
 
     def gated(self, x: Array) -> Array:
         """The second half of the mapped input, ``[..., 2, F]``, times the silu of the first."""
-        return gated_matmul(self._flat(x), self.weights()[0])
+        kernel, _ = self._stored()
+        return self._matmuls(kernel).gated(self._flat(x), kernel)
+
+    def weights(self) -> tuple[Array, Array | None]:
+        """The kernel ``[prod(in_axes), *out_axes]``, and the bias ``[*out_axes]`` or none.
+
+        Quantised weights are dequantised.
+        """
+        kernel, bias = self._stored()
+        return kernel.kernel(self.dtype) if isinstance(kernel, QuantisedMatrix) else kernel, bias
 
     @nn.compact
-    def weights(self) -> tuple[Array, Array | None]:
-        """The kernel ``[prod(in_axes), *out_axes]``, and the bias ``[*out_axes]`` or none."""
-        shape = (*self.in_axes, *self.out_axes)
-        kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
-        bias = None
+    def _stored(self) -> tuple[Any, Array | None]:
+        """The kernel as it is stored, and the bias."""
+        kernel, bias = self.get_variable("params", "kernel"), None
+        if not isinstance(kernel, QuantisedMatrix):
+            shape = (*self.in_axes, *self.out_axes)
+            kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
+            kernel = kernel.reshape(-1, *self.out_axes)
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
-        return kernel.reshape(-1, *self.out_axes), bias
+        return kernel, bias
+
+    def _matmuls(self, kernel: Any) -> Matmuls:
+        return QUANTISED if isinstance(kernel, QuantisedMatrix) else self.matmuls
 
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
@@ -105,18 +145,7 @@ class Projection(nn.Module):
 class OrderedProjection(Projection):
     """A :class:`Projection` whose rows have the same bits whatever rows are beside them."""
 
-    def __call__(self, x: Array) -> Array:
-        """As of :class:`Projection`."""
-        kernel, bias = self.weights()
-        return ordered.matmul(self._flat(x), kernel, bias)
-
-    def partials(self, x: Array) -> Array:
-        """As of :class:`Projection`."""
-        return ordered.matmul_partials(self._flat(x), self.weights()[0])
-
-    def gated(self, x: Array) -> Array:
-        """As of :class:`Projection`."""
-        return ordered.gated_matmul(self._flat(x), self.weights()[0])
+    matmuls: ClassVar[Matmuls] = ORDERED
 
 
 class Int8Projection(nn.Module):

@@ -5,6 +5,7 @@ costs its own bytes and nothing else. ``.bin`` and ``.pth`` files are pickles, w
 run (:mod:`longspec_jax.weights.pickles`). Those of torch before 1.6 need torch.
 """
 
+import json
 import pickle
 import re
 import zipfile
@@ -49,6 +50,7 @@ MEDUSA_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 """What Medusa heads are called."""
 
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_FLOAT8 = "F8_E4M3"
 """Safetensors' names of the floating dtypes; other names are passed on, for the error message."""
 
 
@@ -127,7 +129,8 @@ def _open_safetensors(path: Path, stack: ExitStack) -> Tensors:
     """The tensors of one safetensors file."""
     try:
         file = stack.enter_context(safe_open(path, framework="numpy"))
-        return {name: _tensor(path, file.get_slice(name)) for name in file.keys()}
+        tensors = {name: _tensor(path, file.get_slice(name)) for name in file.keys()}
+        return tensors | _open_float8(path, tensors)
     except SafetensorError as error:
         size = path.stat().st_size
         raise ValueError(
@@ -141,6 +144,26 @@ def _tensor(path: Path, stored: Any) -> Tensor:
     kind: str = stored.get_dtype()
     dtype = _SAFETENSORS_DTYPES.get(kind, kind)
     return Tensor(tuple(stored.get_shape()), dtype, stored.__getitem__, path)
+
+
+def _open_float8(path: Path, tensors: Tensors) -> Tensors:
+    """The tensors of 8-bit floats, which safetensors does not slice for NumPy."""
+    float8 = {name: tensor for name, tensor in tensors.items() if tensor.dtype == _FLOAT8}
+    if not float8:
+        return {}
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    data = np.memmap(path, np.uint8, "r", offset=8 + size)
+
+    def read(index: Index, name: str) -> np.ndarray:
+        first, last = header[name]["data_offsets"]
+        return data[first:last].reshape(tensors[name].shape)[index].view(jnp.float8_e4m3fn)
+
+    return {
+        name: Tensor(tensor.shape, "float8_e4m3fn", partial(read, name=name), path)
+        for name, tensor in float8.items()
+    }
 
 
 def _pointer_advice(path: Path) -> str | None:

@@ -17,7 +17,9 @@ from longspec_jax.weights.checkpoint import Tensors, open_tensors
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.params import load_params, write_model
-from longspec_jax.weights.tables import check_layers, check_tensors, target_table
+from longspec_jax.weights.quantised.formats import quantisation
+from longspec_jax.weights.quantised.table import as_stored, stored_bytes, with_matrices
+from longspec_jax.weights.tables import Table, check_layers, check_tensors, target_table
 
 
 def load_target(
@@ -48,9 +50,27 @@ def load_target(
     with ExitStack() as stack:
         tensors = _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
         check_layers(config, tensors, folder / "config.json")
-        table = target_table(config)
-        check_tensors(table, tensors, str(source), dtype=None if dtype else config.dtype)
-        return config, load_params(table, tensors, config.dtype, mesh)
+        table, tensors, groups = _stored(folder, config, tensors)
+        any_dtype = dtype is not None or bool(groups)
+        check_tensors(table, tensors, str(source), dtype=None if any_dtype else config.dtype)
+        return config, with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
+
+
+def _stored(
+    folder: Path, config: TargetConfig, tensors: Tensors
+) -> tuple[Table, Tensors, dict[str, int]]:
+    """The table and tensors of a target, and the group sizes of its quantised kernels, by path."""
+    table, quantised = target_table(config), quantisation(read_json(folder / "config.json"))
+    return (table, tensors, {}) if quantised is None else as_stored(table, tensors, quantised)
+
+
+def target_bytes(source: str | Path, *, dtype: str, revision: str | None = None) -> int:
+    """Bytes of a target's parameters as they are loaded; arguments as of :func:`load_target`."""
+    folder = local_folder(source, revision)
+    config = load_target_config(source, dtype=dtype, revision=revision)
+    with ExitStack() as stack:
+        table, _, _ = _stored(folder, config, open_tensors(folder, stack))
+    return stored_bytes(table, config.dtype)
 
 
 def _of_target(tensors: Tensors, raw: JsonObject) -> Tensors:

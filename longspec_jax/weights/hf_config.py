@@ -22,6 +22,7 @@ from longspec_jax.config import (
 )
 from longspec_jax.weights.families import FAMILIES, WRAPPERS, Family
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.quantised.formats import quantisation
 from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta, rotary_width
 
 C = TypeVar("C")
@@ -55,6 +56,7 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     raw.require((*widths.values(), "max_position_embeddings"), architecture)
     raw = raw.assuming(family.defaults)
     check_refused(raw, REFUSED_TARGET, family.accepts)
+    quantisation(raw)  # Refuses formats that are not read.
     _check_model_type(raw, architecture)
     scaling = rope_scaling(raw, PARTIAL in family.accepts)
     max_positions = _max_positions(raw, scaling)
@@ -260,7 +262,7 @@ REFUSED = {
         "load the unquantised checkpoint",
     ),
 }
-REFUSED_TARGET = REFUSED | {
+REFUSED_TARGET = {key: REFUSED[key] for key in ("hidden_act", "partial_rotary_factor")} | {
     "attention_bias": (False, "no bias is added to the attention output", REMEDY),
     "mlp_bias": (False, "no biases are added in the MLP", REMEDY),
     "auto_map": (

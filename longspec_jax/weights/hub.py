@@ -7,7 +7,7 @@ from huggingface_hub import snapshot_download
 from longspec_jax.checks import first_line, shown
 from longspec_jax.weights.checkpoint import MEDUSA_FILES
 
-_FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.txt", "draft_vocabulary.safetensors")
+FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.txt", "draft_vocabulary.safetensors")
 _SAFETENSORS = ("model.safetensors", "model-*.safetensors", MEDUSA_FILES[0])
 _PICKLES = ("pytorch_model*.bin", "draft_model_weights.pth", MEDUSA_FILES[1])
 
@@ -77,10 +77,10 @@ def _download(name: str, revision: str | None) -> Path:
     """A hub model in the local cache; pickles only if it has no safetensors."""
     try:
         folder = Path(
-            snapshot_download(name, revision=revision, allow_patterns=[*_FILES, *_SAFETENSORS])
+            snapshot_download(name, revision=revision, allow_patterns=[*FILES, *_SAFETENSORS])
         )
         if not any(any(folder.glob(pattern)) for pattern in _SAFETENSORS):
-            snapshot_download(name, revision=revision, allow_patterns=[*_FILES, *_PICKLES])
+            snapshot_download(name, revision=revision, allow_patterns=[*FILES, *_PICKLES])
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{name!r} is neither a folder here nor could it be fetched from the Hugging Face hub "

@@ -74,6 +74,8 @@ class Leaf:
     stack: int
     """The starred axis; 0 for a parameter of one part."""
     parts: tuple[Part, ...]
+    dtype: str | None = None
+    """Of codes and scales; None for the model's."""
 
 
 @dataclass(frozen=True)
@@ -301,9 +303,9 @@ def check_tensors(table: Table, tensors: Tensors, origin: str, dtype: str | None
       origin: where they come from, for the message.
       dtype: what they must be stored in; any floating dtype if absent.
     """
-    parts = table.parts
-    shapes = {name: part.shape for name, part in parts.items()} | table.dead
-    missing = [f"missing {name} {shapes[name]}" for name in sorted(set(parts) - set(tensors))]
+    parts = {part.source: part for leaf in table.leaves if not leaf.dtype for part in leaf.parts}
+    shapes = {name: part.shape for name, part in table.parts.items()} | table.dead
+    missing = [f"missing {name} {shapes[name]}" for name in sorted(set(table.parts) - set(tensors))]
     unexpected, wrong = [], []
     for name, tensor in sorted(tensors.items()):
         if name not in shapes:
@@ -326,6 +328,8 @@ def check_params(table: Table, params: Any, dtype: str) -> dict[str, jax.Array]:
     """The parameters by path; raises unless they are exactly those of the table."""
     paths, _ = jax.tree_util.tree_flatten_with_path(params)
     found = {path_name(path): leaf for path, leaf in paths}
+    if any(path.endswith("/kernel/codes") for path in found):
+        raise ValueError("the target is quantised; copy the folder it was loaded from instead")
     shapes = {leaf.path: leaf.shape for leaf in table.leaves}
     missing = [f"missing {path} {shapes[path]}" for path in sorted(set(shapes) - set(found))]
     unexpected, wrong = [], []

@@ -89,7 +89,14 @@ def test_tables_fit_60_columns() -> None:
 
 
 def test_nothing_is_one_nodes() -> None:
-    setting = {"target": "t", "drafts": [], "device": "cpu", "temperature": 0.0, "seed": 0}
+    setting = {
+        "target": "t",
+        "drafts": [],
+        "device": "cpu",
+        "dtype": "float32",
+        "temperature": 0.0,
+        "seed": 0,
+    }
     config = tiny_target_config(num_layers=1)
     printed = [*header_lines(setting, config, TreeConfig(()))]
     assert "1 layer of width" in printed[0] and "tree none (1 node per target pass)" in printed[1]

@@ -13,7 +13,13 @@ from typing import Any
 from longspec_jax.checks import is_whole
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.dflash.config import Confidence, DFlashConfig, Markov
-from longspec_jax.weights.hf_config import build, hf_config, target_config
+from longspec_jax.weights.hf_config import (
+    REFUSED,
+    build,
+    check_refused,
+    hf_config,
+    target_config,
+)
 from longspec_jax.weights.json_files import JsonObject
 
 LAYERS = "Qwen3ForCausalLM"
@@ -122,6 +128,7 @@ def draft_config(
 
 def _trunk(part: JsonObject, dtype: str) -> TargetConfig:
     """The layers. The file may name the target's family and code of its own, which is never run."""
+    check_refused(part, REFUSED)
     layers = {**part.values, "architectures": [LAYERS], "model_type": "qwen3"}
     layers |= {"use_sliding_window": False, "auto_map": None}
     return target_config(JsonObject(layers, part.origin), dtype)

@@ -10,10 +10,9 @@ import pytest
 from infer.bench import __main__ as bench
 from infer.bench import arguments as bench_arguments
 from infer.bench import decode as bench_decode
-from infer.bench.acceptance import AcceptanceLengths
 from infer.bench.arguments import SHAPES
 from infer.bench.models import draft_state, random_model
-from infer.bench.rounds import Bench, Setting
+from infer.bench.rounds import AcceptanceLengths, Bench, Setting
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.dflash.checkpoint import Format, save_draft
@@ -37,26 +36,21 @@ def model():
 
 
 def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
-    """And says before what will run, and after what it means."""
+    """Of a batch with options of the draft; says before what will run, and after what it means."""
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *(
-                "decode",
-                "--shape=tiny",
-                "--context=64",
-                "--context=320",
-                "--tree=2,3",
-                "--acceptance=2",
-            ),
-            *("--new_tokens=41", "--turns=1", "--repetitions=1", f"--json={file}"),
+            *("decode", "--shape=tiny", "--context=65", "--context=320", "--batch=3"),
+            *("--tree=2,3@4", "--acceptance=2", "--new_tokens=41", "--turns=1"),
+            *("--repetitions=1", f"--json={file}", "--draft_option=vocabulary=61"),
+            "--draft_option=int8",
         ]
     )
     written = json.loads(file.read_text())
     assert {"device", "versions", "commit", "date", "roof_tb_per_s"} <= set(written["header"])
     short, long = written["rows"]
     assert set(short) >= KEYS
-    assert (short["context"], long["context"]) == (64, 320)
+    assert (short["context"], long["context"]) == (65, 320)
     assert short["draft_state_bytes"] == long["draft_state_bytes"]
     assert short["cache_bytes"] < long["cache_bytes"]
     for row in written["rows"]:
@@ -67,6 +61,11 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
         )
         parts = row["draft_ms"] + row["verify_ms"] + row["rest_ms"]
         assert parts == pytest.approx(row["round_ms"], rel=1e-2, abs=1e-2)
+    assert short["draft_int8"] is True and short["draft_vocabulary"] == 61
+    # The layer by hand: the matmuls' elements and a scale an output, biases and norms in float32.
+    elements = 64 * 128 + 3 * 64 * 64 + 64 * 2 * 96 + 96 * 64
+    outputs = 128 + 3 * 64 + 2 * 96 + 64
+    assert short["draft_bytes"] == elements + 4 * (outputs + 128 + 64 + 3 * 64) + 61 * (64 + 4 + 4)
     printed = capsys.readouterr()
     plan, *steps = printed.err.splitlines()
     assert steps[0] == "... drawing the weights of tiny" and "timing rounds" in printed.err
@@ -74,28 +73,7 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
     _, *lines = printed.out.splitlines()
     for text, row in zip(lines, written["rows"], strict=True):
         gain = f"{row['plain_tokens_per_second']} without, {row['speed_up']:.2f}x at acceptance"
-        assert text.startswith(f"tiny B=1 S={row['context']} tree=2,3: ") and gain in text
-
-
-def test_a_batch_with_options_of_the_draft(tmp_path: Path, capsys) -> None:
-    file = tmp_path / "rows.json"
-    bench.main(
-        [
-            *("decode", "--shape=tiny", "--context=65", "--batch=1", "--batch=3"),
-            *("--tree=2,3@4", "--acceptance=2", "--new_tokens=41", "--turns=1"),
-            *("--repetitions=1", f"--json={file}", "--draft_option=vocabulary=61"),
-            "--draft_option=int8",
-        ]
-    )
-    one, three = json.loads(file.read_text())["rows"]
-    assert three["acceptance_length"] == pytest.approx(three["acceptance_wanted"], abs=0.15)
-    assert one["draft_int8"] is True and one["draft_vocabulary"] == 61
-    # The layer by hand: the matmuls' elements and a scale an output, biases and norms in float32.
-    elements = 64 * 128 + 3 * 64 * 64 + 64 * 2 * 96 + 96 * 64
-    outputs = 128 + 3 * 64 + 2 * 96 + 64
-    assert one["draft_bytes"] == elements + 4 * (outputs + 128 + 64 + 3 * 64) + 61 * (64 + 4 + 4)
-    printed = capsys.readouterr().out
-    assert "B=1 S=65 " in printed and "B=3 S=65 " in printed
+        assert text.startswith(f"tiny B=3 S={row['context']} tree=2,3@4: ") and gain in text
 
 
 def test_a_drafts_folder_and_random_ones_of_its_kind(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from infer.bench import __main__ as bench
 from infer.bench import serve
-from infer.bench.acceptance import AcceptanceLengths
 from infer.bench.load import Stream, ask
+from infer.bench.rounds import AcceptanceLengths
 from infer.serve import command
 from longspec_jax import TreeConfig
 from longspec_jax.config import DEFAULT_TREE

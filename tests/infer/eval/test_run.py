@@ -155,7 +155,8 @@ def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypat
 def test_a_call_of_several_rows_that_was_kept_in_part_is_not_counted_twice(
     options: list[str], tmp_path: Path
 ) -> None:
-    given = [*options, "--batch=2", f"--out={tmp_path}"]
+    drawn = [option for option in options if option != "--temperature=0"]
+    given = [*drawn, "--samples=2", "--batch=2", f"--out={tmp_path}"]  # The programs of ``made``.
     assert command.main(given) == 0
     path, whole = tmp_path / SAMPLES, read(tmp_path)
     path.write_bytes(path.read_bytes()[:-20])
@@ -216,16 +217,20 @@ def test_another_text_is_told_with_its_gap(options: list[str], tmp_path, monkeyp
         found = decode(self, *arguments)
         if self.name == "plain":
             return found
-        [row] = found.sequences
+        row, same = found.sequences
         tokens = (row[0], row[1] % 5 + 6, *row[2:])
         assert tokens != row
-        return dataclasses.replace(found, sequences=(tokens,))
+        return dataclasses.replace(found, sequences=(tokens, same))
 
     monkeypatch.setattr(Decoder, "decode", changed)
     one = [option for option in options if option != "--temperature=0"]
-    assert command.main([*one, "--samples=1", f"--out={tmp_path}"]) == 0
-    plain, other = read(tmp_path).samples
-    assert other.identical_to_plain is False and other.divergence is not None
+    assert command.main([*one, "--samples=2", "--batch=2", f"--out={tmp_path}"]) == 0
+    plain, _, other, same = read(tmp_path).samples
+    assert (
+        same.identical_to_plain
+        and other.identical_to_plain is False
+        and other.divergence is not None
+    )
     assert other.divergence.index == 1 and other.divergence.gap is not None
     assert other.divergence.gap > 0
     prompt = toy_spec().tokenizer(PROMPTS[0])["input_ids"]

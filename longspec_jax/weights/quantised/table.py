@@ -1,0 +1,174 @@
+"""Name tables of quantised targets, and their parameters.
+
+A target's table names a stored matrix for every block of a kernel. Where a checkpoint has that
+matrix in a quantised format, :func:`as_stored` names its codes, scales and zero points instead, in
+the same axes with the inputs last. They are then checked, cut over a mesh and loaded as everything
+else is.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.ops.matmul.quantised import QuantisedMatrix
+from longspec_jax.weights.checkpoint import Tensor, Tensors
+from longspec_jax.weights.quantised.formats import REMEDY, Quantisation
+from longspec_jax.weights.quantised.stored import Awq, Bytes, Format, Gptq, Packed, Stored
+from longspec_jax.weights.tables import Leaf, Part, Table
+
+SCALE_DTYPE = "float32"
+KERNEL, WEIGHT = "/kernel", ".weight"
+MARKS = {mark for format in (Bytes, Packed, Gptq, Awq) for mark in format.marks}
+"""Tensors that only a quantised linear has."""
+DROPPED = {
+    r".*\.(input_scale|activation_scale|input_zero_point)": "activations are not quantised",
+    r".*\.([kv]_scale|kv_scale|output_scale)": "keys and values are not quantised",
+}
+
+
+def as_stored(
+    table: Table, tensors: Tensors, quantised: Quantisation
+) -> tuple[Table, Tensors, dict[str, int]]:
+    """The table and the tensors of a quantised checkpoint.
+
+    Args:
+      table: of the target as if it were whole.
+      tensors: the stored ones.
+      quantised: what its ``config.json`` says.
+
+    Returns:
+      A table with a parameter each for the codes, scales and zero points of a kernel; tensors that
+      read those; and the group size of every quantised kernel, by path.
+
+    Raises:
+      ValueError: if ``config.json`` and the tensors disagree, or a linear is of another format than
+        those it is multiplied with together.
+    """
+    leaves: list[Leaf] = []
+    tensors, groups = dict(tensors), {}
+    for leaf in table.leaves:
+        names = [part.source.removesuffix(WEIGHT) for part in leaf.parts]
+        formats = [_format_of(name, leaf, tensors, quantised) for name in names]
+        if formats[0] is None and not any(formats):
+            leaves.append(leaf)
+            continue
+        if any(each != formats[0] for each in formats):
+            raise ValueError(
+                f"{quantised.origin}: {', '.join(names)} are multiplied together and must be "
+                f"quantised alike; {REMEDY}"
+            )
+        matrices = [
+            _read(tensors, part, name, format)
+            for part, name, format in zip(leaf.parts, names, formats, strict=True)
+        ]
+        leaves += _leaves(leaf, matrices, quantised)
+        groups[leaf.path] = matrices[0].group
+        for part, name, format, matrix in zip(leaf.parts, names, formats, matrices, strict=True):
+            for suffix in format.names if format else ():
+                tensors.pop(f"{name}.{suffix}", None)
+            tensors |= dict(_virtual(part.source, matrix))
+        if (order := matrices[0].order) is not None:  # Of all that are multiplied together.
+            file = matrices[0].codes.file
+            tensors[f"{names[0]}.order"] = Tensor(order.shape, "int32", order.__getitem__, file)
+    return (
+        dataclasses.replace(table, leaves=tuple(leaves), dropped=table.dropped | DROPPED),
+        tensors,
+        groups,
+    )
+
+
+def with_matrices(params: Mapping[str, Any], groups: Mapping[str, int], path: str = "") -> Any:
+    """Loaded parameters, each kernel's codes, scales and zero points as one matrix."""
+    if path in groups:
+        return QuantisedMatrix(**params, group=groups[path])
+    if not isinstance(params, Mapping):
+        return params
+    return {
+        key: with_matrices(value, groups, f"{path}/{key}" if path else key)
+        for key, value in params.items()
+    }
+
+
+def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation) -> Format | None:
+    """The format of a stored matrix; raises where the configuration and the file disagree."""
+    found = sorted(mark for mark in MARKS if f"{name}.{mark}" in tensors)
+    is_linear = leaf.path.endswith(KERNEL)
+    format = quantised.format_of(name) if is_linear else None
+    if not is_linear and found:
+        raise ValueError(
+            f"{quantised.origin}: {name} is quantised ({', '.join(found)}), and LM heads and "
+            f"embeddings are read whole; {REMEDY}"
+        )
+    if (format is None) == bool(found):
+        says = "whole" if format is None else f"quantised as {format.label}"
+        holds = ", ".join(found) or "none of the tensors of a quantised linear"
+        raise ValueError(
+            f"{quantised.origin}: {name} is {says}, and the weights hold {holds} of it; the files "
+            "belong to different saves: download the model again"
+        )
+    return format
+
+
+def _read(tensors: Tensors, part: Part, name: str, format: Format | None) -> Stored:
+    assert format is not None
+    rows, columns = part.shape
+    return format.read(tensors, name, (rows, columns))
+
+
+def _virtual(source: str, matrix: Stored) -> Iterator[tuple[str, Tensor]]:
+    """What stands for a stored matrix, by name."""
+    yield f"{source}.codes", matrix.codes
+    yield f"{source}.scale", matrix.scale
+    if matrix.zero is not None:
+        yield f"{source}.zero", matrix.zero
+
+
+def _leaves(leaf: Leaf, matrices: list[Stored], quantised: Quantisation) -> Iterator[Leaf]:
+    """The parameters of one kernel."""
+    first = matrices[0]
+    dtypes = {"codes": first.codes.dtype, "scale": SCALE_DTYPE}
+    if first.zero is not None:
+        dtypes["zero"] = "int8"
+    for field, dtype in dtypes.items():
+        widths = {getattr(matrix, field).shape[1] for matrix in matrices}
+        [width] = widths
+        yield _with_inputs_last(leaf, field, width, dtype)
+    if any(not _alike(matrix.order, first.order) for matrix in matrices):
+        names = ", ".join(part.source for part in leaf.parts)
+        raise ValueError(
+            f"{quantised.origin}: {names} are multiplied together, and their inputs are grouped "
+            f"in different orders; {REMEDY}"
+        )
+    if first.order is not None:
+        size = len(first.order)
+        name = leaf.parts[0].source.removesuffix(WEIGHT)
+        part = Part(f"{name}.order", ((size,),), (0,), 0, size)
+        yield Leaf(f"{leaf.path}/order", (size,), 0, (part,), "int32")
+
+
+def _alike(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
+
+
+def _with_inputs_last(leaf: Leaf, field: str, width: int, dtype: str) -> Leaf:
+    """A kernel ``[*in, *out]`` of ``[out, in]`` matrices, as ``[*out, width]``."""
+    inputs = len(leaf.parts[0].groups[1])
+    parts = []
+    for part in leaf.parts:
+        outputs = part.groups[0]
+        order = (*part.order[inputs:], len(outputs))
+        start, depth = (part.start, part.depth) if leaf.stack >= inputs else (0, leaf.shape[inputs])
+        parts.append(Part(f"{part.source}.{field}", (outputs, (width,)), order, start, depth))
+    shape = (*leaf.shape[inputs:], width)
+    stack = max(leaf.stack - inputs, 0)
+    return Leaf(f"{leaf.path}/{field}", shape, stack, tuple(parts), dtype)
+
+
+def stored_bytes(table: Table, dtype: str) -> int:
+    """Bytes of all parameters of a table."""
+    return sum(
+        int(np.prod(leaf.shape)) * jnp.dtype(leaf.dtype or dtype).itemsize for leaf in table.leaves
+    )

@@ -1,0 +1,69 @@
+"""A quantised target: the same text with and without speculation, and everything around it."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax import LongSpec, make_mesh
+from longspec_jax.weights.hf import load_target
+from tests.weights.quantised.files import CONFIG, write
+from train.target import run_target
+
+PROMPTS = [[5, 17, 3, 5, 17, 3, 5, 17], [9, 2, 9, 2, 9]]
+CALL: dict[str, Any] = {"max_new_tokens": 20, "tree": "3,2", "temperature": 0.5, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPTQ with zero points and inputs in an order of their own: all that a matrix can have."""
+    return write(tmp_path_factory.mktemp("gptq"), "GPTQ v1 act-order")
+
+
+@pytest.fixture(scope="module")
+def spec(folder: Path) -> LongSpec:
+    return LongSpec.from_pretrained(folder, "ngram", dtype="float32")
+
+
+def test_speculation_changes_no_token(spec: LongSpec, folder: Path) -> None:
+    """On one device, and on four that share heads, widths and the model's width."""
+    compared = spec.compare(PROMPTS, **CALL)
+    assert compared.identical
+    assert sum(compared.speculative.stats.acceptance_histogram[1:]) > 0
+    meshed = LongSpec.from_pretrained(
+        folder, "ngram", dtype="float32", mesh=make_mesh(fsdp=2, tp=2)
+    )
+    found = meshed.generate(PROMPTS, **CALL)
+    assert found.sequences == compared.plain.sequences
+
+
+def test_plans_and_reports_say_what_the_weights_take(spec: LongSpec) -> None:
+    assert spec.precision == "weights int4, activations float32"
+    plan = spec.generate(PROMPTS, **CALL).stats.memory
+    assert plan.target_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(spec.target_params))
+    linears = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)
+    whole = (2 * 104 * 64 + 5 * 64) * 4
+    # Half a byte a weight, a scale and a zero point of 5 bytes for 32 of them, and the orders.
+    assert plan.target_bytes == whole + linears // 2 + linears // 32 * 5 + 2 * (3 * 64 + 96) * 4
+
+
+def test_the_same_bits_are_not_promised_where_no_kernel_keeps_them(folder: Path) -> None:
+    config, params = load_target(folder, dtype="bfloat16")
+    assert not LongSpec(config, params).identical
+    with pytest.raises(NotImplementedError, match="weights in 16 bits"):
+        LongSpec(config, params, same_bits=True)
+
+
+def test_training_runs_the_dequantised_weights(spec: LongSpec, folder: Path) -> None:
+    """Whole rows, and the MLP a chunk of tokens at a time."""
+    _, whole = load_target(folder.parent / "whole")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 104, (2, 12)))
+    positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
+    run = jax.jit(run_target, static_argnums=(0, 4))
+    expected = run(CONFIG, whole, tokens, positions, 0).hidden
+    for chunk in (0, 8):
+        hidden = run(CONFIG, spec.target_params, tokens, positions, chunk).hidden
+        np.testing.assert_allclose(hidden, expected, rtol=2e-3, atol=2e-3)

@@ -1,0 +1,208 @@
+"""Quantised checkpoints of every format load as the weights that they stand for."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from longspec_jax.ops.matmul.quantised import QuantisedMatrix
+from longspec_jax.sharding import make_mesh
+from longspec_jax.weights.hf import load_target, save_target, target_bytes
+from tests.weights.quantised.files import CONFIG, GROUP, KINDS, compressed, packed, write
+
+
+def dequantised(params: Any) -> Any:
+    """The parameters, their quantised kernels as whole ones."""
+
+    def whole(path: tuple, leaf: Any) -> Any:
+        return leaf.kernel(jnp.float32) if isinstance(leaf, QuantisedMatrix) else leaf
+
+    return jax.tree_util.tree_map_with_path(
+        whole, params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix)
+    )
+
+
+def matrices(params: Any) -> list[QuantisedMatrix]:
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    return [leaf for leaf in leaves if isinstance(leaf, QuantisedMatrix)]
+
+
+def assert_stands_for(params: Any, folder: Path) -> None:
+    """Bit for bit the weights of ``folder/whole``."""
+    _, expected = load_target(folder / "whole")
+    flat = jax.tree_util.tree_flatten_with_path(dequantised(params))[0]
+    for (path, found), leaf in zip(flat, jax.tree.leaves(expected), strict=True):
+        found = found.reshape(leaf.shape)  # A kernel over heads contracts them as one axis.
+        np.testing.assert_array_equal(found, leaf, err_msg=str(path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_stands_for_its_weights(tmp_path: Path, kind: str) -> None:
+    folder = write(tmp_path, kind)
+    config, params = load_target(folder)
+    assert config == CONFIG
+    assert len(matrices(params)) == 4 * CONFIG.num_layers
+    assert_stands_for(params, tmp_path)
+    assert target_bytes(folder, dtype="float32") == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(params)
+    )
+    four = [each for each in matrices(params) if each.packed]
+    assert len(four) == (0 if "8" in kind else len(matrices(params)))
+    if "act-order" in kind:
+        assert all(each.order is not None for each in matrices(params))
+    elif "GPTQ" in kind:
+        assert all(each.order is None for each in matrices(params))
+    symmetric = not re.search("asymmetric|GPTQ.*(act-order|v2)|AWQ$", kind)
+    assert all((each.zero is None) == symmetric for each in matrices(params))
+
+
+@pytest.mark.parametrize("kind", ["FP8 by block", "W4A16 asymmetric", "GPTQ v1 act-order", "AWQ"])
+def test_a_mesh_cuts_heads_and_widths(tmp_path: Path, kind: str) -> None:
+    """Each device holds its heads' and its width's share of the codes, and reads no others."""
+    folder = write(tmp_path, kind)
+    _, params = load_target(folder, mesh=make_mesh(fsdp=2, tp=2))
+    assert_stands_for(params, tmp_path)
+    [qkv, out, *_] = (params["layers_0"]["attention"][name] for name in ("qkv", "out"))
+    codes = qkv["fused"]["kernel"].codes
+    assert codes.sharding.shard_shape(codes.shape) == (1, 4, 16, codes.shape[-1] // 2)
+    codes = out["kernel"].codes
+    assert codes.sharding.shard_shape(codes.shape) == (32, codes.shape[-1] // 2)
+    codes = params["layers_1"]["mlp"]["gate_up"]["kernel"].codes
+    assert codes.sharding.shard_shape(codes.shape) == (2, 48, codes.shape[-1] // 2)
+
+
+def test_layers_that_are_left_whole_are_whole(tmp_path: Path) -> None:
+    """By name, by pattern, by a part of the name, and by a negative override."""
+    layer = "model.layers.1.mlp."
+    cases: dict[str, dict[str, Any]] = {
+        "W4A16": {"ignore": ["lm_head", "re:.*layers\\.1\\.mlp\\..*"]},
+        "AWQ": {"modules_to_not_convert": ["layers.1.mlp"]},
+        "GPTQ v1": {"dynamic": {"-:.*\\.1\\.mlp.*": {}}},
+        "fp8 by tensor": {"modules_to_not_convert": [f"{layer}{name}" for name in MLP]},
+    }
+    for kind, more in cases.items():
+        (tmp_path / kind).mkdir()
+        folder = write(tmp_path / kind, kind, whole=("layers.1.mlp",), **more)
+        _, params = load_target(folder)
+        assert len(matrices(params)) == 6
+        assert isinstance(params["layers_1"]["mlp"]["down"]["kernel"], jax.Array)
+        assert_stands_for(params, tmp_path / kind)
+
+
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def test_groups_of_linears_have_formats_of_their_own(tmp_path: Path) -> None:
+    """A pattern comes before the class, and an override of GPTQ before its own numbers."""
+    folder = write(tmp_path, "W4A16", whole=("layers.0.mlp",))
+    tensors = load_file(folder / "model.safetensors")
+    dense = load_file(tmp_path / "whole" / "model.safetensors")
+    random, draw = np.random.default_rng(3), packed(8, GROUP)
+    for name in MLP:
+        linear = f"model.layers.0.mlp.{name}"
+        own, dense[f"{linear}.weight"] = draw(random, *tensors.pop(f"{linear}.weight").shape)
+        tensors |= {f"{linear}.{suffix}": value for suffix, value in own.items()}
+    save_file(tensors, folder / "model.safetensors")
+    save_file(dense, tmp_path / "whole" / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    groups = raw["quantization_config"]["config_groups"]
+    groups["group_1"] = {
+        "targets": ["re:.*layers\\.0\\.mlp.*"],
+        "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": GROUP},
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    _, params = load_target(folder)
+    assert_stands_for(params, tmp_path)
+    assert params["layers_0"]["mlp"]["down"]["kernel"].codes.dtype == jnp.int8
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
+    "mxfp4": ({"quant_method": "mxfp4"}, "mxfp4"),
+    "nvfp4": (
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group"),
+        "nvfp4-pack-quantized of float in 4 bits by tensor_group",
+    ),
+    "gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv'"),
+    "3 bits": ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits=3"),
+    "marlin": (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        "checkpoint_format='marlin'",
+    ),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"),
+    "fake-quantised": (
+        compressed("pack-quantized", num_bits=4) | {"quantization_status": "frozen"},
+        "quantization_status='frozen'",
+    ),
+    "transforms": (
+        compressed("pack-quantized", num_bits=4)
+        | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
+        "rotated weights",
+    ),
+    "sparsity": (
+        compressed("pack-quantized", num_bits=4)
+        | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparse weights",
+    ),
+    "a group that is no number": (
+        {"quant_method": "gptq", "bits": 4, "group_size": "many"},
+        "group_size",
+    ),
+    "a zero group": ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size=0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_formats_are_refused_by_name(tmp_path: Path, case: str) -> None:
+    said, named = REFUSED[case]
+    folder = write(tmp_path, "W4A16")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": said}))
+    with pytest.raises(ValueError, match=re.escape(named)) as refusal:
+        load_target(folder)
+    assert "config.json" in str(refusal.value)
+
+
+def test_files_that_disagree_with_their_configuration_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "GPTQ v1")
+    file = folder / "model.safetensors"
+    tensors, raw = load_file(file), json.loads((folder / "config.json").read_text())
+    name = "model.layers.0.mlp.down_proj"
+
+    def refused(match: str, changed: dict[str, np.ndarray], **said: Any) -> None:
+        save_file(changed, file)
+        quantised = raw["quantization_config"] | said
+        (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": quantised}))
+        with pytest.raises(ValueError, match=re.escape(match)):
+            load_target(folder)
+
+    refused(f"{name} is whole, and the weights hold g_idx, qweight, qzeros, scales",
+            tensors, dynamic={f"-:{name}": {}})  # fmt: skip
+    refused("must be quantised alike", tensors, dynamic={".*k_proj": {"group_size": 16}})
+    refused("q_proj.qweight is I32 (8, 64), config.json describes I32 (16, 64)", tensors, bits=8)
+    some = {key: value for key, value in tensors.items() if key != f"{name}.scales"}
+    refused(f"no {name}.scales", some)
+    refused("zero points other than 8", tensors, checkpoint_format="gptq_v2")
+    wrong = tensors | {f"{name}.g_idx": np.zeros(96, np.int32)}
+    refused("not all of the size 32", wrong)
+    order = np.random.default_rng(0).permutation(np.arange(64) // 32).astype(np.int32)
+    refused("in different orders", tensors | {"model.layers.0.mlp.up_proj.g_idx": order})
+    refused("unexpected model.layers.0.mlp.act.scales",
+            tensors | {"model.layers.0.mlp.act.scales": np.ones(96, np.float16)})  # fmt: skip
+    bad = tensors[f"{name}.scales"].copy()
+    bad[1, 3] = np.nan
+    refused("holds NaN or infinite values", tensors | {f"{name}.scales": bad})
+    refused("LM heads and embeddings are read whole", tensors | {"lm_head.qweight": order})
+
+
+def test_a_quantised_target_is_not_saved_as_a_whole_one(tmp_path: Path) -> None:
+    config, params = load_target(write(tmp_path, "AWQ"))
+    with pytest.raises(ValueError, match="quantised; copy the folder it was loaded from"):
+        save_target(tmp_path / "again", config, params)
