@@ -50,9 +50,11 @@ def load_target(
     with ExitStack() as stack:
         tensors = _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
         check_layers(config, tensors, folder / "config.json")
+        stored_dtype = None if dtype else config.dtype
+        if quantisation(read_json(folder / "config.json")) is not None:
+            stored_dtype = None
         table, tensors, groups = _stored(folder, config, tensors)
-        any_dtype = dtype is not None or bool(groups)
-        check_tensors(table, tensors, str(source), dtype=None if any_dtype else config.dtype)
+        check_tensors(table, tensors, str(source), dtype=stored_dtype)
         return config, with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
 
 

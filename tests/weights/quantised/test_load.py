@@ -1,5 +1,6 @@
 """Quantised checkpoints of every format load as the weights that they stand for."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary
 from longspec_jax.ops.matmul.quantised import QuantisedMatrix
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, save_target, target_bytes
@@ -75,6 +77,25 @@ def test_a_mesh_cuts_heads_and_widths(tmp_path: Path, kind: str) -> None:
     assert codes.sharding.shard_shape(codes.shape) == (32, codes.shape[-1] // 2)
     codes = params["layers_1"]["mlp"]["gate_up"]["kernel"].codes
     assert codes.sharding.shard_shape(codes.shape) == (2, 48, codes.shape[-1] // 2)
+
+
+@pytest.mark.parametrize("kind", ["fp8 by block", "W4A16", "GPTQ v1 act-order"])
+def test_experts_are_dequantised(tmp_path: Path, kind: str) -> None:
+    """On a mesh, too, in the shares of its devices; routers are whole, whatever the file says."""
+    rotary, width = LayerConfig(Rotary()), 2 * GROUP
+    mixture = dataclasses.replace(rotary, experts=ExpertsConfig(4, 2, width, renormalised=False))
+    sparse = dataclasses.replace(
+        CONFIG,
+        architecture="Qwen3MoeForCausalLM",
+        qk_norm=True,
+        norm_eps=1e-6,
+        kinds=(mixture, rotary),
+        pattern=(0, 1),
+    )
+    folder = write(tmp_path, kind, config=sparse)
+    config, params = load_target(folder, mesh=make_mesh(fsdp=2, tp=2))
+    assert config == sparse and len(matrices(params)) == 2 * 2 + 2
+    assert_stands_for(params, tmp_path)
 
 
 def test_layers_that_are_left_whole_are_whole(tmp_path: Path) -> None:
