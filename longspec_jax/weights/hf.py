@@ -51,8 +51,8 @@ def load_target(
     with ExitStack() as stack:
         tensors = _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
         check_layers(config, tensors, folder / "config.json")
+        any_dtype = dtype is not None or quantisation(read_json(folder / "config.json"))
         table, tensors, groups = _stored(folder, config, tensors)
-        any_dtype = dtype is not None or bool(groups)
         check_tensors(table, tensors, str(source), dtype=None if any_dtype else config.dtype)
         params = with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
         # A mesh cuts the weights, which the kernel cannot follow.

@@ -8,19 +8,21 @@ else is.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
-from longspec_jax.weights.checkpoint import Tensor, Tensors
+from longspec_jax.ops.matmul.quantised_weights import MIDDLE, QuantisedMatrix
+from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
 from longspec_jax.weights.quantised.formats import REMEDY, Quantisation
 from longspec_jax.weights.quantised.stored import Awq, Bytes, Format, Gptq, Packed, Stored
 from longspec_jax.weights.tables import Leaf, Part, Table
 
 SCALE_DTYPE = "float32"
 KERNEL, WEIGHT = "/kernel", ".weight"
+EXPERTS, ROUTER = ("mlp/expert_gate_up", "mlp/expert_down"), "mlp/router/kernel"
 MARKS = {mark for format in (Bytes, Packed, Gptq, Awq) for mark in format.marks}
 """Tensors that only a quantised linear has."""
 DROPPED = {
@@ -41,7 +43,8 @@ def as_stored(
 
     Returns:
       A table with a parameter each for the codes, scales and zero points of a kernel; tensors that
-      read those; and the group size of every quantised kernel, by path.
+      read those; and the group size of every quantised kernel, by path. Experts stay whole: they
+      are dequantised as they are read.
 
     Raises:
       ValueError: if ``config.json`` and the tensors disagree, or a linear is of another format than
@@ -50,6 +53,11 @@ def as_stored(
     leaves: list[Leaf] = []
     tensors, groups = dict(tensors), {}
     for leaf in table.leaves:
+        if leaf.path.endswith(EXPERTS):
+            leaves.append(leaf)
+            for part in leaf.parts:
+                _dequantise(part, leaf, tensors, quantised)
+            continue
         names = [part.source.removesuffix(WEIGHT) for part in leaf.parts]
         formats = [_format_of(name, leaf, tensors, quantised) for name in names]
         if formats[0] is None and not any(formats):
@@ -95,7 +103,9 @@ def with_matrices(params: Mapping[str, Any], groups: Mapping[str, int], path: st
 def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation) -> Format | None:
     """The format of a stored matrix; raises where the configuration and the file disagree."""
     found = sorted(mark for mark in MARKS if f"{name}.{mark}" in tensors)
-    is_linear = leaf.path.endswith(KERNEL)
+    if leaf.path.endswith(ROUTER) and not found:
+        return None  # Not every tool that leaves routers whole says so.
+    is_linear = leaf.path.endswith((KERNEL, *EXPERTS))
     format = quantised.format_of(name) if is_linear else None
     if not is_linear and found:
         raise ValueError(
@@ -110,6 +120,40 @@ def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation)
             "belong to different saves: download the model again"
         )
     return format
+
+
+def _dequantise(part: Part, leaf: Leaf, tensors: Tensors, quantised: Quantisation) -> None:
+    """Put a whole matrix, which is dequantised in pieces, in the place of a quantised one."""
+    name = part.source.removesuffix(WEIGHT)
+    format = _format_of(name, leaf, tensors, quantised)
+    if format is None:
+        return
+    matrix = _read(tensors, part, name, format)
+    for suffix in format.names:
+        tensors.pop(f"{name}.{suffix}", None)
+    tensors[part.source] = Tensor(
+        part.shape, SCALE_DTYPE, partial(_dequantised, matrix, part.shape[1]), matrix.codes.file
+    )
+
+
+def _dequantised(matrix: Stored, inputs: int, index: Index) -> np.ndarray:
+    """Some rows and columns of a matrix, float32, as :class:`QuantisedMatrix` has them."""
+    rows, columns = index
+    every = (rows, slice(None))
+
+    def of_inputs(numbers: Tensor) -> np.ndarray:
+        read = numbers.read(every).astype(np.float32)
+        return read if read.shape[1] == 1 else read.repeat(matrix.group, axis=1)[:, :inputs]
+
+    codes = matrix.codes.read(every)
+    if packed := codes.dtype == np.uint8:
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    zero = of_inputs(matrix.zero) if matrix.zero is not None else MIDDLE * packed
+    weights = (codes.astype(np.float32) - np.float32(zero)) * of_inputs(matrix.scale)
+    if matrix.order is not None:
+        sorted_weights, weights = weights, np.empty_like(weights)
+        weights[:, matrix.order] = sorted_weights
+    return weights[:, columns]
 
 
 def _read(tensors: Tensors, part: Part, name: str, format: Format | None) -> Stored:

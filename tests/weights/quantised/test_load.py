@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.checkpoint import open_tensors
@@ -125,6 +126,25 @@ def test_a_target_inside_a_model_that_also_sees(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="part of a model that also sees"):
         quantise(folder, "fp8", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["fp8 by block", "W4A16", "GPTQ v1 act-order"])
+def test_experts_are_dequantised(tmp_path: Path, kind: str) -> None:
+    """On a mesh, too, in the shares of its devices; routers are whole, whatever the file says."""
+    rotary, width = LayerConfig(Rotary()), 2 * GROUP
+    mixture = dataclasses.replace(rotary, experts=ExpertsConfig(4, 2, width, renormalised=False))
+    sparse = dataclasses.replace(
+        CONFIG,
+        architecture="Qwen3MoeForCausalLM",
+        qk_norm=True,
+        norm_eps=1e-6,
+        kinds=(mixture, rotary),
+        pattern=(0, 1),
+    )
+    folder = write(tmp_path, kind, config=sparse)
+    config, params = load_target(folder, mesh=make_mesh(fsdp=2, tp=2))
+    assert config == sparse and len(matrices(params)) == 2 * 2 + 2
+    assert_stands_for(params, tmp_path)
 
 
 def test_layers_that_are_left_whole_are_whole(tmp_path: Path) -> None:
