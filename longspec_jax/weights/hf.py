@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig
+from longspec_jax.ops.matmul.packed import packed_params
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import Tensors, open_tensors
 from longspec_jax.weights.hub import local_folder
@@ -53,7 +54,9 @@ def load_target(
         table, tensors, groups = _stored(folder, config, tensors)
         any_dtype = dtype is not None or bool(groups)
         check_tensors(table, tensors, str(source), dtype=None if any_dtype else config.dtype)
-        return config, with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
+        params = with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
+        # A mesh cuts the weights, which the kernel cannot follow.
+        return config, params if mesh is not None else packed_params(params, config.dtype)
 
 
 def _stored(

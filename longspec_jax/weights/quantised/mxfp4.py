@@ -6,7 +6,7 @@ Source: transformers 5 (``integrations/mxfp4.py``, ``convert_moe_packed_tensors`
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.ops.matmul.quantised import QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.weights.checkpoint import Tensor
 
 GROUP = 32

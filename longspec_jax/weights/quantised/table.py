@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.ops.matmul.quantised import QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.weights.checkpoint import Tensor, Tensors
 from longspec_jax.weights.quantised.formats import REMEDY, Quantisation
 from longspec_jax.weights.quantised.stored import Awq, Bytes, Format, Gptq, Packed, Stored
@@ -99,8 +99,8 @@ def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation)
     format = quantised.format_of(name) if is_linear else None
     if not is_linear and found:
         raise ValueError(
-            f"{quantised.origin}: {name} is quantised ({', '.join(found)}), and LM heads and "
-            f"embeddings are read whole; {REMEDY}"
+            f"{quantised.origin}: {name} is quantised ({', '.join(found)}), and LM heads, "
+            f"embeddings and experts are read whole; {REMEDY}"
         )
     if (format is None) == bool(found):
         says = "whole" if format is None else f"quantised as {format.label}"
