@@ -76,7 +76,8 @@ def main(arguments: argparse.Namespace) -> None:
     products = [[*ops_of(weights)] for weights in arguments.weights]
     for shape in arguments.shape:
         shapes = weight_shapes(SHAPES[shape])
-        largest = max(math.prod(shapes[name]) for names in products for name in names)
+        present = [name for names in products for name in names if name in shapes]
+        largest = max(math.prod(shapes[name]) for name in present)
         check_memory(f"a product of {shape}", 2 * 4 * largest)
     if cpu:
         number = len(arguments.shape) * len(arguments.rows) * sum(map(len, products))
@@ -92,16 +93,19 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def weight_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's weights, contracted axis first."""
+    """Shapes of a layer's weights, contracted axis first; experts are no such products."""
     heads = config.num_heads * config.head_width
     fused = (config.num_heads + 2 * config.num_kv_heads) * config.head_width
-    return {
+    shapes = {
         "qkv": (config.model_width, fused),
         "out": (heads, config.model_width),
         "gate_up": (config.model_width, 2, config.mlp_width),
         "down": (config.mlp_width, config.model_width),
         "head": (config.model_width, config.vocab_size),
     }
+    if config.is_sparse:
+        del shapes["gate_up"], shapes["down"]
+    return shapes
 
 
 def measure(
@@ -112,6 +116,8 @@ def measure(
     dtype = jnp.dtype(config.dtype)
     shapes = weight_shapes(config)
     for name, ops in ops_of(stored).items():
+        if name not in shapes:
+            continue
         draw = functools.partial(_drawn, stored, shapes[name], dtype)
         leaves = jax.tree.leaves(jax.eval_shape(draw, 0))
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
