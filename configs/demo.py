@@ -13,6 +13,15 @@ Without anchor-offset, at the same budget: ``--config.draft.anchor_offset=False`
 
     python -m train.run --config=configs/demo.py:draft --workdir=runs/demo_draft
 
+``demo.py:eagle3`` trains an EAGLE-3 draft for the same target, likewise in fixed steps, and
+``demo.py:eagle3_cpu`` one in a quarter of an hour on a CPU, on rows of 256 tokens. Such a draft
+sees a window of the last tokens alone:
+
+    python -m train.run --config=configs/demo.py:eagle3_cpu --workdir=runs/demo_eagle3
+    python -m infer.decode --draft=runs/demo_eagle3/draft
+
+``demo.py:parallel`` trains a parallel LongSpec draft for the same target, in the same stages.
+
 ``demo.py:small_lm`` trains another drafter for the demo's target, a small model of its tokenizer:
 
     python -m train.run --config=configs/demo.py:small_lm --workdir=runs/small_lm
@@ -24,16 +33,19 @@ estimate. Run it from the folder that holds ``longspec_jax``, or name the target
 
 from ml_collections import ConfigDict
 
-from longspec_jax.recipes import base_config, code_corpus, miniature, small_llama, stage
+from longspec_jax.recipes import DRAFTS, base_config, code_corpus, miniature, small_llama, stage
 
 CONTEXT = 16384
 
 
 def get_config(variant: str = "full") -> ConfigDict:
-    """The configuration of a variant: ``full``, ``draft``, ``smoke``, ``tiny`` or ``small_lm``."""
+    """The configuration of a variant, one of those above."""
     changes = {
         "full": _full,
         "draft": _draft,
+        "eagle3": _eagle3,
+        "eagle3_cpu": _eagle3_cpu,
+        "parallel": _parallel,
         "smoke": _smoke,
         "tiny": _tiny,
         "small_lm": _small_lm,
@@ -84,6 +96,30 @@ def _draft(config: ConfigDict) -> None:
     del config.pretraining
     config.stages.short.update(steps=1500, max_seconds=0.0)
     config.stages.long.update(steps=1500, max_seconds=0.0)
+
+
+def _eagle3(config: ConfigDict) -> None:
+    """An EAGLE-3 draft for the target that is there."""
+    _draft(config)
+    config.title = "LongSpec demo: an EAGLE-3 draft for the small code model"
+    config.draft = {**DRAFTS["eagle3"], "vocabulary": 2048}
+    config.stages.short.max_offset = 0
+
+
+def _eagle3_cpu(config: ConfigDict) -> None:
+    """The same in little time: short rows, fewer passes of the training-time test."""
+    _eagle3(config)
+    config.dtype = "float32"
+    config.draft.steps = 4
+    config.accept_rows, config.accept_seq_len, config.accept_every = 8, 0, 100
+    config.stages = dict(short=stage(256, 4, 2e-3, max_seconds=600.0))
+
+
+def _parallel(config: ConfigDict) -> None:
+    """A parallel LongSpec draft for the target that is there."""
+    _draft(config)
+    config.title = "LongSpec demo: a parallel draft for the small code model"
+    config.draft = {**DRAFTS["parallel"], "layers": 1, "markov_rank": 64}
 
 
 def _smoke(config: ConfigDict) -> None:

@@ -20,7 +20,7 @@ a draft of another revision is refused on loading, not decoded slowly. Pin the c
 from functools import partial
 
 from longspec_jax.config import TARGETS
-from longspec_jax.recipes import paper_config
+from longspec_jax.recipes import LLAMA3_TURN, paper_config
 
 get_config = partial(
     paper_config,
@@ -28,4 +28,5 @@ get_config = partial(
     target=TARGETS["llama3-8b"].repository,
     long_length=32768,
     max_offset=30_000,
+    chat_turn=LLAMA3_TURN,
 )

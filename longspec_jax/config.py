@@ -21,6 +21,8 @@ BATCH_AXES = ("data", "fsdp")
 """Those over both of which batch rows are spread."""
 MAX_LAYERS = 1024
 """Most layers of a target: every layer is a part of its own of the compiled program."""
+MAX_EXPERTS = 4096
+"""Most experts of a layer."""
 SMALLEST_EPS = 1e-30
 """Least epsilon of a norm that float32 can still add and divide by."""
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e6
@@ -177,6 +179,32 @@ class QueryScaling:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of experts that is a layer's MLP."""
+
+    count: int
+    """Experts of the layer (``E``)."""
+    chosen: int
+    """Experts that compute a token."""
+    width: int
+    """MLP width of an expert."""
+    renormalised: bool = True
+    """Whether the weights of a token's experts add up to 1; otherwise they are those of a softmax
+    over all experts."""
+    biases: bool = False
+    """Biases on the router and in the experts (gpt-oss)."""
+    limit: float | None = None
+    """Largest size of gate and up in gpt-oss's gate; None for SiLU."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("count", MAX_EXPERTS), ("chosen", self.count), ("width", None)):
+            limits = {} if most is None else {"most": most}
+            whole_number(f"experts: {name}", getattr(self, name), **limits)
+        if self.limit is not None:
+            finite_number("experts: limit", self.limit, SMALLEST_FACTOR, LARGEST_FACTOR)
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What one kind of layer does of its own; the rest is the same in all layers of a target."""
 
@@ -185,6 +213,8 @@ class LayerConfig:
     window: int | None = None
     """Tokens that a token sees, itself included: ``p_q - p_k < window``. All before it if
     absent."""
+    experts: ExpertsConfig | None = None
+    """The MLP's experts; None for one MLP of the target's ``mlp_width``."""
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -292,6 +322,11 @@ class TargetConfig:
     def layer(self, index: int) -> LayerConfig:
         """The description of a layer."""
         return self.kinds[self.pattern[index]] if self.kinds else LayerConfig(self.rotary)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether any layer has experts."""
+        return any(kind.experts is not None for kind in self.kinds)
 
     @property
     def read_layer(self) -> int:
@@ -612,8 +647,18 @@ TARGETS: dict[str, KnownTarget] = {
             tied_embeddings=True, **_shape("Qwen3", 151936, (2560, 9728), 36, (32, 8)), **_QWEN3
         ),
     ),
+    "qwen3-30b-a3b": KnownTarget(
+        "Qwen/Qwen3-30B-A3B",
+        TargetConfig(
+            kinds=(LayerConfig(Rotary(1e6), experts=ExpertsConfig(128, 8, 768)),),
+            pattern=(0,) * 48,
+            **_shape("Qwen3Moe", 151936, (2048, 6144), 48, (32, 4)),
+            **_QWEN3,
+        ),
+    ),
 }
-"""The paper's and the release's targets, and two of Qwen3, by the names that the commands take."""
+"""The paper's and the release's targets, and three of Qwen3, by the names that the commands
+take."""
 PRESETS: dict[str, TargetConfig] = {
     known.repository.split("/")[1].lower(): known.config for known in TARGETS.values()
 }

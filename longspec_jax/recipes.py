@@ -18,7 +18,12 @@ plain positions, and ``sft`` with long questions whose answers alone are learned
 ``all`` is one resumable run of the three, each with data of its own, which
 ``--config.stages.short.data.files=PATHS`` replaces by local files. The variants ``short``, ``long``
 and ``sft`` are one stage each, of ``--config.data``; the last two start from the draft of the one
-before, which ``--config.draft.init`` names if it is elsewhere.
+before, which ``--config.draft.init`` names if it is elsewhere. The variant ``parallel`` is ``all``
+for a parallel LongSpec draft.
+
+The variant ``eagle3`` trains another kind of draft for the same target, EAGLE-3 (arXiv 2503.01840),
+in one stage of conversations whose answers alone are learned. A draft is better where the answers
+are the target's own, which ``python -m train.regenerate`` makes of any.
 
 Hours in the configurations' docstrings are estimates, not measurements: floating-point operations
 of target forward, draft forward and backward over all padded tokens, at half of an H200's bfloat16
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
 LLAMA_TURN = "<s>{role}\n{content}</s>\n"
 """The turn format of the LongSpec release for Llama, Vicuna and LongChat (not their own
 templates)."""
+LLAMA3_TURN = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
+"""The turn format of the chat templates of Llama 3 and 3.1."""
 CHATML_TURN = "<|im_start|>{role}\n{content}<|im_end|>\n"
 """The turn format of Qwen and QwQ, all generations."""
 
@@ -43,6 +50,9 @@ LONG_DATA = "sail/longspec-data/long_data.jsonl"
 SFT_DATA = "sail/longspec-data/long_sft_data.jsonl"
 COT_DATA = "sail/longspec-data/long_cot_data.jsonl"
 """Reasoning traces, for models that think before they answer."""
+
+CHAT_DATA, CHAT_SPLIT = "HuggingFaceH4/ultrachat_200k", "train_sft"
+"""Conversations, a part of what EAGLE-3 was trained on."""
 
 STAGES = ("short", "long", "sft")
 
@@ -55,6 +65,20 @@ DRAFTS: dict[str, dict[str, Any]] = {
         max_sinks=4,
         max_shift=4,
         distillation=0.0,
+    ),
+    "eagle3": dict(kind="eagle3", init="", layers="", vocabulary=32_000, steps=7, decay=0.8),
+    "parallel": dict(
+        kind="parallel",
+        init="",
+        window=512,
+        layers=2,
+        block=8,
+        markov_rank=256,
+        anchor_every=8,
+        decay=4.0,
+        anchor_offset=True,
+        max_sinks=4,
+        distillation=0.9,
     ),
 }
 """The section ``draft`` of every kind that can be trained, with its usual values."""
@@ -205,6 +229,7 @@ def paper_config(
     long_length: int,
     max_offset: int,
     sft_data: str = SFT_DATA,
+    chat_turn: str = "",
     **overrides: Any,
 ) -> "ConfigDict":
     """The stages of the paper for a target.
@@ -212,16 +237,34 @@ def paper_config(
     Args:
       name: of the configuration file; the variant of a stage looks for the draft of the one before
         in ``runs/NAME-STAGE/draft``.
-      variant: ``all``, or one of ``short``, ``long`` and ``sft``.
+      variant: ``all``, or one of ``short``, ``long`` and ``sft``; ``parallel`` for ``all`` with a
+        parallel draft; or ``eagle3``.
       target: hub id of the frozen target.
       long_length: tokens of a row in the last two stages.
       max_offset: largest anchor offset of the first stage.
       sft_data: hub data of the last stage.
+      chat_turn: how the target's chat template writes a turn, for the variant ``eagle3``; as in its
+        data if empty.
     """
-    if variant not in ("all", *STAGES):
-        known = ", ".join(("all", *STAGES))
+    if variant not in (variants := ("all", *STAGES, "parallel", "eagle3")):
+        known = ", ".join(variants)
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config = base_config()
+    if variant == "eagle3":
+        config.update(target=target, title=f"EAGLE-3 draft for {target}", **overrides)
+        return _eagle3(config, chat_turn or config.to_dict()["data"]["turn"])
+    if variant == "parallel":
+        config = paper_config(
+            *(name, "all"),
+            target=target,
+            long_length=long_length,
+            max_offset=max_offset,
+            sft_data=sft_data,
+            **overrides,
+        )
+        config.update(title=f"Parallel LongSpec draft for {target}, its three stages")
+        config.draft = DRAFTS["parallel"]
+        return config
     words = "its three stages" if variant == "all" else f"stage {variant}"
     config.update(target=target, title=f"LongSpec draft for {target}, {words}", **overrides)
     stages = dict(
@@ -248,4 +291,15 @@ def paper_config(
     if variant != "short":
         earlier = STAGES[STAGES.index(variant) - 1]
         config.update(draft=dict(init=f"runs/{name}-{earlier}/draft"))
+    return config
+
+
+def _eagle3(config: "ConfigDict", turn: str) -> "ConfigDict":
+    """A configuration turned to EAGLE-3, with the published loss, clipping and learning rate."""
+    config.draft = DRAFTS["eagle3"]
+    config.update(
+        data=dict(hub=CHAT_DATA, split=CHAT_SPLIT, turn=turn, mask_prompts=True, buckets=3),
+        optimizer=dict(clip=0.5, weight_decay=0.0, warmup=0.04),
+        stages=dict(chat=stage(4096, 32, 1e-4, accumulation=0, epochs=2)),
+    )
     return config

@@ -36,10 +36,18 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"gate_up/kernel/(scale|zero)$", P(None, "tp", None)),
     (r"(attention/out|down)/kernel/codes$", P("fsdp", "tp")),  # [D, in]
     (r"(attention/out|down)/kernel/(scale|zero)$", P("fsdp", None)),
+    (r"router/kernel$", P("fsdp", None)),  # [D, E]
+    (r"expert_gate_up$", P("tp", None, "fsdp")),  # [2 E, F, D]
+    (r"expert_down$", P("tp", "fsdp", None)),  # [E, D, F]
+    (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]
+    (r"router/bias$", P()),  # [E]
     (r"(fused|cross_q|gate_up)/rows/steps$", P("tp", "fsdp")),  # 8-bit [out, in]
     (r"(attention/out|self_out|cross_out|down)/rows/steps$", P("fsdp", "tp")),  # 8-bit [out, in]
     (r"fuse/rows/steps$", P("fsdp", None)),  # 8-bit [D, features D]
-    (r"((^|(?<!kernel)/)scale|kernel/order|fuse/bias|confidence/kernel|confidence/bias)$", P()),
+    (
+        r"((^|(?<!kernel)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias))$",
+        P(),
+    ),
 )
 
 

@@ -138,6 +138,7 @@ class Checkpoints:
         files.replace(partial / META, json.dumps(meta).encode())
         files.replace(partial / CHECKSUMS, checksums(partial))
         partial.rename(final)
+        self._damaged.discard(final.name)  # One of that name may have been, and made room.
         self._remove_all_but_newest(final)
 
     def _remove_all_but_newest(self, newest: Path) -> None:

@@ -96,7 +96,7 @@ def distillation_sums(
     """
     criterion = functools.partial(_distillation_loss, share)
     parts = labels, weights, teacher
-    loss, sums = chunked_loss(criterion, hidden, head, parts, chunk=max(1, chunk // 2))
+    loss, sums = chunked_loss(criterion, hidden, head, parts, chunk=max(1, chunk // 2), whole=head)
     return Distillation(loss, *sums)
 
 
@@ -112,12 +112,13 @@ class ChunkLoss(NamedTuple):
 
 
 Criterion: TypeAlias = Callable[[Array, Array, Any], ChunkLoss]
-"""``(logits[B, t, V], head[V, D], parts) -> ChunkLoss``; ``parts`` are the chunk's."""
+"""``(logits[B, t, V], whole, parts) -> ChunkLoss``; ``parts`` are the chunk's, ``whole`` belongs to
+all chunks."""
 
 
-def _text_loss(logits: Array, head: Array, parts: tuple[Array, Array]) -> ChunkLoss:
+def _text_loss(logits: Array, whole: Any, parts: tuple[Array, Array]) -> ChunkLoss:
     labels, weights = parts
-    lse, surprise, label = _surprise(logits, labels)
+    lse, surprise, label = surprise_of(logits, labels)
     error = (jnp.exp(logits - lse[..., None]) - label) * weights[..., None]
     return ChunkLoss(jnp.sum(weights * surprise), error)
 
@@ -127,8 +128,8 @@ def _distillation_loss(
 ) -> ChunkLoss:
     labels, weights, teacher = parts
     teacher_logits = head_logits(head, teacher)
-    lse, surprise, label = _surprise(logits, labels)
-    teacher_lse, teacher_surprise, _ = _surprise(teacher_logits, labels)
+    lse, surprise, label = surprise_of(logits, labels)
+    teacher_lse, teacher_surprise, _ = surprise_of(teacher_logits, labels)
     learned, wanted = logits - lse[..., None], teacher_logits - teacher_lse[..., None]
     probable = jnp.exp(wanted)
     divergence = jnp.sum(probable * (wanted - learned), axis=-1)
@@ -138,7 +139,7 @@ def _distillation_loss(
     return ChunkLoss(loss, (jnp.exp(learned) - aim) * weights[..., None], sums)
 
 
-def _surprise(logits: Array, labels: Array) -> tuple[Array, Array, Array]:
+def surprise_of(logits: Array, labels: Array) -> tuple[Array, Array, Array]:
     """Log-sum-exp and ``-log softmax[labels]``, both ``[B, t]``, and the labels as one-hot."""
     # One-hot by comparison fuses, and stays local under a sharded vocabulary.
     label = labels[..., None] == jnp.arange(logits.shape[-1])
@@ -148,23 +149,26 @@ def _surprise(logits: Array, labels: Array) -> tuple[Array, Array, Array]:
 
 def chunked_loss(
     criterion: Criterion,
-    hidden: Float[Array, "B T D"],
+    hidden: Float[Array, "B T ... D"],
     head: Float[Array, "V D"],
     parts: Any,
     *,
     chunk: int,
     head_gradient: bool = False,
+    whole: Any = (),
 ) -> tuple[Float[Array, ""], Any]:
     """A criterion over all tokens of whole rows.
 
     Args:
       criterion: static; computes a chunk. Where all parts of a token are 0 its loss must be 0,
         because the last chunk may be padded with such tokens.
-      hidden: final hidden states.
+      hidden: final hidden states, one of each token or several, ``[B, T, n, D]``; the logits have
+        the same axes.
       head: the LM head.
       parts: arrays ``[B, T, ...]`` that the criterion reads beside the logits; no gradient.
       chunk: most tokens of a device whose logits exist at once.
       head_gradient: give the head a gradient, too; a frozen one saves the matmul.
+      whole: arrays that the criterion reads for every chunk; no gradient.
 
     Returns:
       The loss, which alone is differentiable, and the other sums.
@@ -173,24 +177,37 @@ def chunked_loss(
     size = chunk_length(rows // row_shares(rows), length, chunk)
     hidden = whole_chunks(hidden, size)
     parts = jax.lax.stop_gradient(jax.tree.map(lambda part: whole_chunks(part, size), parts))
-    found: Any = _chunked(criterion, size, head_gradient, hidden, head, parts)
+    whole = jax.lax.stop_gradient(whole)
+    found: Any = _chunked(criterion, size, head_gradient, hidden, head, whole, parts)
     return found[0], jax.lax.stop_gradient(found[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _chunked(
-    criterion: Criterion, size: int, head_gradient: bool, hidden: Array, head: Array, parts: Any
+    criterion: Criterion,
+    size: int,
+    head_gradient: bool,
+    hidden: Array,
+    head: Array,
+    whole: Any,
+    parts: Any,
 ) -> tuple[Array, Any]:
-    total, _ = _loop(criterion, size, hidden, head, parts, ())
+    total, _ = _loop(criterion, size, hidden, head, whole, parts, ())
     return total
 
 
 def _forward(
-    criterion: Criterion, size: int, head_gradient: bool, hidden: Array, head: Array, parts: Any
+    criterion: Criterion,
+    size: int,
+    head_gradient: bool,
+    hidden: Array,
+    head: Array,
+    whole: Any,
+    parts: Any,
 ) -> tuple[Any, tuple[Array, Array | None]]:
     wide = jnp.zeros(head.shape, jnp.float32) if head_gradient else None
     first = jnp.zeros_like(hidden), wide
-    total, (gradient, head_sum) = _loop(criterion, size, hidden, head, parts, first)
+    total, (gradient, head_sum) = _loop(criterion, size, hidden, head, whole, parts, first)
     return total, (gradient, None if head_sum is None else head_sum.astype(head.dtype))
 
 
@@ -201,14 +218,14 @@ def _backward(
         return (gradient.astype(jnp.float32) * cotangents[0]).astype(gradient.dtype)
 
     gradient, head_sum = saved
-    return scaled(gradient), None if head_sum is None else scaled(head_sum), None
+    return scaled(gradient), None if head_sum is None else scaled(head_sum), None, None
 
 
 _chunked.defvjp(_forward, _backward)
 
 
 def _loop(
-    criterion: Criterion, size: int, hidden: Array, head: Array, parts: Any, first: Any
+    criterion: Criterion, size: int, hidden: Array, head: Array, whole: Any, parts: Any, first: Any
 ) -> tuple[Any, Any]:
     """Loss and sums, and the gradients if there are any to begin with.
 
@@ -217,7 +234,7 @@ def _loop(
 
     def computed(start: Array) -> tuple[ChunkLoss, Array]:
         x, mine = jax.tree.map(lambda part: cut(part, start, size), (hidden, parts))
-        return criterion(head_logits(head, x), head, mine), x
+        return criterion(head_logits(head, x), whole, mine), x
 
     def step(carry: tuple[Any, Any], start: Array) -> tuple[tuple[Any, Any], None]:
         total, gradients = carry
@@ -235,9 +252,13 @@ def _add_gradients(gradients: Any, error: Array, x: Array, head: Array, start: A
     """The gradients with those of a chunk put in and added."""
     gradient, head_sum = gradients
     precision, error = matmul_precision(head.dtype), error.astype(head.dtype)
-    dx = jnp.einsum("BTV,VD->BTD", error, head, precision=precision)
+    tokens = "BTn"[: x.ndim - 1]
+    dx = jnp.einsum(f"{tokens}V,VD->{tokens}D", error, head, precision=precision)
     if head_sum is not None:
         head_sum = head_sum + jnp.einsum(
-            "BTV,BTD->VD", error, x, precision=precision, preferred_element_type=jnp.float32
+            f"{tokens}V,{tokens}D->VD",
+            *(error, x),
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
     return put(gradient, dx, start), head_sum

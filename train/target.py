@@ -140,12 +140,33 @@ def run_target(
     return TargetView(hidden, output.keys[read], output.values[read], output.kept)
 
 
+_CHEAP = frozenset(
+    "add add_any broadcast_in_dim concatenate convert_element_type cos div dynamic_slice exp "
+    "gather integer_pow iota log logistic max mul neg pad reduce_sum reshape rsqrt select_n "
+    "sharding_constraint sin slice split square squeeze sub transpose".split()
+)
+"""Elementwise primitives, and those that move and sum."""
+
+
+def is_costly(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether a result is kept for the backward pass: those of matmuls and attention are."""
+    return primitive.name not in _CHEAP
+
+
 @dataclass(frozen=True)
 class TargetObjective:
     """Next-token prediction by the target itself; nothing is frozen."""
 
     config: TargetConfig
     loss_chunk: int
+
+    def __post_init__(self) -> None:
+        if self.config.is_sparse:
+            raise NotImplementedError(
+                "a target of experts is not trained from scratch: nothing balances the load of its "
+                "experts; choose a shape with dense layers, or train a draft for a target of "
+                "experts that is loaded"
+            )
 
     def initialize(self, key: Array) -> Any:
         """Fresh parameters."""
@@ -194,8 +215,9 @@ def target_flops(config: TargetConfig, length: int) -> float:
 
 def layers_flops(config: TargetConfig, length: int, count: int) -> float:
     """The last layers of this number, forward."""
-    total = count * (projection_flops(config) + mlp_flops(config))
+    total = count * projection_flops(config)
     for index in range(config.num_layers - count, config.num_layers):
+        total += _layer_mlp_flops(config, index)
         seen = min(config.layer(index).window or length, length)
         # A window of W tokens shows less to the first W - 1 tokens alone.
         keys = seen - seen * (seen - 1) / (2 * length)
@@ -224,6 +246,15 @@ def projection_flops(config: Any) -> float:
 def mlp_flops(config: Any) -> float:
     """The gated MLP of a layer of target or draft."""
     return 3 * matmul_flops(config.model_width, config.mlp_width)
+
+
+def _layer_mlp_flops(config: TargetConfig, index: int) -> float:
+    """The MLP of a layer: of experts, the chosen ones and the router."""
+    experts = config.layer(index).experts
+    if experts is None:
+        return mlp_flops(config)
+    router = matmul_flops(config.model_width, experts.count)
+    return router + 3 * experts.chosen * matmul_flops(config.model_width, experts.width)
 
 
 def attention_flops(config: Any, keys: float) -> float:

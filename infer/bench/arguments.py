@@ -22,7 +22,15 @@ from longspec_jax.config import (
     TargetConfig,
     TreeConfig,
 )
-from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, SMALL_LM, Kind
+from longspec_jax.drafters.registry import (
+    DFLASH,
+    EAGLE3,
+    LONGSPEC,
+    NAMED,
+    PARALLEL,
+    SMALL_LM,
+    Kind,
+)
 from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
@@ -61,6 +69,7 @@ KINDS: dict[str, Kind] = {
     "small_lm": SMALL_LM,
     "eagle3": EAGLE3,
     "dflash": DFLASH,
+    "parallel": PARALLEL,
 }
 """Kinds of drafts that are measured with random weights."""
 DTYPES = ("float32", "bfloat16", "float16")

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import as_options, counted, settled
+from longspec_jax.config import TargetConfig
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import Draft
@@ -141,6 +142,7 @@ def describe(bench: Bench) -> dict[str, Any]:
     itemsize = jnp.dtype(config.dtype).itemsize
     table = config.vocab_size * config.model_width * itemsize
     read = weights - (0 if config.tied_embeddings else table)
+    read -= round(sum(_idle(config, index, setting.batch) for index in range(config.num_layers)))
     seen = cache_bytes(config, setting.batch, setting.context + setting.new_tokens // 2)
     state = draft_state(model, bench.drafter, setting.batch, setting.capacity)
     return {
@@ -160,6 +162,19 @@ def describe(bench: Bench) -> dict[str, Any]:
         "draft_state_bytes": tree_bytes(state),
         "plain_step_bytes": read + seen,
     }
+
+
+def _idle(config: TargetConfig, index: int, rows: int) -> float:
+    """Bytes of a layer's experts that no row of a plain step chooses, if choices are independent.
+
+    What is read of the others is a roof for a kernel that reads each of them once.
+    """
+    experts = config.layer(index).experts
+    if experts is None:
+        return 0.0
+    unchosen = experts.count * (1 - experts.chosen / experts.count) ** rows
+    size = 3 * experts.width * config.model_width * jnp.dtype(config.dtype).itemsize
+    return unchosen * size
 
 
 def _longspec_options(draft: Draft) -> dict[str, Any]:

@@ -37,6 +37,9 @@ from longspec_jax.drafters.eagle3.model import Eagle3Params
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.parallel.checkpoint import draft_table
+from longspec_jax.drafters.parallel.config import ParallelConfig
+from longspec_jax.drafters.parallel.load import ParallelDraft, ParallelOptions
 from longspec_jax.drafters.registry import options_of, separated
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft
 from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
@@ -90,6 +93,11 @@ def random_model(
             draft = _random_eagle3(config, target, chosen, seed + 1)
         case DFlashOptions():
             draft = _random_dflash(config, target, chosen, seed + 1)
+        case ParallelOptions():
+            parallel = ParallelConfig(DraftConfig.for_target(config), config.vocab_size)
+            weights = _drawn(draft_table(parallel), config.dtype, seed + 1)
+            # In 8 bits only where it is named: a row says what it measured.
+            draft = ParallelDraft.bind(parallel, weights, target, int8=bool(chosen.int8))
         case SmallLMOptions():
             small = _small(config, chosen)
             weights = _draw(_initializer(small), seed + 1)
@@ -113,6 +121,8 @@ def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
         model_width=768,
         mlp_width=3072,
         num_layers=2,
+        kinds=(),
+        pattern=(),
         num_heads=12,
         num_kv_heads=12,
         head_width=64,
@@ -183,6 +193,8 @@ def _random_dflash(
         config,
         architecture=DFLASH_LAYERS,
         num_layers=5,
+        kinds=(),
+        pattern=(),
         qk_norm=True,
         qkv_bias=False,
         tied_embeddings=False,

@@ -58,7 +58,10 @@ def main(arguments: argparse.Namespace) -> None:
     ops = INT8_OPS if arguments.int8 else OPS
     for shape in arguments.shape:
         shapes = weight_shapes(SHAPES[shape])
-        check_memory(f"a product of {shape}", 2 * 4 * max(math.prod(shapes[name]) for name in ops))
+        check_memory(
+            f"a product of {shape}",
+            2 * 4 * max(math.prod(shapes[name]) for name in ops if name in shapes),
+        )
     if cpu:
         number = len(arguments.shape) * len(ops) * len(arguments.rows)
         announce(f"{counted(2 * number, 'program')} to compile")
@@ -72,16 +75,19 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def weight_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's weights, contracted axis first."""
+    """Shapes of a layer's weights, contracted axis first; experts are no such products."""
     heads = config.num_heads * config.head_width
     fused = (config.num_heads + 2 * config.num_kv_heads) * config.head_width
-    return {
+    shapes = {
         "qkv": (config.model_width, fused),
         "out": (heads, config.model_width),
         "gate_up": (config.model_width, 2, config.mlp_width),
         "down": (config.mlp_width, config.model_width),
         "head": (config.model_width, config.vocab_size),
     }
+    if config.is_sparse:
+        del shapes["gate_up"], shapes["down"]
+    return shapes
 
 
 def measure(
@@ -92,6 +98,8 @@ def measure(
     dtype = jnp.dtype(config.dtype)
     shapes = weight_shapes(config)
     for name, ops in (INT8_OPS if in_int8 else OPS).items():
+        if name not in shapes:
+            continue
         size = math.prod(shapes[name]) * (1 if in_int8 else dtype.itemsize)
         count = math.ceil(DISTINCT_BYTES / size) if jax.default_backend() == "gpu" else 2
         draw = _int8_weights if in_int8 else functools.partial(_weights, dtype=dtype)

@@ -60,6 +60,7 @@ METHODS = {
     "medusa": Method("medusa", "Medusa heads"),
     "tokenswift": Method("tokenswift", "the target over a part of its cache, and heads behind it"),
     "dflash": Method("dflash", "a DFlash or DSpark draft"),
+    "parallel": Method("parallel", "a parallel LongSpec draft"),
     "adaptive": Method(
         "longspec",
         "a LongSpec draft; each round takes a tree or none, by measured tokens per second",

@@ -87,6 +87,11 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "same_bits needs one device, a cache on it, and the automatic attention; leave out "
             "mesh, offload and attention"
         )
+    if config.is_sparse:
+        raise NotImplementedError(
+            "same_bits has no kernel for experts, whose matmuls depend on the number of rows; "
+            "leave it out, or load the target in float32"
+        )
     if target.windowed or config.attention_cap is not None:
         raise NotImplementedError(
             "the kernels of same_bits see whole prefixes and unbounded scores; this target has "

@@ -54,9 +54,11 @@ EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
 EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
 MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
 TOKENSWIFT = Kind("tokenswift.load:TokenSwiftOptions", "tokenswift.load:load")
+PARALLEL = Kind("parallel.load:ParallelOptions", "parallel.load:load")
 DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
+    "LongSpecParallelDraft": PARALLEL,
     "LlamaForCausalLMEagle3": EAGLE3,
     "Eagle3DraftModel": EAGLE3,
     "Eagle3Speculator": EAGLE3,

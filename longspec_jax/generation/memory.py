@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.checks import shown_bytes
+from longspec_jax.config import TargetConfig
 from longspec_jax.decoding.adjustments import ADJUSTMENT_BYTES
 from longspec_jax.decoding.cache import layer_slots, rings_of, slot_bytes
 from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.models import Models
+from longspec_jax.ops.matmul.experts import computed_rows
 from longspec_jax.ops.matmul.quantised import quantised_matrices
 from longspec_jax.ops.placement import free_device_bytes, tree_bytes
 
@@ -79,14 +81,14 @@ def plan_memory(
     config, target, params = models.target_config, models.target, models.target_params
     nodes = max(drafter.tree.num_nodes for drafter in drafters)
     gathered = max(drafter.gathered_slots(capacity) for drafter in drafters)
-    width = (3 * config.mlp_width + 6 * config.model_width) * jnp.dtype(config.dtype).itemsize
+    chunk_bytes = _layer_numbers(config, chunk) * jnp.dtype(config.dtype).itemsize
     # Logits, noise, perturbed scores and one compared copy, float32; two more of adjusted logits,
     # and the row's tables of biases and tokens.
     copies, tables = (6, ADJUSTMENT_BYTES * config.vocab_size) if adjusted else (4, 0)
     # Without a kernel for them, quantised weights are dequantised one kernel at a time, in float32.
     matrices = quantised_matrices(params)
     widened = 4 * max((math.prod(each.out_axes) * each.inputs for each in matrices), default=0)
-    working_row = max(chunk * width, 4 * copies * nodes * config.vocab_size) + tables
+    working_row = max(chunk_bytes, 4 * copies * nodes * config.vocab_size) + tables
     cache = host = state = rings = saved = 0
     working = widened
     full, own_slots = config.num_layers - len(rings_of(config)), layer_slots(config, capacity)
@@ -115,6 +117,17 @@ def plan_memory(
         ring_bytes=rings,
         saved_bytes=saved,
     )
+
+
+def _layer_numbers(config: TargetConfig, tokens: int) -> int:
+    """Activations of the widest layer over the tokens of a prefill chunk."""
+    width, most = config.model_width, 3 * config.mlp_width * tokens
+    for kind in config.kinds:
+        if (experts := kind.experts) is not None:
+            rows = computed_rows(tokens, experts.chosen, experts.count)
+            own = rows * (2 * width + 3 * experts.width) + tokens * experts.chosen * width
+            most = max(most, own)
+    return most + 6 * width * tokens
 
 
 def device_bytes(tree: Any) -> int:

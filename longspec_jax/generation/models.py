@@ -20,6 +20,8 @@ from longspec_jax.ops.matmul.quantised import quantised_matrices
 SEVERAL = 4
 """Rows decoded together from which the default tree of a large target is timed too: 64 nodes of
 each are 256 in one pass."""
+SPARSE_LEVELS = 4, 3, 5
+"""Levels of the chains for a target of experts, the default one first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +138,7 @@ def drafters_for(
                 models.mesh,
                 rows=together,
                 others=several,
+                sparse=target.config.is_sparse,
                 serves=partial(serves_tree, target),
             )
             for draft in drafts
@@ -151,6 +154,7 @@ def trees_to_time(
     *,
     rows: int = 1,
     others: bool = False,
+    sparse: bool = False,
     serves: Callable[[TreeConfig], bool] = bool,
 ) -> tuple[TreeConfig, ...]:
     """What a call without a tree may run, the default one first: no other where none is timed.
@@ -158,6 +162,7 @@ def trees_to_time(
     Args:
       mesh: what its parameters are spread over; None for one device.
       others: whether there are other drafts to choose from, so that this one is timed anyhow.
+      sparse: whether the target has experts. Then its trees are chains, and all of them are timed.
       serves: whether the target's kernels can verify a tree.
     """
     settled = large and defaults.settled
@@ -165,8 +170,22 @@ def trees_to_time(
     trees = defaults.large if large else small
     if large and rows >= SEVERAL and defaults.together:
         trees, settled = defaults.together, False
+    if sparse:
+        trees, settled = _chains(trees), False
     trees = tuple(filter(serves, trees))
     return trees if may_time(mesh) and (others or not settled) else trees[:1]
+
+
+def _chains(trees: Sequence[TreeConfig]) -> tuple[TreeConfig, ...]:
+    """For a target of experts: chains no longer than the trees.
+
+    64 nodes choose nearly all experts of a layer, and a plain step reads only those of one token.
+    Trees behind a chain stay: they verify the chain in partial forwards.
+    """
+    if any(tree.chain is not None for tree in trees):
+        return tuple(trees)
+    levels = max(tree.num_levels for tree in trees)
+    return tuple(dict.fromkeys(TreeConfig((1,) * min(each, levels)) for each in SPARSE_LEVELS))
 
 
 def may_time(mesh: Mesh | None) -> bool:

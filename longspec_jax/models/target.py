@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import QueryScaling, TargetConfig
+from longspec_jax.config import ExpertsConfig, QueryScaling, TargetConfig
+from longspec_jax.models.experts import Experts
 from longspec_jax.models.layers import (
     INITIAL_SCALE,
     GroupedQKV,
@@ -93,6 +94,7 @@ class Layer(nn.Module):
     config: TargetConfig
     mlp_chunk: int = 0
     projection: Callable[..., Any] = Projection
+    experts: ExpertsConfig | None = None
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -103,8 +105,11 @@ class Layer(nn.Module):
             self.attention_norm, self.mlp_norm = norm(), norm()
         if c.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(), norm()
-        widths = c.model_width, c.mlp_width
-        self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk, c.gelu)
+        if self.experts is not None:
+            self.mlp = Experts(c.model_width, self.experts, dtype, self.mlp_chunk)
+        else:
+            widths = c.model_width, c.mlp_width
+            self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk, c.gelu)
 
     def __call__(
         self,
@@ -165,7 +170,8 @@ class Target(nn.Module):
         # Separate modules, not a scan over stacked weights: slicing a stack costs decode a factor
         # of three in bandwidth (docs/design.md, decision 4.6).
         projection = OrderedProjection if self.ordered else Projection
-        self.layers = [Layer(c, self.mlp_chunk, projection) for _ in range(c.num_layers)]
+        experts = [c.layer(index).experts for index in range(c.num_layers)]
+        self.layers = [Layer(c, self.mlp_chunk, projection, each) for each in experts]
         self.final_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
         if not c.tied_embeddings:
             self.head = self.param("head", table, shape, dtype)

@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Term = tuple[tuple[str, ...], ...]
 """The axes of one array; the query heads are two of them, ``("k", "g")``."""
 
-CUT = {"b": BATCH_AXES, "k": ("tp",), "v": ("tp",), "f": ("tp",)}
+CUT = {"b": BATCH_AXES, "k": ("tp",), "v": ("tp",), "f": ("tp",), "e": ("tp",)}
 """The axes of operands that are cut, and the axes of the mesh over which."""
 
 
@@ -40,8 +40,8 @@ def partitioned(rule: str) -> Callable[[Function], Function]:
       rule: a term for each positional argument, for each field of one that is a dataclass, and,
         after ``->``, for each result, or one for all of them: ``"b t (k g) h, b k s h -> b t (k g)
         h"``. The term of a sequence of arrays holds for each of them; an argument or a field may
-        be None. Batch rows are ``b``, key/value heads ``k``; both are somewhere an array's whole
-        axis.
+        be None. Batch rows are ``b``, key/value heads ``k``, experts ``e``; each is somewhere an
+        array's whole axis.
     """
     operands, results = (
         [_parse(term) for term in side.split(",")] for side in rule.split("->", maxsplit=1)

@@ -11,6 +11,7 @@ from typing import Any
 from longspec_jax.config import LayerConfig, QueryScaling, Rotary, TargetConfig
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import raw_rope, rope_entry
+from longspec_jax.weights.sparse import raw_experts, read_experts
 
 Fields = Mapping[str, Any]
 """Fields of a :class:`TargetConfig` by name."""
@@ -172,6 +173,13 @@ FAMILIES: dict[str, Family] = {
         "qwen3",
         fixed={"qk_norm": True},
         defaults={"head_dim": 128},
+        window_switch="use_sliding_window",
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        fixed={"qk_norm": True},
+        read=read_experts,
+        write=raw_experts,
         window_switch="use_sliding_window",
     ),
     "Ministral3ForCausalLM": Family(

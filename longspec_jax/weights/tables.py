@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config import ExpertsConfig, TargetConfig
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.families import FAMILIES, Names
@@ -119,6 +119,18 @@ def _mlp(names: Names) -> tuple[Rule, ...]:
     )
 
 
+def _experts(experts: ExpertsConfig) -> tuple[Rule, ...]:
+    """Of a mixture of experts, every matrix of which is a tensor of its own."""
+    names = [f"mlp.experts.{expert}" for expert in range(experts.count)]
+    gate_up = [f"{name}.{part}_proj.weight" for name in names for part in ("gate", "up")]
+    down = [f"{name}.down_proj.weight" for name in names]
+    return (
+        Rule("mlp/router/kernel", "D E", (("mlp.gate.weight", "E D"),)),
+        Rule("mlp/expert_gate_up", "* F D", tuple((name, "F D") for name in gate_up)),
+        Rule("mlp/expert_down", "* D F", tuple((name, "D F") for name in down)),
+    )
+
+
 _USUAL = Names()
 QKV_KERNEL = _qkv(_USUAL.qkv, "weight", " D")
 QKV_BIAS_PARTS = _qkv(_USUAL.qkv, "bias")
@@ -146,16 +158,22 @@ def target_table(config: TargetConfig) -> Table:
     """The table of a target: our ``layers_i/...`` from ``model.layers.i....``."""
     sizes = layer_sizes(config) | {"V": config.vocab_size}
     family = FAMILIES.get(config.architecture, FAMILIES["LlamaForCausalLM"])
-    layer = layer_rules(config, family.names)
     shuffle = head_order(config.head_width, config.rotary_width, family.interleaved)
     leaves = [bind(rule, sizes) for rule in MODEL + HEAD * (not config.tied_embeddings)]
     for index in range(config.num_layers):
         ours, theirs = f"layers_{index}/", f"model.layers.{index}."
-        leaves += [bind(rule, sizes, ours, theirs, shuffle) for rule in layer]
+        experts = config.layer(index).experts
+        own = {"E": experts.count, "F": experts.width} if experts else {}
+        leaves += [
+            bind(rule, sizes | own, ours, theirs, shuffle)
+            for rule in layer_rules(config, family.names, experts)
+        ]
     return Table(tuple(leaves), ROTARY | TOKENSWIFT | (TIED_HEAD if config.tied_embeddings else {}))
 
 
-def layer_rules(config: TargetConfig, names: Names = _USUAL) -> tuple[Rule, ...]:
+def layer_rules(
+    config: TargetConfig, names: Names = _USUAL, experts: ExpertsConfig | None = None
+) -> tuple[Rule, ...]:
     """The rules of a layer, by the switches of its target and the names of its family."""
     pre = (
         _norm("attention_norm", names.attention_norm),
@@ -171,7 +189,7 @@ def layer_rules(config: TargetConfig, names: Names = _USUAL) -> tuple[Rule, ...]
         *post * config.post_norms,
         Rule("attention/qkv/fused/kernel", "D K * H", _qkv(names.qkv, "weight", " D")),
         Rule("attention/out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
-        *_mlp(names),
+        *(_mlp(names) if experts is None else _experts(experts)),
         *bias * config.qkv_bias,
         *_QK_NORM * config.qk_norm,
         *_WIDE_QK_NORM * config.wide_qk_norm,

@@ -19,6 +19,8 @@ from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.tables import target_table
 from train.arguments import from_config
 from train.config import RunConfig
+from train.drafts.eagle3.objective import Eagle3Objective, fresh_config
+from train.drafts.eagle3.settings import Eagle3Settings
 from train.drafts.longspec.objective import LongSpecObjective
 from train.pipeline import with_micro_batches
 from train.step import Batch, make_optimizer, state_shardings
@@ -40,6 +42,7 @@ TABLE = {
     "qwq32b": (550.5, 540.0, 30_000, 32768),
     "qwen3_8b": (234.9, 226.5, 39_000, 32768),
     "qwen3_4b": (127.2, 121.9, 39_000, 32768),
+    "qwen3_30b_a3b": (75.5, 73.4, 39_000, 32768),
 }
 """Stored and live draft parameters in millions, largest offset, long rows: facts of the release;
 Qwen3's are counted by hand from the widths in its ``config.json``."""
@@ -69,10 +72,12 @@ def test_a_target_has_one_name() -> None:
         assert load(name).target == TARGETS[short].repository
 
 
-def test_the_demos_draft_alone_is_for_its_target() -> None:
-    config = load("demo", "draft")
+@pytest.mark.parametrize("variant", ["draft", "eagle3"])
+def test_the_demos_draft_alone_is_for_its_target(variant: str) -> None:
+    config = load("demo", variant)
     assert config.pretraining is None and config.target == "longspec_jax/demo/target"
     assert all(stage.steps and not stage.max_seconds for stage in config.stages)
+    assert config.draft.kind == ("eagle3" if variant == "eagle3" else "longspec")
 
 
 @pytest.mark.parametrize("variant", ["full", "smoke", "tiny"])
@@ -150,6 +155,40 @@ def test_all_stages_are_those_that_have_runs_of_their_own(name: str) -> None:
         assert part == dataclasses.replace(alone, **same, **steps)
 
 
+@pytest.mark.parametrize("name", PAPER)
+def test_every_target_has_an_eagle3_draft(name: str) -> None:
+    """Of conversations in the target's own format, whose answers alone are learned."""
+    config = load(name, "eagle3")
+    [stage] = config.stages
+    assert isinstance(config.draft, Eagle3Settings) and config.draft.steps == 7
+    assert config.data.mask_prompts and not stage.max_offset
+    target = preset(config)
+    draft = fresh_config(config.draft, target, stage.seq_len)
+    assert draft.proposable == 32_000 and draft.max_positions == stage.seq_len == 4096
+    if target.architecture.startswith("Qwen"):
+        assert config.data.turn.startswith("<|im_start|>")
+    elif "llama3" in name:
+        assert config.data.turn.endswith("<|eot_id|>")
+    objective = Eagle3Objective(target, draft, config.draft.steps, config.draft.decay, 8192)
+    mesh = make_mesh(*config.mesh.resolve(8))
+    state = state_shardings(mesh, objective, make_optimizer(config.optimizer))
+    assert state.params["head"].spec == jax.sharding.PartitionSpec("tp", ("data", "fsdp"))
+    rows = stage.batch // with_micro_batches(stage, mesh).accumulation
+    assert rows * stage.seq_len == 8 * 16384
+
+
+def test_a_parallel_draft_is_trained_in_the_same_stages(name: str) -> None:
+    config, usual = load(name, "parallel"), load(name)
+    assert config.draft.kind == "parallel" and "Parallel" in config.title
+    assert config == dataclasses.replace(usual, draft=config.draft, title=config.title)
+
+
+def test_the_demos_parallel_draft_is_trained_as_its_draft() -> None:
+    config, usual = load("demo", "parallel"), load("demo", "draft")
+    assert config.draft.kind == "parallel"
+    assert config == dataclasses.replace(usual, draft=config.draft, title=config.title)
+
+
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("name", ["vicuna7b", "qwq32b"])
 def test_micro_batches_follow_the_devices(name: str, devices: int) -> None:
@@ -209,7 +248,8 @@ def test_a_micro_batch_fits_the_shapes(name: str, variant: str) -> None:
     config = load(name, variant)
     [stage] = config.stages
     # All layers are alike: two of them show what the others would.
-    target = dataclasses.replace(preset(config), num_layers=2)
+    whole = preset(config)
+    target = dataclasses.replace(whole, num_layers=2, pattern=whole.pattern[:2])
     draft = DraftConfig.for_target(target, window=config.draft.window)
     objective = LongSpecObjective(target, draft, config.draft, stage.max_offset, 8192)
     params = jax.eval_shape(objective.initialize, jax.random.key(0))

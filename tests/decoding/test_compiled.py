@@ -23,6 +23,8 @@ from longspec_jax.drafters.dflash.drafter import DFlashDrafter
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.parallel.drafter import ParallelDrafter
+from longspec_jax.drafters.parallel.model import ParallelParams
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
@@ -32,6 +34,7 @@ from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.drafters.dflash import toys as dflash_toys
 from tests.drafters.eagle3 import toys as eagle3_toys
+from tests.drafters.parallel import toys as parallel_toys
 from tests.kit import draft_params, prefill, random_draft, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=1)
@@ -150,17 +153,22 @@ def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
 SIZES: dict[str, Any] = dict(num_kv_heads=2, head_width=CONFIG.head_width)
 EAGLE3 = eagle3_toys.config_for(CONFIG, features=(-1, 0), **SIZES)
 DFLASH = dflash_toys.config_for(CONFIG, features=(-1, 0), trunk=SIZES)
-OVER_FEATURES = {
+PARALLEL = parallel_toys.config_for(CONFIG)
+WITH_ENTRIES = {
     "eagle3": (Eagle3Drafter(EAGLE3, TreeConfig((3, 2))), eagle3_toys.random_params(EAGLE3)),
     "dflash": (DFlashDrafter(DFLASH, TreeConfig((3, 2))), dflash_toys.random_params(DFLASH)),
+    "parallel": (
+        ParallelDrafter(PARALLEL, TreeConfig((3, 2))),
+        ParallelParams.beside(random_target(CONFIG), parallel_toys.random_tree(PARALLEL)),
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", OVER_FEATURES)
-def test_no_copy_of_the_cache_of_a_draft_over_features(kind: str) -> None:
+@pytest.mark.parametrize("kind", WITH_ENTRIES)
+def test_no_copy_of_the_cache_of_a_drafts_entries(kind: str) -> None:
     """Entries of committed tokens are written where they lie."""
     batch = 3
-    drafter, params = OVER_FEATURES[kind]
+    drafter, params = WITH_ENTRIES[kind]
     small, large = (
         compiled_loop(batch, size, streams=True, drafter=drafter, params=params)
         for size in (2048, 4096)

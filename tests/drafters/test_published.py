@@ -18,6 +18,7 @@ from longspec_jax.drafters.eagle import load as eagle
 from longspec_jax.drafters.eagle.model import EagleDrafter
 from longspec_jax.drafters.medusa import load as medusa
 from longspec_jax.drafters.medusa.drafter import MedusaConfig
+from longspec_jax.drafters.parallel.model import ParallelParams
 from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.suffix import SuffixDrafter
 from longspec_jax.models.target import Target
@@ -36,6 +37,7 @@ from tests.decoding.lossless import (
 )
 from tests.drafters import test_eagle, test_medusa, test_tokenswift
 from tests.drafters.dflash import test_drafter as test_dflash
+from tests.drafters.parallel import test_drafter as test_parallel
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import random_target
 
@@ -88,6 +90,12 @@ def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     for turn, expected in enumerate(plain):
         assert_same(rows[3 * turn : 3 * turn + 3], expected)
     assert emitted_in_rounds(state) > 0
+
+
+def test_a_parallel_draft_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+    """With a window that wraps, and a tree as deep as its block."""
+    drafter = replace(test_parallel.DRAFTER, tree=TreeConfig((3, 7, 7, 2), budget=12))
+    decoded(drafter, ParallelParams.beside(MODEL, test_parallel.TREE), plain)
 
 
 def test_medusa_changes_no_token(plain: list[list[np.ndarray]]) -> None:

@@ -177,6 +177,11 @@ def test_machines_have_their_default_tree(folder, monkeypatch) -> None:
     assert models.trees_to_time(defaults, large, make_mesh(), rows=4) == (DEFAULT_TREE,)
     lookup = NgramDraft().default_trees  # Of a kind that says nothing of several rows.
     assert models.trees_to_time(lookup, large, None, rows=32) == lookup.large
+    chains = models.trees_to_time(defaults, large, None, sparse=True)
+    assert [str(tree) for tree in chains] == ["chain:4", "chain:3", "chain:5"]
+    short = dataclasses.replace(defaults, large=(TreeConfig((8, 16, 16)),))
+    chains = models.trees_to_time(short, large, None, sparse=True)
+    assert [str(tree) for tree in chains] == ["chain:3"]
     monkeypatch.setenv("LONGSPEC_CACHE", "off")
     assert models.trees_to_time(defaults, small, None) == (WIDE,)
 

@@ -14,6 +14,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Heads wider than the model divided by their number, and one table for embedding and head.
     "Qwen3": dict(head_dim=10, tie_word_embeddings=True),
     "Mistral": dict(sliding_window=None, head_dim=8),
+    # Its last layer is dense.
+    "Qwen3Moe": dict(
+        head_dim=10,
+        num_experts=7,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
 }
 HEADS = 6
 KV_HEADS = {"MHA": 6, "GQA": 2, "MQA": 1}

@@ -239,3 +239,16 @@ def test_the_checksums_are_those_of_sha256sum(two: Path) -> None:
     names = [path.relative_to(two / "12").as_posix() for path in all_files(two / "12")]
     assert sorted([line[66:] for line in lines] + [checkpoint.CHECKSUMS]) == sorted(names)
     assert all(line[64:66] == "  " for line in lines)
+
+
+def test_a_step_that_was_damaged_counts_when_it_is_saved_again(two: Path, tmp_path: Path) -> None:
+    """The run that goes on from step 5 comes to step 12 once more."""
+    folder = copied(two, tmp_path)
+    shorten(folder / "12" / checkpoint.META)
+    checkpoints = Checkpoints(folder, 2)
+    assert (saved := checkpoints.find()) is not None and saved.meta == {"step": 5}
+    for step in (9, 12):
+        checkpoints.save(step, state(step), {"step": step})
+    checkpoints.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["12", "9"]
+    assert restored(folder) == 12

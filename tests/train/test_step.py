@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary
 from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.models.target import head_of
 from longspec_jax.sharding import make_mesh, param_shardings, path_name
-from tests.kit import relative_error, tiny_target_config
+from tests.kit import random_target, relative_error, tiny_target_config
 from train.config import OptimizerConfig
 from train.drafts.longspec.objective import LongSpecObjective
 from train.drafts.longspec.settings import LongSpecSettings
@@ -27,7 +29,7 @@ from train.step import (
     make_step,
     state_shardings,
 )
-from train.target import TargetObjective, _lookup
+from train.target import TargetObjective, _lookup, run_target
 
 ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 1.0, 0.1, False, 0.1, 1e-4)
 SETTINGS = LongSpecSettings("longspec", "", 5, True, 4, 4)
@@ -35,11 +37,20 @@ TARGET = tiny_target_config(
     vocab_size=104, model_width=32, mlp_width=48, num_layers=1, num_heads=4, head_width=8
 )
 DRAFT = LongSpecObjective(TARGET, DraftConfig.for_target(TARGET, window=5), SETTINGS, 90, 16)
+SPARSE = replace(
+    TARGET,
+    kinds=(LayerConfig(Rotary(), experts=ExpertsConfig(8, 2, 12)), LayerConfig(Rotary())),
+    pattern=(0, 1),
+    num_layers=2,
+)
 OBJECTIVES: dict[str, Any] = {
     "draft": DRAFT,
     "target": TargetObjective(TARGET, 16),
     "chunked": replace(DRAFT, mlp_chunk=24),
     "silent": replace(DRAFT, target_loss=False),
+    "experts": replace(
+        DRAFT, target=SPARSE, mlp_chunk=24, settings=replace(SETTINGS, anchor_offset=False)
+    ),
 }
 ONE = (1, 1, 1)
 
@@ -66,7 +77,7 @@ class Trainer:
         self.step = make_step(self.objective, self.optimizer, 3, self.mesh, self.shardings)
         self.frozen: Any = ()
         if kind != "target":
-            params = frozen_params()
+            params = random_target(SPARSE) if kind == "experts" else frozen_params()
             self.frozen = jax.device_put(params, param_shardings(self.mesh, params))
 
     def run(self, data: Batch, steps: int) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -103,6 +114,25 @@ def test_devices_do_not_change_the_step(kind: str) -> None:
     result = sharded.run(batch(), 2)
     assert_same(result, single(kind))
     assert_placed(result[0], sharded.shardings)
+
+
+def test_a_draft_learns_from_a_target_of_experts() -> None:
+    """In chunks and on a mesh, the target's loss is that of one pass on one device."""
+    data, params = batch(), random_target(SPARSE)
+    state, metrics = Trainer("experts", (2, 2, 2)).run(data, 1)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, metrics)))
+    [tokens], [weights] = data
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden = jax.jit(run_target, static_argnums=0)(SPARSE, params, tokens, positions).hidden
+    losses = -jax.nn.log_softmax(hidden @ head_of(params).T)[:, :-1]
+    own = np.take_along_axis(np.asarray(losses), tokens[:, 1:, None], axis=-1)[..., 0]
+    expected = (own * weights[:, 1:]).sum() / weights[:, 1:].sum()
+    assert float(metrics["target_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_target_of_experts_is_not_trained_itself() -> None:
+    with pytest.raises(NotImplementedError, match="not trained from scratch"):
+        TargetObjective(SPARSE, 16)
 
 
 def assert_placed(state: TrainState, shardings: TrainState) -> None:

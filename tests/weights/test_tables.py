@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import PRESETS
+from longspec_jax.config import PRESETS, ExpertsConfig, LayerConfig, Rotary
 from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
@@ -21,6 +21,10 @@ TARGETS = {
     "biases": tiny_target_config(qkv_bias=True),
     "head norms": tiny_target_config(qk_norm=True, head_width=10),
     "tied": tiny_target_config(tied_embeddings=True),
+    "experts": tiny_target_config(
+        kinds=(LayerConfig(Rotary(), experts=ExpertsConfig(5, 2, 7)), LayerConfig(Rotary())),
+        pattern=(1, 0),
+    ),
 }
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config import DraftSettings
+from .eagle3.settings import Eagle3Settings
 from .longspec.settings import LongSpecSettings
+from .parallel.settings import ParallelSettings
 
 if TYPE_CHECKING:
     from .base import Begun, Given
@@ -39,4 +41,8 @@ class Kind:
         return importlib.import_module(f".{self.module}", __package__).begin(settings, given)
 
 
-KINDS: dict[str, Kind] = {"longspec": Kind(LongSpecSettings, "longspec.objective")}
+KINDS: dict[str, Kind] = {
+    "longspec": Kind(LongSpecSettings, "longspec.objective"),
+    "eagle3": Kind(Eagle3Settings, "eagle3.objective"),
+    "parallel": Kind(ParallelSettings, "parallel.objective"),
+}

@@ -40,6 +40,8 @@ class Eagle3Layer(nn.Module):
     config: Eagle3Config
     int8: bool = False
     """Whether the weights of the matmuls have 8 bits."""
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0: all."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -67,7 +69,7 @@ class Eagle3Layer(nn.Module):
             self.k_norm = RMSNorm(c.norm_eps, dtype)
         self.self_out = projection((c.num_heads, c.head_width), (c.model_width,), dtype)
         self.mlp_norm = RMSNorm(c.norm_eps, dtype)
-        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection, self.mlp_chunk)
         if c.normed_head or c.normed_feedback:
             self.final_norm = RMSNorm(c.norm_eps, dtype)
 

@@ -41,7 +41,7 @@ from longspec_jax.weights.tables import (
 ARCHITECTURE = "LongSpecDraft"
 """What our exports name as their architecture. The published drafts carry their target's file."""
 
-_RULES = (
+LAYER_RULES = (
     Rule("self_norm/scale", "D", (("input_layernorm.weight", "D"),)),
     Rule("self_qkv/fused/kernel", "D K * H", QKV_KERNEL),
     Rule("self_qkv/fused/bias", "K * H", QKV_BIAS_PARTS),
@@ -134,6 +134,11 @@ def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
             "belongs to this target"
         )
     _check_layers(raw, target)
+    return layer_config(raw, target, dtype)
+
+
+def layer_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None) -> DraftConfig:
+    """The layer that a draft's ``config.json`` describes; arguments and errors as above."""
     # The release's drafts have biases, though their file may say that the target has none.
     check_refused(raw, REFUSED, (PARTIAL,))
     width = raw.whole("hidden_size", target.model_width)
@@ -192,7 +197,7 @@ def draft_table(config: DraftConfig) -> Table:
     """The table of a draft: the 20 tensors of the released format, without a prefix."""
     sizes = layer_sizes(config)
     dead = {name: stored_shape(axes, sizes) for name, axes in _DEAD}
-    return Table(tuple(bind(rule, sizes) for rule in _RULES), ROTARY, dead)
+    return Table(tuple(bind(rule, sizes) for rule in LAYER_RULES), ROTARY, dead)
 
 
 def without_prefix(tensors: Tensors) -> Tensors:

@@ -19,7 +19,7 @@ from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops.attention import attention_xla, path, reference
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.hardware import require_ampere
+from longspec_jax.ops.hardware import HOPPER, compute_capability, require_ampere
 
 
 def _prefix_kernels(*operands: Any, **options: Any) -> Partial:
@@ -284,8 +284,10 @@ def causal_attention(
     ``window=W - 1``. cuDNN on GPUs that have it for this dtype and width, XLA elsewhere; a soft
     ``cap`` as of :func:`prefix_attention` is XLA's.
     """
-    half, wide = q.dtype in (jnp.bfloat16, jnp.float16), q.shape[-1] > CUDNN_WIDTH
-    if cap is not None or (wide and jax.default_backend() == "gpu"):
+    on_gpu, half = jax.default_backend() == "gpu", q.dtype in (jnp.bfloat16, jnp.float16)
+    # Heads of more channels have a backward pass from Hopper on.
+    widest = 2 * CUDNN_WIDTH if (compute_capability() or (0, 0)) >= HOPPER else CUDNN_WIDTH
+    if cap is not None or (on_gpu and q.shape[-1] > widest):
         return attention_xla.causal_attention(q, k, v, window=window, scale=scale, cap=cap)
     return jax.nn.dot_product_attention(
         q,
@@ -294,7 +296,7 @@ def causal_attention(
         scale=scale,
         is_causal=True,
         local_window_size=None if window is None else (window, 0),
-        implementation="cudnn" if half and jax.default_backend() == "gpu" else "xla",
+        implementation="cudnn" if half and on_gpu else "xla",
     )
 
 

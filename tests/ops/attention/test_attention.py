@@ -457,3 +457,33 @@ def test_operands_that_do_not_fit_are_named(change, message: str) -> None:
     # With shape checking switched on jaxtyping may be the first to refuse.
     with pytest.raises(Exception, match=f"{message}|Type-check error"):
         dispatch.speculative_attention(*x.speculative)
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "dtype", "chosen"),
+    [
+        ((8, 0), 128, jnp.bfloat16, "cudnn"),
+        ((8, 0), 136, jnp.bfloat16, "xla"),
+        ((9, 0), 136, jnp.bfloat16, "cudnn"),
+        ((9, 0), 64, jnp.float32, "xla"),
+    ],
+)
+def test_causal_attention_is_fused_where_its_backward_pass_is(
+    capability: tuple[int, int],
+    width: int,
+    dtype: jnp.dtype,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[str] = []
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, **options: str) -> jax.Array:
+        given.append(options["implementation"])
+        return q
+
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    x = jnp.zeros((1, 2, 2, width), dtype)
+    dispatch.causal_attention(x, x, x)
+    assert given == [chosen]

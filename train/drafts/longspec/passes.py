@@ -27,7 +27,7 @@ from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import row_shares, with_sharding
 
 from ...step import cast
-from ...target import TargetView
+from ...target import TargetView, is_costly
 
 
 class Draws(NamedTuple):
@@ -110,21 +110,8 @@ def run_draft(
 
     rows, length = tokens.shape
     if mlp_chunk and rows * length > mlp_chunk * row_shares(rows):
-        layer = jax.checkpoint(layer, policy=_is_costly)
+        layer = jax.checkpoint(layer, policy=is_costly)
     with jax.named_scope("draft"):
         embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
         [embedded] = with_sharding("b t d", embedded)
         return layer(params, embedded, draws, view.keys, view.values)
-
-
-_CHEAP = frozenset(
-    "add add_any broadcast_in_dim concatenate convert_element_type cos div dynamic_slice exp "
-    "gather integer_pow iota log logistic max mul neg pad reduce_sum reshape rsqrt select_n "
-    "sharding_constraint sin slice split square squeeze sub transpose".split()
-)
-"""Elementwise primitives, and those that move and sum."""
-
-
-def _is_costly(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether a result is kept for the backward pass: those of matmuls and attention are."""
-    return primitive.name not in _CHEAP

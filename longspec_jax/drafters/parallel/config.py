@@ -1,0 +1,41 @@
+"""Shape of the parallel LongSpec draft: frozen and hashable."""
+
+from dataclasses import dataclass
+
+from longspec_jax.checks import whole_number
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
+
+MOST_LAYERS = 3
+"""More would cost a round more than they were ever seen to gain."""
+MOST_SLOTS = 16
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """LongSpec layers over a block: the pending token, and learnt slots behind it."""
+
+    layer: DraftConfig
+    """Of every layer; the first one's window counts the committed tokens before the block."""
+    vocab_size: int
+    """Tokens of the target."""
+    num_layers: int = 1
+    block: int = 8
+    """Slots of a block, the pending token's included. Each proposes the token behind its own."""
+    markov_rank: int = 256
+    """Rank of the head that corrects a slot's logits by the token before it; 0 without one."""
+
+    def __post_init__(self) -> None:
+        whole_number("num_hidden_layers", self.num_layers, 1, MOST_LAYERS)
+        whole_number("longspec_block", self.block, 2, MOST_SLOTS)
+        whole_number("longspec_markov_rank", self.markov_rank, 0)
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise unless this draft can read the target's embedding, head and last-layer K/V."""
+        self.layer.check_fits(target)
+        if self.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"the draft was made for vocab_size={self.vocab_size}, the target has "
+                f"{target.vocab_size}. A draft shares its target's vocabulary: load the draft that "
+                "belongs to this target"
+            )

@@ -1,0 +1,73 @@
+"""The MLP of a sparse layer: a router and the experts that it chooses among."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import Array
+from longspec_jax.config import ExpertsConfig
+from longspec_jax.models.layers import INITIAL_SCALE, Projection
+from longspec_jax.ops.matmul.experts import ExpertWeights, choose_experts, expert_mlp
+from longspec_jax.ops.partitioned import row_shares, with_sharding
+from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
+
+
+class Experts(nn.Module):
+    """``sum_i share_i down_i(silu(gate_i) * up_i)`` over the experts that a token's router chose.
+
+    The router's logits and the sum are float32.
+    """
+
+    width: int
+    config: ExpertsConfig
+    dtype: jnp.dtype
+    chunk: int = 0
+    """Most tokens of a device that are computed at once, for long rows; 0: all."""
+
+    def setup(self) -> None:
+        """Declare the parameters."""
+        c, normal = self.config, nn.initializers.normal(INITIAL_SCALE)
+        self.router = Projection((self.width,), (c.count,), self.dtype, c.biases)
+        # Expert e's gate is at 2 e and its up at 2 e + 1, as [2 E, F, D].
+        shapes = (2 * c.count, c.width, self.width), (c.count, self.width, c.width)
+        self.expert_gate_up = self.param("expert_gate_up", normal, shapes[0], self.dtype)
+        self.expert_down = self.param("expert_down", normal, shapes[1], self.dtype)
+        if c.biases:
+            zeros = nn.initializers.zeros
+            self.expert_gate_up_bias = self.param(
+                "expert_gate_up_bias", zeros, shapes[0][:2], self.dtype
+            )
+            self.expert_down_bias = self.param("expert_down_bias", zeros, shapes[1][:2], self.dtype)
+
+    def __call__(self, x: Array) -> Array:
+        """Map ``[B, T, D]`` to partials ``[1, B, T, D]`` of the result."""
+        router, weights = self.router.weights(), self._weights()
+        rows, length, _ = x.shape
+        device_rows = rows // row_shares(rows)
+        if not self.chunk or device_rows * length <= self.chunk:
+            return self._mix(x, router, weights)[None]
+        size = chunk_length(device_rows, length, self.chunk)
+        padded = whole_chunks(x, size)
+
+        def step(out: Array, start: Array) -> tuple[Array, None]:
+            [part] = with_sharding("b t d", cut(padded, start, size))
+            return put(out, self._mix(part, router, weights), start), None
+
+        starts = jnp.arange(0, padded.shape[1], size)
+        out, _ = jax.lax.scan(step, jnp.zeros_like(padded), starts)
+        return out[None, :, :length]
+
+    def _weights(self) -> ExpertWeights:
+        c, biases = self.config, (None, None)
+        if c.biases:
+            biases = self.expert_gate_up_bias.reshape(c.count, 2, -1), self.expert_down_bias
+        return ExpertWeights(
+            self.expert_gate_up.reshape(c.count, 2, c.width, -1), self.expert_down, *biases
+        )
+
+    def _mix(self, x: Array, router: tuple[Array, Any], weights: ExpertWeights) -> Array:
+        chosen, renormalised = self.config.chosen, self.config.renormalised
+        experts, shares = choose_experts(x, *router, chosen=chosen, renormalised=renormalised)
+        return expert_mlp(x, experts, shares, weights, limit=self.config.limit)

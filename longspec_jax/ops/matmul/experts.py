@@ -1,0 +1,248 @@
+"""A mixture of experts: the router's choice, and the MLPs of the chosen experts.
+
+The weights are stored with the contracted axis last, so that the first matmul of all experts is one
+plain matmul of ``[rows, D]`` by ``[2 E F, D]``. There are three forms of the MLPs:
+
+- *chosen*: the weights of each row's experts are gathered. A gathered matrix is read, written and
+  read again, so this form serves up to ``E / 3`` pairs of a row and an expert: plain decoding.
+- *all*: every expert computes every row, and the chosen results are taken. Up to 64 rows cost the
+  matrix units nothing beside reading the weights, and the rows of a tree choose nearly all experts.
+- *grouped*: the pairs are sorted by expert, and every expert computes a block of its rows in each
+  of as many passes as the most loaded expert needs. No pair is dropped.
+
+``jax.lax.ragged_dot`` would be the library's way for the last one. On CPUs and GPUs jax expands it
+to a masked copy of the rows for each expert (jax 0.10 to 0.12), which is E times the work.
+
+A row's result does not depend on the rows beside it: each matmul contracts the row alone, and its
+experts are added up in float32 in the order of its own choice. Between the forms it differs by the
+rounding of matmuls of other shapes, as that of a dense MLP does between one row and many.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array, Leaf
+from longspec_jax.ops.matmul.few_rows import gate, matmul_precision
+from longspec_jax.ops.partitioned import partitioned
+
+COPIED = 3
+"""How many times a gathered matrix passes through memory."""
+ALL_ROWS = 64
+"""Most rows that every expert computes: the height of a GPU's matrix instruction."""
+SLACK = 2
+"""Rows that an expert computes in a pass, as a multiple of its even share."""
+SWISH = 1.702
+"""The slope of the gate of gpt-oss: ``x * sigmoid(1.702 x)`` is close to a GELU."""
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The MLPs of all experts of a layer; a pytree."""
+
+    gate_up: Leaf[Float[Array, "E 2 F D"]]
+    """Gate and up of every expert."""
+    down: Leaf[Float[Array, "E D F"]]
+    gate_up_bias: Leaf[Float[Array, "E 2 F"]] | None = None
+    down_bias: Leaf[Float[Array, "E D"]] | None = None
+
+
+jax.tree_util.register_dataclass(
+    ExpertWeights, ["gate_up", "down", "gate_up_bias", "down_bias"], []
+)
+
+
+def choose_experts(
+    x: Float[Array, "*rows D"],
+    router: Float[Array, "D E"],
+    bias: Float[Array, " E"] | None = None,
+    *,
+    chosen: int,
+    renormalised: bool = True,
+) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
+    """The experts of every row, best first, and their weights, all computed in float32.
+
+    Args:
+      x: the rows.
+      router: a column for each expert.
+      bias: added to the logits.
+      chosen: experts of a row. Of equal logits the expert of the lower number is chosen.
+      renormalised: whether a row's weights add up to 1: a softmax over the chosen logits.
+        Otherwise they are those of a softmax over all logits.
+    """
+    logits = jnp.einsum(
+        "...D,DE->...E",
+        x,
+        router,
+        precision=matmul_precision(router.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if bias is not None:
+        logits += bias.astype(jnp.float32)
+    best, experts = jax.lax.top_k(logits, chosen)
+    if renormalised:
+        return experts, jax.nn.softmax(best, axis=-1)
+    return experts, jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+
+
+def expert_mlp(
+    x: Float[Array, "B T D"],
+    experts: Int[Array, "B T k"],
+    shares: Float[Array, "B T k"],
+    weights: ExpertWeights,
+    limit: float | None = None,
+) -> Float[Array, "B T D"]:
+    """The weighted sum of what its experts make of every row.
+
+    On a mesh the experts are cut over ``tp``. Every device computes the experts that it holds for
+    its share of the batch rows, and the results are added up. Not differentiable in reverse for
+    more than 64 rows.
+
+    Args:
+      x: rows.
+      experts: the experts of each, no two alike.
+      shares: their weights, float32.
+      weights: of all experts.
+      limit: largest size of gate and up in gpt-oss's gate
+        ``(up + 1) * gate * sigmoid(1.702 gate)``; None for ``up * silu(gate)``.
+
+    Returns:
+      The sums in the dtype of ``x``.
+    """
+    held = jnp.arange(weights.down.shape[0])
+    parts = _held_experts(x, experts, shares, held, weights, limit=limit)
+    return (parts[0] if parts.shape[0] == 1 else parts.sum(axis=0)).astype(x.dtype)
+
+
+def expert_mlp_reference(
+    x: Array, experts: Array, shares: Array, weights: ExpertWeights, limit: float | None = None
+) -> Array:
+    """:func:`expert_mlp` in float32, all experts of all rows, nothing sorted or gathered."""
+    wide = jax.tree.map(lambda each: each.astype(jnp.float32), weights)
+    dot = partial(jnp.einsum, precision="highest")
+    inner = dot("btd,eufd->bteuf", x.astype(jnp.float32), wide.gate_up)
+    if wide.gate_up_bias is not None:
+        inner += wide.gate_up_bias
+    out = dot("btef,edf->bted", _gated(inner, limit), wide.down)
+    if wide.down_bias is not None:
+        out += wide.down_bias
+    chosen = jax.nn.one_hot(experts, wide.down.shape[0]) * shares[..., None]
+    return dot("btke,bted->btd", chosen, out).astype(x.dtype)
+
+
+@partitioned("b t d, b t c, b t c, e, e u w d, e d w, e u w, e d -> e b t d")
+def _held_experts(
+    x: Array,
+    experts: Array,
+    shares: Array,
+    held: Array,
+    weights: ExpertWeights,
+    *,
+    limit: float | None,
+) -> Array:
+    """What the experts of one device add, float32 ``[1, B, T, D]``; ``held`` are their numbers."""
+    rows = x.reshape(-1, x.shape[-1])
+    local = experts.reshape(len(rows), -1) - held[0]
+    present = (local >= 0) & (local < len(held))
+    form = _form(len(rows), local.shape[1], len(held))
+    out = form(rows, jnp.where(present, local, len(held)), weights, limit)
+    # One after the other: the order in which a reduction adds may depend on its shape.
+    kept = jnp.where(present, shares.reshape(local.shape), 0)
+    total = jnp.zeros(rows.shape, jnp.float32)
+    for choice in range(local.shape[1]):
+        total += kept[:, choice, None] * out[:, choice].astype(jnp.float32)
+    return total.reshape(1, *x.shape)
+
+
+def _form(rows: int, chosen: int, experts: int) -> Callable[..., Array]:
+    """The form of the MLPs, by the number of rows, their choices and the experts."""
+    if COPIED * rows * chosen <= experts:
+        return _chosen
+    return _all if rows <= ALL_ROWS else _grouped
+
+
+def computed_rows(rows: int, chosen: int, experts: int) -> int:
+    """Rows of all experts that exist at once, of which some may be padding."""
+    form = _form(rows, chosen, experts)
+    if form is _chosen:
+        return rows * chosen
+    return experts * (rows if form is _all else _block_rows(rows, chosen, experts))
+
+
+def _block_rows(rows: int, chosen: int, experts: int) -> int:
+    """Rows that an expert computes in a pass of the grouped form."""
+    share = -(-SLACK * rows * chosen // experts)
+    return min(rows, max(ALL_ROWS, share + -share % 8))
+
+
+def _chosen(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
+    """``[rows, k, D]``: each pair with its own copy of the weights."""
+    flat = experts.reshape(-1)
+    own = jax.tree.map(lambda each: jnp.take(each, flat, axis=0, mode="clip"), weights)
+    pairs = jnp.repeat(x, experts.shape[1], axis=0)[:, None]
+    return _blocks(pairs, own, limit).reshape(*experts.shape, -1)
+
+
+def _all(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
+    """``[rows, k, D]``: taken of the results of all experts."""
+    over = ((1,), (3,)), ((), ())
+    precision = matmul_precision(x.dtype)
+    inner = jax.lax.dot_general(x, weights.gate_up, over, precision=precision)
+    if weights.gate_up_bias is not None:
+        inner += weights.gate_up_bias
+    out = _out(_gated(inner, limit).swapaxes(0, 1), weights)
+    return out.at[experts, jnp.arange(len(x))[:, None]].get(mode="clip")
+
+
+def _grouped(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
+    """``[rows, k, D]``: blocks of the rows of every expert, in passes."""
+    count, pairs = weights.down.shape[0], experts.size
+    size = _block_rows(len(x), experts.shape[1], count)
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    loads = jnp.bincount(flat, length=count + 1)[:count]  # Absent experts come last.
+    first = jnp.cumsum(loads) - loads
+    # Of each pair, which of its expert's pairs it is.
+    sorted_at = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
+    place = sorted_at - first.at[flat].get(mode="clip").astype(jnp.int32)
+
+    def step(turn: Array, out: Array) -> Array:
+        places = first[:, None] + turn * size + jnp.arange(size)
+        rows = order.at[places].get(mode="clip") // experts.shape[1]
+        results = _blocks(x[rows], weights, limit)
+        inside = place - turn * size
+        own = results.at[flat, inside].get(mode="clip")
+        return jnp.where(((inside >= 0) & (inside < size))[:, None], own, out)
+
+    out = jnp.zeros((pairs, x.shape[1]), x.dtype)
+    turns = -(-jnp.max(loads) // size)
+    return jax.lax.fori_loop(0, turns, step, out).reshape(*experts.shape, -1)
+
+
+def _blocks(x: Array, weights: ExpertWeights, limit: float | None) -> Array:
+    """``[e, c, D]`` of a block of rows ``[e, c, D]`` for each of as many experts."""
+    over = ((2,), (3,)), ((0,), (0,))
+    inner = jax.lax.dot_general(x, weights.gate_up, over, precision=matmul_precision(x.dtype))
+    if weights.gate_up_bias is not None:
+        inner += weights.gate_up_bias[:, None]
+    return _out(_gated(inner, limit), weights)
+
+
+def _out(inner: Array, weights: ExpertWeights) -> Array:
+    """``[e, c, D]`` of gated values ``[e, c, F]``."""
+    over = ((2,), (2,)), ((0,), (0,))
+    out = jax.lax.dot_general(inner, weights.down, over, precision=matmul_precision(inner.dtype))
+    return out if weights.down_bias is None else out + weights.down_bias[:, None]
+
+
+def _gated(gate_up: Array, limit: float | None) -> Array:
+    """The gated values ``[..., F]`` of ``[..., 2, F]``."""
+    if limit is None:
+        return gate(gate_up)
+    first = jnp.minimum(gate_up[..., 0, :], limit)
+    second = jnp.clip(gate_up[..., 1, :], -limit, limit)
+    return (second + 1) * (first * jax.nn.sigmoid(SWISH * first))

@@ -1,0 +1,64 @@
+"""Mixtures of experts in a ``config.json``: which layers have them, and of what size.
+
+The keys are those of Qwen's sparse families. A layer has experts unless ``mlp_only_layers`` names
+it or ``decoder_sparse_step`` leaves it out.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from longspec_jax.checks import is_whole
+from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary, TargetConfig
+from longspec_jax.weights.json_files import JsonObject
+
+
+def read_experts(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The kinds of layers, given the file and the fields that are known.
+
+    Args:
+      known: ``num_layers`` and the rotation of all layers.
+
+    Returns:
+      Fields of a :class:`TargetConfig`; none for a model without a sparse layer.
+    """
+    layers, step = known["num_layers"], raw.whole("decoder_sparse_step", 1)
+    dense = raw.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(is_whole(index) and index >= 0 for index in dense):
+        raise raw.error("mlp_only_layers", "must be a list of layers")
+    # transformers 5 may write the number under the name that other families use.
+    count = raw.whole(
+        "num_local_experts" if raw.has("num_local_experts") else "num_experts", 128, 0
+    )
+    sparse = [
+        count > 0 and index not in dense and (index + 1) % step == 0 for index in range(layers)
+    ]
+    if not any(sparse):
+        return {}
+    experts = ExpertsConfig(
+        count,
+        raw.whole("num_experts_per_tok", 8, most=count),
+        raw.whole("moe_intermediate_size", 768),
+        raw.flag("norm_topk_prob", False),
+    )
+    rotary = Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
+    kinds = LayerConfig(rotary, experts=experts), LayerConfig(rotary)
+    return {
+        "kinds": kinds[: 1 if all(sparse) else 2],
+        "pattern": tuple(int(not each) for each in sparse),
+    }
+
+
+def raw_experts(config: TargetConfig) -> dict[str, Any]:
+    """The inverse."""
+    layers = [config.layer(index).experts for index in range(config.num_layers)]
+    experts = next(filter(None, layers), None)
+    if experts is None:
+        return {"num_experts": 0}
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.width,
+        "norm_topk_prob": experts.renormalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [index for index, each in enumerate(layers) if each is None],
+    }

@@ -1,0 +1,87 @@
+"""Targets of experts: speculation changes no token, whatever the drafter, the mesh, the rows."""
+
+import jax
+import numpy as np
+import pytest
+
+from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary, TreeConfig
+from longspec_jax.decoding import same_bits
+from longspec_jax.decoding.target import TargetModel
+from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.ngram import NgramDrafter
+from longspec_jax.sharding import make_mesh, param_shardings
+from tests.decoding.lossless import (
+    EVERY,
+    LENGTHS,
+    NEW,
+    assert_same,
+    emitted_in_rounds,
+    generate,
+    prompts,
+    request,
+)
+from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+
+MIXTURE = ExpertsConfig(count=8, chosen=2, width=20)
+CONFIG = tiny_target_config(
+    vocab_size=102,
+    mlp_width=54,
+    kinds=(LayerConfig(Rotary(), experts=MIXTURE), LayerConfig(Rotary())),
+    pattern=(0, 1),
+)
+"""Its last layer is dense."""
+DRAFT = DraftConfig.for_target(CONFIG, window=11)
+
+
+@pytest.fixture(scope="module")
+def models() -> Params:
+    """A random target of experts, and a random draft."""
+    target = random_target(CONFIG)
+    return Params(target, draft_params(random_draft(DRAFT), target))
+
+
+@pytest.fixture(scope="module")
+def plain(models: Params) -> list[list[np.ndarray]]:
+    """The text of plain decoding for each of the requests."""
+    given = TargetModel(CONFIG), NoDraft(), models, prompts(CONFIG.vocab_size), LENGTHS
+    return [generate(*given, req)[0] for req in EVERY]
+
+
+def test_a_tree_changes_no_token(models: Params, plain: list[list[np.ndarray]]) -> None:
+    """Every form of the experts' matmuls runs: 32 tokens of three rows are in a chunk."""
+    drafter = LongSpecDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9))
+    given = TargetModel(CONFIG), drafter, models, prompts(CONFIG.vocab_size), LENGTHS
+    for req, expected in zip(EVERY, plain, strict=True):
+        rows, state = generate(*given, req, chunk=32)
+        assert_same(rows, expected)
+        assert emitted_in_rounds(state) > 0
+    assert len({token for row in plain[0] for token in row}) > 20
+
+
+def test_a_row_alone_is_a_row_of_a_batch(models: Params, plain: list[list[np.ndarray]]) -> None:
+    """One token of one row gathers the weights of its experts; three rows compute all of them."""
+    tokens = prompts(CONFIG.vocab_size)
+    alone = request(0.7, 5, 0.9, seeds=(6,), stop=((-1,),), new=NEW[1:2])
+    given = TargetModel(CONFIG), NoDraft(), models, tokens[1:2], LENGTHS[1:2]
+    assert_same(generate(*given, alone)[0], plain[0][1:2])
+
+
+def test_a_chain_on_a_mesh_changes_no_token(models: Params, plain: list[list[np.ndarray]]) -> None:
+    """Each of two devices holds half of the experts."""
+    mesh = make_mesh(tp=2)
+    target = jax.device_put(models.target, param_shardings(mesh, models.target))
+    static, drafter = TargetModel(CONFIG, mesh=mesh.abstract_mesh), NgramDrafter(TreeConfig((1, 1)))
+    tokens = prompts(CONFIG.vocab_size)
+    for req, expected in zip(EVERY, plain, strict=True):
+        rows, state = generate(static, drafter, Params(target, ()), tokens, LENGTHS, req)
+        assert_same(rows, expected)
+        assert emitted_in_rounds(state) > 0
+
+
+def test_the_kernels_of_one_order_refuse_experts() -> None:
+    sixteen = TargetModel(tiny_target_config(kinds=CONFIG.kinds, pattern=(0, 1), dtype="bfloat16"))
+    assert not same_bits.choose_kernels(sixteen, None).same_bits
+    with pytest.raises(NotImplementedError, match="no kernel for experts"):
+        same_bits.choose_kernels(sixteen, True)

@@ -1,0 +1,280 @@
+"""An EAGLE-3 draft in training equals PyTorch's and speculators', on one device and on two."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from safetensors.numpy import load_file
+
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
+from longspec_jax.drafters.eagle3.dialects import SPECFORGE
+from longspec_jax.drafters.eagle3.load import Eagle3Options, load
+from longspec_jax.sharding import make_mesh, param_shardings
+from tests.drafters.eagle3.toys import random_params
+from tests.kit import random_target, relative_error, tiny_target_config
+from train.config import OptimizerConfig, StageConfig
+from train.drafts.base import Begun, Given
+from train.drafts.eagle3.objective import Eagle3Objective, begin, fresh_config
+from train.drafts.eagle3.passes import attention_with_own, run_draft
+from train.drafts.eagle3.settings import Eagle3Settings
+from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
+from train.target import TargetView, run_target
+
+SPECULATORS = Path(__file__).parents[3] / "drafters" / "eagle3" / "speculators"
+VARIANTS = sorted(path.name for path in SPECULATORS.iterdir())
+ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 0.5, 0.1, False, 0.1, 1e-4)
+RATE = 1e-2
+TARGET = tiny_target_config(
+    vocab_size=48, model_width=16, mlp_width=20, num_layers=3, num_heads=4, num_kv_heads=2,
+    head_width=8, max_positions=64,
+)  # fmt: skip
+FROZEN = random_target(TARGET)
+STAGE = StageConfig("short", 11, 4, 1, 1e-2, 4, 0, 0.0, 0)
+SETTINGS = Eagle3Settings("eagle3", "", "0,1,2", 20, 3, 0.5)
+COUNTS = np.random.default_rng(4).permutation(TARGET.vocab_size)
+KNOWN = np.sort(np.argsort(-COUNTS)[:20])
+
+
+def given(devices: int = 1, **fields: Any) -> Given:
+    mesh = make_mesh(fsdp=devices)
+    frozen = jax.device_put(FROZEN, param_shardings(mesh, FROZEN))
+    whole = Given(TARGET, frozen, (STAGE,), 3, "float32", mesh, lambda: COUNTS)
+    return replace(whole, **fields)
+
+
+def batch() -> Batch:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, TARGET.vocab_size, (1, 4, STAGE.seq_len)).astype(np.int32)
+    return Batch(tokens, (rng.random(tokens.shape) > 0.2).astype(np.float32))
+
+
+def trained(devices: int) -> tuple[Begun, list[dict[str, Any]], Any]:
+    """The draft, the metrics of four steps, and its parameters behind them."""
+    with_devices = given(devices)
+    begun, mesh = begin(SETTINGS, with_devices), with_devices.mesh
+    objective, more = begun.trainer.objectives(STAGE, 30, 0)
+    assert more is None
+    optimizer = make_optimizer(ADAMW)
+    shardings = state_shardings(mesh, objective, optimizer)
+    state = initial_state(objective, optimizer, shardings, 1, begun.params)
+    step = make_step(objective, optimizer, 0, mesh, shardings)
+    data = Batch(*(jax.device_put(part, NamedSharding(mesh, ROWS)) for part in batch()))
+    metrics = []
+    for _ in range(4):
+        state, values = step(state, begun.frozen, data, np.float32(RATE))
+        metrics.append(jax.device_get(values))
+    return begun, metrics, state.params
+
+
+@pytest.fixture(scope="module")
+def one() -> tuple[Begun, list[dict[str, Any]], Any]:
+    return trained(1)
+
+
+def tensors(begun: Begun, params: Any, folder: Path) -> dict[str, np.ndarray]:
+    """Parameters under the names of the published files."""
+    begun.trainer.save(folder, jax.device_get(params))
+    return load_file(folder / "model.safetensors")
+
+
+def test_four_steps_are_those_of_pytorch(one: Any, tmp_path: Path) -> None:
+    """Loss, norm of the gradient, and parameters."""
+    torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
+    from . import plain
+
+    begun, metrics, params = one
+    tokens, weights = batch()
+    positions = jnp.broadcast_to(jnp.arange(STAGE.seq_len), tokens[0].shape)
+    run = jax.jit(partial(run_target, TARGET, keep=(-1, 0, 1, 2)))
+    view = jax.device_get(run(FROZEN, tokens[0], positions))
+    embedded, *states = (torch.tensor(view.kept[layer]) for layer in (-1, 0, 1, 2))
+    hidden, wanted = torch.cat(states, -1), torch.tensor(view.hidden @ FROZEN["head"].T)
+    weights = torch.tensor(weights[0])
+    stored = tensors(begun, begun.params, tmp_path / "first")
+    known = torch.tensor(stored.pop("d2t")) + torch.arange(len(KNOWN))
+    np.testing.assert_array_equal(known, KNOWN)
+    del stored["t2d"]
+    draft = {name: torch.tensor(value, requires_grad=True) for name, value in stored.items()}
+    optimizer, config = plain.AdamW(draft, ADAMW), begun.trainer.draft
+    for values in metrics:
+        logits = plain.logits_of_steps(draft, config, embedded, hidden, SETTINGS.steps)
+        loss = plain.loss_sum(logits, wanted, weights, known, SETTINGS.decay)
+        loss = loss / weights[:, 1:].sum()
+        loss.backward()
+        norm = optimizer.step(RATE)
+        assert relative_error(values["loss"], loss.item()) < 2e-5
+        assert relative_error(values["grad_norm"], float(norm)) < 1e-4
+    expected = {name: part.detach().numpy() for name, part in draft.items()}
+    learned = tensors(begun, params, tmp_path / "last")
+    assert learned.keys() == expected.keys() | {"d2t", "t2d"}
+    for name, value in expected.items():
+        assert relative_error(learned[name], value) < 1e-4, name
+        assert relative_error(stored[name], value) > 1e-3, f"{name} was not learned"
+
+
+def test_two_devices_learn_the_same(one: Any) -> None:
+    _, metrics, params = one
+    _, shared, other = trained(2)
+    for here, there in zip(metrics, shared, strict=True):
+        for name, value in here.items():
+            assert relative_error(there[name], value) < 1e-5, name
+    assert jax.tree.leaves(other)[0].sharding.mesh.shape["fsdp"] == 2
+    for one_leaf, other_leaf in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
+        assert relative_error(other_leaf, one_leaf) < 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
+def test_own_keys_share_the_softmax(dtype: Any, bound: float) -> None:
+    """Values and gradients, where the own keys weigh nearly nothing and nearly all."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    batch, length, heads, kv, width, own = 2, 9, 6, 2, 8, 3
+    q = jax.random.normal(keys[0], (batch, length, heads, width)).astype(dtype)
+    k, v = (jax.random.normal(key, (batch, length, kv, width)).astype(dtype) for key in keys[1:3])
+    own_k, own_v = (
+        jax.random.normal(key, (batch, length, own, kv, width)).astype(dtype) for key in keys[3:5]
+    )
+    own_k = own_k * jnp.asarray([0.0, 9.0])[:, None, None, None, None].astype(dtype)
+    cotangent = jax.random.normal(keys[5], q.shape).at[:, -1].set(0)
+
+    def dense(q: Any, k: Any, v: Any, own_k: Any, own_v: Any) -> jax.Array:
+        q, k, v, own_k, own_v = (part.astype(jnp.float32) for part in (q, k, v, own_k, own_v))
+        k, v = (jnp.repeat(part, heads // kv, 2) for part in (k, v))
+        own_k, own_v = (jnp.repeat(part, heads // kv, 3) for part in (own_k, own_v))
+        scores = jnp.einsum("BTNH,BSNH->BTNS", q, k)
+        index = jnp.arange(length)
+        scores = jnp.where(index[:, None, None] >= index, scores, -jnp.inf)
+        mine = jnp.einsum("BTNH,BTRNH->BTNR", q, own_k)
+        weights = jax.nn.softmax(jnp.concatenate([scores, mine], -1) * width**-0.5)
+        out = jnp.einsum("BTNS,BSNH->BTNH", weights[..., :length], v)
+        out += jnp.einsum("BTNR,BTRNH->BTNH", weights[..., length:], own_v)
+        return jnp.sum(out * cotangent), out
+
+    def fused(*operands: Any) -> Any:
+        out = attention_with_own(*operands)
+        return jnp.sum(out.astype(jnp.float32) * cotangent), out
+
+    operands, each = (q, k, v, own_k, own_v), (0, 1, 2, 3, 4)
+    found, out = jax.jit(jax.grad(fused, each, has_aux=True))(*operands)
+    wanted, expected = jax.jit(jax.grad(dense, each, has_aux=True))(*operands)
+    assert out.dtype == dtype and not jnp.any(out[:, -1])
+    assert relative_error(out[:, :-1].astype(jnp.float32), expected[:, :-1]) < bound
+    for gradient, dense_gradient in zip(found, wanted, strict=True):
+        part = gradient.astype(jnp.float32), dense_gradient.astype(jnp.float32)
+        assert relative_error(*part) < 2 * bound
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "qwen3"])
+def test_steps_are_those_of_speculators(variant: str) -> None:
+    """Its training forward over three steps, with all flags but the window, which is refused."""
+    shape = tiny_target_config(vocab_size=37, model_width=16, num_layers=2, max_positions=64)
+    target = Target(shape, random_target(shape))
+    draft, steps = (
+        load(SPECULATORS / variant, target),
+        load_file(SPECULATORS / variant / "steps.safetensors"),
+    )
+    # The steps' inputs are tokens 1 to T, and the states of tokens 0 to T - 1.
+    tokens = jnp.pad(jnp.asarray(steps["tokens"], jnp.int32), (1, 0))[None, :-1]
+    parts = jnp.split(jnp.asarray(steps["hidden"])[None], 3, axis=-1)
+    some = jnp.zeros(())
+    view = TargetView(some, some, some, dict(zip(draft.config.features, parts, strict=True)))
+    positions = jnp.arange(tokens.shape[1])[None]
+    table = draft.params.embedding
+
+    @jax.jit
+    def logits_of(layer: Any) -> jax.Array:
+        hidden = run_draft(draft.config, layer, table, tokens, positions, view, steps=3)
+        return draft.params.logits(hidden)[0]
+
+    logits = logits_of(draft.params.layer)
+    for step, expected in enumerate(steps["logits"]):
+        reached = logits[1 + step :, step]
+        np.testing.assert_allclose(reached, expected[: len(reached)], atol=3e-4, rtol=1e-4)
+
+
+def test_what_is_exported_is_a_published_file_that_goes_on_learning(
+    one: Any, tmp_path: Path
+) -> None:
+    """The drafter loads it, and training from it begins where it ended."""
+    begun, _, params = one
+    begun.trainer.save(tmp_path, jax.device_get(params))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == 20 and config["max_position_embeddings"] == 11
+    draft = load(tmp_path, Target(TARGET, FROZEN), Eagle3Options(window=40))
+    assert draft.config == begun.trainer.draft and not draft.params.own_embedding
+    np.testing.assert_array_equal(draft.params.vocabulary, KNOWN)
+    np.testing.assert_array_equal(draft.params.head, params["head"])
+    again = begin(replace(SETTINGS, init=str(tmp_path), vocabulary=0, layers=""), given())
+    assert again.trainer.draft == begun.trainer.draft
+    jax.tree.map(np.testing.assert_array_equal, again.params, dict(params))
+    jax.tree.map(np.testing.assert_array_equal, again.frozen, begun.frozen)
+
+
+def test_a_fresh_head_is_the_targets(one: Any) -> None:
+    begun, _, _ = one
+    np.testing.assert_array_equal(begun.params["head"], FROZEN["head"][KNOWN])
+    whole = begin(replace(SETTINGS, vocabulary=0), given(count_tokens=pytest.fail))
+    assert whole.frozen.places is None and whole.trainer.draft.proposable == TARGET.vocab_size
+    np.testing.assert_array_equal(whole.params["head"], FROZEN["head"])
+
+
+def test_acceptance_is_that_of_the_logits(one: Any) -> None:
+    """Counted one by one, over tokens that every step reaches."""
+    begun, _, params = one
+    objective, _ = begun.trainer.objectives(STAGE, 30, 0)
+    micro = Batch(*(jnp.asarray(part[0]) for part in batch()))
+    report = objective.measure(params, begun.frozen, micro)
+    hidden, view = jax.jit(objective._passes)(params, begun.frozen, micro.tokens)
+    choice = np.asarray(view.hidden @ FROZEN["head"].T).argmax(-1)
+    counted = np.asarray(micro.weights)[:, SETTINGS.steps :]
+    length = 1.0
+    for step in range(SETTINGS.steps):
+        logits = np.asarray(hidden[:, :, step] @ params["head"].T)
+        hits = KNOWN[logits.argmax(-1)] == choice
+        share = (hits[:, SETTINGS.steps :] * counted).sum() / counted.sum()
+        assert report[f"agree_top1_shift{step + 1}"] == pytest.approx(share, abs=1e-4)
+        length *= share
+    assert 1 <= report["tau_chain"] <= 1 + SETTINGS.steps
+    assert report["agree_top4_shift1"] >= report["agree_top1_shift1"]
+
+
+def test_what_cannot_be_trained_is_refused(one: Any, tmp_path: Path) -> None:
+    begun, _, _ = one
+    with pytest.raises(ValueError, match="stages.short.max_offset=0"):
+        begun.trainer.objectives(replace(STAGE, max_offset=5), 30, 0)
+    for settings, said in (
+        (replace(SETTINGS, vocabulary=49), "vocabulary=49 is above the target's 48 tokens"),
+        (replace(SETTINGS, layers=""), "3 layers, too few .*--config.draft.layers=0,1"),
+        (replace(SETTINGS, layers="0,3"), "the target has 3 layers"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            begin(settings, given())
+    own = random_params(begun.trainer.draft, KNOWN)
+    for draft, embedding, said in (
+        (begun.trainer.draft, True, "has an embedding of its own"),
+        (replace(begun.trainer.draft, window=5), False, "has a sliding window of 5, which is not"),
+    ):
+        save_draft(tmp_path, Format(SPECFORGE, embedding=embedding, head=True), draft, own)
+        with pytest.raises(ValueError, match=said):
+            begin(replace(SETTINGS, init=str(tmp_path)), given())
+
+
+def test_operations_are_counted() -> None:
+    """A layer and the head three times a step, the fusion twice; the target and its head once."""
+    config = fresh_config(replace(SETTINGS, layers="0,1,2"), TARGET, 11)
+    objective = Eagle3Objective(TARGET, config, 3, 0.5, 30)
+    d, q, kv, mlp, keys = 16, 32, 16, 3 * 16 * 20, 6.0
+    layer = 2 * (2 * d * (q + 2 * kv) + q * d + mlp) + 4 * q * (keys + 1)
+    target = 3 * (2 * (d * (q + 2 * kv) + q * d + mlp) + 4 * q * keys) + 2 * d * 48
+    fuse, head = 2 * 3 * d * d, 2 * d * 20
+    assert objective.flops_per_token(11) == pytest.approx(
+        target + 3 * 3 * (layer + head) + 2 * fuse
+    )

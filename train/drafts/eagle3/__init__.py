@@ -1,0 +1,1 @@
+"""Training of the EAGLE-3 draft: settings, the training-time test, objective, export."""

@@ -1,0 +1,355 @@
+"""What an EAGLE-3 draft learns under a frozen target, and how it is begun and exported.
+
+In every step of the training-time test (:mod:`.passes`) the draft learns the target's distribution
+over the tokens that it can propose, ``p`` restricted to them and renormalised: the loss of a step
+is ``-sum p log q``. Tokens at which the target's own choice is none of them do not count, as in the
+published trainer. Steps count ``1, decay, decay^2, ...``.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from longspec_jax.axes import Array
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft, save_draft
+from longspec_jax.drafters.eagle3.config import Eagle3Config
+from longspec_jax.drafters.eagle3.dialects import SPECFORGE
+from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.drafters.vocabulary import most_frequent
+from longspec_jax.models.target import head_logits, head_of
+from longspec_jax.ops.partitioned import with_sharding
+from longspec_jax.sharding import param_shardings
+
+from ...acceptance import agreement_report, count_hits, counted_tokens
+from ...config import StageConfig
+from ...losses import ChunkLoss, chunked_loss, next_token_labels, surprise_of
+from ...step import Batch, cast
+from ...target import (
+    FORWARD_AND_BACKWARD,
+    TargetView,
+    attention_flops,
+    head_flops,
+    matmul_flops,
+    mlp_flops,
+    plain_positions,
+    run_target,
+    target_flops,
+)
+from ..base import Begun, Given
+from .passes import fresh_layer, run_draft
+from .settings import Eagle3Settings
+
+
+class Frozen(NamedTuple):
+    """What the objective reads and nobody changes."""
+
+    target: Any
+    """The target's parameters."""
+    vocabulary: Array | None
+    """The target's tokens that the draft can propose, ascending, ``[v]``; all if None."""
+    places: Array | None
+    """Where every token of the target is among them, ``[V]``, -1 for one that is not."""
+
+
+@dataclass(frozen=True)
+class Eagle3Objective:
+    """The training-time test of a draft that reads hidden states of the frozen target."""
+
+    target: TargetConfig
+    draft: Eagle3Config
+    steps: int
+    decay: float
+    loss_chunk: int
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0: all."""
+
+    def initialize(self, key: Array) -> Any:
+        """Fresh parameters of layer and LM head."""
+        config, (layer_key, head_key) = replace(self.draft, dtype="float32"), jax.random.split(key)
+        shape = config.proposable, config.model_width
+        head = 0.02 * jax.random.normal(head_key, shape, jnp.float32)
+        return {**fresh_layer(config, layer_key), "head": head}
+
+    def draw(self, key: Array, rows: tuple[int, int], length: int) -> tuple[()]:
+        """No randomness."""
+        return ()
+
+    def sums(self, params: Any, frozen: Frozen, batch: Batch, draws: tuple[()]) -> dict[str, Array]:
+        """The draft's loss over all steps, and the target's cross-entropy, a check on the data.
+
+        With a reduced vocabulary ``in_vocabulary`` counts the tokens at which the target's choice
+        can be proposed.
+        """
+        hidden, view = self._passes(params, frozen, batch.tokens)
+        labels, weights = next_token_labels(*batch)
+        ahead = jnp.arange(1, self.steps + 1)
+        reached = jnp.arange(labels.shape[1])[:, None] >= ahead
+        step_weights = weights[..., None] * reached * self.decay ** (ahead - 1.0)
+        [target_head] = with_sharding("v d", head_of(frozen.target))
+        # Logits of the target and of every step exist at once.
+        sizes = self.target.vocab_size, self.steps * self.draft.proposable
+        loss, (target_loss, known) = chunked_loss(
+            _soft_loss,
+            hidden,
+            self._head(params),
+            (labels, weights, step_weights, view.hidden),
+            chunk=max(1, self.loss_chunk * sizes[0] // sum(sizes)),
+            head_gradient=True,
+            whole=(target_head, frozen.vocabulary, frozen.places),
+        )
+        sums = {"loss": loss, "target_loss": target_loss}
+        return sums if frozen.places is None else {**sums, "in_vocabulary": known}
+
+    def measure(self, params: Any, frozen: Frozen, batch: Batch) -> dict[str, float]:
+        """Simulated acceptance; shift ``s`` is step ``s - 1`` of the test."""
+        return agreement_report(*_hits(self, params, frozen, batch.tokens, batch.weights))
+
+    def flops_per_token(self, length: int) -> float:
+        """Operations that a token of a row of this length needs.
+
+        The target's forward pass and its head; the draft's forward and backward pass and that of
+        its head in every step, and the fusion of the features, whose input has no gradient.
+        """
+        c = self.draft
+        qkv = matmul_flops(2 * c.model_width, (c.num_heads + 2 * c.num_kv_heads) * c.head_width)
+        out = matmul_flops(c.num_heads * c.head_width, c.model_width)
+        keys = (length + 1) / 2 + (self.steps - 1) / 2
+        head = matmul_flops(c.model_width, c.proposable)
+        step = qkv + out + mlp_flops(c) + attention_flops(c, keys) + head
+        fuse = matmul_flops(len(c.features) * c.target_width, c.model_width)
+        learned = FORWARD_AND_BACKWARD * self.steps * step + 2 * fuse
+        return target_flops(self.target, length) + head_flops(self.target) + learned
+
+    def _passes(self, params: Any, frozen: Frozen, tokens: Array) -> tuple[Array, TargetView]:
+        """The draft's states ``[B, T, S, D]``, and what the target gives."""
+        positions = plain_positions((1, tokens.shape[0]), tokens.shape[1])[0]
+        view = jax.lax.stop_gradient(
+            run_target(
+                self.target,
+                frozen.target,
+                tokens,
+                positions,
+                self.mlp_chunk,
+                self.draft.features,
+            )
+        )
+        layer = {name: part for name, part in params.items() if name != "head"}
+        embedding = jax.lax.stop_gradient(frozen.target["embedding"])
+        hidden = run_draft(
+            *(self.draft, layer, embedding, tokens, positions, view),
+            steps=self.steps,
+            mlp_chunk=self.mlp_chunk,
+        )
+        return hidden, view
+
+    def _head(self, params: Any) -> Array:
+        [head] = with_sharding("v d", cast(params["head"], self.draft.dtype))
+        return head
+
+
+def _soft_loss(logits: Array, whole: Any, parts: Any) -> ChunkLoss:
+    """Soft cross-entropy of all steps ``[B, t, S, v]``.
+
+    Its other sums are the target's cross-entropy, and the tokens whose choice can be proposed.
+    """
+    target_head, vocabulary, places = whole
+    labels, weights, step_weights, wanted = parts
+    scores = head_logits(target_head, wanted)
+    _, target_surprise, _ = surprise_of(scores, labels)
+    known = weights
+    if places is not None:
+        can = places[jnp.argmax(scores, axis=-1)] >= 0
+        known, step_weights = weights * can, step_weights * can[..., None]
+        scores = jnp.take(scores, vocabulary, axis=-1)
+    aim = jax.nn.softmax(scores)[:, :, None]
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    loss = jnp.sum(step_weights * (lse - jnp.sum(aim * logits, axis=-1)))
+    error = (jnp.exp(logits - lse[..., None]) - aim) * step_weights[..., None]
+    return ChunkLoss(loss, error, (jnp.sum(weights * target_surprise), jnp.sum(known)))
+
+
+@partial(jax.jit, static_argnums=0)
+def _hits(
+    objective: Eagle3Objective, params: Any, frozen: Frozen, tokens: Array, weights: Array
+) -> tuple[Array, Array, Array]:
+    """What :func:`train.acceptance.agreement_report` reads."""
+    hidden, view = objective._passes(params, frozen, tokens)
+    # The first tokens of a row are reached by its first steps alone.
+    counted = counted_tokens(weights.at[:, : objective.steps].set(0.0))
+    target_head, head = head_of(frozen.target), objective._head(params)
+
+    def of_step(states: Array) -> tuple[Array, Array]:
+        return count_hits(
+            *(states, head, view.hidden, target_head, counted),
+            chunk=objective.loss_chunk,
+            places=frozen.places,
+        )
+
+    return *jax.lax.map(of_step, jnp.moveaxis(hidden, 2, 0)), jnp.sum(counted, (1, 2))
+
+
+@dataclass(frozen=True, eq=False)
+class Eagle3Trainer:
+    """An EAGLE-3 draft for a target, as the pipeline trains it."""
+
+    target: TargetConfig
+    draft: Eagle3Config
+    settings: Eagle3Settings
+    stored: Format
+    """How it is exported."""
+    vocabulary: np.ndarray | None
+    """The target's tokens that it can propose; all if None."""
+
+    @property
+    def dtype(self) -> str:
+        """What the draft is saved in."""
+        return self.draft.dtype
+
+    def objectives(
+        self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
+    ) -> tuple[Eagle3Objective, None]:
+        """What a stage learns; every step reports all there is.
+
+        Raises:
+          ValueError: for a stage of anchor-offset positions.
+        """
+        if stage.max_offset:
+            raise ValueError(
+                f"stage {stage.name}: max_offset={stage.max_offset} is for drafts that read the "
+                "target's keys; an EAGLE-3 draft attends to distances alone: set "
+                f"--config.stages.{stage.name}.max_offset=0"
+            )
+        settings = self.settings
+        sizes = settings.steps, settings.decay, loss_chunk, mlp_chunk
+        return Eagle3Objective(self.target, self.draft, *sizes), None
+
+    def save(self, folder: Path, params: Any) -> None:
+        """Write the draft in SpecForge's format, which SGLang and vLLM read, or as it was loaded.
+
+        Its embedding is the target's and is not stored.
+        """
+        layer = {name: part for name, part in params.items() if name != "head"}
+        head = params["head"]
+        # The format stores no embedding, so that any table will do.
+        vocabulary = None if self.vocabulary is None else jnp.asarray(self.vocabulary)
+        draft = Eagle3Params(layer, head, head, vocabulary)
+        save_draft(folder, self.stored, self.draft, draft)
+
+
+def begin(settings: Eagle3Settings, given: Given) -> Begun:
+    """A fresh draft, or the one that the settings name.
+
+    A fresh draft's LM head begins as the target's rows of the tokens that it can propose.
+
+    Raises:
+      ValueError: if the draft to start from does not fit the target or cannot be trained here, or
+        the settings do not fit the target.
+    """
+    longest = max(stage.seq_len for stage in given.stages)
+    if settings.init:
+        stored, draft, params = _loaded(settings.init, given)
+        draft = replace(draft, max_positions=max(longest, draft.max_positions))
+        vocabulary = None if params.vocabulary is None else np.asarray(params.vocabulary)
+        start, rows = {**params.layer, "head": params.head}, None
+    else:
+        stored = Format(SPECFORGE, embedding=False, head=True)
+        draft, vocabulary = fresh_config(settings, given.target, longest), None
+        if draft.proposable < draft.vocab_size:
+            vocabulary = np.sort(most_frequent(given.count_tokens(), draft.proposable))
+        start, rows = {"head": head_of(given.params)}, vocabulary
+    draft = replace(draft, dtype=given.dtype)
+    trainer = Eagle3Trainer(given.target, draft, settings, stored, vocabulary)
+    return Begun(trainer, _frozen(given, vocabulary), _placed(draft, start, rows, given))
+
+
+def fresh_config(settings: Eagle3Settings, target: TargetConfig, longest: int) -> Eagle3Config:
+    """The shape of a fresh draft: width, heads and rotary embedding are its target's.
+
+    Args:
+      settings: the vocabulary's size, and the layers that the draft reads.
+      target: of the draft.
+      longest: tokens of the longest row that it is trained on, the range of its positions.
+
+    Raises:
+      ValueError: if the settings do not fit the target.
+    """
+    size = settings.vocabulary
+    if size > target.vocab_size:
+        raise ValueError(
+            f"--config.draft.vocabulary={size} is above the target's {target.vocab_size} tokens; "
+            "set it to 0 for all of them"
+        )
+    layers = target.num_layers
+    features = tuple(map(int, settings.layers.split(","))) if settings.layers else ()
+    if not features and layers < 5:
+        raise ValueError(
+            f"the target has {layers} layers, too few for an early, a middle and a late one; name "
+            "those after which the draft takes the hidden states with --config.draft.layers=0,1"
+        )
+    config = Eagle3Config(
+        model_width=target.model_width,
+        target_width=target.model_width,
+        mlp_width=target.mlp_width,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_width=target.head_width,
+        vocab_size=target.vocab_size,
+        proposable=size or target.vocab_size,
+        # What enters the third layer, the middle one, and the third from the end.
+        features=features or (1, layers // 2 - 1, layers - 4),
+        max_positions=longest,
+        rope_theta=target.rope_theta,
+        rope_scaling=target.rope_scaling,
+        norm_eps=target.norm_eps,
+    )
+    config.check_fits(target)
+    return config
+
+
+def _loaded(source: str, given: Given) -> tuple[Format, Eagle3Config, Eagle3Params]:
+    """The draft to start from: how it is exported, its shape, and its parameters."""
+    stored, config, params = load_draft(source, given.target, given.params, mesh=given.mesh)
+    if params.own_embedding:
+        raise ValueError(
+            f"--config.draft.init={source}: the draft has an embedding of its own, and the "
+            "target's is trained with here; start from another draft, or leave init empty"
+        )
+    if config.window is not None:
+        raise ValueError(
+            f"--config.draft.init={source}: the draft has a sliding window of {config.window}, "
+            "which is not trained here; start from another draft, or leave init empty"
+        )
+    return replace(stored, embedding=False, head=True), config, params
+
+
+def _placed(draft: Eagle3Config, start: Any, rows: np.ndarray | None, given: Given) -> Any:
+    """Parameters to start from in float32, spread over the mesh.
+
+    A fresh layer is made where ``start`` has the LM head alone, of which ``rows`` are taken.
+    """
+    config = replace(draft, dtype="float32")
+
+    def made(start: Any) -> Any:
+        layer = {} if len(start) > 1 else fresh_layer(config, jax.random.key(given.seed))
+        head = start["head"] if rows is None else jnp.take(start["head"], rows, axis=0)
+        return cast({**start, **layer, "head": head}, "float32")
+
+    shapes = jax.eval_shape(made, start)
+    return jax.jit(made, out_shardings=param_shardings(given.mesh, shapes))(start)
+
+
+def _frozen(given: Given, vocabulary: np.ndarray | None) -> Frozen:
+    if vocabulary is None:
+        return Frozen(given.params, None, None)
+    places = np.full(given.target.vocab_size, -1, np.int32)
+    places[vocabulary] = np.arange(len(vocabulary))
+    everywhere = NamedSharding(given.mesh, P())
+    return Frozen(given.params, *jax.device_put((vocabulary, places), everywhere))

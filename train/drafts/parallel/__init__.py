@@ -1,0 +1,1 @@
+"""Training of the parallel LongSpec draft: settings, blocks, loss, objective."""

@@ -1,0 +1,246 @@
+"""What a parallel LongSpec draft learns under a frozen target, and how it is begun and saved.
+
+Blocks begin at random anchors in every row (:mod:`.blocks`). Slot ``j`` learns the token behind
+its own, given the text up to the anchor, and through the Markov head the text's token at the slot
+(teacher forcing).
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.axes import Array
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec import checkpoint as longspec
+from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.parallel.checkpoint import ARCHITECTURE, load_draft, save_draft
+from longspec_jax.drafters.parallel.config import ParallelConfig
+from longspec_jax.drafters.parallel.model import ParallelLayers
+from longspec_jax.models.layers import INITIAL_SCALE
+from longspec_jax.models.target import head_of
+from longspec_jax.ops.partitioned import with_sharding
+from longspec_jax.ops.slicing import along
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.json_files import read_json
+
+from ...acceptance import agreement_report, count_hits, counted_tokens
+from ...config import StageConfig
+from ...step import Batch
+from ...target import (
+    FORWARD_AND_BACKWARD,
+    anchored_positions,
+    attention_flops,
+    head_flops,
+    matmul_flops,
+    mlp_flops,
+    plain_positions,
+    projection_flops,
+    run_target,
+    target_flops,
+)
+from ..base import Begun, Given
+from .blocks import Draws, drawn_anchors, places, run_blocks
+from .loss import About, Learned, block_loss
+from .settings import ParallelSettings
+
+
+@dataclass(frozen=True)
+class ParallelObjective:
+    """Prediction of the next ``block`` tokens at many anchors of every row."""
+
+    target: TargetConfig
+    draft: ParallelConfig
+    settings: ParallelSettings
+    max_offset: int
+    loss_chunk: int
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0: all."""
+
+    def initialize(self, key: Array) -> Any:
+        """Fresh parameters; the Markov head corrects nothing at first."""
+        layer = replace(self.draft.layer, dtype="float32")
+        config, width, block = replace(self.draft, layer=layer), layer.model_width, self.draft.block
+        embedded, positions = jnp.zeros((1, 1, width)), jnp.zeros((1, block), jnp.int32)
+        draft = ParallelLayers(config)
+        attends = (lambda layer, q, k, v: q), (lambda q: q)
+        params = draft.init(key, embedded, positions, *attends)["params"]
+        if not config.markov_rank:
+            return params
+        shape = config.vocab_size, config.markov_rank
+        # Not near 0 on both sides, where neither would learn.
+        first = INITIAL_SCALE * jax.random.normal(jax.random.fold_in(key, 1), shape)
+        return {**params, "markov": {"embedding": first, "head": jnp.zeros(shape)}}
+
+    def draw(self, key: Array, rows: tuple[int, int], length: int) -> Draws:
+        """Positions, the target's and the draft's alike, and anchors."""
+        position_key, anchor_key = jax.random.split(key)
+        s, positions = self.settings, plain_positions(rows, length)
+        if s.anchor_offset and self.max_offset:
+            # The target must not meet positions it was not made for.
+            most = max(0, min(self.max_offset, self.target.max_positions - length))
+            positions = anchored_positions(
+                position_key, rows, length, max_offset=most, max_sinks=s.max_sinks
+            )
+        return Draws(positions, drawn_anchors(anchor_key, rows, length, s.anchor_every))
+
+    def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:
+        """The loss, its parts, and as a check on the positions the target's cross-entropy.
+
+        Slots weigh so that a row's sum is that of its tokens: figures are means over tokens.
+        """
+        learned, head, about = self._run(params, frozen, batch, draws)
+        share, chunk = self.settings.distillation, self.loss_chunk
+        loss, text, distance, target = block_loss(learned, head, about, share=share, chunk=chunk)
+        parts = {"cross_entropy": text, "distance": distance}
+        return {"loss": loss, "target_loss": target, **parts}
+
+    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+        """Simulated acceptance, slot ``j`` being shift ``j + 1``."""
+        return agreement_report(*_agreement(self, params, frozen, batch))
+
+    def flops_per_token(self, length: int) -> float:
+        """Operations that a token of a row of this length needs.
+
+        The target's forward, the draft's forward and backward over its blocks, and the head: of
+        the target forward, of the draft forward and for the gradient of its input.
+        """
+        c, layer = self.draft, self.draft.layer
+        slots = c.block / self.settings.anchor_every
+        cross = 2 * matmul_flops(layer.model_width, layer.num_heads * layer.head_width)
+        seen = c.num_layers * (c.block + (length + 1) / 2) + min(layer.window, length)
+        per_layer = projection_flops(layer) + cross + mlp_flops(layer)
+        rows = matmul_flops(layer.model_width, 2 * layer.num_kv_heads * layer.head_width)
+        draft = slots * (c.num_layers * per_layer + attention_flops(layer, seen)) + rows
+        markov = 3 * slots * matmul_flops(c.markov_rank, c.vocab_size)
+        head = 3 * slots * head_flops(self.target)
+        return target_flops(self.target, length) + FORWARD_AND_BACKWARD * draft + head + markov
+
+    def _run(
+        self, params: Any, frozen: Any, batch: Batch, draws: Draws
+    ) -> tuple[Learned, Array, About]:
+        """Forwards of target and draft; the target's head; what is known of the slots."""
+        s, c, (tokens, weights) = self.settings, self.draft, batch
+        view = run_target(self.target, frozen, tokens, draws.positions, self.mlp_chunk)
+        view = jax.lax.stop_gradient(view)
+        hidden = run_blocks(
+            *(c, params, frozen, tokens, draws, view, s.anchor_every), mlp_chunk=self.mlp_chunk
+        )
+        last = tokens.shape[1] - 1
+        index = places(draws.anchors, c.block)
+        at, follows = jnp.minimum(index, last), jnp.minimum(index + 1, last)
+        decays = np.exp(-np.arange(c.block) / s.decay)
+        slots = jnp.asarray(s.anchor_every * decays / decays.sum(), jnp.float32)
+        counts = jnp.where(index < last, along(follows, weights), 0)
+        counts *= jnp.tile(slots, draws.anchors.shape[1])
+        about = About(along(follows, tokens), counts, along(at, view.hidden))
+        # From the float32 table: the gradients of frequent tokens are sums of thousands.
+        empty = jnp.zeros((c.vocab_size, 0), jnp.float32)
+        markov = params.get("markov", {"embedding": empty, "head": empty})
+        before = jnp.take(markov["embedding"], along(at, tokens), axis=0).astype(hidden.dtype)
+        table = markov["head"].astype(hidden.dtype)
+        head, table = with_sharding("v d, v r", head_of(frozen), table)
+        return Learned(hidden, before, table), head, about
+
+
+@partial(jax.jit, static_argnums=0)
+def _agreement(
+    objective: ParallelObjective, params: Any, frozen: Any, batch: Batch
+) -> tuple[Array, Array, Array]:
+    """What :func:`train.acceptance.agreement_report` reads, of blocks that are learned whole."""
+    rows, length = batch.tokens.shape
+    every, block = objective.settings.anchor_every, objective.draft.block
+    anchors = jnp.broadcast_to(jnp.arange(0, length, every), (rows, -(-length // every)))
+    draws = Draws(plain_positions((1, rows), length)[0], anchors)
+    learned, head, about = objective._run(params, frozen, batch, draws)
+
+    def by_slot(each: Array) -> Array:
+        return jnp.moveaxis(each.reshape(*anchors.shape, block, *each.shape[2:]), 2, 0)
+
+    # The Markov head as more columns of the LM head.
+    wide = jnp.concatenate([learned.hidden, learned.before], axis=-1)
+    table = jnp.concatenate([head, learned.table.astype(head.dtype)], axis=-1)
+    counted = counted_tokens((by_slot(about.weights) > 0).all(axis=0).astype(jnp.float32))
+
+    def of_slot(slot: tuple[Array, Array]) -> tuple[Array, Array]:
+        found, wanted = slot
+        return count_hits(found, table, wanted, head, counted, chunk=objective.loss_chunk)
+
+    hits = jax.lax.map(of_slot, (by_slot(wide), by_slot(about.teacher)))
+    return *hits, jnp.sum(counted, (1, 2))
+
+
+@dataclass(frozen=True)
+class ParallelTrainer:
+    """A parallel LongSpec draft for a target, as the pipeline trains it."""
+
+    target: TargetConfig
+    draft: ParallelConfig
+    settings: ParallelSettings
+
+    @property
+    def dtype(self) -> str:
+        """What the draft is saved in."""
+        return self.draft.layer.dtype
+
+    def objectives(
+        self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
+    ) -> tuple[ParallelObjective, None]:
+        """What a stage learns; every step reports all there is."""
+        chunks = loss_chunk, mlp_chunk
+        return ParallelObjective(
+            self.target, self.draft, self.settings, stage.max_offset, *chunks
+        ), None
+
+    def save(self, folder: Path, params: Any) -> None:
+        """Write the draft's folder."""
+        save_draft(folder, self.draft, params, target=self.target)
+
+
+def begin(settings: ParallelSettings, given: Given) -> Begun:
+    """A fresh draft, or one that begins with what the settings name.
+
+    That is a parallel draft of the same shape, or a LongSpec draft, whose layer becomes the first.
+    """
+    target = given.target
+    layer = DraftConfig.for_target(target, dtype=given.dtype, window=settings.window)
+    shape = settings.layers, settings.block, settings.markov_rank
+    draft, params = ParallelConfig(layer, target.vocab_size, *shape), None
+    if settings.init:
+        folder = local_folder(settings.init)
+        options: Any = dict(dtype="float32", mesh=given.mesh)
+        if ARCHITECTURE in read_json(folder / "config.json").texts("architectures"):
+            found, params = load_draft(folder, target, **options)
+            _check_shape(settings, found)
+            layer, first = found.layer, None
+        else:
+            layer, first = longspec.load_draft(folder, target, **options)
+        layer = replace(layer, dtype=given.dtype, window=settings.window)
+        draft = replace(draft, layer=layer)
+        if first is not None:
+            params = _behind(ParallelObjective(target, draft, settings, 0, 1), first, given)
+    return Begun(ParallelTrainer(target, draft, settings), given.params, params)
+
+
+def _check_shape(settings: ParallelSettings, found: ParallelConfig) -> None:
+    """Refuse to begin with a draft of another shape."""
+    shape = {"layers": found.num_layers, "block": found.block, "markov_rank": found.markov_rank}
+    for name, theirs in shape.items():
+        if (ours := getattr(settings, name)) != theirs:
+            raise ValueError(
+                f"--config.draft.{name}={ours}, and the draft to begin with, {settings.init}, has "
+                f"{theirs}; set --config.draft.{name}={theirs}"
+            )
+
+
+def _behind(objective: ParallelObjective, first: Any, given: Given) -> Any:
+    """Fresh parameters behind a LongSpec draft's layer."""
+    params = objective.initialize(jax.random.key(given.seed))
+    # The LM head reads that layer without a norm: ours begins with the size that the head expects.
+    size = jnp.sqrt(jnp.mean(jnp.square(given.params["final_norm"]["scale"].astype(jnp.float32))))
+    norm = {"scale": params["final_norm"]["scale"] * size}
+    return {**params, "layers_0": first, "final_norm": norm}
