@@ -72,6 +72,8 @@ KINDS: dict[str, Kind] = {
     "parallel": PARALLEL,
 }
 """Kinds of drafts that are measured with random weights."""
+WEIGHTS = ("whole", "int8", "fp8", "fp8-blocks", "w4a16")
+"""How the weights of matmuls are stored; those of a draft are in 8 bits or whole."""
 DTYPES = ("float32", "bfloat16", "float16")
 FLASHINFER = "flashinfer"
 ATTENTION_CANDIDATES = (
@@ -244,7 +246,13 @@ def _products(parser: argparse.ArgumentParser) -> None:
         default=[1, 16, 64],
         help="rows that are multiplied",
     )
-    parser.add_argument("--int8", action="store_true", help="the matmuls of a draft in 8 bits")
+    _add_several(
+        *(parser, "--weights", one_of(WEIGHTS), ["whole"]),
+        f"how weights are stored: {', '.join(WEIGHTS)}",
+    )
+    parser.add_argument(
+        "--int8", action="store_const", dest="weights", const=["int8"], help="--weights=int8"
+    )
     _add_outputs(parser)
 
 

@@ -6,9 +6,11 @@ every product; several executions are queued back to back. The time of a product
 over repetitions of that total divided by the number of products. ``ours`` is what the model calls
 (``longspec_jax.ops.matmul.few_rows``), its split-K partials not added up, since the norm that
 reads them does so as it goes; ``xla`` is its definition in plain JAX. The gate of a SwiGLU
-belongs to the product. With ``--int8`` they are the products of a draft in 8 bits
-(``longspec_jax.ops.matmul.int8``) and its LM head's. The roof is the time of reading the weights
-once at the bandwidth measured in this run.
+belongs to the product. ``--weights`` chooses how the weights are stored: ``int8`` are those of a
+draft in 8 bits (``longspec_jax.ops.matmul.int8``) and its LM head; ``fp8``, ``fp8-blocks`` and
+``w4a16`` those of a quantised target (``longspec_jax.ops.matmul.quantised``), with a scale for each
+output, for 128 x 128 weights, and for 128 inputs of an output. The roof is the time of reading
+weights and scales once at the bandwidth measured in this run.
 """
 
 import argparse
@@ -22,7 +24,9 @@ import jax.numpy as jnp
 
 from longspec_jax.cli import counted, settled
 from longspec_jax.config import TargetConfig
-from longspec_jax.ops.matmul import few_rows, int8
+from longspec_jax.ops.matmul import few_rows, int8, quantised
+from longspec_jax.ops.matmul.packed import packed_params
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 
 from .arguments import SHAPES
 from .models import WEIGHT_SCALE, check_memory
@@ -33,7 +37,7 @@ DISTINCT_BYTES = 600e6
 """Weights in turn: a dozen times the second-level cache of an H200."""
 
 Op = Callable[..., jax.Array]
-"""``(x, *weights) -> product``."""
+"""``(x, weights) -> product``."""
 OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (few_rows.matmul, few_rows.matmul_xla),
     "out": (few_rows.matmul_partials, few_rows.matmul_xla),
@@ -41,6 +45,13 @@ OPS: dict[str, tuple[Op, Op]] = {
     "down": (few_rows.matmul_partials, few_rows.matmul_xla),
 }
 """Ours and XLA's, by the product's place in a layer."""
+QUANTISED_OPS: dict[str, tuple[Op, Op]] = {
+    "qkv": (quantised.quantised_matmul, quantised.quantised_matmul_xla),
+    "out": (quantised.quantised_matmul_partials, quantised.quantised_matmul_xla),
+    "gate_up": (quantised.quantised_gated_matmul, quantised.quantised_gated_matmul_xla),
+    "down": (quantised.quantised_matmul_partials, quantised.quantised_matmul_xla),
+}
+"""The same with the weights of a quantised target."""
 INT8_OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (int8.int8_matmul, int8.int8_matmul_xla),
     "out": (int8.int8_matmul_partials, int8.int8_matmul_xla),
@@ -49,29 +60,36 @@ INT8_OPS: dict[str, tuple[Op, Op]] = {
     "head": (int8.int8_matmul, int8.int8_matmul_xla),
 }
 """The same with weights of 8 bits, ``[outputs, inputs]``, and a scale for every output."""
+GROUPS = {"fp8": 0, "fp8-blocks": 128, "w4a16": 128}
+"""Inputs that share a scale, by how a quantised target is stored; all if 0."""
+
+
+def ops_of(weights: str) -> dict[str, tuple[Op, Op]]:
+    """The products of a layer whose weights are stored so, one of ``WEIGHTS`` of the arguments."""
+    return {"whole": OPS, "int8": INT8_OPS}.get(weights, QUANTISED_OPS)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write the files."""
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
-    ops = INT8_OPS if arguments.int8 else OPS
+    products = [[*ops_of(weights)] for weights in arguments.weights]
     for shape in arguments.shape:
         shapes = weight_shapes(SHAPES[shape])
-        check_memory(
-            f"a product of {shape}",
-            2 * 4 * max(math.prod(shapes[name]) for name in ops if name in shapes),
-        )
+        present = [name for names in products for name in names if name in shapes]
+        largest = max(math.prod(shapes[name]) for name in present)
+        check_memory(f"a product of {shape}", 2 * 4 * largest)
     if cpu:
-        number = len(arguments.shape) * len(ops) * len(arguments.rows)
+        number = len(arguments.shape) * len(arguments.rows) * sum(map(len, products))
         announce(f"{counted(2 * number, 'program')} to compile")
     roofline = measure_roofline()
     method = (__doc__ or "").split("\n\n", 1)[1]
     header = run_header(jax.devices()[0].device_kind, method, **roofline.fields)
     with Report(header, arguments.json) as report:
         for shape in arguments.shape:
-            for row in measure(shape, arguments.rows, roofline.bytes_per_s, arguments.int8):
-                report.add(row, line(row))
+            for weights in arguments.weights:
+                for row in measure(shape, arguments.rows, roofline.bytes_per_s, weights):
+                    report.add(row, line(row))
 
 
 def weight_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
@@ -91,35 +109,38 @@ def weight_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
 
 
 def measure(
-    shape: str, rows: Iterable[int], bytes_per_s: float, in_int8: bool = False
+    shape: str, rows: Iterable[int], bytes_per_s: float, stored: str = "whole"
 ) -> Iterable[dict[str, Any]]:
     """Time every product of a layer with every number of rows."""
     config = SHAPES[shape]
     dtype = jnp.dtype(config.dtype)
     shapes = weight_shapes(config)
-    for name, ops in (INT8_OPS if in_int8 else OPS).items():
+    for name, ops in ops_of(stored).items():
         if name not in shapes:
             continue
-        size = math.prod(shapes[name]) * (1 if in_int8 else dtype.itemsize)
+        draw = functools.partial(_drawn, stored, shapes[name], dtype)
+        leaves = jax.tree.leaves(jax.eval_shape(draw, 0))
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         count = math.ceil(DISTINCT_BYTES / size) if jax.default_backend() == "gpu" else 2
-        draw = _int8_weights if in_int8 else functools.partial(_weights, dtype=dtype)
-        keys = (jax.random.key(index, impl="rbg") for index in range(count))
-        weights = [draw(key, shapes[name]) for key in keys]
         for number in rows:
             x = jax.random.normal(jax.random.key(count), (number, shapes[name][0]), dtype)
-            times = {
-                f"{label}_microseconds": rounded(1e6 * _seconds(op, x, weights))
-                for label, op in zip(("ours", "xla"), ops, strict=True)
-            }
+            times = {}
+            for label, op in zip(("ours", "xla"), ops, strict=True):
+                weights = [draw(index) for index in range(count)]
+                if label == "ours":
+                    weights = [packed_params(each, dtype) for each in weights]
+                times[f"{label}_microseconds"] = rounded(1e6 * _seconds(op, x, weights))
             yield {
                 "shape": shape,
                 "product": name,
                 "weights": list(shapes[name]),
-                "int8": in_int8,
+                "stored": stored,
+                "int8": stored == "int8",
                 "rows": number,
                 "dtype": config.dtype,
                 "roof_microseconds": rounded(1e6 * size / bytes_per_s),
                 **times,
+                "ours_gb_per_s": rounded(1e-3 * size / times["ours_microseconds"]),
             }
 
 
@@ -127,25 +148,32 @@ def line(row: dict[str, Any]) -> str:
     """A row for people."""
     ours, roof = row["ours_microseconds"], row["roof_microseconds"]
     return (
-        f"{row['shape']} {row['product']:8s} {row['rows']:4d} rows {ours:8.4g} us "
-        f"({100 * roof / ours:5.1f} % of the roof), xla {row['xla_microseconds']:8.4g} us"
+        f"{row['shape']} {row['stored']:10s} {row['product']:8s} {row['rows']:4d} rows "
+        f"{ours:8.4g} us ({100 * roof / ours:5.1f} % of the roof, {row['ours_gb_per_s']:.4g} GB/s),"
+        f" xla {row['xla_microseconds']:8.4g} us"
     )
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _weights(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, ...]:
-    """What an op takes beside its rows."""
-    return (WEIGHT_SCALE * jax.random.normal(key, shape, dtype),)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _drawn(stored: str, shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
+    """Random weights, as the ops of this kind take them."""
+    key, (inputs, *outputs) = jax.random.key(seed, impl="rbg"), shape
+    if stored == "whole":
+        return WEIGHT_SCALE * jax.random.normal(key, shape, dtype)
+    if stored == "int8":
+        steps = jax.random.randint(key, (math.prod(outputs), inputs), -127, 128, jnp.int8)
+        return int8.Int8Rows(steps, jnp.full(steps.shape[:1], WEIGHT_SCALE / 127))
+    width = inputs // 2 if stored == "w4a16" else inputs
+    # Of 8-bit floats, half of the exponents: no code is NaN.
+    codes = jax.random.bits(key, (*outputs, width), jnp.uint8)
+    if stored != "w4a16":
+        codes = jax.lax.bitcast_convert_type(codes & 0xBF, jnp.float8_e4m3fn)
+    group = GROUPS[stored]
+    groups = -(-inputs // group) if group else 1
+    scale = jnp.full((*outputs, groups), WEIGHT_SCALE / 4, jnp.float32)
+    return QuantisedMatrix(codes, scale, group=group)
 
 
-@functools.partial(jax.jit, static_argnames=("shape",))
-def _int8_weights(key: jax.Array, shape: tuple[int, ...]) -> tuple[int8.Int8Rows]:
-    """The same for one with weights of 8 bits."""
-    inputs, *outputs = shape
-    steps = jax.random.randint(key, (math.prod(outputs), inputs), -127, 128, jnp.int8)
-    return (int8.Int8Rows(steps, jnp.full(steps.shape[:1], WEIGHT_SCALE / 127)),)
-
-
-def _seconds(op: Op, x: jax.Array, weights: list[tuple[jax.Array, ...]]) -> float:
-    program = jax.jit(lambda x, weights: [op(x, *each) for each in weights])
+def _seconds(op: Op, x: jax.Array, weights: list[Any]) -> float:
+    program = jax.jit(lambda x, weights: [op(x, each) for each in weights])
     return jax_seconds(functools.partial(program, x, weights)) / len(weights)

@@ -38,7 +38,7 @@ from longspec_jax.decoding.trials import branch, rejoin
 from longspec_jax.generation.activity import OnActivity, TreeTiming, Tuning
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.memory import free_bytes
-from longspec_jax.ops.matmul.quantised import quantised_matrices
+from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
 
 FEW = 32
 """New tokens below which a call is not worth timing for. Of a large target, whose rounds take long,

@@ -20,7 +20,7 @@ from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.models import Models
 from longspec_jax.ops.matmul.experts import computed_rows
-from longspec_jax.ops.matmul.quantised import quantised_matrices
+from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
 from longspec_jax.ops.placement import free_device_bytes, tree_bytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

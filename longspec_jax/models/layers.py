@@ -7,6 +7,7 @@ PartitionSpec and no reshape is left to the caller.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -32,11 +33,11 @@ from longspec_jax.ops.matmul.int8 import (
     int8_matmul_partials,
 )
 from longspec_jax.ops.matmul.quantised import (
-    QuantisedMatrix,
     quantised_gated_matmul,
     quantised_matmul,
     quantised_matmul_partials,
 )
+from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import row_shares
 
 INITIAL_SCALE = 0.02
@@ -82,17 +83,19 @@ class Matmuls(NamedTuple):
 FEW_ROWS = Matmuls(matmul, matmul_partials, gated_matmul)
 ORDERED = Matmuls(ordered.matmul, ordered.matmul_partials, ordered.gated_matmul)
 QUANTISED = Matmuls(quantised_matmul, quantised_matmul_partials, quantised_gated_matmul)
+ORDERED_QUANTISED = Matmuls(*(partial(op, ordered=True) for op in QUANTISED))
 
 
 class Projection(nn.Module):
     """A linear map from the last axes of the input to new axes, optionally with a bias.
 
-    Where the parameters hold a :class:`QuantisedMatrix` as ``kernel``, it is multiplied as it is
+    Where the parameters hold a :class:`QuantisedWeights` as ``kernel``, it is multiplied as it is
     stored. So a model of quantised and whole layers needs no configuration of its own.
     """
 
     matmuls: ClassVar[Matmuls] = FEW_ROWS
     """Of whole weights."""
+    quantised: ClassVar[Matmuls] = QUANTISED
     in_axes: Sequence[int]
     """Sizes of the contracted axes, the last of the input."""
     out_axes: Sequence[int]
@@ -121,13 +124,13 @@ class Projection(nn.Module):
         Quantised weights are dequantised.
         """
         kernel, bias = self._stored()
-        return kernel.kernel(self.dtype) if isinstance(kernel, QuantisedMatrix) else kernel, bias
+        return kernel.kernel(self.dtype) if isinstance(kernel, QuantisedWeights) else kernel, bias
 
     @nn.compact
     def _stored(self) -> tuple[Any, Array | None]:
         """The kernel as it is stored, and the bias."""
         kernel, bias = self.get_variable("params", "kernel"), None
-        if not isinstance(kernel, QuantisedMatrix):
+        if not isinstance(kernel, QuantisedWeights):
             shape = (*self.in_axes, *self.out_axes)
             kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
             kernel = kernel.reshape(-1, *self.out_axes)
@@ -136,7 +139,7 @@ class Projection(nn.Module):
         return kernel, bias
 
     def _matmuls(self, kernel: Any) -> Matmuls:
-        return QUANTISED if isinstance(kernel, QuantisedMatrix) else self.matmuls
+        return self.quantised if isinstance(kernel, QuantisedWeights) else self.matmuls
 
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
@@ -146,6 +149,7 @@ class OrderedProjection(Projection):
     """A :class:`Projection` whose rows have the same bits whatever rows are beside them."""
 
     matmuls: ClassVar[Matmuls] = ORDERED
+    quantised: ClassVar[Matmuls] = ORDERED_QUANTISED
 
 
 class Int8Projection(nn.Module):

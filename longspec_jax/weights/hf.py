@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig
+from longspec_jax.ops.matmul.packed import packed_params
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import Tensors, open_tensors
 from longspec_jax.weights.hub import local_folder
@@ -53,14 +54,17 @@ def load_target(
         table, tensors, groups = _stored(folder, config, tensors)
         any_dtype = dtype is not None or bool(groups)
         check_tensors(table, tensors, str(source), dtype=None if any_dtype else config.dtype)
-        return config, with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
+        params = with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
+        # A mesh cuts the weights, which the kernel cannot follow.
+        return config, params if mesh is not None else packed_params(params, config.dtype)
 
 
 def _stored(
     folder: Path, config: TargetConfig, tensors: Tensors
 ) -> tuple[Table, Tensors, dict[str, int]]:
     """The table and tensors of a target, and the group sizes of its quantised kernels, by path."""
-    table, quantised = target_table(config), quantisation(read_json(folder / "config.json"))
+    raw = read_json(folder / "config.json")
+    table, quantised = target_table(config), quantisation(hf_config.text_part(raw))
     return (table, tensors, {}) if quantised is None else as_stored(table, tensors, quantised)
 
 
@@ -69,7 +73,8 @@ def target_bytes(source: str | Path, *, dtype: str, revision: str | None = None)
     folder = local_folder(source, revision)
     config = load_target_config(source, dtype=dtype, revision=revision)
     with ExitStack() as stack:
-        table, _, _ = _stored(folder, config, open_tensors(folder, stack))
+        tensors = _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
+        table, _, _ = _stored(folder, config, tensors)
     return stored_bytes(table, config.dtype)
 
 

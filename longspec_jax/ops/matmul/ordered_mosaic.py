@@ -13,7 +13,6 @@ zeros, and does not write beyond an edge of the result.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
+from longspec_jax.ops.matmul.ordered_programs import Program, Unit
 from longspec_jax.ops.matmul.ordered_tiles import (
     MatmulTile,
     Work,
@@ -33,8 +33,6 @@ from longspec_jax.ops.matmul.ordered_tiles import (
 
 # Pallas documents ACC and does not re-export it in the way that type checkers ask for.
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-_MULTIPLYING_REGISTERS, _FETCHING_REGISTERS = 232, 40
-"""Registers of a thread, by what its warpgroup does."""
 
 
 @launcher("tile", "interpret")
@@ -145,22 +143,10 @@ class _Memory:
     free: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class _Unit:
-    """One unit of work, by its row tile, strip and split."""
-
-    row: jax.Array
-    strip: jax.Array
-    split: jax.Array
-    first: jax.Array
-    """The first block of its split."""
-    steps: jax.Array
-
-
 def _kernel(*refs: Any, work: Work, has_bias: bool, **memory: Any) -> None:
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
     x, weights, *bias, out = refs
-    program = _Program(
+    program = _Matmul(
         work=work,
         x=x,
         weights=weights,
@@ -170,72 +156,20 @@ def _kernel(*refs: Any, work: Work, has_bias: bool, **memory: Any) -> None:
         warpgroup=jax.lax.axis_index("warpgroup"),
     )
 
-    @pl.when(program.warpgroup < work.warpgroups)
-    def _() -> None:
-        plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
-        program.each_unit(program.multiply)
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(program.warpgroup == work.warpgroups)
-    def _() -> None:
-        plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
-        total = program.each_unit(program.fetch)
-
-        # Every phase of a barrier is seen before the barrier ends with the program.
-        @pl.loop(jnp.maximum(total - work.stages, 0), total)
-        def _(place: jax.Array) -> None:
-            plgpu.barrier_wait(program.memory.free.at[program.stage(place)])
+    program.run(program.multiply, program.fetch, program.memory.free)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
-    """One warpgroup of one program."""
+class _Matmul(Program):
+    """One warpgroup of one program of the matmul."""
 
-    work: Work
     x: Any
     weights: Any
     bias: Any
     out: Any
     memory: _Memory
-    warpgroup: jax.Array
 
-    def each_unit(self, visit: Callable[[_Unit, jax.Array], None]) -> jax.Array:
-        """Call ``visit(unit, past)`` for the program's units; ``past`` blocks came before a unit's.
-
-        Returns the number of blocks of all units.
-
-        Programs take neighbouring units at the same time: row tiles of one strip, so that only the
-        first reads the weights from memory, and then strips that lie side by side.
-        """
-        work, program = self.work, jax.lax.axis_index("program")
-
-        def turn(number: jax.Array, past: jax.Array) -> jax.Array:
-            unit = self.unit(program + number * work.programs)
-            visit(unit, past)
-            return past + unit.steps
-
-        turns = jax.lax.div(work.units - program + work.programs - 1, jnp.int32(work.programs))
-        return jax.lax.fori_loop(0, 1 if work.turns == 1 else turns, turn, jnp.int32(0))
-
-    def stage(self, place: jax.Array) -> jax.Array:
-        """The place in the ring of a block, by the number of blocks before it."""
-        return jax.lax.rem(place, jnp.int32(self.work.stages))
-
-    def unit(self, index: jax.Array) -> _Unit:
-        """The unit of this index."""
-        work, splits = self.work, self.work.tile.splits
-        row = jax.lax.rem(index, jnp.int32(work.row_tiles))
-        index = jax.lax.div(index, jnp.int32(work.row_tiles))
-        strip = jax.lax.rem(index, jnp.int32(work.strips))
-        split = jax.lax.div(index, jnp.int32(work.strips))
-        first, last = (jax.lax.div((split + end) * work.steps, jnp.int32(splits)) for end in (0, 1))
-        return _Unit(row, strip, split, first, last - first)
-
-    def columns(self, unit: _Unit) -> Any:
-        """The columns of a unit's strip."""
-        return pl.ds(unit.strip * self.work.tile.columns, self.work.tile.columns)
-
-    def fetch(self, unit: _Unit, past: jax.Array) -> None:
+    def fetch(self, unit: Unit, past: jax.Array) -> None:
         """Bring the unit's rows and weights, as soon as there is room in the ring."""
         work, memory, tile = self.work, self.memory, self.work.tile
         # Of a single row tile, the rows that exist.
@@ -258,14 +192,14 @@ class _Program:
             to = memory.x_smem.at[stage, pl.ds(0, height)]
             plgpu.copy_gmem_to_smem(self.x.at[rows, depth], to, ready)
 
-    def multiply(self, unit: _Unit, past: jax.Array) -> None:
+    def multiply(self, unit: Unit, past: jax.Array) -> None:
         """Multiply this warpgroup's 64 rows and write the result."""
         shape = (WARPGROUP_ROWS, self.work.tile.columns)
         accumulators = [_ACC(shape, jnp.float32)] * self.work.parts
         parts = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
         self.write(unit, self.finished(unit, *parts))
 
-    def accumulate(self, unit: _Unit, past: jax.Array, *accumulators: Any) -> list[Array]:
+    def accumulate(self, unit: Unit, past: jax.Array, *accumulators: Any) -> list[Array]:
         """The products of the unit's rows and weights."""
         work, memory = self.work, self.memory
         rows = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -288,7 +222,7 @@ class _Program:
         # the results to 16 bits before they are there (strips of 32 columns on an H200).
         return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
 
-    def finished(self, unit: _Unit, out: Array, *up: Array) -> Array:
+    def finished(self, unit: Unit, out: Array, *up: Array) -> Array:
         """The result with its gate, or its bias."""
         if up:
             # Rounded as the two matmuls are where they are matmuls of their own.
@@ -305,7 +239,7 @@ class _Program:
             out += jax.lax.broadcast_in_dim(row.astype(jnp.float32), out.shape, [1])
         return out
 
-    def write(self, unit: _Unit, out: Array) -> None:
+    def write(self, unit: Unit, out: Array) -> None:
         """Write the result of this warpgroup's rows."""
         source = self.memory.out_smem.at[self.warpgroup]
         if self.work.turns > 1:  # The last result may be on its way from the same place.

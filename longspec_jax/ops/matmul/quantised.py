@@ -5,165 +5,88 @@ One type holds every format (:class:`QuantisedMatrix`). What it stands for is th
 activations; activations are not quantised. A text is the same with and without speculation because
 both multiply with that matrix.
 
-In plain JAX a matmul dequantises its weights first, one layer's at a time.
+On a Hopper GPU a kernel of our own widens the weights in registers. It reads them packed
+(:mod:`longspec_jax.ops.matmul.packed`), and multiplies sums by the scale of an output that has one,
+which rounds less. In plain JAX a matmul dequantises its weights first, one layer's at a time.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Float, Int, Int8
+from jaxtyping import Float
 
-from longspec_jax.axes import Array, Leaf
+from longspec_jax.axes import Array
+from longspec_jax.ops import hardware
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.matmul.few_rows import gate, matmul_precision
+from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import one_device
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of the 4-bit floats of MXFP4, by their lower three bits; the fourth is the sign."""
-MIDDLE = 8
-"""The zero of unsigned 4-bit codes that have no zero points of their own."""
-
-
-@struct.dataclass
-class QuantisedMatrix:
-    """Weights of a linear map from ``C`` inputs to outputs of one or more axes, 8 or 4 bits each.
-
-    Every output has a scale for each *group* of its inputs: one group, or groups of 32 to 128.
-    A scale a tensor, or one for 128 x 128 weights, is repeated for each output.
-    """
-
-    codes: Leaf[Array]
-    """``float8_e4m3fn[*out, C]`` or ``int8[*out, C]``; or 4-bit codes ``uint8[*out, C / 2]``, of
-    which the lower four bits of a byte are the earlier input."""
-    scale: Leaf[Float[Array, "*out G"]]
-    """In float32."""
-    zero: Leaf[Int8[Array, "*out G"]] | None = None
-    """What is subtracted from integer codes. Absent it is 0, and :data:`MIDDLE` for 4 bits."""
-    order: Leaf[Int[Array, " C"]] | None = None
-    """The input that every code multiplies, where inputs are sorted by group (act-order)."""
-    group: int = struct.field(pytree_node=False, default=0)
-    """Inputs that share a scale; of all inputs if 0. The last group may be smaller."""
-    floating: bool = struct.field(pytree_node=False, default=False)
-    """Whether 4-bit codes are floats (:data:`E2M1`)."""
-
-    @property
-    def packed(self) -> bool:
-        """Whether a byte holds two codes."""
-        return self.codes.dtype == jnp.uint8
-
-    @property
-    def inputs(self) -> int:
-        """The size ``C`` of the contraction."""
-        return self.codes.shape[-1] * (2 if self.packed else 1)
-
-    @property
-    def out_axes(self) -> tuple[int, ...]:
-        """Sizes of the produced axes."""
-        return self.codes.shape[:-1]
-
-    @property
-    def label(self) -> str:
-        """The kind of codes, as reports name it."""
-        if self.packed:
-            return "mxfp4" if self.floating else "int4"
-        return "fp8" if self.codes.dtype == jnp.float8_e4m3fn else "int8"
-
-    @property
-    def groups(self) -> int:
-        """Number of groups ``G``."""
-        return self.scale.shape[-1]
-
-    def flat(self) -> "QuantisedMatrix":
-        """The same weights with one axis of outputs, ``[N, C]``, as kernels take them."""
-        rows = [
-            None if each is None else each.reshape(-1, each.shape[-1])
-            for each in (self.codes, self.scale, self.zero)
-        ]
-        return dataclasses.replace(self, codes=rows[0], scale=rows[1], zero=rows[2])
-
-    def dequantised(self, dtype: Any) -> Float[Array, "*out C"]:
-        """The weights in a floating dtype, in the order of the codes."""
-        codes = self._widened()
-        if self.zero is not None:
-            codes -= self._of_inputs(self.zero.astype(jnp.float32))
-        elif self.packed and not self.floating:
-            codes -= MIDDLE
-        return (codes * self._of_inputs(self.scale)).astype(dtype)
-
-    def kernel(self, dtype: Any) -> Float[Array, "C ..."]:
-        """The dequantised weights as a whole layer has them: inputs first, in their own order."""
-        matrix = jnp.moveaxis(self.dequantised(dtype), -1, 0)
-        return matrix if self.order is None else jnp.zeros_like(matrix).at[self.order].set(matrix)
-
-    def _widened(self) -> Array:
-        """The codes as float32 numbers ``[*out, C]``."""
-        if not self.packed:
-            return self.codes.astype(jnp.float32)
-        pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1)
-        codes = pairs.reshape(*self.out_axes, self.inputs)
-        if not self.floating:
-            return codes.astype(jnp.float32)
-        return jnp.asarray([*E2M1, *(-each for each in E2M1)], jnp.float32)[codes]
-
-    def _of_inputs(self, of_groups: Array) -> Array:
-        """Numbers of groups ``[*out, G]`` as numbers of inputs, ``[*out, C]`` or ``[*out, 1]``."""
-        if of_groups.shape[-1] == 1:
-            return of_groups
-        return jnp.repeat(of_groups, self.group, axis=-1)[..., : self.inputs]
-
-
-def quantised_matrices(params: Any) -> list[QuantisedMatrix]:
-    """All quantised weights of a tree of parameters."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
-    return [leaf for leaf in leaves if isinstance(leaf, QuantisedMatrix)]
+MOST_ROWS = 1024
+"""Of the kernel, where XLA may multiply as well. With more rows, widening whole weights costs less
+than the kernel's passes over them."""
 
 
 def quantised_matmul(
-    x: Float[Array, "*rows C"], weights: QuantisedMatrix, bias: Array | None = None
+    x: Float[Array, "*rows C"],
+    weights: QuantisedWeights,
+    bias: Array | None = None,
+    *,
+    ordered: bool = False,
 ) -> Array:
-    """``[*rows, *out]`` in the dtype of ``x``: ``x @ dequantised.T``, plus ``bias[*out]``."""
-    return QUANTISED_MATMUL(x, weights, bias)
+    """``[*rows, *out]`` in the dtype of ``x``: ``x @ dequantised.T``, plus ``bias[*out]``.
+
+    ``ordered`` rows have the same bits whatever rows are beside them, where the kernel runs.
+    """
+    return QUANTISED_MATMUL(x, weights, bias, ordered=ordered)
 
 
 def quantised_matmul_partials(
-    x: Float[Array, "*rows C"], weights: QuantisedMatrix
+    x: Float[Array, "*rows C"], weights: QuantisedWeights, *, ordered: bool = False
 ) -> Float[Array, "S *rows N"]:
     """Split-K partials, whose sum is the result: one of the dtype of ``x``, or several float32."""
-    return QUANTISED_MATMUL_PARTIALS(x, weights)
+    return QUANTISED_MATMUL_PARTIALS(x, weights, ordered=ordered)
 
 
 def quantised_gated_matmul(
-    x: Float[Array, "*rows C"], weights: QuantisedMatrix
+    x: Float[Array, "*rows C"], weights: QuantisedWeights, *, ordered: bool = False
 ) -> Float[Array, "*rows F"]:
     """``silu`` of the first of two matmuls, ``out = (2, F)``, times the second."""
-    return QUANTISED_GATED_MATMUL(x, weights)
+    return QUANTISED_GATED_MATMUL(x, weights, ordered=ordered)
 
 
-def quantised_matmul_xla(x: Array, weights: QuantisedMatrix, bias: Array | None = None) -> Array:
-    """The matmul in plain JAX; differentiable in ``x``."""
+def quantised_matmul_xla(
+    x: Array, weights: QuantisedWeights, bias: Array | None = None, *, ordered: bool = False
+) -> Array:
+    """The matmul in plain JAX, in XLA's order; differentiable in ``x``."""
     x, weights = _in_turn(x, weights)
-    if weights.order is not None:
-        x = jnp.take(x, weights.order, axis=-1)
-    matrix = weights.dequantised(x.dtype)
+    plain = weights.plain()
+    if plain.order is not None:
+        x = jnp.take(x, plain.order, axis=-1)
+    matrix = plain.dequantised(x.dtype)
     over = ((x.ndim - 1,), (matrix.ndim - 1,)), ((), ())
     out = jax.lax.dot_general(x, matrix, over, precision=matmul_precision(x.dtype))
     return out if bias is None else out + bias
 
 
-def quantised_matmul_partials_xla(x: Array, weights: QuantisedMatrix) -> Array:
+def quantised_matmul_partials_xla(
+    x: Array, weights: QuantisedWeights, *, ordered: bool = False
+) -> Array:
     """The whole result as the only partial."""
     return quantised_matmul_xla(x, weights)[None]
 
 
-def quantised_gated_matmul_xla(x: Array, weights: QuantisedMatrix) -> Array:
+def quantised_gated_matmul_xla(
+    x: Array, weights: QuantisedWeights, *, ordered: bool = False
+) -> Array:
     """The gated matmul in plain JAX."""
     return gate(quantised_matmul_xla(x, weights))
 
 
-def _in_turn(x: Array, weights: QuantisedMatrix) -> tuple[Array, QuantisedMatrix]:
+def _in_turn(x: Array, weights: Any) -> tuple[Array, Any]:
     """The operands, so that the weights are dequantised when the rows are there and not before.
 
     Else a compiler may do it for all layers at once, or before the loop over rounds: a whole model
@@ -179,6 +102,73 @@ def _in_turn(x: Array, weights: QuantisedMatrix) -> tuple[Array, QuantisedMatrix
     return x, dataclasses.replace(weights, codes=codes.astype(weights.codes.dtype))
 
 
-QUANTISED_MATMUL = Op("quantised_matmul", {"xla": quantised_matmul_xla})
-QUANTISED_MATMUL_PARTIALS = Op("quantised_matmul_partials", {"xla": quantised_matmul_partials_xla})
-QUANTISED_GATED_MATMUL = Op("quantised_gated_matmul", {"xla": quantised_gated_matmul_xla})
+def quantised_matmul_mosaic(
+    x: Array, weights: QuantisedWeights, bias: Array | None = None, *, ordered: bool = False
+) -> Array:
+    """The matmul by the kernel for Hopper GPUs."""
+    flat_bias = None if bias is None else bias.reshape(-1)
+    out = _launch(x, weights, flat_bias, ordered=ordered)
+    return out.reshape(*x.shape[:-1], *weights.out_axes)
+
+
+def quantised_matmul_partials_mosaic(
+    x: Array, weights: QuantisedWeights, *, ordered: bool = False
+) -> Array:
+    """The kernel's partials: the whole result, or several in float32."""
+    out = _launch(x, weights, ordered=ordered, split=True)
+    return out if out.ndim > x.ndim else out[None]
+
+
+def quantised_gated_matmul_mosaic(
+    x: Array, weights: QuantisedWeights, *, ordered: bool = False
+) -> Array:
+    """The gated matmul by the kernel."""
+    return _launch(x, weights, ordered=ordered, gated=True)
+
+
+def _launch(
+    x: Array,
+    weights: QuantisedWeights,
+    bias: Array | None = None,
+    *,
+    ordered: bool,
+    gated: bool = False,
+    split: bool = False,
+) -> Array:
+    """``[*rows, N]``, or split-K partials ``[S, *rows, N]``; refuses what the kernel cannot do."""
+    hardware.require_hopper("the kernel for quantised weights")
+    from longspec_jax.ops.matmul.packed import PackedMatrix
+
+    if not isinstance(weights, PackedMatrix):
+        raise NotImplementedError("the kernel for quantised weights reads packed ones")
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"the kernel for quantised weights takes 16 bits, not {x.dtype}")
+    if not one_device():
+        raise NotImplementedError("a mesh cuts the weights, which only XLA's matmuls follow")
+    rows = x.size // x.shape[-1]
+    most = hardware.DECODE_ROWS if ordered else MOST_ROWS
+    if not 0 < rows <= most:
+        raise NotImplementedError(
+            f"the kernel for quantised weights takes 1 to {most} rows, not {rows}"
+        )
+    from longspec_jax.ops.matmul import quantised_mosaic  # Older versions of jax lack its needs.
+    from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
+
+    columns = weights.out_axes[-1] if gated else math.prod(weights.out_axes)
+    tile = quantised_tile(x.shape[-1], columns, gated=gated, split=split)
+    flat = x.reshape(rows, x.shape[-1])
+    out = quantised_mosaic.matmul(flat, weights, bias, tile=tile, gated=gated)
+    return out.reshape(*out.shape[:-2], *x.shape[:-1], columns)
+
+
+QUANTISED_MATMUL = Op(
+    "quantised_matmul", {"mosaic": quantised_matmul_mosaic, "xla": quantised_matmul_xla}
+)
+QUANTISED_MATMUL_PARTIALS = Op(
+    "quantised_matmul_partials",
+    {"mosaic": quantised_matmul_partials_mosaic, "xla": quantised_matmul_partials_xla},
+)
+QUANTISED_GATED_MATMUL = Op(
+    "quantised_gated_matmul",
+    {"mosaic": quantised_gated_matmul_mosaic, "xla": quantised_gated_matmul_xla},
+)

@@ -46,9 +46,12 @@ class Quantisation:
 
     def format_of(self, name: str) -> Format | None:
         """The format of a linear; None if it is not quantised."""
-        if self.whole(name):
+        # A model that also sees names its target's linears with a prefix of its own.
+        inner = name.removeprefix("model.")
+        names = name, f"language_model.{name}", f"model.language_model.{inner}"
+        if any(map(self.whole, names)):
             return None
-        return next((format for matches, format in self.groups if matches(name)), None)
+        return next((form for matches, form in self.groups if any(map(matches, names))), None)
 
 
 def quantisation(raw: JsonObject) -> Quantisation | None:

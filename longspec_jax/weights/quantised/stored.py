@@ -1,9 +1,9 @@
 """How each format stores a linear map, as codes, scales and zero points that are read by slice.
 
 A format turns the stored tensors of a linear ``[out, in]`` into those of
-:class:`longspec_jax.ops.matmul.quantised.QuantisedMatrix`: their bytes are moved, shifted or
-transposed, and never widened. So the tables of :mod:`longspec_jax.weights.tables` cut and lay out
-quantised weights as they do whole ones.
+:class:`longspec_jax.ops.matmul.quantised_weights.QuantisedMatrix`: their bytes are moved, shifted
+or transposed, and never widened. So the tables of :mod:`longspec_jax.weights.tables` cut and lay
+out quantised weights as they do whole ones.
 
 Sources: the packers and dequantisers of compressed-tensors 0.20 (``compressors/``), transformers 5
 (``integrations/finegrained_fp8.py``), GPTQModel (``qlinear/__init__.py``) and AutoAWQ 0.2.9

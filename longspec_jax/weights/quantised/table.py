@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.ops.matmul.quantised import QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.weights.checkpoint import Tensor, Tensors
 from longspec_jax.weights.quantised.formats import REMEDY, Quantisation
 from longspec_jax.weights.quantised.stored import Awq, Bytes, Format, Gptq, Packed, Stored
@@ -161,7 +161,17 @@ def _with_inputs_last(leaf: Leaf, field: str, width: int, dtype: str) -> Leaf:
         outputs = part.groups[0]
         order = (*part.order[inputs:], len(outputs))
         start, depth = (part.start, part.depth) if leaf.stack >= inputs else (0, leaf.shape[inputs])
-        parts.append(Part(f"{part.source}.{field}", (outputs, (width,)), order, start, depth))
+        parts.append(
+            dataclasses.replace(
+                part,
+                source=f"{part.source}.{field}",
+                groups=(outputs, (width,)),
+                order=order,
+                start=start,
+                depth=depth,
+                heads=max(part.heads - inputs, 0),
+            )
+        )
     shape = (*leaf.shape[inputs:], width)
     stack = max(leaf.stack - inputs, 0)
     return Leaf(f"{leaf.path}/{field}", shape, stack, tuple(parts), dtype)

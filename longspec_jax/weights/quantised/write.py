@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from longspec_jax.axes import Array
 from longspec_jax.weights.checkpoint import Tensor, open_tensors
-from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.hf_config import target_config, wrapped
 from longspec_jax.weights.hub import FILES, local_folder
 from longspec_jax.weights.json_files import read_json
 from longspec_jax.weights.params import is_finite
@@ -71,6 +71,10 @@ def quantise(
     if out.exists():
         raise FileExistsError(f"{out} exists; name a folder that does not, or remove it first")
     raw = read_json(folder / "config.json")
+    if wrapped(raw):
+        raise ValueError(
+            f"{raw.origin}: the target is part of a model that also sees; name one alone"
+        )
     if any(raw.has(key) for key in KEYS):
         raise ValueError(f"{raw.origin}: the target is quantised already; name a whole one")
     config = target_config(raw, "float32")

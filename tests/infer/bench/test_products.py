@@ -11,18 +11,23 @@ from infer.bench.arguments import SHAPES
 
 
 @pytest.mark.parametrize(
-    ("options", "ops"),
-    [([], bench_products.OPS), (["--int8"], bench_products.INT8_OPS)],
-    ids=["16 bits", "8 bits"],
+    ("options", "stored"),
+    [([], ["whole"]), (["--int8"], ["int8"]), (["--weights=w4a16"], ["w4a16"])],
+    ids=["16 bits", "8 bits", "4 bits"],
 )
-def test_rows_of_every_product(tmp_path: Path, options: list[str], ops: dict) -> None:
+def test_rows_of_every_product(tmp_path: Path, options: list[str], stored: list[str]) -> None:
     file = tmp_path / "products.json"
     bench.main(["products", "--shape=tiny", "--rows=1", "--rows=16", f"--json={file}", *options])
     written = json.loads(file.read_text())
     assert written["header"]["roof_tb_per_s"] > 0
-    found = {(row["product"], row["rows"]) for row in written["rows"]}
-    assert found == {(name, rows) for name in ops for rows in (1, 16)}
-    assert all(row["int8"] == bool(options) for row in written["rows"])
+    found = {(row["stored"], row["product"], row["rows"]) for row in written["rows"]}
+    assert found == {
+        (weights, name, rows)
+        for weights in stored
+        for name in bench_products.ops_of(weights)
+        for rows in (1, 16)
+    }
+    assert all(row["int8"] == (row["stored"] == "int8") for row in written["rows"])
     assert all(row["ours_microseconds"] > 0 < row["xla_microseconds"] for row in written["rows"])
 
 

@@ -10,12 +10,11 @@ import pytest
 
 from longspec_jax.models.layers import Projection
 from longspec_jax.ops.matmul.quantised import (
-    E2M1,
-    QuantisedMatrix,
     quantised_gated_matmul,
     quantised_matmul,
     quantised_matmul_partials,
 )
+from longspec_jax.ops.matmul.quantised_weights import E2M1, QuantisedMatrix
 
 INPUTS, GROUP = 76, 32
 """The last group has 12 inputs."""

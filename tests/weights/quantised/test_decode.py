@@ -14,7 +14,7 @@ from tests.weights.quantised.files import CONFIG, write
 from train.target import run_target
 
 PROMPTS = [[5, 17, 3, 5, 17, 3, 5, 17], [9, 2, 9, 2, 9]]
-CALL: dict[str, Any] = {"max_new_tokens": 20, "tree": "3,2", "temperature": 0.5, "seed": 3}
+CALL: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.5, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -25,24 +25,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spec(folder: Path) -> LongSpec:
-    return LongSpec.from_pretrained(folder, "ngram", dtype="float32")
+    return LongSpec.from_pretrained(folder, "streaming", dtype="float32")
 
 
 def test_speculation_changes_no_token(spec: LongSpec, folder: Path) -> None:
     """On one device, and on four that share heads, widths and the model's width."""
-    compared = spec.compare(PROMPTS, **CALL)
+    compared = spec.compare(PROMPTS, tree="chain:2", **CALL)
     assert compared.identical
     assert sum(compared.speculative.stats.acceptance_histogram[1:]) > 0
-    meshed = LongSpec.from_pretrained(
-        folder, "ngram", dtype="float32", mesh=make_mesh(fsdp=2, tp=2)
-    )
+    meshed = LongSpec.from_pretrained(folder, dtype="float32", mesh=make_mesh(fsdp=2, tp=2))
     found = meshed.generate(PROMPTS, **CALL)
     assert found.sequences == compared.plain.sequences
 
 
 def test_plans_and_reports_say_what_the_weights_take(spec: LongSpec) -> None:
     assert spec.precision == "weights int4, activations float32"
-    plan = spec.generate(PROMPTS, **CALL).stats.memory
+    plan = spec.generate(PROMPTS, tree="chain:2", **CALL).stats.memory
     assert plan.target_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(spec.target_params))
     linears = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)
     whole = (2 * 104 * 64 + 5 * 64) * 4

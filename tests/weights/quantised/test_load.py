@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.ops.matmul.quantised import QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, save_target, target_bytes
 from tests.weights.quantised.files import CONFIG, GROUP, KINDS, compressed, packed, write

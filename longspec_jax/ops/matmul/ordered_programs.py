@@ -1,0 +1,104 @@
+"""The units of a persistent program on Hopper GPUs, and the warpgroups that fetch and multiply.
+
+What Mosaic GPU kernels of different weights have in common
+(:mod:`longspec_jax.ops.matmul.ordered_tiles`).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from longspec_jax.ops.matmul.ordered_tiles import Work
+
+_MULTIPLYING_REGISTERS, _FETCHING_REGISTERS = 232, 40
+"""Registers of a thread, by what its warpgroup does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """One unit of work, by its row tile, strip and split."""
+
+    row: jax.Array
+    strip: jax.Array
+    split: jax.Array
+    first: jax.Array
+    """The first block of its split."""
+    steps: jax.Array
+
+
+_Visit = Callable[[Unit, jax.Array], None]
+"""Of a unit, and of the number of blocks before it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One warpgroup of one program: the units that it takes in turns."""
+
+    work: Work
+    warpgroup: jax.Array
+
+    def run(self, multiply: _Visit, fetch: _Visit, free: Any) -> None:
+        """Fetch in the last warpgroup and multiply in the others, unit after unit.
+
+        Args:
+          multiply: multiplies the blocks of a unit and writes its result.
+          fetch: brings the blocks of a unit.
+          free: the barriers which say that all have read a place of the ring.
+        """
+
+        @pl.when(self.warpgroup < self.work.warpgroups)
+        def _() -> None:
+            plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
+            self.each_unit(multiply)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(self.warpgroup == self.work.warpgroups)
+        def _() -> None:
+            plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
+            total = self.each_unit(fetch)
+
+            # Every phase of a barrier is seen before the barrier ends with the program.
+            @pl.loop(jnp.maximum(total - self.work.stages, 0), total)
+            def _(place: jax.Array) -> None:
+                plgpu.barrier_wait(free.at[self.stage(place)])
+
+    def each_unit(self, visit: _Visit) -> jax.Array:
+        """Call ``visit(unit, past)`` for the program's units; ``past`` blocks came before a unit's.
+
+        Returns the number of blocks of all units.
+
+        Programs take neighbouring units at the same time: row tiles of one strip, so that only the
+        first reads the weights from memory, and then strips that lie side by side.
+        """
+        work, program = self.work, jax.lax.axis_index("program")
+
+        def turn(number: jax.Array, past: jax.Array) -> jax.Array:
+            unit = self.unit(program + number * work.programs)
+            visit(unit, past)
+            return past + unit.steps
+
+        turns = jax.lax.div(work.units - program + work.programs - 1, jnp.int32(work.programs))
+        return jax.lax.fori_loop(0, 1 if work.turns == 1 else turns, turn, jnp.int32(0))
+
+    def stage(self, place: jax.Array) -> jax.Array:
+        """The place in the ring of a block, by the number of blocks before it."""
+        return jax.lax.rem(place, jnp.int32(self.work.stages))
+
+    def unit(self, index: jax.Array) -> Unit:
+        """The unit of this index."""
+        work, splits = self.work, self.work.tile.splits
+        row = jax.lax.rem(index, jnp.int32(work.row_tiles))
+        index = jax.lax.div(index, jnp.int32(work.row_tiles))
+        strip = jax.lax.rem(index, jnp.int32(work.strips))
+        split = jax.lax.div(index, jnp.int32(work.strips))
+        first, last = (jax.lax.div((split + end) * work.steps, jnp.int32(splits)) for end in (0, 1))
+        return Unit(row, strip, split, first, last - first)
+
+    def columns(self, unit: Unit) -> Any:
+        """The columns of a unit's strip."""
+        return pl.ds(unit.strip * self.work.tile.columns, self.work.tile.columns)

@@ -1,0 +1,198 @@
+"""Quantised weights in the order in which the Hopper kernel's threads read them.
+
+A thread of the kernel takes 16 bytes of a row of weights at once, and they must be what the matrix
+instruction expects of it. The instruction multiplies 16 inputs of 64 outputs at a time. Of each
+row, the thread ``c`` of four holds the inputs ``2c, 2c + 1, 2c + 8, 2c + 9``. So within every
+*block* of 64 bytes (64 codes of 8 bits or 128 of 4) codes are sorted by thread first. Blocks of all
+rows lie side by side, which makes a strip of rows one piece of memory:
+
+    [K / block, N, 16] words of 32 bits
+
+Nothing is lost: :meth:`PackedMatrix.plain` gives the codes back, for XLA's matmuls of a prompt.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Float, UInt32
+
+from longspec_jax.axes import Array, Leaf
+from longspec_jax.ops import hardware
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights, label_of
+
+BLOCK_BYTES = 64
+"""What four threads hold of a row: 16 bytes each."""
+DEPTH = 128
+"""Inputs are padded to a multiple of this, so that the kernel has no edge in the contraction."""
+OPERAND = 64
+"""Inputs of one operand of the matrix units, which share a scale."""
+
+
+@struct.dataclass
+class PackedMatrix(QuantisedWeights):
+    """A :class:`QuantisedMatrix` in the kernel's order."""
+
+    codes: Leaf[UInt32[Array, "blocks N 16"]]
+    """Words of four codes of 8 bits or eight of 4."""
+    scale: Leaf[Float[Array, "G N"]]
+    """In float32 where an output has one scale, otherwise in the dtype of the activations."""
+    zero: Leaf[Float[Array, "G N"]] | None
+    """What is subtracted from integer codes, in the dtype of the activations; absent as there."""
+    order: Leaf[Array] | None
+    """As in :class:`QuantisedMatrix`."""
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
+    """``[*out, C]``, without padding."""
+    group: int = struct.field(pytree_node=False)
+    """Inputs that share a scale; of all inputs if 0."""
+    stored: Any = struct.field(pytree_node=False)
+    """The dtype of the codes as in :class:`QuantisedMatrix`: 4 bits if it is ``uint8``."""
+
+    @property
+    def out_axes(self) -> tuple[int, ...]:
+        """Sizes of the produced axes."""
+        return self.shape[:-1]
+
+    @property
+    def inputs(self) -> int:
+        """The size of the contraction."""
+        return self.shape[-1]
+
+    @property
+    def label(self) -> str:
+        """The kind of codes, as reports name it."""
+        return label_of(self.stored)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self.stored == jnp.uint8 else 8
+
+    def plain(self) -> QuantisedMatrix:
+        """The same weights in the order of their inputs, for XLA's matmuls."""
+        return _unpacked(self)
+
+
+def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
+    """Reorder the codes, and lay out scales and zero points by group.
+
+    Args:
+      matrix: the weights as they were loaded.
+      dtype: of the activations, bfloat16 or float16. Scales of groups are rounded to it. That
+        changes nothing where the file has them in this dtype.
+
+    Raises:
+      NotImplementedError: if the kernel cannot read such weights.
+    """
+    refuse_unpackable(matrix)
+    flat, inputs = matrix.flat(), matrix.inputs
+    rows = jnp.pad(_bytes(flat.codes), ((0, 0), (0, -inputs % DEPTH // (2 if flat.packed else 1))))
+    blocks = _by_thread(_nibbles(rows) if flat.packed else rows, 4 if flat.packed else 8)
+    if flat.packed:
+        blocks = blocks[..., 0::2] | blocks[..., 1::2] << 4
+    words = jax.lax.bitcast_convert_type(blocks.reshape(*blocks.shape[:2], 16, 4), jnp.uint32)
+    single = flat.groups == 1
+    return PackedMatrix(
+        codes=words.swapaxes(0, 1),
+        scale=flat.scale.T.astype(jnp.float32 if single else dtype),
+        zero=None if flat.zero is None else flat.zero.T.astype(dtype),
+        order=flat.order,
+        shape=(*matrix.out_axes, inputs),
+        group=0 if single else flat.group,
+        stored=flat.codes.dtype,
+    )
+
+
+def packed_params(params: Any, dtype: Any) -> Any:
+    """A target's parameters with every matrix packed that the kernel of this machine reads.
+
+    One matrix after the other takes the place of the one it was made of, which is deleted: there is
+    never a second copy of the model.
+
+    Args:
+      params: nested mappings of arrays and matrices.
+      dtype: of the activations.
+    """
+    if isinstance(params, Mapping):
+        return {key: packed_params(value, dtype) for key, value in params.items()}
+    if not isinstance(params, QuantisedMatrix):
+        return params
+    try:
+        hardware.require_hopper("the kernel for quantised weights")
+        packed = _pack(params, jnp.dtype(dtype))
+    except NotImplementedError:
+        return params
+    jax.block_until_ready(packed)
+    for array in jax.tree.leaves(params):
+        array.delete()
+    return packed
+
+
+def refuse_unpackable(matrix: QuantisedMatrix) -> None:
+    """Raise for weights that the kernel cannot read."""
+    outputs = math.prod(matrix.out_axes)
+    if matrix.floating:
+        raise NotImplementedError("the kernel for quantised weights reads no 4-bit floats")
+    if matrix.out_axes[-1] % 64 or outputs % 64:
+        raise NotImplementedError(
+            "the kernel for quantised weights takes outputs in multiples of 64, not "
+            f"{matrix.out_axes[-1]}"
+        )
+    if matrix.inputs % 8:
+        raise NotImplementedError(
+            f"the kernel for quantised weights takes inputs in multiples of 8, not {matrix.inputs}"
+        )
+    if matrix.groups > 1 and matrix.group % OPERAND:
+        raise NotImplementedError(
+            f"the kernel for quantised weights takes groups in multiples of {OPERAND} inputs, not "
+            f"{matrix.group}"
+        )
+
+
+def _unpacked(packed: PackedMatrix) -> QuantisedMatrix:
+    blocks = jax.lax.bitcast_convert_type(packed.codes.swapaxes(0, 1), jnp.uint8)
+    blocks = blocks.reshape(*blocks.shape[:2], BLOCK_BYTES)
+    codes = _by_input(_nibbles(blocks) if packed.bits == 4 else blocks, packed.bits)
+    codes = codes[:, : packed.inputs]
+    if packed.bits == 4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    else:
+        codes = jax.lax.bitcast_convert_type(codes, packed.stored)
+    zero = None if packed.zero is None else packed.zero.T.astype(jnp.int8)
+    flat = QuantisedMatrix(
+        codes, packed.scale.T.astype(jnp.float32), zero, packed.order, packed.group
+    )
+    rows = [
+        None if each is None else each.reshape(*packed.out_axes, -1)
+        for each in (flat.codes, flat.scale, flat.zero)
+    ]
+    return flat.replace(codes=rows[0], scale=rows[1], zero=rows[2])  # pyright: ignore
+
+
+_pack = jax.jit(pack, static_argnames="dtype")
+
+
+def _bytes(codes: Array) -> Array:
+    """Codes as bytes."""
+    return codes if codes.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def _nibbles(rows: Array) -> Array:
+    """Two codes of every byte, the lower four bits first."""
+    return jnp.stack([rows & 15, rows >> 4], axis=-1).reshape(*rows.shape[:-1], -1)
+
+
+def _by_thread(codes: Array, bits: int) -> Array:
+    """Codes ``[N, K]`` as blocks ``[N, K / block, block]``, sorted by thread."""
+    # Within a block: word of the thread, pair in the word, thread, element of the pair.
+    digits = codes.reshape(len(codes), -1, 4, 16 // bits, 4, 2)
+    return digits.transpose(0, 1, 4, 2, 5, 3).reshape(len(codes), digits.shape[1], -1)
+
+
+def _by_input(blocks: Array, bits: int) -> Array:
+    """The inverse of :func:`_by_thread`, ``[N, K]``."""
+    digits = blocks.reshape(*blocks.shape[:2], 4, 4, 2, 16 // bits)
+    return digits.transpose(0, 1, 3, 5, 2, 4).reshape(len(blocks), -1)

@@ -1,0 +1,412 @@
+"""Matmuls of quantised weights on Hopper GPUs: a Pallas kernel for Mosaic GPU.
+
+The weights are the matrix units' first operand, which they take from registers: 64 outputs by 64
+inputs of a warpgroup. So a code is widened once, on its way from shared memory, for up to 128
+tokens. The tokens are the second operand, in groups of 8 columns, as the copy engine brings them.
+The rest is as in :mod:`longspec_jax.ops.matmul.ordered_mosaic`: a warpgroup that fetches into a
+ring, others that multiply, units in turns, and sums in an order that follows from the weights'
+shape alone. A row's result depends on no other row.
+
+Codes become numbers of 16 bits by operations on whole registers, each of two codes
+(:func:`_widened`). A thread finds its codes side by side
+(:mod:`longspec_jax.ops.matmul.packed`). Scales of groups, and zero points, are applied to the
+widened codes, which rounds as the definition does. One scale an output multiplies the sum in
+float32, which rounds less.
+
+**Expected time** (H200, 4.3 TB/s, 29 T instructions of a thread a second): a layer of Llama-3-8B,
+218 M weights, reads 221 MB in 8 bits and 116 MB in 4 with scales by 128, 51 and 27 us. Two codes
+take 5 to 6 instructions in 8 bits and 4 in 4, with 1 for scales by group: 20 to 24 and 15 to 17 us
+at full issue, beside the reading. 64 rows are 28 Gflop, 28 us at the peak of the matrix units, also
+beside it. They are 0.19 GB from the second-level cache, some 25 us. With 3 us a launch that makes
+some 65 and 45 us for 64 rows, where 16 bits take 127.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from longspec_jax.axes import Array
+from longspec_jax.ops.hardware import WARPGROUP_ROWS
+from longspec_jax.ops.launchers import launcher
+from longspec_jax.ops.matmul.ordered_programs import Program, Unit
+from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
+from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
+from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork
+from longspec_jax.ops.matmul.quantised_weights import MIDDLE
+
+# Pallas documents ACC and does not re-export it in the way that type checkers ask for.
+_ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+_BY_OUTPUT = plgpu.Layout.WGMMA.reduce(1)
+"""Layout of one number for each of 64 outputs."""
+_WORDS = plgpu.Layout.WGMMA_8BIT
+"""Layout of ``[64, 16]`` words: four in a row for a thread, in the order of the threads."""
+
+
+@launcher("tile", "gated", "interpret")
+def matmul(
+    x: Array,
+    weights: PackedMatrix,
+    bias: Array | None = None,
+    *,
+    tile: MatmulTile,
+    gated: bool = False,
+    interpret: Any = None,
+) -> Array:
+    """``x[rows, K] @ dequantised.T (+ bias[N])``, or with a gate.
+
+    Args:
+      x: bfloat16 or float16.
+      weights: packed for the dtype of ``x``.
+      bias: of every output, or none.
+      tile: what of the weights a unit reads.
+      gated: whether the first half of the outputs gates the second: ``silu(first) * second``.
+      interpret: how Pallas interprets the kernel without a GPU; None compiles it.
+
+    Returns:
+      ``[rows, N]`` in the dtype of ``x`` (``N / 2`` outputs if gated), or ``[splits, rows, N]`` in
+      float32, whose sum is the result, if the tile splits the contraction.
+    """
+    if weights.order is not None:
+        x = jnp.take(x, weights.order, axis=-1)
+    blocks, outputs, _ = weights.codes.shape
+    parts = 2 if gated else 1
+    work = QuantisedWork(
+        rows=len(x),
+        contracted=blocks * 512 // weights.bits,
+        columns=outputs // parts,
+        tile=tile,
+        parts=parts,
+        bits=weights.bits,
+        group=weights.group,
+        zeros=weights.zero is not None,
+    )
+    rows = work.rows
+    if rows > 8 and rows % 8:
+        # The copy engine takes whole groups of 8 rows, or a single one that is not whole.
+        x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
+    dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else x.dtype
+    stages, scales = (work.stages, parts), (work.scales, tile.columns)
+    copies = 1 + parts * (work.blocks + work.scales * (2 if work.zeros else 1))
+    memory = dict(
+        x_smem=_swizzled((work.stages, work.height, tile.depth), x.dtype),
+        words_smem=plgpu.SMEM((*stages, work.blocks, tile.columns, 16), jnp.uint32),
+        out_smem=_swizzled((work.warpgroups, work.height, WARPGROUP_ROWS), dtype),
+        ready=plgpu.Barrier(num_arrivals=copies, num_barriers=work.stages),
+        free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
+    )
+    if work.scales:
+        memory["scale_smem"] = plgpu.SMEM((*stages, *scales), x.dtype)
+    if work.scales and work.zeros:
+        memory["zero_smem"] = plgpu.SMEM((*stages, *scales), x.dtype)
+    if interpret is not None:
+        # The interpreter's matrix units take no operand from registers.
+        memory["operand_smem"] = plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, OPERAND), x.dtype)
+    given = dict(words=weights.codes, scale=weights.scale, zero=weights.zero, bias=bias)
+    given = {name: each for name, each in given.items() if each is not None}
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, work=work, stored=weights.stored, names=tuple(given)),
+        out_type=jax.ShapeDtypeStruct((tile.splits, len(x), work.columns), dtype),
+        scratch_types=memory,
+        grid=(work.programs,),
+        grid_names=("program",),
+        num_threads=work.warpgroups + 1,
+        thread_name="warpgroup",
+        # Nothing is reduced across warps, and the ring has taken the room.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="quantised_gated_matmul" if gated else "quantised_matmul",
+        interpret=interpret,
+    )
+    out = kernel(x, *given.values())[:, :rows]
+    return out if tile.splits > 1 else out[0]
+
+
+def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory whose last two axes are cut into rows of 128 bytes, eight at a time."""
+    # By the types of newer jax these are abstract; they are not.
+    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # pyright: ignore
+    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def _kernel(
+    x: Any, *refs: Any, work: QuantisedWork, stored: Any, names: tuple[str, ...], **memory: Any
+) -> None:
+    """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
+    *given, out = refs
+    program = _Quantised(
+        work=work,
+        warpgroup=jax.lax.axis_index("warpgroup"),
+        stored=stored,
+        x=x,
+        out=out,
+        **dict(zip(names, given, strict=True)),
+        **memory,
+    )
+    program.run(program.multiply, program.fetch, program.free)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Quantised(Program):
+    """One warpgroup of one program.
+
+    ``ready`` says that a place of the ring was filled, ``free`` that all have read it.
+    """
+
+    work: QuantisedWork
+    stored: Any
+    x: Any
+    out: Any
+    words: Any
+    scale: Any
+    x_smem: Any
+    words_smem: Any
+    out_smem: Any
+    ready: Any
+    free: Any
+    zero: Any = None
+    bias: Any = None
+    scale_smem: Any = None
+    zero_smem: Any = None
+    operand_smem: Any = None
+
+    def outputs(self, unit: Unit, part: int) -> Any:
+        """The outputs of a unit's strip, among those of both matmuls."""
+        columns = self.work.tile.columns
+        return pl.ds(part * self.work.columns + unit.strip * columns, columns)
+
+    def fetch(self, unit: Unit, past: jax.Array) -> None:
+        """Bring the unit's tokens and weights, as soon as there is room in the ring."""
+        work, depth = self.work, self.work.tile.depth
+        rows = pl.ds(unit.row * work.height, work.height)
+
+        @pl.loop(0, unit.steps)
+        def _(step: jax.Array) -> None:
+            place = past + step
+            stage = self.stage(place)
+            pl.when(place >= work.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
+            ready, first = self.ready.at[stage], unit.first + step
+            # The weights are further away.
+            for part in range(work.parts):
+                outputs = self.outputs(unit, part)
+                for block in range(work.blocks):
+                    source = self.words.at[first * work.blocks + block, outputs]
+                    to = self.words_smem.at[stage, part, block]
+                    plgpu.copy_gmem_to_smem(source, to, ready)
+                for index in range(work.scales):
+                    place = first * depth + index * OPERAND
+                    # Padding behind the last group has that one's scale.
+                    group = jnp.minimum(place // work.group, self.scale.shape[0] - 1)
+                    for source, to in ((self.scale, self.scale_smem), (self.zero, self.zero_smem)):
+                        if source is not None:
+                            to = to.at[stage, part, index]
+                            plgpu.copy_gmem_to_smem(source.at[group, outputs], to, ready)
+            source = self.x.at[rows, pl.ds(first * depth, depth)]
+            plgpu.copy_gmem_to_smem(source, self.x_smem.at[stage], ready)
+
+    def multiply(self, unit: Unit, past: jax.Array) -> None:
+        """Multiply this warpgroup's 64 outputs and write the result."""
+        accumulators = [_ACC((WARPGROUP_ROWS, self.work.height), jnp.float32)] * self.work.parts
+        parts = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
+        self.write(unit, self.finished(unit, *parts))
+
+    def accumulate(self, unit: Unit, past: jax.Array, *accumulators: Any) -> list[Array]:
+        """The products of the unit's weights and tokens, ``[64, tokens]``."""
+        work = self.work
+        zeros = [None] * work.parts
+        if self.zero is not None and not work.group:
+            zeros = [
+                self.by_output(self.zero.at[0, self.mine(unit, part)], OPERAND)
+                for part in range(work.parts)
+            ]
+
+        @pl.loop(0, unit.steps)
+        def _(step: jax.Array) -> None:
+            here, before = self.stage(past + step), self.stage(past + step - 1)
+            plgpu.barrier_wait(self.ready.at[here])
+            for index in range(work.operands):
+                tokens = self.x_smem.at[here, :, pl.ds(index * OPERAND, OPERAND)]
+                for part, accumulator in enumerate(accumulators):
+                    operand = self.operand(here, part, index, zeros[part])
+                    plgpu.wgmma(accumulator, operand, tokens.transpose((1, 0)))
+                    # One matmul goes on while the next operand is widened. It is over before the
+                    # operand after that, which may take the same registers.
+                    plgpu.wgmma_wait(1)
+                    if not index and not part:
+                        # With a branch here, matmuls would wait for each other: the assembler
+                        # cannot follow their registers across it (its warning C7513).
+                        _arrive(self.free.at[before], predicate=step > 0)
+
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free.at[self.stage(past + unit.steps - 1)])
+        # The compiler sees no connection between the wait and the registers.
+        return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
+
+    def operand(self, stage: jax.Array, part: int, index: int, zero: Any) -> Any:
+        """The weights of 64 outputs and 64 inputs in 16 bits."""
+        work, dtype = self.work, self.x.dtype
+        rows = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        block, half = divmod(index, work.operands // work.blocks)
+        words = _load(self.words_smem.at[stage, part, block, rows], _WORDS)
+        group = index % max(work.scales, 1)
+        if self.zero_smem is not None:
+            zero = self.by_output(self.zero_smem.at[stage, part, group, rows], OPERAND)
+        interpreted = self.operand_smem is not None
+        arrange = functools.partial(_arranged, half=half, dtype=dtype, interpreted=interpreted)
+        weights = _widened(words, self.stored, dtype, arrange, zero)
+        if work.scales:
+            weights *= self.by_output(self.scale_smem.at[stage, part, group, rows], OPERAND)
+        if not interpreted:
+            return weights
+        to = self.operand_smem.at[self.warpgroup]
+        to[...] = weights
+        return to
+
+    def by_output(self, numbers: Any, columns: int) -> Array:
+        """Numbers of this warpgroup's 64 outputs, each in as many columns."""
+        of_outputs = _load(numbers, _BY_OUTPUT)
+        return jax.lax.broadcast_in_dim(of_outputs, (WARPGROUP_ROWS, columns), [0])
+
+    def mine(self, unit: Unit, part: int = 0) -> Any:
+        """This warpgroup's outputs, among those of both matmuls."""
+        strip = unit.strip * self.work.tile.columns + self.warpgroup * WARPGROUP_ROWS
+        return pl.ds(part * self.work.columns + strip, WARPGROUP_ROWS)
+
+    def finished(self, unit: Unit, *parts: Array) -> Array:
+        """The result ``[64, tokens]`` with its scales, and its gate or its bias."""
+        work = self.work
+        if not work.group:
+            parts = tuple(
+                each * self.by_output(self.scale.at[0, self.mine(unit, part)], work.height)
+                for part, each in enumerate(parts)
+            )
+        out, *up = parts
+        if up:
+            # Rounded as the two matmuls are where they are matmuls of their own.
+            dtype = self.x.dtype
+            gate, factor = (each.astype(dtype).astype(jnp.float32) for each in (out, *up))
+            out = gate / (1.0 + jnp.exp(-gate)) * factor
+        if self.bias is not None:
+            bias = self.by_output(self.bias.at[self.mine(unit)], work.height)
+            out += bias.astype(jnp.float32)
+        return out
+
+    def write(self, unit: Unit, out: Array) -> None:
+        """Write the result of this warpgroup's outputs, a row for each token."""
+        to = self.out_smem.at[self.warpgroup]
+        if self.work.turns > 1:  # The last result may be on its way from the same place.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out = plgpu.layout_cast(out.astype(to.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        to.transpose((1, 0))[...] = out
+        plgpu.commit_smem()
+        rows = pl.ds(unit.row * self.work.height, self.work.height)
+        plgpu.copy_smem_to_gmem(to, self.out.at[unit.split, rows, self.mine(unit)])
+
+
+# From jax 0.11 on, which this kernel needs, it takes a predicate.
+_arrive: Callable[..., None] = plgpu.barrier_arrive
+
+
+def _load(source: Any, layout: Any) -> Array:
+    """Numbers in registers; of a layout that no wide load serves, one by one."""
+    # From jax 0.11 on, which this kernel needs, load takes no index.
+    return plgpu.load(  # pyright: ignore[reportCallIssue]
+        source, layout=layout, optimized=False
+    )
+
+
+def _widened(
+    words: Array, stored: Any, dtype: Any, arrange: Callable[..., Array], zero: Array | None
+) -> Array:
+    """Codes as numbers of 16 bits, without their scales.
+
+    Args:
+      words: ``[64, 16]``, each of four codes of 8 bits or eight of 4.
+      stored: the dtype of the codes, as in :class:`QuantisedMatrix`.
+      dtype: bfloat16 or float16.
+      arrange: makes a matrix ``[64, 64]`` of words that hold two numbers each, those of the inputs
+        ``2c, 2c + 1`` of a thread, then those of ``2c + 8, 2c + 9``, and so on.
+      zero: what is subtracted from integer codes, or none.
+    """
+    number = functools.partial(np.asarray, dtype=dtype)
+    half = dtype == jnp.float16
+    if stored == jnp.uint8:
+        # The code becomes the lowest bits of a number whose last bit counts 1: 128 or 1024 more.
+        base, offset = (0x6400, 1024) if half else (0x4300, 128)
+        wide = arrange(*((words >> 4 * i) & _pair(0xF) | _pair(base) for i in range(4)))
+        return wide - (number(offset + MIDDLE) if zero is None else zero + number(offset))
+    pairs = words << 8, words  # Codes in the upper bytes: the first and third, second and fourth.
+    if stored == jnp.float8_e4m3fn:
+        # The exponent has its place, and is too small by the difference of both biases.
+        right, factor = (1, 2.0**8) if half else (4, 2.0**120)
+        bits = ((each >> right) & _pair(0x7F00 >> right) for each in pairs)
+        signed = (each & _pair(0x8000) | rest for each, rest in zip(pairs, bits, strict=True))
+        return arrange(*signed) * number(factor)
+    if half:
+        # With its sign bit flipped a code is 128 more, and the last bit of 1024 counts 1.
+        wide = arrange(*((each >> 8) & _pair(0xFF) ^ _pair(0x6480) for each in pairs))
+        wide -= number(1024 + 128)
+    else:
+        # 128 has room for the lower seven bits. A sign bit subtracts 128 more.
+        low = arrange(*((each >> 8) & _pair(0x7F) | _pair(0x4300) for each in pairs))
+        sign = arrange(*((each >> 8) & _pair(0x80) | _pair(0x4300) for each in pairs))
+        wide = low - sign
+    return wide if zero is None else wide - zero
+
+
+def _pair(bits: int) -> np.uint32:
+    """The same bits in both halves of a word."""
+    return np.uint32(bits << 16 | bits)
+
+
+def _arranged(*pairs: Array, half: int, dtype: Any, interpreted: bool) -> Array:
+    """Words of two numbers each as the matrix units' operand ``[64, 64]``.
+
+    A thread has four words in a row, and each array of ``pairs`` has two numbers of every word. The
+    numbers stay where they are: the thread holds them as the matrix instruction wants them.
+
+    Args:
+      pairs: ``[64, 16]``, the pairs of every word in order.
+      half: which 64 inputs of a block; there are two of 4-bit codes.
+      dtype: of the numbers.
+      interpreted: whether this is no GPU, where threads do not exist.
+    """
+    count = len(pairs)
+    words = range(half * 8 // count, (half + 1) * 8 // count)
+    if interpreted:
+        numbers = jax.lax.bitcast_convert_type(jnp.stack(pairs, axis=-1), dtype)
+        digits = numbers.reshape(WARPGROUP_ROWS, 4, 4, count, 2)[:, :, words.start : words.stop]
+        return digits.transpose(0, 2, 3, 1, 4).reshape(WARPGROUP_ROWS, OPERAND)
+
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WORDS,) * count,
+        return_type=plgpu.ShapeDtypeStruct(
+            (WARPGROUP_ROWS, OPERAND), dtype, layout=plgpu.Layout.WGMMA
+        ),
+    )
+    def rename(_: Any, *pairs: Any) -> Any:
+        word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+        two = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
+        layout = plgpu.Layout.WGMMA.to_mgpu()
+        flat = [
+            vector.bitcast(two, vector.extract_strided_slice(word, of_row, [at], [1], [1]))
+            for at in words
+            for pair in pairs
+            for of_row in pair.registers.flat
+        ]
+        registers = np.empty(len(flat), dtype=object)
+        registers[:] = flat
+        registers = registers.reshape(layout.registers_shape((WARPGROUP_ROWS, OPERAND)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return rename(*pairs)

@@ -1,0 +1,124 @@
+"""How a matmul of quantised weights is cut into the programs of a Hopper GPU.
+
+As in :mod:`longspec_jax.ops.matmul.ordered_tiles`, with outputs as rows of the matrix instruction
+and tokens as its columns, in groups of 8 up to 128. The tile, and with it the order of summation,
+follows from the weights' shape alone.
+
+With 8 or 4 bits the tokens are no small part of what a program reads: 64 of them are as many bytes
+as a strip of 128 outputs has in 8 bits. They come from the second-level cache, once for every
+strip. So the cost of a tile counts them (:meth:`QuantisedWork.cost`).
+"""
+
+import dataclasses
+import functools
+
+from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
+from longspec_jax.ops.matmul.ordered_tiles import MatmulTile, Work
+from longspec_jax.ops.matmul.packed import BLOCK_BYTES, DEPTH, OPERAND
+
+MOST_TOKENS = 128
+"""Tokens of one pass over the weights: the accumulators of a gate's two matmuls fill the rest of a
+thread's registers."""
+_WEIGHED_TOKENS = 32
+"""Tokens for which a tile is chosen, whatever the call's: the choice must not see them."""
+_CACHED = 0.6
+"""Time of a byte from the second-level cache over that of one from memory: 64 tokens and the
+weights of qkv, 119 MB in all, take 16.5 us in 16 bits (``docs/results/products_h200.json``)."""
+_BARRIER_BYTES = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedWork(Work):
+    """The units of a matmul of ``[rows, contracted]`` by packed weights of ``columns`` outputs.
+
+    Attributes:
+      bits: of a code.
+      group: contracted elements that share a scale, all if 0.
+      zeros: whether groups have zero points.
+    """
+
+    bits: int = 8
+    group: int = 0
+    zeros: bool = False
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that multiply, one for each 64 outputs of a strip."""
+        return self.tile.columns // WARPGROUP_ROWS
+
+    @property
+    def height(self) -> int:
+        """Tokens of a row tile: columns of the matrix instruction."""
+        return min(MOST_TOKENS, self.rows + -self.rows % 8)
+
+    @property
+    def row_tiles(self) -> int:
+        """Row tiles, each of which reads all weights: the first from memory, others from L2."""
+        return -(-self.rows // self.height)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of packed words of a step."""
+        return self.tile.depth * self.bits // 8 // BLOCK_BYTES
+
+    @property
+    def operands(self) -> int:
+        """Operands of the matrix units of a step."""
+        return self.tile.depth // OPERAND
+
+    @property
+    def scales(self) -> int:
+        """Scales of an output in a step, if they are by group."""
+        if not self.group:
+            return 0
+        return 1 if self.group % self.tile.depth == 0 else self.operands
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one step's tokens and weights."""
+        scales = 2 * self.scales * (2 if self.zeros else 1)
+        weights = self.tile.depth * self.bits // 8 + scales
+        return 2 * self.tile.depth * self.height + self.tile.columns * self.parts * weights
+
+    @property
+    def stages(self) -> int:
+        """Places of the ring of blocks, which takes all shared memory that the result leaves."""
+        out = self.height * self.tile.columns * self.out_bytes
+        room = SHARED_BYTES[HOPPER] - out - _BARRIER_BYTES
+        return max(2, min(room // self.stage_bytes, self.turns * self.split_steps))
+
+    @property
+    def program_bytes(self) -> int:
+        """Weights that a program with all turns reads, in 8 bits."""
+        return self.turns * self.split_steps * self.tile.depth * self.tile.columns * self.parts
+
+    def cost(self) -> float:
+        """Bytes from memory in the time of the work: of weights, tokens and partials.
+
+        The weights and the tokens are counted for 32 tokens and 8 bits, so that both widths have
+        the same tile and no choice depends on the rows.
+        """
+        units = self.turns * self.programs
+        tokens = 2 * _WEIGHED_TOKENS * self.split_steps * self.tile.depth * units
+        splits = self.tile.splits
+        partials = 2 * 4 * _WEIGHED_TOKENS * self.columns * splits if splits > 1 else 0
+        return self._read() + _CACHED * (tokens + partials)
+
+
+@functools.cache
+def quantised_tile(
+    contracted: int, columns: int, *, gated: bool = False, split: bool = False
+) -> MatmulTile:
+    """Choose the tile of weights of ``columns`` outputs from their shape alone.
+
+    Args:
+      contracted: size of the contracted axis.
+      columns: outputs, of each of two matmuls where they are gated.
+      gated: whether there are two matmuls of which one gates the other.
+      split: whether the contraction may be split and leave partials.
+    """
+    widths = [width for width in (64, 128) if columns % width == 0]
+    most = min(8, -(-contracted // (2 * DEPTH))) if split else 1
+    tiles = [MatmulTile(width, splits, DEPTH) for width in widths for splits in range(1, most + 1)]
+    parts = 2 if gated else 1
+    return min(tiles, key=lambda tile: QuantisedWork(8, contracted, columns, tile, parts).cost())

@@ -1,0 +1,234 @@
+"""Quantised weights in the order of the Hopper kernel, and the kernel against float64."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.ops import hardware
+from longspec_jax.ops.matmul import ordered_tiles, quantised
+from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
+from longspec_jax.ops.matmul.packed import PackedMatrix, pack, packed_params
+from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, quantised_tile
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
+from tests.kit import TOLERANCE, hopper_or_skip, normal, relative_error
+from tests.ops.matmul.published import PUBLISHED
+from tests.ops.matmul.test_few_rows import exact, silu
+
+
+class Case(NamedTuple):
+    """Quantised weights, and how they are multiplied."""
+
+    stored: str
+    inputs: int
+    outputs: tuple[int, ...]
+    group: int = 0
+    zeros: bool = False
+    order: bool = False
+    gated: bool = False
+    split: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self.stored == "uint8" else 8
+
+    def drawn(self) -> QuantisedMatrix:
+        """Random weights: all codes, and scales that 16 bits hold exactly."""
+        random = np.random.default_rng(self.inputs)
+        codes = random.integers(0, 256, (*self.outputs, self.inputs * self.bits // 8), np.uint8)
+        groups = -(-self.inputs // self.group) if self.group else 1
+        shape = (*self.outputs, groups)
+        low, high = (0, 16) if self.bits == 4 else (-99, 99)
+        finite = np.where(codes & 0x7F == 0x7F, 0, codes) if "float" in self.stored else codes
+        return QuantisedMatrix(
+            jnp.asarray(finite.view(jnp.dtype(self.stored))),
+            jnp.asarray(random.integers(128, 256, shape) / 2**14, jnp.float32),
+            jnp.asarray(random.integers(low, high, shape), jnp.int8) if self.zeros else None,
+            jnp.asarray(random.permutation(self.inputs)) if self.order else None,
+            self.group,
+        )
+
+    def operands(self, rows: int = 200) -> tuple[jax.Array, QuantisedMatrix, jax.Array | None]:
+        """The first of some random rows, the weights, and a bias where one may be."""
+        x = normal(0, 200, self.inputs, dtype=self.dtype)[:rows]
+        plain = not (self.gated or self.split)
+        return x, self.drawn(), normal(1, *self.outputs, dtype=self.dtype) if plain else None
+
+    def expected(self) -> np.ndarray:
+        """The result of all rows in float64."""
+        x, matrix, bias = self.operands()
+        out = exact(x, matrix.kernel(jnp.float32))
+        if self.gated:
+            return silu(out[:, 0]) * out[:, 1]
+        return out if bias is None else out + np.float64(bias)
+
+
+CASES = {
+    "fp8": Case("float8_e4m3fn", 320, (192,)),
+    "fp8 blocks": Case("float8_e4m3fn", 384, (128,), group=128, split=True),
+    "int8": Case("int8", 256, (128,), zeros=True, dtype="float16"),
+    "int8 groups": Case("int8", 192, (64,), group=64),
+    "4 bits": Case("uint8", 384, (2, 64), group=128, zeros=True, gated=True),
+    "4 bits, one scale": Case("uint8", 256, (1, 128), order=True),
+}
+"""Every format, with edges of both axes, a group of two blocks, and several turns of a program."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packing_loses_nothing(name: str) -> None:
+    matrix = CASES[name].drawn()
+    plain = pack(matrix, jnp.dtype("bfloat16")).plain()
+    assert plain.group == (matrix.group if matrix.groups > 1 else 0)
+    for field in ("codes", "scale", "zero", "order"):
+        one, other = getattr(plain, field), getattr(matrix, field)
+        assert (one is None) == (other is None), field
+        if one is not None:
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=field)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_thread_finds_its_inputs_side_by_side(bits: int) -> None:
+    """In each word first those of the lower halves of a pair, as the kernel takes them apart."""
+    count = 8 * 64 // bits
+    code = np.arange(count)
+    stored = code.astype(np.int8) if bits == 8 else (code[::2] % 16 | code[1::2] % 16 << 4)
+    row = jnp.broadcast_to(stored.astype("int8" if bits == 8 else "uint8"), (64, len(stored)))
+    matrix = QuantisedMatrix(row, jnp.ones((64, 1)))
+    words = np.asarray(pack(matrix, jnp.dtype("bfloat16")).codes)[0, 5]
+    pairs = 16 // bits
+    for thread in range(4):
+        for word in range(4):
+            for pair in range(pairs):
+                # Instructions of 16 inputs, of which a thread has two neighbours in each half.
+                first = 8 * (pairs * word + pair) + 2 * thread
+                value = int(words[4 * thread + word])
+                lower, upper = (value >> bits * (pair + pairs * half) for half in (0, 1))
+                mask = 2**bits - 1
+                assert (lower & mask, upper & mask) == (first & mask, (first + 1) & mask)
+
+
+def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
+    for case, message in (
+        (Case("uint8", 128, (64,), group=32), "groups in multiples of 64 inputs, not 32"),
+        (Case("int8", 128, (72,)), "outputs in multiples of 64, not 72"),
+        (Case("int8", 100, (64,)), "inputs in multiples of 8, not 100"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            pack(case.drawn(), jnp.dtype("bfloat16"))
+    floats = Case("uint8", 128, (64,)).drawn().replace(floating=True)  # pyright: ignore
+    with pytest.raises(NotImplementedError, match="no 4-bit floats"):
+        pack(floats, jnp.dtype("bfloat16"))
+
+
+def test_parameters_are_packed_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["4 bits, one scale"]
+    whole, odd = jnp.ones(3), Case("int8", 64, (72,)).drawn()
+
+    def params() -> dict[str, Any]:
+        return {"layer": {"kernel": case.drawn(), "scale": whole}, "odd": odd}
+
+    here = params()
+    assert packed_params(here, "bfloat16")["layer"]["kernel"] is here["layer"]["kernel"]
+    monkeypatch.setattr(hardware, "require_hopper", lambda kernel: None)
+    there = packed_params(here, "bfloat16")
+    assert there["odd"] is odd and there["layer"]["scale"] is whole
+    packed = there["layer"]["kernel"]
+    assert isinstance(packed, PackedMatrix) and packed.out_axes == case.outputs
+    assert here["layer"]["kernel"].codes.is_deleted()
+    # A prompt's chunk is XLA's matmul with the same weights.
+    monkeypatch.undo()
+    x, matrix, bias = case.operands()
+    out, right = (quantised.quantised_matmul(x, each, bias) for each in (packed, matrix))
+    np.testing.assert_array_equal(np.float32(out), np.float32(right))
+
+
+def test_work_fits_the_machine() -> None:
+    for weights in PUBLISHED:
+        sizes = weights.contracted, weights.columns
+        if weights.head or any(size % 128 for size in sizes):
+            continue
+        tile = quantised_tile(*sizes, gated=weights.gated, split=weights.split)
+        assert weights.columns % tile.columns == 0
+        for bits, rows in ((4, 1), (8, 64), (8, 128), (4, 1000)):
+            parts = 2 if weights.gated else 1
+            work = QuantisedWork(rows, *sizes, tile, parts, bits=bits, group=128, zeros=True)
+            assert work.programs <= hardware.MULTIPROCESSORS
+            out = work.warpgroups * work.height * 64 * work.out_bytes
+            assert work.stages * work.stage_bytes + out <= hardware.SHARED_BYTES[(9, 0)] - 1024
+            if sizes[0] * sizes[1] >= 2**24 and rows <= 64:
+                assert work.stages >= 3, weights
+
+
+@pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
+@pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8", "4 bits"])
+def test_interpreted_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right, and a row's bits are the same beside any others."""
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+
+    from longspec_jax.ops.matmul import quantised_mosaic
+
+    monkeypatch.setattr(ordered_tiles, "MULTIPROCESSORS", 2)
+    case = CASES[name]
+    tile = MatmulTile(128 if case.outputs == (128,) else 64, 2 if case.split else 1, 128)
+    packed = pack(case.drawn(), jnp.dtype(case.dtype))
+
+    def interpreted(rows: int) -> np.ndarray:
+        x, _, bias = case.operands(rows)
+        bias = None if bias is None else bias.reshape(-1)
+        options: Any = dict(tile=tile, gated=case.gated, interpret=InterpretGPUParams())
+        out = np.asarray(quantised_mosaic.matmul(x, packed, bias, **options), np.float64)
+        return np.asarray(out.sum(0) if case.split else out)
+
+    # The interpreter multiplies in the order of as many columns as there are.
+    whole, right = interpreted(24), case.expected().reshape(200, -1)
+    assert relative_error(whole, right[:24]) <= TOLERANCE[case.dtype]
+    np.testing.assert_array_equal(interpreted(19), whole[:19])
+    if name == "fp8":
+        assert relative_error(interpreted(136), right[:136]) <= TOLERANCE[case.dtype]
+
+
+LARGE = [
+    Case("float8_e4m3fn", 4096, (6144,)),
+    Case("float8_e4m3fn", 4096, (2, 11008), gated=True),
+    Case("float8_e4m3fn", 14336, (4096,), group=128, split=True),
+    Case("int8", 2560, (48, 128)),
+    Case("int8", 4096, (4096,), group=64, zeros=True, split=True, dtype="float16"),
+    Case("uint8", 4096, (2, 14336), group=128, gated=True),
+    Case("uint8", 11008, (4096,), group=128, zeros=True, split=True),
+    Case("uint8", 896, (1152,), group=64, order=True, dtype="float16"),
+    Case("uint8", 4096, (6144,), zeros=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES.values(), *LARGE], ids=str)
+def test_hopper_kernel(case: Case) -> None:
+    """Right for any number of rows, which keep their bits and know nothing of each other."""
+    hopper_or_skip()
+    op = (
+        quantised.QUANTISED_GATED_MATMUL
+        if case.gated
+        else quantised.QUANTISED_MATMUL_PARTIALS
+        if case.split
+        else quantised.QUANTISED_MATMUL
+    )
+    packed, right = pack(case.drawn(), jnp.dtype(case.dtype)), case.expected()
+    found = {}
+    for rows in (1, 8, 33, 64, 128, 200):
+        x, _, bias = case.operands(rows)
+        x = x.at[7].set(jnp.nan) if rows == 64 else x
+        operands = (x, packed) if bias is None else (x, packed, bias)
+        out = np.float64(op(*operands, implementation="mosaic"))
+        found[rows] = out.sum(0) if case.split else out
+    broken = found.pop(64)
+    assert np.isnan(broken[7]).all() and np.isfinite(np.delete(broken, 7, axis=0)).all()
+    for rows, out in found.items():
+        assert relative_error(out, right[:rows]) <= TOLERANCE[case.dtype], rows
+        shared = min(rows, 128)
+        np.testing.assert_array_equal(out[:shared], found[200][:shared], err_msg=str(rows))
+    np.testing.assert_array_equal(np.delete(broken, 7, axis=0), np.delete(found[200][:64], 7, 0))
