@@ -50,13 +50,13 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
         not.
     """
     raw = text_part(raw)
-    quantisation(raw)  # Refuses formats that are not read.
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     widths = _WIDTHS | {"mlp_width": family.mlp_width}
     raw.require((*widths.values(), "max_position_embeddings"), architecture)
     raw = raw.assuming(family.defaults)
     check_refused(raw, REFUSED_TARGET, family.accepts)
+    quantisation(raw)  # Refuses formats that are not read.
     _check_model_type(raw, architecture)
     scaling = rope_scaling(raw, PARTIAL in family.accepts)
     max_positions = _max_positions(raw, scaling)

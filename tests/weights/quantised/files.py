@@ -237,7 +237,7 @@ def write(
     random, stored = np.random.default_rng(7), {}
     for name, tensor in weights.items():
         linear = name.removesuffix(".weight")
-        if "proj" not in name or any(text in name for text in whole):
+        if ".layers." not in name or tensor.ndim < 2 or any(text in name for text in whole):
             stored[name] = tensor
             continue
         own, dequantised = draw(random, *tensor.shape)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from safetensors.numpy import load_file, save_file
 from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import make_mesh
+from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_target, save_target, target_bytes
+from longspec_jax.weights.quantised.write import quantise
 from tests.weights.quantised.files import CONFIG, GROUP, KINDS, compressed, packed, write
 
 
@@ -92,10 +95,58 @@ def test_experts_are_dequantised(tmp_path: Path, kind: str) -> None:
         kinds=(mixture, rotary),
         pattern=(0, 1),
     )
-    folder = write(tmp_path, kind, config=sparse)
+    folder = write(tmp_path, kind, ("mlp.gate.",), config=sparse)
     config, params = load_target(folder, mesh=make_mesh(fsdp=2, tp=2))
     assert config == sparse and len(matrices(params)) == 2 * 2 + 2
     assert_stands_for(params, tmp_path)
+    with pytest.raises(ValueError, match="layers of experts"):
+        quantise(tmp_path / "whole", "fp8", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["FP8 by block", "W4A16 asymmetric", "GPTQ v1 act-order", "AWQ"])
+def test_families_with_fused_linears_and_other_rotations(tmp_path: Path, kind: str) -> None:
+    """Query, key and value are rows of one quantised matrix, and a head's rows change places."""
+    families: dict[str, dict[str, Any]] = {
+        "Phi3ForCausalLM": {"rotary_width": 8},
+        "Glm4ForCausalLM": {"rotary_width": 8, "qkv_bias": True, "post_norms": True},
+    }
+    for name, more in families.items():
+        (tmp_path / name).mkdir()
+        config = dataclasses.replace(CONFIG, architecture=name, num_layers=1, **more)
+        folder = write(tmp_path / name, kind, config=config)
+        _, params = load_target(folder, mesh=make_mesh(tp=2))
+        assert len(matrices(params)) == 4
+        assert_stands_for(params, tmp_path / name)
+
+
+def test_a_target_inside_a_model_that_also_sees(tmp_path: Path) -> None:
+    """Its linears have a prefix, in the tensors and in what is left whole."""
+    config = dataclasses.replace(CONFIG, architecture="Ministral3ForCausalLM")
+    more = {"modules_to_not_convert": ["model.vision_tower", "language_model.layers.1.mlp"]}
+    folder = write(tmp_path, "fp8 by tensor", whole=("layers.1.mlp",), config=config, **more)
+    with ExitStack() as stack:
+        tensors = {
+            name.replace("model.", "model.language_model.", 1): tensor.read(
+                (slice(None),) * len(tensor.shape)
+            )
+            for name, tensor in open_tensors(folder, stack).items()
+        }
+    save_file(tensors, folder / "model.safetensors")
+    inner = json.loads((folder / "config.json").read_text())
+    outer = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "quantization_config": inner.pop("quantization_config"),
+        "text_config": inner,
+    }
+    (folder / "config.json").write_text(json.dumps(outer))
+    _, params = load_target(folder, dtype="float32")
+    assert len(matrices(params)) == 6
+    assert_stands_for(params, tmp_path)
+    assert target_bytes(folder, dtype="float32") == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(params)
+    )
+    with pytest.raises(ValueError, match="part of a model that also sees"):
+        quantise(folder, "fp8", tmp_path / "out")
 
 
 def test_layers_that_are_left_whole_are_whole(tmp_path: Path) -> None:
