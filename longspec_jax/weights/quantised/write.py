@@ -77,6 +77,11 @@ def quantise(
     if any(raw.has(key) for key in QUANTISATION):
         raise ValueError(f"{raw.origin}: the target is quantised already; name a whole one")
     config = target_config(raw, "float32")
+    if config.is_sparse:
+        raise ValueError(
+            f"{folder} has layers of experts, which are not quantised here; load a checkpoint that "
+            "is published in 8 or 4 bits"
+        )
     with ExitStack() as stack:
         tensors = open_tensors(folder, stack)
         check_layers(config, tensors, folder / "config.json")

@@ -105,7 +105,7 @@ def test_experts_are_cut_over_a_mesh(tokens: int):
 
     lowered = jax.jit(run).lower(*rows, cut).compile()
     gathered = f"f32[{EXPERTS},{WIDTH},{HIDDEN}]"
-    assert gathered not in lowered.as_text()
+    assert gathered not in (lowered.as_text() or gathered)
     actual = lowered(*rows, cut)
     np.testing.assert_allclose(actual, expert_mlp_reference(x, *chosen, held), atol=3e-5)
 
