@@ -148,6 +148,8 @@ class Rotary:
 
     def __post_init__(self) -> None:
         finite_number("rope_theta", self.theta, 1)
+        if self.theta == 1 and isinstance(self.scaling, YarnRopeScaling):
+            raise ValueError("rope_theta=1 must be above 1: yarn tells pairs apart by their turns")
         if self.width is not None:
             whole_number("rotary_width", self.width, 2)
             if self.width % 2:

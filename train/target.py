@@ -127,8 +127,8 @@ def run_target(
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         window = config.layer(layer).window
         behind = None if window is None else window - 1  # The window counts the token itself.
-        scale, cap = config.attention_scale, config.attention_cap
-        return causal_attention(q, k, v, window=behind, scale=scale, cap=cap)
+        scores = dict(scale=config.attention_scale, cap=config.attention_cap)
+        return causal_attention(q, k, v, window=behind, **scores)
 
     with jax.named_scope("target"):
         output: Any = TrainedTarget(config, mlp_chunk).apply(

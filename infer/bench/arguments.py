@@ -5,7 +5,6 @@ GPUs would take hours (:class:`longspec_jax.cli.ByMachine`).
 """
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from longspec_jax.config import (
     DEFAULT_TREE,
     TARGETS,
     TINY,
-    Llama3RopeScaling,
     TargetConfig,
     TreeConfig,
 )
@@ -35,31 +33,13 @@ from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
 
-LLAMA_1B = TargetConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=128256,
-    model_width=2048,
-    mlp_width=8192,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    head_width=64,
-    max_positions=131072,
-    rope_theta=5e5,
-    rope_scaling=Llama3RopeScaling(32.0, 1.0, 4.0, 8192),
-    tied_embeddings=True,
-)
-"""Llama-3.2-1B: so small that launches bound a decode step."""
-LLAMA_3B = dataclasses.replace(
-    LLAMA_1B, model_width=3072, num_layers=28, num_heads=24, head_width=128
-)
-"""Llama-3.2-3B: three query heads for each key/value head."""
+from . import shapes
+
 SHAPES: dict[str, TargetConfig] = {
     "tiny": TINY,
     "demo": target_config(read_json(DEMO / "target" / "config.json"), "float32"),
     **{name: known.config for name, known in TARGETS.items()},
-    "llama32-1b": LLAMA_1B,
-    "llama32-3b": LLAMA_3B,
+    **shapes.SHAPES,
 }
 """Shapes by name. ``demo`` is the embedded target's; ``tiny`` has two layers and shows that a
 benchmark runs."""

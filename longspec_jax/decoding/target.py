@@ -128,12 +128,7 @@ class TargetModel:
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
             prefix = prefix.within(self.config.layer(layer).window, positions)
-            return chunk_attention(
-                *(q, prefix, k, v),
-                scale=self.config.attention_scale,
-                cap=self.config.attention_cap,
-                implementation=self.attention,
-            )
+            return chunk_attention(q, prefix, k, v, **self._scores, implementation=self.attention)
 
         # Of larger chunks XLA's matmuls are as good: the tensor cores are the limit.
         ordered = self.same_bits and tokens.size <= ORDERED_CHUNK
@@ -168,12 +163,11 @@ class TargetModel:
             )
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]
-        scale, cap = self.config.attention_scale, self.config.attention_cap
-        attention = partial(
-            speculative_attention, scale=scale, cap=cap, implementation=self.attention
-        )
+        attention = partial(speculative_attention, **self._scores, implementation=self.attention)
         if self.same_bits:
-            attention = partial(path_attention, depth=depth, levels=levels, scale=scale)
+            attention = partial(
+                path_attention, depth=depth, levels=levels, scale=self.config.attention_scale
+            )
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
@@ -227,11 +221,7 @@ class TargetModel:
         whatever the selection. Fresh tokens see each other through no window.
         """
         keys, values, read = list(fresh.keys), list(fresh.values), selection.reading(cache)
-        options: Any = dict(
-            scale=self.config.attention_scale,
-            cap=self.config.attention_cap,
-            implementation=self.attention,
-        )
+        options: Any = dict(self._scores, implementation=self.attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             window = self.config.layer(layer).window
@@ -279,6 +269,11 @@ class TargetModel:
         """Logits of hidden states behind the last norm, float32; of any number of leading axes."""
         logits: Any = self._model.apply({"params": params}, hidden, method="unembed")
         return logits
+
+    @property
+    def _scores(self) -> dict[str, float | None]:
+        """What attention does to scores."""
+        return dict(scale=self.config.attention_scale, cap=self.config.attention_cap)
 
     @property
     def _model(self) -> Target:

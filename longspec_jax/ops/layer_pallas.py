@@ -205,7 +205,7 @@ def append_rows(
     return tuple(written)
 
 
-@launcher("interpret")
+@launcher("ring", "interpret")
 @partitioned("b k s h, b u k h, b p, b, b -> b k s h")
 def _append(
     caches: Sequence[CacheSlots],

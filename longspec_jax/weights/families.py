@@ -4,11 +4,22 @@ A family is an entry of :data:`FAMILIES`. Nothing else asks for a family by name
 becomes fields of :class:`longspec_jax.config.TargetConfig`, and the names of stored tensors.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from longspec_jax.config import LayerConfig, QueryScaling, Rotary, TargetConfig
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.config import (
+    LARGEST_FACTOR,
+    SMALLEST_FACTOR,
+    LayerConfig,
+    QueryScaling,
+    Rotary,
+    TargetConfig,
+)
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import raw_rope, rope_entry
 from longspec_jax.weights.sparse import raw_experts, read_experts
@@ -60,6 +71,11 @@ class Family:
     """The key that turns ``sliding_window`` on; ``None`` where the family has no windows."""
     default_window: int | None = None
     """``sliding_window`` where the key is absent; null means none."""
+    windows: Callable[[JsonObject, int], bool] = lambda raw, index: True
+    """Whether a layer has the window where the file has no ``layer_types``; usually all have it."""
+    local_theta: str | None = None
+    """The key of the rotary base of layers with a window, which take no scaling; None where they
+    rotate as the others."""
     names: Names = Names()
 
 
@@ -122,7 +138,8 @@ _MULTIPLIERS = {
 
 
 def _multipliers(raw: JsonObject, known: Fields) -> Fields:
-    return {field: raw.number(key, 1.0) for field, key in _MULTIPLIERS.items()}
+    limits = SMALLEST_FACTOR, LARGEST_FACTOR
+    return {field: raw.number(key, 1.0, *limits) for field, key in _MULTIPLIERS.items()}
 
 
 def _raw_multipliers(config: TargetConfig) -> dict[str, Any]:
@@ -160,6 +177,60 @@ def _raw_attention_alone(config: TargetConfig) -> dict[str, Any]:
     }
 
 
+def _beyond_max_window_layers(raw: JsonObject, index: int) -> bool:
+    """Qwen: the layers from ``max_window_layers`` on have windows."""
+    return index >= raw.whole("max_window_layers", 28, 0)
+
+
+def _gemma(raw: JsonObject, known: Fields) -> Fields:
+    """The scale of attention and the soft caps, and embeddings times the root of their width.
+
+    Hugging Face rounds the root to the dtype of the weights before it multiplies.
+    """
+    if raw.flag("use_bidirectional_attention", False):
+        raise raw.error("use_bidirectional_attention", "is not supported: text has one direction")
+    activation = raw.text("hidden_activation", _GELU)
+    if activation != _GELU:
+        raise raw.error("hidden_activation", f"is not supported, only {_GELU}")
+    root = np.asarray(math.sqrt(known["model_width"]), jnp.dtype(known["dtype"]))
+    return {
+        "embedding_factor": float(root),
+        "attention_scale": raw.whole("query_pre_attn_scalar", 256) ** -0.5,
+        **{field: raw.number(key) for field, key in _CAPS.items() if raw.has(key)},
+    }
+
+
+def _gemma2(raw: JsonObject, known: Fields) -> Fields:
+    """Null is no cap, and absent is a cap of 50 on scores and of 30 on logits."""
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return _gemma(JsonObject({**caps, **raw.values}, raw.origin), known)
+
+
+def _raw_gemma(config: TargetConfig) -> dict[str, Any]:
+    scale = config.attention_scale or config.head_width**-0.5
+    return {
+        "hidden_act": _GELU,
+        "hidden_activation": _GELU,
+        "query_pre_attn_scalar": round(scale**-2),
+        **{key: getattr(config, field) for field, key in _CAPS.items()},
+    }
+
+
+_GELU = "gelu_pytorch_tanh"
+_CAPS = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+_GEMMA: dict[str, Any] = dict(
+    write=_raw_gemma,
+    accepts=frozenset({"hidden_act"}),
+    window_switch="sliding_window",
+    default_window=4096,
+    names=Names(
+        mlp_norm="pre_feedforward_layernorm", attention_post_norm="post_attention_layernorm"
+    ),
+)
+_GEMMA_FIXED = {"post_norms": True, "offset_norms": True, "gelu": True}
+_GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
+_OLMO_FIXED = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True}
+
 _FUSED_GATE_UP = ("mlp.gate_up_proj",) * 2
 _GRANITE_4 = Names(gate_up=("shared_mlp.input_linear",) * 2, down="shared_mlp.output_linear")
 
@@ -167,13 +238,19 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama"),
     "MistralForCausalLM": Family("mistral", window_switch="sliding_window", default_window=4096),
     "Qwen2ForCausalLM": Family(
-        "qwen2", fixed={"qkv_bias": True}, window_switch="use_sliding_window"
+        "qwen2",
+        fixed={"qkv_bias": True},
+        window_switch="use_sliding_window",
+        default_window=4096,
+        windows=_beyond_max_window_layers,
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
         fixed={"qk_norm": True},
         defaults={"head_dim": 128},
         window_switch="use_sliding_window",
+        default_window=4096,
+        windows=_beyond_max_window_layers,
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -212,10 +289,44 @@ FAMILIES: dict[str, Family] = {
         mlp_width="shared_intermediate_size",
         names=_GRANITE_4,
     ),
-    "Olmo2ForCausalLM": Family(
-        "olmo2",
-        fixed={"wide_qk_norm": True, "pre_norms": False, "post_norms": True},
-        defaults={"rms_norm_eps": 1e-5},
+    "Olmo2ForCausalLM": Family("olmo2", fixed=_OLMO_FIXED, defaults={"rms_norm_eps": 1e-5}),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        fixed=_OLMO_FIXED,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        window_switch="sliding_window",
+        default_window=4096,
+        windows=lambda raw, index: (index + 1) % 4 != 0,
+        local_theta="rope_theta",
+    ),
+    "MinistralForCausalLM": Family(
+        "ministral", window_switch="sliding_window", default_window=4096
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        fixed=_GEMMA_FIXED,
+        read=_gemma2,
+        defaults=_GEMMA_DEFAULTS,
+        windows=lambda raw, index: index % 2 == 0,
+        **_GEMMA,
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        fixed=_GEMMA_FIXED | {"qk_norm": True},
+        read=_gemma,
+        # Files of models that also see leave out what is as in Hugging Face's class.
+        defaults=_GEMMA_DEFAULTS
+        | {
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        windows=lambda raw, index: (index + 1) % raw.whole("sliding_window_pattern", 6) != 0,
+        local_theta="rope_local_base_freq",
+        **_GEMMA,
     ),
     "Glm4ForCausalLM": Family(
         "glm4",
@@ -239,7 +350,9 @@ FAMILIES: dict[str, Family] = {
 }
 """The supported architectures."""
 
+_VISION = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 WRAPPERS: dict[str, tuple[str, ...]] = {
-    "Mistral3ForConditionalGeneration": (r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+    "Gemma3ForConditionalGeneration": _VISION,
+    "Mistral3ForConditionalGeneration": _VISION,
 }
 """Classes that wrap a target as ``text_config``: patterns of the tensors that it does not need."""

@@ -20,10 +20,11 @@ from longspec_jax.config import (
     TargetConfig,
     YarnRopeScaling,
 )
-from longspec_jax.weights.families import FAMILIES, WRAPPERS, Family
+from longspec_jax.weights.families import FAMILIES, WRAPPERS
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.quantised.formats import quantisation
 from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta, rotary_width
+from longspec_jax.weights.windows import raw_windows, window_kinds, with_full_rope
 
 C = TypeVar("C")
 
@@ -53,14 +54,15 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     widths = _WIDTHS | {"mlp_width": family.mlp_width}
+    raw = whole = raw.assuming(family.defaults)
     raw.require((*widths.values(), "max_position_embeddings"), architecture)
-    raw = raw.assuming(family.defaults)
+    if family.local_theta is not None:
+        raw = with_full_rope(raw)
     check_refused(raw, REFUSED_TARGET, family.accepts)
     quantisation(raw)  # Refuses formats that are not read.
     _check_model_type(raw, architecture)
     scaling = rope_scaling(raw, PARTIAL in family.accepts)
     max_positions = _max_positions(raw, scaling)
-    _check_window(raw, family, max_positions)
     limits = {"num_hidden_layers": MAX_LAYERS}
     sizes = {
         field: raw.whole(key, most=limits.get(key, LARGEST_WHOLE)) for field, key in widths.items()
@@ -80,8 +82,10 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
         tied_embeddings=raw.flag("tie_word_embeddings", False),
         dtype=_dtype(raw, dtype),
     )
-    own = {**family.fixed, **family.read(raw, known)}
-    return build(raw, TargetConfig, **known, **own)
+    windows, own = window_kinds(whole, family, known), family.read(raw, known)
+    if windows and "kinds" in own:
+        raise raw.error("sliding_window", "is not supported beside layers without positions")
+    return build(raw, TargetConfig, **known, **family.fixed, **windows, **own)
 
 
 def text_part(raw: JsonObject) -> JsonObject:
@@ -124,10 +128,9 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[s
         "eos_token_id": end or None,
         **raw_rope(config.rotary, config.head_width),
         **_raw_positions(config),
+        **raw_windows(config, family),
         **family.write(config),
     }
-    if family.window_switch == "sliding_window":  # Absent, transformers may assume a window.
-        raw["sliding_window"] = None
     _check_written(raw, config)
     return raw
 
@@ -146,6 +149,8 @@ def _check_written(raw: dict[str, Any], config: TargetConfig) -> None:
 
 
 def _differs(name: str, one: TargetConfig, other: TargetConfig) -> bool:
+    if name in ("kinds", "pattern"):  # One list of layers may be described in several ways.
+        return any(one.layer(i) != other.layer(i) for i in range(one.num_layers))
     return getattr(one, name) != getattr(other, name)
 
 
@@ -292,23 +297,6 @@ def build(raw: JsonObject, make: Callable[..., C], **fields: Any) -> C:
             f"{raw.origin}: {error}; heads are num_attention_heads and num_key_value_heads, and "
             "head_width is head_dim or hidden_size / num_attention_heads"
         ) from error
-
-
-def _check_window(raw: JsonObject, family: Family, max_positions: int) -> None:
-    """Refuse a sliding window that would hide tokens the full attention here sees."""
-    switch = family.window_switch
-    if switch is None or (switch != "sliding_window" and not raw.flag(switch, False)):
-        return
-    # Null means that there is no window, and absent the family's own.
-    default = None if "sliding_window" in raw.values else family.default_window
-    window = raw.whole("sliding_window", default or LARGEST_WHOLE)
-    if window < max_positions:
-        raise ValueError(
-            f"{raw.origin}: sliding_window={window} is below the {max_positions} positions of the "
-            "model: attention windows are not supported. To use the model where its window hides "
-            f"nothing, set max_position_embeddings to {window} in config.json; or load a model "
-            "without a window"
-        )
 
 
 def _dtype(raw: JsonObject, dtype: str | None) -> str:

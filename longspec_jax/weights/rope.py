@@ -120,7 +120,7 @@ def _original(raw: JsonObject, entry: JsonObject) -> int:
     """The range before scaling: beside the entry, in it, or the model's."""
     most = "max_position_embeddings"
     holder = next((each for each in (raw, entry) if each.has(_ORIGINAL)), None)
-    return holder.whole(_ORIGINAL) if holder else raw.whole(most)
+    return holder.whole(_ORIGINAL, least=2) if holder else raw.whole(most, least=2)
 
 
 def _stretch(raw: JsonObject, entry: JsonObject, original: int) -> float:
@@ -143,10 +143,16 @@ def _yarn(raw: JsonObject, entry: JsonObject) -> YarnRopeScaling:
         factor,
         original,
         entry.number("attention_factor", magnitude, SMALLEST_FACTOR, LARGEST_FACTOR),
-        entry.number("beta_fast", 0.0) or 32.0,  # Zero means absent, as in transformers.
-        entry.number("beta_slow", 0.0) or 1.0,
+        _turns(entry, "beta_fast", 32.0),
+        _turns(entry, "beta_slow", 1.0),
         entry.flag("truncate", True),
     )
+
+
+def _turns(entry: JsonObject, key: str, default: float) -> float:
+    """A number of turns; zero means absent, as in transformers."""
+    absent = entry.values.get(key) == 0
+    return default if absent else entry.number(key, default, SMALLEST_FACTOR, LARGEST_FACTOR)
 
 
 def _longrope(raw: JsonObject, entry: JsonObject) -> LongRopeScaling:
@@ -155,9 +161,15 @@ def _longrope(raw: JsonObject, entry: JsonObject) -> LongRopeScaling:
     original = _original(raw, entry)
     factor = _stretch(raw, entry, original)
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    short, long = (
+        entry.numbers(key, SMALLEST_FACTOR, LARGEST_FACTOR)
+        for key in ("short_factor", "long_factor")
+    )
+    if len(short) != len(long):
+        raise entry.error("short_factor", f"must be as many numbers as long_factor, {len(long)}")
     return LongRopeScaling(
-        entry.numbers("short_factor", SMALLEST_FACTOR, LARGEST_FACTOR),
-        entry.numbers("long_factor", SMALLEST_FACTOR, LARGEST_FACTOR),
+        short,
+        long,
         original,
         entry.number("attention_factor", usual, SMALLEST_FACTOR, LARGEST_FACTOR),
         beyond=raw.whole("max_position_embeddings", original) > original,

@@ -177,6 +177,7 @@ def test_every_target_has_an_eagle3_draft(name: str) -> None:
     assert rows * stage.seq_len == 8 * 16384
 
 
+@pytest.mark.parametrize("name", PAPER)
 def test_a_parallel_draft_is_trained_in_the_same_stages(name: str) -> None:
     config, usual = load(name, "parallel"), load(name)
     assert config.draft.kind == "parallel" and "Parallel" in config.title

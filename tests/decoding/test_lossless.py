@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config import (
+    PLAIN,
+    LayerConfig,
+    QueryScaling,
+    Rotary,
+    TreeConfig,
+    YarnRopeScaling,
+)
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import round_noise
 from longspec_jax.decoding.round import slack_slots
@@ -16,6 +23,7 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
@@ -49,7 +57,7 @@ from tests.decoding.lossless import (
     request,
     run,
 )
-from tests.kit import draft_params, prefill, random_draft, random_target
+from tests.kit import draft_params, prefill, random_draft, random_target, tiny_target_config
 from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget
 
 
@@ -208,6 +216,44 @@ def test_transformers_are_drafter_invariant(
             drafter = LongSpecDrafter(DRAFT, tree)
             rows, _ = generate(target, drafter, models, tokens, LENGTHS, req)
             assert_same(rows, plain)
+
+
+UNUSUAL = tiny_target_config(
+    num_layers=3,
+    head_width=12,
+    rope_scaling=YarnRopeScaling.usual(4.0, 16),
+    rotary_width=8,
+    kinds=(
+        LayerConfig(Rotary(scaling=YarnRopeScaling.usual(4.0, 16), width=8)),
+        LayerConfig(),
+    ),
+    pattern=(1, 0, 1),
+    wide_qk_norm=True,
+    post_norms=True,
+    offset_norms=True,
+    gelu=True,
+    query_scaling=QueryScaling(0.1, 8),
+    attention_scale=0.2,
+    embedding_factor=6.0,
+    residual_factor=0.5,
+    logits_divisor=2.0,
+    logit_cap=9.0,
+)
+"""What no family has together: the draft reads its middle layer, the last one with positions."""
+
+
+def test_a_target_of_unusual_layers_is_drafter_invariant() -> None:
+    draft = DraftConfig.for_target(UNUSUAL, window=WINDOW)
+    assert (draft.rotary, draft.logits_divisor, UNUSUAL.read_layer) == (UNUSUAL.rotary, 2.0, 1)
+    params = random_target(UNUSUAL)
+    models = Params(params, draft_params(random_draft(draft), params))
+    target, tokens = TargetModel(UNUSUAL), prompts(UNUSUAL.vocab_size)
+    drafter = LongSpecDrafter(draft, BUDGETED)
+    req = request(np.array([0.0, 0.9, 1.0], np.float32))
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    rows, _ = generate(target, drafter, models, tokens, LENGTHS, req)
+    assert_same(rows, plain)
+    assert len({*np.concatenate(plain)}) > 20, "texts that repeat one token would prove nothing"
 
 
 FEW = BlockBudget(slots=6, sinks=0, recent=2, block=2)

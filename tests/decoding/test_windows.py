@@ -18,7 +18,7 @@ from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.trials import branch, rejoin
-from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.retrieval.blocks import Quest
@@ -29,17 +29,33 @@ from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding.lossless import SHORT, assert_same, engine_of, generate, prompts, request, run
-from tests.kit import TOLERANCE, draft_params, random_draft, random_target, tiny_target_config
+from tests.kit import (
+    TOLERANCE,
+    draft_params,
+    random_draft,
+    random_target,
+    relative_error,
+    tiny_target_config,
+)
+from train.target import run_target
 
 W = 7
 CONFIG = tiny_target_config(
-    num_layers=3,
+    architecture="Gemma3ForCausalLM",
+    num_layers=4,
     rope_theta=1e6,
+    qk_norm=True,
+    post_norms=True,
+    offset_norms=True,
+    gelu=True,
+    embedding_factor=6.0,
+    attention_scale=0.3,
     attention_cap=3.0,
+    logit_cap=8.0,
     kinds=(LayerConfig(Rotary(1e4), window=W), LayerConfig(Rotary(1e6))),
-    pattern=(0, 1, 0),
+    pattern=(0, 1, 1, 0),
 )
-"""As of Gemma 3: the last layer has a window, and drafts read the one before."""
+"""As of Gemma 3, with Gemma 2's caps: the last layer has a window, drafts read the one before."""
 TARGET = TargetModel(CONFIG)
 RING = cache_lib.ring_slots(W)
 LENGTHS = np.array([61, 30, 1], np.int32)
@@ -69,7 +85,8 @@ def dense(params: Any, tokens: jax.Array) -> jax.Array:
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         window = CONFIG.layer(layer).window
         window = None if window is None else window - 1
-        return causal_attention(q, k, v, window=window, cap=CONFIG.attention_cap)
+        scores = dict(scale=CONFIG.attention_scale, cap=CONFIG.attention_cap)
+        return causal_attention(q, k, v, window=window, **scores)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     model, variables = Target(CONFIG), {"params": params}
@@ -81,9 +98,9 @@ def test_a_ring_holds_the_window_of_every_row() -> None:
     """After chunks longer than it, of which rows own some tokens, and commits in some rows."""
     assert RING == 40 and RING >= W - 1 + MAX_TREE_LEVELS + 1
     random, lengths = np.random.default_rng(0), np.array([97, 35, 0, 60])
-    text = random.normal(size=(2, 3, 4, 160, 2, 6)).astype(np.float32)
+    text = random.normal(size=(2, 4, 4, 160, 2, 6)).astype(np.float32)
     cache = cache_lib.allocate(CONFIG, 4, 160)
-    assert [keys.shape[2] for keys in cache.keys] == [RING, 160, RING]
+    assert [keys.shape[2] for keys in cache.keys] == [RING, 160, 160, RING]
     append = jax.jit(lambda cache, rows, at, count: cache.append(*rows, at, count))
 
     def rows_of(part: np.ndarray) -> tuple[tuple[Any, ...], ...]:
@@ -98,7 +115,7 @@ def test_a_ring_holds_the_window_of_every_row() -> None:
     commit = jax.jit(lambda cache, rows, path, at: cache.commit(*rows, path, at))
     for _ in range(3):
         path = random.permuted(np.tile(np.arange(33), (2, 1)), axis=1)
-        live, tree = [3, 0], np.full((2, 3, 2, 33, 2, 6), 99.0, np.float32)
+        live, tree = [3, 0], np.full((2, 4, 2, 33, 2, 6), 99.0, np.float32)
         for row, (slot, order) in enumerate(zip(live, path, strict=True)):
             at = lengths[slot]
             tree[:, :, row, order[:5]] = text[:, :, slot, at : at + 5]
@@ -108,7 +125,7 @@ def test_a_ring_holds_the_window_of_every_row() -> None:
     for part, layers in enumerate((cache.keys, cache.values)):
         for index, layer in enumerate(layers):
             for row, length in enumerate(lengths):
-                window = length if index == 1 else min(length, W)
+                window = length if index in (1, 2) else min(length, W)
                 at = np.arange(length - window, length)
                 found = np.asarray(layer)[row, :, at % layer.shape[2]]
                 np.testing.assert_array_equal(found, text[part, index, row, at])
@@ -119,8 +136,10 @@ def test_the_bytes_of_rings_are_known(offload: bool) -> None:
     target = TargetModel(CONFIG, offload=offload)
     cache, planned = target.allocate(3, 160), target.cache_bytes(3, 160)
     row = 3 * 2 * CONFIG.num_kv_heads * CONFIG.head_width * 4
-    assert tree_bytes(cache) == planned.device + planned.host == (160 + 2 * RING) * row
-    assert planned.host == 0  # The only layer without a window is the one that drafts read.
+    assert tree_bytes(cache) == (2 * 160 + 2 * RING) * row
+    # A layer that is moved is on the device for a time, too.
+    assert planned.device == tree_bytes(cache)
+    assert planned.host == (160 * row if offload else 0)
 
 
 def test_trees_deeper_than_the_window_see_their_own_paths(models: Params) -> None:
@@ -156,6 +175,20 @@ def test_trees_deeper_than_the_window_see_their_own_paths(models: Params) -> Non
     np.testing.assert_allclose(logits[0], expected, atol=20 * TOLERANCE["float32"])
 
 
+def test_training_reads_the_target_that_is_served(models: Params) -> None:
+    """The draft learns from the keys of the layer that it reads, behind layers with windows."""
+    tokens = jnp.asarray(PROMPTS)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    view = jax.jit(partial(run_target, CONFIG))(models.target, tokens, positions)
+    cache, start = TARGET.allocate(3, 64), jnp.zeros(3, jnp.int32)
+    _, cache, *_ = jax.jit(TARGET.prefill_chunk)(
+        models.target, cache, tokens, start, jnp.asarray(LENGTHS) - 1
+    )
+    for row, length in enumerate(LENGTHS):
+        read = np.asarray(cache.keys[CONFIG.read_layer])[row, :, :length].swapaxes(0, 1)
+        assert relative_error(view.keys[row, :length], read) <= TOLERANCE["float32"]
+
+
 def test_plain_decoding_is_the_dense_model(models: Params, plain: list[np.ndarray]) -> None:
     """The greedy row draws the largest logit at every one of its fifty tokens."""
     text = np.zeros((1, 111), np.int32)
@@ -166,44 +199,41 @@ def test_plain_decoding_is_the_dense_model(models: Params, plain: list[np.ndarra
 
 
 SOME = BlockBudget(slots=20, sinks=4, recent=8, block=4)
-DRAFTERS = {
-    "longspec": LongSpecDrafter(DRAFT, TreeConfig((2,) + (1,) * 8)),
-    "streaming": StreamingDrafter(TreeConfig((3, 2)), SHORT),
-    "quest": Hierarchy(
-        LongSpecDrafter(DRAFT, TreeConfig((3, 2))), Quest(CONFIG, SOME), TreeConfig((1,) * 7)
-    ),
-}
+LONGSPEC = LongSpecDrafter(DRAFT, TreeConfig((2,) + (1,) * 8))
+"""Its trees are deeper than the window."""
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-def test_speculation_changes_no_token(
-    models: Params, plain: list[np.ndarray], drafter: Drafter
-) -> None:
+def test_retrieved_blocks_change_no_token(models: Params, plain: list[np.ndarray]) -> None:
+    """They are chosen in the layers without a window, and of these alone."""
+    inner = LongSpecDrafter(DRAFT, TreeConfig((3, 2)))
+    drafter = Hierarchy(inner, Quest(CONFIG, SOME), TreeConfig((1,) * 7))
+    assert drafter.needs.keys == CONFIG.full_layers == (1, 2)
     rows, state = generate(TARGET, drafter, models, PROMPTS, LENGTHS, MIXED)
     assert_same(rows, plain)
     assert state.record.histogram[:, 1:].sum() > 0
 
 
 def test_nor_does_a_cache_in_the_hosts_memory(models: Params, plain: list[np.ndarray]) -> None:
-    """Rings and the layer that drafts read stay on the device; here that is every layer but one."""
-    target = TargetModel(CONFIG, offload=True)
-    drafter = DRAFTERS["longspec"]
-    rows, _ = generate(target, drafter, models, PROMPTS, LENGTHS, MIXED)
+    """Of which spans are read in place, layer by layer; rings stay on the device."""
+    target, drafter = TargetModel(CONFIG, offload=True), StreamingDrafter(TreeConfig((3, 2)), SHORT)
+    rows, state = generate(target, drafter, models, PROMPTS, LENGTHS, MIXED)
     assert_same(rows, plain)
+    assert state.record.histogram[:, 1:].sum() > 0
+    kinds = [leaf.sharding.memory_kind for leaf in state.rows.cache.keys]
+    assert kinds == ["device", "pinned_host", "device", "device"]
 
 
 def test_a_trial_that_shares_the_cache_leaves_the_window_as_it_was(
     models: Params, plain: list[np.ndarray]
 ) -> None:
     """Though it goes on for longer than the slots that a ring has beside the window."""
-    drafter = DRAFTERS["longspec"]
-    engine = engine_of(TARGET, [drafter], models, PROMPTS, LENGTHS, MIXED)
+    engine = engine_of(TARGET, [LONGSPEC], models, PROMPTS, LENGTHS, MIXED)
     texts: list[list[int]] = [[], [], []]
     while engine.prefilling:
         for output in engine.step(decode=False):
             texts[output.id] += output.tokens.tolist()
     own = {"own_cache": False, "tokens": 45}
-    trial = branch(engine, [drafter], models, engine.rows.draft, **own)
+    trial = branch(engine, [LONGSPEC], models, engine.rows.draft, **own)
     while trial.busy:
         trial.step()
     rejoin(engine, trial)
@@ -220,7 +250,7 @@ def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(
     The first prompt returns with the chunks that the host kept, and the window is among them.
     """
     engine = Engine(
-        *(TARGET, [DRAFTERS["longspec"]], models),
+        *(TARGET, [LONGSPEC], models),
         slots=2,
         capacity=128,
         chunk=8,

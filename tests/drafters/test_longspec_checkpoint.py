@@ -1,5 +1,6 @@
 """The released draft format: every prefix and file kind in, the same 20 tensors out."""
 
+import dataclasses
 import json
 import sys
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.config import PRESETS, LinearRopeScaling
+from longspec_jax.config import PRESETS, LinearRopeScaling, YarnRopeScaling
 from longspec_jax.drafters.longspec.checkpoint import hf_draft_config, load_draft, save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import random_draft, tiny_target_config
@@ -225,6 +226,9 @@ def test_a_released_size_is_refused_before_anything_is_read(tmp_path):
     vicuna, longchat = PRESETS["vicuna-7b-v1.5-16k"], PRESETS["longchat-7b-v1.5-32k"]
     raw = hf_draft_config(DraftConfig.for_target(vicuna), vicuna)
     (tmp_path / "config.json").write_text(json.dumps(raw))
+    stretched = dataclasses.replace(vicuna, rope_scaling=YarnRopeScaling.usual(4.0, 16384))
+    with pytest.raises(ValueError, match="the target rope_scaling=YarnRopeScaling"):
+        DraftConfig.for_target(vicuna).check_fits(stretched)
     with pytest.raises(ValueError, match="rope_scaling=LinearRopeScaling"):
         load_draft(tmp_path, longchat)
 

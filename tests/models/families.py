@@ -13,6 +13,8 @@ MULTIPLIERS = dict(
     residual_multiplier=0.22,
     attention_multiplier=0.05,
 )
+_MIXED = ("full", "sliding")
+_WINDOW = dict(sliding_window=7, head_dim=16)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-yarn": ("Qwen2", dict(rope_parameters=YARN)),
     "qwen3-yarn": ("Qwen3", dict(rope_parameters=YARN | dict(truncate=False), head_dim=16)),
@@ -46,13 +48,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
-    "smollm3": ("SmolLM3", dict(no_rope_layer_interval=3)),
+    "smollm3": ("SmolLM3", dict(no_rope_layer_interval=2)),
     "granite": ("Granite", MULTIPLIERS),
     "granite4": (
         "GraniteMoeHybrid",
         MULTIPLIERS
         | dict(
-            layer_types=["attention"] * 3,
+            layer_types=["attention"] * 2,
             num_local_experts=0,
             shared_intermediate_size=80,
             position_embedding_type="rope",
@@ -60,20 +62,61 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "olmo2": ("Olmo2", {}),
+    # Narrower than the test's tree is deep: nodes leave the window of their own descendants.
+    "mistral-window": ("Mistral", dict(sliding_window=3)),
+    "ministral": (
+        "Ministral",
+        dict(
+            sliding_window=7,
+            head_dim=12,
+            layer_types=[f"{kind}_attention" for kind in _MIXED],
+        ),
+    ),
+    "gemma2": (
+        "Gemma2",
+        _WINDOW
+        | dict(
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        _WINDOW
+        | dict(
+            sliding_window_pattern=2,
+            query_pre_attn_scalar=24,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+    ),
+    "olmo3": (
+        "Olmo3",
+        dict(
+            sliding_window=7,
+            layer_types=[f"{kind}_attention" for kind in _MIXED],
+            rope_parameters=dict(
+                full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)
+            ),
+        ),
+    ),
     "glm4": ("Glm4", dict(head_dim=16)),
 }
 """Class of transformers, and what its configuration has beyond the base."""
 
 
 def make_model(case: str) -> Any:
-    """A random model of three layers, in which every parameter matters."""
+    """A random model of two layers, in which every parameter matters."""
     family, own = CASES[case]
     config = getattr(transformers, f"{family}Config")(
         **dict(
             vocab_size=97,
             hidden_size=48,
             intermediate_size=80,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=256,
@@ -85,7 +128,7 @@ def make_model(case: str) -> Any:
         | own
     )
     torch.manual_seed(0)
-    kind = getattr(transformers, f"{family}ForCausalLM")
+    kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     model = kind._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

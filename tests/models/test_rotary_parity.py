@@ -30,6 +30,24 @@ ROPES = {
     "linear-3": dict(rope_type="linear", factor=3.0, rope_theta=1e4),
     "llama-3-262k": dict(rope_type="default", rope_theta=283461213.0),
     "llama-3.1": LLAMA3 | dict(rope_theta=5e5),
+    "yarn": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=32768, rope_theta=1e6
+    ),
+    "yarn, not truncated": dict(
+        rope_type="yarn",
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        truncate=False,
+        rope_theta=1e6,
+    ),
+    "yarn, two scales": dict(
+        rope_type="yarn",
+        factor=16.0,
+        original_max_position_embeddings=16384,
+        mscale=1.0,
+        mscale_all_dim=0.5,
+        rope_theta=1e6,
+    ),
     "qwq": dict(rope_type="default", rope_theta=1e6),
 }
 

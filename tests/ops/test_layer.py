@@ -94,6 +94,16 @@ def test_append_rows_kernel(interpret: bool, dtype: str, monkeypatch: pytest.Mon
     for found in (ours, layer.append_rows_xla(among, *others)):
         for every, mine, written in zip(among, found, plain, strict=True):
             np.testing.assert_array_equal(mine, every.at[there].set(written))
+    # In a ring the second row's last two go to its first slots.
+    length = jnp.asarray([16, 18 + 19])
+    rings = layer_pallas.append_rows(caches, fresh, path, length, ring=True, interpret=interpret)
+    for found in (rings, layer.append_rows_xla(caches, fresh, path, length, ring=True)):
+        for mine, cache, rows in zip(found, caches, fresh, strict=True):
+            expected = np.array(cache)
+            for b in range(2):
+                for step in range(3):
+                    expected[b, :, (int(length[b]) + step) % 19] = rows[b, int(path[b, step])]
+            np.testing.assert_array_equal(mine, expected)
 
 
 def test_gradients_are_those_of_plain_jax() -> None:

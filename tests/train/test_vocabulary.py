@@ -1,6 +1,7 @@
 """From a corpus to a table beside the draft, through the command."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -94,3 +95,9 @@ def test_without_the_extra_it_says_what_to_type(folder: Path, capsys, monkeypatc
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert vocabulary.main(arguments(folder)) == 2
     assert "packages that are not installed (datasets): pip install" in capsys.readouterr().err
+
+
+def test_the_help_shows_a_command_that_is_taken() -> None:
+    shown = next(line for line in (vocabulary.__doc__ or "").splitlines() if "train.voc" in line)
+    options = vocabulary._parser().parse_args(shlex.split(shown)[3:])
+    assert (options.target, options.draft) == ("TARGET", "FOLDER")

@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 
+from infer.bench.shapes import SHAPES
 from longspec_jax.config import PRESETS, LinearRopeScaling
 from longspec_jax.drafters.longspec import checkpoint
 from longspec_jax.drafters.longspec.checkpoint import hf_draft_config
@@ -175,9 +176,25 @@ def test_transformers_reads_our_config_as_we_do(tmp_path, family, rope):
     assert stop_tokens(read.to_dict()) == (7, 9)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, *SHAPES])
 def test_round_trip_of_presets(name):
-    assert target_config(hf_config.hf_config(PRESETS[name])) == PRESETS[name]
+    config = PRESETS.get(name) or SHAPES[name]
+    assert target_config(hf_config.hf_config(config)) == config
+
+
+def test_a_target_inside_a_model_that_also_sees():
+    """What Mistral 3 holds as ``text_config`` is the target; the rest stands beside it."""
+    inner = hf_config.hf_config(SHAPES["ministral3-8b"])
+    del inner["architectures"], inner["torch_dtype"]
+    raw = dict(
+        architectures=["Mistral3ForConditionalGeneration"],
+        model_type="mistral3",
+        text_config=inner,
+        vision_config=dict(hidden_size=16),
+        dtype="bfloat16",
+    )
+    assert target_config(raw) == SHAPES["ministral3-8b"]
+    assert stop_tokens(raw, {"eos_token_id": [2]}) == (2,)
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -263,29 +280,48 @@ def test_refusals_name_values_rule_and_remedy(case):
 
 
 @pytest.mark.parametrize(
-    "family, overrides",
+    ("family", "overrides", "windows"),
     [
-        ("Mistral", dict(sliding_window=512)),
-        ("Qwen2", dict(sliding_window=512, use_sliding_window=True)),
-        ("Qwen3", dict(sliding_window=512, use_sliding_window=True)),
+        ("Mistral", dict(sliding_window=512), [512, 512]),
+        ("Qwen2", dict(sliding_window=512, use_sliding_window=True), [None, None]),
+        (
+            "Qwen3",
+            dict(sliding_window=512, use_sliding_window=True, max_window_layers=1),
+            [None, 512],
+        ),
+        (
+            "Qwen3",
+            dict(
+                sliding_window=512,
+                use_sliding_window=True,
+                layer_types=["sliding_attention", "full_attention"],
+            ),
+            [512, None],
+        ),
     ],
 )
-def test_an_active_window_is_refused(family, overrides):
-    with pytest.raises(
-        ValueError, match="sliding_window=512.*1024.*max_position_embeddings to 512"
-    ):
-        target_config(_raw(family, **overrides))
-    # The remedy of the message, taken.
-    assert (
-        target_config(_raw(family, **overrides, max_position_embeddings=512)).max_positions == 512
-    )
+def test_an_active_window_is_that_of_its_layers(family, overrides, windows):
+    config = target_config(_raw(family, **overrides))
+    assert [config.layer(index).window for index in range(2)] == windows
+    assert target_config(hf_config.hf_config(config)) == config
+    # Where it hides no position, no layer has one.
+    assert not target_config(_raw(family, **overrides, max_position_embeddings=512)).kinds
+
+
+def test_layer_types_are_checked():
+    raw = _raw("Qwen3", sliding_window=512, use_sliding_window=True)
+    for types in (["full_attention"], ["full_attention", "chunked_attention"]):
+        with pytest.raises(ValueError, match="layer_types.* for each of the 2 layers"):
+            target_config(raw | dict(layer_types=types))
 
 
 def test_a_mistral_file_without_the_key_means_4096():
     raw = {k: v for k, v in _raw("Mistral").items() if k != "sliding_window"}
-    assert target_config(raw).max_positions == 1024
-    with pytest.raises(ValueError, match="sliding_window=4096 is below the 32768"):
-        target_config(raw | dict(max_position_embeddings=32768))
+    assert target_config(raw).max_positions == 1024 and not target_config(raw).kinds
+    config = target_config(raw | dict(max_position_embeddings=32768))
+    assert config.layer(0).window == config.layer(1).window == 4096
+    with pytest.raises(ValueError, match="LongSpec draft reads .* all layers of this target"):
+        DraftConfig.for_target(config)
 
 
 def test_export_refuses_a_configuration_that_its_architecture_cannot_say():

@@ -21,6 +21,7 @@ TARGETS = {
     "biases": tiny_target_config(qkv_bias=True),
     "head norms": tiny_target_config(qk_norm=True, head_width=10),
     "tied": tiny_target_config(tied_embeddings=True),
+    "norms behind": tiny_target_config(wide_qk_norm=True, pre_norms=False, post_norms=True),
     "experts": tiny_target_config(
         kinds=(LayerConfig(Rotary(), experts=ExpertsConfig(5, 2, 7)), LayerConfig(Rotary())),
         pattern=(1, 0),

@@ -116,9 +116,18 @@ class Batches:
     @functools.cached_property
     def plan(self) -> Plan:
         """Which rows a step takes."""
-        longest = self.rows.seq_len
-        lengths = self.rows.lengths() if self.buckets > 1 else np.full(len(self.rows), longest)
+        longest, lengths = self.rows.seq_len, self._lengths
+        lengths = np.full(len(self.rows), longest) if lengths is None else lengths
         return Plan.of(lengths, bucket_lengths(longest, self.buckets), self.batch, self.seed)
+
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray | None:
+        """Tokens of every row without padding, where the plan needs them."""
+        return self.rows.lengths() if self.buckets > 1 else None
+
+    def real(self, step: int) -> int | None:
+        """Tokens of a step that are not padding; None where the rows would have to be read."""
+        return None if self._lengths is None else int(self._lengths[self.plan(step).rows].sum())
 
     @property
     def per_epoch(self) -> int:
@@ -166,14 +175,16 @@ def prefetch(
 def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> tuple[Batch, int]:
     """A step's batch as sharded device arrays, and its tokens that are not padding.
 
-    Masked tokens count. Every process makes the columns of its own devices only, and counts as if
-    all were like them.
+    Masked tokens count. Every process makes the columns of its own devices only. Where the lengths
+    of all rows are not known, it counts as if all were like its own.
     """
     shape = batches.shape(step)
     indices = sharding.addressable_devices_indices_map(shape).values()
     spans = [index[1].indices(shape[1]) for index in indices if index is not None]
     first, last = min(span[0] for span in spans), max(span[1] for span in spans)
-    own, real = batches.counted(step, slice(first, last))
+    own, counted = batches.counted(step, slice(first, last))
+    real = batches.real(step)
+    real = counted * shape[1] // (last - first) if real is None else real
 
     def place(part: np.ndarray) -> jax.Array:
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -183,4 +194,4 @@ def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> tuple[Ba
 
         return jax.make_array_from_callback(shape, sharding, shard)
 
-    return Batch(place(own.tokens), place(own.weights)), real * shape[1] // (last - first)
+    return Batch(place(own.tokens), place(own.weights)), real

@@ -71,11 +71,12 @@ class ParallelDraft(Draft):
         def tree(width: int, depth: int, budget: int | None = None) -> TreeConfig:
             return TreeConfig((width,) * min(depth, self.config.block), budget)
 
-        whole, half = tree(16, 8, 64), tree(8, 8, 32)
+        whole, half, chain = tree(16, 8, 64), tree(8, 8, 32), tree(1, 8)
         return DefaultTrees(
             (tree(1, 3), tree(1, 2), tree(2, 2)),
             (tree(4, 4, 16), whole),
-            (whole,),
+            (whole, half, chain),
+            settled=False,
             together=(whole, half, tree(4, 6, 16)),
         )
 

@@ -465,6 +465,7 @@ def test_operands_that_do_not_fit_are_named(change, message: str) -> None:
         ((8, 0), 128, jnp.bfloat16, "cudnn"),
         ((8, 0), 136, jnp.bfloat16, "xla"),
         ((9, 0), 136, jnp.bfloat16, "cudnn"),
+        ((9, 0), 264, jnp.bfloat16, "xla"),
         ((9, 0), 64, jnp.float32, "xla"),
     ],
 )
@@ -484,6 +485,8 @@ def test_causal_attention_is_fused_where_its_backward_pass_is(
     monkeypatch.setattr(dispatch, "compute_capability", lambda: capability)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    blocks = functools.partial(attend, implementation="xla")
+    monkeypatch.setattr(dispatch.attention_xla, "causal_attention", lambda *x, **_: blocks(*x))
     x = jnp.zeros((1, 2, 2, width), dtype)
     dispatch.causal_attention(x, x, x)
     assert given == [chosen]

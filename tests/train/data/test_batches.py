@@ -243,8 +243,12 @@ def test_processes_share_batches_of_every_length_by_columns() -> None:
     made = batches(4)
     for step in range(made.per_epoch):
         whole, columns = made(step), made.shape(step)[1]
-        halves = [made(step, slice(at, at + columns // 2)).tokens for at in (0, columns // 2)]
-        np.testing.assert_array_equal(np.concatenate(halves, axis=1), whole.tokens)
+        halves = [made.counted(step, slice(at, at + columns // 2)) for at in (0, columns // 2)]
+        tokens = [half.tokens for half, _ in halves]
+        np.testing.assert_array_equal(np.concatenate(tokens, axis=1), whole.tokens)
+        # Each counts the tokens of all, whatever the lengths of its own rows.
+        assert made.real(step) == sum(real for _, real in halves) == (whole.tokens > 0).sum()
+    assert batches(1).real(0) is None
 
 
 def test_prefetched_batches_have_the_lengths_of_their_steps() -> None:

@@ -97,7 +97,7 @@ class Eagle3Objective:
         # Logits of the target and of every step exist at once.
         sizes = self.target.vocab_size, self.steps * self.draft.proposable
         loss, (target_loss, known) = chunked_loss(
-            _soft_loss,
+            partial(_soft_loss, self.target.logit_cap),
             hidden,
             self._head(params),
             (labels, weights, step_weights, view.hidden),
@@ -155,7 +155,7 @@ class Eagle3Objective:
         return head
 
 
-def _soft_loss(logits: Array, whole: Any, parts: Any) -> ChunkLoss:
+def _soft_loss(cap: float | None, logits: Array, whole: Any, parts: Any) -> ChunkLoss:
     """Soft cross-entropy of all steps ``[B, t, S, v]``.
 
     Its other sums are the target's cross-entropy, and the tokens whose choice can be proposed.
@@ -163,6 +163,7 @@ def _soft_loss(logits: Array, whole: Any, parts: Any) -> ChunkLoss:
     target_head, vocabulary, places = whole
     labels, weights, step_weights, wanted = parts
     scores = head_logits(target_head, wanted)
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     _, target_surprise, _ = surprise_of(scores, labels)
     known = weights
     if places is not None:

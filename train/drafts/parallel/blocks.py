@@ -22,7 +22,7 @@ from longspec_jax.ops.partitioned import row_shares, with_sharding
 from longspec_jax.ops.slicing import along, cut, whole_chunks
 
 from ...step import cast
-from ...target import TargetView
+from ...target import TargetView, is_costly
 
 SCORES = 1 << 27
 """Attention scores of a device that exist at once, of all heads: half a gigabyte."""
@@ -67,6 +67,10 @@ def run_blocks(
 ) -> Float[Array, "B slots D"]:
     """What the LM head reads of every slot of every block.
 
+    The MLP goes in chunks of half of ``mlp_chunk``, because the backward pass holds twice as much.
+    Where there are several chunks, the backward pass also recomputes everything but matmuls and
+    attention.
+
     Args:
       config: of the draft.
       params: its float32 parameters.
@@ -80,32 +84,32 @@ def run_blocks(
     params = cast(
         {name: each for name, each in params.items() if name != "markov"}, config.layer.dtype
     )
-    layers = ParallelLayers(config, mlp_chunk=-(-mlp_chunk // 2))
+    mlp_chunk = -(-mlp_chunk // 2)
+    layers = ParallelLayers(config, mlp_chunk=mlp_chunk)
     window, last = config.layer.window, tokens.shape[1] - 1
     with jax.named_scope("draft"):
         embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
         [embedded] = with_sharding("b t d", embedded)
-        rows: Any = layers.apply(
-            {"params": params}, embedded, draws.positions, method=ParallelLayers.keys_values
-        )
         at = jnp.minimum(places(draws.anchors, config.block), last)
 
-        def attend_self(layer: int, q: Array, k: Array, v: Array) -> Array:
-            # Deeper layers see their block alone.
-            past, reach = (rows, window) if layer == 0 else (None, 0)
-            return block_attention(q, past, draws.anchors, every, window=reach, own=(k, v))
+        def run(params: Any, embedded: Array, draws: Draws, keys: Array, values: Array) -> Array:
+            bound: Any = layers.bind({"params": params})
+            rows = bound.keys_values(embedded, draws.positions)
 
-        def attend_cross(q: Array) -> Array:
-            return block_attention(q, (view.keys, view.values), draws.anchors, every)
+            def attend_self(layer: int, q: Array, k: Array, v: Array) -> Array:
+                # Deeper layers see their block alone.
+                past, reach = (rows, window) if layer == 0 else (None, 0)
+                return block_attention(q, past, draws.anchors, every, window=reach, own=(k, v))
 
-        found: Any = layers.apply(
-            {"params": params},
-            along(draws.anchors, embedded),
-            along(at, draws.positions),
-            attend_self,
-            attend_cross,
-        )
-    return found
+            def attend_cross(q: Array) -> Array:
+                return block_attention(q, (keys, values), draws.anchors, every)
+
+            pending, positions = along(draws.anchors, embedded), along(at, draws.positions)
+            return bound(pending, positions, attend_self, attend_cross)
+
+        if mlp_chunk and at.size > mlp_chunk * row_shares(len(at)):
+            run = jax.checkpoint(run, policy=is_costly)
+        return run(params, embedded, draws, view.keys, view.values)
 
 
 def block_attention(

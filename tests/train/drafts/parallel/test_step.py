@@ -167,14 +167,10 @@ def test_four_steps_are_those_of_an_implementation_in_pytorch(tmp_path: Path) ->
         assert measured[f"agree_top1_shift{slot + 1}"] == pytest.approx(share, abs=1e-4)
 
 
-def test_devices_do_not_change_the_step() -> None:
-    assert_same(trained(fsdp=2, tp=2), trained())
-
-
-def test_chunks_of_blocks_do_not_change_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block at a time, where the last chunk is not whole, either."""
+def test_devices_and_chunks_do_not_change_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block at a time, and a few slots of the loss, of which the last are no whole chunk."""
     monkeypatch.setattr(blocks, "SCORES", 4 * 4 * 4 * 17)
-    assert_same(trained(replace(OBJECTIVE, loss_chunk=10)), trained())
+    assert_same(trained(replace(OBJECTIVE, loss_chunk=10, mlp_chunk=8), fsdp=2, tp=2), trained())
 
 
 def assert_same(found: Any, expected: Any) -> None:

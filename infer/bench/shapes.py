@@ -1,0 +1,143 @@
+"""Shapes of published targets that have no training configuration, for benchmarks."""
+
+import dataclasses
+
+from longspec_jax.config import (
+    TARGETS,
+    LayerConfig,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    QueryScaling,
+    Rotary,
+    TargetConfig,
+    YarnRopeScaling,
+)
+
+LLAMA_1B = TargetConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    model_width=2048,
+    mlp_width=8192,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_width=64,
+    max_positions=131072,
+    rope_theta=5e5,
+    rope_scaling=Llama3RopeScaling(32.0, 1.0, 4.0, 8192),
+    tied_embeddings=True,
+)
+"""Llama-3.2-1B: so small that launches bound a decode step."""
+LLAMA_3B = dataclasses.replace(
+    LLAMA_1B, model_width=3072, num_layers=28, num_heads=24, head_width=128
+)
+"""Llama-3.2-3B: three query heads for each key/value head."""
+QWEN3_8B_YARN = dataclasses.replace(
+    TARGETS["qwen3-8b"].config,
+    rope_scaling=YarnRopeScaling.usual(4.0, 32768),
+    max_positions=131072,
+)
+MINISTRAL3_8B = TargetConfig(
+    architecture="Ministral3ForCausalLM",
+    vocab_size=131072,
+    model_width=4096,
+    mlp_width=14336,
+    num_layers=34,
+    num_heads=32,
+    num_kv_heads=8,
+    head_width=128,
+    max_positions=262144,
+    rope_theta=1e6,
+    rope_scaling=YarnRopeScaling(16.0, 16384, 1.0),
+    query_scaling=QueryScaling(0.1, 16384),
+)
+PHI4_MINI = TargetConfig(
+    architecture="Phi3ForCausalLM",
+    vocab_size=200064,
+    model_width=3072,
+    mlp_width=8192,
+    num_layers=32,
+    num_heads=24,
+    num_kv_heads=8,
+    head_width=128,
+    max_positions=131072,
+    # Not the factors of the file, which change no time.
+    rope_scaling=LongRopeScaling((1.0,) * 48, (8.0,) * 48, 4096, 1.19, beyond=True),
+    rotary_width=96,
+    tied_embeddings=True,
+)
+SMOLLM3_3B = TargetConfig(
+    architecture="SmolLM3ForCausalLM",
+    vocab_size=128256,
+    model_width=2048,
+    mlp_width=11008,
+    num_layers=36,
+    num_heads=16,
+    num_kv_heads=4,
+    head_width=128,
+    max_positions=65536,
+    rope_theta=5e6,
+    kinds=(LayerConfig(Rotary(5e6)), LayerConfig()),
+    pattern=(0, 0, 0, 1) * 9,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+)
+GRANITE33_8B = TargetConfig(
+    architecture="GraniteForCausalLM",
+    vocab_size=49159,
+    model_width=4096,
+    mlp_width=12800,
+    num_layers=40,
+    num_heads=32,
+    num_kv_heads=8,
+    head_width=128,
+    max_positions=131072,
+    rope_theta=1e7,
+    attention_scale=0.0078125,
+    embedding_factor=12.0,
+    residual_factor=0.22,
+    logits_divisor=16.0,
+    tied_embeddings=True,
+)
+OLMO2_7B = TargetConfig(
+    architecture="Olmo2ForCausalLM",
+    vocab_size=100352,
+    model_width=4096,
+    mlp_width=11008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_width=128,
+    max_positions=4096,
+    rope_theta=5e5,
+    norm_eps=1e-6,
+    wide_qk_norm=True,
+    pre_norms=False,
+    post_norms=True,
+)
+GLM4_9B = TargetConfig(
+    architecture="Glm4ForCausalLM",
+    vocab_size=151552,
+    model_width=4096,
+    mlp_width=13696,
+    num_layers=40,
+    num_heads=32,
+    num_kv_heads=2,
+    head_width=128,
+    max_positions=32768,
+    rotary_width=64,
+    qkv_bias=True,
+    post_norms=True,
+)
+SHAPES: dict[str, TargetConfig] = {
+    "llama32-1b": LLAMA_1B,
+    "llama32-3b": LLAMA_3B,
+    "qwen3-8b-yarn": QWEN3_8B_YARN,
+    "ministral3-8b": MINISTRAL3_8B,
+    "phi4-mini": PHI4_MINI,
+    "smollm3-3b": SMOLLM3_3B,
+    "granite33-8b": GRANITE33_8B,
+    "olmo2-7b": OLMO2_7B,
+    "glm4-9b": GLM4_9B,
+}
+"""By the names that ``--shape`` takes."""

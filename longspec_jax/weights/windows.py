@@ -1,0 +1,99 @@
+"""Layers with windows in a target's ``config.json``, and back.
+
+``sliding_window`` says how many tokens a layer sees, ``layer_types`` which layers do. Files without
+the latter follow their family's pattern. Such layers may rotate by positions of their own: the
+scaling of a long context is not for them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from longspec_jax.config import LayerConfig, Rotary, TargetConfig
+from longspec_jax.weights.families import Family
+from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.rope import raw_rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The types of layers, and the keys of their parts of ``rope_parameters``."""
+SWITCH = "sliding_window"
+"""The window, and the key that turns it on where a family has no other."""
+
+
+def with_full_rope(raw: JsonObject) -> JsonObject:
+    """The file with the rotation of the layers without a window alone."""
+    parts = raw.part("rope_parameters")
+    if not parts.has(FULL):
+        return raw
+    return JsonObject({**raw.values, "rope_parameters": parts.values[FULL]}, raw.origin)
+
+
+def window_kinds(raw: JsonObject, family: Family, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The kinds of layers and their pattern; nothing where no window hides a token.
+
+    Args:
+      raw: the whole file.
+      family: of the target.
+      known: fields of its :class:`TargetConfig`.
+    """
+    window = _window(raw, family)
+    if window is None:
+        return {}
+    layers = known["num_layers"]
+    types = raw.texts("layer_types")
+    if not types:
+        types = [SLIDING if family.windows(raw, index) else FULL for index in range(layers)]
+    if len(types) != layers or {*types} - {FULL, SLIDING}:
+        rule = f"must be {FULL} or {SLIDING} for each of the {layers} layers"
+        raise raw.error("layer_types", rule)
+    if SLIDING not in types:
+        return {}
+    far = Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
+    near = far if family.local_theta is None else _local(raw, family.local_theta, far)
+    if window >= known["max_positions"] and near == far:
+        return {}
+    kinds = (LayerConfig(near, window), LayerConfig(far))[: len({*types})]
+    return {"kinds": kinds, "pattern": tuple(int(each == FULL) for each in types)}
+
+
+def _window(raw: JsonObject, family: Family) -> int | None:
+    """Tokens that a layer with a window sees; None where no layer has one."""
+    switch = family.window_switch
+    if switch is None or (switch != SWITCH and not raw.flag(switch, False)):
+        return None
+    # Null means that there is no window, and absent the family's own.
+    default = None if SWITCH in raw.values else family.default_window
+    return raw.whole(SWITCH) if default is None and raw.has(SWITCH) else default
+
+
+def _local(raw: JsonObject, key: str, far: Rotary) -> Rotary:
+    """The rotation of layers with a window: a base of their own, and no scaling."""
+    part = raw.part("rope_parameters").part(SLIDING)
+    if (kind := part.text("rope_type", "default")) != "default":
+        raise part.error("rope_type", f"{kind} is not supported in layers with a window")
+    theta = part.number("rope_theta", raw.number(key, far.theta, least=1), least=1)
+    return Rotary(theta, None, far.width)
+
+
+def raw_windows(config: TargetConfig, family: Family) -> dict[str, Any]:
+    """The inverse, which transformers 4 and 5 read."""
+    if family.window_switch is None:
+        return {}
+    layers = [config.layer(index) for index in range(config.num_layers)]
+    near = next((layer for layer in layers if layer.window is not None), None)
+    if near is None:
+        # Absent, transformers may assume a window.
+        return {SWITCH: None} if family.window_switch == SWITCH else {}
+    raw: dict[str, Any] = {family.window_switch: True, SWITCH: near.window}
+    if any(layer.window is None for layer in layers):
+        raw["layer_types"] = [SLIDING if layer.window else FULL for layer in layers]
+    if family.local_theta is not None and near.rotary is not None:
+        far = raw_rope(config.rotary, config.head_width)
+        scaling = far["rope_scaling"] or {"rope_type": "default"}
+        kind = scaling.get("rope_type", scaling.get("type"))
+        raw["rope_parameters"] = {
+            FULL: {**scaling, "rope_type": kind, "rope_theta": far["rope_theta"]},
+            SLIDING: {"rope_type": "default", "rope_theta": near.rotary.theta},
+        }
+        if family.local_theta not in far:
+            raw[family.local_theta] = near.rotary.theta
+    return raw
