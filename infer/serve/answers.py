@@ -36,12 +36,7 @@ class TextFormat:
     """Of the answer's id, and the ``object`` of a body and of a chunk."""
 
     def __init__(self, text_of: TokenText, special: Container[int] = ()) -> None:
-        """Bind what writes tokens.
-
-        Args:
-          text_of: the text of a token.
-          special: tokens that are no part of a text, which offsets therefore do not count.
-        """
+        """Bind what writes tokens; offsets do not count the special ones."""
         self._text_of, self._special = text_of, special
 
     def choice(self, index: int, answer: Answer, call: Call) -> dict[str, Any]:

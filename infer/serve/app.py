@@ -25,11 +25,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
 from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes
+from .documents import describe, read_page
 from .engine_thread import EngineThread, State
 from .gains import Ticket, token_text
 from .metrics import Metrics
-from .openapi import describe
-from .page import read_page
 from .protocol import (
     MOST_BYTES,
     Call,

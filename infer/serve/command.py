@@ -318,16 +318,7 @@ def served_model(
     most_rows: int,
     template: str | None = None,
 ) -> ServedModel:
-    """What requests are checked against.
-
-    Args:
-      spec: the loaded models.
-      engine: over them.
-      names: of the model.
-      max_len: most tokens of a request.
-      most_rows: of a request.
-      template: as in :func:`chat_encoder`.
-    """
+    """What requests are checked against; arguments as of :func:`served_over`."""
     tokenizer, drafter = spec.tokenizer, engine.engine.drafter
 
     def encode(text: str, special: bool) -> list[int]:

@@ -51,11 +51,9 @@ class EngineThread:
         request_seconds: float | None = None,
         levels: int = 0,
     ) -> None:
-        """Bind an engine that is prepared; :meth:`start` begins.
+        """Bind a prepared engine, which the thread alone uses and closes; :meth:`start` begins.
 
         Args:
-          engine: used by the thread alone from then on, which closes it in the end.
-          metrics: counts what happens.
           queue_requests: most rows that wait for their first token.
           queue_tokens: most tokens of their prompts together.
           request_seconds: after which a call is ended; None for no limit.

@@ -127,13 +127,7 @@ class Ticket:
     """
 
     def __init__(self, rows: Sequence[Row], deadline: float, levels: int) -> None:
-        """Wait to be submitted.
-
-        Args:
-          rows: of the call.
-          deadline: when it ends at the latest, on the monotonic clock.
-          levels: of the engine's tree.
-        """
+        """Wait to be submitted; the deadline is of the monotonic clock."""
         self.rows, self.deadline = tuple(rows), deadline
         self.arrived = time.monotonic()
         self.answers = [
@@ -243,12 +237,7 @@ def _milliseconds(begin: float | None, end: float | None) -> float | None:
 
 
 def acceptance_of(gain: Gain, levels: int) -> dict[str, Any] | None:
-    """What the draft has given a row; None if it drafted nothing.
-
-    Args:
-      gain: of the whole row.
-      levels: of the tree, the most draft tokens that a round may accept.
-    """
+    """What the draft has given a row, with the levels of its tree; None if it drafted nothing."""
     rounds, accepted = len(gain.rounds), sum(gain.rounds)
     if not rounds or not gain.proposed:
         return None
@@ -278,13 +267,9 @@ def completed_text(text_of: TokenText, tokens: Sequence[int]) -> str:
 def rounds_of(
     gain: Gain, text_of: TokenText, row: int, before: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The tokens of a gain and the rounds that they came from, for the page.
+    """The tokens of a row's gain and the rounds that they came from, for the page.
 
-    Args:
-      gain: of the row.
-      text_of: the text of tokens.
-      row: its number among the choices.
-      before: the last tokens before the gain, which may begin its first character.
+    The last tokens ``before`` the gain may begin its first character.
     """
     tokens, depth, ids = [], 0, [*before]
     for token, drafted in zip(gain.tokens, gain.drafted, strict=True):

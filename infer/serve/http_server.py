@@ -59,12 +59,9 @@ class HttpServer:
     """The port, the routes and the engine's thread, and how they end."""
 
     def __init__(self, served: Served, listener: socket.socket, drain_seconds: float) -> None:
-        """Bind what is served.
+        """Bind what is served, by a thread that was not started, and an address.
 
-        Args:
-          served: with the engine's thread, which was not started.
-          listener: has the address.
-          drain_seconds: how long open calls are awaited in the end.
+        In the end open calls are awaited for ``drain_seconds``.
         """
         self._thread, self._listener, self._drain = served.thread, listener, drain_seconds
         config = uvicorn.Config(

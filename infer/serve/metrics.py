@@ -35,11 +35,7 @@ class Metrics:
     """All counters; the engine's thread writes, the event loop reads."""
 
     def __init__(self, levels: int = 0) -> None:
-        """Begin at zero.
-
-        Args:
-          levels: of the engine's tree: each has a counter of accepted tokens.
-        """
+        """Begin at zero; each of the tree's levels has a counter of accepted tokens."""
         disable_created_metrics()  # When each counter began, which nobody plots.
         self._registry = CollectorRegistry()
         self._levels = levels

@@ -21,8 +21,7 @@ from longspec_jax.config import (
     YarnRopeScaling,
 )
 from longspec_jax.weights.families import FAMILIES, WRAPPERS
-from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.quantised.formats import quantisation
+from longspec_jax.weights.json_files import QUANTISATION, JsonObject
 from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta, rotary_width
 from longspec_jax.weights.windows import raw_windows, window_kinds, with_full_rope
 
@@ -59,7 +58,11 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     if family.local_theta is not None:
         raw = with_full_rope(raw)
     check_refused(raw, REFUSED_TARGET, family.accepts)
-    quantisation(raw)  # Refuses formats that are not read.
+    if any(map(raw.has, QUANTISATION)):
+        # Late: it imports numpy, which ``--help`` does without.
+        from longspec_jax.weights.quantised.formats import quantisation
+
+        quantisation(raw)  # Refuses formats that are not read.
     _check_model_type(raw, architecture)
     scaling = rope_scaling(raw, PARTIAL in family.accepts)
     max_positions = _max_positions(raw, scaling)

@@ -23,6 +23,8 @@ from longspec_jax.checks import (
 T = TypeVar("T")
 
 REMEDY = "use the file that was saved with the weights, or correct it"
+QUANTISATION = "quantization_config", "compression_config"
+"""Where a ``config.json`` has its quantisation; compressed-tensors before 0.6 wrote the second."""
 
 
 @dataclass(frozen=True)

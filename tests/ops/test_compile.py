@@ -1,6 +1,7 @@
 """Every shipped tile still lowers for CUDA, checked without a GPU."""
 
 import functools
+import math
 import re
 import subprocess
 import sys
@@ -16,10 +17,13 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.hardware import mosaic_is_supported
 from longspec_jax.ops.matmul import int8_pallas, ordered_mosaic
+from longspec_jax.ops.matmul.packed import pack
+from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
 from longspec_jax.ops.selection import continuations, continuations_pallas
 from tests.kit import lowered
 from tests.ops.attention.oracle import HEADS, TOKENS
 from tests.ops.matmul.published import PUBLISHED, Weights
+from tests.ops.matmul.test_packed import LARGE, Case
 
 
 def shipped() -> list:
@@ -237,6 +241,24 @@ def test_matmuls_of_one_order_lower_for_cuda(rows: int, weights: Weights) -> Non
     assert text.count("custom_call @mosaic_gpu") == 1
     # Rows and columns that do not exist are the copy engine's affair.
     assert "stablehlo.pad" not in text
+
+
+@pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
+@pytest.mark.parametrize("rows", [1, 72])
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> None:
+    from longspec_jax.ops.matmul import quantised_mosaic
+
+    dtype = jnp.dtype(case.dtype)
+    matrix = jax.eval_shape(case.drawn)
+    packed = jax.eval_shape(functools.partial(pack, dtype=dtype), matrix)
+    columns = case.outputs[-1] if case.gated else math.prod(case.outputs)
+    tile = quantised_tile(case.inputs, columns, gated=case.gated, split=case.split)
+    call = functools.partial(quantised_mosaic.matmul, tile=tile, gated=case.gated)
+    operands = (jax.ShapeDtypeStruct((rows, case.inputs), dtype), packed)
+    if not (case.gated or case.split):
+        operands += (jax.ShapeDtypeStruct((columns,), dtype),)
+    assert lowered(call, *operands).count("custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")

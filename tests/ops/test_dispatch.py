@@ -15,7 +15,9 @@ from longspec_jax.ops import hardware, layer
 from longspec_jax.ops.attention import dispatch as attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.matmul import few_rows, int8
+from longspec_jax.ops.matmul import few_rows, int8, quantised
+from longspec_jax.ops.matmul.packed import pack
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.selection.continuations import best_continuations
 
 half = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
@@ -76,6 +78,13 @@ Q, CACHE, LENGTH, ROWS = (
 PREFIX = Prefix(CACHE, CACHE, LENGTH)
 FRESH = Fresh(ROWS, ROWS, jax.ShapeDtypeStruct((1, 8, 8), jnp.bool_))
 INT8 = int8.Int8Rows(jax.ShapeDtypeStruct((8192, 512), jnp.int8), real((8192,)))
+PACKED, PACKED_PAIR = (
+    jax.eval_shape(
+        partial(pack, dtype=jnp.dtype("bfloat16")),
+        QuantisedMatrix(jax.ShapeDtypeStruct((*out, 512), jnp.int8), real((*out, 1))),
+    )
+    for out in ((8192,), (2, 4096))
+)
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "prefix": (attention.prefix_attention, (Q, PREFIX)),
     "tree": (attention.tree_attention, (Q, FRESH)),
@@ -94,6 +103,9 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "int8": (int8.int8_matmul, (half((8, 512)), INT8)),
     "int8 partials": (int8.int8_matmul_partials, (half((8, 512)), INT8)),
     "int8 gated": (int8.int8_gated_matmul, (half((8, 512)), INT8)),
+    "quantised": (quantised.quantised_matmul, (half((8, 512)), PACKED)),
+    "quantised partials": (quantised.quantised_matmul_partials, (half((8, 512)), PACKED)),
+    "quantised gated": (quantised.quantised_gated_matmul, (half((8, 512)), PACKED_PAIR)),
     "continuations": (partial(best_continuations, count=4), (real((1, 4, 5000)), real((1, 4)))),
     "matmul": (few_rows.matmul, (half((8, 512)), half((512, 8192)))),
     "partials": (few_rows.matmul_partials, (half((8, 512)), half((512, 8192)))),
@@ -106,7 +118,8 @@ def test_a_decode_step_on_a_gpu_takes_the_kernels(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong refusal would fall back to XLA, right and slow; on this CPU all must fall back."""
-    if name in ("matmul", "partials", "gated") and not hardware.mosaic_is_supported():
+    mosaic = "matmul", "partials", "gated", "quantised", "quantised partials", "quantised gated"
+    if name in mosaic and not hardware.mosaic_is_supported():
         pytest.skip("the kernel needs jax 0.11 or newer")
     op, operands = CALLS[name]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from infer.serve.documents import GETS, POSTS, describe
 from infer.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, SHARED, TOKENIZE
-from infer.serve.openapi import GETS, POSTS, describe
 from infer.serve.protocol import (
     DEEPEST,
     MOST_BYTES,

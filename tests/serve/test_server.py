@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from openai import APIError, AuthenticationError, BadRequestError, OpenAI
 
+from infer.serve.documents import GETS, POSTS
 from infer.serve.http_server import log_to_stderr
-from infer.serve.openapi import GETS, POSTS
 from infer.serve.protocol import ServedModel
 from longspec_jax.decoding import launches
 from tests.serve.kit import Client, ScriptedEngine, events, scripted_model, serving

@@ -118,7 +118,7 @@ def packed_params(params: Any, dtype: Any) -> Any:
     """
     if isinstance(params, Mapping):
         return {key: packed_params(value, dtype) for key, value in params.items()}
-    if not isinstance(params, QuantisedMatrix):
+    if not isinstance(params, QuantisedMatrix) or jnp.dtype(dtype).itemsize != 2:
         return params
     try:
         hardware.require_hopper("the kernel for quantised weights")

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec_jax.checks import shown
-from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.json_files import QUANTISATION, JsonObject
 from longspec_jax.weights.quantised.stored import Awq, Bytes, Format, Gptq, Packed
 
-KEYS = "quantization_config", "compression_config"
-"""Where it stands; compressed-tensors before 0.6 wrote the second."""
 SUPPORTED = (
     "supported are compressed-tensors (float-quantized in 8 bits, int-quantized in 8 bits, "
     "pack-quantized in 4 and 8 bits), fp8, gptq in 4 and 8 bits, and awq in the gemm layout"
@@ -60,11 +58,11 @@ def quantisation(raw: JsonObject) -> Quantisation | None:
     Raises:
       ValueError: for a format that is not supported, by name.
     """
-    key = next((key for key in KEYS if raw.has(key)), None)
+    key = next((key for key in QUANTISATION if raw.has(key)), None)
     if key is None:
         return None
     part = raw.part(key)
-    method = part.text("quant_method", "compressed-tensors" if key == KEYS[1] else "")
+    method = part.text("quant_method", "compressed-tensors" if key == QUANTISATION[1] else "")
     readers = {
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,

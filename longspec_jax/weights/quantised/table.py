@@ -109,8 +109,8 @@ def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation)
     format = quantised.format_of(name) if is_linear else None
     if not is_linear and found:
         raise ValueError(
-            f"{quantised.origin}: {name} is quantised ({', '.join(found)}), and LM heads and "
-            f"embeddings are read whole; {REMEDY}"
+            f"{quantised.origin}: {name} is quantised ({', '.join(found)}), and LM heads, "
+            f"embeddings and experts are read whole; {REMEDY}"
         )
     if (format is None) == bool(found):
         says = "whole" if format is None else f"quantised as {format.label}"

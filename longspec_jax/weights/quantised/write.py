@@ -26,9 +26,8 @@ from longspec_jax.axes import Array
 from longspec_jax.weights.checkpoint import Tensor, open_tensors
 from longspec_jax.weights.hf_config import target_config, wrapped
 from longspec_jax.weights.hub import FILES, local_folder
-from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.json_files import QUANTISATION, read_json
 from longspec_jax.weights.params import is_finite
-from longspec_jax.weights.quantised.formats import KEYS
 from longspec_jax.weights.quantised.table import KERNEL, WEIGHT
 from longspec_jax.weights.tables import check_layers, check_tensors, target_table
 
@@ -75,7 +74,7 @@ def quantise(
         raise ValueError(
             f"{raw.origin}: the target is part of a model that also sees; name one alone"
         )
-    if any(raw.has(key) for key in KEYS):
+    if any(raw.has(key) for key in QUANTISATION):
         raise ValueError(f"{raw.origin}: the target is quantised already; name a whole one")
     config = target_config(raw, "float32")
     if config.is_sparse:
@@ -87,6 +86,8 @@ def quantise(
         tensors = open_tensors(folder, stack)
         check_layers(config, tensors, folder / "config.json")
         table = target_table(config)
+        if any("expert" in leaf.path for leaf in table.leaves):
+            raise ValueError(f"{raw.origin}: experts are not quantised; name a target without them")
         check_tensors(table, tensors, str(source))
         linears = {
             part.source
@@ -107,7 +108,7 @@ def quantise(
             if path.is_file() and not (out / path.name).exists() and path.name != "config.json":
                 if not path.name.endswith(".index.json"):
                     shutil.copyfile(path, out / path.name)
-    said = {**raw.values, KEYS[0]: quantization_config(group)}
+    said = {**raw.values, QUANTISATION[0]: quantization_config(group)}
     (out / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
     return Written(len(linears), group, files.source_bytes, files.bytes)
 

@@ -135,6 +135,7 @@ def test_parameters_are_packed_where_the_kernel_runs(monkeypatch: pytest.MonkeyP
     here = params()
     assert packed_params(here, "bfloat16")["layer"]["kernel"] is here["layer"]["kernel"]
     monkeypatch.setattr(hardware, "require_hopper", lambda kernel: None)
+    assert packed_params(here, "float32")["layer"]["kernel"] is here["layer"]["kernel"]
     there = packed_params(here, "bfloat16")
     assert there["odd"] is odd and there["layer"]["scale"] is whole
     packed = there["layer"]["kernel"]

@@ -271,7 +271,7 @@ def test_files_that_disagree_with_their_configuration_are_refused(tmp_path: Path
     bad = tensors[f"{name}.scales"].copy()
     bad[1, 3] = np.nan
     refused("holds NaN or infinite values", tensors | {f"{name}.scales": bad})
-    refused("LM heads and embeddings are read whole", tensors | {"lm_head.qweight": order})
+    refused("LM heads, embeddings and experts are read whole", tensors | {"lm_head.qweight": order})
 
 
 def test_a_quantised_target_is_not_saved_as_a_whole_one(tmp_path: Path) -> None:
