@@ -82,27 +82,6 @@ def test_a_mesh_cuts_heads_and_widths(tmp_path: Path, kind: str) -> None:
     assert codes.sharding.shard_shape(codes.shape) == (2, 48, codes.shape[-1] // 2)
 
 
-@pytest.mark.parametrize("kind", ["fp8 by block", "W4A16", "GPTQ v1 act-order"])
-def test_experts_are_dequantised(tmp_path: Path, kind: str) -> None:
-    """On a mesh, too, in the shares of its devices; routers are whole, whatever the file says."""
-    rotary, width = LayerConfig(Rotary()), 2 * GROUP
-    mixture = dataclasses.replace(rotary, experts=ExpertsConfig(4, 2, width, renormalised=False))
-    sparse = dataclasses.replace(
-        CONFIG,
-        architecture="Qwen3MoeForCausalLM",
-        qk_norm=True,
-        norm_eps=1e-6,
-        kinds=(mixture, rotary),
-        pattern=(0, 1),
-    )
-    folder = write(tmp_path, kind, ("mlp.gate.",), config=sparse)
-    config, params = load_target(folder, mesh=make_mesh(fsdp=2, tp=2))
-    assert config == sparse and len(matrices(params)) == 2 * 2 + 2
-    assert_stands_for(params, tmp_path)
-    with pytest.raises(ValueError, match="layers of experts"):
-        quantise(tmp_path / "whole", "fp8", tmp_path / "out")
-
-
 @pytest.mark.parametrize("kind", ["FP8 by block", "W4A16 asymmetric", "GPTQ v1 act-order", "AWQ"])
 def test_families_with_fused_linears_and_other_rotations(tmp_path: Path, kind: str) -> None:
     """Query, key and value are rows of one quantised matrix, and a head's rows change places."""
@@ -147,6 +126,27 @@ def test_a_target_inside_a_model_that_also_sees(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="part of a model that also sees"):
         quantise(folder, "fp8", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["fp8 by block", "W4A16", "GPTQ v1 act-order"])
+def test_experts_are_dequantised(tmp_path: Path, kind: str) -> None:
+    """On a mesh, too, in the shares of its devices; routers are whole, whatever the file says."""
+    rotary, width = LayerConfig(Rotary()), 2 * GROUP
+    mixture = dataclasses.replace(rotary, experts=ExpertsConfig(4, 2, width, renormalised=False))
+    sparse = dataclasses.replace(
+        CONFIG,
+        architecture="Qwen3MoeForCausalLM",
+        qk_norm=True,
+        norm_eps=1e-6,
+        kinds=(mixture, rotary),
+        pattern=(0, 1),
+    )
+    folder = write(tmp_path, kind, ("mlp.gate.",), config=sparse)
+    config, params = load_target(folder, mesh=make_mesh(fsdp=2, tp=2))
+    assert config == sparse and len(matrices(params)) == 2 * 2 + 2
+    assert_stands_for(params, tmp_path)
+    with pytest.raises(ValueError, match="layers of experts"):
+        quantise(tmp_path / "whole", "fp8", tmp_path / "out")
 
 
 def test_layers_that_are_left_whole_are_whole(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_files_that_disagree_with_their_configuration_are_refused(tmp_path: Path
     bad = tensors[f"{name}.scales"].copy()
     bad[1, 3] = np.nan
     refused("holds NaN or infinite values", tensors | {f"{name}.scales": bad})
-    refused("LM heads and embeddings are read whole", tensors | {"lm_head.qweight": order})
+    refused("LM heads, embeddings and experts are read whole", tensors | {"lm_head.qweight": order})
 
 
 def test_a_quantised_target_is_not_saved_as_a_whole_one(tmp_path: Path) -> None:
