@@ -5,6 +5,7 @@ import dataclasses
 from longspec_jax.config import (
     TARGETS,
     LayerConfig,
+    LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
     QueryScaling,
@@ -115,6 +116,40 @@ OLMO2_7B = TargetConfig(
     pre_norms=False,
     post_norms=True,
 )
+_OLMO3_FAR = Rotary(5e5, YarnRopeScaling.usual(8.0, 8192))
+OLMO3_7B = dataclasses.replace(
+    OLMO2_7B,
+    architecture="Olmo3ForCausalLM",
+    vocab_size=100278,
+    max_positions=65536,
+    rope_scaling=_OLMO3_FAR.scaling,
+    kinds=(LayerConfig(Rotary(5e5), 4096), LayerConfig(_OLMO3_FAR)),
+    pattern=(0, 0, 0, 1) * 8,
+)
+_GEMMA3_FAR = Rotary(1e6, LinearRopeScaling(8.0))
+GEMMA3_12B = TargetConfig(
+    architecture="Gemma3ForCausalLM",
+    vocab_size=262208,
+    model_width=3840,
+    mlp_width=15360,
+    num_layers=48,
+    num_heads=16,
+    num_kv_heads=8,
+    head_width=256,
+    max_positions=131072,
+    rope_theta=1e6,
+    rope_scaling=_GEMMA3_FAR.scaling,
+    kinds=(LayerConfig(Rotary(1e4), 1024), LayerConfig(_GEMMA3_FAR)),
+    pattern=(0, 0, 0, 0, 0, 1) * 8,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    qk_norm=True,
+    post_norms=True,
+    offset_norms=True,
+    gelu=True,
+    embedding_factor=62.0,
+    attention_scale=0.0625,
+)
 GLM4_9B = TargetConfig(
     architecture="Glm4ForCausalLM",
     vocab_size=151552,
@@ -139,5 +174,7 @@ SHAPES: dict[str, TargetConfig] = {
     "granite33-8b": GRANITE33_8B,
     "olmo2-7b": OLMO2_7B,
     "glm4-9b": GLM4_9B,
+    "gemma3-12b": GEMMA3_12B,
+    "olmo3-7b": OLMO3_7B,
 }
 """By the names that ``--shape`` takes."""
