@@ -9,9 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from longspec_jax.config import (
     LARGEST_FACTOR,
     SMALLEST_FACTOR,
@@ -192,7 +189,10 @@ def _gemma(raw: JsonObject, known: Fields) -> Fields:
     activation = raw.text("hidden_activation", _GELU)
     if activation != _GELU:
         raise raw.error("hidden_activation", f"is not supported, only {_GELU}")
-    root = np.asarray(math.sqrt(known["model_width"]), jnp.dtype(known["dtype"]))
+    # Late: ``--help`` of the commands does without.
+    import jax.numpy as jnp
+
+    root = jnp.dtype(known["dtype"]).type(math.sqrt(known["model_width"]))
     return {
         "embedding_factor": float(root),
         "attention_scale": raw.whole("query_pre_attn_scalar", 256) ** -0.5,

@@ -13,10 +13,10 @@ import pytest
 from configs import demo
 from longspec_jax import cli
 from train import run
+from train.acceptance import implied_length
 from train.arguments import from_config
 from train.card import write_card
 from train.config import LogConfig, RunConfig
-from train.drafts.longspec.acceptance import implied_length
 from train.metrics import Guarded, Metrics, Record, open_writers, read_records
 
 

@@ -206,12 +206,14 @@ def propose(params: Params, rows: Rows) -> Tree:
 
 DIARIST = Diarist()
 TOLD = Hierarchy(DIARIST, ALL, LONG)
+TARGET = random_target(CONFIG, 1)
+"""Parameters with which rows accept chains of different lengths."""
 
 
 def proposed(request: Any) -> tuple[Any, Tree, list[Any]]:
     """The rows after the prompts, what is proposed for them, and what the diarist is told."""
     drafter, target = TOLD, TargetModel(CONFIG)
-    params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
+    params, tokens = Params(TARGET, None), prompts(CONFIG.vocab_size)
     rows = prefill(
         *(target, drafter, params, jnp.asarray(tokens), jnp.asarray(LENGTHS), request),
         capacity=128,
@@ -225,7 +227,7 @@ def proposed(request: Any) -> tuple[Any, Tree, list[Any]]:
 
 def test_the_inner_drafter_is_told_of_the_chain_and_forgets_it() -> None:
     """Tokens, hidden states and queries of prompt and chain are those of one plain pass."""
-    tokens, params = prompts(CONFIG.vocab_size), random_target(CONFIG)
+    tokens, params = prompts(CONFIG.vocab_size), TARGET
     rows, tree, seen = proposed(requested((0.0, 0.7, 1.0)))
     last, steps = seen[-1], np.diff([position for _, _, position in seen], axis=0)
     assert (steps[:2] > 0).all() and (steps >= 0).all()
