@@ -61,6 +61,23 @@ def anchored_positions(
     return index + jnp.where(index >= sinks, offset, 0)
 
 
+def drawn_positions(
+    key: Array,
+    rows: tuple[int, int],
+    length: int,
+    *,
+    target: TargetConfig,
+    max_offset: int,
+    max_sinks: int,
+) -> Int[Array, "A B T"]:
+    """:func:`anchored_positions` within the range of a target; plain ones without an offset."""
+    if not max_offset:
+        return plain_positions(rows, length)
+    # The target must not meet positions it was not made for.
+    most = max(0, min(max_offset, target.max_positions - length))
+    return anchored_positions(key, rows, length, max_offset=most, max_sinks=max_sinks)
+
+
 class TargetView(NamedTuple):
     """What the draft and its measures need of one target pass."""
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
@@ -94,6 +95,16 @@ class Committed(NamedTuple):
     count: Lengths  # pyright: ignore[reportIncompatibleMethodOverride]
     """How many of the tokens joined; 0 for a row that did not advance."""
     features: Features = Features()
+
+    def last(self, most: int) -> "Committed":
+        """The last ``most`` of the tokens that joined, if more are given; without the features."""
+        tokens, start, count = self.tokens, self.start, self.count
+        if tokens.shape[1] > most:
+            skipped = jnp.maximum(count - most, 0)
+            index = skipped[:, None] + jnp.arange(most)
+            tokens = jnp.take_along_axis(tokens, index, axis=1)
+            start, count = start + skipped, count - skipped
+        return Committed(tokens, start, count)
 
 
 @runtime_checkable

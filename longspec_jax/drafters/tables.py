@@ -25,6 +25,7 @@ SINKS = 4
 MOST_SINKS = 64
 """They are read at every level, in the buffer of the tree."""
 P = TypeVar("P", bound="TableParams")
+B = TypeVar("B", bound="BlockParams")
 
 
 @dataclass(frozen=True)
@@ -173,9 +174,7 @@ class TableParams:
 
     def logits(self, hidden: Array) -> Array:
         """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
-        if isinstance(self.head, Int8Rows):
-            return int8_matmul(hidden, self.head)
-        return head_logits(self.head, hidden)
+        return stored_logits(self.head, hidden)
 
     def embedded(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
@@ -220,6 +219,35 @@ class TableParams:
             )
         tokens = None if vocabulary is None else jnp.asarray(vocabulary)
         return cls(layer, embedding, head, tokens, own_embedding, own_head)
+
+
+@struct.dataclass
+class BlockParams(TableParams):
+    """Those of a draft that proposes a block, with its Markov head (DSpark, section 3.2)."""
+
+    markov: Any = None
+    """``embedding [V, r]`` of the token before, ``head [v, r]``, and for a gated or a recurrent
+    head the projection ``fuse``; None without such a head."""
+
+    @property
+    def own_params(self) -> Any:
+        """Those not shared with the target."""
+        return *super().own_params, self.markov
+
+    def in_int8(self: B) -> B:
+        """As of :class:`TableParams`; the Markov head's larger table too."""
+        small: Any = super().in_int8()
+        if self.markov is None:
+            return small
+        head = Int8Rows.of(self.markov["head"])
+        return dataclasses.replace(small, markov=self.markov | {"head": head})
+
+
+def stored_logits(table: Array | Int8Rows, hidden: Array) -> Array:
+    """Logits ``[..., v]`` of hidden states ``[..., D]`` in float32; the table may have 8 bits."""
+    if isinstance(table, Int8Rows):
+        return int8_matmul(hidden, table)
+    return head_logits(table, hidden)
 
 
 def _is(stored: jax.Array, shared: jax.Array) -> bool:

@@ -249,9 +249,12 @@ def scaled(x: Array, factor: float) -> Array:
 def target_logits(config: TargetConfig, products: Array) -> Array:
     """A target's logits of the products of hidden states with its LM head."""
     logits = products if config.logits_divisor == 1 else products / config.logits_divisor
-    if config.logit_cap is not None:
-        logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
-    return logits
+    return capped(logits, config.logit_cap)
+
+
+def capped(logits: Array, cap: float | None) -> Array:
+    """``cap * tanh(logits / cap)``; without a cap the logits."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def head_of(params: Any) -> Array:

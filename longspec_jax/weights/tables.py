@@ -11,6 +11,7 @@ shapes must agree. All mismatches are reported together: a wrong model is easier
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -143,6 +144,11 @@ _WIDE_QK_NORM = (
     Rule("attention/q_norm/scale", "K G H", (("self_attn.q_norm.weight", "(K G h)"),)),
     Rule("attention/k_norm/scale", "K H", (("self_attn.k_norm.weight", "(K h)"),)),
 )
+MARKOV = (
+    Rule("markov/embedding", "V R", (("markov_head.markov_w1.weight", "V R"),)),
+    Rule("markov/head", "v R", (("markov_head.markov_w2.weight", "v R"),)),
+)
+"""Of drafts that propose a block (DSpark)."""
 MODEL = (
     Rule("embedding", "V D", (("model.embed_tokens.weight", "V D"),)),
     Rule("final_norm/scale", "D", (("model.norm.weight", "D"),)),
@@ -244,7 +250,8 @@ def bind(
     """
     axes = rule.axes.split()
     stack = axes.index("*") if "*" in axes else 0
-    parts, start, rows = [], 0, dict.fromkeys((name for name, _ in rule.sources), 0)
+    parts, start, rows = [], 0, Counter()
+    times = Counter(name for name, _ in rule.sources)
     for name, stored in rule.sources:
         order_of = shuffle if "h" in stored else None
         groups = _groups(stored.replace("h", "H"))
@@ -259,10 +266,9 @@ def bind(
         depth = sizes[along] if "*" in axes else sizes[axes[0]]
         factors = tuple(tuple(sizes[letter] for letter in group) for group in groups)
         heads = axes.index("H") if order_of else 0
-        first, several = rows[name], [known for known, _ in rule.sources].count(name) > 1
-        part = Part(theirs + name, factors, order, start, depth, first, 0, order_of, heads)
+        part = Part(theirs + name, factors, order, start, depth, rows[name], 0, order_of, heads)
         rows[name] += math.prod(factors[0])
-        parts.append((part, name if several else None))
+        parts.append((part, name if times[name] > 1 else None))
         start += depth
     shape = tuple(start if axis == stack else sizes[letter] for axis, letter in enumerate(axes))
     whole = (replace(part, rows=rows[name]) if name else part for part, name in parts)

@@ -30,6 +30,7 @@ from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
 from longspec_jax.weights.params import load_params, write_model
 from longspec_jax.weights.tables import (
+    MARKOV,
     ROTARY,
     Rule,
     Table,
@@ -46,10 +47,6 @@ _TRUNK = (
 )
 _EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
 _HEAD = (Rule("head", "v D", (("lm_head.weight", "v D"),)),)
-_MARKOV = (
-    Rule("markov/embedding", "V R", (("markov_head.markov_w1.weight", "V R"),)),
-    Rule("markov/head", "v R", (("markov_head.markov_w2.weight", "v R"),)),
-)
 _CONFIDENCE = (
     Rule("confidence/kernel", "O I", (("confidence_head.proj.weight", "O I"),)),
     Rule("confidence/bias", "O", (("confidence_head.proj.bias", "O"),)),
@@ -77,7 +74,7 @@ class Format:
         }
         rules = _TRUNK + _EMBEDDING * self.embedding + _HEAD * self.head
         if config.markov is not None:
-            rules += _MARKOV
+            rules += MARKOV
             inputs, outputs = config.markov.joint_shape(config.model_width)
             sizes |= {"R": config.markov.rank, "J": inputs, "P": outputs}
             if config.markov.gated or config.markov.recurrent:

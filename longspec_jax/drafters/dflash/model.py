@@ -6,7 +6,6 @@ committed tokens are context for all layers without passing through any. Their e
 (feature, position) alone.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +16,11 @@ from flax import struct
 
 from longspec_jax.axes import Array
 from longspec_jax.drafters.dflash.config import DFlashConfig, Markov
-from longspec_jax.drafters.tables import TableParams
+from longspec_jax.drafters.tables import BlockParams, stored_logits
 from longspec_jax.drafters.window import Rows
 from longspec_jax.models.layers import Int8Projection, Projection, RMSNorm, rotary_angles
-from longspec_jax.models.target import HEADS, Attend, Layer, head_logits
+from longspec_jax.models.target import HEADS, Attend, Layer
 from longspec_jax.ops.layer import split_heads
-from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
 from longspec_jax.ops.partitioned import with_sharding
 
 
@@ -84,12 +82,9 @@ class DFlashLayers(nn.Module):
 
 
 @struct.dataclass
-class DFlashParams(TableParams):
+class DFlashParams(BlockParams):
     """The draft's layers, its heads, and its tables, of which some may be the target's."""
 
-    markov: Any = None
-    """``embedding [V, r]`` of the token before, ``head [v, r]``, and for a gated or a recurrent
-    head the projection ``fuse``; None without such a head."""
     confidence: Any = None
     """``kernel [C]`` and ``bias`` of the confidence head; None without one. Kept for
     :func:`~longspec_jax.drafters.dflash.checkpoint.save_draft`: a round verifies a static number of
@@ -98,15 +93,7 @@ class DFlashParams(TableParams):
     @property
     def own_params(self) -> Any:
         """Those not shared with the target."""
-        return *super().own_params, self.markov, self.confidence
-
-    def in_int8(self) -> "DFlashParams":
-        """As of :class:`TableParams`; the Markov head's larger table too."""
-        small = super().in_int8()
-        if self.markov is None:
-            return small
-        head = Int8Rows.of(self.markov["head"])
-        return dataclasses.replace(small, markov=self.markov | {"head": head})
+        return *super().own_params, self.confidence
 
     def keys_values(
         self, config: DFlashConfig, hidden: Sequence[Array], positions: Array
@@ -151,7 +138,4 @@ def markov_step(
             gate, candidate, output = jnp.split(mixed, 3, axis=-1)
             gate, latent = jax.nn.sigmoid(gate), jnp.tanh(output)
             state = gate * state + (1 - gate) * jnp.tanh(candidate)
-    head = params["head"]
-    if isinstance(head, Int8Rows):
-        return int8_matmul(latent, head), state
-    return head_logits(head, latent), state
+    return stored_logits(params["head"], latent), state

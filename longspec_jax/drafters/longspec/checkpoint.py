@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec.config import DraftConfig, check_vocabulary
 from longspec_jax.weights.checkpoint import Tensors, open_tensors
 from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.hf_config import (
@@ -127,12 +127,10 @@ def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
         scaling.
     """
     vocab_size = raw.whole("vocab_size", target.vocab_size)
-    if vocab_size != target.vocab_size:
-        raise ValueError(
-            f"{raw.origin}: the draft was made for vocab_size={vocab_size}, the target has "
-            f"{target.vocab_size}. A draft shares its target's vocabulary: load the draft that "
-            "belongs to this target"
-        )
+    try:
+        check_vocabulary(vocab_size, target)
+    except ValueError as error:
+        raise ValueError(f"{raw.origin}: {error}") from error
     _check_layers(raw, target)
     return layer_config(raw, target, dtype)
 

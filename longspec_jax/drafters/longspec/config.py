@@ -8,6 +8,16 @@ from longspec_jax.checks import whole_number
 from longspec_jax.config import RopeScaling, Rotary, TargetConfig, check_layer
 
 
+def check_vocabulary(vocab_size: int, target: TargetConfig) -> None:
+    """Raise ValueError unless a draft was made for a target of as many tokens."""
+    if vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the draft was made for vocab_size={vocab_size}, the target has "
+            f"{target.vocab_size}. A draft shares its target's vocabulary: load the draft that "
+            "belongs to this target"
+        )
+
+
 @dataclass(frozen=True)
 class DraftConfig:
     """Shape of the one-layer LongSpec draft; all but the window follows the target."""

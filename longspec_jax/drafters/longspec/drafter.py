@@ -81,16 +81,14 @@ class LongSpecDrafter(Drafter):
 
     def extend(self, params: Params, state: LongSpecState, committed: Committed) -> LongSpecState:
         """Write the K/V of the last ``W`` of the tokens over the oldest ring slots."""
-        window, given = self.config.window, committed.tokens.shape[1]
-        tokens, offsets = committed.tokens, jnp.arange(given)[None]
-        if given > window:
-            offsets = jnp.maximum(committed.count - window, 0)[:, None] + jnp.arange(window)
-            tokens = jnp.take_along_axis(tokens, offsets, axis=1)
-        positions = committed.start[:, None] + offsets
+        window = self.config.window
+        tokens, start, count, _ = committed.last(window)
+        offsets = jnp.arange(tokens.shape[1])
+        positions = start[:, None] + offsets
         draft: LongSpecParams = params.draft
         keys, values = draft.keys_values(self.config, tokens, positions)
         # Tokens beyond the count go to a slot that does not exist, and are dropped.
-        slots = jnp.where(offsets < committed.count[:, None], positions % window, window)
+        slots = jnp.where(offsets < count[:, None], positions % window, window)
         write = jax.vmap(lambda ring, at, fresh: ring.at[at].set(fresh, mode="drop"))
         choice = self.working and self.working.extend(state.choice, committed)
         ring = write(state.keys, slots, keys), write(state.values, slots, values)

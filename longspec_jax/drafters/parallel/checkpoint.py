@@ -18,17 +18,21 @@ from longspec_jax.weights.hf_config import build
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.params import load_params, write_model
-from longspec_jax.weights.tables import ROTARY, Rule, Table, bind, check_tensors, layer_sizes
+from longspec_jax.weights.tables import (
+    MARKOV,
+    ROTARY,
+    Rule,
+    Table,
+    bind,
+    check_tensors,
+    layer_sizes,
+)
 
 ARCHITECTURE = "LongSpecParallelDraft"
 
 _BLOCK = (
     Rule("slots", "S D", (("slot_embeddings.weight", "S D"),)),
     Rule("final_norm/scale", "D", (("norm.weight", "D"),)),
-)
-_MARKOV = (
-    Rule("markov/embedding", "V R", (("markov_head.markov_w1.weight", "V R"),)),
-    Rule("markov/head", "V R", (("markov_head.markov_w2.weight", "V R"),)),
 )
 
 
@@ -111,9 +115,10 @@ def draft_table(config: ParallelConfig) -> Table:
     sizes = layer_sizes(config.layer) | {
         "S": config.block - 1,
         "V": config.vocab_size,
+        "v": config.vocab_size,
         "R": config.markov_rank,
     }
-    leaves = [bind(rule, sizes) for rule in (*_BLOCK, *(_MARKOV if config.markov_rank else ()))]
+    leaves = [bind(rule, sizes) for rule in _BLOCK + MARKOV * bool(config.markov_rank)]
     for index in range(config.num_layers):
         ours, theirs = f"layers_{index}/", f"layers.{index}."
         leaves += [bind(rule, sizes, ours, theirs) for rule in LAYER_RULES]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from longspec_jax.checks import whole_number
 from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec.config import DraftConfig, check_vocabulary
 
 MOST_LAYERS = 3
 """More would cost a round more than they were ever seen to gain."""
@@ -33,9 +33,4 @@ class ParallelConfig:
     def check_fits(self, target: TargetConfig) -> None:
         """Raise unless this draft can read the target's embedding, head and last-layer K/V."""
         self.layer.check_fits(target)
-        if self.vocab_size != target.vocab_size:
-            raise ValueError(
-                f"the draft was made for vocab_size={self.vocab_size}, the target has "
-                f"{target.vocab_size}. A draft shares its target's vocabulary: load the draft that "
-                "belongs to this target"
-            )
+        check_vocabulary(self.vocab_size, target)

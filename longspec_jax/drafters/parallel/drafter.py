@@ -57,13 +57,7 @@ class ParallelDrafter(Drafter):
 
     def extend(self, params: Params, state: Entries, committed: Committed) -> Entries:
         """Write the keys and values of the last ``W`` of the tokens over the oldest ones."""
-        window, given = self.config.layer.window, committed.tokens.shape[1]
-        tokens, start, count = committed.tokens, committed.start, committed.count
-        if given > window:
-            skipped = jnp.maximum(count - window, 0)
-            index = skipped[:, None] + jnp.arange(window)
-            tokens = jnp.take_along_axis(tokens, index, axis=1)
-            start, count = start + skipped, count - skipped
+        tokens, start, count, _ = committed.last(self.config.layer.window)
         at = start[:, None] + jnp.arange(tokens.shape[1])
         draft: ParallelParams = params.draft
         fresh = draft.keys_values(self.config, tokens, at)

@@ -24,11 +24,10 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.drafters.parallel.config import ParallelConfig
-from longspec_jax.drafters.tables import TableParams
+from longspec_jax.drafters.tables import BlockParams, stored_logits
 from longspec_jax.drafters.window import Rows
 from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm
-from longspec_jax.models.target import head_logits, head_of, scaled
-from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
+from longspec_jax.models.target import head_of, scaled
 from longspec_jax.ops.partitioned import with_sharding
 
 
@@ -89,11 +88,8 @@ class ParallelLayers(nn.Module):
 
 
 @struct.dataclass
-class ParallelParams(TableParams):
+class ParallelParams(BlockParams):
     """The draft's own parameters and the two tables it shares with the target."""
-
-    markov: Any = None
-    """``embedding [V, r]`` of the token before, and ``head [V, r]``; None without such a head."""
 
     @classmethod
     def beside(cls, target_params: Any, params: Any) -> "ParallelParams":
@@ -102,19 +98,6 @@ class ParallelParams(TableParams):
         markov = layer.pop("markov", None)
         tables = target_params["embedding"], head_of(target_params)
         return cls(layer, *tables, own_embedding=False, own_head=False, markov=markov)
-
-    @property
-    def own_params(self) -> Any:
-        """Those not shared with the target."""
-        return *super().own_params, self.markov
-
-    def in_int8(self) -> "ParallelParams":
-        """As of :class:`TableParams`; the Markov head's larger table too."""
-        small = super().in_int8()
-        if self.markov is None:
-            return small
-        head = Int8Rows.of(self.markov["head"])
-        return dataclasses.replace(small, markov=self.markov | {"head": head})
 
     def keys_values(self, config: ParallelConfig, tokens: Array, positions: Array) -> Rows:
         """As of :meth:`ParallelLayers.keys_values`, of tokens ``[B, T]``."""
@@ -136,10 +119,7 @@ class ParallelParams(TableParams):
     def correction(self, tokens: Int[Array, "B w"]) -> Float[Array, "B w V"]:
         """What the Markov head adds to the logits behind these tokens, float32."""
         before = jnp.take(self.markov["embedding"], tokens, axis=0)
-        head = self.markov["head"]
-        return (
-            int8_matmul(before, head) if isinstance(head, Int8Rows) else head_logits(head, before)
-        )
+        return stored_logits(self.markov["head"], before)
 
     def _apply(self, config: ParallelConfig, *args: Any, **options: Any) -> Any:
         layers: Any = ParallelLayers(config, self.int8)

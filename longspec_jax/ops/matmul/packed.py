@@ -161,15 +161,17 @@ def _unpacked(packed: PackedMatrix) -> QuantisedMatrix:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     else:
         codes = jax.lax.bitcast_convert_type(codes, packed.stored)
-    zero = None if packed.zero is None else packed.zero.T.astype(jnp.int8)
-    flat = QuantisedMatrix(
-        codes, packed.scale.T.astype(jnp.float32), zero, packed.order, packed.group
+
+    def shaped(rows: Array) -> Array:
+        return rows.reshape(*packed.out_axes, -1)
+
+    return QuantisedMatrix(
+        shaped(codes),
+        shaped(packed.scale.T.astype(jnp.float32)),
+        None if packed.zero is None else shaped(packed.zero.T.astype(jnp.int8)),
+        packed.order,
+        packed.group,
     )
-    rows = [
-        None if each is None else each.reshape(*packed.out_axes, -1)
-        for each in (flat.codes, flat.scale, flat.zero)
-    ]
-    return flat.replace(codes=rows[0], scale=rows[1], zero=rows[2])  # pyright: ignore
 
 
 _pack = jax.jit(pack, static_argnames="dtype")

@@ -24,7 +24,8 @@ from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.dialects import SPECFORGE
 from longspec_jax.drafters.eagle3.model import Eagle3Params
 from longspec_jax.drafters.vocabulary import most_frequent
-from longspec_jax.models.target import head_logits, head_of
+from longspec_jax.models.layers import INITIAL_SCALE
+from longspec_jax.models.target import capped, head_logits, head_of
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.sharding import param_shardings
 
@@ -75,7 +76,7 @@ class Eagle3Objective:
         """Fresh parameters of layer and LM head."""
         config, (layer_key, head_key) = replace(self.draft, dtype="float32"), jax.random.split(key)
         shape = config.proposable, config.model_width
-        head = 0.02 * jax.random.normal(head_key, shape, jnp.float32)
+        head = INITIAL_SCALE * jax.random.normal(head_key, shape, jnp.float32)
         return {**fresh_layer(config, layer_key), "head": head}
 
     def draw(self, key: Array, rows: tuple[int, int], length: int) -> tuple[()]:
@@ -162,8 +163,7 @@ def _soft_loss(cap: float | None, logits: Array, whole: Any, parts: Any) -> Chun
     """
     target_head, vocabulary, places = whole
     labels, weights, step_weights, wanted = parts
-    scores = head_logits(target_head, wanted)
-    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+    scores = capped(head_logits(target_head, wanted), cap)
     _, target_surprise, _ = surprise_of(scores, labels)
     known = weights
     if places is not None:

@@ -24,13 +24,12 @@ from ...losses import cross_entropy_sum, distillation_sums, next_token_labels
 from ...step import Batch
 from ...target import (
     FORWARD_AND_BACKWARD,
-    anchored_positions,
     attention_flops,
+    drawn_positions,
     flops_after_read_keys,
     head_flops,
     matmul_flops,
     mlp_flops,
-    plain_positions,
     projection_flops,
     run_target,
     target_flops,
@@ -68,16 +67,12 @@ class LongSpecObjective:
         """Positions, the target's and the draft's alike, and the shift."""
         position_key, shift_key = jax.random.split(key)
         s = self.settings
-        positions = plain_positions(rows, length)
-        if s.anchor_offset and self.max_offset:
-            positions = anchored_positions(
-                position_key,
-                rows,
-                length,
-                # The target must not meet positions it was not made for.
-                max_offset=max(0, min(self.max_offset, self.target.max_positions - length)),
-                max_sinks=s.max_sinks,
-            )
+        positions = drawn_positions(
+            *(position_key, rows, length),
+            target=self.target,
+            max_offset=self.max_offset if s.anchor_offset else 0,
+            max_sinks=s.max_sinks,
+        )
         return Draws(positions, noisy_shifts(shift_key, rows, max_shift=s.max_shift))
 
     def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:

@@ -33,8 +33,8 @@ from ...config import StageConfig
 from ...step import Batch
 from ...target import (
     FORWARD_AND_BACKWARD,
-    anchored_positions,
     attention_flops,
+    drawn_positions,
     head_flops,
     matmul_flops,
     mlp_flops,
@@ -79,13 +79,13 @@ class ParallelObjective:
     def draw(self, key: Array, rows: tuple[int, int], length: int) -> Draws:
         """Positions, the target's and the draft's alike, and anchors."""
         position_key, anchor_key = jax.random.split(key)
-        s, positions = self.settings, plain_positions(rows, length)
-        if s.anchor_offset and self.max_offset:
-            # The target must not meet positions it was not made for.
-            most = max(0, min(self.max_offset, self.target.max_positions - length))
-            positions = anchored_positions(
-                position_key, rows, length, max_offset=most, max_sinks=s.max_sinks
-            )
+        s = self.settings
+        positions = drawn_positions(
+            *(position_key, rows, length),
+            target=self.target,
+            max_offset=self.max_offset if s.anchor_offset else 0,
+            max_sinks=s.max_sinks,
+        )
         return Draws(positions, drawn_anchors(anchor_key, rows, length, s.anchor_every))
 
     def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:

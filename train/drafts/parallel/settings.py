@@ -20,7 +20,7 @@ class ParallelSettings(DraftSettings):
     markov_rank: ZeroOrMore
     """Rank of the correction by the token before a slot; 0 for none."""
     anchor_every: AtLeastOne
-    """One block begins in every so many tokens of a row, at a random place among them."""
+    """Tokens of a row for each block. The block begins at a random one of them."""
     decay: Positive
     """Slot ``j`` weighs ``exp(-j / decay)``: the first ones decide how much is accepted."""
     anchor_offset: bool
