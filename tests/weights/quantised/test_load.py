@@ -282,7 +282,7 @@ def test_a_quantised_target_is_not_saved_as_a_whole_one(tmp_path: Path) -> None:
 
 def test_scales_of_a_cache_are_read_where_it_is_asked_for(tmp_path: Path) -> None:
     """One a layer or one a head; some layers' alone are refused, and what is no scale."""
-    folder = write(tmp_path, "FP8 by channel")
+    folder = write(tmp_path, "W8A16")
     file, attention = folder / "model.safetensors", "model.layers.{}.self_attn.{}".format
     tensors = load_file(file)
     for layer in range(CONFIG.num_layers):
@@ -305,7 +305,7 @@ def test_scales_of_a_cache_are_read_where_it_is_asked_for(tmp_path: Path) -> Non
 
 def test_one_old_scale_is_that_of_keys_and_values(tmp_path: Path) -> None:
     """And scales of 1 are none."""
-    folder = write(tmp_path, "FP8 by channel")
+    folder = write(tmp_path, "W8A16")
     file, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
     for layer in range(CONFIG.num_layers):
         name = f"model.layers.{layer}.self_attn.kv_scale"
