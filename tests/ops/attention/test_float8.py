@@ -142,7 +142,8 @@ def test_a_reader_that_knows_nothing_of_scales_reads_what_is_meant() -> None:
     )
     assert relative_error(found.out, expected.out) <= TOLERANCE["float32"]
     np.testing.assert_allclose(found.lse, expected.lse, atol=1e-5)
-    fresh = Fresh(*(jnp.zeros((2, 3, 2, q.shape[3])),) * 2, jnp.ones((2, 3, 3), bool))
+    rows = jnp.zeros((2, 3, 2, q.shape[3]))
+    fresh = Fresh(rows, rows, jnp.ones((2, 3, 3), bool))
     with pytest.raises(ValueError, match="in the cache's units"):
         dispatch.speculative_attention(q, prefix, fresh)
 
