@@ -52,8 +52,9 @@ KINDS: dict[str, Kind] = {
     "parallel": PARALLEL,
 }
 """Kinds of drafts that are measured with random weights."""
-WEIGHTS = ("whole", "int8", "fp8", "fp8-blocks", "w4a16")
-"""How the weights of matmuls are stored; those of a draft are in 8 bits or whole."""
+WEIGHTS = ("whole", "one-order", "int8", "fp8", "fp8-blocks", "w4a16")
+"""How the weights of matmuls are stored; those of a draft are in 8 bits or whole. Whole ones may be
+multiplied in one order."""
 DTYPES = ("float32", "bfloat16", "float16")
 FLASHINFER = "flashinfer"
 ATTENTION_CANDIDATES = (
