@@ -137,8 +137,9 @@ def measure(
         leaves = jax.tree.leaves(jax.eval_shape(draw, 0))
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         count = math.ceil(DISTINCT_BYTES / size) if jax.default_backend() == "gpu" else 2
-        weights = [draw(index) for index in range(count)]
-        operands = {"ours": [packed_params(each, dtype) for each in weights], "xla": weights}
+        # Packing consumes what it packs.
+        packed = [packed_params(draw(index), dtype) for index in range(count)]
+        operands = {"ours": packed, "xla": [draw(index) for index in range(count)]}
         inputs = [
             jax.random.normal(jax.random.key(count), (n, shapes[name][0]), dtype) for n in rows
         ]
