@@ -180,7 +180,7 @@ def test_a_growing_context_misleads_nobody() -> None:
 
 
 SHORT, LONG = (6.8e-3, 20.5e-3, 77e-3), (15.8e-3, 29.5e-3, 86e-3)
-"""Rounds of 32 rows of a 7B model on an H200 at 1k and 4k of context: plain, 16 and 64 nodes."""
+"""Rounds of 32 rows of a 7B model on an H200 at 1k and 2k to 4k: plain, 16 and 64 nodes."""
 
 
 @pytest.mark.parametrize(
