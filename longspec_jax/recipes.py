@@ -199,7 +199,8 @@ def miniature(config: Any) -> None:
         max_distribution_bytes=100_000,
         tokenizer_bytes=400_000,
     )
-    config.draft.window = 16
+    if "window" in config.draft:
+        config.draft.window = 16
     sections = [config.stages]
     if config.get("pretraining"):
         config.pretraining.shape.update(
@@ -217,7 +218,7 @@ def miniature(config: Any) -> None:
         for name, (seq_len, batch) in {"short": (32, 4), "long": (64, 2)}.items():
             if name in stages:
                 stages[name].update(seq_len=seq_len, batch=batch, steps=3, max_seconds=0.0)
-    if "short" in config.stages:
+    if "short" in config.stages and config.stages.short.max_offset:
         config.stages.short.max_offset = 128
 
 
