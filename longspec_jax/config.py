@@ -254,6 +254,10 @@ class TargetConfig:
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
+    out_bias: bool = False
+    """A bias on what leaves attention (gpt-oss)."""
+    attention_sinks: bool = False
+    """A learnt score of every head in its softmax's denominator (gpt-oss)."""
     qk_norm: bool = False
     """RMS normalisation of every query and key head before the rotation (Qwen3)."""
     wide_qk_norm: bool = False
