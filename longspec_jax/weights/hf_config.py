@@ -60,9 +60,13 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     check_refused(raw, REFUSED_TARGET, family.accepts)
     if any(map(raw.has, QUANTISATION)):
         # Late: it imports numpy, which ``--help`` does without.
+        from longspec_jax.weights.quantised.formats import REMEDY as OTHER_FORMAT
         from longspec_jax.weights.quantised.formats import quantisation
 
-        quantisation(raw)  # Refuses formats that are not read.
+        quantised = quantisation(raw)  # Refuses formats that are not read.
+        if quantised is not None and quantised.experts and not family.names.stacked_experts:
+            rule = "has quant_method 'mxfp4', which is read of gpt-oss alone"
+            raise raw.error("quantization_config", rule, OTHER_FORMAT)
     _check_model_type(raw, architecture)
     scaling = rope_scaling(raw, PARTIAL in family.accepts)
     max_positions = _max_positions(raw, scaling)

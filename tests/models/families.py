@@ -119,7 +119,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Class of transformers, and what its configuration has beyond the base."""
 
 
-def make_model(case: str) -> Any:
+def make_model(case: str, **overrides: Any) -> Any:
     """A random model of two layers, in which every parameter matters."""
     family, own = CASES[case]
     config = getattr(transformers, f"{family}Config")(
@@ -137,6 +137,7 @@ def make_model(case: str) -> Any:
             initializer_range=0.3,
         )
         | own
+        | overrides
     )
     torch.manual_seed(0)
     kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")

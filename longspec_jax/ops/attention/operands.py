@@ -101,9 +101,7 @@ SPECULATIVE_AXES = (
 PATH_AXES = (
     "b t (k g) h, b k s h, b k s h, b, b, b, b t, b u k h, b u k h, b t u, b t -> b t (k g) h"
 )
-CHUNK_AXES = (
-    "b t (k g) h, b k s h, b k s h, b, b, b, b t, b t k h, b t k h, (k g) -> b t (k g) h"
-)
+CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b t, b t k h, b t k h, (k g) -> b t (k g) h"
 """The axes of queries, of the fields above and of the results, for
 :func:`longspec_jax.ops.partitioned.partitioned`."""
 

@@ -412,7 +412,9 @@ def test_causal_attention_has_sinks(window: int | None, monkeypatch: pytest.Monk
     monkeypatch.setattr(attention_xla, "BLOCK", 5)
     distance = np.arange(13)[:, None] - np.arange(13)
     mask = (distance >= 0) & (distance <= (13 if window is None else window))
-    x = inputs(Shape(tokens=13, keys=13), "float32", [0, 0], mask=np.broadcast_to(mask, (2, 13, 13)))
+    x = inputs(
+        Shape(tokens=13, keys=13), "float32", [0, 0], mask=np.broadcast_to(mask, (2, 13, 13))
+    )
     expected = oracle.speculative(x, sinks=SINKS)
     for attend in (dispatch.causal_attention, reference.causal_attention):
         actual = attend(x.q, x.tree_k, x.tree_v, jnp.asarray(SINKS), window=window)
