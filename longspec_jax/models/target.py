@@ -2,9 +2,10 @@
 
 One linen module, no mutable collections, no cache inside. How tokens see each other is the
 caller's: ``attend(layer, q, k, v)`` receives every layer's fresh queries, keys and values (rotary
-applied) and returns the attention output, with the layer's sinks (:func:`sinks_of`) if it has any. Training passes plain causal attention, decoding closes
-over a cache. The fresh keys and values come back with the output, because the caller owns the cache
-and the draft reads one layer's.
+applied) and returns the attention output, which includes the layer's sinks (:func:`sinks_of`) if
+there are any. Training passes plain causal attention, decoding closes over a cache. The fresh keys
+and values come back with the output, because the caller owns the cache and the draft reads one
+layer's.
 """
 
 from collections.abc import Callable, Sequence
