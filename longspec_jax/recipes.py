@@ -43,6 +43,8 @@ LLAMA3_TURN = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>
 """The turn format of the chat templates of Llama 3 and 3.1."""
 CHATML_TURN = "<|im_start|>{role}\n{content}<|im_end|>\n"
 """The turn format of Qwen and QwQ, all generations."""
+HARMONY_TURN = "<|start|>{role}<|message|>{content}<|end|>"
+"""The turn format of gpt-oss, without the channels of an answer."""
 
 SHORT_LENGTH = 1024
 SHORT_DATA = "DKYoon/SlimPajama-6B"

@@ -140,6 +140,8 @@ def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
         num_kv_heads=12,
         head_width=64,
         qkv_bias=False,
+        out_bias=False,
+        attention_sinks=False,
         qk_norm=False,
     )
 
@@ -210,6 +212,8 @@ def _random_dflash(
         pattern=(),
         qk_norm=True,
         qkv_bias=False,
+        out_bias=False,
+        attention_sinks=False,
         tied_embeddings=False,
     )
     draft = DFlashConfig(

@@ -46,9 +46,10 @@ TABLE = {
     "qwen3_8b": (234.9, 226.5, 39_000, 32768),
     "qwen3_4b": (127.2, 121.9, 39_000, 32768),
     "qwen3_30b_a3b": (75.5, 73.4, 39_000, 32768),
+    "gpt_oss_20b": (78.0, 75.0, 30_000, 32768),
 }
 """Stored and live draft parameters in millions, largest offset, long rows: facts of the release;
-Qwen3's are counted by hand from the widths in its ``config.json``."""
+those of Qwen3 and gpt-oss are counted by hand from the widths in its ``config.json``."""
 
 
 def load(name: str, *variant: str) -> RunConfig:
@@ -184,7 +185,7 @@ def test_the_papers_stages(name: str, variant: str) -> None:
     qwen = preset(config).architecture.startswith("Qwen")
     assert ("<|im_start|>" in config.data.turn) == qwen
     if variant == "sft":
-        assert ("long_cot" in config.data.hub) == qwen
+        assert ("long_cot" in config.data.hub) == (qwen or name == "gpt_oss_20b")
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -271,7 +272,8 @@ def test_drafts_have_the_published_size(name: str) -> None:
     # The published figure leaves the biases of the living projections out.
     assert live / 1e6 == pytest.approx(TABLE[name][1], abs=0.06)
     # Three norms; query and output twice; self-attention's key and value; the MLP.
-    d, q, kv = target.model_width, target.num_heads * 128, target.num_kv_heads * 128
+    q, kv = (n * target.head_width for n in (target.num_heads, target.num_kv_heads))
+    d = target.model_width
     weights = 3 * d + 4 * d * q + 2 * d * kv + 3 * d * target.mlp_width
     assert live == weights + 2 * q + 2 * kv and dead == 2 * kv * (d + 1)
 
