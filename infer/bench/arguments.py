@@ -15,6 +15,7 @@ from longspec_jax.cli import COUNT, ByMachine, one_of, several
 from longspec_jax.config import (
     ATTENTION,
     DEFAULT_TREE,
+    KV_DTYPES,
     TARGETS,
     TINY,
     TargetConfig,
@@ -151,6 +152,9 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     _add_new_tokens(parser, ByMachine(192, 48), "tokens of one repetition")
     _add_repetitions(parser, ByMachine(3, 2))
     _add_same_bits(parser)
+    parser.add_argument(
+        "--kv_dtype", choices=KV_DTYPES, help="of the cache; as activations if absent"
+    )
     parser.add_argument(
         "--turns", type=COUNT, default=ByMachine(10, 3), help="repeats of a separately timed part"
     )

@@ -15,6 +15,7 @@ programs of their own may be scheduled differently.
 
 import argparse
 import concurrent.futures
+import dataclasses
 import itertools
 import os
 import time
@@ -60,7 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
         for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
             step(f"drawing the weights of {shape}")
             model = random_model(
-                SHAPES[shape],
+                dataclasses.replace(SHAPES[shape], kv_dtype=arguments.kv_dtype),
                 arguments.attention,
                 kind=arguments.draft,
                 options=options,
@@ -159,6 +160,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "attention": model.target.attention or "automatic",
         "weights": setting.weights,
         "same_bits": model.target.same_bits,
+        "kv_dtype": config.kv_dtype,
         "draft": model.draft.name,
         **_longspec_options(model.draft),
         "target_bytes": weights,

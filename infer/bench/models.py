@@ -314,7 +314,8 @@ def _draw(init: Any, seed: int, weights: str = "whole") -> Any:
 @functools.cache
 def _filler(shape: tuple[int, ...], dtype: str, scale: float) -> Any:
     """A compiled generator of one array; layers of equal shape share it."""
-    return jax.jit(lambda key: scale * jax.random.normal(key, shape, jnp.dtype(dtype)))
+    drawn = jnp.float32 if jnp.dtype(dtype).itemsize == 1 else jnp.dtype(dtype)
+    return jax.jit(lambda key: (scale * jax.random.normal(key, shape, drawn)).astype(dtype))
 
 
 def _key(seed: int, number: int) -> jax.Array:
@@ -328,7 +329,7 @@ def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2)
 
     def filled(layers: tuple[Any, ...], part: int) -> tuple[jax.Array, ...]:
         return tuple(
-            _filler(layer.shape, config.dtype, 1.0)(_key(seed, 2 * index + part))
+            _filler(layer.shape, layer.dtype.name, 1.0)(_key(seed, 2 * index + part))
             for index, layer in enumerate(layers)
         )
 
