@@ -20,6 +20,8 @@ from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.tables import target_table
 from train.arguments import from_config
 from train.config import RunConfig
+from train.drafts.dflash import objective as dflash
+from train.drafts.dflash.settings import DFlashSettings
 from train.drafts.eagle3.objective import Eagle3Objective, fresh_config
 from train.drafts.eagle3.settings import Eagle3Settings
 from train.drafts.longspec.objective import LongSpecObjective
@@ -76,12 +78,12 @@ def test_a_target_has_one_name() -> None:
         assert load(name).target == TARGETS[short].repository
 
 
-@pytest.mark.parametrize("variant", ["draft", "eagle3"])
+@pytest.mark.parametrize("variant", ["draft", "eagle3", "dflash"])
 def test_the_demos_draft_alone_is_for_its_target(variant: str) -> None:
     config = load("demo", variant)
     assert config.pretraining is None and config.target == "longspec_jax/demo/target"
     assert all(stage.steps and not stage.max_seconds for stage in config.stages)
-    assert config.draft.kind == ("eagle3" if variant == "eagle3" else "longspec")
+    assert config.draft.kind == ("longspec" if variant == "draft" else variant)
 
 
 @pytest.mark.parametrize("variant", ["full", "smoke", "tiny"])
@@ -221,6 +223,24 @@ def test_every_target_has_an_eagle3_draft(name: str) -> None:
     assert state.params["head"].spec == jax.sharding.PartitionSpec("tp", ("data", "fsdp"))
     rows = stage.batch // with_micro_batches(stage, mesh).accumulation
     assert rows * stage.seq_len == 8 * 16384
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_every_target_has_a_dflash_draft(name: str) -> None:
+    """On the conversations of its EAGLE-3 draft, with as many blocks in a row as published."""
+    config, chats = load(name, "dflash"), load(name, "eagle3")
+    assert isinstance(config.draft, DFlashSettings) and config.data == chats.data
+    [stage], target = config.stages, preset(config)
+    assert (stage.seq_len, stage.learning_rate, stage.epochs) == (4096, 6e-4, 6)
+    assert stage.seq_len // config.draft.anchor_every == 512 and config.optimizer.clip == 1.0
+    draft = dflash.fresh_config(config.draft, target)
+    assert draft.trunk.num_layers == 5 and draft.tokens == 15
+    assert draft.features[0] == 1 and draft.features[-1] == target.num_layers - 3
+    objective = dflash.DFlashObjective(target, draft, 8, 7.0, 8192)
+    mesh = make_mesh(*config.mesh.resolve(8))
+    state = state_shardings(mesh, objective, make_optimizer(config.optimizer))
+    fuse = state.params["fuse"]["kernel"]
+    assert fuse.spec == jax.sharding.PartitionSpec(None, ("data", "fsdp"))
 
 
 @pytest.mark.parametrize("name", PAPER)
