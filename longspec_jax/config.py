@@ -272,6 +272,10 @@ class TargetConfig:
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
+    out_bias: bool = False
+    """A bias on what leaves attention (gpt-oss)."""
+    attention_sinks: bool = False
+    """A learnt score of every head in its softmax's denominator (gpt-oss)."""
     qk_norm: bool = False
     """RMS normalisation of every query and key head before the rotation (Qwen3)."""
     wide_qk_norm: bool = False
@@ -641,6 +645,24 @@ _QWQ: dict[str, Any] = _shape("Qwen2", 152064, (5120, 27648), 64, (40, 8)) | {
     "qkv_bias": True,
 }
 _QWEN3: dict[str, Any] = dict(max_positions=40960, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
+_GPT_OSS_ROTARY = Rotary(
+    150000.0, YarnRopeScaling(32.0, 4096, yarn_magnitude(32.0), truncate=False)
+)
+_GPT_OSS_EXPERTS = ExpertsConfig(32, 4, 2880, biases=True, limit=7.0)
+_GPT_OSS: dict[str, Any] = _shape("GptOss", 201088, (2880, 2880), 24, (64, 8)) | dict(
+    head_width=64,
+    max_positions=131072,
+    rope_theta=_GPT_OSS_ROTARY.theta,
+    rope_scaling=_GPT_OSS_ROTARY.scaling,
+    qkv_bias=True,
+    out_bias=True,
+    attention_sinks=True,
+    kinds=(
+        LayerConfig(_GPT_OSS_ROTARY, 128, _GPT_OSS_EXPERTS),
+        LayerConfig(_GPT_OSS_ROTARY, None, _GPT_OSS_EXPERTS),
+    ),
+    pattern=(0, 1) * 12,
+)
 
 
 @dataclass(frozen=True)
@@ -707,8 +729,9 @@ TARGETS: dict[str, KnownTarget] = {
             **_QWEN3,
         ),
     ),
+    "gpt-oss-20b": KnownTarget("openai/gpt-oss-20b", TargetConfig(**_GPT_OSS)),
 }
-"""The paper's and the release's targets, and three of Qwen3, by the names that the commands
+"""The paper's and the release's targets, three of Qwen3 and gpt-oss, by the names that the commands
 take."""
 PRESETS: dict[str, TargetConfig] = {
     known.repository.split("/")[1].lower(): known.config for known in TARGETS.values()

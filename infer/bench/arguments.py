@@ -53,8 +53,11 @@ KINDS: dict[str, Kind] = {
     "parallel": PARALLEL,
 }
 """Kinds of drafts that are measured with random weights."""
-WEIGHTS = ("whole", "int8", "fp8", "fp8-blocks", "w4a16")
-"""How the weights of matmuls are stored; those of a draft are in 8 bits or whole."""
+GROUPS = {"fp8": 0, "fp8-blocks": 128, "w4a16": 128}
+"""Inputs that share a scale, by how a quantised target is stored; all if 0."""
+WEIGHTS = ("whole", "one-order", "int8", *GROUPS)
+"""How the weights of matmuls are stored; those of a draft are in 8 bits or whole. Whole ones may be
+multiplied in one order."""
 DTYPES = ("float32", "bfloat16", "float16")
 FLASHINFER = "flashinfer"
 ATTENTION_CANDIDATES = (
@@ -119,6 +122,12 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         default=ByMachine(3.545, 2.1),
         help="mean tokens emitted per round, the bonus included; the default is the paper's 3.57 "
         "of 69 nodes",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("whole", *GROUPS),
+        default="whole",
+        help="how the target's weights are stored",
     )
     parser.add_argument(
         "--draft",

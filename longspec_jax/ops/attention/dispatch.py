@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, Queries, TreeRows
+from longspec_jax.axes import Array, Queries, Sinks, TreeRows
 from longspec_jax.ops.attention import attention_xla, path, reference
 from longspec_jax.ops.attention.float8 import E4M3, scaled
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
@@ -185,6 +185,7 @@ def speculative_attention(
     q: Queries,
     prefix: Prefix,
     fresh: Fresh,
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
@@ -194,13 +195,15 @@ def speculative_attention(
 
     Args and errors as in :func:`prefix_attention` and :func:`tree_attention`, of which this is the
     merged result, in the dtype of the queries. On a GPU this is one kernel for a few
-    rows and two for more.
+    rows and two for more. ``sinks`` are scores of one more key of each head, whose value is zero
+    (gpt-oss).
     """
     _check_prefix(q, prefix)
     _check_fresh(q, fresh)
     _check_together(prefix, fresh.keys)
+    _check_sinks(q, sinks)
     options = dict(scale=scale, cap=cap, implementation=implementation)
-    return _run(SPECULATIVE, q, prefix, fresh, **options)
+    return _run(SPECULATIVE, q, prefix, fresh, sinks, **options)
 
 
 def path_attention(
@@ -246,6 +249,7 @@ def chunk_attention(
     prefix: Prefix,
     keys: TreeRows,
     values: TreeRows,
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
@@ -258,6 +262,7 @@ def chunk_attention(
       prefix: the cached tokens before the chunk.
       keys: the chunk's own, one for each query.
       values: likewise.
+      sinks: as in :func:`speculative_attention`.
       scale: factor on the scores; ``H ** -0.5`` if absent.
       cap: as in :func:`prefix_attention`.
       implementation: as in :func:`prefix_attention`.
@@ -270,14 +275,16 @@ def chunk_attention(
     _check_together(prefix, keys)
     if keys.shape[1] != q.shape[1]:
         raise ValueError(f"a chunk of {q.shape[1]} queries has as many keys, not {keys.shape[1]}")
+    _check_sinks(q, sinks)
     options = dict(scale=scale, cap=cap, implementation=implementation)
-    return _run(CHUNK, q, prefix, keys, values, **options)
+    return _run(CHUNK, q, prefix, keys, values, sinks, **options)
 
 
 def causal_attention(
     q: Queries,
     k: TreeRows,
     v: TreeRows,
+    sinks: Sinks | None = None,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -287,14 +294,17 @@ def causal_attention(
 
     With a window, query ``t`` sees keys ``t - window ... t``: both ends included, as in the
     published draft. A target's window of ``W`` tokens, of which the query's own is one, is
-    ``window=W - 1``. cuDNN on GPUs that have it for this dtype and width, XLA elsewhere; a soft
-    ``cap`` as of :func:`prefix_attention` is XLA's.
+    ``window=W - 1``. cuDNN on GPUs that have it for this dtype and width, XLA elsewhere. A soft
+    ``cap`` as of :func:`prefix_attention` and ``sinks`` as of :func:`speculative_attention` are
+    XLA's.
     """
+    _check_sinks(q, sinks)
     on_gpu, half = jax.default_backend() == "gpu", q.dtype in (jnp.bfloat16, jnp.float16)
     # Heads of more channels have a backward pass from Hopper on.
     widest = 2 * CUDNN_WIDTH if (compute_capability() or (0, 0)) >= HOPPER else CUDNN_WIDTH
-    if cap is not None or (on_gpu and q.shape[-1] > widest):
-        return attention_xla.causal_attention(q, k, v, window=window, scale=scale, cap=cap)
+    if cap is not None or sinks is not None or (on_gpu and q.shape[-1] > widest):
+        options = dict(sinks=sinks, window=window, scale=scale, cap=cap)
+        return attention_xla.causal_attention(q, k, v, **options)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -331,6 +341,12 @@ def _check_fresh(q: Queries, fresh: Fresh) -> None:
             f"mask {mask.shape} {mask.dtype} must be boolean [B, T, U] = "
             f"{(q.shape[0], q.shape[1], k.shape[1])}"
         )
+
+
+def _check_sinks(q: Queries, sinks: Sinks | None) -> None:
+    """Refuse sinks of other heads."""
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks {sinks.shape} must be one number a query head, {q.shape[2:3]}")
 
 
 def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int, rows: int | None) -> None:
