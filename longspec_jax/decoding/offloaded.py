@@ -173,8 +173,13 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
             pair = keys, to_host(zeros)
         layers.append(pair)
     keys, values = (tuple(pair[part] for pair in layers) for part in (0, 1))
-    read = dict(read_layer=config.read_layer, read_scales=empty.read_scales)
-    return OffloadedCache(keys, values, rings=empty.rings, **read)
+    return OffloadedCache(
+        keys,
+        values,
+        rings=empty.rings,
+        read_layer=config.read_layer,
+        read_scales=empty.read_scales,
+    )
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> CacheBytes:

@@ -57,10 +57,12 @@ def stored(scales: HeadScales | None, keys: Array, values: Array) -> tuple[Array
     """What a cache holds of keys and values ``[B, U, K, H]``, in their dtype."""
     if scales is None:
         return rounded(keys), rounded(values)
-    return tuple(
-        rounded(x.astype(jnp.float32) / _factors(each, x.shape[2])).astype(x.dtype)
-        for x, each in ((keys, scales.keys), (values, scales.values))
-    )
+    return _divided(keys, scales.keys), _divided(values, scales.values)
+
+
+def _divided(x: Array, factors: tuple[float, ...]) -> Array:
+    """Numbers over the factor of their head, rounded once."""
+    return rounded(x.astype(jnp.float32) / _factors(factors, x.shape[2])).astype(x.dtype)
 
 
 def scaled(x: Array, factors: tuple[float, ...]) -> Array:
