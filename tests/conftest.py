@@ -68,6 +68,9 @@ else:
             "--xla_backend_optimization_level=0",
             "--xla_llvm_disable_expensive_passes=true",
             "--xla_cpu_parallel_codegen_split_count=1",
+            # A quarter of the time that a program with loops takes, to make the loops faster.
+            "--xla_disable_hlo_passes=while-loop-invariant-code-motion,simplify-while-loops,"
+            "while-loop-trip-count-annotator,while-loop-constant-sinking",
             # Of two code generators, the older one takes a quarter of the time; later jaxlibs lack
             # it.
             "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
