@@ -96,6 +96,11 @@ class TargetModel:
         """Whether some layers have a window."""
         return bool(cache_lib.rings_of(self.config))
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of activations."""
+        return self.config.dtype
+
     def allocate(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this target."""
         if self.offload:

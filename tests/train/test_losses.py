@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax.ops.slicing import chunk_length
-from tests.kit import relative_error
+from tests.kit import ALL_PASSES, relative_error
 from train.acceptance import count_hits
 from train.losses import cross_entropy_sum, distillation_sums, next_token_labels
 
@@ -115,7 +115,7 @@ def test_of_two_models_in_one_pass_one_learns(chunk: int) -> None:
 
 def products(function: Any, hidden: jax.Array) -> int:
     """How many a compiled function has; those of a loop count once."""
-    return jax.jit(function).lower(hidden).compile().as_text().count(" dot(")
+    return jax.jit(function).lower(hidden).compile(ALL_PASSES).as_text().count(" dot(")
 
 
 def test_logits_are_made_once_whatever_is_learned() -> None:
@@ -155,7 +155,7 @@ def test_logits_exist_for_one_chunk_only() -> None:
 
     def temporary_bytes(chunk: int) -> int:
         loss = jax.grad(lambda h: cross_entropy_sum(h, head, labels, weights, chunk=chunk))
-        return jax.jit(loss).lower(hidden).compile().memory_analysis().temp_size_in_bytes
+        return jax.jit(loss).lower(hidden).compile(ALL_PASSES).memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(64) < whole / 2 < temporary_bytes(1024)
 

@@ -13,7 +13,7 @@ from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
 from longspec_jax.ops.matmul.few_rows import gated_matmul_xla, matmul_xla
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh
-from tests.kit import relative_error
+from tests.kit import ALL_PASSES, relative_error
 
 WIDTH, INNER = 24, 40
 
@@ -61,7 +61,13 @@ def test_what_is_inside_exists_for_one_chunk_only() -> None:
 
     def temporary_bytes(chunk: int) -> int:
         loss = jax.grad(lambda *a: jnp.sum(chunked_mlp(*a, chunk=chunk)), (0, 1, 2))
-        return jax.jit(loss).lower(*arrays[:3]).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(loss)
+            .lower(*arrays[:3])
+            .compile(ALL_PASSES)
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     assert temporary_bytes(4096) - temporary_bytes(256) > 3 * whole
 
@@ -80,7 +86,7 @@ def test_devices_change_nothing_and_add_up_their_gradients_once(axes: dict[str, 
     gradients = jax.jit(
         jax.grad(loss, (0, 1, 2)), in_shardings=places, out_shardings=tuple(places[:3])
     )
-    compiled = gradients.lower(*arrays).compile()
+    compiled = gradients.lower(*arrays).compile(ALL_PASSES)
     expected, _ = value_and_gradients(plain, *arrays)
     placed = [jax.device_put(array, place) for array, place in zip(arrays, places, strict=True)]
     for actual, wanted in zip(compiled(*placed), expected, strict=True):
