@@ -145,8 +145,9 @@ class Estimate:
         """The estimate after some more rounds."""
         weight = self.weight + seen.rounds
         step = (seen.tokens / seen.row_rounds - self.tokens) * seen.rounds / weight
-        known = () if self.rehearsed else self.timings
-        timings = (*known, (seen.rounds, seen.seconds))[-RECENT:]
+        timing = seen.rounds, seen.seconds
+        # Twice, so that no candidate is looked at again for its seconds alone.
+        timings = (*((timing,) if self.rehearsed else self.timings), timing)[-RECENT:]
         brief = min(self.brief, seen.seconds) if seen.rounds == FIRST_LOOK else self.brief
         times = {"timings": timings, "brief": brief, "rehearsed": False}
         return replace(self, **times, tokens=self.tokens + step, weight=weight)
