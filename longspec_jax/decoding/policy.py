@@ -201,16 +201,12 @@ class FastestWithinBudget:
 
     @classmethod
     def timed(cls, seconds: Sequence[float]) -> "FastestWithinBudget":
-        """A policy that knows what a round of each candidate took, and not what it emits."""
-        # Two timings each: no candidate is looked at for its seconds alone. Of many rounds, from
-        # which the host's part takes nothing.
-        rounds = cls.longest_burst
-        return cls(
-            tuple(
-                Estimate(((rounds, rounds * each),) * 2, FIRST_LOOK * each, rehearsed=True)
-                for each in seconds
-            )
-        )
+        """A policy that knows what a round of each candidate took, and not what it emits.
+
+        Of launches that are queued ahead, so that the host adds nothing to a burst.
+        """
+        # Two timings each: no candidate is looked at for its seconds alone.
+        return cls(tuple(Estimate(((1, each),) * 2, brief=0.0, rehearsed=True) for each in seconds))
 
     def with_tokens_of(self, other: Policy) -> "FastestWithinBudget":
         """The same seconds, with what another policy knows of the tokens of a round."""
