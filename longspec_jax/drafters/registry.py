@@ -72,6 +72,7 @@ ARCHITECTURES = {
     "Qwen3DSparkModel": DFLASH,
     "Gemma4DSparkModel": DFLASH,
     "MTPDraftModel": MTP,
+    "MedusaModel": MEDUSA,
 }
 """Kinds with weights. A whole model of a family that targets may have is a small language model.
 The published LongSpec drafts name no architecture of their own, so any other one means them."""

@@ -234,6 +234,7 @@ def tree_of_levels(
     pending: Int[Array, " B"],
     config: TreeConfig,
     scores: Callable[[int], Float[Array, "B 1 V"]],
+    vocabulary: Int[Array, " v"] | None = None,
     implementation: str | None = None,
 ) -> Tree:
     """The tree of the best paths where all nodes of a level have the same continuations.
@@ -242,6 +243,7 @@ def tree_of_levels(
       pending: the root of every row.
       config: widths, budget and threshold.
       scores: of the tokens after the nodes of a depth.
+      vocabulary: as of :func:`beam_search`, as is what follows.
       implementation: as of :func:`beam_search`.
     """
 
@@ -250,7 +252,7 @@ def tree_of_levels(
         shape = (found.shape[0], nodes.stop - nodes.start, found.shape[2])
         return memory, jnp.broadcast_to(found, shape)
 
-    return beam_search(pending, config, score, (), implementation=implementation)
+    return beam_search(pending, config, score, (), vocabulary, implementation)
 
 
 def _deepen(

@@ -131,12 +131,19 @@ def test_medusa_changes_no_token(plain: list[list[np.ndarray]]) -> None:
         np.testing.assert_allclose(kept, whole[b, len(text) - 1], atol=1e-4)
 
 
+def test_medusa_heads_of_some_tokens_change_no_token(plain: list[list[np.ndarray]]) -> None:
+    draft = test_medusa.OF_VLLM["token_map"]
+    decoded(draft.drafter(TreeConfig((4, 5), budget=9)), draft.params, plain)
+
+
 def test_tokenswift_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     """Where its forward sees the whole cache, the first level is what the target draws."""
     whole = Quest(CONFIG, BlockBudget(64, 4, 8, 4))
     drafter = replace(test_tokenswift.DRAFT.drafter(TREE), selector=whole)
-    _, state = decoded(drafter, test_tokenswift.DRAFT.params, plain)
+    rows, state = decoded(drafter, test_tokenswift.DRAFT.params, plain)
     assert int(state.record.histogram[:, 0].sum()) <= 3, "rounds that a budget cut"
+    for kept, text in zip(np.asarray(state.rows.draft.row.tokens), texts_of(rows), strict=True):
+        np.testing.assert_array_equal(kept[: len(text)], text)
 
 
 def test_suffix_decoding_changes_no_token(plain: list[list[np.ndarray]]) -> None:

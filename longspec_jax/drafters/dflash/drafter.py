@@ -8,7 +8,7 @@ search by their sums is the tree of the best paths (DDTree, arXiv:2604.12989). A
 corrects the logits behind every node by its token.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from longspec_jax.axes import Array
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config import PLAIN, TreeConfig, YarnRopeScaling
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,
@@ -137,7 +137,7 @@ class DFlashDrafter(Drafter):
         c, slots, position = self.config, self.config.block, view.position
         tokens = jnp.full((len(position), slots), c.mask_token, jnp.int32)
         tokens = tokens.at[:, 0].set(view.pending)
-        angles = partial(_angles, c)
+        angles = partial(_turns, c)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             seen, entries = self.seen[layer], state.layers[layer]
@@ -161,6 +161,9 @@ class DFlashDrafter(Drafter):
         return draft.block(c, tokens, position[:, None] + jnp.arange(slots), attend)
 
 
-def _angles(config: DFlashConfig, positions: Array) -> tuple[Array, Array]:
-    c = config.trunk
-    return rotary_angles(positions, c.head_width, c.rotary)
+def _turns(config: DFlashConfig, positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines of rotations to add to others: without YaRN's factor, which keys have."""
+    c, scaling = config.trunk, config.trunk.rope_scaling
+    if isinstance(scaling, YarnRopeScaling):
+        scaling = replace(scaling, attention_factor=1.0)
+    return rotary_angles(positions, c.head_width, replace(c.rotary, scaling=scaling))

@@ -4,6 +4,7 @@ That a block is computed as published is in :mod:`.test_parity`, and that no tok
 :mod:`tests.drafters.test_published`.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,8 +80,11 @@ def _proposed(
     return tree, noise.heard
 
 
-def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between() -> None:
-    """With the Markov head's state of their own path.
+@pytest.mark.parametrize("yarn", [None, 4.0])
+def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between(
+    yarn: float | None,
+) -> None:
+    """With the Markov head's state of their own path, and YaRN's factor once on every key.
 
     Of 16 entries the draft sees 0 and 1, then 10 to 15: those of the shorter text at 0 to 7.
     """
@@ -89,7 +93,9 @@ def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between() ->
     params = Params(None, random_params(DSPARK, KNOWN))
     pending, lengths = KNOWN[[5, 50]].astype(np.int32), np.array([16, 5], np.int32)
     start = np.zeros(2, np.int32)
-    tree, heard = _proposed(WINDOW, params, (tokens, start, lengths, *hidden), pending)
+    config = DSPARK if yarn is None else DSPARK.stretched(yarn)
+    window = replace(WINDOW, config=config)
+    tree, heard = _proposed(window, params, (tokens, start, lengths, *hidden), pending)
     long, kept = (lengths == 16)[:, None], np.array([0, 1, *range(10, 16)])
     shorter = np.where(long, tokens[:, kept], tokens[:, :8])
     states = [np.where(long[..., None], each[:, kept], each[:, :8]) for each in hidden]
@@ -98,7 +104,7 @@ def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between() ->
     middle = parents[rows, leaves]
     paths = np.stack([parents[rows, middle], middle, leaves], axis=1)
     following = np.pad(np.searchsorted(KNOWN, ids[rows[:, None], paths]), ((0, 0), (0, 1)))
-    chain = DFlashDrafter(DSPARK, TreeConfig((1,) * 4))
+    chain = DFlashDrafter(config, TreeConfig((1,) * 4))
     block = (each[rows] for each in (shorter, start, np.minimum(lengths, 8), *states))
     _, expected = _proposed(chain, params, tuple(block), pending[rows], following)
     first = np.array([1, 3, 6])
