@@ -5,7 +5,9 @@ block once, whatever the tree: the pending token and mask tokens behind it, whic
 the entries. A level of the tree takes the logits of one slot. Slots do not know of each other's
 tokens, so without a Markov head the continuations of all nodes of a level are the same, and beam
 search by their sums is the tree of the best paths (DDTree, arXiv:2604.12989). A Markov head
-corrects the logits behind every node by its token.
+corrects the logits behind every node by its token. A confidence head says how likely a slot is
+right behind a node: paths through it are worth less by that, so that a budget or a threshold stops
+where the slots become guesses.
 """
 
 from dataclasses import dataclass, field, replace
@@ -128,8 +130,13 @@ class DFlashDrafter(Drafter):
             states = jax.lax.dynamic_update_slice_in_dim(states, state, nodes.start, axis=1)
             return states, noise.scores(slot + added, depth)
 
+        def trust(states: Array, tree: Tree, nodes: slice, depth: int) -> Array:
+            tokens = tree.tokens[:, nodes]
+            return draft.trust(self.config, tokens, hidden[:, depth : depth + 1])
+
         return beam_search(
-            *(view.pending, self.tree, score, states, draft.vocabulary, self.attention)
+            *(view.pending, self.tree, score, states, draft.vocabulary, self.attention),
+            trust=None if self.config.confidence is None else trust,
         )
 
     def _block(self, draft: DFlashParams, state: DFlashState, view: View) -> Array:

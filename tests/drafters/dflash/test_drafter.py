@@ -133,6 +133,52 @@ def test_a_tree_holds_the_best_paths_of_the_slots() -> None:
         }
 
 
+def test_a_confidence_head_moves_nodes_to_where_slots_are_trusted() -> None:
+    """A path is worth its probabilities times the confidence of every slot on it, by hand."""
+    config = config_for(CONFIG, from_pending=True, markov=Markov(5), confidence=Confidence(True))
+    draft = random_params(config)
+    kernel = 3 * np.asarray(draft.confidence["kernel"])
+    draft = replace(draft, confidence={"kernel": jnp.asarray(kernel), "bias": jnp.array([-0.5])})
+    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
+    block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+    drafter = DFlashDrafter(config, TreeConfig((4, 5), budget=6))
+    tree, heard = _proposed(drafter, Params(None, draft), block, tokens[:, 0])
+
+    @jax.jit
+    def hidden_of_slots(draft: Any) -> jax.Array:
+        params, none = Params(None, draft), jnp.zeros((2, 1, 8, 8))
+        state = _extended(drafter, params, drafter.begin(params, 2, 16), block)
+        view = view_of(jnp.asarray(tokens[:, 0]), jnp.asarray(block[2]), none, none)
+        return drafter._block(draft, state, view)
+
+    slots = np.asarray(hidden_of_slots(draft), np.float64)
+    table = np.asarray(draft.markov["embedding"], np.float64)
+
+    def trust(row: int, slot: int, before: int) -> float:
+        joint = np.concatenate([slots[row, slot], table[before]])
+        return -float(np.log1p(np.exp(0.5 - joint @ kernel[0])))
+
+    logs = [np.asarray(jax.nn.log_softmax(each), np.float64) for each in heard]
+    for row in range(2):
+        root = int(tokens[row, 0])
+        first = logs[0][row, 0] + trust(row, 0, root)
+        above = np.argsort(-first)[:4]
+        worth = {(int(token),): first[token] for token in above}
+        below = {
+            (int(token), follower): first[token] + trust(row, 1, int(token)) + share
+            for node, token in enumerate(above)
+            for follower, share in enumerate(logs[1][row, node])
+        }
+        worth |= dict(sorted(below.items(), key=lambda path: -path[1])[:5])
+        best = {*sorted(worth, key=lambda path: -worth[path])[:5]}
+        parents, ids = np.asarray(tree.parents[row]), np.asarray(tree.tokens[row])
+        paths: dict[int, tuple[int, ...]] = {0: ()}
+        for node in range(1, 6):
+            paths[node] = (*paths[int(parents[node])], int(ids[node]))
+        assert {*paths.values()} - {()} == best
+
+
 def test_what_is_needed_and_what_cannot_be() -> None:
     hidden = (-1, 0, 1)
     assert DFlashDrafter(DFLASH).needs == Needs(hidden)
