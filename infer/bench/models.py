@@ -191,6 +191,8 @@ def _random_eagle3(
         max_positions=EAGLE3_POSITIONS,
         dtype=config.dtype,
     )
+    if options.yarn is not None:
+        draft = draft.stretched(options.yarn)
     layer = _drawn(Format(SPECFORGE, embedding=False, head=True).table(draft), draft.dtype, seed)
     head, tokens = layer.pop("head"), jnp.arange(proposable, dtype=jnp.int32)
     params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
@@ -224,6 +226,8 @@ def _random_dflash(
         block=16,
         mask_token=config.vocab_size - 1,
     )
+    if options.yarn is not None:
+        draft = draft.stretched(options.yarn)
     stored = DFlashFormat(ZLAB, embedding=False, head=False)
     layer = _drawn(stored.table(draft), config.dtype, seed)
     params = DFlashParams.bound(layer, draft, target, None, False)

@@ -15,7 +15,7 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.config import TargetConfig
+from longspec_jax.config import LARGEST_FACTOR, TargetConfig
 from longspec_jax.models.layers import rounded
 from longspec_jax.models.target import head_logits, head_of
 from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
@@ -47,12 +47,16 @@ class FeatureOptions:
     """Read its weights and its LM head in 8 bits: half the bytes.
 
     If absent, on a GPU with a large target in 16 bits, where it pays."""
+    yarn: float | None = None
+    """Stretch its positions by this factor with YaRN, though it was not trained so."""
 
     def __post_init__(self) -> None:
         if self.window == 0:
             raise ValueError("window=0 must be at least 1 token")
         if self.sinks is not None and self.sinks > MOST_SINKS:
             raise ValueError(f"sinks={self.sinks} must be at most {MOST_SINKS} tokens")
+        if self.yarn is not None and not 1 < self.yarn <= LARGEST_FACTOR:
+            raise ValueError(f"yarn={self.yarn:g} must be a factor above 1")
         if self.layers is not None and not re.fullmatch(
             r"-?[0-9]{1,4}(,-?[0-9]{1,4})*", self.layers
         ):

@@ -173,7 +173,10 @@ MODEL = (
 HEAD = (Rule("head", "V D", (("lm_head.weight", "V D"),)),)
 
 ROTARY = {r"(.*\.)?rotary_emb\.inv_freq": "rotary frequencies follow from the configuration"}
-TOKENSWIFT = {r"model\.medusa_layers\..*": "heads of TokenSwift, which are a draft"}
+HEADS_BESIDE = {
+    r"model\.medusa_layers\..*": "heads of TokenSwift, which are a draft",
+    r"model\.mtp_layers\..*": "layers of multi-token prediction, which are a draft",
+}
 TIED_HEAD = {r"lm_head\.weight": "the LM head is the embedding table"}
 
 
@@ -191,7 +194,9 @@ def target_table(config: TargetConfig) -> Table:
             bind(rule, sizes | own, ours, theirs, shuffle)
             for rule in layer_rules(config, family.names, experts)
         ]
-    return Table(tuple(leaves), ROTARY | TOKENSWIFT | (TIED_HEAD if config.tied_embeddings else {}))
+    return Table(
+        tuple(leaves), ROTARY | HEADS_BESIDE | (TIED_HEAD if config.tied_embeddings else {})
+    )
 
 
 def layer_rules(

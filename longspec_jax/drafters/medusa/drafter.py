@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.checks import whole_number
@@ -44,6 +44,10 @@ class MedusaConfig:
     own_tables: bool
     """Whether every head has an LM head of its own; the target's serves all if not."""
     dtype: str = "bfloat16"
+    bias: bool = True
+    """Whether the blocks have biases."""
+    proposable: int | None = None
+    """Tokens that the LM heads know; all if absent."""
 
     def __post_init__(self) -> None:
         whole_number("medusa_num_heads", self.heads, 1, MAX_TREE_LEVELS)
@@ -60,19 +64,22 @@ class MedusaParams:
 
     heads: Any
     """By ``heads_0`` ...: the blocks, and maybe an LM head."""
-    table: Leaf[Float[Array, "V D"]]
-    """The target's LM head."""
+    table: Leaf[Float[Array, "v D"]]
+    """The target's LM head, or some of its rows."""
+    vocabulary: Leaf[Int[Array, " v"]] | None = None
+    """The target's tokens that the rows of the LM heads stand for; token ``i`` is the i-th if
+    absent."""
 
     def logits(
         self, config: MedusaConfig, hidden: Float[Array, "B D"], levels: int
-    ) -> Float[Array, "B n V"]:
+    ) -> Float[Array, "B n v"]:
         """What the first ``levels`` heads make of a hidden state, float32."""
         states, logits = [], []
         for index in range(levels):
             head, state = self.heads[f"heads_{index}"], hidden
             for block in range(config.blocks):
                 weights = head[f"block_{block}"]
-                state = state + jax.nn.silu(matmul(state, weights["kernel"], weights["bias"]))
+                state = state + jax.nn.silu(matmul(state, weights["kernel"], weights.get("bias")))
             states.append(state)
             if config.own_tables:
                 logits.append(head_logits(head["head"], state))
@@ -120,8 +127,12 @@ class MedusaDrafter(Drafter):
         if not levels:
             return plant(view.pending, self.tree)
         logits = draft.logits(self.config, state, levels)
+        if draft.vocabulary is not None:
+            noise = noise.among(draft.vocabulary)
 
         def scores(depth: int) -> Array:
             return noise.scores(logits[:, depth : depth + 1], depth)
 
-        return tree_of_levels(view.pending, self.tree, scores, self.attention)
+        return tree_of_levels(
+            view.pending, self.tree, scores, draft.vocabulary, implementation=self.attention
+        )
