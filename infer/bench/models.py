@@ -46,6 +46,7 @@ from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target
+from longspec_jax.ops.attention.float8 import CODES, codes, rounded
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, quantised_matrices
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.tables import Table
@@ -318,8 +319,13 @@ def _draw(init: Any, seed: int, weights: str = "whole") -> Any:
 @functools.cache
 def _filler(shape: tuple[int, ...], dtype: str, scale: float) -> Any:
     """A compiled generator of one array; layers of equal shape share it."""
-    drawn = jnp.float32 if jnp.dtype(dtype).itemsize == 1 else jnp.dtype(dtype)
-    return jax.jit(lambda key: (scale * jax.random.normal(key, shape, drawn)).astype(dtype))
+    drawn = jnp.float32 if dtype == CODES else jnp.dtype(dtype)
+
+    def fill(key: jax.Array) -> jax.Array:
+        numbers = scale * jax.random.normal(key, shape, drawn)
+        return codes(rounded(numbers)) if dtype == CODES else numbers
+
+    return jax.jit(fill)
 
 
 def _key(seed: int, number: int) -> jax.Array:
