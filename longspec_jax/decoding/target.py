@@ -27,7 +27,7 @@ from longspec_jax.drafters.base import (
     Uncommitted,
 )
 from longspec_jax.models.target import Attend, Target, TargetOutput, sinks_of
-from longspec_jax.ops.attention import path
+from longspec_jax.ops.attention import float8, path
 from longspec_jax.ops.attention.dispatch import (
     chunk_attention,
     path_attention,
@@ -252,18 +252,31 @@ class TargetModel:
         needs: Needs,
         ordered: bool | None = None,
     ) -> tuple[TargetOutput, Features]:
-        """All layers, and the features that are needed of them."""
+        """All layers, and the features that are needed of them.
+
+        Keys, values and queries are in the cache's units from here on, rounded as it rounds them.
+        """
         queries, keys = {}, {}
+        cached: dict[int, tuple[Array, Array]] = {}
 
         def noted(layer: int, q: Array, k: Array, v: Array) -> Array:
+            scales = self.config.scales(layer)
+            if self.config.kv_dtype is not None:
+                k, v = cached[layer] = float8.stored(scales, k, v)
+            if scales is not None:
+                q = float8.scaled(q, scales.keys)
             if layer in needs.queries:
                 queries[layer] = q
             if layer in needs.keys:
                 keys[layer] = k
-            return attend(layer, q, k, v)
+            out = attend(layer, q, k, v)
+            return out if scales is None else float8.scaled(out, scales.values)
 
         model = self._model if ordered is None else Target(self.config, ordered=ordered)
         output: Any = model.apply({"params": params}, tokens, positions, noted, keep=needs.hidden)
+        if cached:
+            rows = zip(*(cached[layer] for layer in range(len(cached))), strict=True)
+            output = output._replace(**dict(zip(("keys", "values"), rows, strict=True)))
         return output, Features(output.kept, queries, keys)
 
     def unembed(self, params: Any, hidden: Array) -> Array:

@@ -58,7 +58,9 @@ def prefix_attention(
         slot = offset + jnp.arange(block)
         fresh = slot >= index * block
         seen = fresh & (slot >= first[:, None]) & (slot < length[:, None])
-        k_block, v_block = (_block(cache, prefix.cache_rows, offset, block) for cache in (k, v))
+        k_block, v_block = (
+            _block(cache, prefix.cache_rows, offset, block).astype(q.dtype) for cache in (k, v)
+        )
         # Slots behind the mask may hold anything, NaN included.
         v_block = jnp.where(seen[:, None, :, None], v_block, jnp.zeros_like(v_block))
         scores = jnp.einsum(
@@ -79,7 +81,7 @@ def prefix_attention(
         keep = jnp.exp(top - shift)
         added = jnp.einsum(
             "BKRS,BKSH->BKRH",
-            weights.astype(v.dtype),
+            weights.astype(q.dtype),
             v_block,
             precision=precision,
             preferred_element_type=jnp.float32,

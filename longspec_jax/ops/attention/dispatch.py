@@ -7,6 +7,7 @@ in an order of its sums that the tree does not change. ``chunk_attention`` serve
 computes, and :mod:`longspec_jax.ops.dispatch` chooses.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Queries, Sinks, TreeRows
 from longspec_jax.ops.attention import attention_xla, path, reference
+from longspec_jax.ops.attention.float8 import E4M3, scaled
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.hardware import HOPPER, compute_capability, require_ampere
@@ -63,9 +65,10 @@ def _prefix_triton(
     q: Queries, prefix: Prefix, *, cap: float | None = None, **options: Any
 ) -> Partial:
     require_ampere("the jax-triton prefix kernel")
-    if cap is not None or prefix.oldest is not None:
+    if cap is not None or prefix.oldest is not None or prefix.keys.dtype != q.dtype:
         raise NotImplementedError(
-            "the jax-triton prefix kernel takes no soft cap and no window; choose 'pallas' or 'xla'"
+            "the jax-triton prefix kernel takes no soft cap, no window and no cache in 8 bits; "
+            "choose 'pallas' or 'xla'"
         )
     try:
         from longspec_jax.ops.attention import prefix_triton
@@ -153,7 +156,10 @@ def prefix_attention(
     """
     _check_prefix(q, prefix)
     options = dict(scale=scale, cap=cap, dtype=jnp.dtype(dtype), implementation=implementation)
-    return _run(PREFIX, q, prefix, **options)
+    if (scales := prefix.scales) is None:
+        return _run(PREFIX, q, prefix, **options)
+    found = _run(PREFIX, scaled(q, scales.keys), replace(prefix, scales=None), **options)
+    return Partial(scaled(found.out, scales.values), found.lse)
 
 
 def tree_attention(
@@ -351,7 +357,8 @@ def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int, rows: in
             f"key/value heads of width {k.shape[3]}: one must be a multiple of the other, widths "
             "equal"
         )
-    if q.dtype != k.dtype:
+    # Only what is cached is ever in 8 bits.
+    if q.dtype != k.dtype and (k.dtype != E4M3 or "S" not in axes):
         raise ValueError(f"queries are {q.dtype} and keys {k.dtype}; cast one of them explicitly")
     if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != (rows or k.shape[0]):
         raise ValueError(
@@ -361,8 +368,10 @@ def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int, rows: in
 
 
 def _check_together(prefix: Prefix, keys: TreeRows) -> None:
-    """Refuse a prefix and fresh keys of different heads or types."""
-    if prefix.keys.shape[1] != keys.shape[2] or prefix.keys.dtype != keys.dtype:
+    """Refuse a prefix and fresh keys of different heads or types, or in different units."""
+    if prefix.scales is not None:
+        raise ValueError("fresh keys are in the cache's units; a prefix beside them has no scales")
+    if prefix.keys.shape[1] != keys.shape[2] or prefix.keys.dtype not in (keys.dtype, E4M3):
         raise ValueError(
             f"the prefix has {prefix.keys.shape[1]} key/value heads of {prefix.keys.dtype} and the "
             f"fresh tokens {keys.shape[2]} of {keys.dtype}; they must agree"

@@ -25,6 +25,7 @@ from longspec_jax.axes import (
     TreeMask,
     TreeRows,
 )
+from longspec_jax.config import HeadScales
 
 
 @struct.dataclass
@@ -46,6 +47,8 @@ class Prefix:
     """Which row of keys and values each batch row reads; its own if absent."""
     oldest: Leaf[Int[Array, "B T"]] | None = None
     """The first position that each query sees, in a layer with a window; goes without ``start``."""
+    scales: HeadScales | None = struct.field(pytree_node=False, default=None)
+    """What stored keys and values are to be multiplied by, for queries that know nothing of it."""
 
     def within(self, window: int | None, positions: Int[Array, "B T"]) -> "Prefix":
         """The same seen through a window: queries at ``positions`` see ``p_q - p_k < window``."""

@@ -53,8 +53,9 @@ def speculative_attention(
 ) -> Float[Array, "B T N H"]:
     """One softmax over the slots that the prefix shows, the masked tree rows, and the sinks."""
     prefix = prefix.of_batch()
-    k = jnp.concatenate([prefix.keys.swapaxes(1, 2), fresh.keys], axis=1)
-    v = jnp.concatenate([prefix.values.swapaxes(1, 2), fresh.values], axis=1)
+    keys, values = (x.swapaxes(1, 2).astype(q.dtype) for x in (prefix.keys, prefix.values))
+    k = jnp.concatenate([keys, fresh.keys], axis=1)
+    v = jnp.concatenate([values, fresh.values], axis=1)
     mask = jnp.concatenate([_seen(q, prefix), fresh.mask], axis=2)
     out = _dense(q, k, v, mask, scale, cap, sinks).out
     return out.astype(q.dtype)

@@ -28,7 +28,7 @@ MARKS = {mark for format in (Bytes, Packed, Gptq, Awq) for mark in format.marks}
 """Tensors that only a quantised linear has."""
 DROPPED = {
     r".*\.(input_scale|activation_scale|input_zero_point)": "activations are not quantised",
-    r".*\.([kv]_scale|kv_scale|output_scale)": "keys and values are not quantised",
+    r".*\.([kv]_scale|kv_scale|output_scale)": "read apart, by weights.quantised.cached",
 }
 
 
