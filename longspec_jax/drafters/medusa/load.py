@@ -150,4 +150,6 @@ def _config(raw: JsonObject, tensors: Tensors, target: TargetConfig) -> MedusaCo
         target.num_layers,
         own is not None,
         target.dtype,
+        target.logits_divisor,
+        target.logit_cap,
     )
