@@ -231,7 +231,7 @@ def _random_dflash(
         draft = draft.stretched(options.yarn)
     stored = DFlashFormat(ZLAB, embedding=False, head=False)
     layer = _drawn(stored.table(draft), config.dtype, seed)
-    params = DFlashParams.bound(layer, draft, target, None, False)
+    params = DFlashParams.bound(layer, draft, config, target)
     if options.int8:  # Only where it is named: a row says what it measured.
         params = params.in_int8()
     return DFlashDraft(draft, params, seen_by_dflash(draft, config, options))
