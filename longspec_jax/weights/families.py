@@ -18,6 +18,7 @@ from longspec_jax.config import (
     TargetConfig,
 )
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.recurrent import raw_recurrences, read_recurrences
 from longspec_jax.weights.rope import raw_rope, rope_entry
 from longspec_jax.weights.sparse import raw_experts, read_experts
 
@@ -39,6 +40,19 @@ class Names:
     mlp_norm: str = "post_attention_layernorm"
     attention_post_norm: str = "post_attention_layernorm"
     mlp_post_norm: str = "post_feedforward_layernorm"
+    recurrence: str = "linear_attn"
+    recurrent_rows: tuple[tuple[str, str], ...] = (
+        ("in_proj_qkv", "(J X) D"),
+        ("in_proj_qkv", "(J X) D"),
+        ("in_proj_qkv", "(J Z) D"),
+        ("in_proj_z", "(J Z) D"),
+    )
+    """What makes query, key, values and gate of a recurrence, and how its rows are stored."""
+    rate_rows: tuple[tuple[str, str], ...] = (
+        ("in_proj_b", "(J P) D"),
+        ("in_proj_a", "(J P) D"),
+    )
+    """What makes the strength of writing and the decay."""
 
 
 def _nothing(*_: Any) -> dict[str, Any]:
@@ -231,6 +245,13 @@ _GEMMA_FIXED = {"post_norms": True, "offset_norms": True, "gelu": True}
 _GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 _OLMO_FIXED = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True}
 
+_QWEN_HYBRID: dict[str, Any] = dict(
+    fixed={"qk_norm": True, "offset_norms": True, "gated_attention": True},
+    accepts=frozenset({"partial_rotary_factor"}),
+    read=read_recurrences,
+    write=raw_recurrences,
+)
+
 _FUSED_GATE_UP = ("mlp.gate_up_proj",) * 2
 _GRANITE_4 = Names(gate_up=("shared_mlp.input_linear",) * 2, down="shared_mlp.output_linear")
 
@@ -258,6 +279,16 @@ FAMILIES: dict[str, Family] = {
         read=read_experts,
         write=raw_experts,
         window_switch="use_sliding_window",
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5_text",
+        defaults={
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+        },
+        **_QWEN_HYBRID,
     ),
     "Ministral3ForCausalLM": Family(
         "ministral3",
@@ -354,5 +385,6 @@ _VISION = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 WRAPPERS: dict[str, tuple[str, ...]] = {
     "Gemma3ForConditionalGeneration": _VISION,
     "Mistral3ForConditionalGeneration": _VISION,
+    "Qwen3_5ForConditionalGeneration": (r"model\.visual\..*",),
 }
 """Classes that wrap a target as ``text_config``: patterns of the tensors that it does not need."""

@@ -104,6 +104,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "glm4": ("Glm4", dict(head_dim=16)),
+    "qwen3.5": (
+        "Qwen3_5Text",
+        dict(
+            num_hidden_layers=4,
+            head_dim=16,
+            layer_types=[f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+        ),
+    ),
 }
 """Class of transformers, and what its configuration has beyond the base."""
 
