@@ -23,6 +23,7 @@ from longspec_jax.ops.matmul.experts import computed_rows
 from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
 from longspec_jax.ops.placement import free_device_bytes, tree_bytes
 from longspec_jax.ops.recurrence.delta_rule import BLOCK
+from longspec_jax.ops.recurrence.recurrence import SEGMENT
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable: how much of the host's memory jax uses for a GPU, in GiB."""
@@ -131,7 +132,7 @@ def _layer_numbers(config: TargetConfig, tokens: int) -> int:
             heads, block = recurrence.value_heads, 2 * BLOCK
             solved = 4 * (recurrence.key_width + recurrence.value_width) + block
             own = 4 * recurrence.key_heads * recurrence.inputs_width + 2 * heads * solved
-            most = max(most, own * tokens)
+            most = max(most, own * min(tokens, SEGMENT))
         if (experts := kind.experts) is not None:
             rows = computed_rows(tokens, experts.chosen, experts.count)
             own = rows * (2 * width + 3 * experts.width) + tokens * experts.chosen * width

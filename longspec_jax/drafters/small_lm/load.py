@@ -69,8 +69,8 @@ class SmallLM(Draft):
         own = self.config
         if len(own.full_layers) < own.num_layers or own.attention_cap is not None:
             raise ValueError(
-                f"{own.architecture} has layers with a window, or a soft cap, and cannot be a "
-                "small_lm draft; load a small model without them"
+                f"{own.architecture} has layers with a window or a state, or a soft cap, and "
+                "cannot be a small_lm draft; load a small model without them"
             )
         if self.config.vocab_size > target.vocab_size:
             raise ValueError(

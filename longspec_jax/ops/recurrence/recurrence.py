@@ -23,8 +23,10 @@ from longspec_jax.ops.recurrence.operands import (
     empty_rows,
     last_inputs,
 )
-from longspec_jax.ops.slicing import along
+from longspec_jax.ops.slicing import along, chunk_length, cut, whole_chunks
 
+SEGMENT = 8192
+"""Tokens of a device whose queries, keys and values exist at once in float32."""
 Taps = Float[Array, "J W _"]
 """The weights of the convolution, the newest token's last."""
 
@@ -46,6 +48,24 @@ def chunk_recurrence(
     Returns:
       The state, and what every token reads, float32.
     """
+    rows, length = tokens.inputs.shape[:2]
+    if rows * length <= SEGMENT:
+        return _segment(tokens, taps, state, count)
+    size = chunk_length(rows, length, SEGMENT)
+    padded = jax.tree.map(lambda part: whole_chunks(part, size), tokens)
+
+    def step(state: RecurrentState, start: Array) -> tuple[RecurrentState, Array]:
+        part = jax.tree.map(lambda whole: cut(whole, start, size), padded)
+        return _segment(part, taps, state, jnp.clip(count - start, 0, size))
+
+    state, out = jax.lax.scan(step, state, jnp.arange(0, padded.inputs.shape[1], size))
+    out = jnp.moveaxis(out, 0, 1)
+    return state, out.reshape(rows, -1, *out.shape[3:])[:, :length]
+
+
+def _segment(
+    tokens: RecurrentTokens, taps: Taps, state: RecurrentState, count: Lengths
+) -> tuple[RecurrentState, Array]:
     length, before = tokens.inputs.shape[1], state.inputs.swapaxes(1, 2)
     joined = jnp.concatenate([before, tokens.inputs], axis=1)
     mixed = _convolved([joined[:, at : at + length] for at in range(taps.shape[2])], taps)

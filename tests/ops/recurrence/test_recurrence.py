@@ -13,6 +13,7 @@ import pytest
 
 from longspec_jax.config import RecurrenceConfig
 from longspec_jax.ops.placement import tree_bytes
+from longspec_jax.ops.recurrence import recurrence as op
 from longspec_jax.ops.recurrence.delta_rule import BLOCK, Operands, delta_rule_reference
 from longspec_jax.ops.recurrence.operands import (
     RecurrentRows,
@@ -95,6 +96,18 @@ def test_a_chunk_is_the_recurrence(length: int) -> None:
             close(out[row, :own], reads)
     np.testing.assert_array_equal(after.memory[2], state.memory[2])
     np.testing.assert_array_equal(after.inputs[2], state.inputs[2])
+
+
+def test_long_rows_are_run_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50 tokens, the last one of which is not whole."""
+    tokens, state, count = tokens_of(0, 2, 149), state_of(5, 2), np.array([149, 101])
+    monkeypatch.setattr(op, "SEGMENT", 100)
+    after, out = jax.jit(lambda *given: chunk_recurrence(*given))(tokens, TAPS, state, count)
+    for row, own in enumerate(count):
+        memory, inputs, reads = recurrence(tokens, state, row, range(own))
+        close(after.memory[row], memory)
+        close(after.inputs[row], inputs)
+        close(out[row, :own], reads)
 
 
 def test_what_stands_behind_a_rows_own_tokens_changes_no_bit() -> None:
