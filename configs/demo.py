@@ -20,6 +20,9 @@ sees a window of the last tokens alone:
     python -m train.run --config=configs/demo.py:eagle3_cpu --workdir=runs/demo_eagle3
     python -m infer.decode --draft=runs/demo_eagle3/draft
 
+``demo.py:dflash`` trains a DFlash draft for the same target on the same rows, and
+``demo.py:dflash_cpu`` one in a quarter of an hour on a CPU.
+
 ``demo.py:parallel`` trains a parallel LongSpec draft for the same target, in the same stages.
 
 ``demo.py:small_lm`` trains another drafter for the demo's target, a small model of its tokenizer:
@@ -45,6 +48,8 @@ def get_config(variant: str = "full") -> ConfigDict:
         "draft": _draft,
         "eagle3": _eagle3,
         "eagle3_cpu": _eagle3_cpu,
+        "dflash": _dflash,
+        "dflash_cpu": _dflash_cpu,
         "parallel": _parallel,
         "smoke": _smoke,
         "tiny": _tiny,
@@ -109,8 +114,26 @@ def _eagle3(config: ConfigDict) -> None:
 def _eagle3_cpu(config: ConfigDict) -> None:
     """The same in little time: short rows, fewer passes of the training-time test."""
     _eagle3(config)
-    config.dtype = "float32"
     config.draft.steps = 4
+    _on_a_cpu(config)
+
+
+def _dflash(config: ConfigDict) -> None:
+    """A DFlash draft for the target that is there."""
+    _draft(config)
+    config.title = "LongSpec demo: a DFlash draft for the small code model"
+    config.draft = {**DRAFTS["dflash"], "layers": 2, "block": 8, "decay": 4.0, "mask_token": 2}
+    config.stages.short.max_offset = 0
+
+
+def _dflash_cpu(config: ConfigDict) -> None:
+    """The same in little time: short rows."""
+    _dflash(config)
+    _on_a_cpu(config)
+
+
+def _on_a_cpu(config: ConfigDict) -> None:
+    config.dtype = "float32"
     config.accept_rows, config.accept_seq_len, config.accept_every = 8, 0, 100
     config.stages = dict(short=stage(256, 4, 2e-3, max_seconds=600.0))
 

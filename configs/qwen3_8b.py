@@ -5,7 +5,8 @@
 Variants: ``all``, the three stages in one run, or one of ``short``, ``long`` and ``sft``, to be
 started in this order (``--config=qwen3_8b:short``). ``--config=qwen3_8b:eagle3`` trains an EAGLE-3
 draft instead, on 200,000 conversations; ``python -m train.bench --draft=eagle3`` says how fast.
-``parallel`` trains a parallel LongSpec draft in the three stages.
+``dflash`` trains a DFlash draft on the same conversations, ``parallel`` a parallel LongSpec draft
+in the three stages.
 
 Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
 eight H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate

@@ -21,9 +21,10 @@ and ``sft`` are one stage each, of ``--config.data``; the last two start from th
 before, which ``--config.draft.init`` names if it is elsewhere. The variant ``parallel`` is ``all``
 for a parallel LongSpec draft.
 
-The variant ``eagle3`` trains another kind of draft for the same target, EAGLE-3 (arXiv 2503.01840),
-in one stage of conversations whose answers alone are learned. A draft is better where the answers
-are the target's own, which ``python -m train.regenerate`` makes of any.
+The variants ``eagle3`` and ``dflash`` train other kinds of drafts for the same target, EAGLE-3
+(arXiv 2503.01840) and DFlash (arXiv 2602.06036), in one stage of conversations whose answers alone
+are learned. A draft is better where the answers are the target's own, which
+``python -m train.regenerate`` makes of any.
 
 Hours in the configurations' docstrings are estimates, not measurements: floating-point operations
 of target forward, draft forward and backward over all padded tokens, at half of an H200's bfloat16
@@ -43,6 +44,8 @@ LLAMA3_TURN = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>
 """The turn format of the chat templates of Llama 3 and 3.1."""
 CHATML_TURN = "<|im_start|>{role}\n{content}<|im_end|>\n"
 """The turn format of Qwen and QwQ, all generations."""
+HARMONY_TURN = "<|start|>{role}<|message|>{content}<|end|>"
+"""The turn format of gpt-oss, without the channels of an answer."""
 
 SHORT_LENGTH = 1024
 SHORT_DATA = "DKYoon/SlimPajama-6B"
@@ -67,6 +70,16 @@ DRAFTS: dict[str, dict[str, Any]] = {
         distillation=0.0,
     ),
     "eagle3": dict(kind="eagle3", init="", layers="", vocabulary=32_000, steps=7, decay=0.8),
+    "dflash": dict(
+        kind="dflash",
+        init="",
+        layers=5,
+        features="",
+        block=16,
+        mask_token=-1,
+        anchor_every=8,
+        decay=7.0,
+    ),
     "parallel": dict(
         kind="parallel",
         init="",
@@ -199,7 +212,8 @@ def miniature(config: Any) -> None:
         max_distribution_bytes=100_000,
         tokenizer_bytes=400_000,
     )
-    config.draft.window = 16
+    if "window" in config.draft:
+        config.draft.window = 16
     sections = [config.stages]
     if config.get("pretraining"):
         config.pretraining.shape.update(
@@ -217,7 +231,7 @@ def miniature(config: Any) -> None:
         for name, (seq_len, batch) in {"short": (32, 4), "long": (64, 2)}.items():
             if name in stages:
                 stages[name].update(seq_len=seq_len, batch=batch, steps=3, max_seconds=0.0)
-    if "short" in config.stages:
+    if "short" in config.stages and config.stages.short.max_offset:
         config.stages.short.max_offset = 128
 
 
@@ -243,16 +257,18 @@ def paper_config(
       long_length: tokens of a row in the last two stages.
       max_offset: largest anchor offset of the first stage.
       sft_data: hub data of the last stage.
-      chat_turn: how the target's chat template writes a turn, for the variant ``eagle3``; as in its
-        data if empty.
+      chat_turn: how the target's chat template writes a turn, for ``eagle3`` and ``dflash``; as in
+        its data if empty.
     """
-    if variant not in (variants := ("all", *STAGES, "parallel", "eagle3")):
+    if variant not in (variants := ("all", *STAGES, "parallel", *_ON_CHATS)):
         known = ", ".join(variants)
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config = base_config()
-    if variant == "eagle3":
-        config.update(target=target, title=f"EAGLE-3 draft for {target}", **overrides)
-        return _eagle3(config, chat_turn or config.to_dict()["data"]["turn"])
+    if variant in _ON_CHATS:
+        title = f"{_ON_CHATS[variant]} draft for {target}"
+        config.update(target=target, title=title, **overrides)
+        config.draft = DRAFTS[variant]
+        return _on_chats(config, chat_turn or config.to_dict()["data"]["turn"])
     if variant == "parallel":
         config = paper_config(
             *(name, "all"),
@@ -294,12 +310,17 @@ def paper_config(
     return config
 
 
-def _eagle3(config: "ConfigDict", turn: str) -> "ConfigDict":
-    """A configuration turned to EAGLE-3, with the published loss, clipping and learning rate."""
-    config.draft = DRAFTS["eagle3"]
+_ON_CHATS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+"""Variants that are trained on conversations, and what their drafts are called."""
+
+
+def _on_chats(config: "ConfigDict", turn: str) -> "ConfigDict":
+    """A configuration with the published clipping, learning rates and passes of its kind."""
+    eagle3 = config.draft.kind == "eagle3"
+    clip, rate, epochs = (0.5, 1e-4, 2) if eagle3 else (1.0, 6e-4, 6)
     config.update(
         data=dict(hub=CHAT_DATA, split=CHAT_SPLIT, turn=turn, mask_prompts=True, buckets=3),
-        optimizer=dict(clip=0.5, weight_decay=0.0, warmup=0.04),
-        stages=dict(chat=stage(4096, 32, 1e-4, accumulation=0, epochs=2)),
+        optimizer=dict(clip=clip, weight_decay=0.0, warmup=0.04),
+        stages=dict(chat=stage(4096, 32, rate, accumulation=0, epochs=epochs)),
     )
     return config

@@ -28,6 +28,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"recurrence/(inputs|rates)/kernel$", P("fsdp", "tp", None)),  # [D, J, W + Z] and [D, J, 2 P]
     (r"recurrence/(taps|decay|decay_bias)$", P("tp")),  # [J, W, 1, I] and [J, P]
     (r"recurrence/out/kernel$", P("tp", None, "fsdp")),  # [M, Y, D]
+    (r"attention/out/bias$", P("fsdp")),  # [D]
+    (r"attention/sinks$", P("tp", None)),  # [K, G]
     (r"fuse/kernel$", P(None, "fsdp")),  # [features D, D]
     (r"block_\d+/kernel$", P("fsdp", None)),  # [D, D]
     (r"block_\d+/bias$", P(None)),  # [D]

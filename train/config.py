@@ -7,6 +7,7 @@ several fields are checked by the dataclasses themselves.
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,13 @@ AxisSize = Annotated[
     int,
     Rule(
         lambda size: size == -1 or size >= 1, "a number of devices, at least 1, or -1 for the rest"
+    ),
+]
+LayerNumbers = Annotated[
+    str,
+    Rule(
+        lambda text: re.fullmatch(r"([0-9]{1,4}(,[0-9]{1,4})*)?", text) is not None,
+        "numbers of layers with commas between, such as 1,15,28, or empty",
     ),
 ]
 Template = Annotated[

@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
 from longspec_jax.drafters.base import Uncommitted
+from longspec_jax.ops.attention.float8 import E4M3
 from longspec_jax.ops.attention.operands import Reading
 from longspec_jax.ops.caches import Caches, put_tokens
 from longspec_jax.ops.layer import append_rows
@@ -86,14 +88,15 @@ class KVCache(Caches):
         at: Lengths,
         count: Lengths,
     ) -> tuple[Array | None, ...]:
-        return tuple(
-            None
-            if layer is None or new is None
-            else append_to_ring(layer, new, at, count)
-            if index in self.rings
-            else append_chunk(layer, new, at)
-            for index, (layer, new) in enumerate(zip(layers, fresh, strict=True))
-        )
+        def write(index: int, layer: Array | None, new: TreeRows | None) -> Array | None:
+            if layer is None or new is None:
+                return None
+            new = as_cached(layer, new)
+            if index in self.rings:
+                return append_to_ring(layer, new, at, count)
+            return append_chunk(layer, new, at)
+
+        return tuple(map(write, range(len(layers)), layers, fresh))
 
     def commit(
         self,
@@ -114,7 +117,7 @@ class KVCache(Caches):
         """
         caches, fresh, layers = [*self.keys, *self.values], (*keys, *values), len(keys)
         pairs = {
-            i: (cache, new)
+            i: (cache, as_cached(cache, new))
             for i, (cache, new) in enumerate(zip(caches, fresh, strict=True))
             if cache is not None and new is not None
         }
@@ -138,16 +141,24 @@ class KVCache(Caches):
         keys, values = tuple(caches[:layers]), tuple(caches[layers:])
         return replace(self, keys=keys, values=values, states=states)
 
-    def uncommitted(self, batch: int, tokens: int) -> Uncommitted:
-        """Zeros for what ``tokens`` outside the cache add to it in each batch row."""
+    def uncommitted(self, batch: int, tokens: int, dtype: DTypeLike) -> Uncommitted:
+        """Zeros for what ``tokens`` outside the cache add to it in each batch row.
+
+        Keys and values have the dtype of activations, whatever that of the cache.
+        """
 
         def empty(slots: Array) -> Array:
             _, heads, _, width = slots.shape
-            return jnp.zeros((batch, tokens, heads, width), slots.dtype)
+            return jnp.zeros((batch, tokens, heads, width), dtype)
 
         keys, values = jax.tree.map(empty, (self.keys, self.values))
         rows = {i: empty_rows(state, batch, tokens) for i, state in self.states.items()}
         return Uncommitted(keys, values, rows)
+
+
+def as_cached(cache: Array, fresh: TreeRows) -> TreeRows:
+    """Fresh rows in the dtype of their cache; exact, as the target rounded them."""
+    return fresh.astype(cache.dtype)
 
 
 def append_chunk(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
@@ -204,7 +215,7 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
         if not slots:
             return None
         shape = (batch, config.num_kv_heads, slots, config.head_width)
-        return jnp.zeros(shape, jnp.dtype(config.dtype))
+        return jnp.zeros(shape, cache_dtype(config))
 
     sizes = layer_slots(config, capacity)
     return KVCache(
@@ -215,13 +226,19 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
             for index, each in config.recurrent_layers.items()
         },
         read_layer=config.read_layer,
+        read_scales=config.scales(config.read_layer),
         rings=rings_of(config),
     )
 
 
+def cache_dtype(config: TargetConfig) -> Any:
+    """The dtype of cached keys and values."""
+    return jnp.dtype(config.dtype if config.kv_dtype is None else E4M3)
+
+
 def slot_bytes(config: TargetConfig) -> int:
     """Bytes of a token's keys and values in one layer."""
-    return 2 * config.num_kv_heads * config.head_width * jnp.dtype(config.dtype).itemsize
+    return 2 * config.num_kv_heads * config.head_width * cache_dtype(config).itemsize
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:

@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CacheSlots, LayerSlots, Leaf, Lengths, TreeRows
+from longspec_jax.config import HeadScales
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.recurrence.operands import RecurrentState
 
@@ -39,6 +40,8 @@ class Caches:
     """Of every recurrent layer, behind all committed tokens."""
     read_layer: int = struct.field(pytree_node=False, default=-1)
     """The layer that drafts read (:attr:`longspec_jax.config.TargetConfig.read_layer`)."""
+    read_scales: HeadScales | None = struct.field(pytree_node=False, default=None)
+    """The scales of its keys and values."""
 
     @property
     def capacity(self) -> int:
@@ -59,6 +62,10 @@ class Caches:
     def state(self, index: int) -> RecurrentState:
         """What a recurrent layer keeps of the batch's rows."""
         return self.states[index].of_batch(self.cache_rows)
+
+    def read(self, length: Lengths) -> Prefix:
+        """The layer that drafts read, with the scales of its keys and values."""
+        return replace(self.layer(self.read_layer, length), scales=self.read_scales)
 
 
 Cache = TypeVar("Cache", bound=Caches)

@@ -50,6 +50,8 @@ class Part:
     """Where the block begins on the starred axis."""
     depth: int
     """How far it reaches there."""
+    inner: int = 1
+    """The size of the starred axis' second factor, where it is of two of the stored ones."""
     first: int = 0
     """The row of the stored tensor where the block begins, if it holds several."""
     rows: int = 0
@@ -137,6 +139,19 @@ def _experts(experts: ExpertsConfig) -> tuple[Rule, ...]:
     )
 
 
+def _stacked_experts() -> tuple[Rule, ...]:
+    """Of a mixture whose experts are stacked, with biases, gate and up by turns (gpt-oss)."""
+    gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    return (
+        Rule("mlp/router/kernel", "D E", (("mlp.router.weight", "E D"),)),
+        Rule("mlp/router/bias", "E", (("mlp.router.bias", "E"),)),
+        Rule("mlp/expert_gate_up", "* F D", ((gate_up, "E D (F u)"),)),
+        Rule("mlp/expert_gate_up_bias", "* F", ((f"{gate_up}_bias", "E (F u)"),)),
+        Rule("mlp/expert_down", "* D F", ((down, "E F D"),)),
+        Rule("mlp/expert_down_bias", "* D", ((f"{down}_bias", "E D"),)),
+    )
+
+
 _RECURRENT_NORM = "recurrence/norm/scale"
 _FLOAT32 = "recurrence/decay", "recurrence/decay_bias", _RECURRENT_NORM
 """Parameters of a recurrent layer that are float32 whatever the model's dtype."""
@@ -174,6 +189,8 @@ _WIDE_QK_NORM = (
     Rule("attention/q_norm/scale", "K G H", (("self_attn.q_norm.weight", "(K G h)"),)),
     Rule("attention/k_norm/scale", "K H", (("self_attn.k_norm.weight", "(K h)"),)),
 )
+_OUT_BIAS = (Rule("attention/out/bias", "D", (("self_attn.o_proj.bias", "D"),)),)
+_SINKS = (Rule("attention/sinks", "K G", (("self_attn.sinks", "(K G)"),)),)
 MARKOV = (
     Rule("markov/embedding", "V R", (("markov_head.markov_w1.weight", "V R"),)),
     Rule("markov/head", "v R", (("markov_head.markov_w2.weight", "v R"),)),
@@ -221,11 +238,10 @@ def layer_rules(
         _norm("attention_post_norm", names.attention_post_norm),
         _norm("mlp_post_norm", names.mlp_post_norm),
     )
-    common = (
-        *pre * config.pre_norms,
-        *post * config.post_norms,
-        *(_mlp(names) if kind.experts is None else _experts(kind.experts)),
-    )
+    mlp = _mlp(names)
+    if kind.experts is not None:
+        mlp = _stacked_experts() if names.stacked_experts else _experts(kind.experts)
+    common = (*pre * config.pre_norms, *post * config.post_norms, *mlp)
     if kind.recurrence is not None:
         return *common, *_recurrence(names)
     bias = (Rule("attention/qkv/fused/bias", "K * H", _qkv(names.qkv, "bias")),)
@@ -238,6 +254,8 @@ def layer_rules(
         Rule("attention/qkv/fused/kernel", "D K * H", qkv),
         Rule("attention/out/kernel", "N H D", (("self_attn.o_proj.weight", columns),)),
         *bias * config.qkv_bias,
+        *_OUT_BIAS * config.out_bias,
+        *_SINKS * config.attention_sinks,
         *_QK_NORM * config.qk_norm,
         *_WIDE_QK_NORM * config.wide_qk_norm,
     )
@@ -284,6 +302,7 @@ def layer_sizes(config: Any, kind: LayerConfig = _PLAIN) -> Sizes:
         "G": config.num_heads // config.num_kv_heads,
         "H": config.head_width,
         "A": 2 * config.num_heads // config.num_kv_heads,
+        "u": 2,
         "*": 1,
         **own,
     }
@@ -311,17 +330,21 @@ def bind(
         order_of = shuffle if "h" in stored else None
         groups = _groups(stored.replace("h", "H"))
         letters = [letter for group in groups for letter in group]
-        # A letter the parameter lacks runs along the starred axis; without one the block is a
-        # single slot there, written as a last factor of 1.
-        along = next((letter for letter in letters if letter not in axes), "*")
-        if "*" in axes and along == "*":
+        # Letters the parameter lacks run along the starred axis, the first slowest; without one the
+        # block is a single slot there, written as a last factor of 1.
+        along = [letter for letter in letters if letter not in axes] or ["*"]
+        if "*" in axes and along == ["*"]:
             groups[0] = [*groups[0], "*"]
             letters = [letter for group in groups for letter in group]
-        order = tuple(letters.index(along if axis == "*" else axis) for axis in axes)
-        depth = sizes[along] if "*" in axes else sizes[axes[0]]
+        order = tuple(
+            letters.index(letter) for axis in axes for letter in (along if axis == "*" else [axis])
+        )
+        depth = math.prod(sizes[letter] for letter in along) if "*" in axes else sizes[axes[0]]
+        inner = math.prod(sizes[letter] for letter in along[1:])
         factors = tuple(tuple(sizes[letter] for letter in group) for group in groups)
         heads = axes.index("H") if order_of else 0
-        part = Part(theirs + name, factors, order, start, depth, rows[name], 0, order_of, heads)
+        where = dict(start=start, depth=depth, inner=inner, first=rows[name])
+        part = Part(theirs + name, factors, order, shuffle=order_of, heads=heads, **where)
         rows[name] += math.prod(factors[0])
         parts.append((part, name if times[name] > 1 else None))
         start += depth

@@ -88,3 +88,17 @@ class DraftTrainer(Protocol):
           params: the parameters, whole and of :attr:`dtype`.
         """
         ...
+
+
+def refuse_offsets(stage: StageConfig, draft: str) -> None:
+    """Refuse a stage of anchor-offset positions for a draft that attends to distances alone.
+
+    Raises:
+      ValueError: names the stage.
+    """
+    if stage.max_offset:
+        raise ValueError(
+            f"stage {stage.name}: max_offset={stage.max_offset} is for drafts that read the "
+            f"target's keys; {draft} attends to distances alone: set "
+            f"--config.stages.{stage.name}.max_offset=0"
+        )

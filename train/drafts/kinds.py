@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config import DraftSettings
+from .dflash.settings import DFlashSettings
 from .eagle3.settings import Eagle3Settings
 from .longspec.settings import LongSpecSettings
 from .parallel.settings import ParallelSettings
@@ -44,5 +45,6 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "longspec": Kind(LongSpecSettings, "longspec.objective"),
     "eagle3": Kind(Eagle3Settings, "eagle3.objective"),
+    "dflash": Kind(DFlashSettings, "dflash.objective"),
     "parallel": Kind(ParallelSettings, "parallel.objective"),
 }

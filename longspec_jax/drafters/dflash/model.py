@@ -30,6 +30,8 @@ class DFlashLayers(nn.Module):
     config: DFlashConfig
     int8: bool = False
     """Whether the weights of the matmuls have 8 bits."""
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0 for all."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -38,7 +40,7 @@ class DFlashLayers(nn.Module):
         fused = len(self.config.features) * self.config.target_width
         self.fuse = projection((fused,), (c.model_width,), dtype)
         self.hidden_norm = RMSNorm(c.norm_eps, dtype)
-        self.layers = [Layer(c, 0, projection) for _ in range(c.num_layers)]
+        self.layers = [Layer(c, self.mlp_chunk, projection) for _ in range(c.num_layers)]
         self.final_norm = RMSNorm(c.norm_eps, dtype)
 
     def keys_values(self, hidden: Sequence[Array], positions: Array) -> tuple[Rows, ...]:

@@ -44,7 +44,7 @@ from ...target import (
     run_target,
     target_flops,
 )
-from ..base import Begun, Given
+from ..base import Begun, Given, refuse_offsets
 from .passes import fresh_layer, run_draft
 from .settings import Eagle3Settings
 
@@ -222,12 +222,7 @@ class Eagle3Trainer:
         Raises:
           ValueError: for a stage of anchor-offset positions.
         """
-        if stage.max_offset:
-            raise ValueError(
-                f"stage {stage.name}: max_offset={stage.max_offset} is for drafts that read the "
-                "target's keys; an EAGLE-3 draft attends to distances alone: set "
-                f"--config.stages.{stage.name}.max_offset=0"
-            )
+        refuse_offsets(stage, "an EAGLE-3 draft")
         settings = self.settings
         sizes = settings.steps, settings.decay, loss_chunk, mlp_chunk
         return Eagle3Objective(self.target, self.draft, *sizes), None

@@ -1,28 +1,20 @@
 """What a configuration says of an EAGLE-3 draft and of its training-time test."""
 
-import re
 from dataclasses import dataclass
 from typing import Annotated
 
 from longspec_jax.checks import Whole
 
-from ...config import DraftSettings, Rule, Share, ZeroOrMore
+from ...config import DraftSettings, LayerNumbers, Share, ZeroOrMore
 
 MOST_STEPS = 32
-_LAYERS = re.compile(r"([0-9]{1,4}(,[0-9]{1,4})*)?")
 
 
 @dataclass(frozen=True)
 class Eagle3Settings(DraftSettings):
     """The draft and its training-time test (arXiv 2503.01840)."""
 
-    layers: Annotated[
-        str,
-        Rule(
-            lambda text: _LAYERS.fullmatch(text) is not None,
-            "numbers of layers with commas between, such as 1,15,28, or empty",
-        ),
-    ]
+    layers: LayerNumbers
     """Layers of the target after which a fresh draft takes the hidden states, counted from 0; an
     early, a middle and a late one if empty, as published."""
     vocabulary: ZeroOrMore

@@ -1,8 +1,8 @@
 """What a parallel LongSpec draft learns under a frozen target, and how it is begun and saved.
 
-Blocks begin at random anchors in every row (:mod:`.blocks`). Slot ``j`` learns the token behind
-its own, given the text up to the anchor, and through the Markov head the text's token at the slot
-(teacher forcing).
+Blocks begin at random anchors in every row (:mod:`train.drafts.blocks`). Slot ``j`` learns the
+token behind its own, given the text up to the anchor, and through the Markov head the text's token
+at the slot (teacher forcing).
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
@@ -28,7 +27,7 @@ from longspec_jax.ops.slicing import along
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
 
-from ...acceptance import agreement_report, count_hits, counted_tokens
+from ...acceptance import agreement_report
 from ...config import StageConfig
 from ...step import Batch
 from ...target import (
@@ -44,8 +43,9 @@ from ...target import (
     target_flops,
 )
 from ..base import Begun, Given
-from .blocks import Draws, drawn_anchors, places, run_blocks
+from ..blocks import drawn_anchors, even_anchors, places, slot_hits, slot_weights
 from .loss import About, Learned, block_loss
+from .passes import Draws, run_blocks
 from .settings import ParallelSettings
 
 
@@ -133,8 +133,7 @@ class ParallelObjective:
         last = tokens.shape[1] - 1
         index = places(draws.anchors, c.block)
         at, follows = jnp.minimum(index, last), jnp.minimum(index + 1, last)
-        decays = np.exp(-np.arange(c.block) / s.decay)
-        slots = jnp.asarray(s.anchor_every * decays / decays.sum(), jnp.float32)
+        slots = slot_weights(c.block, s.anchor_every, s.decay)
         counts = jnp.where(index < last, along(follows, weights), 0)
         counts *= jnp.tile(slots, draws.anchors.shape[1])
         about = About(along(follows, tokens), counts, along(at, view.hidden))
@@ -151,27 +150,20 @@ class ParallelObjective:
 def _agreement(
     objective: ParallelObjective, params: Any, frozen: Any, batch: Batch
 ) -> tuple[Array, Array, Array]:
-    """What :func:`train.acceptance.agreement_report` reads, of blocks that are learned whole."""
+    """What :func:`train.acceptance.agreement_report` reads."""
     rows, length = batch.tokens.shape
-    every, block = objective.settings.anchor_every, objective.draft.block
-    anchors = jnp.broadcast_to(jnp.arange(0, length, every), (rows, -(-length // every)))
+    anchors = even_anchors(rows, length, objective.settings.anchor_every)
     draws = Draws(plain_positions((1, rows), length)[0], anchors)
     learned, head, about = objective._run(params, frozen, batch, draws)
 
-    def by_slot(each: Array) -> Array:
-        return jnp.moveaxis(each.reshape(*anchors.shape, block, *each.shape[2:]), 2, 0)
+    def in_blocks(each: Array) -> Array:
+        return each.reshape(*anchors.shape, objective.draft.block, *each.shape[2:])
 
     # The Markov head as more columns of the LM head.
-    wide = jnp.concatenate([learned.hidden, learned.before], axis=-1)
+    wide = in_blocks(jnp.concatenate([learned.hidden, learned.before], axis=-1))
     table = jnp.concatenate([head, learned.table.astype(head.dtype)], axis=-1)
-    counted = counted_tokens((by_slot(about.weights) > 0).all(axis=0).astype(jnp.float32))
-
-    def of_slot(slot: tuple[Array, Array]) -> tuple[Array, Array]:
-        found, wanted = slot
-        return count_hits(found, table, wanted, head, counted, chunk=objective.loss_chunk)
-
-    hits = jax.lax.map(of_slot, (by_slot(wide), by_slot(about.teacher)))
-    return *hits, jnp.sum(counted, (1, 2))
+    wanted, weights = in_blocks(about.teacher), in_blocks(about.weights)
+    return slot_hits(wide, table, wanted, head, weights, chunk=objective.loss_chunk)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import random_draft, relative_error, tiny_target_config
 from train.config import OptimizerConfig, StageConfig
+from train.drafts import blocks
 from train.drafts.base import Given
 from train.drafts.kinds import KINDS
-from train.drafts.parallel import blocks
 from train.drafts.parallel.objective import ParallelObjective
 from train.drafts.parallel.settings import ParallelSettings
 from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings

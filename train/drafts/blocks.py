@@ -1,13 +1,11 @@
-"""Blocks of the parallel draft in whole training rows, and their forward.
+"""Blocks in whole training rows, of drafts that propose a block in one forward.
 
 A block begins at an *anchor*, the token that would be pending there. It sees what a round would
-see: the last ``W`` tokens before the anchor and the target's keys and values before it, nothing of
-the text from the anchor on but the anchor itself. A row has one block in every ``anchor_every``
-tokens, at a random place among them: all places are equally likely, anchors ascend, and a chunk of
-blocks reads a stretch of the row whose length is known at trace time.
+see: what its kind reads of the text before the anchor, nothing of the text from the anchor on but
+the anchor itself. A row has one block in every ``anchor_every`` tokens, at a random place among
+them: all places are equally likely, anchors ascend, and a chunk of blocks reads a stretch of the
+row whose length is known at trace time.
 """
-
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +13,14 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.drafters.parallel.config import ParallelConfig
-from longspec_jax.drafters.parallel.model import ParallelLayers
 from longspec_jax.ops.matmul.few_rows import matmul_precision
 from longspec_jax.ops.partitioned import row_shares, with_sharding
-from longspec_jax.ops.slicing import along, cut, whole_chunks
+from longspec_jax.ops.slicing import cut, whole_chunks
 
-from ...step import cast
-from ...target import TargetView, is_costly
+from ..acceptance import count_hits, counted_tokens
 
 SCORES = 1 << 27
 """Attention scores of a device that exist at once, of all heads: half a gigabyte."""
-
-
-class Draws(NamedTuple):
-    """A draft step's randomness."""
-
-    positions: Array
-    """``[A, B, T]``."""
-    anchors: Array
-    """``[A, B, M]``, ascending: where blocks begin."""
 
 
 def drawn_anchors(
@@ -46,6 +32,11 @@ def drawn_anchors(
     return jax.random.randint(key, (*rows, len(starts)), 0, sizes) + jnp.asarray(starts)
 
 
+def even_anchors(rows: int, length: int, every: int) -> Int[Array, "B M"]:
+    """The first of every ``every`` tokens, for measures that draw nothing."""
+    return jnp.broadcast_to(jnp.arange(0, length, every), (rows, -(-length // every)))
+
+
 def places(anchors: Int[Array, "B M"], block: int) -> Int[Array, "B slots"]:
     """The index in its row of every slot's token, blocks one behind the other.
 
@@ -55,61 +46,44 @@ def places(anchors: Int[Array, "B M"], block: int) -> Int[Array, "B slots"]:
     return index.reshape(len(anchors), -1)
 
 
-def run_blocks(
-    config: ParallelConfig,
-    params: Any,
-    frozen: Any,
-    tokens: Int[Array, "B T"],
-    draws: Draws,
-    view: TargetView,
-    every: int,
-    mlp_chunk: int = 0,
-) -> Float[Array, "B slots D"]:
-    """What the LM head reads of every slot of every block.
+def slot_weights(slots: int, every: int, decay: float) -> Float[Array, " slots"]:
+    """How much every slot of a block counts: ``exp(-j / decay)``, the first one most.
 
-    The MLP goes in chunks of half of ``mlp_chunk``, because the backward pass holds twice as much.
-    Where there are several chunks, the backward pass also recomputes everything but matmuls and
-    attention.
+    A block's sum is ``every``, so that a row's sum is that of its tokens.
+    """
+    decays = np.exp(-np.arange(slots) / decay)
+    return jnp.asarray(every * decays / decays.sum(), jnp.float32)
+
+
+def slot_hits(
+    hidden: Float[Array, "B M slots D"],
+    head: Float[Array, "V D"],
+    wanted: Float[Array, "B M slots W"],
+    target_head: Float[Array, "V W"],
+    weights: Float[Array, "B M slots"],
+    *,
+    chunk: int,
+) -> tuple[Array, Array, Array]:
+    """What :func:`train.acceptance.agreement_report` reads; slot ``j`` is shift ``j + 1``.
+
+    Blocks count that are learned whole.
 
     Args:
-      config: of the draft.
-      params: its float32 parameters.
-      frozen: the target's.
-      tokens: of whole rows.
-      draws: of these rows.
-      view: of the target's forward over them.
-      every: as of :func:`drawn_anchors`.
-      mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
+      hidden: what the draft's LM head reads.
+      head: the draft's.
+      wanted: the target's final hidden state that predicts the same token.
+      target_head: the target's.
+      weights: of the slots, 0 where nothing is learned.
+      chunk: most blocks whose logits exist at once.
     """
-    params = cast(
-        {name: each for name, each in params.items() if name != "markov"}, config.layer.dtype
-    )
-    mlp_chunk = -(-mlp_chunk // 2)
-    layers = ParallelLayers(config, mlp_chunk=mlp_chunk)
-    window, last = config.layer.window, tokens.shape[1] - 1
-    with jax.named_scope("draft"):
-        embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
-        [embedded] = with_sharding("b t d", embedded)
-        at = jnp.minimum(places(draws.anchors, config.block), last)
+    counted = counted_tokens((weights > 0).all(axis=2).astype(jnp.float32))
 
-        def run(params: Any, embedded: Array, draws: Draws, keys: Array, values: Array) -> Array:
-            bound: Any = layers.bind({"params": params})
-            rows = bound.keys_values(embedded, draws.positions)
+    def of_slot(slot: tuple[Array, Array]) -> tuple[Array, Array]:
+        found, sought = slot
+        return count_hits(found, head, sought, target_head, counted, chunk=chunk)
 
-            def attend_self(layer: int, q: Array, k: Array, v: Array) -> Array:
-                # Deeper layers see their block alone.
-                past, reach = (rows, window) if layer == 0 else (None, 0)
-                return block_attention(q, past, draws.anchors, every, window=reach, own=(k, v))
-
-            def attend_cross(q: Array) -> Array:
-                return block_attention(q, (keys, values), draws.anchors, every)
-
-            pending, positions = along(draws.anchors, embedded), along(at, draws.positions)
-            return bound(pending, positions, attend_self, attend_cross)
-
-        if mlp_chunk and at.size > mlp_chunk * row_shares(len(at)):
-            run = jax.checkpoint(run, policy=is_costly)
-        return run(params, embedded, draws, view.keys, view.values)
+    by_slot = (jnp.moveaxis(each, 2, 0) for each in (hidden, wanted))
+    return *jax.lax.map(of_slot, tuple(by_slot)), jnp.sum(counted, (1, 2))
 
 
 def block_attention(

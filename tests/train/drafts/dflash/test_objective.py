@@ -1,0 +1,223 @@
+"""A DFlash draft in training equals PyTorch's, on one device and on two; and it is exported."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from safetensors.numpy import load_file
+
+from longspec_jax.drafters.dflash.checkpoint import Format, save_draft
+from longspec_jax.drafters.dflash.config import Confidence, Markov
+from longspec_jax.drafters.dflash.dialects import SPECULATORS, ZLAB
+from longspec_jax.drafters.dflash.load import DFlashOptions, load
+from longspec_jax.drafters.draft import Target
+from longspec_jax.sharding import make_mesh, param_shardings
+from tests.drafters.dflash.toys import random_params
+from tests.kit import random_target, relative_error, tiny_target_config
+from train.config import OptimizerConfig, StageConfig
+from train.drafts import blocks
+from train.drafts.base import Begun, Given
+from train.drafts.dflash.objective import DFlashObjective, begin, fresh_config
+from train.drafts.dflash.settings import DFlashSettings
+from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
+from train.target import run_target
+
+ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 0.5, 0.1, False, 0.1, 1e-4)
+RATE, SHAPE, SEED = 1e-2, (2, 2), 3
+TARGET = tiny_target_config(
+    vocab_size=48, model_width=16, mlp_width=20, num_layers=3, num_heads=4, num_kv_heads=2,
+    head_width=8, max_positions=64,
+)  # fmt: skip
+FROZEN = random_target(TARGET)
+STAGE = StageConfig("short", 13, 4, 2, RATE, 4, 0, 0.0, 0)
+SETTINGS = DFlashSettings("dflash", "", 2, "0,1", 4, -1, 3, 2.0)
+
+
+def given(**axes: int) -> Given:
+    mesh = make_mesh(**axes)
+    frozen = jax.device_put(FROZEN, param_shardings(mesh, FROZEN))
+    return Given(TARGET, frozen, (STAGE,), 3, "float32", mesh, pytest.fail)
+
+
+def batch() -> Batch:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, TARGET.vocab_size, (*SHAPE, STAGE.seq_len)).astype(np.int32)
+    return Batch(tokens, (rng.random(tokens.shape) > 0.2).astype(np.float32))
+
+
+def trained(loss_chunk: int = 90, mlp_chunk: int = 0, **axes: int) -> tuple[Begun, Any, Any, Any]:
+    """The draft, parameters to begin with, the metrics of four steps, and parameters then."""
+    with_devices = given(**axes)
+    begun, mesh = begin(SETTINGS, with_devices), with_devices.mesh
+    objective, more = begun.trainer.objectives(STAGE, loss_chunk, mlp_chunk)
+    assert more is None and begun.params is None
+    optimizer = make_optimizer(ADAMW)
+    shardings = state_shardings(mesh, objective, optimizer)
+    state = initial_state(objective, optimizer, shardings, 1)
+    first, metrics = jax.device_get(state.params), []
+    step = make_step(objective, optimizer, SEED, mesh, shardings)
+    data = Batch(*(jax.device_put(part, NamedSharding(mesh, ROWS)) for part in batch()))
+    for _ in range(4):
+        state, values = step(state, begun.frozen, data, np.float32(RATE))
+        metrics.append(jax.device_get(values))
+    return begun, first, metrics, jax.device_get(state.params)
+
+
+@pytest.fixture(scope="module")
+def one() -> tuple[Begun, Any, Any, Any]:
+    return trained()
+
+
+def tensors(begun: Begun, params: Any, folder: Path) -> dict[str, np.ndarray]:
+    """Parameters under the names of the published files."""
+    begun.trainer.save(folder, params)
+    return load_file(folder / "model.safetensors")
+
+
+def views() -> Any:
+    """The target's of both micro-batches."""
+    positions = jnp.broadcast_to(jnp.arange(STAGE.seq_len), (2, STAGE.seq_len))
+    run = jax.jit(partial(run_target, TARGET, keep=(0, 1)))
+    return [jax.device_get(run(FROZEN, tokens, positions)) for tokens in batch().tokens]
+
+
+def block_logits(oracle: Any, tokens: Any, view: Any, row: int, anchor: int) -> Any:
+    from .plain import torch
+
+    table, head = (torch.tensor(np.array(FROZEN[name])) for name in ("embedding", "head"))
+    features = np.concatenate([view.kept[0][row, :anchor], view.kept[1][row, :anchor]], axis=-1)
+    return oracle.logits(table, head, torch.tensor(features), anchor, int(tokens[row, anchor]))
+
+
+def test_four_steps_are_those_of_pytorch(one: Any, tmp_path: Path) -> None:
+    """Loss, norm of the gradient, and parameters."""
+    torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
+    from tests.train.drafts.eagle3.plain import AdamW
+
+    from .plain import DFlashOracle
+
+    begun, first, metrics, last = one
+    objective, _ = begun.trainer.objectives(STAGE, 90, 0)
+    data, seen, root = batch(), views(), jax.random.key(SEED)
+    stored = tensors(begun, first, tmp_path / "first")
+    draft = {name: torch.tensor(value, requires_grad=True) for name, value in stored.items()}
+    oracle, optimizer = DFlashOracle(draft, begun.trainer.draft), AdamW(draft, ADAMW)
+    decays = np.exp(-np.arange(3) / 2.0)
+    decays = 3 * decays / decays.sum()
+    for step, values in enumerate(metrics):
+        anchors = objective.draw(jax.random.fold_in(root, step), SHAPE, STAGE.seq_len)
+        total = torch.zeros(())
+        for (a, row, block), anchor in np.ndenumerate(np.asarray(anchors)):
+            assert 3 * block <= anchor < 3 * block + 3
+            tokens = data.tokens[a]
+            logits = block_logits(oracle, tokens, seen[a], row, int(anchor))
+            for slot in range(1, 4):
+                if (at := int(anchor) + slot) < STAGE.seq_len:
+                    surprise = -logits[slot - 1].log_softmax(-1)[int(tokens[row, at])]
+                    total = total + decays[slot - 1] * data.weights[a, row, at] * surprise
+        loss = total / float(data.weights[:, :, 1:].sum())
+        loss.backward()
+        norm = optimizer.step(RATE)
+        assert relative_error(values["loss"], loss.item()) < 2e-5
+        assert relative_error(values["grad_norm"], float(norm)) < 1e-4
+    learned = tensors(begun, last, tmp_path / "last")
+    assert learned.keys() == draft.keys()
+    for name, value in draft.items():
+        assert relative_error(learned[name], value.detach().numpy()) < 1e-4, name
+        assert relative_error(stored[name], learned[name]) > 1e-3, f"{name} was not learned"
+
+    # What is measured: agreement with the target's choice, of blocks that are learned whole.
+    report = objective.measure(last, begun.frozen, Batch(*(part[0] for part in data)))
+    hits = []
+    with torch.no_grad():
+        for row, anchor in np.ndindex(2, STAGE.seq_len):
+            slots = data.weights[0, row, anchor + 1 : anchor + 4]
+            if anchor % 3 == 0 and len(slots) == 3 and slots.all():
+                logits = block_logits(oracle, data.tokens[0], seen[0], row, anchor).numpy()
+                wanted = seen[0].hidden[row, anchor : anchor + 3] @ np.asarray(FROZEN["head"]).T
+                hits.append(logits.argmax(-1) == wanted.argmax(-1))
+    assert len(hits) > 1
+    for slot, share in enumerate(np.mean(hits, axis=0)):
+        assert report[f"agree_top1_shift{slot + 1}"] == pytest.approx(share, abs=1e-4)
+
+
+def test_devices_and_chunks_do_not_change_the_steps(
+    one: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block at a time, and few slots of the loss, of which the last are no whole chunk."""
+    _, _, metrics, params = one
+    monkeypatch.setattr(blocks, "SCORES", 4 * 4 * 17)
+    _, _, shared, other = trained(loss_chunk=10, mlp_chunk=8, fsdp=2)
+    for here, there in zip(metrics, shared, strict=True):
+        for name, value in here.items():
+            assert relative_error(there[name], value) < 1e-5, name
+    for one_leaf, other_leaf in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
+        assert relative_error(other_leaf, one_leaf) < 1e-4
+
+
+def test_what_is_exported_is_a_published_file_that_goes_on_learning(
+    one: Any, tmp_path: Path
+) -> None:
+    begun, _, _, params = one
+    begun.trainer.save(tmp_path, params)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["dflash_config"] == {"target_layer_ids": [0, 1], "mask_token_id": 47}
+    assert config["max_position_embeddings"] == 13 and config["block_size"] == 4
+    draft = load(tmp_path, Target(TARGET, FROZEN), DFlashOptions(window=40))
+    assert draft.config == begun.trainer.draft and not draft.params.own_head
+    jax.tree.map(np.testing.assert_array_equal, draft.params.layer, params)
+    again = begin(replace(SETTINGS, init=str(tmp_path), features="", block=9), given())
+    assert again.trainer.draft == begun.trainer.draft
+    jax.tree.map(np.testing.assert_array_equal, again.params, params)
+
+
+def test_what_cannot_be_trained_is_refused(one: Any, tmp_path: Path) -> None:
+    begun, _, _, _ = one
+    with pytest.raises(ValueError, match="stages.short.max_offset=0"):
+        begun.trainer.objectives(replace(STAGE, max_offset=5), 30, 0)
+    for settings, said in (
+        (replace(SETTINGS, mask_token=48), "mask_token=48 must be one of the target's 48 tokens"),
+        (replace(SETTINGS, features=""), "3 layers, too few .*--config.draft.features=0,1"),
+        (replace(SETTINGS, features="0,3"), "the target has 3 layers"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            begin(settings, given())
+    plain = begun.trainer.draft
+    for dialect, config, tables, said in (
+        (ZLAB, plain, True, "has tables of its own"),
+        (ZLAB, replace(plain, windows=(5, None)), False, "has sliding windows"),
+        (SPECULATORS, replace(plain, from_pending=True), False, "proposes from the pending"),
+        (SPECULATORS, replace(plain, markov=Markov(6)), False, "has a Markov head"),
+        (SPECULATORS, replace(plain, confidence=Confidence(False)), False, "has a confidence head"),
+    ):
+        draft = random_params(config, None, dialect)
+        save_draft(tmp_path, Format(dialect, tables, tables), config, draft)
+        with pytest.raises(ValueError, match=said):
+            begin(replace(SETTINGS, init=str(tmp_path)), given())
+
+
+def test_features_are_spread_over_a_deep_target() -> None:
+    deep = replace(TARGET, num_layers=8)
+    assert fresh_config(replace(SETTINGS, features=""), deep).features == (1, 5)
+    assert fresh_config(replace(SETTINGS, mask_token=7), deep).mask_token == 7
+
+
+def test_operations_are_counted() -> None:
+    """Two of three layers of the target; blocks of 4 slots in 3 tokens; the head for 3 of them."""
+    config = fresh_config(SETTINGS, TARGET)
+    objective = DFlashObjective(TARGET, config, 3, 2.0, 30)
+    d, q, kv, mlp, keys = 16, 32, 16, 3 * 16 * 20, 7.0
+    matmuls = 2 * (2 * d * q + 2 * d * kv + mlp)
+    target = 2 * (matmuls + 4 * q * keys)
+    layer = 4 / 3 * (matmuls + 4 * q * (keys + 4)) + 2 * d * 2 * kv
+    fuse, head = 2 * 2 * d * d, 2 * d * 48
+    needed = target + 2 * fuse + 2 * head + 3 * 2 * layer
+    assert objective.flops_per_token(13) == pytest.approx(needed)

@@ -1,0 +1,1 @@
+"""Training of the DFlash draft: settings, blocks, objective, export."""
