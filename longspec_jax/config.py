@@ -201,8 +201,12 @@ class ExpertsConfig:
     """Biases on the router and in the experts (gpt-oss)."""
     limit: float | None = None
     """Largest size of gate and up in gpt-oss's gate; None for SiLU."""
+    shared: int | None = None
+    """MLP width of one more expert, which computes every token times a sigmoid of its input."""
 
     def __post_init__(self) -> None:
+        if self.shared is not None:
+            whole_number("experts: shared", self.shared)
         for name, most in (("count", MAX_EXPERTS), ("chosen", self.count), ("width", None)):
             limits = {} if most is None else {"most": most}
             whole_number(f"experts: {name}", getattr(self, name), **limits)

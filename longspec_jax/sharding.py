@@ -41,7 +41,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"gate_up/kernel/(scale|zero)$", P(None, "tp", None)),
     (r"(attention/out|down)/kernel/codes$", P("fsdp", "tp")),  # [D, in]
     (r"(attention/out|down)/kernel/(scale|zero)$", P("fsdp", None)),
-    (r"router/kernel$", P("fsdp", None)),  # [D, E]
+    (r"(router|shared_gate)/kernel$", P("fsdp", None)),  # [D, E] and [D, 1]
     (r"expert_gate_up$", P("tp", None, "fsdp")),  # [2 E, F, D]
     (r"expert_down$", P("tp", "fsdp", None)),  # [E, D, F]
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]

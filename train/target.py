@@ -286,12 +286,15 @@ def mlp_flops(config: Any) -> float:
 
 
 def _layer_mlp_flops(config: TargetConfig, index: int) -> float:
-    """The MLP of a layer: of experts, the chosen ones and the router."""
+    """The MLP of a layer: of experts, the chosen ones, the shared one and the router."""
     experts = config.layer(index).experts
     if experts is None:
         return mlp_flops(config)
     router = matmul_flops(config.model_width, experts.count)
-    return router + 3 * experts.chosen * matmul_flops(config.model_width, experts.width)
+    computed = experts.chosen * experts.width
+    if experts.shared is not None:
+        computed, router = computed + experts.shared, router + matmul_flops(config.model_width, 1)
+    return router + 3 * matmul_flops(config.model_width, computed)
 
 
 def attention_flops(config: Any, keys: float) -> float:

@@ -312,7 +312,8 @@ class TargetModel:
             {"params": params}, tokens, positions, noted, keep=needs.hidden, recur=recur
         )
         if cached:
-            rows = zip(*map(cached.get, range(self.config.num_layers)), strict=True)
+            layers = range(self.config.num_layers)
+            rows = zip(*(cached.get(layer, (None, None)) for layer in layers), strict=True)
             output = output._replace(**dict(zip(("keys", "values"), rows, strict=True)))
         return output, Features(output.kept, queries, keys)
 

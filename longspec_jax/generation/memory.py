@@ -136,6 +136,7 @@ def _layer_numbers(config: TargetConfig, tokens: int) -> int:
         if (experts := kind.experts) is not None:
             rows = computed_rows(tokens, experts.chosen, experts.count)
             own = rows * (2 * width + 3 * experts.width) + tokens * experts.chosen * width
+            own += 3 * tokens * (experts.shared or 0)
             most = max(most, own)
     return most + 6 * width * tokens
 

@@ -7,6 +7,7 @@ becomes fields of :class:`longspec_jax.config.TargetConfig`, and the names of st
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from longspec_jax.config import (
@@ -18,7 +19,11 @@ from longspec_jax.config import (
     TargetConfig,
 )
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.recurrent import raw_recurrences, read_recurrences
+from longspec_jax.weights.recurrent import (
+    raw_recurrences,
+    raw_sparse_recurrences,
+    read_recurrences,
+)
 from longspec_jax.weights.rope import raw_rope, rope_entry
 from longspec_jax.weights.sparse import raw_experts, raw_gpt_oss, read_experts, read_gpt_oss
 
@@ -250,9 +255,12 @@ _OLMO_FIXED = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True}
 _QWEN_HYBRID: dict[str, Any] = dict(
     fixed={"qk_norm": True, "offset_norms": True, "gated_attention": True},
     accepts=frozenset({"partial_rotary_factor"}),
-    read=read_recurrences,
-    write=raw_recurrences,
 )
+_HYBRID_DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 32768,
+}
 
 _FUSED_GATE_UP = ("mlp.gate_up_proj",) * 2
 _GRANITE_4 = Names(gate_up=("shared_mlp.input_linear",) * 2, down="shared_mlp.output_linear")
@@ -284,12 +292,28 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text",
-        defaults={
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
+        read=read_recurrences,
+        write=raw_recurrences,
+        defaults=_HYBRID_DEFAULTS | {"num_key_value_heads": 4},
+        **_QWEN_HYBRID,
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        read=partial(read_recurrences, sparse=True),
+        write=raw_sparse_recurrences,
+        defaults=_HYBRID_DEFAULTS
+        | {
+            "num_key_value_heads": 2,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 512,
         },
+        # Each key head's rows are together.
+        names=Names(
+            recurrent_rows=(("in_proj_qkvz", "(J W) D"),), rate_rows=(("in_proj_ba", "(J C) D"),)
+        ),
         **_QWEN_HYBRID,
     ),
     "GptOssForCausalLM": Family(

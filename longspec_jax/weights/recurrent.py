@@ -5,11 +5,21 @@ layer of attention every ``full_attention_interval``.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from longspec_jax.config import MAX_TAPS, LayerConfig, RecurrenceConfig, Rotary, TargetConfig
+from longspec_jax.config import (
+    MAX_TAPS,
+    ExpertsConfig,
+    LayerConfig,
+    RecurrenceConfig,
+    Rotary,
+    TargetConfig,
+)
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.sparse import described, layer_experts, raw_experts
 
+SHARED = "shared_expert_intermediate_size"
 FULL, LINEAR = "full_attention", "linear_attention"
 """The types of layers."""
 _SIZES = {
@@ -22,11 +32,14 @@ _SIZES = {
 """Our field to the key, and what Hugging Face assumes where it is absent."""
 
 
-def read_recurrences(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
+def read_recurrences(
+    raw: JsonObject, known: Mapping[str, Any], *, sparse: bool = False
+) -> dict[str, Any]:
     """The kinds of layers, given the file and the fields that are known.
 
     Args:
       known: ``num_layers`` and the rotation of the layers of attention.
+      sparse: whether layers may have experts.
 
     Returns:
       Fields of a :class:`TargetConfig`.
@@ -39,15 +52,20 @@ def read_recurrences(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any
         rule = f"must be {FULL} or {LINEAR} for each of the {layers} layers, and {FULL} somewhere"
         raise raw.error("layer_types", rule)
     rotary = Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
+    experts: list[ExpertsConfig | None] = [None] * layers
+    if sparse:
+        shared = raw.whole(SHARED)
+        experts = [each and replace(each, shared=shared) for each in layer_experts(raw, layers)]
     if LINEAR not in types:
-        return {}
+        return described([LayerConfig(rotary, experts=each) for each in experts])
     sizes = {field: raw.whole(key, default) for field, (key, default) in _SIZES.items()}
     if sizes["value_heads"] % sizes["key_heads"]:
         raise raw.error("linear_num_value_heads", "must be a multiple of linear_num_key_heads")
     if not 2 <= sizes["taps"] <= MAX_TAPS:
         raise raw.error("linear_conv_kernel_dim", f"must be 2 to {MAX_TAPS}")
-    kinds = LayerConfig(recurrence=RecurrenceConfig(**sizes)), LayerConfig(rotary)
-    return {"kinds": kinds, "pattern": tuple(int(each == FULL) for each in types)}
+    own = {FULL: {"rotary": rotary}, LINEAR: {"recurrence": RecurrenceConfig(**sizes)}}
+    each = zip(types, experts, strict=True)
+    return described([LayerConfig(**own[kind], experts=some) for kind, some in each])
 
 
 def raw_recurrences(config: TargetConfig) -> dict[str, Any]:
@@ -57,3 +75,10 @@ def raw_recurrences(config: TargetConfig) -> dict[str, Any]:
     sizes = next(iter(recurrent.values()), None)
     found = {key: getattr(sizes, field, default) for field, (key, default) in _SIZES.items()}
     return {"layer_types": types, **found}
+
+
+def raw_sparse_recurrences(config: TargetConfig) -> dict[str, Any]:
+    """The same of a family whose layers may have experts."""
+    experts = next((kind.experts for kind in config.kinds if kind.experts is not None), None)
+    shared = {} if experts is None else {SHARED: experts.shared}
+    return raw_recurrences(config) | raw_experts(config) | shared

@@ -132,7 +132,14 @@ def _experts(experts: ExpertsConfig) -> tuple[Rule, ...]:
     names = [f"mlp.experts.{expert}" for expert in range(experts.count)]
     gate_up = [f"{name}.{part}_proj.weight" for name in names for part in ("gate", "up")]
     down = [f"{name}.down_proj.weight" for name in names]
+    both = tuple((f"mlp.shared_expert.{part}_proj.weight", "Q D") for part in ("gate", "up"))
+    shared = (
+        Rule("mlp/shared/gate_up/kernel", "D * Q", both),
+        Rule("mlp/shared/down/kernel", "Q D", (("mlp.shared_expert.down_proj.weight", "D Q"),)),
+        Rule("mlp/shared_gate/kernel", "D O", (("mlp.shared_expert_gate.weight", "O D"),)),
+    )
     return (
+        *shared * (experts.shared is not None),
         Rule("mlp/router/kernel", "D E", (("mlp.gate.weight", "E D"),)),
         Rule("mlp/expert_gate_up", "* F D", tuple((name, "F D") for name in gate_up)),
         Rule("mlp/expert_down", "* D F", tuple((name, "D F") for name in down)),
@@ -286,14 +293,16 @@ def layer_sizes(config: Any, kind: LayerConfig = _PLAIN) -> Sizes:
     Args:
       kind: of the layer. Of a recurrence there are ``J`` key heads of width ``X``, ``P`` of the
         ``M`` value heads of width ``Y`` for each of them, ``Z`` the widths of these together, and
-        ``I`` taps.
+        ``I`` taps; ``W`` and ``C`` are what a key head's inputs and rates take together. ``Q`` is
+        the width of a shared expert.
     """
     own: Sizes = {}
     if (experts := kind.experts) is not None:
-        own |= {"E": experts.count, "F": experts.width}
+        own |= {"E": experts.count, "F": experts.width, "Q": experts.shared or 0, "O": 1}
     if (r := kind.recurrence) is not None:
         own |= {"J": r.key_heads, "M": r.value_heads, "P": r.shared, "X": r.key_width}
         own |= {"Y": r.value_width, "Z": r.shared * r.value_width, "O": 1, "I": r.taps}
+        own |= {"W": r.inputs_width + r.shared * r.value_width, "C": 2 * r.shared}
     return {
         "D": config.model_width,
         "F": config.mlp_width,

@@ -259,6 +259,17 @@ def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(
     engine.finish()
 
 
+def test_the_layer_of_attention_may_have_a_cache_in_8_bits(models: Params) -> None:
+    """Its keys and values are 8 bits wide, and the states are not."""
+    target = TargetModel(dataclasses.replace(CONFIG, kv_dtype="fp8"))
+    cache, given = target.allocate(2, 64), jnp.zeros((2, 5), jnp.int32)
+    at, last = jnp.zeros(2, jnp.int32), jnp.full(2, 4)
+    found = jax.eval_shape(target.prefill_chunk, models.target, cache, given, at, last).cache
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, cache)
+    assert found.keys[1].dtype.itemsize == 1
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(found.states)} == {"float32"}
+
+
 def test_the_kernels_of_one_order_refuse_recurrent_layers() -> None:
     sixteen = TargetModel(dataclasses.replace(CONFIG, dtype="bfloat16"))
     assert not same_bits.choose_kernels(sixteen, None).same_bits
