@@ -136,10 +136,16 @@ def one_device() -> bool:
 
 
 def _parts(argument: Any) -> Sequence[Any]:
-    """The arguments that a term each is about: a dataclass's fields, or the argument itself."""
+    """The arguments that a term each is about: a pytree's fields, or the argument itself.
+
+    A field that is no part of the pytree, such as a factor, has no term.
+    """
     if not dataclasses.is_dataclass(argument):
         return (argument,)
-    return [getattr(argument, field.name) for field in dataclasses.fields(argument)]
+    fields = [
+        each for each in dataclasses.fields(argument) if each.metadata.get("pytree_node", True)
+    ]
+    return [getattr(argument, field.name) for field in fields]
 
 
 def _parse(term: str) -> Term:
