@@ -49,7 +49,7 @@ class LookupTarget(TargetModel):
         return self.config
 
     @property
-    def windowed(self):
+    def keeps_ends(self):
         return False
 
     @property

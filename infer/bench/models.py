@@ -144,6 +144,7 @@ def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
         out_bias=False,
         attention_sinks=False,
         qk_norm=False,
+        gated_attention=False,
     )
 
 
@@ -337,13 +338,11 @@ def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2)
     """A cache that looks as if a prompt had been prefilled into all of it."""
     empty = jax.eval_shape(functools.partial(allocate, config, batch, capacity))
 
-    def filled(layers: tuple[Any, ...], part: int) -> tuple[jax.Array, ...]:
-        return tuple(
-            _filler(layer.shape, layer.dtype.name, 1.0)(_key(seed, 2 * index + part))
-            for index, layer in enumerate(layers)
-        )
-
-    return dataclasses.replace(empty, keys=filled(empty.keys, 0), values=filled(empty.values, 1))
+    leaves, structure = jax.tree.flatten(empty)
+    return structure.unflatten(
+        _filler(leaf.shape, leaf.dtype.name, 1.0)(_key(seed, index))
+        for index, leaf in enumerate(leaves)
+    )
 
 
 def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:

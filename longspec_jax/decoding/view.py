@@ -87,7 +87,7 @@ class CacheView:
 
     def ahead(self, pending: Int[Array, " B"], steps: Lengths, past: Uncommitted) -> "CacheView":
         """The same cache, seen from ``steps[b]`` tokens further on, which are not in it."""
-        there = jnp.arange(past.keys[0].shape[1]) < steps[:, None]
+        there = jnp.arange(jax.tree.leaves(past)[0].shape[1]) < steps[:, None]
         if self.between is not None:
             there = jnp.concatenate([self.between.there, there], axis=1)
             past = _joined(self.between.rows, past)
