@@ -303,8 +303,8 @@ def causal_attention(
     # Heads of more channels have a backward pass from Hopper on.
     widest = 2 * CUDNN_WIDTH if (compute_capability() or (0, 0)) >= HOPPER else CUDNN_WIDTH
     if cap is not None or sinks is not None or (on_gpu and q.shape[-1] > widest):
-        options = dict(sinks=sinks, window=window, scale=scale, cap=cap)
-        return attention_xla.causal_attention(q, k, v, **options)
+        scores: Any = dict(scale=scale, cap=cap)
+        return attention_xla.causal_attention(q, k, v, sinks=sinks, window=window, **scores)
     return jax.nn.dot_product_attention(
         q,
         k,
