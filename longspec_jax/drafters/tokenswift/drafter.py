@@ -159,7 +159,7 @@ class TokenSwiftDrafter(Drafter):
             behind = draft.logits(self.config, run.features.hidden[last][:, 0], levels - 1)
             logits = jnp.concatenate([logits, behind], axis=1)
 
-        text = state.row.text(view)
+        text = state.row.text(view.pending, view.position)
         behind = jnp.full((len(text), self.tree.widths[0], PLACES, max(levels - 1, 1)), -1)
 
         def score(behind: Array, tree: Tree, nodes: slice, depth: int) -> tuple[Array, Array]:
