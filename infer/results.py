@@ -266,10 +266,12 @@ def memory_plan_line(plan: MemoryPlan) -> str:
 
 
 def _beside(plan: MemoryPlan) -> str:
-    """What of the cache is not on the device, and what windows save."""
+    """What of the cache is not on the device, and what windows and states save."""
     host, saved = plan.host_cache_bytes, plan.saved_bytes
     beside = f" and {shown_bytes(host)} in the host's memory" if host else ""
-    return beside + (f" ({shown_bytes(saved)} less by window layers)" if saved else "")
+    return beside + (
+        f" ({shown_bytes(saved)} less by layers of windows or states)" if saved else ""
+    )
 
 
 def _identity_lines(outcomes: Sequence[Outcome], dtype: str, promised: bool) -> Iterator[str]:

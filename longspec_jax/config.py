@@ -25,6 +25,8 @@ MAX_LAYERS = 1024
 """Most layers of a target: every layer is a part of its own of the compiled program."""
 MAX_EXPERTS = 4096
 """Most experts of a layer."""
+MAX_TAPS = 64
+"""Most tokens that the convolution of a recurrent layer sees."""
 SMALLEST_EPS = 1e-30
 """Least epsilon of a norm that float32 can still add and divide by."""
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e6
@@ -199,13 +201,53 @@ class ExpertsConfig:
     """Biases on the router and in the experts (gpt-oss)."""
     limit: float | None = None
     """Largest size of gate and up in gpt-oss's gate; None for SiLU."""
+    shared: int | None = None
+    """MLP width of one more expert, which computes every token times a sigmoid of its input."""
 
     def __post_init__(self) -> None:
+        if self.shared is not None:
+            whole_number("experts: shared", self.shared)
         for name, most in (("count", MAX_EXPERTS), ("chosen", self.count), ("width", None)):
             limits = {} if most is None else {"most": most}
             whole_number(f"experts: {name}", getattr(self, name), **limits)
         if self.limit is not None:
             finite_number("experts: limit", self.limit, SMALLEST_FACTOR, LARGEST_FACTOR)
+
+
+@dataclass(frozen=True)
+class RecurrenceConfig:
+    """A Gated DeltaNet (arXiv:2412.06464) in the place of a layer's attention."""
+
+    key_heads: int
+    """Heads of queries and keys (``J``)."""
+    value_heads: int
+    """Heads of values and of the state; as many share one key head (``P``)."""
+    key_width: int
+    """Of a query or key (``X``)."""
+    value_width: int
+    """Of a value (``Y``)."""
+    taps: int = 4
+    """Tokens that the convolution before queries, keys and values sees, itself included."""
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_width", "value_width"):
+            whole_number(f"recurrence: {name}", getattr(self, name))
+        whole_number("recurrence: taps", self.taps, 2, MAX_TAPS)
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"recurrence: value_heads={self.value_heads} must be a multiple of "
+                f"key_heads={self.key_heads}"
+            )
+
+    @property
+    def shared(self) -> int:
+        """Value heads that share one key head (``P``)."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def inputs_width(self) -> int:
+        """Of what the convolution sees for each key head: query, key and values."""
+        return 2 * self.key_width + self.shared * self.value_width
 
 
 @dataclass(frozen=True)
@@ -219,10 +261,14 @@ class LayerConfig:
     absent."""
     experts: ExpertsConfig | None = None
     """The MLP's experts; None for one MLP of the target's ``mlp_width``."""
+    recurrence: RecurrenceConfig | None = None
+    """What takes the place of attention; None for attention."""
 
     def __post_init__(self) -> None:
         if self.window is not None:
             whole_number("window", self.window)
+        if self.recurrence is not None and (self.window, self.rotary) != (None, None):
+            raise ValueError("a layer with a recurrence has no window and no rotation")
 
 
 @dataclass(frozen=True)
@@ -267,6 +313,8 @@ class TargetConfig:
     """The kinds of layers; if absent, all have full attention and the rotation above."""
     pattern: tuple[int, ...] = ()
     """The kind of each layer, as an index of ``kinds``; empty without them."""
+    gated_attention: bool = False
+    """What a head attends to is multiplied by a sigmoid of the layer's input (Qwen3-Next)."""
     attention_cap: float | None = None
     """Bounds the scores of attention softly: ``cap * tanh(score / cap)`` (Gemma 2)."""
     norm_eps: float = 1e-5
@@ -368,6 +416,8 @@ class TargetConfig:
                 f"layer {self.read_layer}, which drafts read, has {rotary}; rope_theta, "
                 "rope_scaling and rotary_width must be those of this layer"
             )
+        if len(self.recurrent_layers) == self.num_layers:
+            raise ValueError("one layer at least must have attention: prompts are measured by it")
 
     @property
     def rotary(self) -> Rotary:
@@ -397,15 +447,22 @@ class TargetConfig:
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """The layers that see the whole context: those without a window."""
-        return tuple(i for i in range(self.num_layers) if self.layer(i).window is None)
+        """The layers that attend to the whole context: without a window or a recurrence."""
+        kinds = enumerate(map(self.layer, range(self.num_layers)))
+        return tuple(i for i, kind in kinds if kind.window is None and kind.recurrence is None)
+
+    @property
+    def recurrent_layers(self) -> dict[int, RecurrenceConfig]:
+        """The layers with a recurrence."""
+        kinds = enumerate(map(self.layer, range(self.num_layers)))
+        return {i: kind.recurrence for i, kind in kinds if kind.recurrence is not None}
 
     def check_read(self, reader: str) -> None:
         """Raise ValueError unless some layer sees the whole context, which the reader needs."""
         if not self.full_layers:
             raise ValueError(
                 f"{reader} reads a layer that sees the whole context, and all layers of this "
-                "target have a window; use a draft that reads none, such as ngram"
+                "target have a window or a state; use a draft that reads none, such as ngram"
             )
 
     @property

@@ -25,6 +25,9 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"cross_q/kernel$", P("fsdp", "tp", None)),  # [D, N, H]
     (r"cross_q/bias$", P("tp", None)),  # [N, H]
     (r"(attention/out|self_out|cross_out)/kernel$", P("tp", None, "fsdp")),  # [N, H, D]
+    (r"recurrence/(inputs|rates)/kernel$", P("fsdp", "tp", None)),  # [D, J, W + Z] and [D, J, 2 P]
+    (r"recurrence/(taps|decay|decay_bias)$", P("tp")),  # [J, W, 1, I] and [J, P]
+    (r"recurrence/out/kernel$", P("tp", None, "fsdp")),  # [M, Y, D]
     (r"attention/out/bias$", P("fsdp")),  # [D]
     (r"attention/sinks$", P("tp", None)),  # [K, G]
     (r"fuse/kernel$", P(None, "fsdp")),  # [features D, D]
@@ -38,7 +41,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"gate_up/kernel/(scale|zero)$", P(None, "tp", None)),
     (r"(attention/out|down)/kernel/codes$", P("fsdp", "tp")),  # [D, in]
     (r"(attention/out|down)/kernel/(scale|zero)$", P("fsdp", None)),
-    (r"router/kernel$", P("fsdp", None)),  # [D, E]
+    (r"(router|shared_gate)/kernel$", P("fsdp", None)),  # [D, E] and [D, 1]
     (r"expert_gate_up$", P("tp", None, "fsdp")),  # [2 E, F, D]
     (r"expert_down$", P("tp", "fsdp", None)),  # [E, D, F]
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]

@@ -49,8 +49,12 @@ class LookupTarget(TargetModel):
         return self.config
 
     @property
-    def windowed(self):
+    def keeps_ends(self):
         return False
+
+    @property
+    def dtype(self):
+        return "float32"
 
     def allocate(self, batch, capacity):
         # Unwritten memory may hold anything.

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig
+from longspec_jax.config import RecurrenceConfig, TargetConfig
 from longspec_jax.models.target import Target, head_of, scaled, sinks_of
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import with_sharding
+from longspec_jax.ops.recurrence.operands import RecurrentTokens, empty_state
+from longspec_jax.ops.recurrence.recurrence import chunk_recurrence
 
 from .losses import cross_entropy_sum, next_token_labels
 from .step import Batch, cast
@@ -147,9 +149,14 @@ def run_target(
         scores = dict(scale=config.attention_scale, cap=config.attention_cap)
         return causal_attention(q, k, v, sinks_of(params, layer), window=behind, **scores)
 
+    def recur(layer: int, tokens: RecurrentTokens, taps: Array) -> Array:
+        rows, length = tokens.inputs.shape[:2]
+        empty = empty_state(config.recurrent_layers[layer], rows, config.dtype)
+        return chunk_recurrence(tokens, taps, empty, jnp.full(rows, length))[1]
+
     with jax.named_scope("target"):
         output: Any = TrainedTarget(config, mlp_chunk).apply(
-            {"params": params}, tokens, positions, attend, tuple(keep)
+            {"params": params}, tokens, positions, attend, tuple(keep), recur
         )
     read = config.read_layer
     # The head then makes logits of it, without another division.
@@ -202,7 +209,10 @@ class TargetObjective:
         labels, weights = next_token_labels(*batch)
         [head] = with_sharding("v d", head_of(params))
         loss = cross_entropy_sum(
-            hidden, head, labels, weights, chunk=self.loss_chunk, head_gradient=True
+            *(hidden, head, labels, weights),
+            chunk=self.loss_chunk,
+            head_gradient=True,
+            cap=self.config.logit_cap,
         )
         return {"loss": loss}
 
@@ -232,9 +242,15 @@ def target_flops(config: TargetConfig, length: int) -> float:
 
 def layers_flops(config: TargetConfig, length: int, count: int) -> float:
     """The last layers of this number, forward."""
-    total = count * projection_flops(config)
+    total = 0.0
     for index in range(config.num_layers - count, config.num_layers):
         total += _layer_mlp_flops(config, index)
+        if (recurrence := config.layer(index).recurrence) is not None:
+            total += recurrence_flops(config, recurrence)
+            continue
+        total += projection_flops(config)
+        if config.gated_attention:
+            total += matmul_flops(config.model_width, config.num_heads * config.head_width)
         seen = min(config.layer(index).window or length, length)
         # A window of W tokens shows less to the first W - 1 tokens alone.
         keys = seen - seen * (seen - 1) / (2 * length)
@@ -247,6 +263,13 @@ def flops_after_read_keys(config: TargetConfig, length: int) -> float:
     keys_values = matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
     layers = config.num_layers - config.read_layer
     return layers_flops(config, length, layers) - keys_values
+
+
+def recurrence_flops(config: TargetConfig, sizes: RecurrenceConfig) -> float:
+    """Projections of a recurrent layer, and its state, which a token reads twice and writes."""
+    values = sizes.value_heads * sizes.value_width
+    made = sizes.key_heads * sizes.inputs_width + 2 * values + 2 * sizes.value_heads
+    return matmul_flops(config.model_width, made) + 3 * matmul_flops(sizes.key_width, values)
 
 
 def head_flops(config: TargetConfig) -> float:
@@ -266,12 +289,15 @@ def mlp_flops(config: Any) -> float:
 
 
 def _layer_mlp_flops(config: TargetConfig, index: int) -> float:
-    """The MLP of a layer: of experts, the chosen ones and the router."""
+    """The MLP of a layer: of experts, the chosen ones, the shared one and the router."""
     experts = config.layer(index).experts
     if experts is None:
         return mlp_flops(config)
     router = matmul_flops(config.model_width, experts.count)
-    return router + 3 * experts.chosen * matmul_flops(config.model_width, experts.width)
+    computed = experts.chosen * experts.width
+    if experts.shared is not None:
+        computed, router = computed + experts.shared, router + matmul_flops(config.model_width, 1)
+    return router + 3 * matmul_flops(config.model_width, computed)
 
 
 def attention_flops(config: Any, keys: float) -> float:

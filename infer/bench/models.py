@@ -46,6 +46,7 @@ from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target
+from longspec_jax.ops.attention.float8 import CODES, codes, rounded
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, quantised_matrices
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.tables import Table
@@ -143,6 +144,7 @@ def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
         out_bias=False,
         attention_sinks=False,
         qk_norm=False,
+        gated_attention=False,
     )
 
 
@@ -230,7 +232,7 @@ def _random_dflash(
         draft = draft.stretched(options.yarn)
     stored = DFlashFormat(ZLAB, embedding=False, head=False)
     layer = _drawn(stored.table(draft), config.dtype, seed)
-    params = DFlashParams.bound(layer, draft, target, None, False)
+    params = DFlashParams.bound(layer, draft, config, target)
     if options.int8:  # Only where it is named: a row says what it measured.
         params = params.in_int8()
     return DFlashDraft(draft, params, seen_by_dflash(draft, config, options))
@@ -318,8 +320,13 @@ def _draw(init: Any, seed: int, weights: str = "whole") -> Any:
 @functools.cache
 def _filler(shape: tuple[int, ...], dtype: str, scale: float) -> Any:
     """A compiled generator of one array; layers of equal shape share it."""
-    drawn = jnp.float32 if jnp.dtype(dtype).itemsize == 1 else jnp.dtype(dtype)
-    return jax.jit(lambda key: (scale * jax.random.normal(key, shape, drawn)).astype(dtype))
+    drawn = jnp.float32 if dtype == CODES else jnp.dtype(dtype)
+
+    def fill(key: jax.Array) -> jax.Array:
+        numbers = scale * jax.random.normal(key, shape, drawn)
+        return codes(rounded(numbers)) if dtype == CODES else numbers
+
+    return jax.jit(fill)
 
 
 def _key(seed: int, number: int) -> jax.Array:
@@ -331,13 +338,11 @@ def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2)
     """A cache that looks as if a prompt had been prefilled into all of it."""
     empty = jax.eval_shape(functools.partial(allocate, config, batch, capacity))
 
-    def filled(layers: tuple[Any, ...], part: int) -> tuple[jax.Array, ...]:
-        return tuple(
-            _filler(layer.shape, layer.dtype.name, 1.0)(_key(seed, 2 * index + part))
-            for index, layer in enumerate(layers)
-        )
-
-    return dataclasses.replace(empty, keys=filled(empty.keys, 0), values=filled(empty.values, 1))
+    leaves, structure = jax.tree.flatten(empty)
+    return structure.unflatten(
+        _filler(leaf.shape, leaf.dtype.name, 1.0)(_key(seed, index))
+        for index, leaf in enumerate(leaves)
+    )
 
 
 def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:

@@ -9,6 +9,7 @@ from longspec_jax.config import (
     Llama3RopeScaling,
     LongRopeScaling,
     QueryScaling,
+    RecurrenceConfig,
     Rotary,
     TargetConfig,
     YarnRopeScaling,
@@ -164,6 +165,29 @@ GLM4_9B = TargetConfig(
     qkv_bias=True,
     post_norms=True,
 )
+QWEN35_4B = TargetConfig(
+    architecture="Qwen3_5ForCausalLM",
+    vocab_size=248320,
+    model_width=2560,
+    mlp_width=9216,
+    num_layers=32,
+    num_heads=16,
+    num_kv_heads=4,
+    head_width=256,
+    max_positions=262144,
+    rope_theta=1e7,
+    rotary_width=64,
+    kinds=(
+        LayerConfig(recurrence=RecurrenceConfig(16, 32, 128, 128)),
+        LayerConfig(Rotary(1e7, width=64)),
+    ),
+    pattern=(0, 0, 0, 1) * 8,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    qk_norm=True,
+    offset_norms=True,
+    gated_attention=True,
+)
 
 
 def _qwen(
@@ -209,5 +233,6 @@ SHAPES: dict[str, TargetConfig] = {
     "glm4-9b": GLM4_9B,
     "gemma3-12b": GEMMA3_12B,
     "olmo3-7b": OLMO3_7B,
+    "qwen35-4b": QWEN35_4B,
 }
 """By the names that ``--shape`` takes."""

@@ -5,11 +5,14 @@ appended. Nothing is moved, and a rejected branch never touches the cache. How m
 committed tokens is the row's ``length``, kept by the decode state; memory beyond it may hold
 anything, because every op masks by length.
 
+A recurrent layer has a state instead, behind all committed tokens. Verification leaves it as it is
+and yields what every node would write to it; a commit writes what the accepted path does.
+
 A layer with a window of ``W`` tokens has a ring of that many slots, and of what a round writes at
 once: what an append overwrites is then older than the window of every later query.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,13 +23,22 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
+from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths, TreeRows
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
 from longspec_jax.drafters.base import Uncommitted
-from longspec_jax.ops.attention.float8 import E4M3
+from longspec_jax.ops.attention import float8
+from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.operands import Reading
 from longspec_jax.ops.caches import Caches, put_tokens
 from longspec_jax.ops.layer import append_rows
+from longspec_jax.ops.recurrence.operands import (
+    RecurrentRows,
+    RecurrentState,
+    commit_path,
+    empty_rows,
+    empty_state,
+    state_bytes,
+)
 from longspec_jax.ops.slicing import along
 
 
@@ -40,7 +52,7 @@ class CacheBytes(NamedTuple):
 
 @struct.dataclass
 class KVCache(Caches):
-    """The target's keys and values. DONATED by every function that returns a new one."""
+    """The target's keys, values and states. DONATED by every function that returns a new one."""
 
     def reading(self, length: Lengths) -> Reading:
         """What attention reads in a pass that asks for every layer once, in their order."""
@@ -52,78 +64,105 @@ class KVCache(Caches):
 
     def append(
         self,
-        keys: tuple[TreeRows, ...],
-        values: tuple[TreeRows, ...],
+        keys: tuple[TreeRows | None, ...],
+        values: tuple[TreeRows | None, ...],
         at: Lengths,
         count: Lengths | None = None,
+        states: Mapping[int, RecurrentState] = {},
     ) -> "KVCache":
         """The cache with the K/V of consecutive tokens at the positions from ``at[b]`` on.
 
-        The first ``count[b]`` of them are the row's own, or all if absent. The caller guarantees
-        room for all in layers without a window; what is no row's own lands behind its length there.
+        And with the states behind these tokens. The first ``count[b]`` of them are the row's own,
+        or all if absent. The caller guarantees room for all in layers without a window; what is no
+        row's own lands behind its length there.
         """
         if count is None:
-            count = jnp.full_like(at, keys[0].shape[1])
+            count = jnp.full_like(at, jax.tree.leaves(keys)[0].shape[1])
         write = partial(self._appended, at=at, count=count)
-        return replace(self, keys=write(self.keys, keys), values=write(self.values, values))
+        keys, values = write(self.keys, keys), write(self.values, values)
+        return replace(self, keys=keys, values=values, states=states)
 
     def _appended(
         self,
-        layers: tuple[Array, ...],
-        fresh: tuple[TreeRows, ...],
+        layers: tuple[Array | None, ...],
+        fresh: tuple[TreeRows | None, ...],
         at: Lengths,
         count: Lengths,
-    ) -> tuple[Array, ...]:
-        return tuple(
-            append_to_ring(layer, new, at, count)
-            if index in self.rings
-            else append_chunk(layer, new, at)
-            for index, (layer, new) in enumerate(zip(layers, as_cached(layers, fresh), strict=True))
-        )
+    ) -> tuple[Array | None, ...]:
+        def write(index: int, layer: Array | None, new: TreeRows | None) -> Array | None:
+            if layer is None or new is None:
+                return None
+            new = as_cached(layer, new)
+            if index in self.rings:
+                return append_to_ring(layer, new, at, count)
+            return append_chunk(layer, new, at)
+
+        return tuple(map(write, range(len(layers)), layers, fresh))
 
     def commit(
         self,
-        keys: tuple[TreeRows, ...],
-        values: tuple[TreeRows, ...],
+        keys: tuple[TreeRows | None, ...],
+        values: tuple[TreeRows | None, ...],
         path: Int[Array, "B h"],
         at: Lengths,
+        count: Lengths | None = None,
+        rows: Mapping[int, RecurrentRows] = {},
     ) -> "KVCache":
         """The cache with the K/V of the tree nodes ``path[b]`` at the slots from ``at[b]`` on.
+
+        States take in the first ``count[b]`` nodes of the path, by what ``rows`` say they write.
 
         ``path`` has a static height; what stands behind the accepted nodes lands behind the new
         length, where the next commit overwrites it. The caller guarantees ``at + h <= S`` in layers
         without a window.
         """
-        caches, layers = [*self.keys, *self.values], len(keys)
-        fresh = as_cached(caches, (*keys, *values))
-        for slots in dict.fromkeys(cache.shape[2] for cache in caches):  # One launch a shape.
-            some = [i for i, cache in enumerate(caches) if cache.shape[2] == slots]
-            chosen = [caches[i] for i in some], [fresh[i] for i in some]
+        caches, fresh, layers = [*self.keys, *self.values], (*keys, *values), len(keys)
+        pairs = {
+            i: (cache, as_cached(cache, new))
+            for i, (cache, new) in enumerate(zip(caches, fresh, strict=True))
+            if cache is not None and new is not None
+        }
+        for slots in dict.fromkeys(cache.shape[2] for cache, _ in pairs.values()):
+            # One launch a shape.
+            some = [i for i, (cache, _) in pairs.items() if cache.shape[2] == slots]
+            chosen = [pairs[i][0] for i in some], [pairs[i][1] for i in some]
             ring = some[0] % layers in self.rings
             written = append_rows(*chosen, path, at, self.cache_rows, ring=ring)
             for index, cache in zip(some, written, strict=True):
                 caches[index] = cache
-        return replace(self, keys=tuple(caches[:layers]), values=tuple(caches[layers:]))
+        states = self.states
+        if rows:
+            assert count is not None, "a state takes in as many nodes as are committed"
+            states = {
+                layer: state.put(
+                    self.cache_rows, commit_path(self.state(layer), rows[layer], path, count)
+                )
+                for layer, state in self.states.items()
+            }
+        keys, values = tuple(caches[:layers]), tuple(caches[layers:])
+        return replace(self, keys=keys, values=values, states=states)
 
     def uncommitted(self, batch: int, tokens: int, dtype: DTypeLike) -> Uncommitted:
-        """Zeros for the keys and values of ``tokens`` outside the cache in each batch row.
+        """Zeros for what ``tokens`` outside the cache add to it in each batch row.
 
-        They have the dtype of activations, whatever that of the cache.
+        Keys and values have the dtype of activations, whatever that of the cache.
         """
 
         def empty(slots: Array) -> Array:
             _, heads, _, width = slots.shape
             return jnp.zeros((batch, tokens, heads, width), dtype)
 
-        return Uncommitted(tuple(map(empty, self.keys)), tuple(map(empty, self.values)))
+        keys, values = jax.tree.map(empty, (self.keys, self.values))
+        rows = {i: empty_rows(state, batch, tokens) for i, state in self.states.items()}
+        return Uncommitted(keys, values, rows)
 
 
-def as_cached(caches: Sequence[Array], fresh: Sequence[TreeRows]) -> tuple[TreeRows, ...]:
-    """Fresh rows in the dtype of their caches; exact, as the target rounded them."""
-    return tuple(new.astype(cache.dtype) for cache, new in zip(caches, fresh, strict=True))
+def as_cached(cache: Array, fresh: TreeRows) -> CachedRows:
+    """Fresh rows in the dtype of their cache; exact, as the target rounded them."""
+    return float8.codes(fresh) if cache.dtype == CODES else fresh.astype(cache.dtype)
 
 
-def append_chunk(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
+def append_chunk(slots: CacheSlots, fresh: CachedRows, at: Lengths) -> CacheSlots:
     """One layer's keys or values with consecutive tokens' at the slots from ``at[b]`` on."""
     fresh = fresh.swapaxes(1, 2)
     if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
@@ -132,7 +171,7 @@ def append_chunk(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
     return jax.vmap(update)(slots, fresh, at)
 
 
-def append_to_ring(slots: CacheSlots, fresh: TreeRows, at: Lengths, count: Lengths) -> CacheSlots:
+def append_to_ring(slots: CacheSlots, fresh: CachedRows, at: Lengths, count: Lengths) -> CacheSlots:
     """One ring with the last of ``count[b]`` consecutive tokens, as many as it holds."""
     size, given = slots.shape[2], fresh.shape[1]
     offsets = jnp.maximum(count - size, 0)[:, None] + jnp.arange(min(size, given))
@@ -144,9 +183,15 @@ def append_to_ring(slots: CacheSlots, fresh: TreeRows, at: Lengths, count: Lengt
 
 
 def layer_slots(config: TargetConfig, capacity: int) -> tuple[int, ...]:
-    """Slots of a row in every layer of a cache of this capacity."""
-    windows = [config.layer(index).window for index in range(config.num_layers)]
-    return tuple(capacity if each is None else min(capacity, ring_slots(each)) for each in windows)
+    """Slots of a row in every layer of a cache of this capacity; none in a recurrent one."""
+
+    def slots(index: int) -> int:
+        window = config.layer(index).window
+        if index in config.recurrent_layers:
+            return 0
+        return capacity if window is None else min(capacity, ring_slots(window))
+
+    return tuple(map(slots, range(config.num_layers)))
 
 
 def ring_slots(window: int) -> int:
@@ -156,13 +201,20 @@ def ring_slots(window: int) -> int:
 
 def rings_of(config: TargetConfig) -> tuple[int, ...]:
     """The layers with a window."""
-    return tuple(i for i in range(config.num_layers) if i not in config.full_layers)
+    return tuple(i for i in range(config.num_layers) if config.layer(i).window is not None)
+
+
+def states_bytes(config: TargetConfig) -> int:
+    """Bytes of a row's states in all recurrent layers."""
+    return sum(state_bytes(each, config.dtype) for each in config.recurrent_layers.values())
 
 
 def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
     """A zero-filled cache; uninitialised memory could hold NaNs that survive a masked product."""
 
-    def zeros(slots: int) -> Array:
+    def zeros(slots: int) -> Array | None:
+        if not slots:
+            return None
         shape = (batch, config.num_kv_heads, slots, config.head_width)
         return jnp.zeros(shape, cache_dtype(config))
 
@@ -170,6 +222,10 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
     return KVCache(
         tuple(map(zeros, sizes)),
         tuple(map(zeros, sizes)),
+        states={
+            index: empty_state(each, batch, config.dtype)
+            for index, each in config.recurrent_layers.items()
+        },
         read_layer=config.read_layer,
         read_scales=config.scales(config.read_layer),
         rings=rings_of(config),
@@ -178,7 +234,7 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
 
 def cache_dtype(config: TargetConfig) -> Any:
     """The dtype of cached keys and values."""
-    return jnp.dtype(config.dtype if config.kv_dtype is None else E4M3)
+    return jnp.dtype(config.dtype if config.kv_dtype is None else CODES)
 
 
 def slot_bytes(config: TargetConfig) -> int:
@@ -188,7 +244,8 @@ def slot_bytes(config: TargetConfig) -> int:
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:
     """Bytes of :func:`allocate`'s result, known before allocation."""
-    return sum(layer_slots(config, capacity)) * batch * slot_bytes(config)
+    row = sum(layer_slots(config, capacity)) * slot_bytes(config) + states_bytes(config)
+    return batch * row
 
 
 def bucket_capacity(slots: int) -> int:

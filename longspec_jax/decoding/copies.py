@@ -21,24 +21,31 @@ def copy_prefix(
     """The cache of a batch of one row, with the first tokens of a slot and zeros behind them.
 
     Zeros, because what lies behind may be NaN, which survives a masked product. Of a cache with
-    rings no tokens can be copied but all that the slot holds: a ring lacks the earlier ones.
+    rings or states no tokens can be copied but all that the slot holds: they lack the earlier ones.
 
     Args:
       slot: whose tokens are copied; traced.
       tokens: how many of them; traced.
     """
 
-    def copied(layer: Array) -> Array:
+    def own_row(layer: Array) -> Array:
         if slots.row_shards == 1:
-            own = jax.lax.dynamic_slice_in_dim(layer, slot, 1, axis=0)
-        else:
-            # A slice of rows that lie on several devices would bring them all to each.
-            here = jnp.arange(layer.shape[0]) == slot
-            own = jnp.where(here[:, None, None, None], layer, 0).sum(axis=0, keepdims=True)
-        inside = jnp.arange(layer.shape[2]) < tokens
-        return jnp.where(inside[:, None], own, 0).astype(layer.dtype)
+            return jax.lax.dynamic_slice_in_dim(layer, slot, 1, axis=0)
+        # A slice of rows that lie on several devices would bring them all to each.
+        here = jnp.arange(layer.shape[0]) == slot
+        own = jnp.where(here.reshape(-1, *[1] * (layer.ndim - 1)), layer, 0)
+        return own.sum(axis=0, keepdims=True).astype(layer.dtype)
 
-    found: KVCache = jax.tree.map(copied, replace(cache, cache_rows=None))
+    def copied(layer: Array) -> Array:
+        inside = jnp.arange(layer.shape[2]) < tokens
+        return jnp.where(inside[:, None], own_row(layer), 0)
+
+    def state(part: Array) -> Array:
+        return jnp.where(tokens > 0, own_row(part), 0)
+
+    keys, values = jax.tree.map(copied, (cache.keys, cache.values))
+    states = jax.tree.map(state, cache.states)
+    found = replace(cache, keys=keys, values=values, states=states, cache_rows=None)
     return jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
 
 
@@ -46,14 +53,18 @@ def copy_prefix(
 def read_chunk(row: RowShardings, chunk: int, cache: KVCache, offset: Array) -> KVCache:
     """The keys and values of a chunk, ``[1, K, chunk, H]`` a layer; of a ring the last it holds.
 
+    And the states behind it.
+
     Args:
       cache: the cache right behind the chunk.
       offset: position of the chunk's first token; traced.
     """
 
-    def cut(layers: tuple[Array, ...]) -> tuple[Array, ...]:
+    def cut(layers: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
         return tuple(
-            layer[:, :, _last_slots(layer, offset, chunk)]
+            None
+            if layer is None
+            else layer[:, :, _last_slots(layer, offset, chunk)]
             if index in cache.rings
             else jax.lax.dynamic_slice_in_dim(layer, offset, chunk, axis=2)
             for index, layer in enumerate(layers)
@@ -67,7 +78,7 @@ def read_chunk(row: RowShardings, chunk: int, cache: KVCache, offset: Array) -> 
 def write_chunk(
     row: RowShardings, tokens: int, cache: KVCache, chunk: KVCache, offset: Array
 ) -> tuple[KVCache, Array]:
-    """The cache with the keys and values of a chunk, as :func:`read_chunk` returned them.
+    """The cache with what :func:`read_chunk` returned of a chunk.
 
     Args:
       tokens: of the chunk; static.
@@ -77,16 +88,20 @@ def write_chunk(
       The cache, and an array that is ready when it is.
     """
 
-    def written(layers: tuple[Array, ...], fresh: tuple[Array, ...]) -> tuple[Array, ...]:
+    def written(
+        layers: tuple[Array | None, ...], fresh: tuple[Array | None, ...]
+    ) -> tuple[Array | None, ...]:
         return tuple(
-            layer.at[:, :, _last_slots(layer, offset, tokens)].set(new)
+            None
+            if layer is None or new is None
+            else layer.at[:, :, _last_slots(layer, offset, tokens)].set(new)
             if index in cache.rings
             else jax.lax.dynamic_update_slice_in_dim(layer, new, offset, axis=2)
             for index, (layer, new) in enumerate(zip(layers, fresh, strict=True))
         )
 
     keys, values = written(cache.keys, chunk.keys), written(cache.values, chunk.values)
-    found = replace(cache, keys=keys, values=values)
+    found = replace(cache, keys=keys, values=values, states=chunk.states)
     found = jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
     return found, offset + tokens
 

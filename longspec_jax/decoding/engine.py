@@ -120,7 +120,7 @@ class Engine:
         self._together, self._readmits = together, readmits
         self._choices = ChoicesByLoad([policy or default_policy(len(drafters))], len(drafters))
         self.prefixes = PrefixCache(
-            *(params, self.drafter.needs, slots, host_bytes), windowed=target.windowed
+            *(params, self.drafter.needs, slots, host_bytes), keeps_ends=target.keeps_ends
         )
         """What slots and the host's memory hold of earlier prompts."""
         self.prompts = Prompts(

@@ -10,7 +10,7 @@ the other.
 One layer is never moved: drafts read it in every step of a proposal.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import CacheBytes, KVCache
 from longspec_jax.ops.attention.operands import Prefix, Reading
 from longspec_jax.ops.placement import HOST_MEMORY, to_device, to_host
+from longspec_jax.ops.recurrence.operands import RecurrentRows, RecurrentState
 from longspec_jax.ops.slicing import along
 
 STAGED_LAYERS = 2
@@ -37,13 +38,13 @@ class OffloadedCache(KVCache):
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """The layers that stay on the device: the one that drafts read, and all rings."""
-        return tuple(sorted({self.read_layer % len(self.keys), *self.rings}))
+        """The layers that stay on the device: the one that drafts read, rings and states."""
+        here = {self.read_layer % len(self.keys), *self.rings, *self.states}
+        return tuple(sorted(here))
 
     def layer(self, index: int, length: Lengths) -> Prefix:
         """One layer on the device; it is moved there, where it does not lie there."""
-        keys, values = to_device((self.keys[index], self.values[index]))
-        return Prefix(keys, values, length)
+        return Prefix(*to_device(self.slots(index)), length)
 
     def reading(self, length: Lengths) -> Reading:
         """Each layer on the device, the next one on its way to it."""
@@ -58,7 +59,7 @@ class OffloadedCache(KVCache):
                 # Without this all layers would set out at once, and need room at once. A barrier
                 # is about what is used of its results alone.
                 queries, keys, values = jax.lax.optimization_barrier(
-                    (queries, self.keys[following], self.values[following])
+                    (queries, *self.slots(following))
                 )
                 staged[following] = Prefix(to_device(keys), to_device(values), length)
             return queries, staged.pop(index) if index in staged else self.layer(index, length)
@@ -68,21 +69,25 @@ class OffloadedCache(KVCache):
     def shardings(self, sharding: Sharding) -> "OffloadedCache":
         """The host's memory beside the device, for all layers but the resident ones."""
         host = sharding.with_memory_kind(HOST_MEMORY)
-        layers: Any = tuple(
-            sharding if index in self.resident else host for index in range(len(self.keys))
+        here: Any = jax.tree.map(lambda _: sharding, self)
+        keys, values = (
+            tuple(each if index in self.resident else host for index, each in enumerate(layers))
+            for layers in (here.keys, here.values)
         )
-        return replace(self, keys=layers, values=layers)
+        return replace(here, keys=keys, values=values)
 
     def append(
         self,
-        keys: tuple[TreeRows, ...],
-        values: tuple[TreeRows, ...],
+        keys: tuple[TreeRows | None, ...],
+        values: tuple[TreeRows | None, ...],
         at: Lengths,
         count: Lengths | None = None,
+        states: Mapping[int, RecurrentState] = {},
     ) -> "OffloadedCache":
         """As of a cache on the device."""
         at, keys = _once_read(at, keys)
-        here = self._here().append(self._resident_of(keys), self._resident_of(values), at, count)
+        own = self._resident_of(keys), self._resident_of(values)
+        here = self._here().append(*own, at, count, states)
 
         def write(slots: CacheSlots, fresh: TreeRows) -> CacheSlots:
             return _append_on_host(slots, fresh, at)
@@ -91,14 +96,17 @@ class OffloadedCache(KVCache):
 
     def commit(
         self,
-        keys: tuple[TreeRows, ...],
-        values: tuple[TreeRows, ...],
+        keys: tuple[TreeRows | None, ...],
+        values: tuple[TreeRows | None, ...],
         path: Int[Array, "B h"],
         at: Lengths,
+        count: Lengths | None = None,
+        rows: Mapping[int, RecurrentRows] = {},
     ) -> "OffloadedCache":
         """As of a cache on the device."""
         at, keys = _once_read(at, keys)
-        here = self._here().commit(self._resident_of(keys), self._resident_of(values), path, at)
+        own = self._resident_of(keys), self._resident_of(values)
+        here = self._here().commit(*own, path, at, count, rows)
 
         def write(slots: CacheSlots, fresh: TreeRows) -> CacheSlots:
             return _append_on_host(slots, along(path, fresh), at)
@@ -110,47 +118,51 @@ class OffloadedCache(KVCache):
         return tuple(layers[index] for index in self.resident)
 
     def _here(self) -> KVCache:
-        """The resident layers, as a cache of their own."""
+        """The resident layers, as a cache of their own, whose states keep their numbers."""
         rings = [n for n, index in enumerate(self.resident) if index in self.rings]
         keys, values = self._resident_of(self.keys), self._resident_of(self.values)
-        return KVCache(keys, values, rings=tuple(rings))
+        return KVCache(keys, values, rings=tuple(rings), states=self.states)
 
     def _joined(
         self,
         here: KVCache,
-        keys: tuple[TreeRows, ...],
-        values: tuple[TreeRows, ...],
+        keys: tuple[TreeRows | None, ...],
+        values: tuple[TreeRows | None, ...],
         write: Callable[[CacheSlots, TreeRows], CacheSlots],
     ) -> "OffloadedCache":
         """The resident layers, and the others with fresh tokens written to them."""
 
         def layers(
-            slots: tuple[Array, ...], fresh: tuple[TreeRows, ...], own: tuple[Array, ...]
-        ) -> tuple[Array, ...]:
+            slots: tuple[Any, ...], fresh: tuple[Any, ...], own: tuple[Array | None, ...]
+        ) -> tuple[Array | None, ...]:
             return tuple(
                 own[self.resident.index(index)] if index in self.resident else write(*pair)
                 for index, pair in enumerate(zip(slots, fresh, strict=True))
             )
 
         keys, values = layers(self.keys, keys, here.keys), layers(self.values, values, here.values)
-        return replace(self, keys=keys, values=values)
+        return replace(self, keys=keys, values=values, states=here.states)
 
 
-def _once_read(at: Lengths, keys: tuple[TreeRows, ...]) -> tuple[Lengths, tuple[TreeRows, ...]]:
+def _once_read(
+    at: Lengths, keys: tuple[TreeRows | None, ...]
+) -> tuple[Lengths, tuple[TreeRows | None, ...]]:
     """The slots to write at, known when the pass has read all layers that are not on the device.
 
     The last layer's fresh keys are made of what the other layers found. The compiler might write
     before it has read, otherwise, and copy whole caches to be able to. It may do so with the last
     layer, where that is not the one on the device.
     """
+    index = max(index for index, each in enumerate(keys) if each is not None)
     # What is not used of a barrier's results is not waited for.
-    at, last = jax.lax.optimization_barrier((at, keys[-1]))
-    return at, (*keys[:-1], last)
+    at, last = jax.lax.optimization_barrier((at, keys[index]))
+    return at, (*keys[:index], last, *keys[index + 1 :])
 
 
 def _append_on_host(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
     """Slice updates, row by row: in one they would be a scatter, which nothing does over there."""
-    rows = fresh.astype(slots.dtype).swapaxes(1, 2)
+    rows = cache_lib.as_cached(slots, fresh)
+    rows = rows.swapaxes(1, 2)
     for row in range(slots.shape[0]):
         # Cut on the device: a slice of what lies over there would be left to the host's processor.
         own = to_host(jax.lax.slice_in_dim(rows, row, row + 1, axis=0))
@@ -162,9 +174,9 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
     """A zero-filled cache, as :func:`longspec_jax.decoding.cache.allocate` makes it."""
     empty = cache_lib.allocate(config, batch, capacity)
     zeros = empty.keys[config.read_layer]
-    layers: list[tuple[Array, Array]] = []
+    layers: list[tuple[Any, Any]] = []
     for pair in zip(empty.keys, empty.values, strict=True):
-        if len(layers) not in (config.read_layer, *empty.rings):
+        if len(layers) not in (config.read_layer, *empty.rings, *empty.states):
             # Each from the device: the compiler would make one, and copy it where no copies are
             # made.
             zeros = jax.lax.optimization_barrier(zeros)
@@ -172,13 +184,19 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
             pair = keys, to_host(zeros)
         layers.append(pair)
     keys, values = (tuple(pair[part] for pair in layers) for part in (0, 1))
-    read = dict(read_layer=config.read_layer, read_scales=empty.read_scales)
-    return OffloadedCache(keys, values, rings=empty.rings, **read)
+    return OffloadedCache(
+        keys,
+        values,
+        rings=empty.rings,
+        states=empty.states,
+        read_layer=config.read_layer,
+        read_scales=empty.read_scales,
+    )
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> CacheBytes:
     """Bytes of :func:`allocate`'s result, and of the layers that are on the device for a time."""
     whole = cache_lib.cache_bytes(config, batch, capacity)
-    moved = config.num_layers - len({config.read_layer, *cache_lib.rings_of(config)})
+    moved = len({*config.full_layers} - {config.read_layer})
     layer = batch * capacity * cache_lib.slot_bytes(config)
     return CacheBytes(whole - (moved - min(STAGED_LAYERS, moved)) * layer, moved * layer)

@@ -10,8 +10,8 @@ tokens, or of chunks of another size, round differently. A chunk is named by a d
 and of the name of the chunk before it. So a name stands for a whole prefix, and the names form the
 radix tree of all prompts.
 
-A target with window layers finds prefixes in the host's memory alone. In a slot its rings hold the
-row's last tokens, and soon no longer those before the end of a chunk.
+A target with windows or recurrent layers finds prefixes in the host's memory alone. In a slot its
+rings and states hold the end of the row, and soon no longer what was there at the end of a chunk.
 """
 
 import hashlib
@@ -167,16 +167,16 @@ class PrefixCache:
         needs: Needs,
         slots: int,
         host_bytes: int = 0,
-        windowed: bool = False,
+        keeps_ends: bool = False,
     ) -> None:
         """Know nothing yet.
 
         Args:
           host_bytes: most bytes of chunks in the host's memory.
-          windowed: whether the target has layers with windows.
+          keeps_ends: whether the target has layers that keep the end of a row alone.
         """
-        self._windowed = windowed
-        self.slots = SlotPrefixes(slots, holds=not windowed)
+        self._keeps_ends = keeps_ends
+        self.slots = SlotPrefixes(slots, holds=not keeps_ends)
         self.host = HostChunks(host_bytes)
         self.queried = 0
         """Tokens of all prompts that were looked up."""
@@ -235,7 +235,7 @@ class PrefixCache:
 
     def forget_slots(self) -> None:
         """Forget what slots hold; what is in the host's memory stays."""
-        self.slots = SlotPrefixes(self._count, holds=not self._windowed)
+        self.slots = SlotPrefixes(self._count, holds=not self._keeps_ends)
         # What is on its way may never arrive.
         self._moving.clear()
 

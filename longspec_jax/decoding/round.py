@@ -228,7 +228,9 @@ def commit_accepted(
         adjustments = adjustments.behind(path.tokens, count)
     after = replace(
         rows,
-        cache=rows.cache.commit(verified.keys, verified.values, path.path, end),
+        cache=rows.cache.commit(
+            verified.keys, verified.values, path.path, end, count, verified.rows
+        ),
         draft=drafter.extend(params, rows.draft, Committed(block, length, count, features)),
         length=length + count,
         pending=jnp.where(count > 0, last, rows.pending),

@@ -96,7 +96,12 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "same_bits has no kernel for experts, whose matmuls depend on the number of rows; "
             "leave it out, or load the target in float32"
         )
-    if target.windowed or config.attention_cap is not None or config.attention_sinks:
+    if config.recurrent_layers:
+        raise NotImplementedError(
+            "same_bits has no kernel for recurrent layers, whose sums depend on the tree; leave it "
+            "out, or load the target in float32"
+        )
+    if target.keeps_ends or config.attention_cap is not None or config.attention_sinks:
         raise NotImplementedError(
             "the kernels of same_bits see whole prefixes and unbounded scores; this target has "
             "layers with a window, a soft cap, or attention sinks"

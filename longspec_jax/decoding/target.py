@@ -4,6 +4,7 @@
 ops. In tests a lookup table takes its place.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from longspec_jax.drafters.base import (
     Selection,
     Uncommitted,
 )
+from longspec_jax.models.recurrence import Recur
 from longspec_jax.models.target import Attend, Target, TargetOutput, sinks_of
 from longspec_jax.ops.attention import float8, path
 from longspec_jax.ops.attention.dispatch import (
@@ -37,6 +39,12 @@ from longspec_jax.ops.attention.dispatch import (
 )
 from longspec_jax.ops.attention.operands import Fresh, merge, with_sinks
 from longspec_jax.ops.hardware import DECODE_ROWS
+from longspec_jax.ops.recurrence.operands import RecurrentRows, RecurrentTokens
+from longspec_jax.ops.recurrence.recurrence import (
+    chunk_recurrence,
+    continued_recurrence,
+    tree_recurrence,
+)
 
 GROUP = 8
 """Rows that Hopper's copy engine takes together."""
@@ -49,12 +57,15 @@ class Verification(NamedTuple):
 
     logits: Float[Array, "B T V"]
     """Next-token logits at every node, float32."""
-    keys: tuple[Array, ...]
-    """Keys of the tree's nodes, ``L x [B, T, K, H]``: the rows to commit."""
-    values: tuple[Array, ...]
+    keys: tuple[Array | None, ...]
+    """Keys of the tree's nodes, ``L x [B, T, K, H]``: the rows to commit; None of a recurrent
+    layer."""
+    values: tuple[Array | None, ...]
     """Values of the tree's nodes, ``L x [B, T, K, H]``."""
     features: Features = Features()
     """The needed features of the nodes."""
+    rows: Mapping[int, RecurrentRows] = {}
+    """What the nodes write to the states of recurrent layers."""
 
 
 class Prefilled(NamedTuple):
@@ -92,9 +103,14 @@ class TargetModel:
         return self.config.vocab_size
 
     @property
-    def windowed(self) -> bool:
-        """Whether some layers have a window."""
-        return bool(cache_lib.rings_of(self.config))
+    def keeps_ends(self) -> bool:
+        """Whether some layers keep the end of a row alone: with windows, or recurrent."""
+        return len(self.config.full_layers) < self.config.num_layers
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of activations."""
+        return self.config.dtype
 
     def allocate(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this target."""
@@ -131,13 +147,19 @@ class TargetModel:
             prefix = prefix.within(self.config.layer(layer).window, positions)
             return chunk_attention(q, prefix, k, v, sinks_of(params, layer), **options)
 
+        count, states = jnp.clip(last + 1, 0, chunk), {}
+
+        def recur(layer: int, tokens: RecurrentTokens, taps: Array) -> Array:
+            states[layer], out = chunk_recurrence(tokens, taps, cache.state(layer), count)
+            return out
+
         # Of larger chunks XLA's matmuls are as good: the tensor cores are the limit.
         ordered = self.same_bits and tokens.size <= ORDERED_CHUNK
-        output, features = self._forward(params, tokens, positions, attend, needs, ordered)
+        run = params, tokens, positions, attend, recur, needs
+        output, features = self._forward(*run, ordered)
         at = jnp.clip(last, 0, chunk - 1)[:, None, None]
         logits = self.unembed(params, jnp.take_along_axis(output.hidden, at, axis=1)[:, 0])
-        count = jnp.clip(last + 1, 0, chunk)
-        cache = cache.append(output.keys, output.values, start, count)
+        cache = cache.append(output.keys, output.values, start, count, states)
         return Prefilled(logits, cache, features, output.hidden)
 
     def verify(
@@ -177,11 +199,18 @@ class TargetModel:
                 return path_attention(q, prefix, fresh, depth, levels=levels, scale=scale)
             return speculative_attention(q, prefix, fresh, sinks_of(params, layer), **options)
 
+        rows = {}
+
+        def recur(layer: int, tokens: RecurrentTokens, taps: Array) -> Array:
+            state = cache.state(layer)
+            rows[layer], out = tree_recurrence(tokens, taps, state, mask, depth)
+            return out
+
         with jax.named_scope("verify"):
-            output, features = self._forward(params, tokens, positions, attend, needs)
+            output, features = self._forward(params, tokens, positions, attend, recur, needs)
             logits = self.unembed(params, output.hidden[:, :nodes])
         features = jax.tree.map(lambda each: each[:, :nodes], features)
-        return Verification(logits, output.keys, output.values, features)
+        return Verification(logits, output.keys, output.values, features, rows)
 
     def _whole_groups(self, tokens: Array, positions: Array, mask: Array) -> tuple[Array, ...]:
         """The nodes, and some that see themselves alone: Hopper's copy engine takes whole groups.
@@ -219,9 +248,13 @@ class TargetModel:
         """As :meth:`longspec_jax.drafters.base.View.partial_forward`.
 
         Layers with a window read all that it holds of the ``length[b]`` tokens in the cache,
-        whatever the selection. Fresh tokens see each other through no window.
+        whatever the selection, and recurrent ones their state. Fresh tokens see each other through
+        no window.
         """
-        keys, values, read = list(fresh.keys), list(fresh.values), selection.reading(cache)
+        keys: list[Any] = list(fresh.keys)
+        values: list[Any] = list(fresh.values)
+        read = selection.reading(cache)
+        states, depth = dict(fresh.rows), positions - length[:, None]
         options: Any = dict(self._scores, implementation=self.attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -231,17 +264,23 @@ class TargetModel:
             else:
                 prefixes = [cache.layer(layer, length).within(window, positions)]
             write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=1)
-            keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
-            rows = Fresh(keys[layer], values[layer], mask)
+            k, v = write(keys[layer], k), write(values[layer], v)
+            keys[layer], values[layer] = k, v
+            rows = Fresh(k, v, mask)
             seen = tree_attention(q, rows, **options)
             for prefix in prefixes:
                 seen = merge(seen, prefix_attention(q, prefix, **options))
             return with_sinks(seen, sinks_of(params, layer)).out.astype(q.dtype)
 
+        def recur(layer: int, tokens: RecurrentTokens, taps: Array) -> Array:
+            rest = states[layer], mask, at, depth
+            states[layer], out = continued_recurrence(tokens, taps, cache.state(layer), *rest)
+            return out
+
         with jax.named_scope("partial_forward"):
-            output, features = self._forward(params, tokens, positions, attend, needs)
+            output, features = self._forward(params, tokens, positions, attend, recur, needs)
             logits = self.unembed(params, output.hidden)
-        return PartialForward(logits, Uncommitted(tuple(keys), tuple(values)), features)
+        return PartialForward(logits, Uncommitted(tuple(keys), tuple(values), states), features)
 
     def _forward(
         self,
@@ -249,6 +288,7 @@ class TargetModel:
         tokens: Array,
         positions: Array,
         attend: Attend,
+        recur: Recur,
         needs: Needs,
         ordered: bool | None = None,
     ) -> tuple[TargetOutput, Features]:
@@ -273,9 +313,12 @@ class TargetModel:
             return out if scales is None else float8.scaled(out, scales.values)
 
         model = self._model if ordered is None else Target(self.config, ordered=ordered)
-        output: Any = model.apply({"params": params}, tokens, positions, noted, keep=needs.hidden)
+        output: Any = model.apply(
+            {"params": params}, tokens, positions, noted, keep=needs.hidden, recur=recur
+        )
         if cached:
-            rows = zip(*(cached[layer] for layer in range(len(cached))), strict=True)
+            layers = range(self.config.num_layers)
+            rows = zip(*(cached.get(layer, (None, None)) for layer in layers), strict=True)
             output = output._replace(**dict(zip(("keys", "values"), rows, strict=True)))
         return output, Features(output.kept, queries, keys)
 

@@ -35,7 +35,7 @@ from longspec_jax.decoding.round import one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings, release, stack
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.ops.caches import with_rings
+from longspec_jax.ops.caches import with_ends
 
 TIMINGS = 3
 """Of which the least counts: what else runs on the machine only adds to them."""
@@ -165,7 +165,7 @@ def branch(
       params: parameters of both models, as they take them.
       draft: their state behind the same tokens; copied.
       own_cache: whether the cache is copied. Else the other engine must not be stepped before
-        :func:`rejoin`. Rings always are: what a branch appends overwrites the window.
+        :func:`rejoin`. Rings and states always are: what a branch appends overwrites them.
       tokens: most tokens that its rows emit, instead of what they may still emit.
       **options: of the constructor, instead of the other engine's.
     """
@@ -182,7 +182,7 @@ def branch(
         **own,
     )
     shared = engine.rows.cache
-    borrowed = None if own_cache else with_rings(shared, shared, jnp.copy)
+    borrowed = None if own_cache else with_ends(shared, shared, jnp.copy)
     rows = jax.tree.map(
         lambda part: borrowed if borrowed and part is shared else jax.tree.map(jnp.copy, part),
         replace(engine.rows, draft=draft),
@@ -196,8 +196,8 @@ def branch(
 
 
 def rejoin(engine: Engine, branch: Engine) -> None:
-    """Take the cache back from a branch, but for the rings; what it appended is never read."""
-    cache = with_rings(branch.rows.cache, engine.rows.cache)
+    """Take the cache back from a branch, but for rings and states; what it appended is unread."""
+    cache = with_ends(branch.rows.cache, engine.rows.cache)
     engine._rows = replace(engine.rows, cache=cache)
     branch.close()
 

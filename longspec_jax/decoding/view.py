@@ -49,7 +49,7 @@ class CacheView:
 
     def uncommitted(self, tokens: int) -> Uncommitted:
         """Zeros for the keys and values of this many tokens outside the cache."""
-        return self.cache.uncommitted(len(self.pending), tokens, self.target.config.dtype)
+        return self.cache.uncommitted(len(self.pending), tokens, self.target.dtype)
 
     def partial_forward(
         self,
@@ -87,7 +87,7 @@ class CacheView:
 
     def ahead(self, pending: Int[Array, " B"], steps: Lengths, past: Uncommitted) -> "CacheView":
         """The same cache, seen from ``steps[b]`` tokens further on, which are not in it."""
-        there = jnp.arange(past.keys[0].shape[1]) < steps[:, None]
+        there = jnp.arange(jax.tree.leaves(past)[0].shape[1]) < steps[:, None]
         if self.between is not None:
             there = jnp.concatenate([self.between.there, there], axis=1)
             past = _joined(self.between.rows, past)

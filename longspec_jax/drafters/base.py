@@ -23,6 +23,7 @@ from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.drafters.tree import AcceptedPath, Tree, plant
 from longspec_jax.ops.attention.operands import Prefix, Reading
 from longspec_jax.ops.caches import Caches
+from longspec_jax.ops.recurrence.operands import RecurrentRows
 
 
 @struct.dataclass
@@ -137,8 +138,11 @@ class SamplingNoise(Protocol):
 class Uncommitted(NamedTuple):
     """Keys and values of tokens that are not in the cache, ``L x [B, U, K, H]`` each."""
 
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
+    keys: tuple[Array | None, ...]
+    """None of a recurrent layer."""
+    values: tuple[Array | None, ...]
+    rows: Mapping[int, RecurrentRows] = {}
+    """What the tokens write to the states of recurrent layers."""
 
 
 class PartialForward(NamedTuple):

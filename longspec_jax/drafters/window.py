@@ -88,10 +88,11 @@ class Seen(NamedTuple):
             slots %= self.window
         # What is not kept goes to a slot that does not exist, and is dropped.
         cache = entries.cache
-        slots = jnp.where(ring, slots, cache.keys[0].shape[2])
+        layers = cache.slots(0)
+        slots = jnp.where(ring, slots, layers[0].shape[2])
         keys, values = (
             (put_tokens(layer, cache.cache_rows, slots, new),)
-            for layer, new in zip((*cache.keys, *cache.values), fresh, strict=True)
+            for layer, new in zip(layers, fresh, strict=True)
         )
         sinks = entries.sink_keys, entries.sink_values
         if self.sinks:

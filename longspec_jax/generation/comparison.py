@@ -155,8 +155,10 @@ def _divergence(
     plain, other = (tokens[index] if index < len(tokens) else None for tokens in pair)
     gap = None
     # The first token is drawn from the prefill, which both share and which keeps no logits. Where
-    # rows waited for slots, the cache of this one is another's by now.
-    if index > 0 and not run.plan.waits and plain is not None and other is not None:
+    # rows waited for slots, the cache of this one is another's by now; and rings and states are
+    # those of the text's end.
+    kept = index > 0 and not run.plan.waits and not run.plan.target.keeps_ends
+    if kept and plain is not None and other is not None:
         emitted = [row.tokens[:index] for row in run.rows]
         gap = score_gap(run, emitted, row, (plain, other))
     return Divergence(row, index, plain, other, gap)

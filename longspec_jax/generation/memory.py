@@ -15,13 +15,15 @@ from jax.sharding import Mesh
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding.adjustments import ADJUSTMENT_BYTES
-from longspec_jax.decoding.cache import layer_slots, rings_of, slot_bytes
+from longspec_jax.decoding.cache import layer_slots, slot_bytes, states_bytes
 from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.models import Models
 from longspec_jax.ops.matmul.experts import computed_rows
 from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
 from longspec_jax.ops.placement import free_device_bytes, tree_bytes
+from longspec_jax.ops.recurrence.delta_rule import BLOCK
+from longspec_jax.ops.recurrence.recurrence import SEGMENT
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable: how much of the host's memory jax uses for a GPU, in GiB."""
@@ -41,7 +43,7 @@ class MemoryPlan:
     draft_bytes: int
     """Weights of the draft, without the tables that it shares with the target."""
     cache_bytes: int
-    """The target's keys and values on the device. They grow with the context."""
+    """The target's keys, values and states on the device. Most grow with the context."""
     draft_state_bytes: int
     """The draft's own state. A LongSpec draft's does not grow with the context; with retrieval it
     also holds summaries of the cache's blocks."""
@@ -51,8 +53,8 @@ class MemoryPlan:
     host_cache_bytes: int = 0
     """The target's keys and values in the host's memory, if the cache is offloaded."""
     ring_bytes: int = 0
-    """Of the cache on the device, what layers with a window hold. It does not grow with the
-    context."""
+    """Of the cache on the device, what layers with a window or a state hold. It does not grow with
+    the context."""
     saved_bytes: int = 0
     """By which the cache is smaller than if these layers held every token."""
 
@@ -91,7 +93,8 @@ def plan_memory(
     working_row = max(chunk_bytes, 4 * copies * nodes * config.vocab_size) + tables
     cache = host = state = rings = saved = 0
     working = widened
-    full, own_slots = config.num_layers - len(rings_of(config)), layer_slots(config, capacity)
+    full, own_slots = config.full_layers, layer_slots(config, capacity)
+    ends = [own for layer, own in enumerate(own_slots) if layer not in full]
     for batch in batches:
         begin = partial(drafters[0].begin, batch=batch, capacity=capacity)
         begun = jax.eval_shape(begin, Params(params, draft))
@@ -101,9 +104,10 @@ def plan_memory(
         state += tree_bytes(begun) // shards.row_shards
         working += batch * working_row // shards.row_shards
         slot = batch * slot_bytes(config)
-        working += gathered * full * slot // shards.cache_shards
-        rings += sum(own_slots[layer] for layer in rings_of(config)) * slot // shards.cache_shards
-        saved += sum(capacity - own for own in own_slots) * slot // shards.cache_shards
+        working += gathered * len(full) * slot // shards.cache_shards
+        end = sum(ends) * slot + batch * states_bytes(config)
+        rings += end // shards.cache_shards
+        saved += max(0, len(ends) * capacity * slot - end) // shards.cache_shards
     own = [each.own_params for each in models.drafts] if draft is not None else []
     return MemoryPlan(
         batch=sum(batches),
@@ -123,9 +127,16 @@ def _layer_numbers(config: TargetConfig, tokens: int) -> int:
     """Activations of the widest layer over the tokens of a prefill chunk."""
     width, most = config.model_width, 3 * config.mlp_width * tokens
     for kind in config.kinds:
+        if (recurrence := kind.recurrence) is not None:
+            # Twice what the convolution sees, and in float32 what the blocks of a chunk solve.
+            heads, block = recurrence.value_heads, 2 * BLOCK
+            solved = 4 * (recurrence.key_width + recurrence.value_width) + block
+            own = 4 * recurrence.key_heads * recurrence.inputs_width + 2 * heads * solved
+            most = max(most, own * min(tokens, SEGMENT))
         if (experts := kind.experts) is not None:
             rows = computed_rows(tokens, experts.chosen, experts.count)
             own = rows * (2 * width + 3 * experts.width) + tokens * experts.chosen * width
+            own += 3 * tokens * (experts.shared or 0)
             most = max(most, own)
     return most + 6 * width * tokens
 

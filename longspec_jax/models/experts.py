@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config import ExpertsConfig
-from longspec_jax.models.layers import INITIAL_SCALE, Projection
+from longspec_jax.models.layers import INITIAL_SCALE, Projection, SwiGLU
 from longspec_jax.ops.matmul.experts import ExpertWeights, choose_experts, expert_mlp
 from longspec_jax.ops.partitioned import row_shares, with_sharding
 from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
@@ -16,6 +16,8 @@ from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
 
 class Experts(nn.Module):
     """``sum_i share_i down_i(silu(gate_i) * up_i)`` over the experts that a token's router chose.
+
+    And the shared expert, if there is one.
 
     The router's logits and the sum are float32.
     """
@@ -30,6 +32,9 @@ class Experts(nn.Module):
         """Declare the parameters."""
         c, normal = self.config, nn.initializers.normal(INITIAL_SCALE)
         self.router = Projection((self.width,), (c.count,), self.dtype, c.biases)
+        if c.shared is not None:
+            self.shared = SwiGLU(self.width, c.shared, self.dtype, chunk=self.chunk)
+            self.shared_gate = Projection((self.width,), (1,), self.dtype)
         # Expert e's gate is at 2 e and its up at 2 e + 1, as [2 E, F, D].
         shapes = (2 * c.count, c.width, self.width), (c.count, self.width, c.width)
         self.expert_gate_up = self.param("expert_gate_up", normal, shapes[0], self.dtype)
@@ -42,7 +47,15 @@ class Experts(nn.Module):
             self.expert_down_bias = self.param("expert_down_bias", zeros, shapes[1][:2], self.dtype)
 
     def __call__(self, x: Array) -> Array:
-        """Map ``[B, T, D]`` to partials ``[1, B, T, D]`` of the result."""
+        """Map ``[B, T, D]`` to partials ``[S, B, T, D]`` of the result."""
+        mixed = self._mixed(x)
+        if self.config.shared is None:
+            return mixed
+        share = jax.nn.sigmoid(self.shared_gate(x).astype(jnp.float32))
+        return jnp.concatenate([mixed.astype(jnp.float32), self.shared(x) * share])
+
+    def _mixed(self, x: Array) -> Array:
+        """What the chosen experts yield, ``[1, B, T, D]``."""
         router, weights = self.router.weights(), self._weights()
         rows, length, _ = x.shape
         device_rows = rows // row_shares(rows)

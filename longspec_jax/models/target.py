@@ -5,19 +5,19 @@ caller's: ``attend(layer, q, k, v)`` receives every layer's fresh queries, keys 
 applied) and returns the attention output, which includes the layer's sinks (:func:`sinks_of`) if
 there are any. Training passes plain causal attention, decoding closes over a cache. The fresh keys
 and values come back with the output, because the caller owns the cache and the draft reads one
-layer's.
+layer's. The recurrence of recurrent layers is the caller's, too.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import ExpertsConfig, QueryScaling, TargetConfig
+from longspec_jax.config import LayerConfig, QueryScaling, TargetConfig
 from longspec_jax.models.experts import Experts
 from longspec_jax.models.layers import (
     INITIAL_SCALE,
@@ -28,10 +28,12 @@ from longspec_jax.models.layers import (
     SwiGLU,
     rotary_angles,
 )
+from longspec_jax.models.recurrence import Recur, Recurrence
 from longspec_jax.ops.layer import add, split_heads, wide_qk_norm
 from longspec_jax.ops.matmul.few_rows import head_matmul_xla
 from longspec_jax.ops.matmul.ordered import head_matmul
 from longspec_jax.ops.partitioned import with_sharding
+from longspec_jax.ops.recurrence.operands import RecurrentTokens
 
 HEADS = "b t (k g) h, b t k h, b t k h"
 """The axes of fresh queries, keys and values."""
@@ -44,9 +46,9 @@ class TargetOutput(NamedTuple):
 
     hidden: Array
     """Hidden states after the final norm, ``[B, T, D]``; :meth:`Target.unembed` makes logits."""
-    keys: tuple[Array, ...]
-    """Fresh keys of every layer, ``L x [B, T, K, H]``, rotary applied."""
-    values: tuple[Array, ...]
+    keys: tuple[Array | None, ...]
+    """Fresh keys of every layer, ``L x [B, T, K, H]``, rotary applied; None of a recurrent one."""
+    values: tuple[Array | None, ...]
     """Fresh values of every layer, ``L x [B, T, K, H]``."""
     kept: dict[int, Array]
     """The residual stream ``[B, T, D]`` after the layers of ``keep``; the embedding at -1."""
@@ -61,8 +63,9 @@ class Attention(nn.Module):
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
+        slots = c.num_groups * (2 if c.gated_attention else 1)
         self.qkv = GroupedQKV(
-            *(c.model_width, c.num_kv_heads, c.num_groups, c.head_width, dtype, c.qkv_bias),
+            *(c.model_width, c.num_kv_heads, slots, c.head_width, dtype, c.qkv_bias),
             projection=self.projection,
         )
         heads = c.num_heads, c.head_width
@@ -81,7 +84,11 @@ class Attention(nn.Module):
         attend: Callable[[Array, Array, Array], Array],
     ) -> tuple[Array, Array, Array]:
         """Return partials ``[S, B, T, D]`` of the projected output, fresh keys and values."""
-        c, qkv, scales = self.config, self.qkv(x), None
+        c, qkv, scales, gates = self.config, self.qkv(x), None, None
+        if c.gated_attention:  # Every query's gate is behind it.
+            pairs = 2 * c.num_groups
+            gates = qkv[:, :, :, 1:pairs:2]
+            qkv = jnp.concatenate([qkv[:, :, :, :pairs:2], qkv[:, :, :, pairs:]], axis=3)
         if c.wide_qk_norm:
             queries = self.q_norm.weights(c.num_kv_heads, c.num_groups, c.head_width)
             keys = self.k_norm.weights(c.num_kv_heads, c.head_width)
@@ -91,28 +98,38 @@ class Attention(nn.Module):
         heads = split_heads(qkv, *angles, scales, c.norm_eps)
         q, k, v = with_sharding(HEADS, *heads)
         attended = attend(q, k, v)
+        if gates is not None:
+            opened = jax.nn.sigmoid(gates.astype(jnp.float32)).reshape(attended.shape)
+            attended = (attended.astype(jnp.float32) * opened).astype(attended.dtype)
         return self.out(attended)[None] if c.out_bias else self.out.partials(attended), k, v
 
 
 class Layer(nn.Module):
-    """One transformer layer: norms before attention and MLP, after them, or both."""
+    """One transformer layer: norms before attention and MLP, after them, or both.
+
+    Or a recurrence in the place of attention.
+    """
 
     config: TargetConfig
     mlp_chunk: int = 0
     projection: Callable[..., Any] = Projection
-    experts: ExpertsConfig | None = None
+    kind: LayerConfig = LayerConfig()
+    """What the layer has of its own; of its experts and recurrence it is told here."""
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         norm = partial(RMSNorm, c.norm_eps, dtype, c.offset_norms)
-        self.attention = Attention(c, self.projection)
+        if self.kind.recurrence is None:
+            self.attention = Attention(c, self.projection)
+        else:
+            self.recurrence = Recurrence(c, self.kind.recurrence, self.projection)
         if c.pre_norms:
             self.attention_norm, self.mlp_norm = norm(), norm()
         if c.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(), norm()
-        if self.experts is not None:
-            self.mlp = Experts(c.model_width, self.experts, dtype, self.mlp_chunk)
+        if self.kind.experts is not None:
+            self.mlp = Experts(c.model_width, self.kind.experts, dtype, self.mlp_chunk)
         else:
             widths = c.model_width, c.mlp_width
             self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk, c.gelu)
@@ -122,16 +139,22 @@ class Layer(nn.Module):
         x: Array,
         delta: Array | None,
         angles: tuple[Array, Array],
-        attend: Callable[[Array, Array, Array], Array],
-    ) -> tuple[Array, Array, Array, Array]:
+        attend: Callable[..., Array],
+    ) -> tuple[Array, Array, Array | None, Array | None]:
         """Return the residual stream ``[B, T, D]``, its increment, and the fresh keys and values.
+
+        ``attend`` takes queries, keys and values, or what :class:`Recurrence` makes of the tokens.
 
         The stream between layers is ``x`` and the split-K partials of its increment,
         ``[S, B, T, D]``: the next norm adds and normalises in one op.
         """
         c = self.config
         x, entering = _enter(self.attention_norm if c.pre_norms else None, x, delta)
-        attended, k, v = self.attention(entering, angles, attend)
+        k = v = None
+        if self.kind.recurrence is None:
+            attended, k, v = self.attention(entering, angles, attend)
+        else:
+            attended = self.recurrence(entering, attend)
         attended = self._leave(self.attention_post_norm if c.post_norms else None, attended)
         x, entering = _enter(self.mlp_norm if c.pre_norms else None, x, attended)
         delta = self._leave(self.mlp_post_norm if c.post_norms else None, self.mlp(entering))
@@ -176,8 +199,8 @@ class Target(nn.Module):
         # Separate modules, not a scan over stacked weights: slicing a stack costs decode a factor
         # of three in bandwidth (docs/design.md, decision 4.6).
         projection = OrderedProjection if self.ordered else Projection
-        experts = [c.layer(index).experts for index in range(c.num_layers)]
-        self.layers = [Layer(c, self.mlp_chunk, projection, each) for each in experts]
+        kinds = map(c.layer, range(c.num_layers))
+        self.layers = [Layer(c, self.mlp_chunk, projection, kind) for kind in kinds]
         self.final_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
         if not c.tied_embeddings:
             self.head = self.param("head", table, shape, dtype)
@@ -192,7 +215,12 @@ class Target(nn.Module):
         return jnp.take(self.embedding, tokens, axis=0)
 
     def __call__(
-        self, tokens: Array, positions: Array, attend: Attend, keep: Sequence[int] = ()
+        self,
+        tokens: Array,
+        positions: Array,
+        attend: Attend,
+        keep: Sequence[int] = (),
+        recur: Recur | None = None,
     ) -> TargetOutput:
         """Run all layers over ``T`` fresh tokens.
 
@@ -203,6 +231,7 @@ class Target(nn.Module):
           keep: layers after which the residual stream is returned as well, -1 for the embedding. So
             ``i - 1`` is what enters layer ``i``. The number of layers stands for what leaves the
             final norm.
+          recur: the same of recurrent layers; needed where there are any.
         """
         c = self.config
         rotations = [c.layer(index).rotary for index in range(c.num_layers)]
@@ -214,11 +243,10 @@ class Target(nn.Module):
         keys, values, kept = [], [], {-1: x} if -1 in keep else {}
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                # ``i=index`` binds now: the layer calls back while the loop variable is current,
-                # but a rematerialised layer calls back later.
-                x, delta, k, v = layer(
-                    x, delta, angles[rotations[index]], lambda q, k, v, i=index: attend(i, q, k, v)
-                )
+                # Bound now: the layer calls back while the loop variable is current, but a
+                # rematerialised layer calls back later.
+                see: Any = recur if index in c.recurrent_layers else attend
+                x, delta, k, v = layer(x, delta, angles[rotations[index]], partial(see, index))
             keys.append(k)
             values.append(v)
             if index in keep:
@@ -237,7 +265,13 @@ class Target(nn.Module):
     def initialize(self, tokens: Array) -> None:
         """Touch every parameter; the method ``init`` runs, since the passes above share them."""
         positions = jnp.zeros(tokens.shape, jnp.int32)
-        self.unembed(self(tokens, positions, lambda layer, q, k, v: q).hidden)
+
+        def recur(layer: int, tokens: RecurrentTokens, taps: Array) -> Array:
+            width = self.config.recurrent_layers[layer].value_width
+            return jnp.zeros((*tokens.log_decay.shape, width), jnp.float32)
+
+        output = self(tokens, positions, lambda layer, q, k, v: q, recur=recur)
+        self.unembed(output.hidden)
 
 
 def _scaling_queries(attend: Attend, scaling: QueryScaling, positions: Array) -> Attend:
@@ -252,7 +286,21 @@ def scaled(x: Array, factor: float) -> Array:
     return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def target_logits(config: TargetConfig, products: Array) -> Array:
+class LogitFactors(Protocol):
+    """What makes logits of the products of hidden states with an LM head."""
+
+    @property
+    def logits_divisor(self) -> float:
+        """As of :class:`TargetConfig`."""
+        ...
+
+    @property
+    def logit_cap(self) -> float | None:
+        """As of :class:`TargetConfig`."""
+        ...
+
+
+def target_logits(config: LogitFactors, products: Array) -> Array:
     """A target's logits of the products of hidden states with its LM head."""
     logits = products if config.logits_divisor == 1 else products / config.logits_divisor
     return capped(logits, config.logit_cap)

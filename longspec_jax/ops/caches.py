@@ -1,11 +1,11 @@
-"""Keys and values of rows that stay where they lie, while a launch is of some of the rows.
+"""Keys, values and states of rows that stay where they lie, while a launch is of some of the rows.
 
 A launch of few rows takes what else there is of them out of the arrays of all rows
 (:func:`take_rows`) and puts it back (:func:`put_rows`). Caches are too large for that: attention
 reads the launch's rows in place, and commits write to them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,28 +13,31 @@ import jax
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, LayerSlots, Leaf, Lengths, TreeRows
+from longspec_jax.axes import Array, CachedRows, CacheSlots, LayerSlots, Leaf, Lengths
 from longspec_jax.config import HeadScales
 from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.recurrence.operands import RecurrentState
 
 Tree = TypeVar("Tree")
 
 
 @struct.dataclass
 class Caches:
-    """Keys and values, one array a layer.
+    """Keys and values, one array a layer, and the states of recurrent layers.
 
     A layer with a window has a ring, in which position ``p`` lies in slot ``p % S``.
     """
 
-    keys: tuple[Leaf[LayerSlots], ...]
-    """Of every layer, rotary applied."""
-    values: tuple[Leaf[LayerSlots], ...]
+    keys: tuple[Leaf[LayerSlots] | None, ...]
+    """Of every layer, rotary applied; None of a recurrent one."""
+    values: tuple[Leaf[LayerSlots] | None, ...]
     """Of every layer."""
     cache_rows: Leaf[Lengths] | None = None
     """The row of the arrays for every batch row; its own if absent."""
     rings: tuple[int, ...] = struct.field(pytree_node=False, default=())
     """The layers whose slots are a ring."""
+    states: Mapping[int, RecurrentState] = struct.field(default_factory=dict)
+    """Of every recurrent layer, behind all committed tokens."""
     read_layer: int = struct.field(pytree_node=False, default=-1)
     """The layer that drafts read (:attr:`longspec_jax.config.TargetConfig.read_layer`)."""
     read_scales: HeadScales | None = struct.field(pytree_node=False, default=None)
@@ -43,11 +46,22 @@ class Caches:
     @property
     def capacity(self) -> int:
         """Slots of a row in the longest layer (``S``)."""
-        return max(keys.shape[2] for keys in self.keys)
+        return max(keys.shape[2] for keys in self.keys if keys is not None)
 
     def layer(self, index: int, length: Lengths) -> Prefix:
         """What one layer's attention reads: the slots up to ``length[b]``."""
-        return Prefix(self.keys[index], self.values[index], length, cache_rows=self.cache_rows)
+        keys, values = self.slots(index)
+        return Prefix(keys, values, length, cache_rows=self.cache_rows)
+
+    def slots(self, index: int) -> tuple[Array, Array]:
+        """Keys and values of a layer with attention."""
+        keys, values = self.keys[index], self.values[index]
+        assert keys is not None and values is not None, f"layer {index} is recurrent"
+        return keys, values
+
+    def state(self, index: int) -> RecurrentState:
+        """What a recurrent layer keeps of the batch's rows."""
+        return self.states[index].of_batch(self.cache_rows)
 
     def read(self, length: Lengths) -> Prefix:
         """The layer that drafts read, with the scales of its keys and values."""
@@ -88,10 +102,11 @@ def put_rows(state: Tree, rows: Lengths, before: Tree, after: Tree) -> Tree:
     return jax.tree.map(put, state, before, after, is_leaf=_is_cache)
 
 
-def with_rings(
-    cache: Cache, other: Cache, change: Callable[[Any], Any] = lambda ring: ring
-) -> Cache:
-    """The cache with the rings of another one, each changed."""
+def with_ends(cache: Cache, other: Cache, change: Callable[[Any], Any] = lambda end: end) -> Cache:
+    """The cache with the rings and the states of another one, each changed.
+
+    They hold the end of a row alone, and what is appended overwrites it.
+    """
 
     def chosen(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(
@@ -100,11 +115,12 @@ def with_rings(
         )
 
     keys, values = chosen(cache.keys, other.keys), chosen(cache.values, other.values)
-    return replace(cache, keys=keys, values=values)
+    states = jax.tree.map(change, other.states)
+    return replace(cache, keys=keys, values=values, states=states)
 
 
 def put_tokens(
-    layer: CacheSlots, cache_rows: Lengths | None, at: Int[Array, "B n"], fresh: TreeRows
+    layer: CacheSlots, cache_rows: Lengths | None, at: Int[Array, "B n"], fresh: CachedRows
 ) -> CacheSlots:
     """One layer with fresh tokens at these slots; those that do not exist are dropped."""
     if cache_rows is not None:

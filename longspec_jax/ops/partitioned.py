@@ -136,10 +136,15 @@ def one_device() -> bool:
 
 
 def _parts(argument: Any) -> Sequence[Any]:
-    """The arguments that a term each is about: a dataclass's fields, or the argument itself."""
+    """The arguments that a term each is about: a dataclass's fields, or the argument itself.
+
+    Fields that are not traced have none.
+    """
     if not dataclasses.is_dataclass(argument):
         return (argument,)
-    return [getattr(argument, field.name) for field in dataclasses.fields(argument)]
+    fields = dataclasses.fields(argument)
+    traced = (field.name for field in fields if field.metadata.get("pytree_node", True))
+    return [getattr(argument, name) for name in traced]
 
 
 def _parse(term: str) -> Term:

@@ -7,6 +7,7 @@ becomes fields of :class:`longspec_jax.config.TargetConfig`, and the names of st
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from longspec_jax.config import (
@@ -18,6 +19,11 @@ from longspec_jax.config import (
     TargetConfig,
 )
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.recurrent import (
+    raw_recurrences,
+    raw_sparse_recurrences,
+    read_recurrences,
+)
 from longspec_jax.weights.rope import raw_rope, rope_entry
 from longspec_jax.weights.sparse import raw_experts, raw_gpt_oss, read_experts, read_gpt_oss
 
@@ -39,6 +45,19 @@ class Names:
     mlp_norm: str = "post_attention_layernorm"
     attention_post_norm: str = "post_attention_layernorm"
     mlp_post_norm: str = "post_feedforward_layernorm"
+    recurrence: str = "linear_attn"
+    recurrent_rows: tuple[tuple[str, str], ...] = (
+        ("in_proj_qkv", "(J X) D"),
+        ("in_proj_qkv", "(J X) D"),
+        ("in_proj_qkv", "(J Z) D"),
+        ("in_proj_z", "(J Z) D"),
+    )
+    """What makes query, key, values and gate of a recurrence, and how its rows are stored."""
+    rate_rows: tuple[tuple[str, str], ...] = (
+        ("in_proj_b", "(J P) D"),
+        ("in_proj_a", "(J P) D"),
+    )
+    """What makes the strength of writing and the decay."""
     stacked_experts: bool = False
     """Whether a layer's experts are one tensor, as gpt-oss names them."""
 
@@ -233,6 +252,16 @@ _GEMMA_FIXED = {"post_norms": True, "offset_norms": True, "gelu": True}
 _GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 _OLMO_FIXED = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True}
 
+_QWEN_HYBRID: dict[str, Any] = dict(
+    fixed={"qk_norm": True, "offset_norms": True, "gated_attention": True},
+    accepts=frozenset({"partial_rotary_factor"}),
+)
+_HYBRID_DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 32768,
+}
+
 _FUSED_GATE_UP = ("mlp.gate_up_proj",) * 2
 _GRANITE_4 = Names(gate_up=("shared_mlp.input_linear",) * 2, down="shared_mlp.output_linear")
 
@@ -270,6 +299,32 @@ FAMILIES: dict[str, Family] = {
         window_switch="use_sliding_window",
         default_window=4096,
         windows=_beyond_max_window_layers,
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5_text",
+        read=read_recurrences,
+        write=raw_recurrences,
+        defaults=_HYBRID_DEFAULTS | {"num_key_value_heads": 4},
+        **_QWEN_HYBRID,
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        read=partial(read_recurrences, sparse=True),
+        write=raw_sparse_recurrences,
+        defaults=_HYBRID_DEFAULTS
+        | {
+            "num_key_value_heads": 2,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 512,
+        },
+        # Each key head's rows are together.
+        names=Names(
+            recurrent_rows=(("in_proj_qkvz", "(J W) D"),), rate_rows=(("in_proj_ba", "(J C) D"),)
+        ),
+        **_QWEN_HYBRID,
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
@@ -388,5 +443,6 @@ _VISION = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 WRAPPERS: dict[str, tuple[str, ...]] = {
     "Gemma3ForConditionalGeneration": _VISION,
     "Mistral3ForConditionalGeneration": _VISION,
+    "Qwen3_5ForConditionalGeneration": (r"model\.visual\..*",),
 }
 """Classes that wrap a target as ``text_config``: patterns of the tensors that it does not need."""

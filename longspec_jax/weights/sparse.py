@@ -4,7 +4,7 @@ Of Qwen's sparse families a layer has experts unless ``mlp_only_layers`` names i
 ``decoder_sparse_step`` leaves it out. Of gpt-oss all layers have them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,22 @@ def read_experts(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
       Fields of a :class:`TargetConfig`; none for a model without a sparse layer.
     """
-    layers, step = known["num_layers"], raw.whole("decoder_sparse_step", 1)
+    rotary = Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
+    layers = layer_experts(raw, known["num_layers"])
+    if not any(layers):
+        return {}
+    return described([LayerConfig(rotary, experts=each) for each in layers])
+
+
+def described(layers: Sequence[LayerConfig]) -> dict[str, Any]:
+    """The fields of a :class:`TargetConfig` that describe its layers."""
+    kinds = tuple(dict.fromkeys(layers))
+    return {"kinds": kinds, "pattern": tuple(map(kinds.index, layers))}
+
+
+def layer_experts(raw: JsonObject, layers: int) -> list[ExpertsConfig | None]:
+    """The experts of every layer; None for a dense one."""
+    step = raw.whole("decoder_sparse_step", 1)
     dense = raw.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(is_whole(index) and index >= 0 for index in dense):
         raise raw.error("mlp_only_layers", "must be a list of layers")
@@ -44,19 +59,14 @@ def read_experts(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
         count > 0 and index not in dense and (index + 1) % step == 0 for index in range(layers)
     ]
     if not any(sparse):
-        return {}
+        return [None] * layers
     experts = ExpertsConfig(
         count,
         raw.whole("num_experts_per_tok", 8, most=count),
         raw.whole("moe_intermediate_size", 768),
         raw.flag("norm_topk_prob", False),
     )
-    rotary = Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
-    kinds = LayerConfig(rotary, experts=experts), LayerConfig(rotary)
-    return {
-        "kinds": kinds[: 1 if all(sparse) else 2],
-        "pattern": tuple(int(not each) for each in sparse),
-    }
+    return [experts if each else None for each in sparse]
 
 
 def raw_experts(config: TargetConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.config import ExpertsConfig, TargetConfig
+from longspec_jax.config import ExpertsConfig, LayerConfig, TargetConfig
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.families import FAMILIES, Names
@@ -103,10 +103,15 @@ class Table:
 
 _QKV_ROWS = "(K G h)", "(K h)", "(K H)"
 """Small ``h`` is a head in the order of the family's rotation, ``H`` one in ours."""
+_GATED_ROWS = "(K A h)", "(K h)", "(K h)"
+"""The same where a gate is behind every query (``A``, twice ``G``). It is in the order of the
+queries. So are the values then, and the columns of the output."""
 
 
-def _qkv(names: tuple[str, ...], kind: str, columns: str = "") -> tuple[tuple[str, str], ...]:
-    stored = zip(names, _QKV_ROWS, strict=True)
+def _qkv(
+    names: tuple[str, ...], kind: str, columns: str = "", layout: tuple[str, ...] = _QKV_ROWS
+) -> tuple[tuple[str, str], ...]:
+    stored = zip(names, layout, strict=True)
     return tuple((f"{name}.{kind}", rows + columns) for name, rows in stored)
 
 
@@ -127,7 +132,14 @@ def _experts(experts: ExpertsConfig) -> tuple[Rule, ...]:
     names = [f"mlp.experts.{expert}" for expert in range(experts.count)]
     gate_up = [f"{name}.{part}_proj.weight" for name in names for part in ("gate", "up")]
     down = [f"{name}.down_proj.weight" for name in names]
+    both = tuple((f"mlp.shared_expert.{part}_proj.weight", "Q D") for part in ("gate", "up"))
+    shared = (
+        Rule("mlp/shared/gate_up/kernel", "D * Q", both),
+        Rule("mlp/shared/down/kernel", "Q D", (("mlp.shared_expert.down_proj.weight", "D Q"),)),
+        Rule("mlp/shared_gate/kernel", "D O", (("mlp.shared_expert_gate.weight", "O D"),)),
+    )
     return (
+        *shared * (experts.shared is not None),
         Rule("mlp/router/kernel", "D E", (("mlp.gate.weight", "E D"),)),
         Rule("mlp/expert_gate_up", "* F D", tuple((name, "F D") for name in gate_up)),
         Rule("mlp/expert_down", "* D F", tuple((name, "D F") for name in down)),
@@ -147,7 +159,32 @@ def _stacked_experts() -> tuple[Rule, ...]:
     )
 
 
-_USUAL = Names()
+_RECURRENT_NORM = "recurrence/norm/scale"
+_FLOAT32 = "recurrence/decay", "recurrence/decay_bias", _RECURRENT_NORM
+"""Parameters of a recurrent layer that are float32 whatever the model's dtype."""
+
+
+def _recurrence(names: Names) -> tuple[Rule, ...]:
+    """Of a Gated DeltaNet; the letters are those of :func:`layer_sizes`."""
+    rows = tuple((f"{names.recurrence}.{name}.weight", rows) for name, rows in names.recurrent_rows)
+    rates = tuple((f"{names.recurrence}.{name}.weight", rows) for name, rows in names.rate_rows)
+    taps = (f"{names.recurrence}.conv1d.weight", "(J X) O I")
+    return (
+        Rule("recurrence/inputs/kernel", "D J *", rows),
+        Rule("recurrence/rates/kernel", "D J *", rates),
+        Rule("recurrence/taps", "J * O I", (taps, taps, (taps[0], "(J Z) O I"))),
+        Rule("recurrence/decay", "J P", ((f"{names.recurrence}.A_log", "(J P)"),)),
+        Rule("recurrence/decay_bias", "J P", ((f"{names.recurrence}.dt_bias", "(J P)"),)),
+        Rule(_RECURRENT_NORM, "Y", ((f"{names.recurrence}.norm.weight", "Y"),)),
+        Rule(
+            "recurrence/out/kernel",
+            "M Y D",
+            ((f"{names.recurrence}.out_proj.weight", "D (M Y)"),),
+        ),
+    )
+
+
+_USUAL, _PLAIN = Names(), LayerConfig()
 QKV_KERNEL = _qkv(_USUAL.qkv, "weight", " D")
 QKV_BIAS_PARTS = _qkv(_USUAL.qkv, "bias")
 MLP = _mlp(_USUAL)
@@ -176,6 +213,7 @@ ROTARY = {r"(.*\.)?rotary_emb\.inv_freq": "rotary frequencies follow from the co
 HEADS_BESIDE = {
     r"model\.medusa_layers\..*": "heads of TokenSwift, which are a draft",
     r"model\.mtp_layers\..*": "layers of multi-token prediction, which are a draft",
+    r"mtp\..*": "layers that predict several tokens, which are a draft",
 }
 TIED_HEAD = {r"lm_head\.weight": "the LM head is the embedding table"}
 
@@ -188,21 +226,20 @@ def target_table(config: TargetConfig) -> Table:
     leaves = [bind(rule, sizes) for rule in MODEL + HEAD * (not config.tied_embeddings)]
     for index in range(config.num_layers):
         ours, theirs = f"layers_{index}/", f"model.layers.{index}."
-        experts = config.layer(index).experts
-        own = {"E": experts.count, "F": experts.width} if experts else {}
+        kind = config.layer(index)
+        own = layer_sizes(config, kind)
         leaves += [
             bind(rule, sizes | own, ours, theirs, shuffle)
-            for rule in layer_rules(config, family.names, experts)
+            for rule in layer_rules(config, family.names, kind)
         ]
-    return Table(
-        tuple(leaves), ROTARY | HEADS_BESIDE | (TIED_HEAD if config.tied_embeddings else {})
-    )
+    tied = TIED_HEAD if config.tied_embeddings else {}
+    return Table(tuple(leaves), ROTARY | HEADS_BESIDE | tied)
 
 
 def layer_rules(
-    config: TargetConfig, names: Names = _USUAL, experts: ExpertsConfig | None = None
+    config: TargetConfig, names: Names = _USUAL, kind: LayerConfig = _PLAIN
 ) -> tuple[Rule, ...]:
-    """The rules of a layer, by the switches of its target and the names of its family."""
+    """The rules of a layer, by its kind, the switches of its target and its family's names."""
     pre = (
         _norm("attention_norm", names.attention_norm),
         _norm("mlp_norm", names.mlp_norm),
@@ -211,16 +248,21 @@ def layer_rules(
         _norm("attention_post_norm", names.attention_post_norm),
         _norm("mlp_post_norm", names.mlp_post_norm),
     )
-    bias = (Rule("attention/qkv/fused/bias", "K * H", _qkv(names.qkv, "bias")),)
     mlp = _mlp(names)
-    if experts is not None:
-        mlp = _stacked_experts() if names.stacked_experts else _experts(experts)
+    if kind.experts is not None:
+        mlp = _stacked_experts() if names.stacked_experts else _experts(kind.experts)
+    common = (*pre * config.pre_norms, *post * config.post_norms, *mlp)
+    if kind.recurrence is not None:
+        return *common, *_recurrence(names)
+    bias = (Rule("attention/qkv/fused/bias", "K * H", _qkv(names.qkv, "bias")),)
+    layout, columns = _QKV_ROWS, "D (N H)"
+    if config.gated_attention:
+        layout, columns = _GATED_ROWS, "D (N h)"
+    qkv = _qkv(names.qkv, "weight", " D", layout)
     return (
-        *pre * config.pre_norms,
-        *post * config.post_norms,
-        Rule("attention/qkv/fused/kernel", "D K * H", _qkv(names.qkv, "weight", " D")),
-        Rule("attention/out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
-        *mlp,
+        *common,
+        Rule("attention/qkv/fused/kernel", "D K * H", qkv),
+        Rule("attention/out/kernel", "N H D", (("self_attn.o_proj.weight", columns),)),
         *bias * config.qkv_bias,
         *_OUT_BIAS * config.out_bias,
         *_SINKS * config.attention_sinks,
@@ -248,8 +290,22 @@ def head_order(width: int, rotated: int | None, interleaved: bool) -> tuple[int,
     return None if order == tuple(range(width)) else order
 
 
-def layer_sizes(config: Any) -> Sizes:
-    """Sizes of the letters of a layer, by the fields of a target's or a draft's configuration."""
+def layer_sizes(config: Any, kind: LayerConfig = _PLAIN) -> Sizes:
+    """Sizes of the letters of a layer, by the fields of a target's or a draft's configuration.
+
+    Args:
+      kind: of the layer. Of a recurrence there are ``J`` key heads of width ``X``, ``P`` of the
+        ``M`` value heads of width ``Y`` for each of them, ``Z`` the widths of these together, and
+        ``I`` taps; ``W`` and ``C`` are what a key head's inputs and rates take together. ``Q`` is
+        the width of a shared expert.
+    """
+    own: Sizes = {}
+    if (experts := kind.experts) is not None:
+        own |= {"E": experts.count, "F": experts.width, "Q": experts.shared or 0, "O": 1}
+    if (r := kind.recurrence) is not None:
+        own |= {"J": r.key_heads, "M": r.value_heads, "P": r.shared, "X": r.key_width}
+        own |= {"Y": r.value_width, "Z": r.shared * r.value_width, "O": 1, "I": r.taps}
+        own |= {"W": r.inputs_width + r.shared * r.value_width, "C": 2 * r.shared}
     return {
         "D": config.model_width,
         "F": config.mlp_width,
@@ -257,8 +313,10 @@ def layer_sizes(config: Any) -> Sizes:
         "K": config.num_kv_heads,
         "G": config.num_heads // config.num_kv_heads,
         "H": config.head_width,
+        "A": 2 * config.num_heads // config.num_kv_heads,
         "u": 2,
         "*": 1,
+        **own,
     }
 
 
@@ -304,7 +362,8 @@ def bind(
         start += depth
     shape = tuple(start if axis == stack else sizes[letter] for axis, letter in enumerate(axes))
     whole = (replace(part, rows=rows[name]) if name else part for part, name in parts)
-    return Leaf(ours + rule.path, shape, stack, tuple(whole))
+    dtype = "float32" if rule.path in _FLOAT32 else None
+    return Leaf(ours + rule.path, shape, stack, tuple(whole), dtype)
 
 
 def _groups(stored: str) -> list[list[str]]:
@@ -369,6 +428,7 @@ def check_params(table: Table, params: Any, dtype: str) -> dict[str, jax.Array]:
     if any(path.endswith("/kernel/codes") for path in found):
         raise ValueError("the target is quantised; copy the folder it was loaded from instead")
     shapes = {leaf.path: leaf.shape for leaf in table.leaves}
+    dtypes = {leaf.path: leaf.dtype for leaf in table.leaves}
     missing = [f"missing {path} {shapes[path]}" for path in sorted(set(shapes) - set(found))]
     unexpected, wrong = [], []
     for path, leaf in sorted(found.items()):
@@ -376,8 +436,8 @@ def check_params(table: Table, params: Any, dtype: str) -> dict[str, jax.Array]:
             unexpected.append(f"unexpected {path} {leaf.shape}")
         elif leaf.shape != shapes[path]:
             wrong.append(f"{path} is {leaf.shape}, must be {shapes[path]}")
-        elif leaf.dtype != jnp.dtype(dtype):
-            wrong.append(f"{path} is {leaf.dtype}, the configuration says {dtype}")
+        elif leaf.dtype != jnp.dtype(dtypes[path] or dtype):
+            wrong.append(f"{path} is {leaf.dtype}, the configuration says {dtypes[path] or dtype}")
     _report(
         (missing, unexpected, wrong),
         "the parameters do not fit their configuration",

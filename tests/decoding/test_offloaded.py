@@ -79,7 +79,7 @@ def test_a_partial_forward_at_spans_moves_layers_as_a_whole_pass_does() -> None:
     mask = jnp.broadcast_to(jnp.tri(3, dtype=bool), (BATCH, 3, 3))
 
     def partial_forward(cache: KVCache) -> jax.Array:
-        seen, fresh = SinksAndRecent(1, 4)(LENGTHS), cache.uncommitted(len(LENGTHS), 3)
+        seen, fresh = SinksAndRecent(1, 4)(LENGTHS), cache.uncommitted(len(LENGTHS), 3, "float32")
         target = TargetModel(CONFIG)
         return target.partial_forward(
             params, cache, nodes, nodes, seen, fresh, mask, 0, LENGTHS

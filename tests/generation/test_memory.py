@@ -38,7 +38,9 @@ def test_rings_do_not_grow_with_the_context(refusal) -> None:
     """Half of the cache is what windows hold: the other half decides which context fits."""
     plan = MemoryPlan(1, 4096, 0, 0, 8 * GB, 0, 0, ring_bytes=4 * GB, saved_bytes=9 * GB)
     assert "largest context that fits is 2048 tokens" in refusal(plan, 6 * GB + 4096)
-    assert "4096 slots (9.00 GB less by window layers), draft" in memory_plan_line(plan)
+    assert "4096 slots (9.00 GB less by layers of windows or states), draft" in memory_plan_line(
+        plan
+    )
 
 
 @pytest.mark.parametrize(("rows", "fewer"), [(1, False), (2, True)])

@@ -104,6 +104,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "glm4": ("Glm4", dict(head_dim=16)),
+    "qwen3.5": (
+        "Qwen3_5Text",
+        dict(
+            num_hidden_layers=4,
+            head_dim=16,
+            layer_types=[f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+        ),
+    ),
     "gpt-oss": (
         "GptOss",
         _WINDOW
@@ -113,6 +125,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             num_experts_per_tok=2,
             swiglu_limit=1.5,  # So that it acts.
             rope_parameters=YARN | dict(truncate=False),
+        ),
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        dict(
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            # Near ties of the router would flip experts.
+            initializer_range=0.15,
         ),
     ),
 }

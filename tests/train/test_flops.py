@@ -5,13 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from longspec_jax.config import TARGETS, TargetConfig
+from longspec_jax.config import (
+    TARGETS,
+    LayerConfig,
+    RecurrenceConfig,
+    Rotary,
+    TargetConfig,
+)
 from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import tiny_target_config
 from train.drafts.longspec.objective import LongSpecObjective
 from train.drafts.longspec.settings import LongSpecSettings
 from train.report import peak_tokens_per_second
-from train.target import TargetObjective
+from train.target import TargetObjective, target_flops
 
 SETTINGS = LongSpecSettings("longspec", "", 512, True, 4, 4)
 
@@ -60,6 +66,20 @@ def test_every_product_of_a_tiny_draft_is_counted() -> None:
     assert distilled.flops_per_token(3) == pytest.approx(2 * layer + 3 * draft + 3 * head)
     trained = TargetObjective(target, 16)
     assert trained.flops_per_token(3) == 3 * (2 * layer + head)
+
+
+def test_every_product_of_a_recurrent_layer_is_counted() -> None:
+    target = tiny_target_config(
+        vocab_size=11, model_width=6, mlp_width=5, num_layers=2, num_heads=3, num_kv_heads=1,
+        head_width=2, gated_attention=True, pattern=(0, 1),
+        kinds=(LayerConfig(recurrence=RecurrenceConfig(1, 2, 4, 5)), LayerConfig(Rotary())),
+    )  # fmt: skip
+    # From 6 to a query and a key of 4, two values and gates of 5 and two rates each, and back;
+    # the state of 4x10 is read for the key, written, and read for the query.
+    recurrent = 2 * (6 * (8 + 10 + 10 + 4) + 10 * 6 + 3 * 40) + 2 * 90
+    # Queries, gates and output 6x6, keys and values 6x2 each; a row sees 2 keys of 3.
+    attention = 2 * (3 * 36 + 2 * 12 + 90) + 4 * 6 * 2
+    assert target_flops(target, 3) == recurrent + attention
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary
+from longspec_jax.config import ExpertsConfig, LayerConfig, RecurrenceConfig, Rotary
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.models.target import head_of
 from longspec_jax.sharding import make_mesh, param_shardings, path_name
-from tests.kit import random_target, relative_error, tiny_target_config
+from tests.kit import ALL_PASSES, random_target, relative_error, tiny_target_config
 from train.config import OptimizerConfig
 from train.drafts.longspec.objective import LongSpecObjective
 from train.drafts.longspec.settings import LongSpecSettings
@@ -43,6 +43,14 @@ SPARSE = replace(
     pattern=(0, 1),
     num_layers=2,
 )
+HYBRID = replace(
+    TARGET,
+    kinds=(LayerConfig(recurrence=RecurrenceConfig(2, 4, 6, 10)), LayerConfig(Rotary())),
+    pattern=(0, 1),
+    num_layers=2,
+    gated_attention=True,
+)
+FROZEN = {"experts": SPARSE, "hybrid": HYBRID}
 OBJECTIVES: dict[str, Any] = {
     "draft": DRAFT,
     "target": TargetObjective(TARGET, 16),
@@ -51,6 +59,7 @@ OBJECTIVES: dict[str, Any] = {
     "experts": replace(
         DRAFT, target=SPARSE, mlp_chunk=24, settings=replace(SETTINGS, anchor_offset=False)
     ),
+    "hybrid": replace(DRAFT, target=HYBRID, settings=replace(SETTINGS, anchor_offset=False)),
 }
 ONE = (1, 1, 1)
 
@@ -77,7 +86,7 @@ class Trainer:
         self.step = make_step(self.objective, self.optimizer, 3, self.mesh, self.shardings)
         self.frozen: Any = ()
         if kind != "target":
-            params = random_target(SPARSE) if kind == "experts" else frozen_params()
+            params = random_target(FROZEN[kind]) if kind in FROZEN else frozen_params()
             self.frozen = jax.device_put(params, param_shardings(self.mesh, params))
 
     def run(self, data: Batch, steps: int) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -116,14 +125,16 @@ def test_devices_do_not_change_the_step(kind: str) -> None:
     assert_placed(result[0], sharded.shardings)
 
 
-def test_a_draft_learns_from_a_target_of_experts() -> None:
+@pytest.mark.parametrize("kind", FROZEN)
+def test_a_draft_learns_from_a_target_of_unlike_layers(kind: str) -> None:
     """In chunks and on a mesh, the target's loss is that of one pass on one device."""
-    data, params = batch(), random_target(SPARSE)
-    state, metrics = Trainer("experts", (2, 2, 2)).run(data, 1)
+    data, params = batch(), random_target(FROZEN[kind])
+    state, metrics = Trainer(kind, (2, 2, 2)).run(data, 1)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, metrics)))
     [tokens], [weights] = data
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = jax.jit(run_target, static_argnums=0)(SPARSE, params, tokens, positions).hidden
+    run = jax.jit(run_target, static_argnums=0)
+    hidden = run(FROZEN[kind], params, tokens, positions).hidden
     losses = -jax.nn.log_softmax(hidden @ head_of(params).T)[:, :-1]
     own = np.take_along_axis(np.asarray(losses), tokens[:, 1:, None], axis=-1)[..., 0]
     expected = (own * weights[:, 1:]).sum() / weights[:, 1:].sum()
@@ -174,7 +185,7 @@ def test_the_targets_loss_costs_nothing_where_it_is_not_told() -> None:
 
     def products(kind: str) -> int:
         sums = jax.jit(OBJECTIVES[kind].sums).lower(params, frozen_params(), micro, draws)
-        return sums.compile().as_text().count(" dot(")
+        return sums.compile(ALL_PASSES).as_text().count(" dot(")
 
     # Scores, their values, output, gate and value, their product, and the head.
     assert products("draft") - products("silent") == 6

@@ -315,6 +315,38 @@ def test_layer_types_are_checked():
             target_config(raw | dict(layer_types=types))
 
 
+def test_a_hybrid_inside_a_model_that_also_sees():
+    """As Qwen3.5 is published: the rotation of text in three parts, and layers for several tokens.
+
+    Files without ``layer_types`` have a layer of attention every fourth.
+    """
+    inner = hf_config.hf_config(SHAPES["qwen35-4b"])
+    rope = dict(
+        rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25,
+        mrope_section=[11, 11, 10], mrope_interleaved=True,
+    )  # fmt: skip
+    for key in ("architectures", "torch_dtype", "layer_types", "rope_theta", "rope_scaling"):
+        del inner[key]
+    more = dict(rope_parameters=rope, full_attention_interval=4, mtp_num_hidden_layers=1)
+    raw = dict(
+        architectures=["Qwen3_5ForConditionalGeneration"],
+        model_type="qwen3_5",
+        text_config=inner | more,
+        vision_config=dict(hidden_size=16),
+        dtype="bfloat16",
+        tie_word_embeddings=True,
+    )
+    assert target_config(raw) == SHAPES["qwen35-4b"]
+    assert SHAPES["qwen35-4b"].read_layer == 31
+    for own, named in (
+        (dict(layer_types=["linear_attention"] * 32), "layer_types.* full_attention somewhere"),
+        (dict(linear_num_value_heads=24), "linear_num_value_heads=24 must be a multiple of"),
+        (dict(linear_conv_kernel_dim=1), "linear_conv_kernel_dim=1 must be 2 to 64"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            target_config(raw | dict(text_config=inner | more | own))
+
+
 def test_a_mistral_file_without_the_key_means_4096():
     raw = {k: v for k, v in _raw("Mistral").items() if k != "sliding_window"}
     assert target_config(raw).max_positions == 1024 and not target_config(raw).kinds

@@ -22,7 +22,7 @@ from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.drafters.tree import Tree, plant, tree_of_levels
-from longspec_jax.models.target import head_logits
+from longspec_jax.models.target import head_logits, target_logits
 from longspec_jax.ops.matmul.few_rows import matmul
 from longspec_jax.ops.slicing import last_along
 
@@ -48,6 +48,10 @@ class MedusaConfig:
     """Whether the blocks have biases."""
     proposable: int | None = None
     """Tokens that the LM heads know; all if absent."""
+    logits_divisor: float = 1.0
+    """Of the logits by the target's LM head, as of the target."""
+    logit_cap: float | None = None
+    """Likewise."""
 
     def __post_init__(self) -> None:
         whole_number("medusa_num_heads", self.heads, 1, MAX_TREE_LEVELS)
@@ -85,7 +89,7 @@ class MedusaParams:
                 logits.append(head_logits(head["head"], state))
         if config.own_tables:
             return jnp.stack(logits, axis=1)
-        return head_logits(self.table, jnp.stack(states, axis=1))
+        return target_logits(config, head_logits(self.table, jnp.stack(states, axis=1)))
 
 
 @dataclass(frozen=True)

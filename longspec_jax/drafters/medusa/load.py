@@ -241,4 +241,6 @@ def _config(
         target.dtype,
         bias=f"{dialect.block.format(head=0, block=0)}bias" in tensors,
         proposable=None if known is None else known.shape[0],
+        logits_divisor=target.logits_divisor,
+        logit_cap=target.logit_cap,
     )

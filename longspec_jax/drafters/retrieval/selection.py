@@ -56,7 +56,7 @@ class WorkingSet:
     """Gathered keys and values; rotary positions are in the keys, so their order is free."""
 
     keys: tuple[Leaf[CacheSlots], ...]
-    """Of every layer without a window."""
+    """Of every layer that attends to the whole context."""
     values: tuple[Leaf[CacheSlots], ...]
     """Of these layers."""
     length: Leaf[Lengths]
@@ -80,25 +80,27 @@ def everything(length: Lengths) -> Spans:
 
 
 def end_to_end(cache: Caches, table: BlockTable, block: int) -> WorkingSet:
-    """The blocks of every layer without a window, laid end to end.
+    """The blocks of every layer that attends to the whole context, laid end to end.
 
     Args:
       cache: keys and values of every layer.
       table: of all layers alike ``[B, k]``, or of each of these and each head ``[B, L, K, k]``.
       block: slots of a block.
     """
-    layers = tuple(i for i in range(len(cache.keys)) if i not in cache.rings)
+    full = [i for i, keys in enumerate(cache.keys) if keys is not None and i not in cache.rings]
+    layers = tuple(full)
     tables = [table] * len(layers)
     if table.blocks.ndim > 2:
         tables = [BlockTable(table.blocks[:, i], table.length) for i in range(len(layers))]
     found = [
         tuple(
-            gather_blocks(all_[layer], own, block, cache.cache_rows)
+            gather_blocks(cache.slots(layer)[part], own, block, cache.cache_rows)
             for layer, own in zip(layers, tables, strict=True)
         )
-        for all_ in (cache.keys, cache.values)
+        for part in (0, 1)
     ]
-    return WorkingSet(found[0], found[1], table.length, layers if cache.rings else ())
+    every = len(layers) == len(cache.keys)
+    return WorkingSet(found[0], found[1], table.length, () if every else layers)
 
 
 class Selector:

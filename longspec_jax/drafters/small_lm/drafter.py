@@ -119,12 +119,14 @@ class SmallLMDrafter(Drafter):
         empty = jnp.zeros(shape, jnp.dtype(self.config.dtype))
         # The cache goes as far as the pending token, the target's may not.
         past = self._past(state, view.position)
-        rows = Uncommitted(*((empty,) * self.config.num_layers for _ in range(2)))
+        every = (empty,) * self.config.num_layers
+        rows = Uncommitted(every, every)
 
         def score(
             rows: Uncommitted, tree: Tree, nodes: slice, depth: int
         ) -> tuple[Uncommitted, Array]:
-            keys, values = list(rows.keys), list(rows.values)
+            keys: list[Any] = list(rows.keys)
+            values: list[Any] = list(rows.values)
             tokens, mask = tree.tokens[:, nodes], tree.mask[:, nodes, :nodes_kept]
             positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
 
@@ -181,8 +183,8 @@ def allocate(config: TargetConfig, batch: int, capacity: int, block: int = 1) ->
 
 def append(
     state: SmallLMState,
-    keys: Sequence[Array],
-    values: Sequence[Array],
+    keys: Sequence[Any],
+    values: Sequence[Any],
     start: Lengths,
     count: Lengths,
 ) -> SmallLMState:
@@ -192,7 +194,8 @@ def append(
     slot for is written over another one.
     """
     layers, given, cache = len(keys), keys[0].shape[1], state.cache
-    caches, fresh = (*cache.keys, *cache.values), (*keys, *values)
+    caches: tuple[Any, ...] = (*cache.keys, *cache.values)
+    fresh = *keys, *values
     # Only the rounds of few rows have a cache of more, and they append no chunks.
     rows = {} if cache.cache_rows is None else {"cache_rows": cache.cache_rows}
     write = partial(_append_block, **rows) if given <= SPARE else _append_chunk

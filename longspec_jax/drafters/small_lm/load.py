@@ -70,7 +70,8 @@ class SmallLM(Draft):
         capped = own.attention_cap is not None or own.attention_sinks
         if len(own.full_layers) < own.num_layers or capped:
             raise ValueError(
-                f"{own.architecture} has layers with a window, a soft cap, or attention sinks, and "
+                f"{own.architecture} has layers with a window or a state, a soft cap, or attention "
+                "sinks, and "
                 "cannot be a small_lm draft; load a small model without them"
             )
         if self.config.vocab_size > target.vocab_size:

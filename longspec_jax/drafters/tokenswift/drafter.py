@@ -32,7 +32,7 @@ from longspec_jax.drafters.ngram import NgramState, best_places
 from longspec_jax.drafters.retrieval.selection import Selector, SinksAndRecent
 from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.drafters.tree import Tree, beam_search, plant
-from longspec_jax.models.target import head_logits
+from longspec_jax.models.target import head_logits, target_logits
 from longspec_jax.ops.layer import rms_norm
 from longspec_jax.ops.matmul.few_rows import matmul
 from longspec_jax.ops.slicing import along
@@ -54,6 +54,8 @@ class TokenSwiftConfig:
     layers: int
     norm_eps: float
     dtype: str = "bfloat16"
+    logits_divisor: float = 1.0
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
         whole_number("medusa_heads", self.heads, 1, MAX_TREE_LEVELS - 1)
@@ -83,7 +85,7 @@ class TokenSwiftParams:
             hidden = hidden + matmul(normed.astype(hidden.dtype), head["block_0"]["kernel"])
             normed = rms_norm(hidden, head["output_norm"]["scale"], config.norm_eps)
             states.append(normed.astype(hidden.dtype))
-        return head_logits(self.table, jnp.stack(states, axis=1))
+        return target_logits(config, head_logits(self.table, jnp.stack(states, axis=1)))
 
 
 @struct.dataclass

@@ -33,6 +33,9 @@ def cached_scales(config: TargetConfig, tensors: Tensors) -> tuple[HeadScales | 
         return ()
     scales: list[HeadScales | None] = []
     for index, (keys, values) in enumerate(found):
+        if index in config.recurrent_layers:
+            scales.append(None)
+            continue
         if keys is None or values is None:
             missing = "keys" if keys is None else "values"
             raise ValueError(

@@ -24,6 +24,7 @@ from longspec_jax.weights.tables import Leaf, Part, Table
 SCALE_DTYPE = "float32"
 KERNEL, WEIGHT = "/kernel", ".weight"
 EXPERTS, ROUTER = ("mlp/expert_gate_up", "mlp/expert_down"), "mlp/router/kernel"
+RECURRENCE = "/recurrence/"
 MARKS = {mark for format in (Bytes, Packed, Gptq, Awq) for mark in format.marks}
 """Tensors that only a quantised linear has."""
 DROPPED = {
@@ -44,8 +45,9 @@ def as_stored(
 
     Returns:
       A table with a parameter each for the codes, scales and zero points of a kernel; tensors that
-      read those; and the group size of every quantised kernel, by path. Experts stay whole: they
-      are dequantised as they are read.
+      read those; and the group size of every quantised kernel, by path. Experts and recurrent
+      layers stay whole, and matrices whose inputs come in another order: they are dequantised as
+      they are read.
 
     Raises:
       ValueError: if ``config.json`` and the tensors disagree, or a linear is of another format than
@@ -54,10 +56,10 @@ def as_stored(
     leaves: list[Leaf] = []
     tensors, groups = dict(tensors), {}
     for leaf in table.leaves:
-        if leaf.path.endswith(EXPERTS):
+        if _stays_whole(leaf):
             leaves.append(leaf)
-            for part in leaf.parts:
-                if quantised.experts:
+            for part in {part.source: part for part in leaf.parts}.values():
+                if quantised.experts and leaf.path.endswith(EXPERTS):
                     _dequantise_stacked(part, tensors, quantised)
                 else:
                     _dequantise(part, leaf, tensors, quantised)
@@ -104,6 +106,13 @@ def with_matrices(params: Mapping[str, Any], groups: Mapping[str, int], path: st
     }
 
 
+def _stays_whole(leaf: Leaf) -> bool:
+    """Whether no kernel reads the parameter in its own bits."""
+    inputs = len(leaf.parts[0].groups[-1])
+    reordered = any(part.shuffle is not None and part.heads < inputs for part in leaf.parts)
+    return leaf.path.endswith(EXPERTS) or RECURRENCE in leaf.path or reordered
+
+
 def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation) -> Format | None:
     """The format of a stored matrix; raises where the configuration and the file disagree."""
     found = sorted(mark for mark in MARKS if f"{name}.{mark}" in tensors)
@@ -142,13 +151,13 @@ def _dequantise(part: Part, leaf: Leaf, tensors: Tensors, quantised: Quantisatio
 
 def _dequantise_stacked(part: Part, tensors: Tensors, quantised: Quantisation) -> None:
     """The same of the stacked experts of MXFP4."""
-    stored = [tensors.pop(f"{part.source}_{kind}", None) for kind in ("blocks", "scales")]
-    if None in stored:
+    blocks, scales = (tensors.pop(f"{part.source}_{kind}", None) for kind in ("blocks", "scales"))
+    if blocks is None or scales is None:
         raise ValueError(
             f"{quantised.origin}: {part.source} is of MXFP4, and the weights lack its blocks or "
             "scales; the files belong to different saves: download the model again"
         )
-    tensors[part.source] = mxfp4.dequantised(*stored)
+    tensors[part.source] = mxfp4.dequantised(blocks, scales)
 
 
 def _dequantised(matrix: Stored, inputs: int, index: Index) -> np.ndarray:

@@ -13,10 +13,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from infer.quantise import main
+from longspec_jax.config import LayerConfig, RecurrenceConfig, Rotary
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
+from longspec_jax.sharding import path_name
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_target, save_target
 from longspec_jax.weights.quantised import write
-from tests.kit import random_target
+from tests.kit import random_target, relative_error, tiny_target_config
 from tests.weights.quantised.files import CONFIG
 from tests.weights.quantised.test_load import dequantised
 
@@ -96,6 +99,45 @@ def test_fp8_has_a_scale_an_output(source: Path, tmp_path: Path) -> None:
     _, params = load_target(out, dtype="float32")
     kernel = dequantised(params)["layers_1"]["mlp"]["down"]["kernel"]
     np.testing.assert_array_equal(kernel, found.T)
+
+
+def test_of_a_hybrid_some_matrices_are_dequantised(tmp_path: Path) -> None:
+    """Recurrent layers, and an output whose inputs are reordered; each as the file has it."""
+    recurrence = RecurrenceConfig(2, 4, 6, 10)
+    hybrid = tiny_target_config(
+        architecture="Qwen3_5ForCausalLM",
+        head_width=8,
+        rotary_width=4,
+        qk_norm=True,
+        offset_norms=True,
+        gated_attention=True,
+        kinds=(LayerConfig(recurrence=recurrence), LayerConfig(Rotary(width=4))),
+        pattern=(0, 1),
+    )
+    whole = random_target(hybrid)
+    save_target(tmp_path / "whole", hybrid, whole)
+    write.quantise(tmp_path / "whole", "fp8", tmp_path / "out")
+    config, params = load_target(tmp_path / "out")
+    assert config == hybrid
+    quantised = [path for path, leaf in flat(params).items() if isinstance(leaf, QuantisedMatrix)]
+    assert {*quantised} == {
+        "layers_0/mlp/gate_up/kernel",
+        "layers_0/mlp/down/kernel",
+        "layers_1/mlp/gate_up/kernel",
+        "layers_1/mlp/down/kernel",
+        "layers_1/attention/qkv/fused/kernel",
+    }
+    found = flat(dequantised(params))
+    for path, expected in flat(whole).items():
+        assert relative_error(found[path].reshape(expected.shape), expected) < 0.04, path
+
+
+def flat(params: Any) -> dict[str, Any]:
+    """By path, quantised kernels as one."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix)
+    )
+    return {path_name(path): leaf for path, leaf in leaves}
 
 
 def test_several_files_have_an_index(

@@ -1,0 +1,183 @@
+"""The gated delta rule over a sequence, and over a tree, as a few matmuls.
+
+A token decays the state of a value head by ``a``, and writes the difference between its value and
+what the state says of its key, times a strength (Gated DeltaNet, arXiv:2412.06464, equation 10):
+
+    S <- a S;  S <- S + k (beta (v - k S));  o = q S / sqrt(X)
+
+with queries and keys of length 1. :func:`delta_rule_reference` is this, token by token. What the
+tokens of a path write solves a triangular system (the WY form of section 3.3). The matrix relates a
+token to those it sees, so that a tree is a matter of its mask: of two nodes neither of which sees
+the other the entry is zero, and all nodes of a tree are solved at once from the one state before
+its root. A prompt is cut into blocks, which are solved side by side; the state goes from block to
+block. The forms differ by the rounding of float32.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float
+
+from longspec_jax.axes import Array
+from longspec_jax.ops.recurrence.operands import RecurrentRows
+from longspec_jax.ops.slicing import whole_chunks
+
+BLOCK = 64
+"""Tokens of a prompt that are solved as one system."""
+NORM_EPS = 1e-6
+"""Added to the sum of squares of a query or key."""
+Memory = Float[Array, "B J P X Y"]
+
+
+class Operands(NamedTuple):
+    """Of every token, in float32."""
+
+    queries: Float[Array, "B T J X"]
+    """Normalised, divided by the root of their width."""
+    keys: Float[Array, "B T J X"]
+    """Normalised."""
+    values: Float[Array, "B T J P Y"]
+    log_decay: Float[Array, "B T J P"]
+    strength: Float[Array, "B T J P"]
+
+
+def normalised(x: Array) -> Array:
+    """Vectors of length 1, but for an epsilon."""
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + NORM_EPS)
+
+
+def delta_rule_reference(memory: Memory, tokens: Operands) -> tuple[Memory, Array]:
+    """The definition, token by token.
+
+    Returns:
+      The state behind the tokens, and what they read, ``[B, T, J, P, Y]``.
+    """
+
+    def step(memory: Array, token: Operands) -> tuple[Array, Array]:
+        q, k, v, log_decay, strength = token
+        memory = memory * jnp.exp(log_decay)[..., None, None]
+        known = _einsum("bjx,bjpxy->bjpy", k, memory)
+        update = (v - known) * strength[..., None]
+        memory = memory + _einsum("bjx,bjpy->bjpxy", k, update)
+        return memory, _einsum("bjx,bjpxy->bjpy", q, memory)
+
+    by_token = jax.tree.map(lambda part: jnp.moveaxis(part, 1, 0), tokens)
+    memory, out = jax.lax.scan(step, memory, by_token)
+    return memory, jnp.moveaxis(out, 0, 1)
+
+
+def delta_rule_chunk(memory: Memory, tokens: Operands) -> tuple[Memory, Array]:
+    """The same in blocks of :data:`BLOCK` tokens."""
+    batch, length = tokens.keys.shape[:2]
+    # Tokens of padding decay nothing and write nothing.
+    whole = [whole_chunks(part, min(BLOCK, length)) for part in tokens]
+    blocks = whole[0].shape[1] // min(BLOCK, length)
+    of_blocks = Operands(*(part.reshape(batch * blocks, -1, *part.shape[2:]) for part in whole))
+    size = of_blocks.keys.shape[1]
+    total = jnp.cumsum(of_blocks.log_decay, axis=1)
+    solved = _solve(of_blocks, total, jnp.tri(size, dtype=bool)[None])
+
+    def split(part: Array) -> Array:
+        return jnp.moveaxis(part.reshape(batch, blocks, *part.shape[1:]), 1, 0)
+
+    def step(memory: Array, block: tuple[Operands, _Solved, Array]) -> tuple[Array, Array]:
+        tokens, solved, total = block
+        updates, out = _read(memory, tokens, solved, total)
+        faded = updates * jnp.exp(total[:, -1:] - total)[..., None]
+        memory = memory * jnp.exp(total[:, -1])[..., None, None]
+        return memory + _einsum("btjx,btjpy->bjpxy", tokens.keys, faded), out
+
+    memory, out = jax.lax.scan(step, memory, jax.tree.map(split, (of_blocks, solved, total)))
+    out = jnp.moveaxis(out, 0, 1)
+    return memory, out.reshape(batch, blocks * size, *out.shape[3:])[:, :length]
+
+
+def delta_rule_tree(
+    memory: Memory,
+    tokens: Operands,
+    mask: Bool[Array, "B T T"],
+    earlier: RecurrentRows | None = None,
+    seen: Bool[Array, "B T U"] | None = None,
+) -> tuple[Array, Array, Array]:
+    """What the nodes of trees read, each behind its own path, and what they write.
+
+    Args:
+      memory: the state before the roots.
+      tokens: the nodes; a node comes behind those that it sees.
+      mask: which nodes a node sees, itself included.
+      earlier: tokens between the state and the nodes, of which the nodes see some.
+      seen: which of them each node sees.
+
+    Returns:
+      The updates ``[B, T, J, P, Y]``, the sums of the logarithms of decay along the paths
+      ``[B, T, J, P]``, and what the nodes read ``[B, T, J, P, Y]``.
+    """
+    total = _einsum("btu,bujp->btjp", mask.astype(jnp.float32), tokens.log_decay)
+    if earlier is None or seen is None:
+        updates, out = _read(memory, tokens, _solve(tokens, total, mask), total)
+        return updates, total, out
+    total += _einsum("btu,bujp->btjp", seen.astype(jnp.float32), earlier.log_decay)
+    faded = _faded(total, earlier.total, seen)
+    known, read = (
+        _einsum("btjx,bujx,bjptu,bujpy->btjpy", rows, earlier.keys, faded, earlier.updates)
+        for rows in (tokens.keys, tokens.queries)
+    )
+    tokens = tokens._replace(values=tokens.values - known)
+    updates, out = _read(memory, tokens, _solve(tokens, total, mask), total)
+    return updates, total, out + read
+
+
+class _Solved(NamedTuple):
+    """The system of some tokens, solved for any state before them."""
+
+    free: Float[Array, "B T J P Y"]
+    """Updates if the state were zero."""
+    by_memory: Float[Array, "B T J P X"]
+    """What reads the state for the updates."""
+    scores: Float[Array, "B J P T T"]
+    """How much of every update a token reads."""
+
+
+def _solve(tokens: Operands, total: Array, mask: Array) -> _Solved:
+    """Solve ``(I + L) u = beta (v - exp(total) k S)``, ``L`` over the tokens that one sees."""
+    size, faded = tokens.keys.shape[1], _faded(total, total, mask)
+    scores = faded * _einsum("btjx,bujx->bjtu", tokens.queries, tokens.keys)[:, :, None]
+    strength = tokens.strength[..., None]
+    right = jnp.concatenate(
+        [
+            strength * tokens.values,
+            strength * jnp.exp(total)[..., None] * tokens.keys[:, :, :, None],
+        ],
+        axis=-1,
+    )
+    if size > 1:  # One token depends on the state alone.
+        alike = _einsum("btjx,bujx->bjtu", tokens.keys, tokens.keys)[:, :, None]
+        by_strength = jnp.moveaxis(tokens.strength, 1, -1)[..., None]
+        matrix = jnp.where(jnp.tri(size, k=-1, dtype=bool), by_strength * faded * alike, 0.0)
+        right = jnp.moveaxis(right, 1, 3)
+        right = jax.lax.linalg.triangular_solve(
+            matrix, right, left_side=True, lower=True, unit_diagonal=True
+        )
+        right = jnp.moveaxis(right, 3, 1)
+    width = tokens.values.shape[-1]
+    return _Solved(right[..., :width], right[..., width:], scores)
+
+
+def _read(memory: Array, tokens: Operands, solved: _Solved, total: Array) -> tuple[Array, Array]:
+    """The updates behind a state, and what the tokens read of it and of each other."""
+    updates = solved.free - _einsum("btjpx,bjpxy->btjpy", solved.by_memory, memory)
+    before = _einsum("btjx,bjpxy->btjpy", tokens.queries, memory) * jnp.exp(total)[..., None]
+    return updates, before + _einsum("bjptu,bujpy->btjpy", solved.scores, updates)
+
+
+def _faded(total: Array, earlier: Array, seen: Array) -> Array:
+    """What is left of every earlier token at each token that sees it, ``[B, J, P, T, U]``."""
+    at, of = (jnp.moveaxis(part, 1, -1) for part in (total, earlier))
+    between = at[..., :, None] - of[..., None, :]
+    return jnp.exp(jnp.where(seen[:, None, None], between, -jnp.inf))
+
+
+def _einsum(axes: str, *operands: Array) -> Array:
+    """In float32 all through: a GPU would round the operands of matmuls to fewer bits."""
+    return jnp.einsum(axes, *operands, precision="highest")

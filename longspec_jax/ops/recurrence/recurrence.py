@@ -1,0 +1,185 @@
+"""A recurrent layer between its projections: the short convolution, and the gated delta rule.
+
+Queries, keys and values of a token come of a convolution over its own inputs and those of the
+tokens before it, which are its ancestors in a tree, and behind the root the last committed ones.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from longspec_jax.axes import Array, Lengths
+from longspec_jax.ops.partitioned import partitioned
+from longspec_jax.ops.recurrence.delta_rule import (
+    Operands,
+    delta_rule_chunk,
+    delta_rule_tree,
+    normalised,
+)
+from longspec_jax.ops.recurrence.operands import (
+    RecurrentRows,
+    RecurrentState,
+    RecurrentTokens,
+    empty_rows,
+    last_inputs,
+)
+from longspec_jax.ops.slicing import along, chunk_length, cut, whole_chunks
+
+SEGMENT = 8192
+"""Tokens of a device whose queries, keys and values exist at once in float32."""
+Taps = Float[Array, "J W _"]
+"""The weights of the convolution, the newest token's last."""
+
+
+@partitioned(
+    "b t k w, b t k p, b t k p, k w c, b k p x y, b k c w, b -> b k p x y, b k c w, b t k p y"
+)
+def chunk_recurrence(
+    tokens: RecurrentTokens, taps: Taps, state: RecurrentState, count: Lengths
+) -> tuple[RecurrentState, Float[Array, "B T J P Y"]]:
+    """The state behind consecutive tokens, and what they read.
+
+    Args:
+      tokens: consecutive ones of each row, behind those of the state.
+      taps: weights of the convolution.
+      state: of the batch's rows.
+      count: how many of the tokens are the row's own; the state is that behind the last of them.
+
+    Returns:
+      The state, and what every token reads, float32.
+    """
+    rows, length = tokens.inputs.shape[:2]
+    if rows * length <= SEGMENT:
+        return _segment(tokens, taps, state, count)
+    size = chunk_length(rows, length, SEGMENT)
+    padded = jax.tree.map(lambda part: whole_chunks(part, size), tokens)
+
+    def step(state: RecurrentState, start: Array) -> tuple[RecurrentState, Array]:
+        part = jax.tree.map(lambda whole: cut(whole, start, size), padded)
+        return _segment(part, taps, state, jnp.clip(count - start, 0, size))
+
+    state, out = jax.lax.scan(step, state, jnp.arange(0, padded.inputs.shape[1], size))
+    out = jnp.moveaxis(out, 0, 1)
+    return state, out.reshape(rows, -1, *out.shape[3:])[:, :length]
+
+
+def _segment(
+    tokens: RecurrentTokens, taps: Taps, state: RecurrentState, count: Lengths
+) -> tuple[RecurrentState, Array]:
+    length, before = tokens.inputs.shape[1], state.inputs.swapaxes(1, 2)
+    joined = jnp.concatenate([before, tokens.inputs], axis=1)
+    mixed = _convolved([joined[:, at : at + length] for at in range(taps.shape[2])], taps)
+    own = (jnp.arange(length) < count[:, None])[:, :, None, None]
+    operands = _operands(mixed, tokens, state)
+    operands = operands._replace(
+        log_decay=jnp.where(own, operands.log_decay, 0.0),
+        strength=jnp.where(own, operands.strength, 0.0),
+    )
+    memory, out = delta_rule_chunk(state.memory, operands)
+    return RecurrentState(memory, last_inputs(state, tokens.inputs, count)), out
+
+
+def tree_recurrence(
+    tokens: RecurrentTokens,
+    taps: Taps,
+    state: RecurrentState,
+    mask: Bool[Array, "B T T"],
+    depth: Int[Array, "B T"],
+) -> tuple[RecurrentRows, Float[Array, "B T J P Y"]]:
+    """What the nodes of trees write, each behind its own path, and what they read.
+
+    Args:
+      tokens: the nodes of each row; a node comes behind its ancestors.
+      taps: weights of the convolution.
+      state: of the batch's rows, before the roots.
+      mask: which nodes are a node or its ancestors.
+      depth: of the nodes; 0 for the root.
+    """
+    none = empty_rows(state, len(tokens.inputs), 0)
+    return _tree(tokens, taps, state, none, mask, mask[:, :, :0], depth)
+
+
+def continued_recurrence(
+    tokens: RecurrentTokens,
+    taps: Taps,
+    state: RecurrentState,
+    rows: RecurrentRows,
+    mask: Bool[Array, "B T U"],
+    at: int,
+    depth: Int[Array, "B T"],
+) -> tuple[RecurrentRows, Float[Array, "B T J P Y"]]:
+    """The same behind tokens that are not in the state, among whose rows the new ones are written.
+
+    Args:
+      tokens: the new ones.
+      taps: weights of the convolution.
+      state: of the batch's rows, before all of these tokens.
+      rows: what all of them write, the earlier ones' filled in.
+      mask: which of them each new one sees, itself included.
+      at: where the new ones begin among them.
+      depth: of the new ones.
+    """
+    new = tokens.inputs.shape[1]
+    among = (jnp.arange(mask.shape[2]) >= at) & (jnp.arange(mask.shape[2]) < at + new)
+    own, seen = mask[:, :, at : at + new], mask & ~among
+    fresh, out = _tree(tokens, taps, state, rows, own, seen, depth)
+
+    def written(row: Array, part: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(row, part, at, axis=1)
+
+    return jax.tree.map(written, rows, fresh), out
+
+
+@partitioned(
+    "b t k w, b t k p, b t k p, k w c, b k p x y, b k c w, b u k w, b u k x, b u k p y, b u k p, "
+    "b u k p, b u, b t t, b t u, b t -> b t k w, b t k x, b t k p y, b t k p, b t k p, b t, "
+    "b t k p y"
+)
+def _tree(
+    tokens: RecurrentTokens,
+    taps: Taps,
+    state: RecurrentState,
+    earlier: RecurrentRows,
+    mask: Bool[Array, "B T T"],
+    seen: Bool[Array, "B T U"],
+    depth: Int[Array, "B T"],
+) -> tuple[RecurrentRows, Array]:
+    kept, number = state.inputs.shape[2], earlier.inputs.shape[1]
+    depths = jnp.concatenate([earlier.depth, depth], axis=1)
+    sees = jnp.concatenate([seen, mask], axis=2)
+    joined = jnp.concatenate([state.inputs.swapaxes(1, 2), earlier.inputs, tokens.inputs], axis=1)
+
+    def back(steps: int) -> Array:
+        """Inputs of the token that is this many steps before each."""
+        there = sees & (depths[:, None] == depth[:, :, None] - steps)
+        fresh, before = kept + jnp.argmax(there, axis=2), kept + depth - steps
+        return along(jnp.where(depth >= steps, fresh, before), joined)
+
+    mixed = _convolved([back(steps) for steps in reversed(range(kept + 1))], taps)
+    operands = _operands(mixed, tokens, state)
+    behind = (earlier, seen) if number else (None, None)
+    updates, total, out = delta_rule_tree(state.memory, operands, mask, *behind)
+    depth = jnp.broadcast_to(depth, tokens.inputs.shape[:2]).astype(jnp.int32)
+    rows = RecurrentRows(tokens.inputs, operands.keys, updates, operands.log_decay, total, depth)
+    return rows, out
+
+
+def _convolved(back: list[Array], taps: Array) -> Array:
+    """The SiLU of the convolution, in the dtype of its inputs."""
+    weights = jnp.moveaxis(taps.astype(jnp.float32), 2, 0)
+    parts = (each.astype(jnp.float32) * weight for each, weight in zip(back, weights, strict=True))
+    return jax.nn.silu(sum(parts)).astype(back[0].dtype)
+
+
+def _operands(mixed: Array, tokens: RecurrentTokens, state: RecurrentState) -> Operands:
+    """Queries, keys and values of what the convolution yields, in float32."""
+    _, _, shared, width, value = state.memory.shape
+    wide = mixed.astype(jnp.float32)
+    queries, keys, values = jnp.split(wide, [width, 2 * width], axis=3)
+    return Operands(
+        normalised(queries) * width**-0.5,
+        normalised(keys),
+        values.reshape(*values.shape[:3], shared, value),
+        tokens.log_decay,
+        tokens.strength,
+    )
