@@ -148,7 +148,7 @@ def _kind_of(folder: Path) -> Kind:
     raw = read_json(folder / "config.json")
     names = raw.texts("architectures")
     kinds = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
-    if kinds := kinds + [kind for key, kind in MARKS.items() if raw.has(key)]:
+    if kinds := kinds + [kind for key, kind in MARKS.items() if raw.values.get(key)]:
         return kinds[0]
     tensors = names_of_tensors(folder)
     # The published LongSpec drafts may name their target's architecture; they have no embedding.

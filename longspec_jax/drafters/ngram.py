@@ -56,10 +56,10 @@ class NgramState:
         write = jax.vmap(lambda row, at, fresh: row.at[at].set(fresh, mode="drop"))
         return NgramState(write(self.tokens, slots, committed.tokens))
 
-    def text(self, view: View) -> Int[Array, "B S"]:
+    def text(self, pending: Int[Array, " B"], position: Lengths) -> Int[Array, "B S"]:
         """The tokens with the pending one behind them."""
-        rows = jnp.arange(view.pending.shape[0])
-        return self.tokens.at[rows, view.position].set(view.pending, mode="drop")
+        rows = jnp.arange(pending.shape[0])
+        return self.tokens.at[rows, position].set(pending, mode="drop")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class NgramDrafter(Drafter):
         tree = plant(view.pending, self.tree)
         if not self.tree.widths:
             return tree
-        text = state.text(view)
+        text = state.text(view.pending, view.position)
         matched = match_lengths(text, view.position)
         places, matched = best_places(matched, max(self.tree.widths))
         # Where nothing is written yet, the period before it goes on.

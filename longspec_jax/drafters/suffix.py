@@ -60,7 +60,7 @@ class SuffixDrafter(NgramDrafter):
         tree, levels = plant(view.pending, self.tree), self.tree.num_levels
         if not levels:
             return tree
-        text = state.text(view)
+        text = state.text(view.pending, view.position)
         ending = last_tokens(text, view.position, LONGEST)
         library, first = texts_to_search(text, view.position, own=self.own)
         end = (first + view.position)[:, None]

@@ -234,7 +234,7 @@ def _edited(folder: Path, raw: dict[str, Any], renamed: tuple[str, str] = ("", "
     return folder
 
 
-NOT_COMPUTED = "has experts, recurrent layers or a gate beside its attention"
+NOT_COMPUTED = "has experts or a gate beside its attention"
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, str], str]] = {
     "Qwen3-Next": ("mimo", {}, (re.escape(MIMO.prefix), "mtp."), NOT_COMPUTED),
     "GLM-4.5": (

@@ -20,6 +20,7 @@ from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.tokenswift.drafter import (
     TokenSwiftConfig,
     TokenSwiftParams,
+    continuations,
     followers,
     reused,
 )
@@ -78,25 +79,30 @@ def test_heads_by_hand(tmp_path: Path) -> None:
 
 
 def test_what_followed_a_path_by_search() -> None:
-    """Behind every node the tokens that stand in the row behind its path, the latest places."""
+    """Behind every node the tokens that stand in the row behind its path, by the latest places."""
     random = np.random.default_rng(12)
-    text, last = random.integers(0, 3, (2, 90)).astype(np.int32), np.array([88, 7], np.int32)
+    text, last = random.integers(0, 3, (2, 140)).astype(np.int32), np.array([138, 7], np.int32)
     given = jnp.asarray(text), jnp.asarray(last)
     tokens = random.integers(0, 3, (2, 7)).astype(np.int32)
     parents = np.broadcast_to(np.array([-1, 0, 0, 1, 1, 2, 2], np.int32), (2, 7))
     tree = Tree(jnp.asarray(tokens), jnp.asarray(parents), jnp.ones((2, 7, 7), bool))
+    behind = continuations(*given, tree.tokens[:, 1:3], 3)
     levels = {1: [[1], [2]], 2: [[1, 3], [1, 4], [2, 5], [2, 6]]}
     for depth, paths in levels.items():
         nodes = slice(paths[0][-1], paths[-1][-1] + 1)
-        found = np.asarray(followers(*given, tree, nodes, depth))
+        found = np.asarray(followers(behind, tree, nodes, depth))
         for row in range(2):
             whole = text[row, : last[row] + 1].tolist()
             for node, path in enumerate(paths):
                 wanted = tokens[row, path].tolist()
-                starts = range(len(whole) - depth)
-                behind = [whole[i + depth] for i in starts if whole[i : i + depth] == wanted]
+                places = [i for i, token in enumerate(whole[:-1]) if token == wanted[0]][::-1][:32]
+                expected = [
+                    whole[i + depth]
+                    for i in places
+                    if whole[i : i + depth] == wanted and i + depth < len(whole)
+                ]
                 kept = [token for token in found[row, node].tolist() if token >= 0]
-                assert kept == behind[::-1][:20], (depth, row, node)
+                assert kept == expected, (depth, row, node)
         logits = random.normal(size=(2, 1, 5))
         mixed = np.exp(np.asarray(reused(jnp.asarray(logits, jnp.float32), jnp.asarray(found))))
         heads = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)

@@ -3,7 +3,7 @@
 Two families of files have a layer that is computed here. MiMo's lie among the target's own tensors,
 so target and draft are one folder. speculators' are a folder of their own, trained for a target
 that may have been published without (FastMTP). Others are refused with the reason: their layers
-have experts, recurrent state or a gate, as their targets do.
+have experts, or a gate beside their attention, as their targets do.
 """
 
 from contextlib import ExitStack
@@ -223,8 +223,8 @@ def _dialect_of(raw: JsonObject, tensors: Tensors) -> Dialect:
     named = " ".join(raw.texts("architectures")) or "this model"
     if any(name.startswith("mtp.") or name.endswith("eh_proj.weight") for name in tensors):
         raise ValueError(
-            f"{raw.origin}: the MTP layer of {named} has experts, recurrent layers or a gate "
-            "beside its attention, which are not computed; MTP layers of MiMo and of speculators "
+            f"{raw.origin}: the MTP layer of {named} has experts or a gate beside its attention, "
+            "which are not computed; MTP layers of MiMo and of speculators "
             "for Qwen3 are. Use another draft, such as ngram"
         )
     raise ValueError(

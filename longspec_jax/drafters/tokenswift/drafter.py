@@ -28,7 +28,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.checks import whole_number
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
-from longspec_jax.drafters.ngram import NgramState, best_places, matches
+from longspec_jax.drafters.ngram import NgramState, best_places
 from longspec_jax.drafters.retrieval.selection import Selector, SinksAndRecent
 from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.drafters.tree import Tree, beam_search, plant
@@ -37,8 +37,8 @@ from longspec_jax.ops.layer import rms_norm
 from longspec_jax.ops.matmul.few_rows import matmul
 from longspec_jax.ops.slicing import along
 
-PLACES = 20
-"""Latest places of the row where a path stands that are counted, as many as the paper's n-grams."""
+PLACES = 32
+"""Latest places of the row that are looked at behind a token of the first level."""
 REUSED = 0.5
 """Share of what followed there, beside what the heads expect."""
 
@@ -161,43 +161,64 @@ class TokenSwiftDrafter(Drafter):
             behind = draft.logits(self.config, run.features.hidden[last][:, 0], levels - 1)
             logits = jnp.concatenate([logits, behind], axis=1)
 
-        text = state.row.text(view)
+        text = state.row.text(view.pending, view.position)
+        behind = jnp.full((len(text), self.tree.widths[0], PLACES, max(levels - 1, 1)), -1)
 
-        def score(
-            memory: tuple[()], tree: Tree, nodes: slice, depth: int
-        ) -> tuple[tuple[()], Array]:
+        def score(behind: Array, tree: Tree, nodes: slice, depth: int) -> tuple[Array, Array]:
             slot = logits[:, depth : depth + 1]
+            if depth == 1:
+                behind = continuations(text, view.position, tree.tokens[:, nodes], levels - 1)
             if depth:
-                slot = reused(slot, followers(text, view.position, tree, nodes, depth))
-            return memory, noise.scores(slot, depth)
+                slot = reused(slot, followers(behind, tree, nodes, depth))
+            return behind, noise.scores(slot, depth)
 
-        return beam_search(view.pending, self.tree, score, (), implementation=self.attention)
+        return beam_search(view.pending, self.tree, score, behind, implementation=self.attention)
 
 
-def followers(
-    text: Int[Array, "B S"], last: Lengths, tree: Tree, nodes: slice, depth: int
-) -> Int[Array, "B w C"]:
-    """What followed in a row where the path from the first level to a node stands, -1 for nothing.
+def continuations(
+    text: Int[Array, "B S"], last: Lengths, first: Int[Array, "B w"], levels: int
+) -> Int[Array, "B w C levels"]:
+    """What followed each of some tokens in a row, at the latest :data:`PLACES`; -1 for nothing.
 
     Args:
       text: tokens of each row; garbage behind ``last[b]``.
       last: position of each row's last token.
+      first: the tokens.
+      levels: how many tokens that followed.
+    """
+    earlier = jnp.arange(text.shape[1]) < last[:, None]
+    there = (text[:, None] == first[:, :, None]) & earlier[:, None]
+    places, found = jax.vmap(partial(best_places, count=PLACES), 1, 1)(there.astype(jnp.int32))
+    missing = PLACES - places.shape[2]  # In a text of fewer tokens.
+    places, found = (jnp.pad(each, ((0, 0), (0, 0), (0, missing))) for each in (places, found))
+    at = places[..., None] + 1 + jnp.arange(levels)
+    known = (found > 0)[..., None] & (at <= last[:, None, None, None])
+    return jnp.where(known, along(jnp.minimum(at, text.shape[1] - 1), text), -1)
+
+
+def followers(
+    behind: Int[Array, "B w1 C levels"], tree: Tree, nodes: slice, depth: int
+) -> Int[Array, "B w C"]:
+    """Of the tokens that followed a path's first one, those behind the path; -1 where another went.
+
+    Args:
+      behind: of every node of the first level, as :func:`continuations` has it.
       tree: the one so far.
       nodes: of one level.
       depth: theirs, at least 1.
     """
-    index = jnp.arange(nodes.start, nodes.stop)[None]
+    index = jnp.broadcast_to(
+        jnp.arange(nodes.start, nodes.stop), (len(behind), nodes.stop - nodes.start)
+    )
     path = []
-    for _ in range(depth):
-        index = jnp.broadcast_to(index, (len(last), nodes.stop - nodes.start))
+    for _ in range(depth - 1):
         path.append(jnp.take_along_axis(tree.tokens, index, axis=1))
-        index = jnp.maximum(jnp.take_along_axis(tree.parents, index, axis=1), 0)
-    earlier = jnp.arange(text.shape[1]) < last[:, None]
-    ending = jnp.stack(path, axis=2)
-    length = jax.vmap(matches, (None, 1, None), 1)(text, ending, earlier)
-    whole = (length == depth).astype(jnp.int32)
-    places, found = jax.vmap(partial(best_places, count=PLACES), 1, 1)(whole)
-    return jnp.where(found > 0, along(places + 1, text), -1)
+        index = jnp.maximum(jnp.take_along_axis(tree.parents, index, axis=1), 1)
+    own = along(index - 1, behind)
+    same = jnp.ones(own.shape[:3], bool)
+    for step, token in enumerate(reversed(path)):
+        same &= own[..., step] == token[:, :, None]
+    return jnp.where(same, own[..., depth - 1], -1)
 
 
 def reused(logits: Float[Array, "B 1 V"], following: Int[Array, "B w C"]) -> Float[Array, "B w V"]:
@@ -206,5 +227,5 @@ def reused(logits: Float[Array, "B 1 V"], following: Int[Array, "B w C"]) -> Flo
     counts = (following[..., None] == token).sum(axis=2)
     total = counts.sum(axis=2, keepdims=True)
     share = jnp.where(total > 0, REUSED, 0.0)
-    mixed = (1 - share) * jax.nn.softmax(logits) + share * counts / jnp.maximum(total, 1)
-    return jnp.log(mixed)
+    seen = jnp.log(share * counts / jnp.maximum(total, 1))
+    return jnp.logaddexp(jax.nn.log_softmax(logits) + jnp.log1p(-share), seen)
