@@ -7,7 +7,7 @@ from typing import Any
 
 import longspec_jax
 from longspec_jax import cli
-from longspec_jax.checks import SAMPLING
+from longspec_jax.checks import SAMPLING, nearest
 from longspec_jax.config import ATTENTION, KV_DTYPES, PLAIN
 from longspec_jax.drafters.registry import NAMED, is_name
 from longspec_jax.embedded import DEMO_DRAFTERS, DEMO_NAME, DRAFTS
@@ -316,9 +316,10 @@ def _models(arguments: argparse.Namespace) -> Iterator[str]:
     trained = [draft for draft in named if not is_name(draft)]
     for draft in trained:
         if draft not in DRAFTS and arguments.target is None:
+            meant = nearest(draft, (*NAMED, *DRAFTS))
             yield (
                 f"--draft {draft} needs the --target it was made for; a draft works with no other "
-                "(--target demo for the demo's)"
+                f"({f'did you mean {meant}?' if meant else '--target demo for the demo'})"
             )
         if draft in DRAFTS and not is_demo(arguments):
             yield f"--draft {draft} is the demo's own draft, and --target is {arguments.target}"

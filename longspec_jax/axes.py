@@ -18,7 +18,7 @@ Query heads are ordered key/value-head-major: head ``n`` reads key/value head ``
 from typing import TYPE_CHECKING, Never, TypeAlias, TypeVar
 
 import jax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num
 
 if TYPE_CHECKING:
     Placeholder: TypeAlias = Never
@@ -38,12 +38,17 @@ Leaf: TypeAlias = T | Placeholder
 """A field of a pytree, ``Leaf[Lengths]``: an array of this shape, or what jax puts in its place."""
 
 Queries: TypeAlias = Float[Array, "B T N H"]
-CacheSlots: TypeAlias = Float[Array, "rows K S H"]
-"""Keys or values of committed tokens, head-major so that one head's slots are contiguous."""
-LayerSlots: TypeAlias = Float[Array, "rows K _ H"]
+CacheSlots: TypeAlias = Num[Array, "rows K S H"]
+"""Keys or values of committed tokens, head-major so that one head's slots are contiguous.
+
+Of activations' dtype, or the codes of 8-bit floats (:mod:`longspec_jax.ops.attention.float8`).
+"""
+LayerSlots: TypeAlias = Num[Array, "rows K _ H"]
 """The same of one layer of several, which may have different numbers of slots."""
 TreeRows: TypeAlias = Float[Array, "B U K H"]
 """Keys or values of fresh tokens, token-major as the projection produces them."""
+CachedRows: TypeAlias = Num[Array, "B U K H"]
+"""The same in the dtype of their cache."""
 Sinks: TypeAlias = Float[Array, " N"]
 """Attention sinks: a learnt score of every head, which takes part in its softmax alone."""
 TreeMask: TypeAlias = Bool[Array, "B T U"]

@@ -18,10 +18,12 @@ from longspec_jax.drafters.registry import (
     EAGLE,
     LONGSPEC,
     MARKS,
+    MTP,
     NAMED,
     SMALL_LM,
     Kind,
     is_eagle,
+    is_mtp,
     is_name,
     options_of,
     separated,
@@ -153,6 +155,8 @@ def _kind_of(folder: Path) -> Kind:
     whole = any(name in FAMILIES for name in names)
     if whole and "model.embed_tokens.weight" in tensors:
         return SMALL_LM
+    if is_mtp(tensors):
+        return MTP
     return EAGLE if is_eagle(tensors) else LONGSPEC
 
 

@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
 from typing import Any
 
+import pytest
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Begun with ``&`` by a shell, and so would be every process that a test begins and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,6 +41,22 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # What was imported stays, and is not walked at all.
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _programs_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep programs for all processes of this run: its workers, and those that tests start.
+
+    jax does not write its files in one step. A file that is read too early is a warning, which
+    ``pyproject.toml`` lists, and the program is compiled.
+    """
+    if _wants_gpu():
+        return
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)  # Read when jax is imported.
+    if jax := sys.modules.get("jax"):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
 if _wants_gpu():
     os.environ["LONGSPEC_TEST_GPU"] = "1"  # The workers of pytest-xdist have no such arguments.
 else:
@@ -50,6 +68,9 @@ else:
             "--xla_backend_optimization_level=0",
             "--xla_llvm_disable_expensive_passes=true",
             "--xla_cpu_parallel_codegen_split_count=1",
+            # A quarter of the time that a program with loops takes, to make the loops faster.
+            "--xla_disable_hlo_passes=while-loop-invariant-code-motion,simplify-while-loops,"
+            "while-loop-trip-count-annotator,while-loop-constant-sinking",
             # Of two code generators, the older one takes a quarter of the time; later jaxlibs lack
             # it.
             "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
@@ -58,6 +79,7 @@ else:
     )
     # Nobody reads which line a program's operations come from.
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["LONGSPEC_CACHE"] = "off"  # Nothing that an earlier run kept, nothing timed.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

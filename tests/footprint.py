@@ -19,7 +19,7 @@ MOST_MAPPINGS = 20_000
 MOST_BYTES = 2_500_000_000
 MUCH_BYTES = 1_800_000_000
 """From here on programs are dropped after a test, in the middle of a module."""
-SMALL_MAPPINGS = 3_000
+SMALL_MAPPINGS = 8_000
 SMALL_BYTES = 1_200_000_000
 """Up to here programs stay for the next module: what small modules share is compiled once."""
 

@@ -33,6 +33,9 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 2e-3}
 COMPILED = [pytest.param(True, id="interpret"), pytest.param(False, marks=pytest.mark.gpu)]
 """Whether a kernel is interpreted: everywhere, and compiled on a GPU."""
 
+ALL_PASSES = {"xla_disable_hlo_passes": ""}
+"""Options of the compiler for tests of what it makes: ``conftest.py`` turns some passes off."""
+
 
 def hopper_or_skip() -> None:
     """Skip the test where the kernels that are written for Hopper GPUs cannot run."""

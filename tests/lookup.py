@@ -52,6 +52,10 @@ class LookupTarget(TargetModel):
     def keeps_ends(self):
         return False
 
+    @property
+    def dtype(self):
+        return "float32"
+
     def allocate(self, batch, capacity):
         # Unwritten memory may hold anything.
         keys, values = (jnp.full((batch, 1, capacity, 2), jnp.nan) for _ in range(2))

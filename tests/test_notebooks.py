@@ -24,7 +24,7 @@ SHORTER = {
     "quickstart": {
         "[:1800]": "[:100]",
         "max_new_tokens=128": "max_new_tokens=24",
-        "TreeConfig((4, 16, 16, 16, 16))": "TreeConfig((2, 2))",
+        "TreeConfig((4, 16, 16, 16, 16))": "TreeConfig((1, 1, 1))",
     },
     "train_tiny_draft": {
         "[-40:]": "[-12:]",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.models.target import head_logits
+from longspec_jax.models.target import capped, head_logits
 from longspec_jax.ops.matmul.few_rows import matmul_precision
 from longspec_jax.ops.partitioned import row_shares
 from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
@@ -43,6 +43,7 @@ def cross_entropy_sum(
     *,
     chunk: int = 8192,
     head_gradient: bool = False,
+    cap: float | None = None,
 ) -> Float[Array, ""]:
     """``sum(weights * -log softmax(head @ hidden)[labels])``, float32.
 
@@ -53,11 +54,10 @@ def cross_entropy_sum(
       weights: 0 where a position is not to be learned; no gradient.
       chunk: most tokens whose logits exist at once on a device.
       head_gradient: give the head a gradient; a frozen one saves the matmul.
+      cap: bounds the logits softly, ``cap * tanh(logits / cap)``, as the target's (Gemma 2).
     """
-    loss, _ = chunked_loss(
-        _text_loss, hidden, head, (labels, weights), chunk=chunk, head_gradient=head_gradient
-    )
-    return loss
+    options: Any = dict(chunk=chunk, head_gradient=head_gradient, cap=cap)
+    return chunked_loss(_text_loss, hidden, head, (labels, weights), **options)[0]
 
 
 class Distillation(NamedTuple):
@@ -82,6 +82,7 @@ def distillation_sums(
     *,
     share: float,
     chunk: int = 8192,
+    cap: float | None = None,
 ) -> Distillation:
     """``(1 - share) * cross_entropy + share * divergence``, and its parts.
 
@@ -93,10 +94,11 @@ def distillation_sums(
       weights: 0 where a position is not to be learned.
       share: of the divergence, 0 to 1.
       chunk: most tokens whose logits exist at once on a device; of each model half as many.
+      cap: as of :func:`cross_entropy_sum`, of both models.
     """
-    criterion = functools.partial(_distillation_loss, share)
-    parts = labels, weights, teacher
-    loss, sums = chunked_loss(criterion, hidden, head, parts, chunk=max(1, chunk // 2), whole=head)
+    criterion = functools.partial(_distillation_loss, share, cap)
+    options: Any = dict(chunk=max(1, chunk // 2), whole=head, cap=cap)
+    loss, sums = chunked_loss(criterion, hidden, head, (labels, weights, teacher), **options)
     return Distillation(loss, *sums)
 
 
@@ -124,10 +126,10 @@ def _text_loss(logits: Array, whole: Any, parts: tuple[Array, Array]) -> ChunkLo
 
 
 def _distillation_loss(
-    share: float, logits: Array, head: Array, parts: tuple[Array, Array, Array]
+    share: float, cap: float | None, logits: Array, head: Array, parts: tuple[Array, Array, Array]
 ) -> ChunkLoss:
     labels, weights, teacher = parts
-    teacher_logits = head_logits(head, teacher)
+    teacher_logits = capped(head_logits(head, teacher), cap)
     lse, surprise, label = surprise_of(logits, labels)
     teacher_lse, teacher_surprise, _ = surprise_of(teacher_logits, labels)
     learned, wanted = logits - lse[..., None], teacher_logits - teacher_lse[..., None]
@@ -147,6 +149,11 @@ def surprise_of(logits: Array, labels: Array) -> tuple[Array, Array, Array]:
     return lse, lse - jnp.sum(label * logits, axis=-1), label
 
 
+def before_cap(error: Array, logits: Array, cap: float | None) -> Array:
+    """A gradient by what goes into a soft cap, of the one by the logits that come out."""
+    return error if cap is None else error * (1 - jnp.square(logits / cap))
+
+
 def chunked_loss(
     criterion: Criterion,
     hidden: Float[Array, "B T ... D"],
@@ -156,6 +163,7 @@ def chunked_loss(
     chunk: int,
     head_gradient: bool = False,
     whole: Any = (),
+    cap: float | None = None,
 ) -> tuple[Float[Array, ""], Any]:
     """A criterion over all tokens of whole rows.
 
@@ -169,6 +177,7 @@ def chunked_loss(
       chunk: most tokens of a device whose logits exist at once.
       head_gradient: give the head a gradient, too; a frozen one saves the matmul.
       whole: arrays that the criterion reads for every chunk; no gradient.
+      cap: as of :func:`cross_entropy_sum`; the criterion reads bounded logits.
 
     Returns:
       The loss, which alone is differentiable, and the other sums.
@@ -178,21 +187,22 @@ def chunked_loss(
     hidden = whole_chunks(hidden, size)
     parts = jax.lax.stop_gradient(jax.tree.map(lambda part: whole_chunks(part, size), parts))
     whole = jax.lax.stop_gradient(whole)
-    found: Any = _chunked(criterion, size, head_gradient, hidden, head, whole, parts)
+    found: Any = _chunked(criterion, size, head_gradient, cap, hidden, head, whole, parts)
     return found[0], jax.lax.stop_gradient(found[1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _chunked(
     criterion: Criterion,
     size: int,
     head_gradient: bool,
+    cap: float | None,
     hidden: Array,
     head: Array,
     whole: Any,
     parts: Any,
 ) -> tuple[Array, Any]:
-    total, _ = _loop(criterion, size, hidden, head, whole, parts, ())
+    total, _ = _loop(criterion, size, cap, hidden, head, whole, parts, ())
     return total
 
 
@@ -200,6 +210,7 @@ def _forward(
     criterion: Criterion,
     size: int,
     head_gradient: bool,
+    cap: float | None,
     hidden: Array,
     head: Array,
     whole: Any,
@@ -207,12 +218,17 @@ def _forward(
 ) -> tuple[Any, tuple[Array, Array | None]]:
     wide = jnp.zeros(head.shape, jnp.float32) if head_gradient else None
     first = jnp.zeros_like(hidden), wide
-    total, (gradient, head_sum) = _loop(criterion, size, hidden, head, whole, parts, first)
+    total, (gradient, head_sum) = _loop(criterion, size, cap, hidden, head, whole, parts, first)
     return total, (gradient, None if head_sum is None else head_sum.astype(head.dtype))
 
 
 def _backward(
-    criterion: Criterion, size: int, head_gradient: bool, saved: Any, cotangents: Any
+    criterion: Criterion,
+    size: int,
+    head_gradient: bool,
+    cap: float | None,
+    saved: Any,
+    cotangents: Any,
 ) -> tuple[Any, ...]:
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * cotangents[0]).astype(gradient.dtype)
@@ -225,7 +241,14 @@ _chunked.defvjp(_forward, _backward)
 
 
 def _loop(
-    criterion: Criterion, size: int, hidden: Array, head: Array, whole: Any, parts: Any, first: Any
+    criterion: Criterion,
+    size: int,
+    cap: float | None,
+    hidden: Array,
+    head: Array,
+    whole: Any,
+    parts: Any,
+    first: Any,
 ) -> tuple[Any, Any]:
     """Loss and sums, and the gradients if there are any to begin with.
 
@@ -234,7 +257,9 @@ def _loop(
 
     def computed(start: Array) -> tuple[ChunkLoss, Array]:
         x, mine = jax.tree.map(lambda part: cut(part, start, size), (hidden, parts))
-        return criterion(head_logits(head, x), whole, mine), x
+        logits = capped(head_logits(head, x), cap)
+        found = criterion(logits, whole, mine)
+        return found._replace(error=before_cap(found.error, logits, cap)), x
 
     def step(carry: tuple[Any, Any], start: Array) -> tuple[tuple[Any, Any], None]:
         total, gradients = carry

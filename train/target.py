@@ -209,7 +209,10 @@ class TargetObjective:
         labels, weights = next_token_labels(*batch)
         [head] = with_sharding("v d", head_of(params))
         loss = cross_entropy_sum(
-            hidden, head, labels, weights, chunk=self.loss_chunk, head_gradient=True
+            *(hidden, head, labels, weights),
+            chunk=self.loss_chunk,
+            head_gradient=True,
+            cap=self.config.logit_cap,
         )
         return {"loss": loss}
 

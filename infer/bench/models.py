@@ -46,6 +46,7 @@ from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target
+from longspec_jax.ops.attention.float8 import CODES, codes, rounded
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, quantised_matrices
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.tables import Table
@@ -192,6 +193,8 @@ def _random_eagle3(
         max_positions=EAGLE3_POSITIONS,
         dtype=config.dtype,
     )
+    if options.yarn is not None:
+        draft = draft.stretched(options.yarn)
     layer = _drawn(Format(SPECFORGE, embedding=False, head=True).table(draft), draft.dtype, seed)
     head, tokens = layer.pop("head"), jnp.arange(proposable, dtype=jnp.int32)
     params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
@@ -225,9 +228,11 @@ def _random_dflash(
         block=16,
         mask_token=config.vocab_size - 1,
     )
+    if options.yarn is not None:
+        draft = draft.stretched(options.yarn)
     stored = DFlashFormat(ZLAB, embedding=False, head=False)
     layer = _drawn(stored.table(draft), config.dtype, seed)
-    params = DFlashParams.bound(layer, draft, target, None, False)
+    params = DFlashParams.bound(layer, draft, config, target)
     if options.int8:  # Only where it is named: a row says what it measured.
         params = params.in_int8()
     return DFlashDraft(draft, params, seen_by_dflash(draft, config, options))
@@ -315,8 +320,13 @@ def _draw(init: Any, seed: int, weights: str = "whole") -> Any:
 @functools.cache
 def _filler(shape: tuple[int, ...], dtype: str, scale: float) -> Any:
     """A compiled generator of one array; layers of equal shape share it."""
-    drawn = jnp.float32 if jnp.dtype(dtype).itemsize == 1 else jnp.dtype(dtype)
-    return jax.jit(lambda key: (scale * jax.random.normal(key, shape, drawn)).astype(dtype))
+    drawn = jnp.float32 if dtype == CODES else jnp.dtype(dtype)
+
+    def fill(key: jax.Array) -> jax.Array:
+        numbers = scale * jax.random.normal(key, shape, drawn)
+        return codes(rounded(numbers)) if dtype == CODES else numbers
+
+    return jax.jit(fill)
 
 
 def _key(seed: int, number: int) -> jax.Array:

@@ -57,6 +57,7 @@ METHODS = {
     "small_lm": Method("small_lm", "a small language model"),
     "eagle3": Method("eagle3", "an EAGLE-3 draft"),
     "eagle": Method("eagle", "an EAGLE-1 or 2 draft"),
+    "mtp": Method("mtp", "a layer of multi-token prediction"),
     "medusa": Method("medusa", "Medusa heads"),
     "tokenswift": Method("tokenswift", "the target over a part of its cache, and heads behind it"),
     "dflash": Method("dflash", "a DFlash or DSpark draft"),

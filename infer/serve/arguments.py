@@ -106,7 +106,7 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--offload_prefixes",
-        type=cli.COUNT,
+        type=cli.number(Whole(1, 2**50)),
         metavar="BYTES",
         help="of the host's memory, for prompts that no slot holds any more; 0 if absent",
     )

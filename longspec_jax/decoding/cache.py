@@ -23,10 +23,11 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
+from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths, TreeRows
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
 from longspec_jax.drafters.base import Uncommitted
-from longspec_jax.ops.attention.float8 import E4M3
+from longspec_jax.ops.attention import float8
+from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.operands import Reading
 from longspec_jax.ops.caches import Caches, put_tokens
 from longspec_jax.ops.layer import append_rows
@@ -156,12 +157,12 @@ class KVCache(Caches):
         return Uncommitted(keys, values, rows)
 
 
-def as_cached(cache: Array, fresh: TreeRows) -> TreeRows:
+def as_cached(cache: Array, fresh: TreeRows) -> CachedRows:
     """Fresh rows in the dtype of their cache; exact, as the target rounded them."""
-    return fresh.astype(cache.dtype)
+    return float8.codes(fresh) if cache.dtype == CODES else fresh.astype(cache.dtype)
 
 
-def append_chunk(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
+def append_chunk(slots: CacheSlots, fresh: CachedRows, at: Lengths) -> CacheSlots:
     """One layer's keys or values with consecutive tokens' at the slots from ``at[b]`` on."""
     fresh = fresh.swapaxes(1, 2)
     if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
@@ -170,7 +171,7 @@ def append_chunk(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
     return jax.vmap(update)(slots, fresh, at)
 
 
-def append_to_ring(slots: CacheSlots, fresh: TreeRows, at: Lengths, count: Lengths) -> CacheSlots:
+def append_to_ring(slots: CacheSlots, fresh: CachedRows, at: Lengths, count: Lengths) -> CacheSlots:
     """One ring with the last of ``count[b]`` consecutive tokens, as many as it holds."""
     size, given = slots.shape[2], fresh.shape[1]
     offsets = jnp.maximum(count - size, 0)[:, None] + jnp.arange(min(size, given))
@@ -233,7 +234,7 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
 
 def cache_dtype(config: TargetConfig) -> Any:
     """The dtype of cached keys and values."""
-    return jnp.dtype(config.dtype if config.kv_dtype is None else E4M3)
+    return jnp.dtype(config.dtype if config.kv_dtype is None else CODES)
 
 
 def slot_bytes(config: TargetConfig) -> int:

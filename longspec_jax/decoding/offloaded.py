@@ -161,7 +161,8 @@ def _once_read(
 
 def _append_on_host(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
     """Slice updates, row by row: in one they would be a scatter, which nothing does over there."""
-    rows = fresh.astype(slots.dtype).swapaxes(1, 2)
+    rows = cache_lib.as_cached(slots, fresh)
+    rows = rows.swapaxes(1, 2)
     for row in range(slots.shape[0]):
         # Cut on the device: a slice of what lies over there would be left to the host's processor.
         own = to_host(jax.lax.slice_in_dim(rows, row, row + 1, axis=0))

@@ -145,8 +145,9 @@ class Estimate:
         """The estimate after some more rounds."""
         weight = self.weight + seen.rounds
         step = (seen.tokens / seen.row_rounds - self.tokens) * seen.rounds / weight
-        known = () if self.rehearsed else self.timings
-        timings = (*known, (seen.rounds, seen.seconds))[-RECENT:]
+        timing = seen.rounds, seen.seconds
+        # Twice, so that no candidate is looked at again for its seconds alone.
+        timings = (*((timing,) if self.rehearsed else self.timings), timing)[-RECENT:]
         brief = min(self.brief, seen.seconds) if seen.rounds == FIRST_LOOK else self.brief
         times = {"timings": timings, "brief": brief, "rehearsed": False}
         return replace(self, **times, tokens=self.tokens + step, weight=weight)
@@ -200,16 +201,12 @@ class FastestWithinBudget:
 
     @classmethod
     def timed(cls, seconds: Sequence[float]) -> "FastestWithinBudget":
-        """A policy that knows what a round of each candidate took, and not what it emits."""
-        # Two timings each: no candidate is looked at for its seconds alone. Of many rounds, from
-        # which the host's part takes nothing.
-        rounds = cls.longest_burst
-        return cls(
-            tuple(
-                Estimate(((rounds, rounds * each),) * 2, FIRST_LOOK * each, rehearsed=True)
-                for each in seconds
-            )
-        )
+        """A policy that knows what a round of each candidate took, and not what it emits.
+
+        Of launches that are queued ahead, so that the host adds nothing to a burst.
+        """
+        # Two timings each: no candidate is looked at for its seconds alone.
+        return cls(tuple(Estimate(((1, each),) * 2, brief=0.0, rehearsed=True) for each in seconds))
 
     def with_tokens_of(self, other: Policy) -> "FastestWithinBudget":
         """The same seconds, with what another policy knows of the tokens of a round."""

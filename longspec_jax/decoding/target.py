@@ -107,6 +107,11 @@ class TargetModel:
         """Whether some layers keep the end of a row alone: with windows, or recurrent."""
         return len(self.config.full_layers) < self.config.num_layers
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of activations."""
+        return self.config.dtype
+
     def allocate(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this target."""
         if self.offload:

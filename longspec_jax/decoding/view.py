@@ -49,7 +49,7 @@ class CacheView:
 
     def uncommitted(self, tokens: int) -> Uncommitted:
         """Zeros for the keys and values of this many tokens outside the cache."""
-        return self.cache.uncommitted(len(self.pending), tokens, self.target.config.dtype)
+        return self.cache.uncommitted(len(self.pending), tokens, self.target.dtype)
 
     def partial_forward(
         self,

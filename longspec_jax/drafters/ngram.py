@@ -42,6 +42,25 @@ class NgramState:
     tokens: Leaf[Int[Array, "B S"]]
     """4 bytes per slot of the cache, whose keys and values take thousands."""
 
+    @classmethod
+    def begin(cls, batch: int, capacity: int) -> "NgramState":
+        """No tokens yet."""
+        return cls(jnp.zeros((batch, capacity), jnp.int32))
+
+    def extended(self, committed: Committed) -> "NgramState":
+        """With more tokens at their positions."""
+        offsets = jnp.arange(committed.tokens.shape[1])
+        positions = committed.start[:, None] + offsets
+        # Tokens beyond the count go to a slot that does not exist, and are dropped.
+        slots = jnp.where(offsets < committed.count[:, None], positions, self.tokens.shape[1])
+        write = jax.vmap(lambda row, at, fresh: row.at[at].set(fresh, mode="drop"))
+        return NgramState(write(self.tokens, slots, committed.tokens))
+
+    def text(self, view: View) -> Int[Array, "B S"]:
+        """The tokens with the pending one behind them."""
+        rows = jnp.arange(view.pending.shape[0])
+        return self.tokens.at[rows, view.position].set(view.pending, mode="drop")
+
 
 @dataclass(frozen=True)
 class NgramDrafter(Drafter):
@@ -64,24 +83,18 @@ class NgramDrafter(Drafter):
 
     def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
         """No tokens yet."""
-        return NgramState(jnp.zeros((batch, capacity), jnp.int32))
+        return NgramState.begin(batch, capacity)
 
     def extend(self, params: Params, state: NgramState, committed: Committed) -> NgramState:
         """Write the tokens at their positions."""
-        offsets = jnp.arange(committed.tokens.shape[1])
-        positions = committed.start[:, None] + offsets
-        # Tokens beyond the count go to a slot that does not exist, and are dropped.
-        slots = jnp.where(offsets < committed.count[:, None], positions, state.tokens.shape[1])
-        write = jax.vmap(lambda row, at, fresh: row.at[at].set(fresh, mode="drop"))
-        return NgramState(write(state.tokens, slots, committed.tokens))
+        return state.extended(committed)
 
     def propose(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
         """The tree of the best places' continuations."""
         tree = plant(view.pending, self.tree)
         if not self.tree.widths:
             return tree
-        rows = jnp.arange(view.pending.shape[0])
-        text = state.tokens.at[rows, view.position].set(view.pending, mode="drop")
+        text = state.text(view)
         matched = match_lengths(text, view.position)
         places, matched = best_places(matched, max(self.tree.widths))
         # Where nothing is written yet, the period before it goes on.

@@ -54,6 +54,7 @@ EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
 EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
 MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
 TOKENSWIFT = Kind("tokenswift.load:TokenSwiftOptions", "tokenswift.load:load")
+MTP = Kind("mtp.load:MtpOptions", "mtp.load:load")
 PARALLEL = Kind("parallel.load:ParallelOptions", "parallel.load:load")
 DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
 ARCHITECTURES = {
@@ -70,11 +71,14 @@ ARCHITECTURES = {
     "DSparkSpeculator": DFLASH,
     "Qwen3DSparkModel": DFLASH,
     "Gemma4DSparkModel": DFLASH,
+    "MTPDraftModel": MTP,
+    "MedusaModel": MEDUSA,
 }
 """Kinds with weights. A whole model of a family that targets may have is a small language model.
 The published LongSpec drafts name no architecture of their own, so any other one means them."""
 MARKS = {
     "dflash_config": DFLASH,
+    "num_nextn_predict_layers": MTP,
     "speculators_model_type": EAGLE3,
     "draft_vocab_size": EAGLE3,
     "medusa_num_heads": MEDUSA,
@@ -99,6 +103,11 @@ def is_eagle(tensors: Set[str]) -> bool:
     return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors and not (
         {"layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"} & tensors
     )
+
+
+def is_mtp(tensors: Set[str]) -> bool:
+    """Whether an MTP layer is among these tensors, of a file whose ``config.json`` has no mark."""
+    return any(name.startswith("mtp.") for name in tensors)
 
 
 def is_name(source: Any) -> bool:

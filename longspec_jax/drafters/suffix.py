@@ -60,8 +60,7 @@ class SuffixDrafter(NgramDrafter):
         tree, levels = plant(view.pending, self.tree), self.tree.num_levels
         if not levels:
             return tree
-        rows = jnp.arange(view.pending.shape[0])
-        text = state.tokens.at[rows, view.position].set(view.pending, mode="drop")
+        text = state.text(view)
         ending = last_tokens(text, view.position, LONGEST)
         library, first = texts_to_search(text, view.position, own=self.own)
         end = (first + view.position)[:, None]

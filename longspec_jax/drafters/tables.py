@@ -15,9 +15,9 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.config import TargetConfig
+from longspec_jax.config import LARGEST_FACTOR, TargetConfig
 from longspec_jax.models.layers import rounded
-from longspec_jax.models.target import head_logits, head_of
+from longspec_jax.models.target import head_logits, head_of, scaled, target_logits
 from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
 
 SINKS = 4
@@ -47,12 +47,16 @@ class FeatureOptions:
     """Read its weights and its LM head in 8 bits: half the bytes.
 
     If absent, on a GPU with a large target in 16 bits, where it pays."""
+    yarn: float | None = None
+    """Stretch its positions by this factor with YaRN, though it was not trained so."""
 
     def __post_init__(self) -> None:
         if self.window == 0:
             raise ValueError("window=0 must be at least 1 token")
         if self.sinks is not None and self.sinks > MOST_SINKS:
             raise ValueError(f"sinks={self.sinks} must be at most {MOST_SINKS} tokens")
+        if self.yarn is not None and not 1 < self.yarn <= LARGEST_FACTOR:
+            raise ValueError(f"yarn={self.yarn:g} must be a factor above 1")
         if self.layers is not None and not re.fullmatch(
             r"-?[0-9]{1,4}(,-?[0-9]{1,4})*", self.layers
         ):
@@ -145,6 +149,12 @@ class TableParams:
     """Whether the embedding is no table of the target's."""
     own_head: bool = struct.field(pytree_node=False, default=True)
     """Whether the LM head is no table of the target's."""
+    embedding_factor: float = struct.field(pytree_node=False, default=1.0)
+    """Factor on embeddings: the target's, where the draft stores none."""
+    logits_divisor: float = struct.field(pytree_node=False, default=1.0)
+    """Logits are divided by it, as the target's, where the draft stores no LM head."""
+    logit_cap: float | None = struct.field(pytree_node=False, default=None)
+    """Bounds logits softly after the division, likewise."""
 
     @property
     def int8(self) -> bool:
@@ -174,32 +184,41 @@ class TableParams:
 
     def logits(self, hidden: Array) -> Array:
         """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
-        return stored_logits(self.head, hidden)
+        return target_logits(self, stored_logits(self.head, hidden))
 
     def embedded(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
-        return jnp.take(self.embedding, tokens, axis=0)
+        return scaled(jnp.take(self.embedding, tokens, axis=0), self.embedding_factor)
 
     @classmethod
     def bound(
-        cls: type[P], layer: dict[str, Any], draft: Sizes, target: Any, vocabulary: Any, tied: bool
+        cls: type[P],
+        layer: dict[str, Any],
+        draft: Sizes,
+        target: TargetConfig,
+        target_params: Any,
+        vocabulary: Any = None,
+        tied: bool = False,
     ) -> P:
         """The parameters, with tables of the target where the draft stores none, or equal ones.
 
         Trainers freeze the embedding, so that a stored one usually equals the target's, which is
-        then not kept twice.
+        then not kept twice. The target's factors are for tables that are not stored: who stores
+        one trained with it as it is.
 
         Args:
           layer: of the draft's module, with ``embedding`` and ``head`` where they are stored.
           draft: its sizes.
-          target: the target's parameters.
+          target: the target's configuration, whose factors its tables have.
+          target_params: its parameters.
           vocabulary: ids of the tokens that it may propose; all if absent.
           tied: whether an absent head is the draft's own embedding.
 
         Raises:
           ValueError: if a table is missing that the target cannot stand in for.
         """
-        shared: jax.Array = target["embedding"]
+        factor = 1.0 if "embedding" in layer else target.embedding_factor
+        shared: jax.Array = target_params["embedding"]
         embedding: jax.Array = layer.pop("embedding", shared)
         own_embedding = not _is(embedding, shared)
         if not own_embedding and draft.model_width != draft.target_width:
@@ -210,7 +229,7 @@ class TableParams:
             )
         embedding = embedding if own_embedding else shared
         own_head = "head" in layer or (tied and own_embedding)
-        head: jax.Array = layer.pop("head", embedding if tied else head_of(target))
+        head: jax.Array = layer.pop("head", embedding if tied else head_of(target_params))
         if head.shape != (draft.proposable, draft.model_width):
             raise ValueError(
                 f"the draft has no lm_head.weight [{draft.proposable}, {draft.model_width}], and "
@@ -218,7 +237,11 @@ class TableParams:
                 "download it again"
             )
         tokens = None if vocabulary is None else jnp.asarray(vocabulary)
-        return cls(layer, embedding, head, tokens, own_embedding, own_head)
+        params = cls(layer, embedding, head, tokens, own_embedding, own_head, factor)
+        if own_head:
+            return params
+        divisor, cap = target.logits_divisor, target.logit_cap
+        return dataclasses.replace(params, logits_divisor=divisor, logit_cap=cap)
 
 
 @struct.dataclass

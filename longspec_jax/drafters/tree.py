@@ -183,6 +183,9 @@ Score: TypeAlias = Callable[[Memory, Tree, slice, int], tuple[Memory, Array]]
 """``(memory, tree so far, nodes of the level, depth) -> memory, scores [B, w, V]``: scores of the
 tokens after each node, and what later levels need to know of the nodes. Scores are
 log-probabilities up to a constant of each node, so logits will do."""
+Trust: TypeAlias = Callable[[Memory, Tree, slice, int], Array]
+"""``(memory, tree so far, nodes of the level, depth) -> [B, w]``: the logarithm of a probability
+that every path through the node is worth less by."""
 Choose: TypeAlias = Callable[[Array, Array, int], tuple[Array, Array, Array]]
 """The op :func:`longspec_jax.ops.selection.continuations.best_continuations`, an implementation of
 it."""
@@ -202,6 +205,7 @@ def beam_search(
     memory: Memory,
     vocabulary: Int[Array, " v"] | None = None,
     implementation: str | None = None,
+    trust: Trust[Memory] | None = None,
 ) -> Tree:
     """The tree of the best paths below the pending tokens, of which the budget's nodes remain.
 
@@ -210,13 +214,14 @@ def beam_search(
       memory: a pytree passed from call to call, such as the keys and values of scored nodes.
       vocabulary: the tokens that scores are about; token ``i`` is the i-th if absent.
       implementation: of the choice among a level's continuations, as of the attention ops.
+      trust: how far the scores behind a node are trusted; fully if absent.
     """
     choose = partial(best_continuations, implementation=implementation)
     batch, first, totals = pending.shape[0], 0, []
     at = memory, plant(pending, config), jnp.zeros((batch, 1), jnp.float32)
     going, expected = jnp.ones((batch,), bool), jnp.zeros((batch,), jnp.float32)
     for depth, children in enumerate(config.widths):
-        deepen = partial(_deepen, score, choose, depth, first, children, vocabulary)
+        deepen = partial(_deepen, score, choose, trust, depth, first, children, vocabulary)
         if config.threshold is None or depth == 0:
             at = deepen(at)
         else:
@@ -234,6 +239,7 @@ def tree_of_levels(
     pending: Int[Array, " B"],
     config: TreeConfig,
     scores: Callable[[int], Float[Array, "B 1 V"]],
+    vocabulary: Int[Array, " v"] | None = None,
     implementation: str | None = None,
 ) -> Tree:
     """The tree of the best paths where all nodes of a level have the same continuations.
@@ -242,6 +248,7 @@ def tree_of_levels(
       pending: the root of every row.
       config: widths, budget and threshold.
       scores: of the tokens after the nodes of a depth.
+      vocabulary: as of :func:`beam_search`, as is what follows.
       implementation: as of :func:`beam_search`.
     """
 
@@ -250,12 +257,13 @@ def tree_of_levels(
         shape = (found.shape[0], nodes.stop - nodes.start, found.shape[2])
         return memory, jnp.broadcast_to(found, shape)
 
-    return beam_search(pending, config, score, (), implementation=implementation)
+    return beam_search(pending, config, score, (), vocabulary, implementation)
 
 
 def _deepen(
     score: Score[Memory],
     choose: Choose,
+    trust: Trust[Memory] | None,
     depth: int,
     first: int,
     children: int,
@@ -264,13 +272,15 @@ def _deepen(
 ) -> Level[Memory]:
     """Grow the level below the nodes from ``first`` on."""
     memory, tree, total = at
-    width = total.shape[1]
+    nodes = slice(first, first + total.shape[1])
     with jax.named_scope(f"draft_level_{depth + 1}"):
-        memory, scores = score(memory, tree, slice(first, first + width), depth)
+        if trust is not None:
+            total = total + trust(memory, tree, nodes, depth)
+        memory, scores = score(memory, tree, nodes, depth)
         total, parents, tokens = choose(scores, total, children)
         if vocabulary is not None:
             tokens = jnp.take(vocabulary, tokens)
-        return memory, grow(tree, first + width, tokens, first + parents), total
+        return memory, grow(tree, nodes.stop, tokens, first + parents), total
 
 
 def _deepen_some(

@@ -25,7 +25,7 @@ from longspec_jax.config import (
 from longspec_jax.ops.layer import residual_norm, rms_norm
 from longspec_jax.ops.matmul import ordered
 from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
-from longspec_jax.ops.matmul.few_rows import gated_matmul, matmul, matmul_partials
+from longspec_jax.ops.matmul.few_rows import gated_matmul, gelu_gate, matmul, matmul_partials
 from longspec_jax.ops.matmul.int8 import (
     Int8Rows,
     int8_gated_matmul,
@@ -220,7 +220,7 @@ class SwiGLU(nn.Module):
     chunk: int = 0
     """Most tokens of a device whose gates exist at once, for training on long rows; 0: all."""
     gelu: bool = False
-    """Whether the gate is a GELU by its tanh formula. Then all tokens' gates exist at once."""
+    """Whether the gate is a GELU by its tanh formula."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -229,12 +229,11 @@ class SwiGLU(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., D]`` to split-K partials ``[S, ..., D]`` of the result."""
-        if self.gelu:
-            gate, up = jnp.moveaxis(self.gate_up(x), -2, 0)
-            return self.down.partials(nn.gelu(gate, approximate=True) * up)
         if self.chunk and x.shape[0] * x.shape[1] > self.chunk * row_shares(x.shape[0]):
             kernels = self.gate_up.weights()[0], self.down.weights()[0]
-            return chunked_mlp(x, *kernels, chunk=self.chunk)[None]
+            return chunked_mlp(x, *kernels, chunk=self.chunk, gelu=self.gelu)[None]
+        if self.gelu:
+            return self.down.partials(gelu_gate(self.gate_up(x)))
         return self.down.partials(self.gate_up.gated(x))
 
 

@@ -10,7 +10,7 @@ layer's. The recurrence of recurrent layers is the caller's, too.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -286,7 +286,21 @@ def scaled(x: Array, factor: float) -> Array:
     return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def target_logits(config: TargetConfig, products: Array) -> Array:
+class LogitFactors(Protocol):
+    """What makes logits of the products of hidden states with an LM head."""
+
+    @property
+    def logits_divisor(self) -> float:
+        """As of :class:`TargetConfig`."""
+        ...
+
+    @property
+    def logit_cap(self) -> float | None:
+        """As of :class:`TargetConfig`."""
+        ...
+
+
+def target_logits(config: LogitFactors, products: Array) -> Array:
     """A target's logits of the products of hidden states with its LM head."""
     logits = products if config.logits_divisor == 1 else products / config.logits_divisor
     return capped(logits, config.logit_cap)

@@ -13,7 +13,7 @@ import jax
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, LayerSlots, Leaf, Lengths, TreeRows
+from longspec_jax.axes import Array, CachedRows, CacheSlots, LayerSlots, Leaf, Lengths
 from longspec_jax.config import HeadScales
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.recurrence.operands import RecurrentState
@@ -120,7 +120,7 @@ def with_ends(cache: Cache, other: Cache, change: Callable[[Any], Any] = lambda 
 
 
 def put_tokens(
-    layer: CacheSlots, cache_rows: Lengths | None, at: Int[Array, "B n"], fresh: TreeRows
+    layer: CacheSlots, cache_rows: Lengths | None, at: Int[Array, "B n"], fresh: CachedRows
 ) -> CacheSlots:
     """One layer with fresh tokens at these slots; those that do not exist are dropped."""
     if cache_rows is not None:

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
-from longspec_jax.ops.attention.float8 import E4M3
+from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
+from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.caches import put_tokens
 from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.hardware import require_decode_step, require_float8
+from longspec_jax.ops.hardware import require_decode_step
 from longspec_jax.ops.slicing import along
 
 MAX_WIDTH = 16384
@@ -149,7 +149,7 @@ def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
 
 def append_rows(
     caches: Sequence[CacheSlots],
-    fresh: Sequence[TreeRows],
+    fresh: Sequence[CachedRows],
     path: Int[Array, "B h"],
     length: Lengths,
     cache_rows: Lengths | None = None,
@@ -171,7 +171,7 @@ def append_rows(
 
 def append_rows_xla(
     caches: Sequence[CacheSlots],
-    fresh: Sequence[TreeRows],
+    fresh: Sequence[CachedRows],
     path: Array,
     length: Array,
     cache_rows: Array | None = None,
@@ -221,7 +221,7 @@ def _split_heads_pallas(
 
 def _append_rows_pallas(
     caches: Sequence[CacheSlots],
-    fresh: Sequence[TreeRows],
+    fresh: Sequence[CachedRows],
     path: Array,
     length: Array,
     cache_rows: Array | None,
@@ -229,10 +229,9 @@ def _append_rows_pallas(
     ring: bool,
 ) -> tuple[CacheSlots, ...]:
     dtype = caches[0].dtype
-    if dtype == E4M3:  # Fresh rows are in 8 bits, too: the kernel copies.
-        require_float8("the kernel that appends rows of 8 bits")
-    else:
-        require_decode_step("the kernel that appends rows", path.size, dtype)
+    # Fresh rows have the dtype of the cache: the kernel copies.
+    dtype = jnp.bfloat16 if dtype == CODES else dtype
+    require_decode_step("the kernel that appends rows", path.size, dtype)
     from longspec_jax.ops import layer_pallas
 
     return layer_pallas.append_rows(caches, fresh, path, length, cache_rows, ring=ring)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
+from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
 from longspec_jax.ops.attention.packing import PackedShape, packed_rows, unpack
 from longspec_jax.ops.hardware import triton_params
 from longspec_jax.ops.launchers import launcher
@@ -188,7 +188,7 @@ def _split_kernel(
 
 def append_rows(
     caches: Sequence[CacheSlots],
-    fresh: Sequence[TreeRows],
+    fresh: Sequence[CachedRows],
     path: Int[Array, "B h"],
     length: Lengths,
     cache_rows: Lengths | None = None,
@@ -209,7 +209,7 @@ def append_rows(
 @partitioned("b k s h, b u k h, b p, b, b -> b k s h")
 def _append(
     caches: Sequence[CacheSlots],
-    fresh: Sequence[TreeRows],
+    fresh: Sequence[CachedRows],
     path: Array,
     length: Array,
     cache_rows: Array | None,
@@ -247,7 +247,7 @@ def _append_kernel(path_ref: Any, length_ref: Any, *refs: Any, count: int, ring:
     cache_row = row_refs[0][batch] if row_refs else batch
 
     def copy(fresh_ref: Any, cache_ref: Any) -> None:
-        rows = pltriton.load(fresh_ref.at[batch, row, kv_head, h], mask=mask, other=0.0)
+        rows = pltriton.load(fresh_ref.at[batch, row, kv_head, h], mask=mask, other=0)
         pltriton.store(cache_ref.at[cache_row, kv_head, slot, h], rows, mask=mask)
 
     for index in range(count):

@@ -136,16 +136,15 @@ def one_device() -> bool:
 
 
 def _parts(argument: Any) -> Sequence[Any]:
-    """The arguments that a term each is about: a pytree's fields, or the argument itself.
+    """The arguments that a term each is about: a dataclass's fields, or the argument itself.
 
-    A field that is no part of the pytree, such as a factor, has no term.
+    Fields that are not traced have none.
     """
     if not dataclasses.is_dataclass(argument):
         return (argument,)
-    fields = [
-        each for each in dataclasses.fields(argument) if each.metadata.get("pytree_node", True)
-    ]
-    return [getattr(argument, field.name) for field in fields]
+    fields = dataclasses.fields(argument)
+    traced = (field.name for field in fields if field.metadata.get("pytree_node", True))
+    return [getattr(argument, name) for name in traced]
 
 
 def _parse(term: str) -> Term:

@@ -290,6 +290,16 @@ FAMILIES: dict[str, Family] = {
         write=raw_experts,
         window_switch="use_sliding_window",
     ),
+    "MiMoForCausalLM": Family(
+        "mimo",
+        fixed={"qkv_bias": True},
+        # The code that comes with it adds layers that are a draft here; all else is Qwen2's.
+        accepts=frozenset({"auto_map", "attention_bias"}),
+        write=lambda config: {"attention_bias": True},
+        window_switch="use_sliding_window",
+        default_window=4096,
+        windows=_beyond_max_window_layers,
+    ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text",
         read=read_recurrences,

@@ -210,8 +210,11 @@ MODEL = (
 HEAD = (Rule("head", "V D", (("lm_head.weight", "V D"),)),)
 
 ROTARY = {r"(.*\.)?rotary_emb\.inv_freq": "rotary frequencies follow from the configuration"}
-TOKENSWIFT = {r"model\.medusa_layers\..*": "heads of TokenSwift, which are a draft"}
-MTP = {r"mtp\..*": "layers that predict several tokens, which are a draft"}
+HEADS_BESIDE = {
+    r"model\.medusa_layers\..*": "heads of TokenSwift, which are a draft",
+    r"model\.mtp_layers\..*": "layers of multi-token prediction, which are a draft",
+    r"mtp\..*": "layers that predict several tokens, which are a draft",
+}
 TIED_HEAD = {r"lm_head\.weight": "the LM head is the embedding table"}
 
 
@@ -230,7 +233,7 @@ def target_table(config: TargetConfig) -> Table:
             for rule in layer_rules(config, family.names, kind)
         ]
     tied = TIED_HEAD if config.tied_embeddings else {}
-    return Table(tuple(leaves), ROTARY | TOKENSWIFT | MTP | tied)
+    return Table(tuple(leaves), ROTARY | HEADS_BESIDE | tied)
 
 
 def layer_rules(

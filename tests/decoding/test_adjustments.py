@@ -149,19 +149,25 @@ def test_a_branch_has_the_paths_of_plain_decoding() -> None:
 def test_a_draft_of_some_tokens_sees_their_adjustments_alone() -> None:
     """What it ranks are the target's scores of the committed tokens, of its vocabulary."""
     options = AdjustmentOptions.of([1.5, 1.0], [0.4, 0.0], [0.25, 1.0], [{1: 2.0}, NO_BIAS])
-    tokens, kept = np.asarray([[1, 3, 9], [2, 2, 5]]), jnp.asarray([1, 2, 5, 9])
+    tokens, kept = np.asarray([[1, 3, 9], [2, 2, 5]]), np.asarray([1, 2, 5, 9])
     emitted = np.asarray([1, 2])
     state = Adjustments.of_prompts(options, tokens, np.asarray([3, 3]), 10, emitted)
     plain = request(1.0, seeds=(5, 6)).sampling.of_kind(SamplingKind.ANY)
-    noise = RoundNoise.of_round(plain, jnp.asarray([3, 3]), 1, 10, jax.tree.map(jnp.asarray, state))
-    logits = jax.random.normal(jax.random.key(0), (2, 1, 10))
-    whole = noise.scores(logits, 1) - logits.max(axis=-1, keepdims=True)
-    some = noise.among(kept).scores(logits[:, :, kept], 1)
+
+    @jax.jit
+    def scores(state: Adjustments, logits: jax.Array) -> tuple[jax.Array, ...]:
+        noise = RoundNoise.of_round(plain, jnp.asarray([3, 3]), 1, 10, state)
+        unadjusted = RoundNoise(noise.noise, noise.sampling).scores(logits, 1)
+        some = noise.among(jnp.asarray(kept)).scores(logits[:, :, kept], 1)
+        return noise.scores(logits, 1), some, unadjusted
+
+    logits = np.random.default_rng(0).normal(size=(2, 1, 10)).astype(np.float32)
+    adjusted_scores, some, unadjusted = map(np.asarray, scores(state, jnp.asarray(logits)))
+    whole = adjusted_scores - logits.max(axis=-1, keepdims=True)
     for row in range(2):
         found, expected = some[row, 0], whole[row, 0, kept]
         np.testing.assert_allclose(found - found[0], expected - expected[0], atol=1e-5)
-    plain_scores = RoundNoise(noise.noise, noise.sampling).scores(logits, 1)
-    changed = noise.scores(logits, 1) - plain_scores
+    changed = adjusted_scores - unadjusted
     assert len(np.unique(np.round(changed[0, 0], 4))) > 2
 
 

@@ -35,7 +35,14 @@ from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.drafters.dflash import toys as dflash_toys
 from tests.drafters.eagle3 import toys as eagle3_toys
 from tests.drafters.parallel import toys as parallel_toys
-from tests.kit import draft_params, prefill, random_draft, random_target, tiny_target_config
+from tests.kit import (
+    ALL_PASSES,
+    draft_params,
+    prefill,
+    random_draft,
+    random_target,
+    tiny_target_config,
+)
 
 CONFIG = tiny_target_config(num_layers=1)
 DRAFT = DraftConfig.for_target(CONFIG, window=11)
@@ -70,8 +77,8 @@ def compiled_loop(
     args = target, drafter, SamplingKind.GREEDY, params, jax.eval_shape(empty)
     some = {"slots": None if slots is None else np.asarray(slots, np.int32)}
     if streams:
-        return one_round.lower(*args, **some).compile()
-    return many_rounds.lower(*args, np.int32(16), **some).compile()
+        return one_round.lower(*args, **some).compile(ALL_PASSES)
+    return many_rounds.lower(*args, np.int32(16), **some).compile(ALL_PASSES)
 
 
 def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CONFIG) -> list[str]:

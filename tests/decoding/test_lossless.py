@@ -336,8 +336,9 @@ def test_the_lossy_option_fails_where_all_others_pass(models: Params, tree: str)
     """Negative control; and where it sees all of the context it is no other than they."""
     target, tokens, req = TargetModel(CONFIG), prompts(CONFIG.vocab_size), EVERY[0]
     plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
-    whole, _ = generate(target, lossy(BlockBudget(64, 4, 8, 4), tree), models, tokens, LENGTHS, req)
-    assert_same(whole, plain)
+    if tree != "chain:6":  # The other one runs the same chain, and a tree behind it.
+        all_of_it = lossy(BlockBudget(64, 4, 8, 4), tree)
+        assert_same(generate(target, all_of_it, models, tokens, LENGTHS, req)[0], plain)
     rows, state = generate(target, lossy(FEW, tree), models, tokens, LENGTHS, req)
     assert any(not np.array_equal(a, b) for a, b in zip(rows, plain, strict=True))
     assert int(state.record.histogram[:, 5:].sum()) > 0

@@ -14,29 +14,27 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from longspec_jax.decoding import sampling as sampling_lib
 from longspec_jax.decoding.round_noise import RoundNoise
-from longspec_jax.decoding.sampling import (
-    NO_TOKEN,
-    Sampling,
-    draw,
-    mass,
-    noise,
-    perturb,
-)
+from longspec_jax.decoding.sampling import NO_TOKEN, Sampling
 from tests.decoding.lossless import kind_of
 
 VOCABULARY = 11
+# Outside a program every operation is one of its own.
+draw, mass, perturb = map(jax.jit, (sampling_lib.draw, sampling_lib.mass, sampling_lib.perturb))
+noise = partial(jax.jit, static_argnums=2)(sampling_lib.noise)
 
 
 def sampling(
     rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Sampling:
+    def spread(value: float, dtype: str = "float32") -> jax.Array:
+        return jnp.asarray(np.full(rows, value, dtype))
+
     return Sampling(
-        jnp.full((rows,), temperature),
-        jnp.full((rows,), top_k, jnp.int32),
-        jnp.full((rows,), top_p),
-        jnp.arange(rows, dtype=jnp.uint32),
-        jnp.log(jnp.full((rows,), min_p)),
+        *(spread(temperature), spread(top_k, "int32"), spread(top_p)),
+        jnp.asarray(np.arange(rows, dtype=np.uint32)),
+        spread(np.log(min_p) if min_p else -np.inf),
         kind_of(temperature, top_k, top_p, min_p),
     )
 
@@ -119,7 +117,7 @@ def test_a_perfect_draft_ranks_the_draw_first() -> None:
     s = sampling(50, 0.8, top_p=0.9)
     logits = jax.random.normal(jax.random.key(1), (50, 1, VOCABULARY))
     gumbel = noise(s, jnp.arange(50)[:, None], VOCABULARY)
-    scores = RoundNoise(gumbel, s).scores(logits, 0)
+    scores = jax.jit(lambda logits: RoundNoise(gumbel, s).scores(logits, 0))(logits)
     np.testing.assert_array_equal(scores.argmax(axis=-1), draw(logits, gumbel, s))
 
 
@@ -166,7 +164,7 @@ def test_the_mass_of_top_p_is_a_sum_in_any_order(vocabulary: int) -> None:
     logits = np.sort(logits - logits.max())
     counts = np.unique(np.geomspace(1, vocabulary, 50).astype(int))
     first = np.arange(vocabulary) < counts[:, None]
-    found = jax.jit(mass)(jnp.broadcast_to(logits, first.shape), first)
+    found = mass(jnp.asarray(np.broadcast_to(logits, first.shape)), jnp.asarray(first))
     exact = np.cumsum(np.exp(logits.astype(np.float64)))[counts - 1]
     np.testing.assert_allclose(found, exact, rtol=3e-7, atol=vocabulary * 2.0**-42)
     # The same numbers; float32 sums of this many differ in every order.
@@ -208,7 +206,7 @@ def test_filters_keep_what_a_sort_keeps_and_what_transformers_keeps() -> None:
         temperature=jnp.full(rows, 0.7), top_k=jnp.asarray(k, jnp.int32), top_p=jnp.float32(p)
     )
     s = s.replace(log_min_p=jnp.log(jnp.float32(least)))
-    scores = np.asarray(jax.jit(perturb)(logits, jnp.zeros((rows, 1, 1)), s))
+    scores = np.asarray(perturb(jnp.asarray(logits), jnp.zeros((rows, 1, 1)), s))
     for row, filters in enumerate(FILTERS):
         for position in range(2):
             one, found = logits[row, position], scores[row, position]

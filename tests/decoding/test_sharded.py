@@ -29,7 +29,14 @@ from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops import layer, layer_pallas
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
-from tests.kit import draft_params, prefill, random_draft, random_target, tiny_target_config
+from tests.kit import (
+    ALL_PASSES,
+    draft_params,
+    prefill,
+    random_draft,
+    random_target,
+    tiny_target_config,
+)
 
 CONFIG = tiny_target_config(
     num_layers=1,
@@ -132,7 +139,7 @@ def test_a_mesh_decodes_the_same_tokens(
     arguments = start(drafter, *spread(mesh, tables), attention)
     cache = arguments[-2].cache.keys[0]
     assert cache.sharding.shard_shape(cache.shape)[:2] == (2 // mesh.shape["data"], 1)
-    compiled = many_rounds.lower(*arguments).compile()
+    compiled = many_rounds.lower(*arguments).compile(ALL_PASSES)
     # Logits are gathered; keys, values and a layer's weights never.
     weights = jax.tree.leaves(tables[0]["layers_0"])
     smallest = min(leaf.size for leaf in weights if leaf.ndim > 1)
@@ -144,7 +151,7 @@ def test_chunks_are_chosen_and_gathered_on_a_mesh(tables: tuple[Any, Any]) -> No
     """By heads and rows that lie on several devices; a few scores go between them, and no keys."""
     expected = many_rounds(*start(chosen_chunks, *tables))
     arguments = start(chosen_chunks, *spread(make_mesh(tp=2, data=2), tables))
-    compiled = many_rounds.lower(*arguments).compile()
+    compiled = many_rounds.lower(*arguments).compile(ALL_PASSES)
     found = compiled(*arguments[3:])
     assert 0 < largest_gathered(compiled.as_text()) < CAPACITY
     assert tokens_of(found) == tokens_of(expected)
@@ -163,7 +170,7 @@ def test_rows_and_their_memory_are_shared_out(
     shares = 2 if mesh.size == 2 else 1
     for leaf in (*rows.cache.keys, *jax.tree.leaves(rows.draft), rows.length, rows.sampling.seed):
         assert leaf.sharding.shard_shape(leaf.shape)[0] == 2 // shares
-    compiled = many_rounds.lower(*arguments).compile()
+    compiled = many_rounds.lower(*arguments).compile(ALL_PASSES)
     assert largest_gathered(compiled.as_text()) < rows.cache.keys[0].size // 2
     after = compiled(*arguments[3:])
     assert tokens_of(after) == expected

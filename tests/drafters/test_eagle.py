@@ -60,7 +60,7 @@ def random_params(config: EagleConfig, target: Any = MODEL, own: bool = False) -
         )
         for leaf in draft_table(config, embedding=own).leaves
     }
-    return EagleParams.bound(unflatten_dict(drawn, sep="/"), config, target, None, False)
+    return EagleParams.bound(unflatten_dict(drawn, sep="/"), config, CONFIG, target)
 
 
 DRAFT = config_for(CONFIG)

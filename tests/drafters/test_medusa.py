@@ -18,7 +18,7 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.medusa.drafter import MedusaConfig, MedusaDrafter, MedusaParams
-from longspec_jax.drafters.medusa.load import MedusaDraft, heads_table, load, save
+from longspec_jax.drafters.medusa.load import AUTHORS, VLLM, MedusaDraft, load, save
 from longspec_jax.drafters.registry import MEDUSA
 from longspec_jax.loading import choose_drafts
 from longspec_jax.models import target as models
@@ -33,12 +33,15 @@ OWN = MedusaConfig(3, 1, *SIZES, own_tables=True, dtype="float32")
 SHARED = MedusaConfig(3, 2, *SIZES, own_tables=False, dtype="float32")
 
 
-def random_heads(config: MedusaConfig, target: Any = MODEL) -> MedusaDraft:
-    """Random heads, which read the target's own taste."""
+def random_heads(config: MedusaConfig, target: Any = MODEL, known: Any = None) -> MedusaDraft:
+    """Random heads, which read the target's own taste; ``known`` are the tokens of their tables."""
     random = np.random.default_rng(4)
     params: dict[str, Any] = {}
     table = np.asarray(models.head_of(target))
-    for leaf in heads_table(config).leaves:
+    tokens = None if known is None else jax.numpy.asarray(known, "int32")
+    table = table if known is None else table[known]
+    stored = VLLM if known is not None or not config.bias else AUTHORS
+    for leaf in stored.heads_table(config).leaves:
         head, rest = leaf.path.split("/", 1)
         values = 0.1 * random.normal(size=leaf.shape)
         values = values + table if rest == "head" else values
@@ -47,9 +50,17 @@ def random_heads(config: MedusaConfig, target: Any = MODEL) -> MedusaDraft:
         for part in parts:
             inner = inner.setdefault(part, {})
         inner[last] = jax.numpy.asarray(values, config.dtype)
-    return MedusaDraft(config, MedusaParams(params, models.head_of(target)))
+    shared = models.head_of(target) if known is None else jax.numpy.asarray(table)
+    return MedusaDraft(config, MedusaParams(params, shared, tokens), stored)
 
 
+KNOWN = np.random.default_rng(1).permutation(CONFIG.vocab_size)[:60]
+FEW = MedusaConfig(2, 2, *SIZES, own_tables=True, dtype="float32", bias=False, proposable=60)
+OF_VLLM = {
+    "whole": random_heads(replace(FEW, proposable=None)),
+    "token_map": random_heads(FEW, known=KNOWN),
+    "original": random_heads(replace(FEW, own_tables=False), known=KNOWN),
+}
 DRAFTS = {"own": random_heads(OWN), "shared": random_heads(SHARED)}
 
 
@@ -118,6 +129,35 @@ def test_files_in_and_out(name: str, tmp_path: Path) -> None:
     assert all(np.array_equal(again[each], stored[each]) for each in names)
     for path, leaf in jax.tree_util.tree_leaves_with_path(found.params.heads):
         assert len(partition_spec(path_name(path))) <= leaf.ndim
+
+
+@pytest.mark.parametrize("name", OF_VLLM)
+def test_files_of_vllm_in_and_out(name: str, tmp_path: Path) -> None:
+    """Called as its loader asks for them; the target's LM head may be stored with them."""
+    draft = OF_VLLM[name]
+    save(tmp_path / "one", draft)
+    file = tmp_path / "one" / "model.safetensors"
+    stored = load_file(file)
+    names = {f"blocks.{head}.layers.{block}.weight" for head in range(2) for block in range(2)}
+    names |= set() if name == "original" else {f"lm_heads.{head}.weight" for head in range(2)}
+    assert stored.keys() == names | ({"token_map"} if name != "whole" else set())
+    kernel = draft.params.heads["heads_1"]["block_0"]["kernel"]
+    np.testing.assert_array_equal(stored["blocks.1.layers.0.weight"], np.asarray(kernel).T)
+    if name == "original":
+        save_file(stored | {"lm_heads.0.weight": np.array(MODEL["head"])}, file)
+    [chosen] = choose_drafts([tmp_path / "one"], {})
+    assert chosen.kind is MEDUSA
+    found = load(tmp_path / "one", TARGET)
+    assert (found.config, found.stored) == (draft.config, VLLM)
+    jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
+    save(tmp_path / "two", found)
+    again = load_file(tmp_path / "two" / "model.safetensors")
+    assert again.keys() == stored.keys()
+    assert all(np.array_equal(again[each], stored[each]) for each in stored)
+    raw = json.loads((tmp_path / "one" / "config.json").read_text())
+    (tmp_path / "one" / "config.json").write_text(json.dumps(raw | {"logit_scale": 0.5}))
+    with pytest.raises(ValueError, match="logit_scale=0.5 is not supported"):
+        load(tmp_path / "one", TARGET)
 
 
 def _edited(folder: Path, change: Callable[[dict[str, np.ndarray]], Any], **raw: Any) -> Path:

@@ -18,6 +18,7 @@ from longspec_jax.drafters.eagle import load as eagle
 from longspec_jax.drafters.eagle.model import EagleDrafter
 from longspec_jax.drafters.medusa import load as medusa
 from longspec_jax.drafters.medusa.drafter import MedusaConfig
+from longspec_jax.drafters.mtp.model import MtpDrafter
 from longspec_jax.drafters.parallel.model import ParallelParams
 from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.suffix import SuffixDrafter
@@ -35,7 +36,7 @@ from tests.decoding.lossless import (
     prompts,
     run,
 )
-from tests.drafters import test_eagle, test_medusa, test_tokenswift
+from tests.drafters import test_eagle, test_medusa, test_mtp, test_tokenswift
 from tests.drafters.dflash import test_drafter as test_dflash
 from tests.drafters.parallel import test_drafter as test_parallel
 from tests.infer.toys import save_toy, toy_spec
@@ -73,6 +74,16 @@ def test_eagle_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     """With a window that wraps, and sinks."""
     drafter = EagleDrafter(test_eagle.DRAFT, TREE, window=6, sinks=2)
     decoded(drafter, test_eagle.random_params(test_eagle.DRAFT), plain)
+
+
+@pytest.mark.parametrize("name", test_mtp.DRAFTS)
+def test_an_mtp_layer_changes_no_token(name: str, plain: list[list[np.ndarray]]) -> None:
+    """With a window that wraps, and sinks; and over all entries."""
+    draft = test_mtp.DRAFTS[name]
+    window: dict[str, int] = {"window": 6, "sinks": 2} if name == "mimo" else {}
+    drafter = MtpDrafter(test_mtp.config_of(draft), TREE, **window)
+    # Another model of the same shape, whose tables these are not.
+    decoded(drafter, replace(draft.params, embedding=MODEL["embedding"]), plain)
 
 
 def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
@@ -120,12 +131,19 @@ def test_medusa_changes_no_token(plain: list[list[np.ndarray]]) -> None:
         np.testing.assert_allclose(kept, whole[b, len(text) - 1], atol=1e-4)
 
 
+def test_medusa_heads_of_some_tokens_change_no_token(plain: list[list[np.ndarray]]) -> None:
+    draft = test_medusa.OF_VLLM["token_map"]
+    decoded(draft.drafter(TreeConfig((4, 5), budget=9)), draft.params, plain)
+
+
 def test_tokenswift_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     """Where its forward sees the whole cache, the first level is what the target draws."""
     whole = Quest(CONFIG, BlockBudget(64, 4, 8, 4))
     drafter = replace(test_tokenswift.DRAFT.drafter(TREE), selector=whole)
-    _, state = decoded(drafter, test_tokenswift.DRAFT.params, plain)
+    rows, state = decoded(drafter, test_tokenswift.DRAFT.params, plain)
     assert int(state.record.histogram[:, 0].sum()) <= 3, "rounds that a budget cut"
+    for kept, text in zip(np.asarray(state.rows.draft.row.tokens), texts_of(rows), strict=True):
+        np.testing.assert_array_equal(kept[: len(text)], text)
 
 
 def test_suffix_decoding_changes_no_token(plain: list[list[np.ndarray]]) -> None:

@@ -17,7 +17,12 @@ from longspec_jax import LongSpec
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.retrieval.blocks import Quest
-from longspec_jax.drafters.tokenswift.drafter import TokenSwiftConfig, TokenSwiftParams
+from longspec_jax.drafters.tokenswift.drafter import (
+    TokenSwiftConfig,
+    TokenSwiftParams,
+    followers,
+    reused,
+)
 from longspec_jax.drafters.tokenswift.load import (
     TokenSwiftDraft,
     TokenSwiftOptions,
@@ -25,6 +30,7 @@ from longspec_jax.drafters.tokenswift.load import (
     load,
     save,
 )
+from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import partition_spec, path_name
@@ -69,6 +75,37 @@ def test_heads_by_hand(tmp_path: Path) -> None:
         expected.append(normed(stream, "post") @ stored["lm_head.weight"].T)
     found = jax.jit(partial(DRAFT.params.logits, HEADS, heads=3))(hidden)
     np.testing.assert_allclose(found, np.stack(expected, 1), atol=2e-4)
+
+
+def test_what_followed_a_path_by_search() -> None:
+    """Behind every node the tokens that stand in the row behind its path, the latest places."""
+    random = np.random.default_rng(12)
+    text, last = random.integers(0, 3, (2, 90)).astype(np.int32), np.array([88, 7], np.int32)
+    given = jnp.asarray(text), jnp.asarray(last)
+    tokens = random.integers(0, 3, (2, 7)).astype(np.int32)
+    parents = np.broadcast_to(np.array([-1, 0, 0, 1, 1, 2, 2], np.int32), (2, 7))
+    tree = Tree(jnp.asarray(tokens), jnp.asarray(parents), jnp.ones((2, 7, 7), bool))
+    levels = {1: [[1], [2]], 2: [[1, 3], [1, 4], [2, 5], [2, 6]]}
+    for depth, paths in levels.items():
+        nodes = slice(paths[0][-1], paths[-1][-1] + 1)
+        found = np.asarray(followers(*given, tree, nodes, depth))
+        for row in range(2):
+            whole = text[row, : last[row] + 1].tolist()
+            for node, path in enumerate(paths):
+                wanted = tokens[row, path].tolist()
+                starts = range(len(whole) - depth)
+                behind = [whole[i + depth] for i in starts if whole[i : i + depth] == wanted]
+                kept = [token for token in found[row, node].tolist() if token >= 0]
+                assert kept == behind[::-1][:20], (depth, row, node)
+        logits = random.normal(size=(2, 1, 5))
+        mixed = np.exp(np.asarray(reused(jnp.asarray(logits, jnp.float32), jnp.asarray(found))))
+        heads = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
+        for row, node in np.ndindex(*found.shape[:2]):
+            counts = np.bincount(found[row, node][found[row, node] >= 0], minlength=5)
+            half = heads[row, 0]
+            if counts.any():
+                half = (half + counts / counts.sum()) / 2
+            np.testing.assert_allclose(mixed[row, node], half, atol=1e-6)
 
 
 def test_target_and_draft_are_one_folder(tmp_path: Path) -> None:

@@ -31,9 +31,13 @@ from tests.kit import draft_params, random_draft, random_target
 
 
 def test_ancestor_masks_by_hand() -> None:
-    tree = plant(jnp.array([7, 8]), TreeConfig((2, 3)))
-    tree = grow(tree, 1, jnp.array([[1, 2], [3, 4]]), jnp.array([[0, 0], [0, 0]]))
-    tree = grow(tree, 3, jnp.array([[5, 6, 7], [8, 9, 1]]), jnp.array([[1, 2, 1], [2, 2, 2]]))
+    @jax.jit
+    def by_hand() -> Tree:
+        tree = plant(jnp.array([7, 8]), TreeConfig((2, 3)))
+        tree = grow(tree, 1, jnp.array([[1, 2], [3, 4]]), jnp.array([[0, 0], [0, 0]]))
+        return grow(tree, 3, jnp.array([[5, 6, 7], [8, 9, 1]]), jnp.array([[1, 2, 1], [2, 2, 2]]))
+
+    tree = by_hand()
     np.testing.assert_array_equal(tree.tokens, [[7, 1, 2, 5, 6, 7], [8, 3, 4, 8, 9, 1]])
     np.testing.assert_array_equal(tree.parents, [[-1, 0, 0, 1, 2, 1], [-1, 0, 0, 2, 2, 2]])
     first = [
@@ -52,20 +56,21 @@ def test_ancestor_masks_by_hand() -> None:
         [1, 0, 1, 0, 1, 0],
         [1, 0, 1, 0, 0, 1],
     ]
-    np.testing.assert_array_equal(tree.mask.astype(int), [first, second])
+    np.testing.assert_array_equal(tree.mask, np.array([first, second], bool))
 
 
 def test_a_tree_hangs_where_its_row_s_chain_ends() -> None:
     """Behind all of it, behind its first link, and, where there is no such node, behind nothing."""
-    chain = branch(jnp.full(3, 7), jnp.array([[1, 2]] * 3))
-    end = grow(
-        plant(jnp.full(3, 9), TreeConfig((2, 1))),
-        1,
-        jnp.array([[3, 4]] * 3),
-        jnp.zeros((3, 2), int),
-    )
-    end = grow(end, 3, jnp.full((3, 1), 5), jnp.full((3, 1), 2))
-    tree = at_end(chain, jnp.array([2, 1, 3]), end)
+
+    @jax.jit
+    def by_hand() -> Tree:
+        chain = branch(jnp.full(3, 7), jnp.array([[1, 2]] * 3))
+        end = plant(jnp.full(3, 9), TreeConfig((2, 1)))
+        end = grow(end, 1, jnp.array([[3, 4]] * 3), jnp.zeros((3, 2), int))
+        end = grow(end, 3, jnp.full((3, 1), 5), jnp.full((3, 1), 2))
+        return at_end(chain, jnp.array([2, 1, 3]), end)
+
+    tree = by_hand()
     np.testing.assert_array_equal(tree.tokens, [[7, 1, 2, 3, 4, 5]] * 3)
     parents = [[-1, 0, 1, 2, 2, 4], [-1, 0, 1, 1, 1, 4], [-1, 0, 1, -1, -1, 4]]
     np.testing.assert_array_equal(tree.parents, parents)
@@ -73,8 +78,8 @@ def test_a_tree_hangs_where_its_row_s_chain_ends() -> None:
     behind_all = [[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 1, 1]]
     behind_one = [[1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]
     masks = [[*links, *behind_all], [*links, *behind_one], [*links, *behind_all]]
-    np.testing.assert_array_equal(tree.mask.astype(int), masks)
-    depths = node_depths(tree, TreeConfig((1, 1, 2, 1), chain=2))
+    np.testing.assert_array_equal(tree.mask, np.array(masks, bool))
+    depths = np.asarray(node_depths(tree, TreeConfig((1, 1, 2, 1), chain=2)))
     np.testing.assert_array_equal(depths[:2], [[0, 1, 2, 3, 3, 4], [0, 1, 2, 2, 2, 3]])
 
 
@@ -145,16 +150,20 @@ def paths_by_parents(tree: Tree, row: int) -> list[tuple[int, ...]]:
 
 
 def test_a_budget_by_hand() -> None:
-    tree = plant(jnp.array([9]), TreeConfig((2, 3)))
-    tree = grow(tree, 1, jnp.array([[1, 2]]), jnp.array([[0, 0]]))
-    tree = grow(tree, 3, jnp.array([[5, 6, 7]]), jnp.array([[1, 2, 1]]))
-    totals = [jnp.array([[-1.0, -3.0]]), jnp.array([[-2.0, -3.5, -2.5]])]
-    kept = within_budget(tree, totals, TreeConfig((2, 3), budget=4))
+    @jax.jit
+    def by_hand() -> Tree:
+        tree = plant(jnp.array([9]), TreeConfig((2, 3)))
+        tree = grow(tree, 1, jnp.array([[1, 2]]), jnp.array([[0, 0]]))
+        tree = grow(tree, 3, jnp.array([[5, 6, 7]]), jnp.array([[1, 2, 1]]))
+        totals = [jnp.array([[-1.0, -3.0]]), jnp.array([[-2.0, -3.5, -2.5]])]
+        return within_budget(tree, totals, TreeConfig((2, 3), budget=4))
+
+    kept = by_hand()
     # Node 2 and its child 4 are the worst; 3 and 5 move up behind node 1.
     np.testing.assert_array_equal(kept.tokens, [[9, 1, 5, 7]])
     np.testing.assert_array_equal(kept.parents, [[-1, 0, 1, 1]])
     mask = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
-    np.testing.assert_array_equal(kept.mask.astype(int), [mask])
+    np.testing.assert_array_equal(kept.mask, np.array([mask], bool))
     np.testing.assert_array_equal(node_depths(kept, TreeConfig((2, 3), budget=4)), [[0, 1, 2, 2]])
 
 

@@ -107,6 +107,7 @@ REFUSED = {
     "--prompt=a --batch=b": "--batch: not allowed with argument --prompt",
     "--all_prompts --prompt=a": "--prompt: not allowed with argument --all_prompts",
     "--draft=folder": "--draft folder needs the --target it was made for",
+    "--draft=ngrma": "a draft works with no other (did you mean ngram?)",
     "--revision=main": "--revision chooses a version on the hub, and no --target of "
     "the hub is named",
     "--target=demo --revision=main": "--revision chooses a version on the hub, and no --target",

@@ -11,13 +11,21 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from longspec_jax.decoding.target import TargetModel
+from longspec_jax.drafters.base import Needs
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import partition_spec
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_target, save_target
 from longspec_jax.weights.params import assemble
 from longspec_jax.weights.tables import target_table
+from tests.kit import random_draft, relative_error
 from tests.models.families import CASES, load
 from tests.models.hf_models import torch, transformers
+from train.drafts.longspec.objective import LongSpecObjective
+from train.drafts.longspec.passes import Draws
+from train.drafts.longspec.settings import LongSpecSettings
+from train.step import Batch
+from train.target import run_target
 
 MIXED = "ministral", "gemma2", "gemma3_text", "olmo3", "gpt_oss"
 """Types of models of which some layers have windows."""
@@ -25,6 +33,7 @@ PROMPT, CHUNK = 44, 11
 """Longer than the range before a scaling, which is 16 or 32 tokens."""
 TOLERANCE = 1e-4
 """Largest absolute error of a logit, the bar of the project."""
+SETTINGS = LongSpecSettings("longspec", "", 11, False, 0, 1)
 COVERED = {"qwen2-yarn", "phi3", "granite"}
 """Of these only the files are tested: the arithmetic is that of other cases."""
 PARENTS = (-1, 0, 0, 1, 1, 2, 3, 5, 6)
@@ -87,6 +96,55 @@ def test_logits_of_chunks_a_step_and_a_tree(pair):
     nodes = (tokens[None, PROMPT:], positions[None, PROMPT:], MASK[None])
     found = verify(params, cache, *map(jnp.asarray, nodes), jnp.asarray([PROMPT]))
     np.testing.assert_allclose(found.logits[0], expected[PROMPT:], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("pair", [name for name in CASES if name not in COVERED], indirect=True)
+def test_training_reads_the_target_that_is_served(pair):
+    """A step's frozen features are those of prefill, and its target's loss is Hugging Face's."""
+    _, model, config, params = pair
+    target, layers = TargetModel(config), tuple(range(-1, config.num_layers))
+    tokens = np.random.default_rng(7).integers(3, 97, (1, PROMPT))
+    positions = jnp.arange(PROMPT)[None]
+    view = jax.jit(partial(run_target, config, mlp_chunk=16, keep=layers))(
+        params, jnp.asarray(tokens), positions
+    )
+    cache, found = target.allocate(1, PROMPT), []
+    needs = Needs(hidden=layers)
+    prefill = jax.jit(partial(target.prefill_chunk, needs=needs))
+    for start in range(0, PROMPT, CHUNK):
+        chunk = jnp.asarray(tokens[:, start : start + CHUNK])
+        at, last = jnp.asarray([start]), jnp.asarray([CHUNK - 1])
+        output = prefill(params, cache, chunk, at, last)
+        cache = output.cache
+        found.append((output.hidden / config.logits_divisor, output.features.hidden))
+    served = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *found)
+    for layer in layers:
+        assert relative_error(view.kept[layer], served[1][layer]) < 1e-5, layer
+    assert relative_error(view.hidden, served[0]) < 1e-5
+    if config.layer(config.read_layer).window is None:
+        for ours, theirs in (view.keys, cache.keys), (view.values, cache.values):
+            read = np.asarray(theirs[config.read_layer])[:, :, :PROMPT].swapaxes(1, 2)
+            assert relative_error(ours, read) < 1e-5
+
+        draft = DraftConfig.for_target(config, window=11)
+        objective = LongSpecObjective(config, draft, SETTINGS, 0, 16, 16)
+        batch = Batch(jnp.asarray(tokens), jnp.ones((1, PROMPT)))
+        draws = Draws(positions, jnp.ones(1, jnp.int32))
+
+        def loss_of(layer):
+            sums = objective.sums(layer, params, batch, draws)
+            return sums["loss"], sums["target_loss"]
+
+        step = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+        (loss, theirs), gradient = step(random_draft(draft))
+        assert np.isfinite(loss)
+        assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient))
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)).logits[0, :-1]
+        expected = torch.nn.functional.cross_entropy(
+            logits, torch.from_numpy(tokens)[0, 1:], reduction="sum"
+        )
+        assert relative_error(theirs, expected) < 1e-4
 
 
 def test_a_share_of_the_heads_is_that_part_of_the_whole(pair):

@@ -91,6 +91,7 @@ def tokens_of(answer: dict[str, Any]) -> tuple[int, ...]:
 
 def alone(spec: LongSpec, bodies: Sequence[dict[str, Any]]) -> tuple[tuple[int, ...], ...]:
     """Tokens of the same requests by plain decoding in the library."""
+    own: dict[str, Any] = {name: [body[name] for body in bodies] for name in USUAL}
     return spec.generate(
         [body["prompt"] for body in bodies],
         tree=PLAIN,
@@ -101,7 +102,7 @@ def alone(spec: LongSpec, bodies: Sequence[dict[str, Any]]) -> tuple[tuple[int, 
             {int(token): bias for token, bias in body.get("logit_bias", {}).items()}
             for body in bodies
         ],
-        **{name: [body[name] for body in bodies] for name in USUAL},
+        **own,
     ).sequences
 
 

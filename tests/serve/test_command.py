@@ -48,6 +48,12 @@ def test_what_cannot_be_served_is_refused_at_once(
     assert words in capsys.readouterr().err
 
 
+def test_the_hosts_memory_is_more_than_what_32_bits_count() -> None:
+    """32,000 tokens of a 7B model are 17 GB."""
+    found = parser().parse_args(["--offload_prefixes=64000000000"])
+    assert found.offload_prefixes == 64_000_000_000
+
+
 def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax.ops.slicing import chunk_length
-from tests.kit import relative_error
+from tests.kit import ALL_PASSES, relative_error
 from train.acceptance import count_hits
+from train.drafts.parallel.loss import About, Learned, block_loss
 from train.losses import cross_entropy_sum, distillation_sums, next_token_labels
 
 
@@ -97,6 +98,49 @@ def test_distillation_equals_the_dense_one(
     assert chunked(hidden, hidden, head)[1].divergence == 0.0
 
 
+@pytest.mark.parametrize("head_gradient", [False, True])
+def test_capped_logits_have_the_gradients_of_the_definition(head_gradient: bool) -> None:
+    """Of the text, of a distribution that is capped as well, and of a parallel draft's blocks."""
+    hidden, head, labels, weights = inputs(jnp.float32)
+    teacher, cap, share = hidden[::-1] + 1, 4.0, 0.3
+
+    def logs(x: jax.Array, head: jax.Array) -> jax.Array:
+        scores = jnp.einsum("BTD,VD->BTV", x, head, precision="highest")
+        return jax.nn.log_softmax(cap * jnp.tanh(scores / cap))
+
+    def expected(hidden: jax.Array, head: jax.Array) -> Any:
+        ours, theirs = logs(hidden, head), logs(teacher, head)
+        text = -jnp.take_along_axis(ours, labels[..., None], -1)[..., 0]
+        divergence = jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)
+        distance = jnp.abs(jnp.exp(theirs) - jnp.exp(ours)).sum(axis=-1)
+        mixed = ((1 - share) * text + share * each for each in (divergence, distance))
+        return tuple(jnp.sum(weights * each) for each in (text, *mixed))
+
+    def found(hidden: jax.Array, head: jax.Array) -> Any:
+        about: Any = dict(chunk=9, cap=cap)
+        text = cross_entropy_sum(
+            *(hidden, head, labels, weights), head_gradient=head_gradient, **about
+        )
+        of_both = distillation_sums(hidden, teacher, head, labels, weights, share=share, **about)
+        none = jnp.zeros((3, 12, 0)), jnp.zeros((37, 0))
+        slots = block_loss(
+            Learned(hidden, *none), head, About(labels, weights, teacher), share=share, **about
+        )
+        return text, of_both.loss, slots.loss
+
+    for which, name in enumerate(("text", "distillation", "blocks")):
+        ours, theirs = (
+            jax.jit(jax.value_and_grad(lambda *x, m=make, at=which: m(*x)[at], (0, 1)))(
+                hidden, head
+            )
+            for make in (found, expected)
+        )
+        assert relative_error(ours[0], theirs[0]) < 1e-5, name
+        assert relative_error(ours[1][0], theirs[1][0]) < 1e-5, name
+        if head_gradient and not which:
+            assert relative_error(ours[1][1], theirs[1][1]) < 1e-5
+
+
 @pytest.mark.parametrize("chunk", [1, 9, 1000])
 def test_of_two_models_in_one_pass_one_learns(chunk: int) -> None:
     hidden, head, labels, weights = inputs(jnp.float32)
@@ -115,7 +159,7 @@ def test_of_two_models_in_one_pass_one_learns(chunk: int) -> None:
 
 def products(function: Any, hidden: jax.Array) -> int:
     """How many a compiled function has; those of a loop count once."""
-    return jax.jit(function).lower(hidden).compile().as_text().count(" dot(")
+    return jax.jit(function).lower(hidden).compile(ALL_PASSES).as_text().count(" dot(")
 
 
 def test_logits_are_made_once_whatever_is_learned() -> None:
@@ -155,7 +199,7 @@ def test_logits_exist_for_one_chunk_only() -> None:
 
     def temporary_bytes(chunk: int) -> int:
         loss = jax.grad(lambda h: cross_entropy_sum(h, head, labels, weights, chunk=chunk))
-        return jax.jit(loss).lower(hidden).compile().memory_analysis().temp_size_in_bytes
+        return jax.jit(loss).lower(hidden).compile(ALL_PASSES).memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(64) < whole / 2 < temporary_bytes(1024)
 

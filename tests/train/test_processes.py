@@ -28,11 +28,7 @@ def free_port() -> int:
 
 def start(given: list[str], cache: Path) -> list[subprocess.Popen]:
     """Both processes of a run, with two devices each."""
-    kept = {
-        "HF_DATASETS_CACHE": str(cache),
-        "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-    }
+    kept = {"HF_DATASETS_CACHE": str(cache)}
     join = [f"--coordinator=127.0.0.1:{free_port()}", "--processes=2"]
     return [
         opened(["-m", "train.run", *given, *join, f"--process={index}"], devices=2, **kept)

@@ -16,7 +16,7 @@ from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.models import target as target_lib
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import make_mesh, param_shardings
-from tests.kit import tiny_target_config
+from tests.kit import ALL_PASSES, tiny_target_config
 from train import target as training_target
 from train.config import OptimizerConfig
 from train.drafts.longspec import passes
@@ -72,7 +72,8 @@ def compiled(kind: str, layers: int = 2, **axes: int) -> Any:
     run = make_step(objective, optimizer, 0, mesh, shardings)
     lowered = run.lower(state, frozen, batch, np.float32(0))
     # As little as possible at once, which a GPU's scheduler has in mind and a CPU's by default not.
-    return lowered.compile({"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})
+    frugal = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return lowered.compile({**frugal, **ALL_PASSES})
 
 
 def operations(text: str, kinds: str) -> list[tuple[str, str, tuple[int, ...]]]:

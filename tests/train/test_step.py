@@ -14,7 +14,7 @@ from longspec_jax.config import ExpertsConfig, LayerConfig, RecurrenceConfig, Ro
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.models.target import head_of
 from longspec_jax.sharding import make_mesh, param_shardings, path_name
-from tests.kit import random_target, relative_error, tiny_target_config
+from tests.kit import ALL_PASSES, random_target, relative_error, tiny_target_config
 from train.config import OptimizerConfig
 from train.drafts.longspec.objective import LongSpecObjective
 from train.drafts.longspec.settings import LongSpecSettings
@@ -185,7 +185,7 @@ def test_the_targets_loss_costs_nothing_where_it_is_not_told() -> None:
 
     def products(kind: str) -> int:
         sums = jax.jit(OBJECTIVES[kind].sums).lower(params, frozen_params(), micro, draws)
-        return sums.compile().as_text().count(" dot(")
+        return sums.compile(ALL_PASSES).as_text().count(" dot(")
 
     # Scores, their values, output, gate and value, their product, and the head.
     assert products("draft") - products("silent") == 6

@@ -133,7 +133,7 @@ def load_draft(
         check_tensors(table, tensors, str(source))
         layer = load_params(table, tensors, config.trunk.dtype, mesh)
     heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}
-    params = DFlashParams.bound(layer, config, target_params, vocabulary, False)
+    params = DFlashParams.bound(layer, config, target, target_params, vocabulary)
     return stored, config, replace(params, **heads)
 
 

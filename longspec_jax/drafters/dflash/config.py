@@ -1,9 +1,10 @@
 """Shape of a DFlash or DSpark draft."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from longspec_jax.checks import whole_number
-from longspec_jax.config import TargetConfig
+from longspec_jax.config import TargetConfig, YarnRopeScaling
 from longspec_jax.drafters.tables import check_fits
 
 
@@ -114,6 +115,16 @@ class DFlashConfig:
         """Inputs of the confidence head."""
         reads_markov = self.confidence and self.confidence.with_markov
         return self.model_width + (self.markov.rank if self.markov and reads_markov else 0)
+
+    def stretched(self, factor: float) -> "DFlashConfig":
+        """The same draft with YaRN over its trained range."""
+        trained = self.trunk.max_positions
+        trunk = dataclasses.replace(
+            self.trunk,
+            rope_scaling=YarnRopeScaling.usual(factor, trained),
+            max_positions=int(factor * trained),
+        )
+        return dataclasses.replace(self, trunk=trunk)
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError unless this draft can read the target's features and tokens."""

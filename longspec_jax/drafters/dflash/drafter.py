@@ -5,10 +5,12 @@ block once, whatever the tree: the pending token and mask tokens behind it, whic
 the entries. A level of the tree takes the logits of one slot. Slots do not know of each other's
 tokens, so without a Markov head the continuations of all nodes of a level are the same, and beam
 search by their sums is the tree of the best paths (DDTree, arXiv:2604.12989). A Markov head
-corrects the logits behind every node by its token.
+corrects the logits behind every node by its token. A confidence head says how likely a slot is
+right behind a node: paths through it are worth less by that, so that a budget or a threshold stops
+where the slots become guesses.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from longspec_jax.axes import Array
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config import PLAIN, TreeConfig, YarnRopeScaling
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,
@@ -128,8 +130,13 @@ class DFlashDrafter(Drafter):
             states = jax.lax.dynamic_update_slice_in_dim(states, state, nodes.start, axis=1)
             return states, noise.scores(slot + added, depth)
 
+        def trust(states: Array, tree: Tree, nodes: slice, depth: int) -> Array:
+            tokens = tree.tokens[:, nodes]
+            return draft.trust(self.config, tokens, hidden[:, depth : depth + 1])
+
         return beam_search(
-            *(view.pending, self.tree, score, states, draft.vocabulary, self.attention)
+            *(view.pending, self.tree, score, states, draft.vocabulary, self.attention),
+            trust=None if self.config.confidence is None else trust,
         )
 
     def _block(self, draft: DFlashParams, state: DFlashState, view: View) -> Array:
@@ -137,7 +144,7 @@ class DFlashDrafter(Drafter):
         c, slots, position = self.config, self.config.block, view.position
         tokens = jnp.full((len(position), slots), c.mask_token, jnp.int32)
         tokens = tokens.at[:, 0].set(view.pending)
-        angles = partial(_angles, c)
+        angles = partial(_turns, c)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             seen, entries = self.seen[layer], state.layers[layer]
@@ -161,6 +168,9 @@ class DFlashDrafter(Drafter):
         return draft.block(c, tokens, position[:, None] + jnp.arange(slots), attend)
 
 
-def _angles(config: DFlashConfig, positions: Array) -> tuple[Array, Array]:
-    c = config.trunk
-    return rotary_angles(positions, c.head_width, c.rotary)
+def _turns(config: DFlashConfig, positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines of rotations to add to others: without YaRN's factor, which keys have."""
+    c, scaling = config.trunk, config.trunk.rope_scaling
+    if isinstance(scaling, YarnRopeScaling):
+        scaling = replace(scaling, attention_factor=1.0)
+    return rotary_angles(positions, c.head_width, replace(c.rotary, scaling=scaling))

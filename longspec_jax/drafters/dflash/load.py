@@ -107,6 +107,8 @@ def load(
         mesh=mesh,
         revision=revision,
     )
+    if options.yarn is not None:
+        config = config.stretched(options.yarn)
     if pays_in_int8(target) if options.int8 is None else options.int8:
         params = params.in_int8()
         if mesh is not None:

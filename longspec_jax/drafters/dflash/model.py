@@ -88,9 +88,7 @@ class DFlashParams(BlockParams):
     """The draft's layers, its heads, and its tables, of which some may be the target's."""
 
     confidence: Any = None
-    """``kernel [C]`` and ``bias`` of the confidence head; None without one. Kept for
-    :func:`~longspec_jax.drafters.dflash.checkpoint.save_draft`: a round verifies a static number of
-    nodes, so there is nothing to cut."""
+    """``kernel [1, C]`` and ``bias [1]`` of the confidence head; None without one."""
 
     @property
     def own_params(self) -> Any:
@@ -106,6 +104,21 @@ class DFlashParams(BlockParams):
     def block(self, config: DFlashConfig, tokens: Array, positions: Array, attend: Attend) -> Array:
         """The layers over tokens ``[B, T]``; arguments as of :class:`DFlashLayers`."""
         return self._apply(config, self.embedded(tokens), positions, attend)
+
+    def trust(self, config: DFlashConfig, tokens: Array, hidden: Array) -> Array:
+        """How likely the target accepts a slot's token, a logarithm ``[B, w]`` (DSpark, 3.3).
+
+        Args:
+          config: of the draft, which has a confidence head.
+          tokens: those before the slot, ``[B, w]``.
+          hidden: the slot's, ``[B, 1, D]``.
+        """
+        parts = [jnp.broadcast_to(hidden, (*tokens.shape, hidden.shape[-1]))]
+        if config.confidence is not None and config.confidence.with_markov:
+            parts.append(jnp.take(self.markov["embedding"], tokens, axis=0))
+        joint = jnp.concatenate(parts, axis=-1).astype(jnp.float32)
+        kernel, bias = (self.confidence[name].astype(jnp.float32) for name in ("kernel", "bias"))
+        return jax.nn.log_sigmoid((joint * kernel).sum(axis=-1) + bias)
 
     def _apply(self, config: DFlashConfig, *args: Any, **options: Any) -> Any:
         layers: Any = DFlashLayers(config, self.int8)

@@ -112,7 +112,7 @@ def load(
         table = draft_table(config, embedding="embed_tokens.weight" in tensors)
         check_tensors(table, tensors, str(source))
         layer = load_params(table, tensors, config.dtype, mesh)
-    params = EagleParams.bound(layer, config, target.params, None, False)
+    params = EagleParams.bound(layer, config, target.config, target.params)
     return bound(EagleDraft, source, target, options, mesh, None, config, params)
 
 

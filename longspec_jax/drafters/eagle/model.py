@@ -91,8 +91,13 @@ class EagleLayer(nn.Module):
         joined = self._joined(embedded, feature)
         attended = self.self_out.partials(attend(*self._heads(joined, positions)))
         x, normed = with_sharding("b t d, b t d", *self.mlp_norm.add(joined, attended))
-        [out] = with_sharding("b t d", add(x, self.mlp(normed)))
+        out = self._left(x, self.mlp(normed))
         return LevelOutput(out, out)
+
+    def _left(self, x: Array, delta: Array) -> Array:
+        """What leaves the layer, of the residual stream and the partials of its last increment."""
+        [out] = with_sharding("b t d", add(x, delta))
+        return out
 
     def _joined(self, embedded: Array, feature: Array) -> Array:
         both = jnp.concatenate([embedded, feature], axis=-1)

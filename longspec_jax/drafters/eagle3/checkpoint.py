@@ -139,7 +139,8 @@ def load_draft(
         check_tensors(table, tensors, str(source))
         layer = load_params(table, tensors, config.dtype, mesh)
     tied = raw.flag("tie_word_embeddings", False)
-    return stored, config, Eagle3Params.bound(layer, config, target_params, vocabulary, tied)
+    tables = target, target_params, vocabulary, tied
+    return stored, config, Eagle3Params.bound(layer, config, *tables)
 
 
 def save_draft(

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import LARGEST_FACTOR, MAX_TREE_LEVELS, TargetConfig, TreeConfig
+from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
 from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
@@ -23,8 +23,6 @@ from longspec_jax.sharding import placed
 class Eagle3Options(FeatureOptions):
     """Options of an EAGLE-3 draft; none changes a token."""
 
-    yarn: float | None = None
-    """Stretch its positions by this factor with YaRN, though it was not trained so."""
     rope_theta: float | None = None
     """Its rotary base; as its file says if absent."""
     working: int | None = None
@@ -42,8 +40,6 @@ class Eagle3Options(FeatureOptions):
             )
         if self.working is not None or self.refresh is not None:
             _ = self.cache_options  # Raises for what they cannot be.
-        if self.yarn is not None and not 1 < self.yarn <= LARGEST_FACTOR:
-            raise ValueError(f"yarn={self.yarn:g} must be a factor above 1")
         if self.rope_theta is not None and self.rope_theta < 1:
             raise ValueError(f"rope_theta={self.rope_theta:g} must be at least 1")
 

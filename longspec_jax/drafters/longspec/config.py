@@ -36,7 +36,9 @@ class DraftConfig:
     embedding_factor: float = 1.0
     """Factor on the target's embeddings, as of the target."""
     logits_divisor: float = 1.0
-    """What the logits are divided by, as of the target. A target's cap is not applied."""
+    """What the logits are divided by, as of the target."""
+    logit_cap: float | None = None
+    """Bounds the logits softly after the division, as of the target."""
     window: int = 512
     """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
 

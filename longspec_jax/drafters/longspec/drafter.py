@@ -28,6 +28,7 @@ from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.retrieval.working_cache import CachedSelection, WorkingCache
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
+from longspec_jax.models.target import capped
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
@@ -132,7 +133,8 @@ class LongSpecDrafter(Drafter):
 
             attend_cross = partial(self._attend_cross, past)
             hidden = draft.hidden(self.config, tokens, positions, attend_self, attend_cross)
-            return rows, noise.scores(draft.logits(hidden), depth)
+            logits = capped(draft.logits(hidden), self.config.logit_cap)
+            return rows, noise.scores(logits, depth)
 
         return beam_search(view.pending, self.tree, score, rows, draft.vocabulary, self.attention)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.checks import whole_number
@@ -22,7 +22,7 @@ from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.drafters.tree import Tree, plant, tree_of_levels
-from longspec_jax.models.target import head_logits
+from longspec_jax.models.target import head_logits, target_logits
 from longspec_jax.ops.matmul.few_rows import matmul
 from longspec_jax.ops.slicing import last_along
 
@@ -44,6 +44,14 @@ class MedusaConfig:
     own_tables: bool
     """Whether every head has an LM head of its own; the target's serves all if not."""
     dtype: str = "bfloat16"
+    bias: bool = True
+    """Whether the blocks have biases."""
+    proposable: int | None = None
+    """Tokens that the LM heads know; all if absent."""
+    logits_divisor: float = 1.0
+    """Of the logits by the target's LM head, as of the target."""
+    logit_cap: float | None = None
+    """Likewise."""
 
     def __post_init__(self) -> None:
         whole_number("medusa_num_heads", self.heads, 1, MAX_TREE_LEVELS)
@@ -60,25 +68,28 @@ class MedusaParams:
 
     heads: Any
     """By ``heads_0`` ...: the blocks, and maybe an LM head."""
-    table: Leaf[Float[Array, "V D"]]
-    """The target's LM head."""
+    table: Leaf[Float[Array, "v D"]]
+    """The target's LM head, or some of its rows."""
+    vocabulary: Leaf[Int[Array, " v"]] | None = None
+    """The target's tokens that the rows of the LM heads stand for; token ``i`` is the i-th if
+    absent."""
 
     def logits(
         self, config: MedusaConfig, hidden: Float[Array, "B D"], levels: int
-    ) -> Float[Array, "B n V"]:
+    ) -> Float[Array, "B n v"]:
         """What the first ``levels`` heads make of a hidden state, float32."""
         states, logits = [], []
         for index in range(levels):
             head, state = self.heads[f"heads_{index}"], hidden
             for block in range(config.blocks):
                 weights = head[f"block_{block}"]
-                state = state + jax.nn.silu(matmul(state, weights["kernel"], weights["bias"]))
+                state = state + jax.nn.silu(matmul(state, weights["kernel"], weights.get("bias")))
             states.append(state)
             if config.own_tables:
                 logits.append(head_logits(head["head"], state))
         if config.own_tables:
             return jnp.stack(logits, axis=1)
-        return head_logits(self.table, jnp.stack(states, axis=1))
+        return target_logits(config, head_logits(self.table, jnp.stack(states, axis=1)))
 
 
 @dataclass(frozen=True)
@@ -120,8 +131,12 @@ class MedusaDrafter(Drafter):
         if not levels:
             return plant(view.pending, self.tree)
         logits = draft.logits(self.config, state, levels)
+        if draft.vocabulary is not None:
+            noise = noise.among(draft.vocabulary)
 
         def scores(depth: int) -> Array:
             return noise.scores(logits[:, depth : depth + 1], depth)
 
-        return tree_of_levels(view.pending, self.tree, scores, self.attention)
+        return tree_of_levels(
+            view.pending, self.tree, scores, draft.vocabulary, implementation=self.attention
+        )

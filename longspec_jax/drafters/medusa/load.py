@@ -1,8 +1,11 @@
 """Medusa heads as they are published, in and out, and the draft bound to its target.
 
-``medusa_lm_head.safetensors`` or ``.pt`` has the tensors of all heads, by the number of the head
-and of the module in it: residual blocks, and behind them an LM head of its own where it has one.
-``config.json`` has no sizes; they follow from the tensors.
+The authors' ``medusa_lm_head.safetensors`` or ``.pt`` has the tensors of all heads, by the number
+of the head and of the module in it: residual blocks, and behind them an LM head of its own where it
+has one. ``config.json`` has no sizes; they follow from the tensors.
+
+vLLM's ``model.safetensors`` has the same under other names, usually without biases, and maybe
+``token_map``: the tokens that its LM heads know.
 """
 
 import re
@@ -11,20 +14,76 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.medusa.drafter import MedusaConfig, MedusaDrafter, MedusaParams
+from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.models.target import head_of
-from longspec_jax.weights.checkpoint import MEDUSA_FILES, Tensors, open_tensors
+from longspec_jax.weights.checkpoint import (
+    MEDUSA_FILES,
+    WEIGHT_FILES,
+    Tensor,
+    Tensors,
+    open_tensors,
+)
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.params import load_params, write_model
 from longspec_jax.weights.tables import Rule, Table, bind, check_tensors
 
-_PREFIX = "medusa_head."
-"""Stands before all names where the heads were saved with their model."""
+_PREFIXES = "medusa_heads.", "medusa_head."
+"""May stand before all names, where the heads were saved with their model."""
+TOKEN_MAP = "token_map"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How Medusa heads are stored."""
+
+    block: str
+    """Name of a linear map, by ``head`` and ``block``."""
+    table: str
+    """Name of a head's own LM head, by ``head`` and the number of its ``blocks``."""
+    files: tuple[str, ...]
+    """What the weights may be called."""
+    heads_key: str
+    """The key of the number of heads."""
+    blocks_key: str
+    """The key of the number of blocks of each."""
+
+    def heads_table(self, config: MedusaConfig) -> Table:
+        """The tensors of the heads."""
+        rows = config.proposable or config.vocab_size
+        sizes = {"D": config.model_width, "E": config.model_width, "V": rows}
+        leaves = []
+        for head in range(config.heads):
+            for block in range(config.blocks):
+                ours = f"heads_{head}/block_{block}/"
+                theirs = self.block.format(head=head, block=block)
+                rule = Rule("kernel", "E D", (("weight", "D E"),))
+                leaves.append(bind(rule, sizes, ours, theirs))
+                if config.bias:
+                    leaves.append(bind(Rule("bias", "D", (("bias", "D"),)), sizes, ours, theirs))
+            if config.own_tables:
+                rule = Rule("head", "V D", (("weight", "V D"),))
+                theirs = self.table.format(head=head, blocks=config.blocks)
+                leaves.append(bind(rule, sizes, f"heads_{head}/", theirs))
+        return Table(tuple(leaves), {})
+
+
+AUTHORS = Dialect(
+    *("{head}.{block}.linear.", "{head}.{blocks}.", MEDUSA_FILES),
+    *("medusa_num_heads", "medusa_num_layers"),
+)
+VLLM = Dialect(
+    *("blocks.{head}.layers.{block}.", "lm_heads.{head}.", WEIGHT_FILES),
+    *("num_heads", "num_hidden_layers"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +97,8 @@ class MedusaDraft(Draft):
 
     config: MedusaConfig
     params: MedusaParams
+    stored: Dialect = AUTHORS
+    """How they are stored."""
     name: str = field(default="medusa", init=False)
 
     @property
@@ -72,7 +133,7 @@ def load(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> MedusaDraft:
-    """Load Medusa heads, of Medusa 1 or 2.
+    """Load Medusa heads, of Medusa 1 or 2, as the authors or vLLM store them.
 
     Args:
       source: a folder or hub id.
@@ -87,67 +148,99 @@ def load(
     """
     folder = local_folder(source, revision)
     raw = read_json(folder / "config.json")
+    dialect = VLLM if raw.text("model_type", "") == "medusa" else AUTHORS
     with ExitStack() as stack:
-        found = open_tensors(folder, stack, MEDUSA_FILES)
-        tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}
+        tensors = _renamed(open_tensors(folder, stack, dialect.files))
+        known = tensors.pop(TOKEN_MAP, None)
         try:
-            config = _config(raw, tensors, target.config)
+            config = _config(raw, tensors, dialect, target.config, known)
             config.check_fits(target.config)
+            tokens = None if known is None else _tokens(known, config)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
-        table = heads_table(config)
+        table = dialect.heads_table(config)
         check_tensors(table, tensors, str(source))
         heads = load_params(table, tensors, config.dtype, mesh)
-    return MedusaDraft(config, MedusaParams(heads, head_of(target.params)))
+    head = head_of(target.params)
+    if tokens is not None:
+        head = jnp.take(head, tokens, axis=0)
+    return MedusaDraft(config, MedusaParams(heads, head, tokens), dialect)
 
 
 def save(folder: str | Path, draft: MedusaDraft) -> None:
-    """Save Medusa heads as published.
+    """Save Medusa heads as they were stored.
 
     Args:
       folder: made if absent; heads in it are replaced.
       draft: the heads, of any sharding.
     """
-    config = draft.config
-    raw = {"medusa_num_heads": config.heads, "medusa_num_layers": config.blocks}
+    config, dialect = draft.config, draft.stored
+    raw: dict[str, Any] = {dialect.heads_key: config.heads, dialect.blocks_key: config.blocks}
+    more = {}
+    if dialect is VLLM:
+        raw |= {"architectures": ["MedusaModel"], "model_type": "medusa"}
+        raw |= {"hidden_size": config.model_width, "vocab_size": config.vocab_size}
+        raw |= {"medusa_fc_bias": config.bias, "original_lm_head": not config.own_tables}
+        if draft.params.vocabulary is not None:
+            more[TOKEN_MAP] = np.asarray(draft.params.vocabulary, np.int64)
+            raw["truncated_vocab_size"] = len(more[TOKEN_MAP])
     where = Path(folder).expanduser()
-    table, heads = heads_table(config), draft.params.heads
-    write_model(where, table, heads, config.dtype, raw, file=MEDUSA_FILES[0])
+    table, heads = dialect.heads_table(config), draft.params.heads
+    write_model(where, table, heads, config.dtype, raw, more, file=dialect.files[0])
 
 
-def heads_table(config: MedusaConfig) -> Table:
-    """The tensors of the heads."""
-    sizes = {"D": config.model_width, "E": config.model_width, "V": config.vocab_size}
-    leaves = []
-    for head in range(config.heads):
-        for block in range(config.blocks):
-            ours, theirs = f"heads_{head}/block_{block}/", f"{head}.{block}.linear."
-            leaves.append(bind(Rule("kernel", "E D", (("weight", "D E"),)), sizes, ours, theirs))
-            leaves.append(bind(Rule("bias", "D", (("bias", "D"),)), sizes, ours, theirs))
-        if config.own_tables:
-            rule = Rule("head", "V D", ((f"{config.blocks}.weight", "V D"),))
-            leaves.append(bind(rule, sizes, f"heads_{head}/", f"{head}."))
-    return Table(tuple(leaves), {})
+def _renamed(tensors: Tensors) -> Tensors:
+    """The tensors without what may stand before their names."""
+    for prefix in _PREFIXES:
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
-def _config(raw: JsonObject, tensors: Tensors, target: TargetConfig) -> MedusaConfig:
+def _tokens(known: Tensor, config: MedusaConfig) -> jax.Array:
+    """The tokens that the LM heads know."""
+    if len(known.shape) != 1:
+        raise ValueError(f"{TOKEN_MAP} {known.shape} must be a list; download the heads again")
+    return jnp.asarray(check_vocabulary(known.read((slice(None),)), config.vocab_size))
+
+
+def _config(
+    raw: JsonObject,
+    tensors: Tensors,
+    dialect: Dialect,
+    target: TargetConfig,
+    known: Tensor | None,
+) -> MedusaConfig:
     """The shape of the heads, by their tensors."""
-    blocks = raw.whole("medusa_num_layers", 1)
-    stored = {int(found[1]) for name in tensors if (found := re.match(r"(\d{1,4})\.", name))}
-    first, own = tensors.get("0.0.linear.weight"), tensors.get(f"0.{blocks}.weight")
+    blocks = raw.whole(dialect.blocks_key, 1)
+    pattern = re.escape(dialect.block).replace(r"\{head\}", r"(\d{1,4})").split(r"\{block")[0]
+    stored = {int(found[1]) for name in tensors if (found := re.match(pattern, name))}
+    first = tensors.get(f"{dialect.block.format(head=0, block=0)}weight")
+    own = tensors.get(f"{dialect.table.format(head=0, blocks=blocks)}weight")
     if first is None or len(first.shape) != 2 or (own is not None and len(own.shape) != 2):
         raise ValueError(
-            "0.0.linear.weight, the first block of the first head, is not among the tensors, or "
-            "they are no matrices; these are no Medusa heads, or the file is damaged"
+            f"{dialect.block.format(head=0, block=0)}weight, the first block of the first head, is "
+            "not among the tensors, or they are no matrices; these are no Medusa heads, or the "
+            "file is damaged"
         )
+    if raw.number("logit_scale", 1.0) != 1:
+        raise raw.error("logit_scale", "is not supported, only 1", "load other heads")
+    shared = dialect is VLLM and raw.flag("original_lm_head", False)
+    if shared and own is not None:  # vLLM stores the target's LM head with them.
+        del tensors[f"{VLLM.table.format(head=0)}weight"]
+        own = None
+    rows = target.vocab_size if own is None else own.shape[0]
     # The released files may hold more heads than their config.json names.
-    heads = max(raw.whole("medusa_num_heads", len(stored)), len(stored))
+    heads = max(raw.whole(dialect.heads_key, len(stored)), len(stored))
     return MedusaConfig(
         heads,
         blocks,
         first.shape[0],
-        target.vocab_size if own is None else own.shape[0],
+        rows if known is None else raw.whole("vocab_size", rows),
         target.num_layers,
         own is not None,
         target.dtype,
+        bias=f"{dialect.block.format(head=0, block=0)}bias" in tensors,
+        proposable=None if known is None else known.shape[0],
+        logits_divisor=target.logits_divisor,
+        logit_cap=target.logit_cap,
     )

@@ -18,6 +18,7 @@ from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.model import ParallelParams
 from longspec_jax.drafters.tree import Tree, beam_search, plant
 from longspec_jax.drafters.window import Entries, Seen
+from longspec_jax.models.target import capped
 from longspec_jax.ops.attention.dispatch import (
     prefix_attention,
     speculative_attention,
@@ -74,9 +75,11 @@ class ParallelDrafter(Drafter):
             memory: tuple[()], tree: Tree, nodes: slice, depth: int
         ) -> tuple[tuple[()], Array]:
             slot, tokens = logits[:, depth : depth + 1], tree.tokens[:, nodes]
+            cap = self.config.layer.logit_cap
             if draft.markov is not None:
-                return memory, noise.scores(slot + draft.correction(tokens), depth)
-            scores = noise.scores(slot, depth)
+                corrected = slot + draft.correction(tokens)
+                return memory, noise.scores(capped(corrected, cap), depth)
+            scores = noise.scores(capped(slot, cap), depth)
             return memory, jnp.broadcast_to(scores, (*tokens.shape, scores.shape[2]))
 
         return beam_search(view.pending, self.tree, score, (), implementation=self.attention)

@@ -7,27 +7,40 @@ tree has a level for the forward and one for each head, and its first level is a
 of the cache is.
 
 The paper chooses that part by the keys that a last query attends to, anew when as many tokens have
-been emitted. Here it is chosen in every round. The reuse of n-grams as further branches is left
-out.
+been emitted. Here it is chosen in every round.
+
+The paper reuses tokens: it appends the row's most frequent n-grams that begin with a token of the
+first level as further branches. Here they compete for the places of the same tree: behind such a
+token, what the heads expect is mixed with what followed the path where the row has it already
+(section 3.2 there).
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, Leaf
+from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.checks import whole_number
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
+from longspec_jax.drafters.ngram import NgramState, best_places, matches
 from longspec_jax.drafters.retrieval.selection import Selector, SinksAndRecent
 from longspec_jax.drafters.tables import check_sizes
-from longspec_jax.drafters.tree import Tree, plant, tree_of_levels
-from longspec_jax.models.target import head_logits
+from longspec_jax.drafters.tree import Tree, beam_search, plant
+from longspec_jax.models.target import head_logits, target_logits
 from longspec_jax.ops.layer import rms_norm
 from longspec_jax.ops.matmul.few_rows import matmul
+from longspec_jax.ops.slicing import along
+
+PLACES = 20
+"""Latest places of the row where a path stands that are counted, as many as the paper's n-grams."""
+REUSED = 0.5
+"""Share of what followed there, beside what the heads expect."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,8 @@ class TokenSwiftConfig:
     layers: int
     norm_eps: float
     dtype: str = "bfloat16"
+    logits_divisor: float = 1.0
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
         whole_number("medusa_heads", self.heads, 1, MAX_TREE_LEVELS - 1)
@@ -70,7 +85,17 @@ class TokenSwiftParams:
             hidden = hidden + matmul(normed.astype(hidden.dtype), head["block_0"]["kernel"])
             normed = rms_norm(hidden, head["output_norm"]["scale"], config.norm_eps)
             states.append(normed.astype(hidden.dtype))
-        return head_logits(self.table, jnp.stack(states, axis=1))
+        return target_logits(config, head_logits(self.table, jnp.stack(states, axis=1)))
+
+
+@struct.dataclass
+class TokenSwiftState:
+    """What a row keeps."""
+
+    chosen: Any
+    """The selector's state."""
+    row: NgramState
+    """The row's tokens."""
 
 
 @dataclass(frozen=True)
@@ -96,22 +121,28 @@ class TokenSwiftDrafter(Drafter):
 
     @property
     def needs(self) -> Needs:
-        """What the selector needs."""
-        return self.selector.needs
+        """What the selector needs, and all tokens."""
+        return self.selector.needs | Needs()
 
-    def begin(self, params: Params, batch: int, capacity: int) -> Any:
-        """The selector's state."""
-        return self.selector.begin(batch, capacity)
+    def begin(self, params: Params, batch: int, capacity: int) -> TokenSwiftState:
+        """No tokens yet."""
+        chosen = self.selector.begin(batch, capacity)
+        return TokenSwiftState(chosen, NgramState.begin(batch, capacity))
 
-    def extend(self, params: Params, state: Any, committed: Committed) -> Any:
-        """Let the selector learn of committed tokens."""
-        return self.selector.extend(state, committed)
+    def extend(
+        self, params: Params, state: TokenSwiftState, committed: Committed
+    ) -> TokenSwiftState:
+        """Let the selector learn of committed tokens, and keep them."""
+        chosen = self.selector.extend(state.chosen, committed)
+        return TokenSwiftState(chosen, state.row.extended(committed))
 
     def gathered_slots(self, capacity: int) -> int:
         """Those that the selector copies."""
         return self.selector.gathered_slots(capacity)
 
-    def propose(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
+    def propose(
+        self, params: Params, state: TokenSwiftState, view: View, noise: SamplingNoise
+    ) -> Tree:
         """Run the pending token and the heads, and grow the tree over what they say."""
         levels, draft, last = self.tree.num_levels, params.draft, self.config.layers - 1
         if not levels:
@@ -119,7 +150,7 @@ class TokenSwiftDrafter(Drafter):
         run = view.partial_forward(
             view.pending[:, None],
             view.position[:, None],
-            self.selector.choose(state, view),
+            self.selector.choose(state.chosen, view),
             view.uncommitted(1),
             jnp.ones((len(view.pending), 1, 1), bool),
             0,
@@ -130,7 +161,50 @@ class TokenSwiftDrafter(Drafter):
             behind = draft.logits(self.config, run.features.hidden[last][:, 0], levels - 1)
             logits = jnp.concatenate([logits, behind], axis=1)
 
-        def scores(depth: int) -> Array:
-            return noise.scores(logits[:, depth : depth + 1], depth)
+        text = state.row.text(view)
 
-        return tree_of_levels(view.pending, self.tree, scores, self.attention)
+        def score(
+            memory: tuple[()], tree: Tree, nodes: slice, depth: int
+        ) -> tuple[tuple[()], Array]:
+            slot = logits[:, depth : depth + 1]
+            if depth:
+                slot = reused(slot, followers(text, view.position, tree, nodes, depth))
+            return memory, noise.scores(slot, depth)
+
+        return beam_search(view.pending, self.tree, score, (), implementation=self.attention)
+
+
+def followers(
+    text: Int[Array, "B S"], last: Lengths, tree: Tree, nodes: slice, depth: int
+) -> Int[Array, "B w C"]:
+    """What followed in a row where the path from the first level to a node stands, -1 for nothing.
+
+    Args:
+      text: tokens of each row; garbage behind ``last[b]``.
+      last: position of each row's last token.
+      tree: the one so far.
+      nodes: of one level.
+      depth: theirs, at least 1.
+    """
+    index = jnp.arange(nodes.start, nodes.stop)[None]
+    path = []
+    for _ in range(depth):
+        index = jnp.broadcast_to(index, (len(last), nodes.stop - nodes.start))
+        path.append(jnp.take_along_axis(tree.tokens, index, axis=1))
+        index = jnp.maximum(jnp.take_along_axis(tree.parents, index, axis=1), 0)
+    earlier = jnp.arange(text.shape[1]) < last[:, None]
+    ending = jnp.stack(path, axis=2)
+    length = jax.vmap(matches, (None, 1, None), 1)(text, ending, earlier)
+    whole = (length == depth).astype(jnp.int32)
+    places, found = jax.vmap(partial(best_places, count=PLACES), 1, 1)(whole)
+    return jnp.where(found > 0, along(places + 1, text), -1)
+
+
+def reused(logits: Float[Array, "B 1 V"], following: Int[Array, "B w C"]) -> Float[Array, "B w V"]:
+    """Logits of the heads' distribution mixed with that of the tokens that followed, if any."""
+    token = jnp.arange(logits.shape[2])
+    counts = (following[..., None] == token).sum(axis=2)
+    total = counts.sum(axis=2, keepdims=True)
+    share = jnp.where(total > 0, REUSED, 0.0)
+    mixed = (1 - share) * jax.nn.softmax(logits) + share * counts / jnp.maximum(total, 1)
+    return jnp.log(mixed)

@@ -115,7 +115,12 @@ def load(
         tensors = {name: found[name] for name in found if name.startswith(_PREFIX)}
         try:
             heads = raw.whole("medusa_heads")
-            config = TokenSwiftConfig(heads, *sizes, target.config.norm_eps, target.config.dtype)
+            theirs = target.config
+            config = TokenSwiftConfig(
+                *(heads, *sizes, theirs.norm_eps, theirs.dtype),
+                logits_divisor=theirs.logits_divisor,
+                logit_cap=theirs.logit_cap,
+            )
             config.check_fits(target.config)
         except ValueError as error:
             raise ValueError(f"{raw.origin}: {error}") from error

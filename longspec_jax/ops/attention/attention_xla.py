@@ -12,9 +12,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Num
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, Sinks, TreeRows
+from longspec_jax.ops.attention.float8 import widened
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix, merge, with_sinks
 from longspec_jax.ops.attention.packing import pack, unpack
 from longspec_jax.ops.partitioned import row_shares
@@ -59,7 +60,7 @@ def prefix_attention(
         fresh = slot >= index * block
         seen = fresh & (slot >= first[:, None]) & (slot < length[:, None])
         k_block, v_block = (
-            _block(cache, prefix.cache_rows, offset, block).astype(q.dtype) for cache in (k, v)
+            widened(_block(cache, prefix.cache_rows, offset, block), q.dtype) for cache in (k, v)
         )
         # Slots behind the mask may hold anything, NaN included.
         v_block = jnp.where(seen[:, None, :, None], v_block, jnp.zeros_like(v_block))
@@ -109,7 +110,7 @@ def capped(scores: Array, cap: float | None) -> Array:
 
 def _block(
     cache: CacheSlots, rows: Lengths | None, offset: Array, size: int
-) -> Float[Array, "B K s H"]:
+) -> Num[Array, "B K s H"]:
     """Some slots of every row, or of these rows."""
     if rows is None:
         return jax.lax.dynamic_slice_in_dim(cache, offset, size, axis=2)

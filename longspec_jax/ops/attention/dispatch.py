@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Queries, Sinks, TreeRows
 from longspec_jax.ops.attention import attention_xla, path, reference
-from longspec_jax.ops.attention.float8 import E4M3, scaled
+from longspec_jax.ops.attention.float8 import CODES, scaled
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.hardware import HOPPER, compute_capability, require_ampere
@@ -303,8 +303,8 @@ def causal_attention(
     # Heads of more channels have a backward pass from Hopper on.
     widest = 2 * CUDNN_WIDTH if (compute_capability() or (0, 0)) >= HOPPER else CUDNN_WIDTH
     if cap is not None or sinks is not None or (on_gpu and q.shape[-1] > widest):
-        options = dict(sinks=sinks, window=window, scale=scale, cap=cap)
-        return attention_xla.causal_attention(q, k, v, **options)
+        scores: Any = dict(scale=scale, cap=cap)
+        return attention_xla.causal_attention(q, k, v, sinks=sinks, window=window, **scores)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -358,7 +358,7 @@ def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int, rows: in
             "equal"
         )
     # Only what is cached is ever in 8 bits.
-    if q.dtype != k.dtype and (k.dtype != E4M3 or "S" not in axes):
+    if q.dtype != k.dtype and (k.dtype != CODES or "S" not in axes):
         raise ValueError(f"queries are {q.dtype} and keys {k.dtype}; cast one of them explicitly")
     if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != (rows or k.shape[0]):
         raise ValueError(
@@ -371,7 +371,7 @@ def _check_together(prefix: Prefix, keys: TreeRows) -> None:
     """Refuse a prefix and fresh keys of different heads or types, or in different units."""
     if prefix.scales is not None:
         raise ValueError("fresh keys are in the cache's units; a prefix beside them has no scales")
-    if prefix.keys.shape[1] != keys.shape[2] or prefix.keys.dtype not in (keys.dtype, E4M3):
+    if prefix.keys.shape[1] != keys.shape[2] or prefix.keys.dtype not in (keys.dtype, CODES):
         raise ValueError(
             f"the prefix has {prefix.keys.shape[1]} key/value heads of {prefix.keys.dtype} and the "
             f"fresh tokens {keys.shape[2]} of {keys.dtype}; they must agree"

@@ -11,12 +11,16 @@ by those of values.
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array
 from longspec_jax.config import HeadScales
 
 E4M3 = jnp.float8_e4m3fn
-"""The dtype of the cache, which has no infinity."""
+"""The dtype of cached numbers, which has no infinity."""
+CODES = jnp.uint8
+"""The dtype of the cache, which holds their bits: to write to an array of 8-bit floats XLA converts
+all of it to 16 bits and back."""
 LARGEST = 448.0
 MANTISSA_BITS, LEAST_EXPONENT = 3, -6
 """Of e4m3. Below ``2 ** -6`` its numbers are multiples of ``2 ** -9``."""
@@ -35,6 +39,18 @@ def rounded(x: Array) -> Array:
     step = jax.lax.bitcast_convert_type(step << FLOAT32_MANTISSA_BITS, jnp.float32)
     nearest = jax.lax.round(wide / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * step
     return jnp.clip(nearest, -LARGEST, LARGEST).astype(x.dtype)
+
+
+def codes(x: Array) -> Array:
+    """What a cache holds of numbers that are :func:`rounded`."""
+    return jax.lax.bitcast_convert_type(x.astype(E4M3), CODES)
+
+
+def widened(cached: Array, dtype: DTypeLike) -> Array:
+    """Cached numbers in the dtype of queries: codes in more bits, others as they are."""
+    if cached.dtype == CODES:
+        cached = jax.lax.bitcast_convert_type(cached, E4M3)
+    return cached.astype(dtype)
 
 
 def stored(scales: HeadScales | None, keys: Array, values: Array) -> tuple[Array, Array]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from longspec_jax.ops.attention.float8 import widened
 from longspec_jax.ops.attention.packing import LOG2_E, PackedShape, Problem
 from longspec_jax.ops.attention.tiles import PrefixTile
 
@@ -179,10 +180,10 @@ def attend_to_slots(
         seen = [there[None, :] & (position[None, :] >= first[:, None]) for first in firsts]
         mask = within & there[:, None]
         k, v = (
-            pltriton.load(ref.at[*head, slot[:, None], h[None, :]], mask=mask, other=0.0)
+            pltriton.load(ref.at[*head, slot[:, None], h[None, :]], mask=mask, other=0)
             for ref in (k_ref, v_ref)
         )
-        k, v = k.astype(dtype), v.astype(dtype)
+        k, v = widened(k, dtype), widened(v, dtype)
         scores = [problem.scores(matmul(q, k, (1, 1))) for q in queries]
         scores = [jnp.where(own, s, -jnp.inf) for own, s in zip(seen, scores, strict=True)]
         each = zip(states, scores, strict=True)
@@ -202,8 +203,8 @@ def attend_to_slots(
         def read(ref: Any) -> jax.Array:
             source = ref.at[*head, slot[:, None], h[None, :]]
             if plain:
-                return pltriton.load(source).astype(dtype)
-            return pltriton.load(source, mask=mask, other=0.0).astype(dtype)
+                return widened(pltriton.load(source), dtype)
+            return widened(pltriton.load(source, mask=mask, other=0), dtype)
 
         k = read(k_ref)
         scores = [problem.scores(matmul(q, k, (1, 1))) for q in queries]

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
 from longspec_jax.axes import Array, Queries, Sinks, TreeRows
+from longspec_jax.ops.attention.float8 import widened
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 
 
@@ -26,7 +27,7 @@ def prefix_attention(
     Or, in a layer with a window, those whose position is not before ``oldest[b, t]``.
     """
     prefix, seen = prefix.of_batch(), _seen(q, prefix)
-    keys, values = prefix.keys.swapaxes(1, 2), prefix.values.swapaxes(1, 2)
+    keys, values = (widened(x.swapaxes(1, 2), q.dtype) for x in (prefix.keys, prefix.values))
     return _dense(q, keys, values, seen, scale, cap).in_dtype(dtype)
 
 
@@ -53,7 +54,7 @@ def speculative_attention(
 ) -> Float[Array, "B T N H"]:
     """One softmax over the slots that the prefix shows, the masked tree rows, and the sinks."""
     prefix = prefix.of_batch()
-    keys, values = (x.swapaxes(1, 2).astype(q.dtype) for x in (prefix.keys, prefix.values))
+    keys, values = (widened(x.swapaxes(1, 2), q.dtype) for x in (prefix.keys, prefix.values))
     k = jnp.concatenate([keys, fresh.keys], axis=1)
     v = jnp.concatenate([values, fresh.values], axis=1)
     mask = jnp.concatenate([_seen(q, prefix), fresh.mask], axis=2)

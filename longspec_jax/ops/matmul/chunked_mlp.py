@@ -1,4 +1,4 @@
-"""The SwiGLU of long rows, a chunk of tokens at a time.
+"""The gated MLP of long rows, a chunk of tokens at a time.
 
 What is inside an MLP is wider than what goes in and out. 32k tokens of Llama-3-8B have 1.9 GB of
 gates and values and 0.9 GB of their product, and as much again for their gradients. Here all four
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.matmul.few_rows import gate, matmul_precision, matmul_xla
+from longspec_jax.ops.matmul.few_rows import gate, gelu_gate, matmul_precision, matmul_xla
 from longspec_jax.ops.partitioned import row_shares, with_sharding
 from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
 
@@ -28,6 +28,7 @@ def chunked_mlp(
     down: Float[Array, "F D"],
     *,
     chunk: int,
+    gelu: bool = False,
 ) -> Float[Array, "B T D"]:
     """``(silu(x @ gate_up[:, 0]) * (x @ gate_up[:, 1])) @ down``; differentiable.
 
@@ -36,31 +37,33 @@ def chunked_mlp(
       gate_up: kernel of gate and value.
       down: kernel of the output.
       chunk: most tokens of a device in a chunk, at least one of each row.
+      gelu: whether the gate is a GELU by its tanh formula.
     """
     rows, length, _ = x.shape
     size = chunk_length(rows // row_shares(rows), length, chunk)
-    out: Any = _mlp(whole_chunks(x, size), gate_up, down, size)
+    out: Any = _mlp(whole_chunks(x, size), gate_up, down, size, gelu)
     return out[:, :length]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _mlp(x: Array, gate_up: Array, down: Array, size: int) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _mlp(x: Array, gate_up: Array, down: Array, size: int, gelu: bool) -> Array:
     gate_up, down = with_sharding(WEIGHTS, gate_up, down)
+    gated = gelu_gate if gelu else gate
 
     def step(out: Array, start: Array) -> tuple[Array, None]:
         [part] = with_sharding("b t d", cut(x, start, size))
-        return put(out, matmul_xla(gate(matmul_xla(part, gate_up)), down), start), None
+        return put(out, matmul_xla(gated(matmul_xla(part, gate_up)), down), start), None
 
     return jax.lax.scan(step, jnp.zeros_like(x), jnp.arange(0, x.shape[1], size))[0]
 
 
 def _forward(
-    x: Array, gate_up: Array, down: Array, size: int
+    x: Array, gate_up: Array, down: Array, size: int, gelu: bool
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _mlp(x, gate_up, down, size), (x, gate_up, down)
+    return _mlp(x, gate_up, down, size, gelu), (x, gate_up, down)
 
 
-def _backward(size: int, saved: Any, cotangent: Array) -> tuple[Array, Array, Array]:
+def _backward(size: int, gelu: bool, saved: Any, cotangent: Array) -> tuple[Array, Array, Array]:
     x, gate_up, down = saved
     whole_gate_up, whole_down = with_sharding(WEIGHTS, gate_up, down)
     shares = row_shares(x.shape[0])
@@ -75,7 +78,7 @@ def _backward(size: int, saved: Any, cotangent: Array) -> tuple[Array, Array, Ar
         part, out = with_sharding(
             "b t d, b t d", *(cut(each, start, size) for each in (x, cotangent))
         )
-        inner, through_gate = jax.vjp(gate, matmul_xla(part, whole_gate_up))
+        inner, through_gate = jax.vjp(gelu_gate if gelu else gate, matmul_xla(part, whole_gate_up))
         [d_inner] = through_gate(matmul("BTD,FD->BTF", out, whole_down))
         dx = put(dx, matmul("BTUF,DUF->BTD", d_inner, whole_gate_up), start)
         # Every device sums up what its own rows say; the sums are added once, after the loop.

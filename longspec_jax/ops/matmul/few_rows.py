@@ -87,6 +87,11 @@ def gate(gate_up: Array) -> Array:
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 
+def gelu_gate(gate_up: Array) -> Array:
+    """The same with a GELU by its tanh formula (Gemma)."""
+    return jax.nn.gelu(gate_up[..., 0, :], approximate=True) * gate_up[..., 1, :]
+
+
 def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     """Full float32 matmuls for float32 models; Ampere and later would use TF32 otherwise."""
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None

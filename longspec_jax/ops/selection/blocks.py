@@ -20,9 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
+from longspec_jax.ops.attention.float8 import CODES, widened
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.hardware import KERNEL_DTYPES, require_ampere
 from longspec_jax.ops.placement import on_host, to_device, to_host
@@ -176,7 +177,7 @@ def attended_scores(
     scores = jnp.einsum(
         "BKGH,BKSH->BKGS",
         grouped,
-        keys.astype(q.dtype),
+        widened(keys, q.dtype),
         precision=jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
@@ -267,7 +268,7 @@ def bound_scores(
 
 def gather_blocks(
     slots: CacheSlots, table: BlockTable, block: int, cache_rows: Lengths | None = None
-) -> Float[Array, "B K c H"]:
+) -> Num[Array, "B K c H"]:
     """The slots of the table's blocks, one behind the other, on the device.
 
     Args:
@@ -290,8 +291,8 @@ def gather_blocks(
 
 
 def gather_xla(
-    whole: Float[Array, "B K n b H"], blocks: Int[Array, "B K k"]
-) -> Float[Array, "B K k b H"]:
+    whole: Num[Array, "B K n b H"], blocks: Int[Array, "B K k"]
+) -> Num[Array, "B K k b H"]:
     """The gather in plain JAX, where the cache lies; from there the result goes to the device."""
 
     def take(blocks_of_head: Array, at: Array) -> Array:
@@ -306,7 +307,7 @@ def _gather_pallas(whole: Array, blocks: Array) -> Array:
     if not on_host(whole):
         raise NotImplementedError("XLA gathers as fast from the device's memory")
     require_ampere("the kernel that gathers blocks")
-    if whole.dtype not in KERNEL_DTYPES:
+    if whole.dtype not in (*KERNEL_DTYPES, CODES):
         raise NotImplementedError(f"the kernel that gathers blocks takes no {whole.dtype}")
     from longspec_jax.ops.selection import gather_pallas
 

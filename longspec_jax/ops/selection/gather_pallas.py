@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Float, Int
+from jaxtyping import Int, Num
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import triton_params
 
 
 def gather(
-    whole: Float[Array, "B K n b H"], blocks: Int[Array, "B K k"], interpret: bool = False
-) -> Float[Array, "B K k b H"]:
+    whole: Num[Array, "B K n b H"], blocks: Int[Array, "B K k"], interpret: bool = False
+) -> Num[Array, "B K k b H"]:
     """See :func:`longspec_jax.ops.selection.blocks.gather_xla`; the result is on the device."""
     shape = (*blocks.shape, *whole.shape[3:])
     return pl.pallas_call(
@@ -39,5 +39,5 @@ def _kernel(blocks_ref: Any, whole_ref: Any, found_ref: Any) -> None:
     h = jnp.arange(pl.next_power_of_2(width))[None, :]
     mask = (slot < block) & (h < width)
     chosen = pltriton.load(blocks_ref.at[row, head, place])
-    copied = pltriton.load(whole_ref.at[row, head, chosen, slot, h], mask=mask, other=0.0)
+    copied = pltriton.load(whole_ref.at[row, head, chosen, slot, h], mask=mask, other=0)
     pltriton.store(found_ref.at[row, head, place, slot, h], copied, mask=mask)

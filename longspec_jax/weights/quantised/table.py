@@ -151,13 +151,13 @@ def _dequantise(part: Part, leaf: Leaf, tensors: Tensors, quantised: Quantisatio
 
 def _dequantise_stacked(part: Part, tensors: Tensors, quantised: Quantisation) -> None:
     """The same of the stacked experts of MXFP4."""
-    stored = [tensors.pop(f"{part.source}_{kind}", None) for kind in ("blocks", "scales")]
-    if None in stored:
+    blocks, scales = (tensors.pop(f"{part.source}_{kind}", None) for kind in ("blocks", "scales"))
+    if blocks is None or scales is None:
         raise ValueError(
             f"{quantised.origin}: {part.source} is of MXFP4, and the weights lack its blocks or "
             "scales; the files belong to different saves: download the model again"
         )
-    tensors[part.source] = mxfp4.dequantised(*stored)
+    tensors[part.source] = mxfp4.dequantised(blocks, scales)
 
 
 def _dequantised(matrix: Stored, inputs: int, index: Index) -> np.ndarray:

@@ -4,6 +4,7 @@ That a block is computed as published is in :mod:`.test_parity`, and that no tok
 :mod:`tests.drafters.test_published`.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,8 +80,11 @@ def _proposed(
     return tree, noise.heard
 
 
-def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between() -> None:
-    """With the Markov head's state of their own path.
+@pytest.mark.parametrize("yarn", [None, 4.0])
+def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between(
+    yarn: float | None,
+) -> None:
+    """With the Markov head's state of their own path, and YaRN's factor once on every key.
 
     Of 16 entries the draft sees 0 and 1, then 10 to 15: those of the shorter text at 0 to 7.
     """
@@ -89,7 +93,9 @@ def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between() ->
     params = Params(None, random_params(DSPARK, KNOWN))
     pending, lengths = KNOWN[[5, 50]].astype(np.int32), np.array([16, 5], np.int32)
     start = np.zeros(2, np.int32)
-    tree, heard = _proposed(WINDOW, params, (tokens, start, lengths, *hidden), pending)
+    config = DSPARK if yarn is None else DSPARK.stretched(yarn)
+    window = replace(WINDOW, config=config)
+    tree, heard = _proposed(window, params, (tokens, start, lengths, *hidden), pending)
     long, kept = (lengths == 16)[:, None], np.array([0, 1, *range(10, 16)])
     shorter = np.where(long, tokens[:, kept], tokens[:, :8])
     states = [np.where(long[..., None], each[:, kept], each[:, :8]) for each in hidden]
@@ -98,7 +104,7 @@ def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between() ->
     middle = parents[rows, leaves]
     paths = np.stack([parents[rows, middle], middle, leaves], axis=1)
     following = np.pad(np.searchsorted(KNOWN, ids[rows[:, None], paths]), ((0, 0), (0, 1)))
-    chain = DFlashDrafter(DSPARK, TreeConfig((1,) * 4))
+    chain = DFlashDrafter(config, TreeConfig((1,) * 4))
     block = (each[rows] for each in (shorter, start, np.minimum(lengths, 8), *states))
     _, expected = _proposed(chain, params, tuple(block), pending[rows], following)
     first = np.array([1, 3, 6])
@@ -125,6 +131,52 @@ def test_a_tree_holds_the_best_paths_of_the_slots() -> None:
         assert {*zip(above.tolist(), found.tolist(), strict=True)} == {
             divmod(int(each), CONFIG.vocab_size) for each in best
         }
+
+
+def test_a_confidence_head_moves_nodes_to_where_slots_are_trusted() -> None:
+    """A path is worth its probabilities times the confidence of every slot on it, by hand."""
+    config = config_for(CONFIG, from_pending=True, markov=Markov(5), confidence=Confidence(True))
+    draft = random_params(config)
+    kernel = 3 * np.asarray(draft.confidence["kernel"])
+    draft = replace(draft, confidence={"kernel": jnp.asarray(kernel), "bias": jnp.array([-0.5])})
+    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
+    block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+    drafter = DFlashDrafter(config, TreeConfig((4, 5), budget=6))
+    tree, heard = _proposed(drafter, Params(None, draft), block, tokens[:, 0])
+
+    @jax.jit
+    def hidden_of_slots(draft: Any) -> jax.Array:
+        params, none = Params(None, draft), jnp.zeros((2, 1, 8, 8))
+        state = _extended(drafter, params, drafter.begin(params, 2, 16), block)
+        view = view_of(jnp.asarray(tokens[:, 0]), jnp.asarray(block[2]), none, none)
+        return drafter._block(draft, state, view)
+
+    slots = np.asarray(hidden_of_slots(draft), np.float64)
+    table = np.asarray(draft.markov["embedding"], np.float64)
+
+    def trust(row: int, slot: int, before: int) -> float:
+        joint = np.concatenate([slots[row, slot], table[before]])
+        return -float(np.log1p(np.exp(0.5 - joint @ kernel[0])))
+
+    logs = [np.asarray(jax.nn.log_softmax(each), np.float64) for each in heard]
+    for row in range(2):
+        root = int(tokens[row, 0])
+        first = logs[0][row, 0] + trust(row, 0, root)
+        above = np.argsort(-first)[:4]
+        worth = {(int(token),): first[token] for token in above}
+        below = {
+            (int(token), follower): first[token] + trust(row, 1, int(token)) + share
+            for node, token in enumerate(above)
+            for follower, share in enumerate(logs[1][row, node])
+        }
+        worth |= dict(sorted(below.items(), key=lambda path: -path[1])[:5])
+        best = {*sorted(worth, key=lambda path: -worth[path])[:5]}
+        parents, ids = np.asarray(tree.parents[row]), np.asarray(tree.tokens[row])
+        paths: dict[int, tuple[int, ...]] = {0: ()}
+        for node in range(1, 6):
+            paths[node] = (*paths[int(parents[node])], int(ids[node]))
+        assert {*paths.values()} - {()} == best
 
 
 def test_what_is_needed_and_what_cannot_be() -> None:

@@ -24,7 +24,7 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.drafters.base import Params
-from tests.kit import after_prompts
+from tests.kit import ALL_PASSES, after_prompts
 from tests.lookup import LookupDrafter, LookupTarget, random_table, table_params
 
 TREE = TreeConfig((3, 5, 4))
@@ -136,7 +136,11 @@ def test_every_turn_of_a_part_does_the_work(model, part) -> None:
     rows = rows_of(model, drafter)
     program = jax.jit(part(model.target, drafter, 3)).lower(model.params, rows)
     computations = dict(
-        re.findall(r"^(?:ENTRY )?%(\S+) .*?\{\n(.*?)^\}", program.compile().as_text(), re.S | re.M)
+        re.findall(
+            r"^(?:ENTRY )?%(\S+) .*?\{\n(.*?)^\}",
+            program.compile(ALL_PASSES).as_text(),
+            re.S | re.M,
+        )
     )
     reached, waiting = "", re.findall(r"body=%([\w.-]+)", "".join(computations.values()))
     assert waiting, "the loop is gone"

@@ -13,7 +13,7 @@ from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
 from longspec_jax.ops.matmul.few_rows import gated_matmul_xla, matmul_xla
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh
-from tests.kit import relative_error
+from tests.kit import ALL_PASSES, relative_error
 
 WIDTH, INNER = 24, 40
 
@@ -29,6 +29,13 @@ def plain(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     return matmul_xla(gated_matmul_xla(x, gate_up), down)
 
 
+def plain_gelu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """By the tanh formula, written out."""
+    gate, up = (matmul_xla(x, gate_up[:, half]) for half in (0, 1))
+    cubic = (2 / jnp.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return matmul_xla(0.5 * gate * (1 + jnp.tanh(cubic)) * up, down)
+
+
 def value_and_gradients(function: Any, *arrays: jax.Array) -> Any:
     def loss(x: jax.Array, gate_up: jax.Array, down: jax.Array, to: jax.Array) -> Any:
         out = function(x, gate_up, down)
@@ -37,19 +44,21 @@ def value_and_gradients(function: Any, *arrays: jax.Array) -> Any:
     return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays)
 
 
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize(
     ("rows", "length", "chunk", "dtype"),
     [(1, 24, 8, "float32"), (3, 13, 12, "float32"), (2, 5, 99, "float32"), (2, 8, 1, "bfloat16")],
 )
 def test_value_and_gradients_are_those_of_one_piece(
-    rows: int, length: int, chunk: int, dtype: str
+    rows: int, length: int, chunk: int, dtype: str, gelu: bool
 ) -> None:
     bound = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
     arrays = inputs(rows, length, dtype)
-    ours = value_and_gradients(lambda *a: chunked_mlp(*a, chunk=chunk), *arrays)
+    ours = value_and_gradients(lambda *a: chunked_mlp(*a, chunk=chunk, gelu=gelu), *arrays)
+    definition = plain_gelu if gelu else plain
     wide = (array.astype(jnp.float32) for array in arrays)
     for actual, wanted in zip(
-        *map(jax.tree.leaves, (ours, value_and_gradients(plain, *wide))), strict=True
+        *map(jax.tree.leaves, (ours, value_and_gradients(definition, *wide))), strict=True
     ):
         assert actual.dtype == dtype
         assert relative_error(actual.astype(jnp.float32), wanted) < bound
@@ -61,7 +70,13 @@ def test_what_is_inside_exists_for_one_chunk_only() -> None:
 
     def temporary_bytes(chunk: int) -> int:
         loss = jax.grad(lambda *a: jnp.sum(chunked_mlp(*a, chunk=chunk)), (0, 1, 2))
-        return jax.jit(loss).lower(*arrays[:3]).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(loss)
+            .lower(*arrays[:3])
+            .compile(ALL_PASSES)
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     assert temporary_bytes(4096) - temporary_bytes(256) > 3 * whole
 
@@ -80,7 +95,7 @@ def test_devices_change_nothing_and_add_up_their_gradients_once(axes: dict[str, 
     gradients = jax.jit(
         jax.grad(loss, (0, 1, 2)), in_shardings=places, out_shardings=tuple(places[:3])
     )
-    compiled = gradients.lower(*arrays).compile()
+    compiled = gradients.lower(*arrays).compile(ALL_PASSES)
     expected, _ = value_and_gradients(plain, *arrays)
     placed = [jax.device_put(array, place) for array, place in zip(arrays, places, strict=True)]
     for actual, wanted in zip(compiled(*placed), expected, strict=True):

@@ -15,6 +15,7 @@ from longspec_jax.ops.matmul.quantised import (
     quantised_matmul_partials,
 )
 from longspec_jax.ops.matmul.quantised_weights import E2M1, QuantisedMatrix
+from tests.kit import ALL_PASSES
 
 INPUTS, GROUP = 76, 32
 """The last group has 12 inputs."""
@@ -97,7 +98,7 @@ def test_a_loop_dequantises_inside() -> None:
 
         return jax.lax.fori_loop(0, 3, one, x)
 
-    compiled = jax.jit(rounds).lower(jnp.ones((1, INPUTS)), weights).compile()
+    compiled = jax.jit(rounds).lower(jnp.ones((1, INPUTS)), weights).compile(ALL_PASSES)
     [memory] = [compiled.memory_analysis()]
     assert memory is not None and memory.temp_size_in_bytes < 4 * 4 * INPUTS * INPUTS
 

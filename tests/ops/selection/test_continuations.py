@@ -160,7 +160,8 @@ def test_half_precision(op: Op) -> None:
 @pytest.mark.parametrize(("shape", "count"), [((2, 5, 13), 7), ((1, 2, 4097), 70)], ids=str)
 def test_sizes_without_kernels(shape: tuple[int, ...], count: int) -> None:
     """Small vocabularies, and more continuations than there are blocks."""
-    check(continuations.best_continuations, *drawn(sum(shape), *shape), count)
+    op = jax.jit(continuations.best_continuations, static_argnums=2)
+    check(op, *drawn(sum(shape), *shape), count)
 
 
 def test_a_tree_wider_than_its_vocabulary_is_refused() -> None:

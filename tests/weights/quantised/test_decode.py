@@ -48,6 +48,22 @@ def test_plans_and_reports_say_what_the_weights_take(spec: LongSpec) -> None:
     assert plan.target_bytes == whole + linears // 2 + linears // 32 * 5 + 2 * (3 * 64 + 96) * 4
 
 
+def test_a_cache_in_8_bits_beside_quantised_weights(spec: LongSpec, folder: Path) -> None:
+    """Said in reports and plans, and on a mesh, whose devices hold its heads, too."""
+    own: dict[str, Any] = {"dtype": "float32", "kv_dtype": "fp8"}
+    small = LongSpec.from_pretrained(folder, "streaming", **own)
+    assert small.precision == "weights int4, activations float32, cache fp8"
+    compared = small.compare(PROMPTS, tree="chain:2", **CALL)
+    assert compared.identical
+    assert compared.plain.sequences != spec.generate(PROMPTS, **CALL).sequences
+    plans = [each.generate(PROMPTS, tree="chain:2", **CALL).stats.memory for each in (small, spec)]
+    assert plans[0].cache_bytes * 4 == plans[1].cache_bytes
+    meshed = LongSpec.from_pretrained(folder, mesh=make_mesh(fsdp=2, tp=2), **own)
+    assert meshed.generate(PROMPTS, **CALL).sequences == compared.plain.sequences
+    with pytest.raises(ValueError, match="kv_dtype='int3' must be one of fp8"):
+        LongSpec.from_pretrained(folder, kv_dtype="int3")
+
+
 def test_the_same_bits_are_not_promised_where_no_kernel_keeps_them(folder: Path) -> None:
     config, params = load_target(folder, dtype="bfloat16")
     assert not LongSpec(config, params).identical

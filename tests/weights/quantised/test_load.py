@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary
+from longspec_jax.config import ExpertsConfig, HeadScales, LayerConfig, Rotary
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.checkpoint import open_tensors
@@ -278,3 +278,38 @@ def test_a_quantised_target_is_not_saved_as_a_whole_one(tmp_path: Path) -> None:
     config, params = load_target(write(tmp_path, "AWQ"))
     with pytest.raises(ValueError, match="quantised; copy the folder it was loaded from"):
         save_target(tmp_path / "again", config, params)
+
+
+def test_scales_of_a_cache_are_read_where_it_is_asked_for(tmp_path: Path) -> None:
+    """One a layer or one a head; some layers' alone are refused, and what is no scale."""
+    folder = write(tmp_path, "W8A16")
+    file, attention = folder / "model.safetensors", "model.layers.{}.self_attn.{}".format
+    tensors = load_file(file)
+    for layer in range(CONFIG.num_layers):
+        tensors[attention(layer, "k_scale")] = np.asarray(0.25 + layer, np.float32)
+        tensors[attention(layer, "v_scale")] = np.asarray([0.5, 2.0], np.float16)
+    save_file(tensors, file)
+    config, _ = load_target(folder)
+    assert config == CONFIG
+    config, _ = load_target(folder, kv_dtype="fp8")
+    assert config.kv_dtype == "fp8"
+    assert config.kv_scales == (HeadScales((0.25,), (0.5, 2.0)), HeadScales((1.25,), (0.5, 2.0)))
+    save_file(tensors | {attention(1, "k_scale"): np.asarray(-1.0, np.float32)}, file)
+    with pytest.raises(ValueError, match="k_scale is float32 .* are positive numbers"):
+        load_target(folder, kv_dtype="fp8")
+    del tensors[attention(1, "v_scale")]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="none for the values of layer 1; load it without"):
+        load_target(folder, kv_dtype="fp8")
+
+
+def test_one_old_scale_is_that_of_keys_and_values(tmp_path: Path) -> None:
+    """And scales of 1 are none."""
+    folder = write(tmp_path, "W8A16")
+    file, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    for layer in range(CONFIG.num_layers):
+        name = f"model.layers.{layer}.self_attn.kv_scale"
+        tensors[name] = np.asarray([1.0 + layer], np.float32)
+    save_file(tensors, file)
+    config, _ = load_target(folder, kv_dtype="fp8")
+    assert config.kv_scales == (None, HeadScales((2.0,), (2.0,)))

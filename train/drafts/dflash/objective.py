@@ -19,7 +19,7 @@ from longspec_jax.drafters.dflash.checkpoint import Format, load_draft, save_dra
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.dialects import LAYERS, ZLAB, evenly
 from longspec_jax.drafters.dflash.model import DFlashParams
-from longspec_jax.models.target import head_of
+from longspec_jax.models.target import head_of, scaled
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along
 
@@ -83,7 +83,8 @@ class DFlashObjective:
         rows = len(labels)
         hidden = hidden.reshape(rows, -1, hidden.shape[-1])
         labels, weights = labels.reshape(rows, -1), weights.reshape(rows, -1)
-        return {"loss": cross_entropy_sum(hidden, head, labels, weights, chunk=self.loss_chunk)}
+        about: Any = dict(chunk=self.loss_chunk, cap=self.target.logit_cap)
+        return {"loss": cross_entropy_sum(hidden, head, labels, weights, **about)}
 
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
         """Simulated acceptance; slot ``j`` is shift ``j``."""
@@ -122,7 +123,10 @@ class DFlashObjective:
             *(self.draft, params, embedding, batch.tokens, positions, anchors, view),
             every=self.anchor_every,
             mlp_chunk=self.mlp_chunk,
+            factor=self.target.embedding_factor,
         )
+        # The head then makes logits of it, without another division.
+        hidden = scaled(hidden, 1 / self.target.logits_divisor)
         return hidden[:, :, self.draft.first_slot :], view
 
     def _slots(self, batch: Batch, anchors: Array) -> tuple[Array, Array, Array]:

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.model import DFlashLayers
+from longspec_jax.models.target import scaled
 from longspec_jax.ops.partitioned import row_shares, with_sharding
 from longspec_jax.ops.slicing import along
 
@@ -45,6 +46,7 @@ def run_blocks(
     view: TargetView,
     every: int,
     mlp_chunk: int = 0,
+    factor: float = 1.0,
 ) -> Float[Array, "B M slots D"]:
     """What the LM head reads of every slot of every block.
 
@@ -60,6 +62,7 @@ def run_blocks(
       mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all. Half as many
         are taken, because the backward pass holds twice as much. Where there are several chunks,
         the backward pass also recomputes everything but matmuls and attention.
+      factor: on embeddings, as of the target.
     """
     mlp_chunk = -(-mlp_chunk // 2)
     layers = DFlashLayers(config, mlp_chunk=mlp_chunk)
@@ -79,6 +82,7 @@ def run_blocks(
         masks = jnp.full((rows, blocks, config.block - 1), config.mask_token, tokens.dtype)
         block = jnp.concatenate([pending, masks], axis=2).reshape(rows, -1)
         [embedded] = with_sharding("b t d", jnp.take(embedding, block, axis=0))
+        embedded = scaled(embedded, factor)
         # Positions go on behind the row's end.
         at = positions[:, :1] + places(anchors, config.block)
         if mlp_chunk and at.size > mlp_chunk * row_shares(rows):

@@ -148,6 +148,7 @@ class Eagle3Objective:
             *(self.draft, layer, embedding, tokens, positions, view),
             steps=self.steps,
             mlp_chunk=self.mlp_chunk,
+            factor=self.target.embedding_factor,
         )
         return hidden, view
 

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from longspec_jax.axes import Array
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.model import Eagle3Layer
+from longspec_jax.models.target import scaled
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import with_sharding
 
@@ -50,6 +51,7 @@ def run_draft(
     *,
     steps: int,
     mlp_chunk: int = 0,
+    factor: float = 1.0,
 ) -> Float[Array, "B T S D"]:
     """What the draft's LM head reads in every step of the training-time test.
 
@@ -62,6 +64,7 @@ def run_draft(
       view: the target's, with the residual streams of ``config.features``.
       steps: of the test.
       mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
+      factor: on embeddings, as of the target.
 
     Returns:
       At token ``t`` and step ``s`` what predicts the token behind ``t``, from token ``t - 1 - s``
@@ -87,6 +90,7 @@ def run_draft(
     with jax.named_scope("draft"):
         params = cast(params, config.dtype)
         [embedded] = with_sharding("b t d", jnp.take(embedding, tokens, axis=0))
+        embedded = scaled(embedded, factor)
         feature = layer.apply(
             {"params": params}, [view.kept[each] for each in config.features], method="fused"
         )

@@ -90,6 +90,7 @@ class LongSpecObjective:
             self.draft, params, frozen, batch.tokens, draws, view, mlp_chunk=self.mlp_chunk
         )
         about: Any = {"labels": labels, "weights": weights, "chunk": self.loss_chunk}
+        about["cap"] = self.target.logit_cap
         share = self.settings.distillation
         if not (share or self.target_loss):
             return {"loss": cross_entropy_sum(hidden, head, **about)}

@@ -9,17 +9,19 @@ computed beside the loss. Here it reaches the Markov head's table, too.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.models.target import head_logits
+from longspec_jax.models.target import capped, head_logits
 from longspec_jax.ops.matmul.few_rows import matmul_precision
 from longspec_jax.ops.partitioned import row_shares
 from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
+
+from ...losses import before_cap
 
 
 class Learned(NamedTuple):
@@ -57,8 +59,18 @@ class BlockLoss(NamedTuple):
     """The target's own cross-entropy of the text."""
 
 
+How: TypeAlias = tuple[float, float | None]
+"""The share of the distance, and the cap; static."""
+
+
 def block_loss(
-    learned: Learned, head: Float[Array, "V D"], about: About, *, share: float, chunk: int
+    learned: Learned,
+    head: Float[Array, "V D"],
+    about: About,
+    *,
+    share: float,
+    chunk: int,
+    cap: float | None = None,
 ) -> BlockLoss:
     """The loss of all slots and its parts.
 
@@ -68,28 +80,29 @@ def block_loss(
       about: of the slots; no gradient.
       share: of the distance, 0 to 1.
       chunk: most tokens of a device whose logits exist at once; of each model half as many.
+      cap: bounds the logits of both softly, as the target's.
     """
     rows, slots = about.labels.shape
     size = chunk_length(rows // row_shares(rows), slots, max(1, chunk // 2))
     hidden, before = (whole_chunks(each, size) for each in learned[:2])
     about = jax.lax.stop_gradient(About(*(whole_chunks(each, size) for each in about)))
-    found: Any = _chunked(share, size, Learned(hidden, before, learned.table), head, about)
+    found: Any = _chunked((share, cap), size, Learned(hidden, before, learned.table), head, about)
     return BlockLoss(found[0], *jax.lax.stop_gradient(found[1:]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunked(share: float, size: int, learned: Learned, head: Array, about: About) -> Any:
-    return _loop(share, size, learned, head, about, None)[0]
+def _chunked(how: How, size: int, learned: Learned, head: Array, about: About) -> Any:
+    return _loop(how, size, learned, head, about, None)[0]
 
 
-def _forward(share: float, size: int, learned: Learned, head: Array, about: About) -> Any:
+def _forward(how: How, size: int, learned: Learned, head: Array, about: About) -> Any:
     table = jnp.zeros(learned.table.shape, jnp.float32)
     none = Learned(jnp.zeros_like(learned.hidden), jnp.zeros_like(learned.before), table)
-    sums, gradient = _loop(share, size, learned, head, about, none)
+    sums, gradient = _loop(how, size, learned, head, about, none)
     return sums, gradient._replace(table=gradient.table.astype(learned.table.dtype))
 
 
-def _backward(share: float, size: int, gradient: Learned, cotangents: Any) -> Any:
+def _backward(how: How, size: int, gradient: Learned, cotangents: Any) -> Any:
     def scaled(each: Array) -> Array:
         return (each.astype(jnp.float32) * cotangents[0]).astype(each.dtype)
 
@@ -100,7 +113,7 @@ _chunked.defvjp(_forward, _backward)
 
 
 def _loop(
-    share: float, size: int, learned: Learned, head: Array, about: About, first: Learned | None
+    how: How, size: int, learned: Learned, head: Array, about: About, first: Learned | None
 ) -> tuple[tuple[Array, ...], Any]:
     """The sums of all chunks, and the gradient if there is one to begin with."""
     precision, table = matmul_precision(head.dtype), learned.table
@@ -111,7 +124,7 @@ def _loop(
         logits = head_logits(head, x)
         if table.shape[1]:
             logits += head_logits(table, z)
-        found, error = _of_chunk(share, logits, head, About(*mine))
+        found, error = _of_chunk(how, logits, head, About(*mine))
         if gradient is not None:
             error = error.astype(head.dtype)
             dx, dz = (
@@ -134,10 +147,12 @@ def _loop(
 
 
 def _of_chunk(
-    share: float, logits: Array, head: Array, about: About
+    how: How, logits: Array, head: Array, about: About
 ) -> tuple[tuple[Array, ...], Array]:
-    """The sums of a chunk, and the gradient of its loss by the logits."""
-    wanted = head_logits(head, about.teacher)
+    """The sums of a chunk, and the gradient of its loss by the logits before their cap."""
+    share, cap = how
+    logits = capped(logits, cap)
+    wanted = capped(head_logits(head, about.teacher), cap)
     # One-hot by comparison fuses, and stays local under a sharded vocabulary.
     label = about.labels[..., None] == jnp.arange(logits.shape[-1])
     (q, surprise), (p, teacher) = (_distribution(each, label) for each in (logits, wanted))
@@ -146,7 +161,7 @@ def _of_chunk(
     error = (1 - share) * (q - label) + share * away
     sums = tuple(jnp.sum(about.weights * each) for each in (surprise, distance, teacher))
     loss = (1 - share) * sums[0] + share * sums[1]
-    return (loss, *sums), error * about.weights[..., None]
+    return (loss, *sums), before_cap(error * about.weights[..., None], logits, cap)
 
 
 def _distribution(logits: Array, label: Array) -> tuple[Array, Array]:

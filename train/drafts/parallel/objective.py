@@ -95,7 +95,8 @@ class ParallelObjective:
         """
         learned, head, about = self._run(params, frozen, batch, draws)
         share, chunk = self.settings.distillation, self.loss_chunk
-        loss, text, distance, target = block_loss(learned, head, about, share=share, chunk=chunk)
+        options: Any = dict(share=share, chunk=chunk, cap=self.target.logit_cap)
+        loss, text, distance, target = block_loss(learned, head, about, **options)
         parts = {"cross_entropy": text, "distance": distance}
         return {"loss": loss, "target_loss": target, **parts}
 

@@ -1,0 +1,262 @@
+"""MTP layers as they are published, in and out, and the draft bound to its target.
+
+Two families of files have a layer that is computed here. MiMo's lie among the target's own tensors,
+so target and draft are one folder. speculators' are a folder of their own, trained for a target
+that may have been published without (FastMTP). Others are refused with the reason: their layers
+have experts, recurrent state or a gate, as their targets do.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from longspec_jax.config import LayerConfig, TargetConfig, TreeConfig
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.eagle.load import EagleDraft, EagleOptions
+from longspec_jax.drafters.eagle3.load import bound
+from longspec_jax.drafters.mtp.model import MtpConfig, MtpDrafter, MtpParams
+from longspec_jax.drafters.vocabulary import DROPPED
+from longspec_jax.weights.checkpoint import Tensors, open_tensors
+from longspec_jax.weights.hf_config import hf_config, target_config
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.json_files import JsonObject, read_json
+from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.tables import (
+    MLP,
+    QKV_BIAS_PARTS,
+    QKV_KERNEL,
+    Rule,
+    Table,
+    bind,
+    check_tensors,
+    layer_sizes,
+    target_table,
+)
+
+LAYERS = "num_nextn_predict_layers"
+"""How many layers a file says that it has."""
+_SPECULATORS_LAYER = "Qwen3ForCausalLM"
+_FUSE = (Rule("fuse/kernel", "C D", (("input_proj.weight", "D C"),)),)
+_LAYER = (
+    Rule("self_qkv/fused/kernel", "D K * H", QKV_KERNEL),
+    Rule("self_out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
+    *MLP,
+    *(
+        Rule(f"{ours}/scale", "D", ((f"{theirs}.weight", "D"),))
+        for ours, theirs in {
+            "embedding_norm": "token_layernorm",
+            "hidden_norm": "hidden_layernorm",
+            "attention_norm": "input_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "output_norm": "final_layernorm",
+        }.items()
+    ),
+)
+_QKV_BIAS = (Rule("self_qkv/fused/bias", "K * H", QKV_BIAS_PARTS),)
+_QK_NORM = tuple(
+    Rule(f"{name}/scale", "H", ((f"self_attn.{name}.weight", "H"),))
+    for name in ("q_norm", "k_norm")
+)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Where a family of trainers writes an MTP layer."""
+
+    prefix: str
+    """What the names of its tensors begin with."""
+    beside_target: bool
+    """Whether it lies among the target's own tensors."""
+    hidden_first: bool
+    """Whether the projection reads the hidden state before the embedding."""
+
+    def table(self, config: MtpConfig) -> Table:
+        """The tensors of the layer."""
+        sizes = layer_sizes(config) | {"C": 2 * config.model_width}
+        rules = _FUSE + _LAYER + _QKV_BIAS * config.qkv_bias + _QK_NORM * config.qk_norm
+        return Table(tuple(bind(rule, sizes, theirs=self.prefix) for rule in rules), DROPPED)
+
+
+MIMO = Dialect("model.mtp_layers.0.", beside_target=True, hidden_first=True)
+SPECULATORS = Dialect("mtp_layers.0.", beside_target=False, hidden_first=False)
+
+
+@dataclass(frozen=True)
+class MtpOptions(EagleOptions):
+    """Options of an MTP layer, those of EAGLE-1; none changes a token."""
+
+
+@dataclass(frozen=True, eq=False)
+class MtpDraft(EagleDraft):
+    """An MTP layer, the tables it shares with its target, and what it sees of a text."""
+
+    stored: Any = None
+    """The :class:`Dialect` that it was stored in."""
+    name: str = field(default="mtp", init=False)
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> MtpDrafter:
+        """The drafter that grows this tree."""
+        config: Any = self.config
+        return MtpDrafter(config, tree, attention, *self.seen, self.working)
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: MtpOptions = MtpOptions(),
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> MtpDraft:
+    """Load an MTP layer.
+
+    Args:
+      source: a folder or hub id: of the target itself, or of a layer that was trained for it.
+      target: what it drafts for.
+      options: its options.
+      mesh: devices to spread it over; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if the folder or one of its files is missing.
+      ValueError: if it does not belong to the target, its layer is not computed here, or a file is
+        damaged.
+    """
+    folder = local_folder(source, revision)
+    raw = read_json(folder / "config.json")
+    with ExitStack() as stack:
+        tensors = open_tensors(folder, stack)
+        dialect = _dialect_of(raw, tensors)
+        config = _config(raw, dialect, target.config, options.rope_theta)
+        try:
+            config.check_fits(target.config)
+        except ValueError as error:
+            raise ValueError(f"{raw.origin}: {error}") from error
+        if dialect.beside_target:
+            tensors = {name: each for name, each in tensors.items() if ".mtp_layers." in name}
+        table = dialect.table(config)
+        check_tensors(table, tensors, str(source))
+        layer = load_params(table, tensors, config.dtype, mesh)
+    params = MtpParams.bound(layer, config, target.params, None, False)
+    return bound(MtpDraft, source, target, options, mesh, dialect, config, params)
+
+
+def save(folder: str | Path, draft: MtpDraft, target: Target) -> None:
+    """Save an MTP layer as published: MiMo's with its target, speculators' alone.
+
+    Args:
+      folder: made if absent; weights in it are replaced, other files stay.
+      draft: the layer, of any sharding; not in 8 bits, its positions not stretched.
+      target: what it was trained for.
+
+    Raises:
+      ValueError: for parameters in 8 bits, or a layer whose positions no file describes.
+    """
+    if draft.params.int8:
+        raise ValueError("the draft is in 8 bits; load it with int8=False to save it")
+    config: Any = draft.config
+    dialect: Any = draft.stored
+    layer, table = _as_target(config, target.config, dialect), dialect.table(config)
+    if dialect.beside_target:
+        whole = target_table(target.config)
+        raw = hf_config(target.config) | {LAYERS: 1}
+        table, params = (
+            Table((*whole.leaves, *table.leaves), {}),
+            target.params | draft.params.layer,
+        )
+    else:
+        raw, params = _raw_speculators(layer), draft.params.layer
+    write_model(Path(folder).expanduser(), table, params, config.dtype, raw)
+
+
+def _as_target(config: MtpConfig, target: TargetConfig, dialect: Dialect) -> TargetConfig:
+    """The target whose file describes the layer; raises ValueError if there is none."""
+    fields = {name: getattr(config, name) for name in _COMMON}
+    if dialect.beside_target:
+        others = {name: value for name, value in fields.items() if getattr(target, name) != value}
+        if others:
+            raise ValueError(
+                f"the layer differs from its target's in {', '.join(others)}, and one file "
+                "describes both; load it without options to save it"
+            )
+        return target
+    return TargetConfig(
+        _SPECULATORS_LAYER, num_layers=target.num_layers, qk_norm=True, dtype=config.dtype, **fields
+    )
+
+
+_COMMON = (
+    *("vocab_size", "model_width", "mlp_width", "num_heads", "num_kv_heads", "head_width"),
+    *("max_positions", "rope_theta", "rope_scaling", "norm_eps", "qkv_bias"),
+)
+"""Fields that an MTP layer has as a target has them."""
+
+
+def _raw_speculators(layer: TargetConfig) -> dict[str, Any]:
+    """The ``config.json`` of a folder of speculators."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+    return {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": "mtp",
+        "speculators_config": {
+            "algorithm": "mtp",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": None, "architectures": []},
+        },
+        "transformer_layer_config": hf_config(layer),
+        LAYERS: 1,
+        "torch_dtype": layer.dtype,
+    }
+
+
+def _dialect_of(raw: JsonObject, tensors: Tensors) -> Dialect:
+    """Whose file it is; raises ValueError for a layer that is not computed here."""
+    if raw.whole(LAYERS, 1) != 1:
+        raise raw.error(LAYERS, "is not supported: one layer for all levels is", "load another")
+    for dialect in (MIMO, SPECULATORS):
+        if f"{dialect.prefix}input_proj.weight" in tensors:
+            return dialect
+    named = " ".join(raw.texts("architectures")) or "this model"
+    if any(name.startswith("mtp.") or name.endswith("eh_proj.weight") for name in tensors):
+        raise ValueError(
+            f"{raw.origin}: the MTP layer of {named} has experts, recurrent layers or a gate "
+            "beside its attention, which are not computed; MTP layers of MiMo and of speculators "
+            "for Qwen3 are. Use another draft, such as ngram"
+        )
+    raise ValueError(
+        f"{raw.origin}: {named} has no MTP layer among its tensors "
+        f"({MIMO.prefix}* or {SPECULATORS.prefix}*); many files are published without it. Download "
+        "one with it, or use another draft, such as ngram"
+    )
+
+
+def _config(
+    raw: JsonObject, dialect: Dialect, target: TargetConfig, theta: float | None
+) -> MtpConfig:
+    """The layer that a ``config.json`` describes."""
+    if dialect is SPECULATORS:
+        part = raw.part("transformer_layer_config")
+        if part.text("model_type", "") != "qwen3":
+            raise part.error("model_type", "is not supported, only 'qwen3'", "load another draft")
+        raw = JsonObject({**part.values, "architectures": [_SPECULATORS_LAYER]}, part.origin)
+    layer = target_config(raw, target.dtype)
+    if layer.layer(layer.num_layers - 1) != LayerConfig(layer.rotary) or layer.rotary_width:
+        raise ValueError(f"{raw.origin}: an MTP layer with a window is not computed; load another")
+    fields: dict[str, Any] = {name: getattr(layer, name) for name in _COMMON}
+    if theta is not None:
+        fields["rope_theta"] = theta
+    return MtpConfig(
+        **fields,
+        target_width=layer.model_width,
+        proposable=layer.vocab_size,
+        features=(target.num_layers,),
+        dtype=target.dtype,
+        qk_norm=layer.qk_norm,
+        normed_head=False,
+        fuse_bias=False,
+        hidden_first=dialect.hidden_first,
+    )
