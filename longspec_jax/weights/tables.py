@@ -251,18 +251,19 @@ def layer_rules(
     mlp = _mlp(names)
     if kind.experts is not None:
         mlp = _stacked_experts() if names.stacked_experts else _experts(kind.experts)
-    common = (*pre * config.pre_norms, *post * config.post_norms, *mlp)
+    norms = (*pre * config.pre_norms, *post * config.post_norms)
     if kind.recurrence is not None:
-        return *common, *_recurrence(names)
+        return *norms, *_recurrence(names), *mlp
     bias = (Rule("attention/qkv/fused/bias", "K * H", _qkv(names.qkv, "bias")),)
     layout, columns = _QKV_ROWS, "D (N H)"
     if config.gated_attention:
         layout, columns = _GATED_ROWS, "D (N h)"
     qkv = _qkv(names.qkv, "weight", " D", layout)
     return (
-        *common,
+        *norms,
         Rule("attention/qkv/fused/kernel", "D K * H", qkv),
         Rule("attention/out/kernel", "N H D", (("self_attn.o_proj.weight", columns),)),
+        *mlp,
         *bias * config.qkv_bias,
         *_OUT_BIAS * config.out_bias,
         *_SINKS * config.attention_sinks,
