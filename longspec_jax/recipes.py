@@ -316,7 +316,7 @@ _ON_CHATS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
 
 def _on_chats(config: "ConfigDict", turn: str) -> "ConfigDict":
     """A configuration with the published clipping, learning rates and passes of its kind."""
-    eagle3 = config.draft.kind == "eagle3"
+    eagle3 = config["draft"]["kind"] == "eagle3"
     clip, rate, epochs = (0.5, 1e-4, 2) if eagle3 else (1.0, 6e-4, 6)
     config.update(
         data=dict(hub=CHAT_DATA, split=CHAT_SPLIT, turn=turn, mask_prompts=True, buckets=3),
