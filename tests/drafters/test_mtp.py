@@ -72,7 +72,7 @@ def random_draft(name: str, model: Any) -> MtpDraft:
         )
         for leaf in dialect.table(config).leaves
     }
-    params = MtpParams.bound(unflatten_dict(drawn, sep="/"), config, model, None, False)
+    params = MtpParams.bound(unflatten_dict(drawn, sep="/"), config, TARGETS[name], model)
     return MtpDraft(config, params, stored=dialect)
 
 

@@ -140,7 +140,7 @@ def load(
         table = dialect.table(config)
         check_tensors(table, tensors, str(source))
         layer = load_params(table, tensors, config.dtype, mesh)
-    params = MtpParams.bound(layer, config, target.params, None, False)
+    params = MtpParams.bound(layer, config, target.config, target.params)
     return bound(MtpDraft, source, target, options, mesh, dialect, config, params)
 
 
