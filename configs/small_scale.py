@@ -11,18 +11,22 @@ Variants: ``target``; ``plain``, ``offset`` and ``offset0``, drafts without anch
 with them, and with them but without positions that stay in place; ``long_only``, without the stage
 of short rows, at as many floating-point operations; ``shift1``, which never runs ahead of the
 target's keys by more than one token; ``distilled``, which learns the target's own distribution.
+Drafts of other kinds, at as many floating-point operations as ``distilled``: ``parallel``, of two
+layers and blocks of eight, and ``eagle3``, on short rows alone.
 ``tiny`` in front of a variant (``tiny_plain``) is the same in miniature, for a CPU.
 Hardware: two H200s for the target, about 8 minutes; one for a draft, 1 to 3 minutes.
 """
 
 from ml_collections import ConfigDict
 
-from longspec_jax.recipes import base_config, code_corpus, miniature, small_llama, stage
+from longspec_jax.recipes import DRAFTS, base_config, code_corpus, miniature, small_llama, stage
 
 CONTEXT = 16384
 SHORT_STEPS, LONG_STEPS = 120, 50
 LONG_ONLY_STEPS = 110
 """Of the long stage alone: as many floating-point operations as both stages."""
+PARALLEL_STEPS, EAGLE3_STEPS = (92, 39), 92
+"""Of other kinds: as many floating-point operations as a distilled draft."""
 TARGET = "runs/small/target/target"
 CORPUS = "runs/small/corpus"
 
@@ -38,6 +42,8 @@ def get_config(variant: str = "target") -> ConfigDict:
         "long_only": _long_only,
         "shift1": lambda config: config.draft.update(max_shift=1),
         "distilled": lambda config: config.draft.update(distillation=1.0),
+        "parallel": _parallel,
+        "eagle3": _eagle3,
     }
     if name not in changes:
         known = ", ".join(changes)
@@ -46,6 +52,8 @@ def get_config(variant: str = "target") -> ConfigDict:
     changes[name](config)
     if variant != name:
         miniature(config)
+        if name == "eagle3":
+            config.draft.update(vocabulary=256, layers="0,1")
     return config
 
 
@@ -94,3 +102,14 @@ def _plain(config: ConfigDict) -> None:
 def _long_only(config: ConfigDict) -> None:
     del config.stages.short
     config.stages.long.update(steps=LONG_ONLY_STEPS, learning_rate=2e-3)
+
+
+def _parallel(config: ConfigDict) -> None:
+    config.draft = DRAFTS["parallel"]
+    config.stages.short.steps, config.stages.long.steps = PARALLEL_STEPS
+
+
+def _eagle3(config: ConfigDict) -> None:
+    config.draft = {**DRAFTS["eagle3"], "vocabulary": 8192, "steps": 5}
+    del config.stages.long
+    config.stages.short.update(steps=EAGLE3_STEPS, max_offset=0)

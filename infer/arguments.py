@@ -8,7 +8,7 @@ from typing import Any
 import longspec_jax
 from longspec_jax import cli
 from longspec_jax.checks import SAMPLING
-from longspec_jax.config import ATTENTION, PLAIN
+from longspec_jax.config import ATTENTION, KV_DTYPES, PLAIN
 from longspec_jax.drafters.registry import NAMED, is_name
 from longspec_jax.embedded import DEMO_DRAFTERS, DEMO_NAME, DRAFTS
 
@@ -88,6 +88,12 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         metavar="DTYPE",
         help=f"auto, {', '.join(DTYPES.values())}. auto is bfloat16 on GPUs that have it, else "
         "float16; float32 on a CPU, and for the demo",
+    )
+    group.add_argument(
+        "--kv_dtype",
+        choices=KV_DTYPES,
+        help="fp8 rounds keys and values to 8 bits before anything attends to them: half the "
+        "cache, and a text of its own that drafts do not change (docs/quantised.md)",
     )
     group.add_argument(
         "--attention",

@@ -21,6 +21,7 @@ WRITTEN = (
     "row_slots",
     "offload",
     "same_bits",
+    "kv_dtype",
     "draft_options",
     "draft_revision",
     "stop_strings",

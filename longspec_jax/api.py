@@ -118,6 +118,7 @@ class LongSpec(Models):
         row_slots: int | None = None,
         offload: bool = False,
         same_bits: bool | None = None,
+        kv_dtype: str | None = None,
     ) -> "LongSpec":
         """Load Hugging Face checkpoints.
 
@@ -144,6 +145,9 @@ class LongSpec(Models):
           same_bits: take the kernels with which text in 16 bits is that of plain decoding, bit for
             bit (docs/kernels.md). If absent, they are taken on one Hopper GPU. False is some per
             cent faster.
+          kv_dtype: ``fp8`` rounds keys and values to 8 bits before anything attends to them, by the
+            checkpoint's scales where it has some, and halves the cache. Another text than without,
+            which drafts do not change (docs/quantised.md).
 
         Raises:
           NotImplementedError: for ``same_bits=True`` where there are no such kernels.
@@ -160,7 +164,7 @@ class LongSpec(Models):
         }
         check_arguments(target=target, draft=draft, draft_options=draft_options, dtype=dtype)
         check_arguments(revision=revision, draft_revision=draft_revision, tokenizer=tokenizer)
-        check_arguments(**settings)
+        check_arguments(**settings, kv_dtype=kv_dtype)
         sources = as_sources(draft)
         check_about_drafts(sources, draft_options, draft_revision)
         tree = None if tree is None else as_tree(tree)
@@ -168,7 +172,7 @@ class LongSpec(Models):
         stop_tokens = load_stop_tokens(target, revision=revision)
         chosen = choose_drafts(sources, draft_options or {}, draft_revision)
         loaded = load_with_tokenizer(
-            target, dtype, tokenizer=tokenizer, mesh=mesh, revision=revision
+            target, dtype, tokenizer=tokenizer, mesh=mesh, revision=revision, kv_dtype=kv_dtype
         )
         drafts = tuple(draft.load(loaded, mesh) for draft in chosen)
         more: dict[str, Any] = {**settings, "tokenizer": loaded.tokenizer, "tree": tree}

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from jax.sharding import Mesh
 
 from longspec_jax.checks import as_plain, is_whole, shown, whole_number
-from longspec_jax.config import ATTENTION, MESH_AXES, PLAIN, TargetConfig, TreeConfig
+from longspec_jax.config import ATTENTION, KV_DTYPES, MESH_AXES, PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.registry import NAMED, is_name
 
@@ -81,6 +81,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "row_slots": (_from(1), "a number of rows, at least 1, or left out to decode all rows at once"),
     "expected_tokens": (_from(0), "a number of tokens, 0 where it is not known"),
     "offload": (_is_a(bool), "True, to keep the target's cache in the host's memory, or False"),
+    "kv_dtype": (
+        _is_in(KV_DTYPES),
+        f"one of {', '.join(KV_DTYPES)}, or left out to cache keys and values as they are computed",
+    ),
     "same_bits": (_is_a(bool), "True or False, or left out to have it chosen"),
     "prefill_chunk": (_from(1), "a number of tokens, at least 1"),
     "adaptive": (_is_a(bool), "True or False"),

@@ -44,6 +44,8 @@ LayerSlots: TypeAlias = Float[Array, "rows K _ H"]
 """The same of one layer of several, which may have different numbers of slots."""
 TreeRows: TypeAlias = Float[Array, "B U K H"]
 """Keys or values of fresh tokens, token-major as the projection produces them."""
+Sinks: TypeAlias = Float[Array, " N"]
+"""Attention sinks: a learnt score of every head, which takes part in its softmax alone."""
 TreeMask: TypeAlias = Bool[Array, "B T U"]
 Lengths: TypeAlias = Int[Array, " B"]
 Tokens: TypeAlias = Int[Array, "B T"]

@@ -15,6 +15,8 @@ from longspec_jax.checks import finite_number, is_number, is_whole, shown, whole
 
 ATTENTION = ("pallas", "mosaic", "triton", "xla", "reference", "interpret")
 """Names of the implementations in :mod:`longspec_jax.ops.attention.dispatch`, which imports jax."""
+KV_DTYPES = ("fp8",)
+"""Names of the dtypes in :mod:`longspec_jax.ops.attention.float8`, which imports jax."""
 MESH_AXES = ("data", "fsdp", "tp")
 """Axes of the mesh that :mod:`longspec_jax.sharding` makes, which imports jax."""
 BATCH_AXES = ("data", "fsdp")
@@ -224,6 +226,22 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
+class HeadScales:
+    """Factors of one layer's cached keys and values: what is stored stands for itself times these.
+
+    One number for all key/value heads, or one for each.
+    """
+
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("keys", "values"):
+            for scale in getattr(self, name):
+                finite_number(f"scale of cached {name}", scale, SMALLEST_FACTOR, LARGEST_FACTOR)
+
+
+@dataclass(frozen=True)
 class TargetConfig:
     """Shape and conventions of a target: a list of layers, described by data."""
 
@@ -254,6 +272,10 @@ class TargetConfig:
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
+    out_bias: bool = False
+    """A bias on what leaves attention (gpt-oss)."""
+    attention_sinks: bool = False
+    """A learnt score of every head in its softmax's denominator (gpt-oss)."""
     qk_norm: bool = False
     """RMS normalisation of every query and key head before the rotation (Qwen3)."""
     wide_qk_norm: bool = False
@@ -282,6 +304,12 @@ class TargetConfig:
     """The LM head is the embedding table."""
     dtype: str = "bfloat16"
     """Parameters and activations; norms, softmax, angles, loss and acceptance are float32."""
+    kv_dtype: str | None = None
+    """What keys and values are rounded to before anything attends to them, and cached as: one of
+    :data:`KV_DTYPES`. ``dtype`` if absent."""
+    kv_scales: tuple[HeadScales | None, ...] = ()
+    """Of every layer, what keys and values are divided by before they are rounded to ``kv_dtype``;
+    None for 1. Empty if all are 1."""
 
     def __post_init__(self) -> None:
         whole_number("vocab_size", self.vocab_size)
@@ -301,6 +329,31 @@ class TargetConfig:
                 finite_number(name, getattr(self, name), SMALLEST_FACTOR, LARGEST_FACTOR)
         if self.kinds or self.pattern:
             self._check_kinds()
+        self._check_cached()
+
+    def _check_cached(self) -> None:
+        """Raise unless keys and values are cached in a known dtype, with scales for it."""
+        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
+            raise ValueError(
+                f"kv_dtype={shown(self.kv_dtype)} must be one of {', '.join(KV_DTYPES)}, or left "
+                "out to cache keys and values as they are computed"
+            )
+        if self.kv_scales and (self.kv_dtype is None or len(self.kv_scales) != self.num_layers):
+            raise ValueError(
+                f"kv_scales has {len(self.kv_scales)} entries and needs one for each of the "
+                f"{self.num_layers} layers, and a kv_dtype"
+            )
+        for index, scales in enumerate(self.kv_scales):
+            for each in () if scales is None else (scales.keys, scales.values):
+                if len(each) not in (1, self.num_kv_heads):
+                    raise ValueError(
+                        f"kv_scales: layer {index} has {len(each)} scales; it needs 1, or one for "
+                        f"each of {self.num_kv_heads} heads"
+                    )
+
+    def scales(self, index: int) -> HeadScales | None:
+        """The scales of a layer's cached keys and values; None if all are 1."""
+        return self.kv_scales[index] if self.kv_scales else None
 
     def _check_kinds(self) -> None:
         """Raise unless every layer has a kind, and the read layer's rotation is the target's."""
@@ -592,6 +645,24 @@ _QWQ: dict[str, Any] = _shape("Qwen2", 152064, (5120, 27648), 64, (40, 8)) | {
     "qkv_bias": True,
 }
 _QWEN3: dict[str, Any] = dict(max_positions=40960, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
+_GPT_OSS_ROTARY = Rotary(
+    150000.0, YarnRopeScaling(32.0, 4096, yarn_magnitude(32.0), truncate=False)
+)
+_GPT_OSS_EXPERTS = ExpertsConfig(32, 4, 2880, biases=True, limit=7.0)
+_GPT_OSS: dict[str, Any] = _shape("GptOss", 201088, (2880, 2880), 24, (64, 8)) | dict(
+    head_width=64,
+    max_positions=131072,
+    rope_theta=_GPT_OSS_ROTARY.theta,
+    rope_scaling=_GPT_OSS_ROTARY.scaling,
+    qkv_bias=True,
+    out_bias=True,
+    attention_sinks=True,
+    kinds=(
+        LayerConfig(_GPT_OSS_ROTARY, 128, _GPT_OSS_EXPERTS),
+        LayerConfig(_GPT_OSS_ROTARY, None, _GPT_OSS_EXPERTS),
+    ),
+    pattern=(0, 1) * 12,
+)
 
 
 @dataclass(frozen=True)
@@ -658,8 +729,9 @@ TARGETS: dict[str, KnownTarget] = {
             **_QWEN3,
         ),
     ),
+    "gpt-oss-20b": KnownTarget("openai/gpt-oss-20b", TargetConfig(**_GPT_OSS)),
 }
-"""The paper's and the release's targets, and three of Qwen3, by the names that the commands
+"""The paper's and the release's targets, three of Qwen3 and gpt-oss, by the names that the commands
 take."""
 PRESETS: dict[str, TargetConfig] = {
     known.repository.split("/")[1].lower(): known.config for known in TARGETS.values()

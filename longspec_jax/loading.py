@@ -41,7 +41,12 @@ _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 def load_target(
-    source: str | Path, dtype: str, *, mesh: Mesh | None = None, revision: str | None = None
+    source: str | Path,
+    dtype: str,
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+    kv_dtype: str | None = None,
 ) -> tuple[TargetConfig, Any]:
     """Load a target, if the device has memory for it.
 
@@ -50,7 +55,7 @@ def load_target(
     dtype = best_dtype() if dtype == "auto" else dtype
     if mesh is None:
         check_weights_fit(source, dtype, revision)
-    return hf.load_target(source, dtype=dtype, mesh=mesh, revision=revision)
+    return hf.load_target(source, dtype=dtype, mesh=mesh, revision=revision, kv_dtype=kv_dtype)
 
 
 def load_with_tokenizer(
@@ -60,20 +65,22 @@ def load_with_tokenizer(
     tokenizer: Any = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
+    kv_dtype: str | None = None,
 ) -> Target:
     """Load a target, and the tokenizer beside it at the same time.
 
     The tokenizer's library takes seconds to import, and a GPU takes seconds to start. Arguments as
     of :meth:`longspec_jax.LongSpec.from_pretrained`.
     """
+    how: Any = {"mesh": mesh, "revision": revision, "kv_dtype": kv_dtype}
     if tokenizer is not None:
-        return Target(*load_target(source, dtype, mesh=mesh, revision=revision), tokenizer)
+        return Target(*load_target(source, dtype, **how), tokenizer)
     pool = ThreadPoolExecutor(1)
     # Here, not in the thread: the environment must not change while the start of a GPU reads it.
     with _without_advice():
         try:
             reading = pool.submit(load_tokenizer, source, revision)
-            config, params = load_target(source, dtype, mesh=mesh, revision=revision)
+            config, params = load_target(source, dtype, **how)
             return Target(config, params, reading.result())
         finally:
             pool.shutdown(wait=False)  # A bad target is refused at once.

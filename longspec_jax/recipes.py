@@ -44,6 +44,8 @@ LLAMA3_TURN = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>
 """The turn format of the chat templates of Llama 3 and 3.1."""
 CHATML_TURN = "<|im_start|>{role}\n{content}<|im_end|>\n"
 """The turn format of Qwen and QwQ, all generations."""
+HARMONY_TURN = "<|start|>{role}<|message|>{content}<|end|>"
+"""The turn format of gpt-oss, without the channels of an answer."""
 
 SHORT_LENGTH = 1024
 SHORT_DATA = "DKYoon/SlimPajama-6B"
@@ -211,7 +213,8 @@ def miniature(config: Any) -> None:
         max_distribution_bytes=100_000,
         tokenizer_bytes=400_000,
     )
-    config.draft.window = 16
+    if "window" in config.draft:
+        config.draft.window = 16
     sections = [config.stages]
     if config.get("pretraining"):
         config.pretraining.shape.update(
@@ -229,7 +232,7 @@ def miniature(config: Any) -> None:
         for name, (seq_len, batch) in {"short": (32, 4), "long": (64, 2)}.items():
             if name in stages:
                 stages[name].update(seq_len=seq_len, batch=batch, steps=3, max_seconds=0.0)
-    if "short" in config.stages:
+    if "short" in config.stages and config.stages.short.max_offset:
         config.stages.short.max_offset = 128
 
 
@@ -266,7 +269,7 @@ def paper_config(
         title = f"{_ON_CHATS[variant]} draft for {target}"
         config.update(target=target, title=title, **overrides)
         config.draft = DRAFTS[variant]
-        return _on_chats(config, chat_turn or config.to_dict()["data"]["turn"])
+        return _on_chats(config, variant, chat_turn or config.to_dict()["data"]["turn"])
     if variant == "parallel":
         config = paper_config(
             *(name, "all"),
@@ -312,10 +315,9 @@ _ON_CHATS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
 """Variants that are trained on conversations, and what their drafts are called."""
 
 
-def _on_chats(config: "ConfigDict", turn: str) -> "ConfigDict":
+def _on_chats(config: "ConfigDict", kind: str, turn: str) -> "ConfigDict":
     """A configuration with the published clipping, learning rates and passes of its kind."""
-    eagle3 = config.draft.kind == "eagle3"
-    clip, rate, epochs = (0.5, 1e-4, 2) if eagle3 else (1.0, 6e-4, 6)
+    clip, rate, epochs = (0.5, 1e-4, 2) if kind == "eagle3" else (1.0, 6e-4, 6)
     config.update(
         data=dict(hub=CHAT_DATA, split=CHAT_SPLIT, turn=turn, mask_prompts=True, buckets=3),
         optimizer=dict(clip=clip, weight_decay=0.0, warmup=0.04),

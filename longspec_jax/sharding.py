@@ -25,6 +25,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"cross_q/kernel$", P("fsdp", "tp", None)),  # [D, N, H]
     (r"cross_q/bias$", P("tp", None)),  # [N, H]
     (r"(attention/out|self_out|cross_out)/kernel$", P("tp", None, "fsdp")),  # [N, H, D]
+    (r"attention/out/bias$", P("fsdp")),  # [D]
+    (r"attention/sinks$", P("tp", None)),  # [K, G]
     (r"fuse/kernel$", P(None, "fsdp")),  # [features D, D]
     (r"block_\d+/kernel$", P("fsdp", None)),  # [D, D]
     (r"block_\d+/bias$", P(None)),  # [D]

@@ -133,7 +133,7 @@ def _drawn(table: Callable[[Any], Table], config: Any, seed: int, scale: float) 
         match path.rsplit("/", 1)[-1]:
             case "scale":
                 return 1 + 0.3 * normal
-            case "bias":
+            case name if name.endswith(("bias", "sinks")):
                 return 0.3 * normal
             case _:
                 return scale * INITIAL_SCALE * normal

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import re
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from infer import arguments, chat
+from infer import arguments, chat, quantise
 from infer.bench import arguments as bench_arguments
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
@@ -39,6 +40,9 @@ RESULTS = ROOT / "docs" / "results"
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DECISION = re.compile(r"decisions? (4\.\d+)")
+NAME_IN_FILE = re.compile(r"`([A-Za-z_]\w*)`(?:\s+of|\s+in)?\s+\(?\[[^\]]*\]\(([^)#]+\.py)\)")
+"""Such as ``NAMED`` of registry.py, where the file is a link."""
+PATH = re.compile(r"`((?:longspec_jax|train|infer|configs|tests|docs)/[\w./-]*)`")
 
 
 def headings(page: Path) -> list[str]:
@@ -62,6 +66,23 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
 
 
+def test_names_are_in_the_files_that_are_linked_beside_them() -> None:
+    """So that the recipes of CONTRIBUTING lead to what they speak of."""
+    named = {(page, *found) for page in PAGES for found in NAME_IN_FILE.findall(page.read_text())}
+    assert {"NAMED", "FAMILIES", "Objective"} <= {name for _, name, _ in named}
+    for page, name, file in named:
+        text = (page.parent / file).read_text()
+        assert re.search(rf"\b{name}\b", text), f"{page.name} seeks {name} in {file}"
+
+
+def test_paths_of_the_checkout_exist() -> None:
+    """Those that are no links; the changelog may name some that are gone."""
+    for page in PAGES:
+        paths = [] if page.name == "CHANGELOG.md" else PATH.findall(page.read_text())
+        gone = [path for path in paths if not (ROOT / path).exists()]
+        assert not gone, f"{page.name}: {gone}"
+
+
 def test_cited_decisions_exist() -> None:
     decisions = {heading.split()[0] for heading in headings(ROOT / "docs" / "design.md")}
     cited = {
@@ -83,31 +104,36 @@ def test_commands_exist(page: Path) -> None:
             assert importlib.util.find_spec(f"{module}.__main__"), f"python -m {module}"
 
 
-def options_of_commands() -> dict[str, set[str]]:
-    """The options that each command has."""
+@functools.cache
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, and of each benchmark."""
     [benchmarks] = (
         action.choices
         for action in bench_arguments.parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     )
-    parsers = {"infer.decode": arguments.parser(), "infer.report": report.parser()}
-    parsers["infer.chat"] = chat.parser()
-    parsers["infer.eval"] = eval_arguments.parser()
-    parsers["infer.serve"] = serve_arguments.parser()
-    parsers |= {f"infer.bench {name}": parser for name, parser in benchmarks.items()}
-    for module in (bench, plot, vocabulary):
-        parsers[module.__name__] = module._parser()
-    parsers["train.regenerate"] = regenerate.parser()
-    parsers["train.run"] = train_arguments.training_parser()
-    parsers["train.prepare"] = prepare.parser()
     return {
-        name: {option for action in parser._actions for option in action.option_strings}
-        for name, parser in parsers.items()
+        "infer.chat": chat.parser(),
+        "infer.decode": arguments.parser(),
+        "infer.eval": eval_arguments.parser(),
+        "infer.report": report.parser(),
+        "infer.serve": serve_arguments.parser(),
+        **{f"infer.bench {name}": parser for name, parser in benchmarks.items()},
+        **{module.__name__: module._parser() for module in (bench, plot, quantise, vocabulary)},
+        "train.prepare": prepare.parser(),
+        "train.regenerate": regenerate.parser(),
+        "train.run": train_arguments.training_parser(),
     }
 
 
+def options_of(command: str) -> set[str]:
+    """The options that a command has."""
+    return {option for action in parsers()[command]._actions for option in action.option_strings}
+
+
 COMMAND = re.compile(
-    r"python -m (infer\.bench [a-z]+|infer\.(?:chat|decode|eval|report|serve)|train\.\w+)(.*)",
+    r"python -m "
+    r"(infer\.bench [a-z]+|infer\.(?:chat|decode|eval|quantise|report|serve)|train\.\w+)(.*)",
     re.DOTALL,
 )
 OPTION = re.compile(r"--\w[\w.-]*")
@@ -118,20 +144,25 @@ OTHERS_OPTIONS = ("--config", "--xla_", "--gpu", "--ntasks", "--signal", "--requ
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_exist(page: Path) -> None:
     """In commands, and where they stand alone; the changelog may name some that are gone."""
-    known = options_of_commands()
-    every = set().union(*known.values())
+    every = set().union(*map(options_of, parsers()))
     text = page.read_text()
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     words = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     for piece in (line.split("#")[0] for line in (*lines, *words)):
         if command := COMMAND.search(piece):
-            missing = _named(command[2]) - known[command[1]]
+            missing = _named(command[2]) - options_of(command[1])
         elif piece.startswith("--") and page.name != "CHANGELOG.md":
             missing = _named(piece) - every
         else:
             continue
         assert not missing, f"{page.name}: {piece}"
+
+
+def test_every_option_says_what_it_does() -> None:
+    for command, parser in parsers().items():
+        for action in parser._actions:
+            assert action.help, f"{command}: {action.option_strings or action.dest}"
 
 
 def _named(piece: str) -> set[str]:

@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
-from longspec_jax.models.target import Target, head_of, scaled
+from longspec_jax.models.target import Target, head_of, scaled, sinks_of
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import with_sharding
 
@@ -145,7 +145,7 @@ def run_target(
         window = config.layer(layer).window
         behind = None if window is None else window - 1  # The window counts the token itself.
         scores = dict(scale=config.attention_scale, cap=config.attention_cap)
-        return causal_attention(q, k, v, window=behind, **scores)
+        return causal_attention(q, k, v, sinks_of(params, layer), window=behind, **scores)
 
     with jax.named_scope("target"):
         output: Any = TrainedTarget(config, mlp_chunk).apply(

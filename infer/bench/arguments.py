@@ -15,6 +15,7 @@ from longspec_jax.cli import COUNT, ByMachine, one_of, several
 from longspec_jax.config import (
     ATTENTION,
     DEFAULT_TREE,
+    KV_DTYPES,
     TARGETS,
     TINY,
     TargetConfig,
@@ -52,8 +53,11 @@ KINDS: dict[str, Kind] = {
     "parallel": PARALLEL,
 }
 """Kinds of drafts that are measured with random weights."""
-WEIGHTS = ("whole", "int8", "fp8", "fp8-blocks", "w4a16")
-"""How the weights of matmuls are stored; those of a draft are in 8 bits or whole."""
+GROUPS = {"fp8": 0, "fp8-blocks": 128, "w4a16": 128}
+"""Inputs that share a scale, by how a quantised target is stored; all if 0."""
+WEIGHTS = ("whole", "one-order", "int8", *GROUPS)
+"""How the weights of matmuls are stored; those of a draft are in 8 bits or whole. Whole ones may be
+multiplied in one order."""
 DTYPES = ("float32", "bfloat16", "float16")
 FLASHINFER = "flashinfer"
 ATTENTION_CANDIDATES = (
@@ -120,6 +124,12 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         "of 69 nodes",
     )
     parser.add_argument(
+        "--weights",
+        choices=("whole", *GROUPS),
+        default="whole",
+        help="how the target's weights are stored",
+    )
+    parser.add_argument(
         "--draft",
         type=draft_source,
         default="longspec",
@@ -142,6 +152,9 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     _add_new_tokens(parser, ByMachine(192, 48), "tokens of one repetition")
     _add_repetitions(parser, ByMachine(3, 2))
     _add_same_bits(parser)
+    parser.add_argument(
+        "--kv_dtype", choices=KV_DTYPES, help="of the cache; as activations if absent"
+    )
     parser.add_argument(
         "--turns", type=COUNT, default=ByMachine(10, 3), help="repeats of a separately timed part"
     )

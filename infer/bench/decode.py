@@ -15,6 +15,7 @@ programs of their own may be scheduled differently.
 
 import argparse
 import concurrent.futures
+import dataclasses
 import itertools
 import os
 import time
@@ -38,6 +39,7 @@ from .arguments import SHAPES
 from .models import Model, check_memory, draft_options, draft_state, random_model
 from .report import Report, run_header
 from .rounds import PARTS, AcceptanceLengths, Bench, LoopTime, Setting
+from .stored import refuse_experts
 from .timing import announce, measure_roofline, rounded, step
 
 
@@ -59,11 +61,12 @@ def main(arguments: argparse.Namespace) -> None:
         for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
             step(f"drawing the weights of {shape}")
             model = random_model(
-                SHAPES[shape],
+                dataclasses.replace(SHAPES[shape], kv_dtype=arguments.kv_dtype),
                 arguments.attention,
                 kind=arguments.draft,
                 options=options,
                 same_bits=arguments.same_bits,
+                weights=arguments.weights,
             )
             for setting in of_shape:
                 row = {"draft_options": options, **measure(setting, model, roofline.bytes_per_s)}
@@ -79,12 +82,14 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
     """
     lengths = acceptance_lengths(arguments)
     for shape in arguments.shape:
+        if arguments.weights != "whole":
+            refuse_experts(SHAPES[shape], arguments.weights)
         with command_words():
             draft_options(arguments.draft, as_options(arguments.draft_option), SHAPES[shape])
     return [
         Setting(
             *(shape, context, batch, arguments.tree, arguments.new_tokens, lengths),
-            *(arguments.repetitions, arguments.turns),
+            *(arguments.repetitions, arguments.turns, arguments.weights),
         )
         for shape in dict.fromkeys(arguments.shape)
         for batch in arguments.batch
@@ -153,7 +158,9 @@ def describe(bench: Bench) -> dict[str, Any]:
         "new_tokens": setting.new_tokens,
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
+        "weights": setting.weights,
         "same_bits": model.target.same_bits,
+        "kv_dtype": config.kv_dtype,
         "draft": model.draft.name,
         **_longspec_options(model.draft),
         "target_bytes": weights,
@@ -207,7 +214,7 @@ def results(
 def line(row: dict[str, Any]) -> str:
     """A row for people: what speculation gives, then where its time goes."""
     return (
-        f"{row['shape']} B={row['batch']} S={row['context']} tree={tree_of(row)}: "
+        f"{row['shape']} {row['weights']} B={row['batch']} S={row['context']} tree={tree_of(row)}: "
         f"{row['tokens_per_second']} tokens/s, {row['plain_tokens_per_second']} without, "
         f"{row['speed_up']:.2f}x at acceptance {row['acceptance_length']} (drawn); "
         f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "

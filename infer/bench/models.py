@@ -46,11 +46,12 @@ from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target
-from longspec_jax.ops.placement import tree_bytes
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, quantised_matrices
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.tables import Table
 
 from .arguments import DTYPES, KINDS
+from .stored import quantised_leaf
 
 WEIGHT_SCALE = 0.02
 EAGLE3_VOCABULARY = 32000
@@ -80,10 +81,21 @@ def random_model(
     kind: str = "longspec",
     options: Mapping[str, Any] | None = None,
     same_bits: bool | None = None,
+    weights: str = "whole",
 ) -> Model:
-    """Random weights of target and draft, drawn on the device; ``kind`` may be a draft's folder."""
+    """Random weights of target and draft, drawn on the device.
+
+    Args:
+      config: of the target.
+      attention: the implementation; chosen automatically if absent.
+      seed: of all draws.
+      kind: of the draft, or its folder.
+      options: of the draft.
+      same_bits: as of ``longspec_jax.decoding.same_bits.choose_kernels``.
+      weights: how the target's are stored: whole, or one of :data:`.arguments.GROUPS`.
+    """
     chosen = draft_options(kind, options or {}, config)
-    target = _draw(_initializer(config), seed)
+    target = _draw(_initializer(config), seed, weights)
     match chosen:
         case ChosenDraft():
             draft: Draft = chosen.load(LoadedTarget(config, target))
@@ -95,19 +107,20 @@ def random_model(
             draft = _random_dflash(config, target, chosen, seed + 1)
         case ParallelOptions():
             parallel = ParallelConfig(DraftConfig.for_target(config), config.vocab_size)
-            weights = _drawn(draft_table(parallel), config.dtype, seed + 1)
+            drawn = _drawn(draft_table(parallel), config.dtype, seed + 1)
             # In 8 bits only where it is named: a row says what it measured.
-            draft = ParallelDraft.bind(parallel, weights, target, int8=bool(chosen.int8))
+            draft = ParallelDraft.bind(parallel, drawn, target, int8=bool(chosen.int8))
         case SmallLMOptions():
             small = _small(config, chosen)
-            weights = _draw(_initializer(small), seed + 1)
-            draft = SmallLM(small, weights, working=chosen.working_cache(config))
+            drawn = _draw(_initializer(small), seed + 1)
+            draft = SmallLM(small, drawn, working=chosen.working_cache(config))
         case _:
             draft = chosen
     _, retrieval = separated(options or {}, kind)
     if retrieval is not None and kind in KINDS:  # A loaded draft has it already.
         draft = RetrievalDraft(draft, config, retrieval)
-    static = choose_kernels(TargetModel(config, attention), same_bits)
+    unpacked = any(isinstance(each, QuantisedMatrix) for each in quantised_matrices(target))
+    static = choose_kernels(TargetModel(config, attention), same_bits, quantised=unpacked)
     return Model(config, static, Params(target, draft.params), draft)
 
 
@@ -127,6 +140,8 @@ def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
         num_kv_heads=12,
         head_width=64,
         qkv_bias=False,
+        out_bias=False,
+        attention_sinks=False,
         qk_norm=False,
     )
 
@@ -197,6 +212,8 @@ def _random_dflash(
         pattern=(),
         qk_norm=True,
         qkv_bias=False,
+        out_bias=False,
+        attention_sinks=False,
         tied_embeddings=False,
     )
     draft = DFlashConfig(
@@ -249,9 +266,16 @@ def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) ->
     return options
 
 
-def target_bytes(config: TargetConfig) -> int:
-    """Bytes of the target's weights, none of which is drawn."""
-    return tree_bytes(jax.eval_shape(_initializer(config), jax.random.key(0)))
+def target_bytes(config: TargetConfig, weights: str = "whole") -> int:
+    """Bytes of the target's weights, none of which is drawn; of quantised ones without scales."""
+    tree = jax.eval_shape(_initializer(config), jax.random.key(0))
+    shares = {"whole": 1, "w4a16": 4}
+    return sum(
+        leaf.size
+        * leaf.dtype.itemsize
+        // (shares.get(weights, 2) if path_name(path).endswith("kernel") else 1)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    )
 
 
 def check_memory(what: str, needed: int) -> None:
@@ -269,12 +293,17 @@ def _initializer(config: TargetConfig) -> Callable[[jax.Array], Any]:
     return lambda key: Target(config).init(key, tokens, method="initialize")["params"]
 
 
-def _draw(init: Any, seed: int) -> Any:
+def _draw(init: Any, seed: int, weights: str = "whole") -> Any:
     """Random leaves in the shapes of an initialiser that is traced and never run."""
     paths, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(init, jax.random.key(0)))
     leaves = []
     for number, (path, leaf) in enumerate(paths):
-        if path_name(path).endswith("scale"):
+        matrix = None
+        if weights != "whole":
+            matrix = quantised_leaf(path, leaf, _key(seed, number), weights, WEIGHT_SCALE)
+        if matrix is not None:
+            leaves.append(matrix)
+        elif path_name(path).endswith("scale"):
             leaves.append(jnp.ones(leaf.shape, leaf.dtype))
         else:
             fill = _filler(leaf.shape, leaf.dtype.name, WEIGHT_SCALE)
@@ -285,7 +314,8 @@ def _draw(init: Any, seed: int) -> Any:
 @functools.cache
 def _filler(shape: tuple[int, ...], dtype: str, scale: float) -> Any:
     """A compiled generator of one array; layers of equal shape share it."""
-    return jax.jit(lambda key: scale * jax.random.normal(key, shape, jnp.dtype(dtype)))
+    drawn = jnp.float32 if jnp.dtype(dtype).itemsize == 1 else jnp.dtype(dtype)
+    return jax.jit(lambda key: (scale * jax.random.normal(key, shape, drawn)).astype(dtype))
 
 
 def _key(seed: int, number: int) -> jax.Array:
@@ -299,7 +329,7 @@ def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2)
 
     def filled(layers: tuple[Any, ...], part: int) -> tuple[jax.Array, ...]:
         return tuple(
-            _filler(layer.shape, config.dtype, 1.0)(_key(seed, 2 * index + part))
+            _filler(layer.shape, layer.dtype.name, 1.0)(_key(seed, 2 * index + part))
             for index, layer in enumerate(layers)
         )
 

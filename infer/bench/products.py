@@ -2,11 +2,13 @@
 
 The four products of a layer with random weights and few rows. One compiled program multiplies the
 same rows by many distinct weights, together larger than the GPU's second-level cache, and returns
-every product; several executions are queued back to back. The time of a product is the median
+every product, and does so several times. The time of a product is the median
 over repetitions of that total divided by the number of products. ``ours`` is what the model calls
 (``longspec_jax.ops.matmul.few_rows``), its split-K partials not added up, since the norm that
 reads them does so as it goes; ``xla`` is its definition in plain JAX. The gate of a SwiGLU
-belongs to the product. ``--weights`` chooses how the weights are stored: ``int8`` are those of a
+belongs to the product. ``--weights`` chooses how the weights are stored. ``one-order`` are whole,
+and ``ours`` are the matmuls of same_bits with the LM head (``longspec_jax.ops.matmul.ordered``).
+``int8`` are those of a
 draft in 8 bits (``longspec_jax.ops.matmul.int8``) and its LM head; ``fp8``, ``fp8-blocks`` and
 ``w4a16`` those of a quantised target (``longspec_jax.ops.matmul.quantised``), with a scale for each
 output, for 128 x 128 weights, and for 128 inputs of an output. The roof is the time of reading
@@ -16,7 +18,9 @@ weights and scales once at the bandwidth measured in this run.
 import argparse
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -24,17 +28,19 @@ import jax.numpy as jnp
 
 from longspec_jax.cli import counted, settled
 from longspec_jax.config import TargetConfig
-from longspec_jax.ops.matmul import few_rows, int8, quantised
+from longspec_jax.ops.matmul import few_rows, int8, ordered, quantised
 from longspec_jax.ops.matmul.packed import packed_params
-from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 
 from .arguments import SHAPES
 from .models import WEIGHT_SCALE, check_memory
 from .report import Report, run_header
+from .stored import random_matrix
 from .timing import announce, jax_seconds, measure_roofline, rounded
 
-DISTINCT_BYTES = 600e6
-"""Weights in turn: a dozen times the second-level cache of an H200."""
+DISTINCT_BYTES = 240e6
+"""Weights in turn: four times the second-level cache of an H200."""
+TURNS = 16
+"""Times that a program goes through all of them, so that its launch does not count."""
 
 Op = Callable[..., jax.Array]
 """``(x, weights) -> product``."""
@@ -45,6 +51,14 @@ OPS: dict[str, tuple[Op, Op]] = {
     "down": (few_rows.matmul_partials, few_rows.matmul_xla),
 }
 """Ours and XLA's, by the product's place in a layer."""
+ORDERED_OPS: dict[str, tuple[Op, Op]] = {
+    "qkv": (ordered.matmul, few_rows.matmul_xla),
+    "out": (ordered.matmul_partials, few_rows.matmul_xla),
+    "gate_up": (ordered.gated_matmul, few_rows.gated_matmul_xla),
+    "down": (ordered.matmul_partials, few_rows.matmul_xla),
+    "head": (ordered.head_matmul, few_rows.head_matmul_xla),
+}
+"""Those whose order of summation follows from the weights' shape alone."""
 QUANTISED_OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (quantised.quantised_matmul, quantised.quantised_matmul_xla),
     "out": (quantised.quantised_matmul_partials, quantised.quantised_matmul_xla),
@@ -60,13 +74,12 @@ INT8_OPS: dict[str, tuple[Op, Op]] = {
     "head": (int8.int8_matmul, int8.int8_matmul_xla),
 }
 """The same with weights of 8 bits, ``[outputs, inputs]``, and a scale for every output."""
-GROUPS = {"fp8": 0, "fp8-blocks": 128, "w4a16": 128}
-"""Inputs that share a scale, by how a quantised target is stored; all if 0."""
 
 
 def ops_of(weights: str) -> dict[str, tuple[Op, Op]]:
     """The products of a layer whose weights are stored so, one of ``WEIGHTS`` of the arguments."""
-    return {"whole": OPS, "int8": INT8_OPS}.get(weights, QUANTISED_OPS)
+    own = {"whole": OPS, "one-order": ORDERED_OPS, "int8": INT8_OPS}
+    return own.get(weights, QUANTISED_OPS)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -118,25 +131,38 @@ def measure(
     for name, ops in ops_of(stored).items():
         if name not in shapes:
             continue
-        draw = functools.partial(_drawn, stored, shapes[name], dtype)
+        # An LM head, which the target's embedding may be, has its outputs first.
+        table = stored == "one-order" and name == "head"
+        draw = functools.partial(_drawn, stored, shapes[name][:: -1 if table else 1], dtype)
         leaves = jax.tree.leaves(jax.eval_shape(draw, 0))
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         count = math.ceil(DISTINCT_BYTES / size) if jax.default_backend() == "gpu" else 2
-        for number in rows:
-            x = jax.random.normal(jax.random.key(count), (number, shapes[name][0]), dtype)
-            times = {}
-            for label, op in zip(("ours", "xla"), ops, strict=True):
-                weights = [draw(index) for index in range(count)]
-                if label == "ours":
-                    weights = [packed_params(each, dtype) for each in weights]
-                times[f"{label}_microseconds"] = rounded(1e6 * _seconds(op, x, weights))
+        # Packing consumes what it packs.
+        packed = [packed_params(draw(index), dtype) for index in range(count)]
+        operands = {"ours": packed, "xla": [draw(index) for index in range(count)]}
+        inputs = [
+            jax.random.normal(jax.random.key(count), (n, shapes[name][0]), dtype) for n in rows
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            programs = {
+                (label, len(x)): pool.submit(_compiled, op, x, operands[label])
+                for label, op in zip(operands, ops, strict=True)
+                for x in inputs
+            }
+        for x in inputs:
+            times = {
+                f"{label}_microseconds": rounded(
+                    1e6 * _seconds(programs[label, len(x)].result(), x, each)
+                )
+                for label, each in operands.items()
+            }
             yield {
                 "shape": shape,
                 "product": name,
                 "weights": list(shapes[name]),
                 "stored": stored,
                 "int8": stored == "int8",
-                "rows": number,
+                "rows": len(x),
                 "dtype": config.dtype,
                 "roof_microseconds": rounded(1e6 * size / bytes_per_s),
                 **times,
@@ -158,22 +184,31 @@ def line(row: dict[str, Any]) -> str:
 def _drawn(stored: str, shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
     """Random weights, as the ops of this kind take them."""
     key, (inputs, *outputs) = jax.random.key(seed, impl="rbg"), shape
-    if stored == "whole":
+    if stored in ("whole", "one-order"):
         return WEIGHT_SCALE * jax.random.normal(key, shape, dtype)
     if stored == "int8":
         steps = jax.random.randint(key, (math.prod(outputs), inputs), -127, 128, jnp.int8)
         return int8.Int8Rows(steps, jnp.full(steps.shape[:1], WEIGHT_SCALE / 127))
-    width = inputs // 2 if stored == "w4a16" else inputs
-    # Of 8-bit floats, half of the exponents: no code is NaN.
-    codes = jax.random.bits(key, (*outputs, width), jnp.uint8)
-    if stored != "w4a16":
-        codes = jax.lax.bitcast_convert_type(codes & 0xBF, jnp.float8_e4m3fn)
-    group = GROUPS[stored]
-    groups = -(-inputs // group) if group else 1
-    scale = jnp.full((*outputs, groups), WEIGHT_SCALE / 4, jnp.float32)
-    return QuantisedMatrix(codes, scale, group=group)
+    return random_matrix(
+        key, stored=stored, out_axes=tuple(outputs), inputs=inputs, scale=WEIGHT_SCALE
+    )
 
 
-def _seconds(op: Op, x: jax.Array, weights: list[Any]) -> float:
-    program = jax.jit(lambda x, weights: [op(x, each) for each in weights])
-    return jax_seconds(functools.partial(program, x, weights)) / len(weights)
+def _compiled(op: Op, x: jax.Array, weights: list[Any]) -> Callable[..., Any]:
+    """A program that multiplies the rows by all weights, :data:`TURNS` times."""
+
+    def turn(_: jax.Array, before: list[jax.Array], x: jax.Array, weights: Any) -> list[jax.Array]:
+        # Nothing of a turn may be computed before it begins.
+        x, _ = jax.lax.optimization_barrier((x, before))
+        return [op(x, each) for each in weights]
+
+    def turns(x: jax.Array, weights: list[Any]) -> list[jax.Array]:
+        shapes = jax.eval_shape(lambda x, weights: [op(x, each) for each in weights], x, weights)
+        none = [jnp.zeros(each.shape, each.dtype) for each in shapes]
+        return jax.lax.fori_loop(0, TURNS, functools.partial(turn, x=x, weights=weights), none)
+
+    return jax.jit(turns).lower(x, weights).compile()
+
+
+def _seconds(program: Callable[..., Any], x: jax.Array, weights: list[Any]) -> float:
+    return jax_seconds(functools.partial(program, x, weights)) / len(weights) / TURNS

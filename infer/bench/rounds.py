@@ -176,6 +176,8 @@ class Setting:
     repetitions: int
     turns: int = 1
     """Repeats of a part inside its program."""
+    weights: str = "whole"
+    """How the target's are stored."""
 
     @property
     def capacity(self) -> int:
@@ -187,7 +189,7 @@ class Setting:
     def device_bytes(self) -> int:
         """The target's weights and the cache: most of what a setting takes."""
         config = SHAPES[self.shape]
-        return target_bytes(config) + cache_bytes(config, self.batch, self.capacity)
+        return target_bytes(config, self.weights) + cache_bytes(config, self.batch, self.capacity)
 
 
 @struct.dataclass

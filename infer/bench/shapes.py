@@ -164,9 +164,42 @@ GLM4_9B = TargetConfig(
     qkv_bias=True,
     post_norms=True,
 )
+
+
+def _qwen(
+    family: str, widths: tuple[int, int], layers: int, heads: tuple[int, int], tied: bool
+) -> TargetConfig:
+    """A Qwen2.5 or Qwen3 of other sizes: widths of model and MLP, heads and key/value heads."""
+    base = TARGETS["qwen3-8b" if family == "Qwen3" else "qwq32b"].config
+    return dataclasses.replace(
+        base,
+        model_width=widths[0],
+        mlp_width=widths[1],
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        tied_embeddings=tied,
+    )
+
+
 SHAPES: dict[str, TargetConfig] = {
     "llama32-1b": LLAMA_1B,
     "llama32-3b": LLAMA_3B,
+    "mistral-7b": dataclasses.replace(
+        TARGETS["llama31-8b"].config,
+        architecture="MistralForCausalLM",
+        vocab_size=32768,
+        max_positions=32768,
+        rope_theta=1e6,
+        rope_scaling=None,
+    ),
+    "qwen25-1.5b": _qwen("Qwen2", (1536, 8960), 28, (12, 2), True),
+    "qwen25-3b": _qwen("Qwen2", (2048, 11008), 36, (16, 2), True),
+    "qwen25-7b": _qwen("Qwen2", (3584, 18944), 28, (28, 4), False),
+    "qwen25-14b": _qwen("Qwen2", (5120, 13824), 48, (40, 8), False),
+    "qwen3-1.7b": _qwen("Qwen3", (2048, 6144), 28, (16, 8), True),
+    "qwen3-14b": _qwen("Qwen3", (5120, 17408), 40, (40, 8), False),
+    "qwen3-32b": _qwen("Qwen3", (5120, 25600), 64, (64, 8), False),
     "qwen3-8b-yarn": QWEN3_8B_YARN,
     "ministral3-8b": MINISTRAL3_8B,
     "phi4-mini": PHI4_MINI,

@@ -251,8 +251,8 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
 
 def _check_endpoint(arguments: argparse.Namespace) -> None:
     """Refuse options that are the server's."""
-    names = "draft draft_option mesh offload attention prefill_chunk row_slots method breakdown"
-    for name in (*names.split(), "rounds") if arguments.endpoint else ():
+    names = "draft draft_option mesh offload attention kv_dtype prefill_chunk row_slots method"
+    for name in (*names.split(), "breakdown", "rounds") if arguments.endpoint else ():
         if getattr(arguments, name):
             raise ValueError(f"--{name} cannot be asked of --endpoint, a server; leave it out")
 

@@ -17,6 +17,8 @@ SCHEMA = 1
 """Version of the files; raised when an older reader would misread newer ones."""
 PLAIN_METHOD = "plain"
 """The method that all others are compared with."""
+MEASURED = "_s", "_tokens", "_passes"
+"""How the names of fields end that hold seconds or counts."""
 
 End = Literal["eos", "length"]
 Stop = Literal["not proposed", "nothing below", "ended"]
@@ -288,7 +290,7 @@ def from_json(kind: type[Any], value: Any, where: str) -> Any:
     """A record from its JSON values.
 
     Raises:
-      ValueError: if a field is missing, unknown or of another type.
+      ValueError: if a field is missing, unknown or of another type, or a measure is negative.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}: {kind.__name__} must be an object")
@@ -301,9 +303,11 @@ def from_json(kind: type[Any], value: Any, where: str) -> Any:
         words = [f"lacks {', '.join(missing)}"] if missing else []
         words += [f"has unknown {', '.join(unknown)}"] if unknown else []
         raise ValueError(f"{where}: {kind.__name__} {' and '.join(words)}")
-    return kind(
-        **{name: _typed(hints[name], item, f"{where}: {name}") for name, item in value.items()}
-    )
+    fields = {name: _typed(hints[name], item, f"{where}: {name}") for name, item in value.items()}
+    for name, item in fields.items():
+        if name.endswith(MEASURED) and not item >= 0:  # NaN is not, either.
+            raise ValueError(f"{where}: {name}: {item} must be 0 or more")
+    return kind(**fields)
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:

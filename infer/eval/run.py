@@ -45,8 +45,8 @@ from .run_folder import Writer
 
 KEPT = (
     "samples context min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos "
-    "revision draft_revision mesh prefill_chunk row_slots offload same_bits attention breakdown "
-    "rounds cases repetitions"
+    "revision draft_revision mesh prefill_chunk row_slots offload same_bits kv_dtype attention "
+    "breakdown rounds cases repetitions"
 ).split()
 """Options that a continued run must repeat, beside those with a field in the header."""
 DEFINITIONS = {

@@ -9,6 +9,7 @@ A layer with a window of ``W`` tokens has a ring of that many slots, and of what
 once: what an append overwrites is then older than the window of every later query.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,11 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
 from longspec_jax.drafters.base import Uncommitted
+from longspec_jax.ops.attention.float8 import E4M3
 from longspec_jax.ops.attention.operands import Reading
 from longspec_jax.ops.caches import Caches, put_tokens
 from longspec_jax.ops.layer import append_rows
@@ -75,7 +78,7 @@ class KVCache(Caches):
             append_to_ring(layer, new, at, count)
             if index in self.rings
             else append_chunk(layer, new, at)
-            for index, (layer, new) in enumerate(zip(layers, fresh, strict=True))
+            for index, (layer, new) in enumerate(zip(layers, as_cached(layers, fresh), strict=True))
         )
 
     def commit(
@@ -91,7 +94,8 @@ class KVCache(Caches):
         length, where the next commit overwrites it. The caller guarantees ``at + h <= S`` in layers
         without a window.
         """
-        caches, fresh, layers = [*self.keys, *self.values], (*keys, *values), len(keys)
+        caches, layers = [*self.keys, *self.values], len(keys)
+        fresh = as_cached(caches, (*keys, *values))
         for slots in dict.fromkeys(cache.shape[2] for cache in caches):  # One launch a shape.
             some = [i for i, cache in enumerate(caches) if cache.shape[2] == slots]
             chosen = [caches[i] for i in some], [fresh[i] for i in some]
@@ -101,14 +105,22 @@ class KVCache(Caches):
                 caches[index] = cache
         return replace(self, keys=tuple(caches[:layers]), values=tuple(caches[layers:]))
 
-    def uncommitted(self, batch: int, tokens: int) -> Uncommitted:
-        """Zeros for the keys and values of ``tokens`` outside the cache in each batch row."""
+    def uncommitted(self, batch: int, tokens: int, dtype: DTypeLike) -> Uncommitted:
+        """Zeros for the keys and values of ``tokens`` outside the cache in each batch row.
+
+        They have the dtype of activations, whatever that of the cache.
+        """
 
         def empty(slots: Array) -> Array:
             _, heads, _, width = slots.shape
-            return jnp.zeros((batch, tokens, heads, width), slots.dtype)
+            return jnp.zeros((batch, tokens, heads, width), dtype)
 
         return Uncommitted(tuple(map(empty, self.keys)), tuple(map(empty, self.values)))
+
+
+def as_cached(caches: Sequence[Array], fresh: Sequence[TreeRows]) -> tuple[TreeRows, ...]:
+    """Fresh rows in the dtype of their caches; exact, as the target rounded them."""
+    return tuple(new.astype(cache.dtype) for cache, new in zip(caches, fresh, strict=True))
 
 
 def append_chunk(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
@@ -152,20 +164,26 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
 
     def zeros(slots: int) -> Array:
         shape = (batch, config.num_kv_heads, slots, config.head_width)
-        return jnp.zeros(shape, jnp.dtype(config.dtype))
+        return jnp.zeros(shape, cache_dtype(config))
 
     sizes = layer_slots(config, capacity)
     return KVCache(
         tuple(map(zeros, sizes)),
         tuple(map(zeros, sizes)),
         read_layer=config.read_layer,
+        read_scales=config.scales(config.read_layer),
         rings=rings_of(config),
     )
 
 
+def cache_dtype(config: TargetConfig) -> Any:
+    """The dtype of cached keys and values."""
+    return jnp.dtype(config.dtype if config.kv_dtype is None else E4M3)
+
+
 def slot_bytes(config: TargetConfig) -> int:
     """Bytes of a token's keys and values in one layer."""
-    return 2 * config.num_kv_heads * config.head_width * jnp.dtype(config.dtype).itemsize
+    return 2 * config.num_kv_heads * config.head_width * cache_dtype(config).itemsize
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:

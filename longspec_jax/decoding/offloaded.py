@@ -150,7 +150,7 @@ def _once_read(at: Lengths, keys: tuple[TreeRows, ...]) -> tuple[Lengths, tuple[
 
 def _append_on_host(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
     """Slice updates, row by row: in one they would be a scatter, which nothing does over there."""
-    rows = fresh.swapaxes(1, 2)
+    rows = fresh.astype(slots.dtype).swapaxes(1, 2)
     for row in range(slots.shape[0]):
         # Cut on the device: a slice of what lies over there would be left to the host's processor.
         own = to_host(jax.lax.slice_in_dim(rows, row, row + 1, axis=0))
@@ -172,7 +172,8 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
             pair = keys, to_host(zeros)
         layers.append(pair)
     keys, values = (tuple(pair[part] for pair in layers) for part in (0, 1))
-    return OffloadedCache(keys, values, rings=empty.rings, read_layer=config.read_layer)
+    read = dict(read_layer=config.read_layer, read_scales=empty.read_scales)
+    return OffloadedCache(keys, values, rings=empty.rings, **read)
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> CacheBytes:

@@ -10,6 +10,9 @@ which the fastest would have emitted more; this *regret* may reach a small share
 so far, for every candidate, and no more. And what is known of a candidate fades as rounds pass, so
 that it is looked at again, the sooner the closer it came.
 
+A round takes longer the more its rows attend to, and every candidate's rounds by about as much. So
+when the seconds of one candidate change, those of the others, as they are known, change with them.
+
 At the end of a burst the device waits for the host, the longer the more buffers a round has. That
 *wait* is estimated from bursts of different lengths of one candidate: without it whatever runs in
 long bursts would seem faster than what runs in short ones.
@@ -108,6 +111,8 @@ class Estimate:
     """Rounds behind that mean, faded."""
     regret: float = 0.0
     """Seconds by which looking at it was slower than running the fastest would have been."""
+    rehearsed: bool = False
+    """Whether its timings are from before the run. The first one of the run replaces them."""
 
     def round_seconds(self, wait: float) -> float:
         """Seconds of a round: the least of recent timings, since whatever else runs only adds.
@@ -130,13 +135,21 @@ class Estimate:
         """The same seconds, with the tokens of another estimate."""
         return replace(self, tokens=other.tokens, weight=other.weight)
 
+    def moved(self, by: float) -> "Estimate":
+        """The same estimate, with rounds that take so many seconds more."""
+        # A context that shrank must not make rounds free.
+        timings = ((n, max(seconds + n * by, 0.1 * seconds)) for n, seconds in self.timings)
+        return replace(self, timings=tuple(timings))
+
     def updated(self, seen: Measurement) -> "Estimate":
         """The estimate after some more rounds."""
         weight = self.weight + seen.rounds
         step = (seen.tokens / seen.row_rounds - self.tokens) * seen.rounds / weight
-        timings = (*self.timings, (seen.rounds, seen.seconds))[-RECENT:]
+        known = () if self.rehearsed else self.timings
+        timings = (*known, (seen.rounds, seen.seconds))[-RECENT:]
         brief = min(self.brief, seen.seconds) if seen.rounds == FIRST_LOOK else self.brief
-        return replace(self, timings=timings, brief=brief, tokens=self.tokens + step, weight=weight)
+        times = {"timings": timings, "brief": brief, "rehearsed": False}
+        return replace(self, **times, tokens=self.tokens + step, weight=weight)
 
     def wait(self, seen: Measurement) -> float:
         """What a burst and a brief one say about the seconds that belong to no round.
@@ -187,9 +200,16 @@ class FastestWithinBudget:
 
     @classmethod
     def timed(cls, seconds: Sequence[float]) -> "FastestWithinBudget":
-        """A policy that knows what a round of each candidate takes, and not what it emits."""
-        # Two timings each: no candidate is looked at for its seconds alone.
-        return cls(tuple(Estimate(timings=((1, each),) * 2) for each in seconds))
+        """A policy that knows what a round of each candidate took, and not what it emits."""
+        # Two timings each: no candidate is looked at for its seconds alone. Of many rounds, from
+        # which the host's part takes nothing.
+        rounds = cls.longest_burst
+        return cls(
+            tuple(
+                Estimate(((rounds, rounds * each),) * 2, FIRST_LOOK * each, rehearsed=True)
+                for each in seconds
+            )
+        )
 
     def with_tokens_of(self, other: Policy) -> "FastestWithinBudget":
         """The same seconds, with what another policy knows of the tokens of a round."""
@@ -223,14 +243,20 @@ class FastestWithinBudget:
             return self
         factor = 0.5 ** (seen.rounds / self.half_life)
         estimates = [estimate.faded(factor) for estimate in self.estimates]
-        wait = max(self.wait, estimates[candidate].wait(seen))
-        new = estimates[candidate].updated(seen)
+        before = estimates[candidate]
+        wait = max(self.wait, before.wait(seen))
+        new = before.updated(seen)
         # A pause does not count: the candidate's usual seconds per round do.
         spent = seen.rounds * new.round_seconds(wait) + wait
         fastest = self.estimates[self.leader].speed(wait)
         if candidate != self.leader and fastest:
             emitted = seen.rounds * seen.tokens / seen.row_rounds
             new = replace(new, regret=new.regret + spent - emitted / fastest)
+        # A single timing may hold a pause.
+        by = (
+            new.round_seconds(wait) - before.round_seconds(wait) if len(before.timings) > 1 else 0.0
+        )
+        estimates = [estimate.moved(by) for estimate in estimates]
         estimates[candidate] = new
         elapsed = self.elapsed + spent
         return replace(self, estimates=tuple(estimates), elapsed=elapsed, wait=wait)

@@ -87,15 +87,19 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "same_bits needs one device, a cache on it, and the automatic attention; leave out "
             "mesh, offload and attention"
         )
+    if config.kv_dtype is not None:
+        raise NotImplementedError(
+            "same_bits has no kernel that reads a cache in 8 bits; leave out same_bits, or kv_dtype"
+        )
     if config.is_sparse:
         raise NotImplementedError(
             "same_bits has no kernel for experts, whose matmuls depend on the number of rows; "
             "leave it out, or load the target in float32"
         )
-    if target.windowed or config.attention_cap is not None:
+    if target.windowed or config.attention_cap is not None or config.attention_sinks:
         raise NotImplementedError(
             "the kernels of same_bits see whole prefixes and unbounded scores; this target has "
-            "layers with a window, or a soft cap"
+            "layers with a window, a soft cap, or attention sinks"
         )
     path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
     ordered_tiles.refuse_uneven(config.mlp_width)

@@ -26,8 +26,8 @@ from longspec_jax.drafters.base import (
     Selection,
     Uncommitted,
 )
-from longspec_jax.models.target import Attend, Target, TargetOutput
-from longspec_jax.ops.attention import path
+from longspec_jax.models.target import Attend, Target, TargetOutput, sinks_of
+from longspec_jax.ops.attention import float8, path
 from longspec_jax.ops.attention.dispatch import (
     chunk_attention,
     path_attention,
@@ -35,7 +35,7 @@ from longspec_jax.ops.attention.dispatch import (
     speculative_attention,
     tree_attention,
 )
-from longspec_jax.ops.attention.operands import Fresh, merge
+from longspec_jax.ops.attention.operands import Fresh, merge, with_sinks
 from longspec_jax.ops.hardware import DECODE_ROWS
 
 GROUP = 8
@@ -124,11 +124,12 @@ class TargetModel:
         """
         chunk = tokens.shape[1]
         positions, read = start[:, None] + jnp.arange(chunk), cache.reading(start)
+        options: Any = dict(self._scores, implementation=self.attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
             prefix = prefix.within(self.config.layer(layer).window, positions)
-            return chunk_attention(q, prefix, k, v, **self._scores, implementation=self.attention)
+            return chunk_attention(q, prefix, k, v, sinks_of(params, layer), **options)
 
         # Of larger chunks XLA's matmuls are as good: the tensor cores are the limit.
         ordered = self.same_bits and tokens.size <= ORDERED_CHUNK
@@ -163,18 +164,18 @@ class TargetModel:
             )
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]
-        attention = partial(speculative_attention, **self._scores, implementation=self.attention)
-        if self.same_bits:
-            attention = partial(
-                path_attention, depth=depth, levels=levels, scale=self.config.attention_scale
-            )
+        options: Any = dict(self._scores, implementation=self.attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
             seen, window = mask, self.config.layer(layer).window
             if window is not None and window <= levels:
                 seen = mask & (depth[:, :, None] - depth[:, None, :] < window)
-            return attention(q, prefix.within(window, positions), Fresh(k, v, seen))
+            prefix, fresh = prefix.within(window, positions), Fresh(k, v, seen)
+            if self.same_bits:
+                scale = self.config.attention_scale
+                return path_attention(q, prefix, fresh, depth, levels=levels, scale=scale)
+            return speculative_attention(q, prefix, fresh, sinks_of(params, layer), **options)
 
         with jax.named_scope("verify"):
             output, features = self._forward(params, tokens, positions, attend, needs)
@@ -235,7 +236,7 @@ class TargetModel:
             seen = tree_attention(q, rows, **options)
             for prefix in prefixes:
                 seen = merge(seen, prefix_attention(q, prefix, **options))
-            return seen.out.astype(q.dtype)
+            return with_sinks(seen, sinks_of(params, layer)).out.astype(q.dtype)
 
         with jax.named_scope("partial_forward"):
             output, features = self._forward(params, tokens, positions, attend, needs)
@@ -251,18 +252,31 @@ class TargetModel:
         needs: Needs,
         ordered: bool | None = None,
     ) -> tuple[TargetOutput, Features]:
-        """All layers, and the features that are needed of them."""
+        """All layers, and the features that are needed of them.
+
+        Keys, values and queries are in the cache's units from here on, rounded as it rounds them.
+        """
         queries, keys = {}, {}
+        cached: dict[int, tuple[Array, Array]] = {}
 
         def noted(layer: int, q: Array, k: Array, v: Array) -> Array:
+            scales = self.config.scales(layer)
+            if self.config.kv_dtype is not None:
+                k, v = cached[layer] = float8.stored(scales, k, v)
+            if scales is not None:
+                q = float8.scaled(q, scales.keys)
             if layer in needs.queries:
                 queries[layer] = q
             if layer in needs.keys:
                 keys[layer] = k
-            return attend(layer, q, k, v)
+            out = attend(layer, q, k, v)
+            return out if scales is None else float8.scaled(out, scales.values)
 
         model = self._model if ordered is None else Target(self.config, ordered=ordered)
         output: Any = model.apply({"params": params}, tokens, positions, noted, keep=needs.hidden)
+        if cached:
+            rows = zip(*(cached[layer] for layer in range(len(cached))), strict=True)
+            output = output._replace(**dict(zip(("keys", "values"), rows, strict=True)))
         return output, Features(output.kept, queries, keys)
 
     def unembed(self, params: Any, hidden: Array) -> Array:

@@ -44,12 +44,12 @@ class CacheView:
     def read_layer(self) -> Prefix:
         """All of the layer that drafts read, or what is selected of it."""
         if self.selected is not None:
-            return self.selected
-        return self.cache.layer(self.cache.read_layer, self.length)
+            return dataclasses.replace(self.selected, scales=self.cache.read_scales)
+        return self.cache.read(self.length)
 
     def uncommitted(self, tokens: int) -> Uncommitted:
         """Zeros for the keys and values of this many tokens outside the cache."""
-        return self.cache.uncommitted(len(self.pending), tokens)
+        return self.cache.uncommitted(len(self.pending), tokens, self.target.config.dtype)
 
     def partial_forward(
         self,

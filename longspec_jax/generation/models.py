@@ -77,10 +77,12 @@ class Models:
 
     @property
     def precision(self) -> str:
-        """In what the target is computed: its dtype, and what its weights are stored in."""
+        """In what the target is computed, and what its weights and cache are stored in."""
         dtype, matrices = self.target_config.dtype, quantised_matrices(self.target_params)
         labels = " and ".join(sorted({matrix.label for matrix in matrices}))
-        return f"weights {labels}, activations {dtype}" if labels else dtype
+        computed = f"weights {labels}, activations {dtype}" if labels else dtype
+        cached = self.target_config.kv_dtype
+        return computed if cached is None else f"{computed}, cache {cached}"
 
     @property
     def large(self) -> bool:

@@ -2,9 +2,10 @@
 
 One linen module, no mutable collections, no cache inside. How tokens see each other is the
 caller's: ``attend(layer, q, k, v)`` receives every layer's fresh queries, keys and values (rotary
-applied) and returns the attention output. Training passes plain causal attention, decoding closes
-over a cache. The fresh keys and values come back with the output, because the caller owns the cache
-and the draft reads one layer's.
+applied) and returns the attention output, which includes the layer's sinks (:func:`sinks_of`) if
+there are any. Training passes plain causal attention, decoding closes over a cache. The fresh keys
+and values come back with the output, because the caller owns the cache and the draft reads one
+layer's.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +65,11 @@ class Attention(nn.Module):
             *(c.model_width, c.num_kv_heads, c.num_groups, c.head_width, dtype, c.qkv_bias),
             projection=self.projection,
         )
-        self.out = self.projection((c.num_heads, c.head_width), (c.model_width,), dtype)
+        heads = c.num_heads, c.head_width
+        self.out = self.projection(heads, (c.model_width,), dtype, c.out_bias)
+        if c.attention_sinks:  # For the caller's ``attend``, which finds them by sinks_of.
+            shape = c.num_kv_heads, c.num_groups
+            self.sinks = self.param("sinks", nn.initializers.zeros, shape, dtype)
         if c.qk_norm or c.wide_qk_norm:
             self.q_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
             self.k_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
@@ -85,7 +90,8 @@ class Attention(nn.Module):
             scales = self.q_norm.weights(c.head_width), self.k_norm.weights(c.head_width)
         heads = split_heads(qkv, *angles, scales, c.norm_eps)
         q, k, v = with_sharding(HEADS, *heads)
-        return self.out.partials(attend(q, k, v)), k, v
+        attended = attend(q, k, v)
+        return self.out(attended)[None] if c.out_bias else self.out.partials(attended), k, v
 
 
 class Layer(nn.Module):
@@ -255,6 +261,12 @@ def target_logits(config: TargetConfig, products: Array) -> Array:
 def capped(logits: Array, cap: float | None) -> Array:
     """``cap * tanh(logits / cap)``; without a cap the logits."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def sinks_of(params: Any, layer: int) -> Array | None:
+    """A layer's attention sinks ``[N]`` of a target's parameters; None if it has none."""
+    attention = params[f"layers_{layer}"]["attention"]
+    return attention["sinks"].reshape(-1) if "sinks" in attention else None
 
 
 def head_of(params: Any) -> Array:

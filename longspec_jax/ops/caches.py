@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CacheSlots, LayerSlots, Leaf, Lengths, TreeRows
+from longspec_jax.config import HeadScales
 from longspec_jax.ops.attention.operands import Prefix
 
 Tree = TypeVar("Tree")
@@ -36,6 +37,8 @@ class Caches:
     """The layers whose slots are a ring."""
     read_layer: int = struct.field(pytree_node=False, default=-1)
     """The layer that drafts read (:attr:`longspec_jax.config.TargetConfig.read_layer`)."""
+    read_scales: HeadScales | None = struct.field(pytree_node=False, default=None)
+    """The scales of its keys and values."""
 
     @property
     def capacity(self) -> int:
@@ -45,6 +48,10 @@ class Caches:
     def layer(self, index: int, length: Lengths) -> Prefix:
         """What one layer's attention reads: the slots up to ``length[b]``."""
         return Prefix(self.keys[index], self.values[index], length, cache_rows=self.cache_rows)
+
+    def read(self, length: Lengths) -> Prefix:
+        """The layer that drafts read, with the scales of its keys and values."""
+        return replace(self.layer(self.read_layer, length), scales=self.read_scales)
 
 
 Cache = TypeVar("Cache", bound=Caches)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 AMPERE = (8, 0)
 """The first NVIDIA generation with bfloat16 matrix units and asynchronous copies."""
+FLOAT8 = (8, 9)
+"""The first with instructions that convert e4m3."""
 HOPPER = (9, 0)
 MULTIPROCESSORS = 132
 """Of an H100 or H200. Tiles must be a pure function of the shape, whatever the GPU."""
@@ -49,6 +51,15 @@ def require_ampere(kernel: str) -> tuple[int, int]:
             f"{found[0]}.{found[1]}; choose 'xla'"
         )
     return found
+
+
+def require_float8(kernel: str) -> None:
+    """Refuse machines that do not convert 8-bit floats by instructions of their own."""
+    found = compute_capability()
+    if found is None or found < FLOAT8:
+        raise NotImplementedError(
+            f"{kernel} need compute capability {FLOAT8[0]}.{FLOAT8[1]} or newer; choose 'xla'"
+        )
 
 
 def require_hopper(kernel: str) -> None:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
+from longspec_jax.ops.attention.float8 import E4M3
 from longspec_jax.ops.caches import put_tokens
 from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.hardware import require_decode_step
+from longspec_jax.ops.hardware import require_decode_step, require_float8
 from longspec_jax.ops.slicing import along
 
 MAX_WIDTH = 16384
@@ -227,7 +228,11 @@ def _append_rows_pallas(
     *,
     ring: bool,
 ) -> tuple[CacheSlots, ...]:
-    require_decode_step("the kernel that appends rows", path.size, caches[0].dtype)
+    dtype = caches[0].dtype
+    if dtype == E4M3:  # Fresh rows are in 8 bits, too: the kernel copies.
+        require_float8("the kernel that appends rows of 8 bits")
+    else:
+        require_decode_step("the kernel that appends rows", path.size, dtype)
     from longspec_jax.ops import layer_pallas
 
     return layer_pallas.append_rows(caches, fresh, path, length, cache_rows, ring=ring)

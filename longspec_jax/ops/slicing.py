@@ -40,7 +40,7 @@ def whole_chunks(part: Shaped[Array, "..."], size: int, axis: int = 1) -> Shaped
     return jnp.pad(part, padding)
 
 
-def cut(part: Shaped[Array, "B T ..."], start: Array, size: int) -> Shaped[Array, "B t ..."]:
+def cut(part: Shaped[Array, "B T ..."], start: Array | int, size: int) -> Shaped[Array, "B t ..."]:
     """The chunk of ``size`` tokens that begins at ``start``."""
     return jax.lax.dynamic_slice_in_dim(part, start, size, axis=1)
 

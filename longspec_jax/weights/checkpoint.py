@@ -237,7 +237,7 @@ def _damaged(path: Path, reason: Exception | None = None) -> ValueError:
 
 def _named(path: Path, state: Any, kind: type) -> dict[str, Any]:
     """The tensors of a file by name; raises unless it holds nothing else."""
-    strange = f"a {type(state).__name__}"
+    strange = f"a value of type {type(state).__name__}"
     if isinstance(state, dict):
         others = {k: type(v).__name__ for k, v in state.items() if not isinstance(v, kind)}
         strange = str(others) if others else None

@@ -19,7 +19,7 @@ from longspec_jax.config import (
 )
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import raw_rope, rope_entry
-from longspec_jax.weights.sparse import raw_experts, read_experts
+from longspec_jax.weights.sparse import raw_experts, raw_gpt_oss, read_experts, read_gpt_oss
 
 Fields = Mapping[str, Any]
 """Fields of a :class:`TargetConfig` by name."""
@@ -39,6 +39,8 @@ class Names:
     mlp_norm: str = "post_attention_layernorm"
     attention_post_norm: str = "post_attention_layernorm"
     mlp_post_norm: str = "post_feedforward_layernorm"
+    stacked_experts: bool = False
+    """Whether a layer's experts are one tensor, as gpt-oss names them."""
 
 
 def _nothing(*_: Any) -> dict[str, Any]:
@@ -258,6 +260,28 @@ FAMILIES: dict[str, Family] = {
         read=read_experts,
         write=raw_experts,
         window_switch="use_sliding_window",
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        fixed={"attention_sinks": True},
+        read=read_gpt_oss,
+        write=raw_gpt_oss,
+        accepts=frozenset({"attention_bias"}),
+        defaults={
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        },
+        window_switch="sliding_window",
+        default_window=128,
+        windows=lambda raw, index: index % 2 == 0,
+        names=Names(stacked_experts=True),
     ),
     "Ministral3ForCausalLM": Family(
         "ministral3",

@@ -4,6 +4,7 @@ Nothing is guessed, skipped or cast in silence: the configuration must be one th
 exactly, the tensors must be exactly those it describes, and every value must be finite.
 """
 
+import dataclasses
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from longspec_jax.weights.checkpoint import Tensors, open_tensors
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.quantised.cached import cached_scales
 from longspec_jax.weights.quantised.formats import quantisation
 from longspec_jax.weights.quantised.table import as_stored, stored_bytes, with_matrices
 from longspec_jax.weights.tables import Table, check_layers, check_tensors, target_table
@@ -29,6 +31,7 @@ def load_target(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
+    kv_dtype: str | None = None,
 ) -> tuple[TargetConfig, Any]:
     """Load a target.
 
@@ -38,6 +41,8 @@ def load_target(
         what ``config.json`` says, in which the weights must then be stored.
       mesh: devices to shard over by the project's rules; the first device if absent.
       revision: branch, tag or commit of a hub id.
+      kv_dtype: what keys and values are rounded to, as in the configuration: with the scales of the
+        checkpoint where it has some, which are not used otherwise.
 
     Returns:
       The configuration and the parameters of :class:`longspec_jax.models.target.Target`.
@@ -51,6 +56,9 @@ def load_target(
     with ExitStack() as stack:
         tensors = _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
         check_layers(config, tensors, folder / "config.json")
+        if kv_dtype is not None:
+            scales = cached_scales(config, tensors)
+            config = dataclasses.replace(config, kv_dtype=kv_dtype, kv_scales=scales)
         any_dtype = dtype is not None or quantisation(read_json(folder / "config.json"))
         table, tensors, groups = _stored(folder, config, tensors)
         check_tensors(table, tensors, str(source), dtype=None if any_dtype else config.dtype)

@@ -7,7 +7,7 @@ because both versions read it. What a class fixes beyond its file is an entry of
 authors is refused, never approximated: each refusal names the values, the rule and what to do.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -60,9 +60,13 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     check_refused(raw, REFUSED_TARGET, family.accepts)
     if any(map(raw.has, QUANTISATION)):
         # Late: it imports numpy, which ``--help`` does without.
+        from longspec_jax.weights.quantised.formats import REMEDY as OTHER_FORMAT
         from longspec_jax.weights.quantised.formats import quantisation
 
-        quantisation(raw)  # Refuses formats that are not read.
+        quantised = quantisation(raw)  # Refuses formats that are not read.
+        if quantised is not None and quantised.experts and not family.names.stacked_experts:
+            rule = "has quant_method 'mxfp4', which is read of gpt-oss alone"
+            raise raw.error("quantization_config", rule, OTHER_FORMAT)
     _check_model_type(raw, architecture)
     scaling = rope_scaling(raw, PARTIAL in family.accepts)
     max_positions = _max_positions(raw, scaling)
@@ -85,10 +89,17 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
         tied_embeddings=raw.flag("tie_word_embeddings", False),
         dtype=_dtype(raw, dtype),
     )
-    windows, own = window_kinds(whole, family, known), family.read(raw, known)
-    if windows and "kinds" in own:
+    windows = window_kinds(whole, family, known)
+    own = family.read(raw, known | windows)
+    if windows and _windows(own, windows) != _windows(windows):
         raise raw.error("sliding_window", "is not supported beside layers without positions")
-    return build(raw, TargetConfig, **known, **family.fixed, **windows, **own)
+    return build(raw, TargetConfig, **known, **family.fixed, **{**windows, **own})
+
+
+def _windows(fields: Mapping[str, Any], others: Mapping[str, Any] = {}) -> list[int | None]:
+    """The window of every layer, of kinds among some fields, or else among others."""
+    given = fields if "kinds" in fields else others
+    return [given["kinds"][kind].window for kind in given["pattern"]]
 
 
 def text_part(raw: JsonObject) -> JsonObject:

@@ -136,9 +136,7 @@ def read_json(path: Path) -> JsonObject:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{path} holds a {type(value).__name__}, must hold an object; download it again"
-        )
+        raise ValueError(f"{path} holds {shown(value)}, must hold an object; download it again")
     if strange:
         raise ValueError(f"{path}: {strange} is not a finite number, as JSON's are; {REMEDY}")
     return JsonObject(value, str(path))

@@ -95,7 +95,7 @@ def _pieces(part: Part, ranges: Ranges, axis: int, itemsize: int) -> Iterator[Ra
     """Cut a block along the axis of the tensor's slowest factor."""
     start, stop = ranges[axis]
     each = math.prod(e - b for b, e in ranges) // (stop - start) * itemsize
-    step = max(1, PIECE_BYTES // max(each, 1))
+    step = -(-max(1, PIECE_BYTES // max(each, 1)) // part.inner) * part.inner
     for begin in range(start, stop, step):
         yield (*ranges[:axis], (begin, min(begin + step, stop)), *ranges[axis + 1 :])
 
@@ -108,6 +108,12 @@ def _read(part: Part, ranges: Ranges, tensor: Tensor) -> np.ndarray:
         ranges = (*ranges[: part.heads], whole, *ranges[part.heads + 1 :])
         unshuffled = _read(replace(part, shuffle=None), ranges, tensor)
         return unshuffled.take(part.shuffle[start:stop], axis=part.heads)
+    if part.inner > 1:  # Two of the stored factors are the first axis of the parameter.
+        start, stop = ranges[0]
+        outer = (start // part.inner, -(-stop // part.inner))
+        apart = _read(replace(part, inner=1), (outer, (0, part.inner), *ranges[1:]), tensor)
+        first = outer[0] * part.inner
+        return apart.reshape(-1, *apart.shape[2:])[start - first : stop - first]
     by_factor = dict(zip(part.order, ranges, strict=True))
     index, view, inner, factor = [], [], [], 0
     for group in part.groups:
@@ -222,6 +228,8 @@ def _unstack(leaf: Leaf, part: Part, values: np.ndarray) -> np.ndarray:
     block = values[at]
     if part.shuffle is not None:
         block = block.take(np.argsort(part.shuffle), axis=part.heads)
+    if part.inner > 1:
+        block = block.reshape(-1, part.inner, *block.shape[1:])
     block = block.transpose(np.argsort(part.order))
     shape = (math.prod(part.groups[0]), *part.shape[1:])
     return np.ascontiguousarray(block.reshape(shape))

@@ -1,15 +1,26 @@
 """Mixtures of experts in a ``config.json``: which layers have them, and of what size.
 
-The keys are those of Qwen's sparse families. A layer has experts unless ``mlp_only_layers`` names
-it or ``decoder_sparse_step`` leaves it out.
+Of Qwen's sparse families a layer has experts unless ``mlp_only_layers`` names it or
+``decoder_sparse_step`` leaves it out. Of gpt-oss all layers have them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from longspec_jax.checks import is_whole
-from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary, TargetConfig
+from longspec_jax.config import (
+    LARGEST_FACTOR,
+    SMALLEST_FACTOR,
+    ExpertsConfig,
+    LayerConfig,
+    Rotary,
+    TargetConfig,
+)
 from longspec_jax.weights.json_files import JsonObject
+
+SWISH = 1.702
+"""The slope of gpt-oss's gate, the only one that is computed."""
 
 
 def read_experts(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,4 +72,47 @@ def raw_experts(config: TargetConfig) -> dict[str, Any]:
         "norm_topk_prob": experts.renormalised,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [index for index, each in enumerate(layers) if each is None],
+    }
+
+
+def read_gpt_oss(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
+    """gpt-oss: all layers have experts, with biases and a bounded gate; attention may have biases.
+
+    Args:
+      known: ``mlp_width``, the rotation of all layers, and the kinds of those with windows.
+    """
+    if raw.number("swiglu_alpha", SWISH) != SWISH:
+        raise raw.error("swiglu_alpha", f"is not supported, only {SWISH}", "load another model")
+    count = raw.whole("num_local_experts", 128)
+    experts = ExpertsConfig(
+        count,
+        raw.whole("num_experts_per_tok", 4, most=count),
+        known["mlp_width"],
+        biases=True,
+        limit=raw.number("swiglu_limit", 7.0, SMALLEST_FACTOR, LARGEST_FACTOR),
+    )
+    rotary = Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
+    kinds = known.get("kinds", (LayerConfig(rotary),))
+    biased = raw.flag("attention_bias", True)
+    return {
+        "kinds": tuple(replace(kind, experts=experts) for kind in kinds),
+        "pattern": known.get("pattern", (0,) * known["num_layers"]),
+        "qkv_bias": biased,
+        "out_bias": biased,
+    }
+
+
+def raw_gpt_oss(config: TargetConfig) -> dict[str, Any]:
+    """The inverse."""
+    layers = [config.layer(index) for index in range(config.num_layers)]
+    experts = next((layer.experts for layer in layers if layer.experts), None)
+    if experts is None:
+        return {}  # Which reads as other layers, and is refused.
+    return {
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.chosen,
+        "intermediate_size": experts.width,
+        "swiglu_limit": experts.limit,
+        "attention_bias": config.qkv_bias,
+        "layer_types": [f"{'sliding' if layer.window else 'full'}_attention" for layer in layers],
     }

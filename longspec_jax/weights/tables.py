@@ -50,6 +50,8 @@ class Part:
     """Where the block begins on the starred axis."""
     depth: int
     """How far it reaches there."""
+    inner: int = 1
+    """The size of the starred axis' second factor, where it is of two of the stored ones."""
     first: int = 0
     """The row of the stored tensor where the block begins, if it holds several."""
     rows: int = 0
@@ -132,6 +134,19 @@ def _experts(experts: ExpertsConfig) -> tuple[Rule, ...]:
     )
 
 
+def _stacked_experts() -> tuple[Rule, ...]:
+    """Of a mixture whose experts are stacked, with biases, gate and up by turns (gpt-oss)."""
+    gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    return (
+        Rule("mlp/router/kernel", "D E", (("mlp.router.weight", "E D"),)),
+        Rule("mlp/router/bias", "E", (("mlp.router.bias", "E"),)),
+        Rule("mlp/expert_gate_up", "* F D", ((gate_up, "E D (F u)"),)),
+        Rule("mlp/expert_gate_up_bias", "* F", ((f"{gate_up}_bias", "E (F u)"),)),
+        Rule("mlp/expert_down", "* D F", ((down, "E F D"),)),
+        Rule("mlp/expert_down_bias", "* D", ((f"{down}_bias", "E D"),)),
+    )
+
+
 _USUAL = Names()
 QKV_KERNEL = _qkv(_USUAL.qkv, "weight", " D")
 QKV_BIAS_PARTS = _qkv(_USUAL.qkv, "bias")
@@ -144,6 +159,8 @@ _WIDE_QK_NORM = (
     Rule("attention/q_norm/scale", "K G H", (("self_attn.q_norm.weight", "(K G h)"),)),
     Rule("attention/k_norm/scale", "K H", (("self_attn.k_norm.weight", "(K h)"),)),
 )
+_OUT_BIAS = (Rule("attention/out/bias", "D", (("self_attn.o_proj.bias", "D"),)),)
+_SINKS = (Rule("attention/sinks", "K G", (("self_attn.sinks", "(K G)"),)),)
 MARKOV = (
     Rule("markov/embedding", "V R", (("markov_head.markov_w1.weight", "V R"),)),
     Rule("markov/head", "v R", (("markov_head.markov_w2.weight", "v R"),)),
@@ -190,13 +207,18 @@ def layer_rules(
         _norm("mlp_post_norm", names.mlp_post_norm),
     )
     bias = (Rule("attention/qkv/fused/bias", "K * H", _qkv(names.qkv, "bias")),)
+    mlp = _mlp(names)
+    if experts is not None:
+        mlp = _stacked_experts() if names.stacked_experts else _experts(experts)
     return (
         *pre * config.pre_norms,
         *post * config.post_norms,
         Rule("attention/qkv/fused/kernel", "D K * H", _qkv(names.qkv, "weight", " D")),
         Rule("attention/out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
-        *(_mlp(names) if experts is None else _experts(experts)),
+        *mlp,
         *bias * config.qkv_bias,
+        *_OUT_BIAS * config.out_bias,
+        *_SINKS * config.attention_sinks,
         *_QK_NORM * config.qk_norm,
         *_WIDE_QK_NORM * config.wide_qk_norm,
     )
@@ -230,6 +252,7 @@ def layer_sizes(config: Any) -> Sizes:
         "K": config.num_kv_heads,
         "G": config.num_heads // config.num_kv_heads,
         "H": config.head_width,
+        "u": 2,
         "*": 1,
     }
 
@@ -256,17 +279,21 @@ def bind(
         order_of = shuffle if "h" in stored else None
         groups = _groups(stored.replace("h", "H"))
         letters = [letter for group in groups for letter in group]
-        # A letter the parameter lacks runs along the starred axis; without one the block is a
-        # single slot there, written as a last factor of 1.
-        along = next((letter for letter in letters if letter not in axes), "*")
-        if "*" in axes and along == "*":
+        # Letters the parameter lacks run along the starred axis, the first slowest; without one the
+        # block is a single slot there, written as a last factor of 1.
+        along = [letter for letter in letters if letter not in axes] or ["*"]
+        if "*" in axes and along == ["*"]:
             groups[0] = [*groups[0], "*"]
             letters = [letter for group in groups for letter in group]
-        order = tuple(letters.index(along if axis == "*" else axis) for axis in axes)
-        depth = sizes[along] if "*" in axes else sizes[axes[0]]
+        order = tuple(
+            letters.index(letter) for axis in axes for letter in (along if axis == "*" else [axis])
+        )
+        depth = math.prod(sizes[letter] for letter in along) if "*" in axes else sizes[axes[0]]
+        inner = math.prod(sizes[letter] for letter in along[1:])
         factors = tuple(tuple(sizes[letter] for letter in group) for group in groups)
         heads = axes.index("H") if order_of else 0
-        part = Part(theirs + name, factors, order, start, depth, rows[name], 0, order_of, heads)
+        where = dict(start=start, depth=depth, inner=inner, first=rows[name])
+        part = Part(theirs + name, factors, order, shuffle=order_of, heads=heads, **where)
         rows[name] += math.prod(factors[0])
         parts.append((part, name if times[name] > 1 else None))
         start += depth

@@ -15,6 +15,7 @@ import configs
 from longspec_jax.config import PRESETS, TARGETS, TargetConfig
 from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.tables import target_table
 from train.arguments import from_config
@@ -24,6 +25,8 @@ from train.drafts.dflash.settings import DFlashSettings
 from train.drafts.eagle3.objective import Eagle3Objective, fresh_config
 from train.drafts.eagle3.settings import Eagle3Settings
 from train.drafts.longspec.objective import LongSpecObjective
+from train.drafts.parallel.objective import ParallelObjective
+from train.drafts.parallel.settings import ParallelSettings
 from train.pipeline import with_micro_batches
 from train.step import Batch, make_optimizer, state_shardings
 
@@ -45,9 +48,10 @@ TABLE = {
     "qwen3_8b": (234.9, 226.5, 39_000, 32768),
     "qwen3_4b": (127.2, 121.9, 39_000, 32768),
     "qwen3_30b_a3b": (75.5, 73.4, 39_000, 32768),
+    "gpt_oss_20b": (78.0, 75.0, 30_000, 32768),
 }
 """Stored and live draft parameters in millions, largest offset, long rows: facts of the release;
-Qwen3's are counted by hand from the widths in its ``config.json``."""
+those of Qwen3 and gpt-oss are counted by hand from the widths in its ``config.json``."""
 
 
 def load(name: str, *variant: str) -> RunConfig:
@@ -114,6 +118,48 @@ def test_the_drafts_of_the_study_differ_in_one_thing(prefix: str) -> None:
     assert alone.draft == offset.draft and [stage.name for stage in alone.stages] == ["long"]
 
 
+def test_drafts_of_other_kinds_take_as_many_operations_as_a_distilled_one() -> None:
+    target = load("small_scale", "target")
+    assert target.pretraining is not None
+    shape = target.pretraining.shape
+
+    def operations(variant: str) -> float:
+        config = load("small_scale", variant)
+        return sum(
+            stage.steps * stage.batch * stage.seq_len * flops(config.draft, stage.seq_len)
+            for stage in config.stages
+        )
+
+    def flops(settings: Any, length: int) -> float:
+        if isinstance(settings, Eagle3Settings):
+            draft, sizes = fresh_config(settings, shape, length), (settings.steps, settings.decay)
+            return Eagle3Objective(shape, draft, *sizes, 1).flops_per_token(length)
+        layer = DraftConfig.for_target(shape, dtype="bfloat16", window=settings.window)
+        if isinstance(settings, ParallelSettings):
+            sizes = settings.layers, settings.block, settings.markov_rank
+            draft = ParallelConfig(layer, shape.vocab_size, *sizes)
+            return ParallelObjective(shape, draft, settings, 0, 1).flops_per_token(length)
+        return LongSpecObjective(shape, layer, settings, 0, 1).flops_per_token(length)
+
+    expected = operations("distilled")
+    for variant in ("parallel", "eagle3"):
+        assert operations(variant) == pytest.approx(expected, rel=0.01), variant
+
+
+@pytest.mark.parametrize("variant", ["parallel", "eagle3"])
+def test_drafts_of_other_kinds_have_a_miniature(variant: str) -> None:
+    config = load("small_scale", f"tiny_{variant}")
+    target = load("small_scale", "tiny_target")
+    assert target.pretraining is not None
+    shape = target.pretraining.shape
+    assert config.draft.kind == variant
+    longest = max(stage.seq_len + stage.max_offset for stage in config.stages)
+    assert longest <= shape.max_positions
+    if isinstance(config.draft, Eagle3Settings):
+        assert fresh_config(config.draft, shape, longest).proposable == 256
+        assert not any(stage.max_offset for stage in config.stages)
+
+
 def test_the_demos_small_model_is_small_and_reads_the_demos_tokens() -> None:
     config, demo = load("demo", "small_lm"), load("demo")
     assert config.pretraining is not None and demo.pretraining is not None
@@ -141,7 +187,7 @@ def test_the_papers_stages(name: str, variant: str) -> None:
     qwen = preset(config).architecture.startswith("Qwen")
     assert ("<|im_start|>" in config.data.turn) == qwen
     if variant == "sft":
-        assert ("long_cot" in config.data.hub) == qwen
+        assert ("long_cot" in config.data.hub) == (qwen or name == "gpt_oss_20b")
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -246,7 +292,8 @@ def test_drafts_have_the_published_size(name: str) -> None:
     # The published figure leaves the biases of the living projections out.
     assert live / 1e6 == pytest.approx(TABLE[name][1], abs=0.06)
     # Three norms; query and output twice; self-attention's key and value; the MLP.
-    d, q, kv = target.model_width, target.num_heads * 128, target.num_kv_heads * 128
+    q, kv = (n * target.head_width for n in (target.num_heads, target.num_kv_heads))
+    d = target.model_width
     weights = 3 * d + 4 * d * q + 2 * d * kv + 3 * d * target.mlp_width
     assert live == weights + 2 * q + 2 * kv and dead == 2 * kv * (d + 1)
 

@@ -317,6 +317,7 @@ def test_compilation_cache_folder(monkeypatch, tmp_path, capsys) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.delenv("LONGSPEC_CACHE", raising=False)
         assert keep_programs() == tmp_path / "longspec_jax" / "compiled"
+        assert "compiles at first calls, for up to a minute" in capsys.readouterr().err
         assert keep_programs(str(tmp_path / "mine")) == tmp_path / "mine"
         assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
         assert keep_programs() == tmp_path / "mine"

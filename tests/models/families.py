@@ -104,11 +104,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "glm4": ("Glm4", dict(head_dim=16)),
+    "gpt-oss": (
+        "GptOss",
+        _WINDOW
+        | dict(
+            intermediate_size=32,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            swiglu_limit=1.5,  # So that it acts.
+            rope_parameters=YARN | dict(truncate=False),
+        ),
+    ),
 }
 """Class of transformers, and what its configuration has beyond the base."""
 
 
-def make_model(case: str) -> Any:
+def make_model(case: str, **overrides: Any) -> Any:
     """A random model of two layers, in which every parameter matters."""
     family, own = CASES[case]
     config = getattr(transformers, f"{family}Config")(
@@ -126,13 +137,15 @@ def make_model(case: str) -> Any:
             initializer_range=0.3,
         )
         | own
+        | overrides
     )
     torch.manual_seed(0)
     kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     model = kind._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # Norms start at 1, biases at 0: mistakes would hide.
+        for name, parameter in model.named_parameters():
+            # Norms start at 1, biases at 0: mistakes would hide.
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
 

@@ -19,7 +19,7 @@ from longspec_jax.weights.tables import target_table
 from tests.models.families import CASES, load
 from tests.models.hf_models import torch, transformers
 
-MIXED = "ministral", "gemma2", "gemma3_text", "olmo3"
+MIXED = "ministral", "gemma2", "gemma3_text", "olmo3", "gpt_oss"
 """Types of models of which some layers have windows."""
 PROMPT, CHUNK = 44, 11
 """Longer than the range before a scaling, which is 16 or 32 tokens."""

@@ -1,13 +1,15 @@
-"""Two hundred requests at once, and a long conversation, through the server over a toy model.
+"""Long runs through the server over a toy model: a conversation, many requests, many at once.
 
     python -m tests.serve.long_run --json=docs/results/serve_long_cpu.json
 
-Minutes, so no test runs it. Every text has to be that of the library alone, in float32, and nothing
-may be compiled once the server listens; else it ends with status 1.
+Minutes, so no test runs it. Every text has to be that of the library alone, in float32, nothing may
+be compiled once the server listens, and many requests must not leave arrays behind; else it ends
+with status 1. Resident memory is that of server and clients together.
 """
 
 import argparse
 import contextlib
+import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ import numpy as np
 from infer.bench.report import Report, run_header
 from infer.serve.command import served_model
 from longspec_jax import PLAIN, LongSpec
+from tests.footprint import resident_bytes
 from tests.infer.toys import toy_spec
 from tests.kit import compilations
 from tests.serve.kit import Client, events, serving
@@ -31,6 +34,22 @@ LENGTHS = (1, 60, 255, 256, 257, 900, 2000, 3000)
 """Tokens of prompts; every twentieth one is as long as fits."""
 TURNS, CONTEXT, ANSWER, QUESTION = 20, 32_000, 24, 40
 """Of the conversation."""
+MANY, DISTINCT, SHORT = 2000, 40, 300
+"""Requests one after the other, how many of them differ, and the longest one's tokens."""
+CLIENTS, QUARTERS = 16, 4
+"""That send these at once, and how often memory is looked at."""
+USUAL = {
+    **{"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
+}
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 5, "min_p": 0.1},
+    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"repetition_penalty": 1.2, "logit_bias": {"3": 1.5}, "stop_token_ids": [7]},
+)
 
 
 def spec_of(longest: int) -> LongSpec:
@@ -77,23 +96,30 @@ def alone(spec: LongSpec, bodies: Sequence[dict[str, Any]]) -> tuple[tuple[int, 
         tree=PLAIN,
         max_new_tokens=[body["max_tokens"] for body in bodies],
         seed=[body["seed"] for body in bodies],
-        temperature=[body["temperature"] for body in bodies],
-        top_p=[body.get("top_p", 1.0) for body in bodies],
-        eos_token_id=[],
+        eos_token_id=[body.get("stop_token_ids", []) for body in bodies],
+        logit_bias=[
+            {int(token): bias for token, bias in body.get("logit_bias", {}).items()}
+            for body in bodies
+        ],
+        **{name: [body[name] for body in bodies] for name in USUAL},
     ).sequences
 
 
-def at_once() -> dict[str, Any]:
-    """Mixed requests, all sent together, in two priorities; the clients of some leave."""
-    spec, random = spec_of(LONGEST), np.random.default_rng(0)
-    text = random.integers(1, 15, LONGEST).tolist()
-    bodies = []
-    for index in range(REQUESTS):
-        new = int(random.integers(1, 33))
-        length = LONGEST - new if index % 20 == 0 else int(random.choice(LENGTHS))
+def mixed(count: int, lengths: Sequence[int], longest: int, most_new: int) -> list[dict[str, Any]]:
+    """Requests of all kinds of sampling and of two priorities; some end at a stop token.
+
+    Args:
+      lengths: of most prompts; every twentieth one is as long as fits.
+      longest: tokens of a request.
+      most_new: of them, most new ones.
+    """
+    random, bodies = np.random.default_rng(0), []
+    text = random.integers(1, 15, longest).tolist()
+    for index in range(count):
+        new = int(random.integers(1, most_new + 1))
+        length = longest - new if index % 20 == 0 else int(random.choice(lengths))
         shared = int(random.integers(0, 600))  # Beginnings that others have, too.
-        own = random.integers(1, 15, LONGEST).tolist()
-        sampling = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}]
+        own = random.integers(1, 15, longest).tolist()
         bodies.append(
             {
                 "prompt": (text[:shared] + own)[:length],
@@ -102,16 +128,23 @@ def at_once() -> dict[str, Any]:
                 "ignore_eos": True,
                 "priority": int(index % 2),
                 "longspec": {"rounds": True},
-                **sampling[index % 3],
+                **USUAL,
+                **KINDS[(index + index // 20) % len(KINDS)],
             }
         )
+    return bodies
+
+
+def at_once() -> dict[str, Any]:
+    """Mixed requests, all sent together; the clients of some leave."""
+    spec, bodies = spec_of(LONGEST), mixed(REQUESTS, LENGTHS, LONGEST, 32)
     leaving = [index % 17 == 3 for index in range(REQUESTS)]
     with server_of(spec, SLOTS) as server, compilations() as compiled:
         begun = time.perf_counter()
         with ThreadPoolExecutor(REQUESTS) as pool:
             answers = [*pool.map(lambda *one: ask(server, *one), bodies, leaving)]
         seconds = time.perf_counter() - begun
-        counts = compiled.copy() if isinstance(compiled, list) else list(compiled)
+        counts = list(compiled)
         metrics = server.connect("GET", "/metrics").read().decode()
     kept = [(body, answer) for body, answer in zip(bodies, answers, strict=True) if answer]
     expected = alone(spec, [body for body, _ in kept])
@@ -135,6 +168,41 @@ def at_once() -> dict[str, Any]:
     }
 
 
+def many() -> dict[str, Any]:
+    """The same requests again and again: what a server holds after each quarter of them."""
+    spec, bodies = spec_of(SHORT), mixed(DISTINCT, (1, 60, 150, 250), SHORT, 16)
+    firsts: dict[int, tuple[int, ...]] = {}
+    different, arrays, resident = 0, [], []
+    with server_of(spec, SLOTS) as server, compilations() as compiled:
+        begun = time.perf_counter()
+        for _ in range(QUARTERS):
+            indices = [index % DISTINCT for index in range(MANY // QUARTERS)]
+            with ThreadPoolExecutor(CLIENTS) as pool:
+                for index, answer in zip(
+                    indices, pool.map(lambda one: ask(server, bodies[one]), indices), strict=True
+                ):
+                    assert answer is not None
+                    tokens = tokens_of(answer)
+                    different += firsts.setdefault(index, tokens) != tokens
+            gc.collect()
+            arrays.append(sum(array.nbytes for array in jax.live_arrays()))
+            resident.append(round(resident_bytes() / 1e6))
+        seconds = time.perf_counter() - begun
+        counts = list(compiled)
+    expected = alone(spec, bodies)
+    different += sum(firsts[index] != ours for index, ours in enumerate(expected))
+    return {
+        "what": "many requests",
+        "requests": MANY,
+        "slots": SLOTS,
+        "array_bytes": arrays,
+        "resident_mb": resident,
+        "differing_texts": different,
+        "compilations": len(counts),
+        "seconds": round(seconds, 1),
+    }
+
+
 def conversation() -> dict[str, Any]:
     """A long text, and questions about it, each behind the answer before."""
     longest = CONTEXT + TURNS * (ANSWER + QUESTION)
@@ -147,9 +215,10 @@ def conversation() -> dict[str, Any]:
                 "prompt": [*history],
                 "max_tokens": ANSWER,
                 "seed": turn,
-                "temperature": float(turn % 2),
                 "ignore_eos": True,
                 "longspec": {"rounds": True},
+                **USUAL,
+                "temperature": float(turn % 2),
             }
             answer = ask(server, body)
             assert answer is not None
@@ -177,17 +246,18 @@ def conversation() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run both, print and write."""
+    """Run all, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     header = run_header(jax.devices()[0].device_kind, __doc__ or "")
     with Report(header, arguments.json) as report:
-        for run in (conversation, at_once):
+        for run in (conversation, many, at_once):
             row = run()
             report.add(row, json.dumps(row))
     failed = any(row["differing_texts"] or row["compilations"] for row in report.rows)
-    return int(failed)
+    grown = any(len({*row.get("array_bytes", ())}) > 1 for row in report.rows)
+    return int(failed or grown)
 
 
 if __name__ == "__main__":

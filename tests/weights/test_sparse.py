@@ -38,6 +38,46 @@ QWEN3_30B_A3B = dict(
     vocab_size=151936,
 )
 
+GPT_OSS_20B = dict(
+    architectures=["GptOssForCausalLM"],
+    model_type="gpt_oss",
+    attention_bias=True,
+    attention_dropout=0.0,
+    eos_token_id=200002,
+    experts_per_token=4,
+    head_dim=64,
+    hidden_act="silu",
+    hidden_size=2880,
+    initial_context_length=4096,
+    intermediate_size=2880,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+    max_position_embeddings=131072,
+    num_attention_heads=64,
+    num_experts_per_tok=4,
+    num_hidden_layers=24,
+    num_key_value_heads=8,
+    num_local_experts=32,
+    pad_token_id=199999,
+    quantization_config=dict(
+        modules_to_not_convert=["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        quant_method="mxfp4",
+    ),
+    rms_norm_eps=1e-05,
+    rope_scaling=dict(
+        beta_fast=32.0,
+        beta_slow=1.0,
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        rope_type="yarn",
+        truncate=False,
+    ),
+    rope_theta=150000,
+    sliding_window=128,
+    swiglu_limit=7.0,
+    tie_word_embeddings=False,
+    vocab_size=201088,
+)
+
 
 def read(**overrides):
     return target_config(JsonObject(QWEN3_30B_A3B | overrides))
@@ -81,6 +121,37 @@ def test_layers_may_be_dense(overrides, layers):
 def test_what_is_no_mixture_is_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         read(**overrides)
+
+
+def test_gpt_oss_as_published():
+    """Every other layer has a window and all have experts; absent keys mean the same."""
+    raw = {**GPT_OSS_20B, "torch_dtype": "bfloat16"}
+    config = target_config(JsonObject(raw))
+    assert config == PRESETS["gpt-oss-20b"]
+    assert config.read_layer == 23 and config.layer(22).window == 128
+    usual = "layer_types", "rope_scaling", "rope_theta", "swiglu_limit", "attention_bias"
+    kept = {key: value for key, value in raw.items() if key not in usual}
+    assert target_config(JsonObject(kept)) == config
+    assert target_config(JsonObject(hf_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(swiglu_alpha=1.5), "swiglu_alpha"),
+        (dict(swiglu_limit=0), "swiglu_limit"),
+        (dict(num_experts_per_tok=33), "num_experts_per_tok"),
+        (dict(attention_bias=1), "attention_bias"),
+    ],
+)
+def test_another_gpt_oss_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        target_config(JsonObject({**GPT_OSS_20B, "torch_dtype": "bfloat16", **changes}))
+
+
+def test_mxfp4_of_another_family_is_refused():
+    with pytest.raises(ValueError, match="'mxfp4', which is read of gpt-oss alone"):
+        read(quantization_config=dict(quant_method="mxfp4"))
 
 
 def test_a_dense_architecture_cannot_say_that_there_are_experts():

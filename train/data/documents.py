@@ -86,7 +86,7 @@ def _turn(turn: Any, field: str) -> Turn:
     """A turn of a conversation, written in either way."""
     if not isinstance(turn, Mapping):
         raise ValueError(
-            f"{field} holds a {type(turn).__name__} where a turn belongs, such as "
+            f"{field} holds a value of type {type(turn).__name__} where a turn belongs, such as "
             '{"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
         )
     key, content = ("from", "value") if turn.get("from") is not None else ("role", "content")

@@ -140,7 +140,7 @@ class LongSpecDrafter(Drafter):
         """What cross-attention reads of the target."""
         if self.working is None:
             return view.read_layer()
-        layer = view.cache.layer(view.cache.read_layer, view.length)
+        layer = view.cache.read(view.length)
         table = self.working.table(state.choice, layer.length, layer.keys.shape[2])
         return self.working.read(layer, table)
 

@@ -121,7 +121,7 @@ class WorkingCache:
             gather_blocks(cache, table, self.budget.block, layer.cache_rows)
             for cache in (layer.keys, layer.values)
         )
-        return Prefix(keys, values, table.length)
+        return Prefix(keys, values, table.length, scales=layer.scales)
 
     @property
     def _retriever(self) -> AttentionRetriever:

@@ -67,10 +67,11 @@ class SmallLM(Draft):
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError if it has more tokens than the target, or layers that do not draft."""
         own = self.config
-        if len(own.full_layers) < own.num_layers or own.attention_cap is not None:
+        capped = own.attention_cap is not None or own.attention_sinks
+        if len(own.full_layers) < own.num_layers or capped:
             raise ValueError(
-                f"{own.architecture} has layers with a window, or a soft cap, and cannot be a "
-                "small_lm draft; load a small model without them"
+                f"{own.architecture} has layers with a window, a soft cap, or attention sinks, and "
+                "cannot be a small_lm draft; load a small model without them"
             )
         if self.config.vocab_size > target.vocab_size:
             raise ValueError(

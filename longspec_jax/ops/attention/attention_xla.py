@@ -14,13 +14,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
-from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix, merge
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, Sinks, TreeRows
+from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix, merge, with_sinks
 from longspec_jax.ops.attention.packing import pack, unpack
+from longspec_jax.ops.partitioned import row_shares
 from longspec_jax.ops.slicing import cut, whole_chunks
 
 BLOCK = 1024
-"""Cache slots per step: large enough for efficient matmuls, small beside any long prefix."""
+"""Cache slots per step: large enough for efficient matmuls, small beside any long prefix. Also the
+most queries of a step in training."""
+LEAST_BLOCK = 128
+"""Queries of a step in training, whatever their scores take."""
+MOST_SCORES = 2**28
+"""Scores of a device that exist at once in training, float32: 1 GiB."""
 
 
 def prefix_attention(
@@ -52,7 +58,9 @@ def prefix_attention(
         slot = offset + jnp.arange(block)
         fresh = slot >= index * block
         seen = fresh & (slot >= first[:, None]) & (slot < length[:, None])
-        k_block, v_block = (_block(cache, prefix.cache_rows, offset, block) for cache in (k, v))
+        k_block, v_block = (
+            _block(cache, prefix.cache_rows, offset, block).astype(q.dtype) for cache in (k, v)
+        )
         # Slots behind the mask may hold anything, NaN included.
         v_block = jnp.where(seen[:, None, :, None], v_block, jnp.zeros_like(v_block))
         scores = jnp.einsum(
@@ -73,7 +81,7 @@ def prefix_attention(
         keep = jnp.exp(top - shift)
         added = jnp.einsum(
             "BKRS,BKSH->BKRH",
-            weights.astype(v.dtype),
+            weights.astype(q.dtype),
             v_block,
             precision=precision,
             preferred_element_type=jnp.float32,
@@ -151,15 +159,16 @@ def speculative_attention(
     q: Queries,
     prefix: Prefix,
     fresh: Fresh,
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
     attend: Callable[..., Partial] = prefix_attention,
 ) -> Float[Array, "B T N H"]:
-    """Merge attention to the prefix, by ``attend``, and to the fresh tokens."""
+    """Merge attention to the prefix, by ``attend``, to the fresh tokens, and to the sinks."""
     past = attend(q, prefix, scale=scale, cap=cap)
     merged = merge(past, tree_attention(q, fresh, scale=scale, cap=cap))
-    return merged.out.astype(q.dtype)
+    return with_sinks(merged, sinks).out.astype(q.dtype)
 
 
 def chunk_attention(
@@ -167,6 +176,7 @@ def chunk_attention(
     prefix: Prefix,
     keys: TreeRows,
     values: TreeRows,
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
@@ -174,30 +184,39 @@ def chunk_attention(
 ) -> Float[Array, "B T N H"]:
     """Speculative attention under a causal mask."""
     fresh = Fresh.chunk(prefix, keys, values)
-    return speculative_attention(q, prefix, fresh, scale=scale, cap=cap, attend=attend)
+    return speculative_attention(q, prefix, fresh, sinks, scale=scale, cap=cap, attend=attend)
 
 
 def causal_attention(
     q: Queries,
     k: TreeRows,
     v: TreeRows,
+    sinks: Sinks | None = None,
     *,
     window: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Whole sequences, :data:`BLOCK` queries at a time; scores are computed again for gradients."""
-    tokens = q.shape[1]
-    size = min(BLOCK, tokens)
+    """Whole sequences, a block of queries at a time; scores are computed again for gradients.
+
+    Through a window a block reads the keys before it that the window holds, and its own.
+    """
+    batch, tokens, heads, _ = q.shape
+    share = heads * batch // row_shares(batch)
+    seen = tokens if window is None else min(tokens, window + BLOCK)
+    size = min(BLOCK, tokens, max(LEAST_BLOCK, MOST_SCORES // (share * seen)))
+    seen = tokens if window is None else min(tokens, window + size)
     queries = whole_chunks(q, size)
 
     @jax.checkpoint
     def attend(start: Array) -> Array:
-        distance = start + jnp.arange(size)[:, None] - jnp.arange(tokens)
+        first = 0 if window is None else jnp.clip(start - window, 0, tokens - seen)
+        keys, values = (cut(each, first, seen) for each in (k, v))
+        distance = start + jnp.arange(size)[:, None] - (first + jnp.arange(seen))
         mask = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
-        fresh = Fresh(k, v, jnp.broadcast_to(mask, (q.shape[0], *mask.shape)))
-        rows = cut(queries, start, size)
-        return tree_attention(rows, fresh, scale=scale, cap=cap, dtype=q.dtype).out
+        fresh = Fresh(keys, values, jnp.broadcast_to(mask, (batch, *mask.shape)))
+        found = tree_attention(cut(queries, start, size), fresh, scale=scale, cap=cap)
+        return with_sinks(found, sinks).out.astype(q.dtype)
 
     found = jax.lax.map(attend, jnp.arange(0, queries.shape[1], size))
     return found.swapaxes(0, 1).reshape(queries.shape)[:, :tokens]

@@ -7,6 +7,7 @@ in an order of its sums that the tree does not change. ``chunk_attention`` serve
 computes, and :mod:`longspec_jax.ops.dispatch` chooses.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, Queries, TreeRows
+from longspec_jax.axes import Array, Queries, Sinks, TreeRows
 from longspec_jax.ops.attention import attention_xla, path, reference
+from longspec_jax.ops.attention.float8 import E4M3, scaled
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.hardware import HOPPER, compute_capability, require_ampere
@@ -63,9 +65,10 @@ def _prefix_triton(
     q: Queries, prefix: Prefix, *, cap: float | None = None, **options: Any
 ) -> Partial:
     require_ampere("the jax-triton prefix kernel")
-    if cap is not None or prefix.oldest is not None:
+    if cap is not None or prefix.oldest is not None or prefix.keys.dtype != q.dtype:
         raise NotImplementedError(
-            "the jax-triton prefix kernel takes no soft cap and no window; choose 'pallas' or 'xla'"
+            "the jax-triton prefix kernel takes no soft cap, no window and no cache in 8 bits; "
+            "choose 'pallas' or 'xla'"
         )
     try:
         from longspec_jax.ops.attention import prefix_triton
@@ -153,7 +156,10 @@ def prefix_attention(
     """
     _check_prefix(q, prefix)
     options = dict(scale=scale, cap=cap, dtype=jnp.dtype(dtype), implementation=implementation)
-    return _run(PREFIX, q, prefix, **options)
+    if (scales := prefix.scales) is None:
+        return _run(PREFIX, q, prefix, **options)
+    found = _run(PREFIX, scaled(q, scales.keys), replace(prefix, scales=None), **options)
+    return Partial(scaled(found.out, scales.values), found.lse)
 
 
 def tree_attention(
@@ -179,6 +185,7 @@ def speculative_attention(
     q: Queries,
     prefix: Prefix,
     fresh: Fresh,
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
@@ -188,13 +195,15 @@ def speculative_attention(
 
     Args and errors as in :func:`prefix_attention` and :func:`tree_attention`, of which this is the
     merged result, in the dtype of the queries. On a GPU this is one kernel for a few
-    rows and two for more.
+    rows and two for more. ``sinks`` are scores of one more key of each head, whose value is zero
+    (gpt-oss).
     """
     _check_prefix(q, prefix)
     _check_fresh(q, fresh)
     _check_together(prefix, fresh.keys)
+    _check_sinks(q, sinks)
     options = dict(scale=scale, cap=cap, implementation=implementation)
-    return _run(SPECULATIVE, q, prefix, fresh, **options)
+    return _run(SPECULATIVE, q, prefix, fresh, sinks, **options)
 
 
 def path_attention(
@@ -240,6 +249,7 @@ def chunk_attention(
     prefix: Prefix,
     keys: TreeRows,
     values: TreeRows,
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
@@ -252,6 +262,7 @@ def chunk_attention(
       prefix: the cached tokens before the chunk.
       keys: the chunk's own, one for each query.
       values: likewise.
+      sinks: as in :func:`speculative_attention`.
       scale: factor on the scores; ``H ** -0.5`` if absent.
       cap: as in :func:`prefix_attention`.
       implementation: as in :func:`prefix_attention`.
@@ -264,14 +275,16 @@ def chunk_attention(
     _check_together(prefix, keys)
     if keys.shape[1] != q.shape[1]:
         raise ValueError(f"a chunk of {q.shape[1]} queries has as many keys, not {keys.shape[1]}")
+    _check_sinks(q, sinks)
     options = dict(scale=scale, cap=cap, implementation=implementation)
-    return _run(CHUNK, q, prefix, keys, values, **options)
+    return _run(CHUNK, q, prefix, keys, values, sinks, **options)
 
 
 def causal_attention(
     q: Queries,
     k: TreeRows,
     v: TreeRows,
+    sinks: Sinks | None = None,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -281,14 +294,17 @@ def causal_attention(
 
     With a window, query ``t`` sees keys ``t - window ... t``: both ends included, as in the
     published draft. A target's window of ``W`` tokens, of which the query's own is one, is
-    ``window=W - 1``. cuDNN on GPUs that have it for this dtype and width, XLA elsewhere; a soft
-    ``cap`` as of :func:`prefix_attention` is XLA's.
+    ``window=W - 1``. cuDNN on GPUs that have it for this dtype and width, XLA elsewhere. A soft
+    ``cap`` as of :func:`prefix_attention` and ``sinks`` as of :func:`speculative_attention` are
+    XLA's.
     """
+    _check_sinks(q, sinks)
     on_gpu, half = jax.default_backend() == "gpu", q.dtype in (jnp.bfloat16, jnp.float16)
     # Heads of more channels have a backward pass from Hopper on.
     widest = 2 * CUDNN_WIDTH if (compute_capability() or (0, 0)) >= HOPPER else CUDNN_WIDTH
-    if cap is not None or (on_gpu and q.shape[-1] > widest):
-        return attention_xla.causal_attention(q, k, v, window=window, scale=scale, cap=cap)
+    if cap is not None or sinks is not None or (on_gpu and q.shape[-1] > widest):
+        options = dict(sinks=sinks, window=window, scale=scale, cap=cap)
+        return attention_xla.causal_attention(q, k, v, **options)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -327,6 +343,12 @@ def _check_fresh(q: Queries, fresh: Fresh) -> None:
         )
 
 
+def _check_sinks(q: Queries, sinks: Sinks | None) -> None:
+    """Refuse sinks of other heads."""
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks {sinks.shape} must be one number a query head, {q.shape[2:3]}")
+
+
 def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int, rows: int | None) -> None:
     """Refuse keys and values that do not fit each other, the queries, or that many rows."""
     if q.shape[2] % kv_heads or q.shape[3] != k.shape[3]:
@@ -335,7 +357,8 @@ def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int, rows: in
             f"key/value heads of width {k.shape[3]}: one must be a multiple of the other, widths "
             "equal"
         )
-    if q.dtype != k.dtype:
+    # Only what is cached is ever in 8 bits.
+    if q.dtype != k.dtype and (k.dtype != E4M3 or "S" not in axes):
         raise ValueError(f"queries are {q.dtype} and keys {k.dtype}; cast one of them explicitly")
     if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != (rows or k.shape[0]):
         raise ValueError(
@@ -345,8 +368,10 @@ def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int, rows: in
 
 
 def _check_together(prefix: Prefix, keys: TreeRows) -> None:
-    """Refuse a prefix and fresh keys of different heads or types."""
-    if prefix.keys.shape[1] != keys.shape[2] or prefix.keys.dtype != keys.dtype:
+    """Refuse a prefix and fresh keys of different heads or types, or in different units."""
+    if prefix.scales is not None:
+        raise ValueError("fresh keys are in the cache's units; a prefix beside them has no scales")
+    if prefix.keys.shape[1] != keys.shape[2] or prefix.keys.dtype not in (keys.dtype, E4M3):
         raise ValueError(
             f"the prefix has {prefix.keys.shape[1]} key/value heads of {prefix.keys.dtype} and the "
             f"fresh tokens {keys.shape[2]} of {keys.dtype}; they must agree"

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
-from jaxtyping import Float
 
 from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops.attention.online_softmax import (
@@ -175,8 +174,9 @@ def attend_to_chunk(
     prefix: tuple[Array, ...],
     tile: TreeTile,
     problem: Problem,
-) -> Float[Array, "B T N H"]:
-    """Launch the kernel.
+    dtype: DTypeLike,
+) -> tuple[Array, Array]:
+    """Launch the kernel: outputs of type ``dtype`` and log-sum-exps of the flattened [T N] axis.
 
     Args:
       q: the chunk's queries.
@@ -187,17 +187,21 @@ def attend_to_chunk(
         that each query sees.
       tile: how a program works.
       problem: with the prefix's splits and the factor on the scores.
+      dtype: of the outputs.
     """
     batch, tokens, heads, width = q.shape
-    out = pl.pallas_call(
+    out, lse = pl.pallas_call(
         functools.partial(_chunk_kernel, tile=tile, problem=problem),
         grid=(pl.cdiv(problem.packed, tile.rows), problem.kv_heads, batch),
-        out_shape=jax.ShapeDtypeStruct((batch, tokens * heads, width), q.dtype),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, tokens * heads, width), dtype),
+            jax.ShapeDtypeStruct((batch, tokens * heads), jnp.float32),
+        ),
         compiler_params=triton_params(tile.warps, tile.stages),
         interpret=problem.interpret,
         name="chunk_attention",
     )(pack(q, problem.kv_heads), keys, values, *prefix)
-    return out.reshape(q.shape)
+    return out, lse
 
 
 def _chunk_kernel(
@@ -212,7 +216,7 @@ def _chunk_kernel(
     problem: Problem,
 ) -> None:
     """Attend with a tile of packed query rows of one key/value head to the keys up to their own."""
-    *window_refs, out_ref = refs
+    *window_refs, out_ref, lse_ref = refs
     # The last tokens see the most keys: their programs begin first.
     index = pl.num_programs(0) - 1 - pl.program_id(0)
     kv_head, batch = pl.program_id(1), pl.program_id(2)
@@ -257,8 +261,5 @@ def _chunk_kernel(
     else:
         state = jax.lax.fori_loop(0, seen, functools.partial(visit, whole=True), state)
     state = jax.lax.fori_loop(seen, end, functools.partial(visit, whole=False), state)
-    out, _ = finish(state)
-    row, mask = flat_rows(packed, kv_head, problem), valid[:, None] & within
-    pltriton.store(
-        out_ref.at[batch, row[:, None], h[None, :]], out.astype(out_ref.dtype), mask=mask
-    )
+    flat = flat_rows(packed, kv_head, problem), valid
+    store_rows(out_ref, lse_ref, (batch,), flat, finish(state))

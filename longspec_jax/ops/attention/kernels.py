@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, Queries, TreeRows
+from longspec_jax.axes import Array, Queries, Sinks, TreeRows
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import fresh_pallas, prefix_pallas, tiles
 from longspec_jax.ops.attention.operands import (
@@ -24,6 +24,7 @@ from longspec_jax.ops.attention.operands import (
     Fresh,
     Partial,
     Prefix,
+    with_sinks,
 )
 from longspec_jax.ops.attention.packing import Problem, refuse_unsupported
 from longspec_jax.ops.attention.splits import merge_splits
@@ -71,6 +72,7 @@ def speculative_attention(
     q: Queries,
     prefix: Prefix,
     fresh: Fresh,
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
@@ -79,7 +81,7 @@ def speculative_attention(
     hopper: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the prefix and, masked, the tree; one kernel or two.
+    """One softmax over the prefix and, masked, the tree; one kernel or two, and sinks behind them.
 
     Options as in :func:`prefix_attention`, with a tile for each kernel; a tile for the second one
     makes it two.
@@ -87,15 +89,16 @@ def speculative_attention(
     _refuse_start(prefix)
     tile = prefix_tile or _choose_tile(q, prefix, cap, hopper=hopper, interpret=interpret)
     problem = _problem(q, prefix, (scale, cap), tile, interpret)
+    dtype = _dtype_before(sinks, q)
     if tree_tile is None and isinstance(tile, PrefixTile) and prefix_pallas.joins(tile):
-        out, _ = prefix_pallas.joined_attention(q, prefix, fresh, tile, problem, q.dtype)
-        return out.reshape(q.shape)
+        found = prefix_pallas.joined_attention(q, prefix, fresh, tile, problem, dtype)
+        return _finished(found, sinks, q)
     past = prefix.length.astype(jnp.int32), *_partials(q, prefix, tile, problem)
     if tree_tile is None:
         sizes = problem.tokens, problem.heads, problem.kv_heads, q.shape[3]
         tree_tile = tiles.tree_tile(*sizes, fresh.keys.shape[1], q.dtype.itemsize)
-    out, _ = fresh_pallas.attend_to_tree(q, fresh, past, tree_tile, problem, q.dtype)
-    return out.reshape(q.shape)
+    found = fresh_pallas.attend_to_tree(q, fresh, past, tree_tile, problem, dtype)
+    return _finished(found, sinks, q)
 
 
 @launcher("scale", "cap", "prefix_tile", "chunk_tile", "hopper", "interpret")
@@ -105,6 +108,7 @@ def chunk_attention(
     prefix: Prefix,
     keys: TreeRows,
     values: TreeRows,
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
@@ -113,7 +117,7 @@ def chunk_attention(
     hopper: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the prefix and, causally, the chunk; two kernels in all.
+    """One softmax over the prefix and, causally, the chunk; two kernels, and sinks behind them.
 
     Options as in :func:`prefix_attention`, with a tile for each kernel.
     """
@@ -130,7 +134,20 @@ def chunk_attention(
     if chunk_tile is None:
         sizes = problem.tokens, problem.heads, problem.kv_heads, q.shape[3]
         chunk_tile = tiles.chunk_tile(*sizes, q.dtype.itemsize)
-    return fresh_pallas.attend_to_chunk(q, keys, values, past, chunk_tile, problem)
+    dtype = _dtype_before(sinks, q)
+    found = fresh_pallas.attend_to_chunk(q, keys, values, past, chunk_tile, problem, dtype)
+    return _finished(found, sinks, q)
+
+
+def _dtype_before(sinks: Sinks | None, q: Queries) -> DTypeLike:
+    """What the last kernel writes: what sinks are still to be merged with wants float32."""
+    return q.dtype if sinks is None else jnp.float32
+
+
+def _finished(found: tuple[Array, Array], sinks: Sinks | None, q: Queries) -> Queries:
+    """Outputs and log-sum-exps of the flattened [T N] axis, merged with the sinks."""
+    seen = Partial(found[0].reshape(q.shape), found[1].reshape(q.shape[:3]))
+    return with_sinks(seen, sinks).out.astype(q.dtype)
 
 
 def _refuse_start(prefix: Prefix) -> None:
@@ -147,17 +164,22 @@ def _choose_tile(
 ) -> PrefixTile | MosaicTile:
     """The heuristic's tile for this GPU; refuses where there is none.
 
-    The Hopper kernel takes no lower bound, no window and no cap, interpret mode does not run it and
-    older versions of jax cannot express it.
+    The Hopper kernel takes no lower bound, no window, no cap and no cache in 8 bits, interpret mode
+    does not run it and older versions of jax cannot express it.
     """
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
+    whole = prefix.keys.dtype == q.dtype
+    if hopper and not whole:
+        raise NotImplementedError("the Mosaic GPU kernel reads no cache in 8 bits; choose 'pallas'")
     if hopper:
         hardware.require_hopper("the Mosaic GPU kernel")
         return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, slots)
     capability = hardware.AMPERE if interpret else hardware.require_ampere("the Pallas kernels")
+    if not whole and not interpret:
+        hardware.require_float8("the Pallas kernels of a cache in 8 bits")
     sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
-    plain = prefix.start is None and prefix.oldest is None and cap is None
+    plain = prefix.start is None and prefix.oldest is None and cap is None and whole
     if not plain or interpret or not hardware.mosaic_is_supported():
         return tiles.triton_prefix_tile(*sizes)
     return tiles.prefix_tile(*sizes)

@@ -167,7 +167,7 @@ def attend_to_slots(
     are ``bounded`` below, ``lower`` begins a block of ``tile.slots``. With ``windows`` the slots
     are a ring, and each row sees those of its window.
     """
-    width, padded = k_ref.shape[3], queries[0].shape[1]
+    width, padded, dtype = k_ref.shape[3], queries[0].shape[1], queries[0].dtype
     h = jnp.arange(padded)
     within = (h < width)[None, :]
 
@@ -182,6 +182,7 @@ def attend_to_slots(
             pltriton.load(ref.at[*head, slot[:, None], h[None, :]], mask=mask, other=0.0)
             for ref in (k_ref, v_ref)
         )
+        k, v = k.astype(dtype), v.astype(dtype)
         scores = [problem.scores(matmul(q, k, (1, 1))) for q in queries]
         scores = [jnp.where(own, s, -jnp.inf) for own, s in zip(seen, scores, strict=True)]
         each = zip(states, scores, strict=True)
@@ -201,8 +202,8 @@ def attend_to_slots(
         def read(ref: Any) -> jax.Array:
             source = ref.at[*head, slot[:, None], h[None, :]]
             if plain:
-                return pltriton.load(source)
-            return pltriton.load(source, mask=mask, other=0.0)
+                return pltriton.load(source).astype(dtype)
+            return pltriton.load(source, mask=mask, other=0.0).astype(dtype)
 
         k = read(k_ref)
         scores = [problem.scores(matmul(q, k, (1, 1))) for q in queries]

@@ -9,12 +9,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries, TreeMask, TreeRows
+from longspec_jax.axes import (
+    Array,
+    CacheSlots,
+    Leaf,
+    Lengths,
+    Queries,
+    Sinks,
+    TreeMask,
+    TreeRows,
+)
+from longspec_jax.config import HeadScales
 
 
 @struct.dataclass
@@ -36,6 +47,8 @@ class Prefix:
     """Which row of keys and values each batch row reads; its own if absent."""
     oldest: Leaf[Int[Array, "B T"]] | None = None
     """The first position that each query sees, in a layer with a window; goes without ``start``."""
+    scales: HeadScales | None = struct.field(pytree_node=False, default=None)
+    """What stored keys and values are to be multiplied by, for queries that know nothing of it."""
 
     def within(self, window: int | None, positions: Int[Array, "B T"]) -> "Prefix":
         """The same seen through a window: queries at ``positions`` see ``p_q - p_k < window``."""
@@ -86,12 +99,12 @@ class Fresh:
 PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b t -> b t (k g) h, b t (k g)"
 TREE_AXES = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
 SPECULATIVE_AXES = (
-    "b t (k g) h, b k s h, b k s h, b, b, b, b t, b u k h, b u k h, b t u -> b t (k g) h"
+    "b t (k g) h, b k s h, b k s h, b, b, b, b t, b u k h, b u k h, b t u, (k g) -> b t (k g) h"
 )
 PATH_AXES = (
     "b t (k g) h, b k s h, b k s h, b, b, b, b t, b u k h, b u k h, b t u, b t -> b t (k g) h"
 )
-CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b t, b t k h, b t k h -> b t (k g) h"
+CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b t, b t k h, b t k h, (k g) -> b t (k g) h"
 """The axes of queries, of the fields above and of the results, for
 :func:`longspec_jax.ops.partitioned.partitioned`."""
 
@@ -122,3 +135,16 @@ def merge(a: Partial, b: Partial) -> Partial:
     out = a.out * (weight_a * scale)[..., None] + b.out * (weight_b * scale)[..., None]
     lse = jnp.where(total > 0, shift + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
     return Partial(out, lse)
+
+
+def with_sinks(seen: Partial, sinks: Sinks | None) -> Partial:
+    """The same where every head also saw its sink, a key of this score and of the value zero.
+
+    A sink takes part in the softmax's denominator alone (gpt-oss). It belongs to one of several
+    disjoint key sets only, or to their merged result. None for attention without sinks.
+    """
+    if sinks is None:
+        return seen
+    sinks = sinks.astype(jnp.float32)
+    share = jax.nn.sigmoid(seen.lse - sinks)
+    return Partial(seen.out * share[..., None], jnp.logaddexp(seen.lse, sinks))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from longspec_jax.axes import Array, Queries, TreeRows
+from longspec_jax.axes import Array, Queries, Sinks, TreeRows
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 
 
@@ -46,16 +46,18 @@ def speculative_attention(
     q: Queries,
     prefix: Prefix,
     fresh: Fresh,
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the slots that the prefix shows and the masked tree rows."""
+    """One softmax over the slots that the prefix shows, the masked tree rows, and the sinks."""
     prefix = prefix.of_batch()
-    k = jnp.concatenate([prefix.keys.swapaxes(1, 2), fresh.keys], axis=1)
-    v = jnp.concatenate([prefix.values.swapaxes(1, 2), fresh.values], axis=1)
+    keys, values = (x.swapaxes(1, 2).astype(q.dtype) for x in (prefix.keys, prefix.values))
+    k = jnp.concatenate([keys, fresh.keys], axis=1)
+    v = jnp.concatenate([values, fresh.values], axis=1)
     mask = jnp.concatenate([_seen(q, prefix), fresh.mask], axis=2)
-    out = _dense(q, k, v, mask, scale, cap).out
+    out = _dense(q, k, v, mask, scale, cap, sinks).out
     return out.astype(q.dtype)
 
 
@@ -64,19 +66,21 @@ def chunk_attention(
     prefix: Prefix,
     keys: TreeRows,
     values: TreeRows,
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Speculative attention under a causal mask."""
     fresh = Fresh.chunk(prefix, keys, values)
-    return speculative_attention(q, prefix, fresh, scale=scale, cap=cap)
+    return speculative_attention(q, prefix, fresh, sinks, scale=scale, cap=cap)
 
 
 def causal_attention(
     q: Queries,
     k: TreeRows,
     v: TreeRows,
+    sinks: Sinks | None = None,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -88,7 +92,7 @@ def causal_attention(
     if window is not None:
         mask &= distance <= window
     mask = jnp.broadcast_to(mask, (q.shape[0], *mask.shape))
-    return _dense(q, k, v, mask, scale, cap).out.astype(q.dtype)
+    return _dense(q, k, v, mask, scale, cap, sinks).out.astype(q.dtype)
 
 
 def _seen(q: Queries, prefix: Prefix) -> Bool[Array, "B T S"]:
@@ -110,6 +114,7 @@ def _dense(
     mask: Bool[Array, "B T U"],
     scale: float | None,
     cap: float | None,
+    sinks: Sinks | None = None,
 ) -> Partial:
     """Masked softmax attention with the scores written out, all in float32."""
     batch, tokens, heads, width = q.shape
@@ -124,6 +129,11 @@ def _dense(
     scores = jnp.einsum("BTKGH,BUKH->BKGTU", grouped, k, precision=exact) * factor
     scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    if sinks is not None:  # One more score a head, of a key whose value is zero.
+        own = sinks.astype(jnp.float32).reshape(1, k.shape[2], groups, 1, 1)
+        own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, own], axis=-1)
+        v = jnp.pad(v, ((0, 0), (0, 1), (0, 0), (0, 0)))
     top = scores.max(axis=-1, keepdims=True, initial=-jnp.inf)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)

@@ -176,7 +176,7 @@ def attended_scores(
     scores = jnp.einsum(
         "BKGH,BKSH->BKGS",
         grouped,
-        keys,
+        keys.astype(q.dtype),
         precision=jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )

@@ -19,7 +19,8 @@ from longspec_jax.weights.quantised.stored import Awq, Bytes, Format, Gptq, Pack
 
 SUPPORTED = (
     "supported are compressed-tensors (float-quantized in 8 bits, int-quantized in 8 bits, "
-    "pack-quantized in 4 and 8 bits), fp8, gptq in 4 and 8 bits, and awq in the gemm layout"
+    "pack-quantized in 4 and 8 bits), fp8, gptq in 4 and 8 bits, awq in the gemm layout, and mxfp4 "
+    "of gpt-oss"
 )
 REMEDY = f"{SUPPORTED}; choose another checkpoint of the model, or load the unquantised checkpoint"
 BLOCK = re.compile(r"(\d+)x(\d+)")
@@ -36,11 +37,13 @@ class Quantisation:
       origin: the file and the key that say so.
       groups: formats and the linears they are for; the first that matches counts.
       whole: which linears are not quantised.
+      experts: whether stacked experts are of MXFP4.
     """
 
     origin: str
     groups: tuple[tuple[Matches, Format], ...]
     whole: Matches
+    experts: bool = False
 
     def format_of(self, name: str) -> Format | None:
         """The format of a linear; None if it is not quantised."""
@@ -68,6 +71,7 @@ def quantisation(raw: JsonObject) -> Quantisation | None:
         "fp8": _fp8,
         "gptq": _gptq,
         "awq": _awq,
+        "mxfp4": _mxfp4,
     }
     if method not in readers:
         raise part.error("quant_method", "is not read", _advice(part, method))
@@ -204,6 +208,11 @@ def _awq(part: JsonObject) -> Quantisation:
     size = _group_size(part, "q_group_size" if part.has("q_group_size") else "group_size")
     format = Awq(size, part.flag("zero_point", True))
     return _all_but(part, format, _contains(part.texts("modules_to_not_convert")))
+
+
+def _mxfp4(part: JsonObject) -> Quantisation:
+    """Of gpt-oss: its experts alone. What is not converted is told by the stored tensors, too."""
+    return Quantisation(part.origin, (), lambda name: True, experts=True)
 
 
 def _all_but(part: JsonObject, format: Format, whole: Matches) -> Quantisation:

@@ -16,6 +16,7 @@ import numpy as np
 
 from longspec_jax.ops.matmul.quantised_weights import MIDDLE, QuantisedMatrix
 from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
+from longspec_jax.weights.quantised import mxfp4
 from longspec_jax.weights.quantised.formats import REMEDY, Quantisation
 from longspec_jax.weights.quantised.stored import Awq, Bytes, Format, Gptq, Packed, Stored
 from longspec_jax.weights.tables import Leaf, Part, Table
@@ -27,7 +28,7 @@ MARKS = {mark for format in (Bytes, Packed, Gptq, Awq) for mark in format.marks}
 """Tensors that only a quantised linear has."""
 DROPPED = {
     r".*\.(input_scale|activation_scale|input_zero_point)": "activations are not quantised",
-    r".*\.([kv]_scale|kv_scale|output_scale)": "keys and values are not quantised",
+    r".*\.([kv]_scale|kv_scale|output_scale)": "read apart, by weights.quantised.cached",
 }
 
 
@@ -56,7 +57,10 @@ def as_stored(
         if leaf.path.endswith(EXPERTS):
             leaves.append(leaf)
             for part in leaf.parts:
-                _dequantise(part, leaf, tensors, quantised)
+                if quantised.experts:
+                    _dequantise_stacked(part, tensors, quantised)
+                else:
+                    _dequantise(part, leaf, tensors, quantised)
             continue
         names = [part.source.removesuffix(WEIGHT) for part in leaf.parts]
         formats = [_format_of(name, leaf, tensors, quantised) for name in names]
@@ -134,6 +138,17 @@ def _dequantise(part: Part, leaf: Leaf, tensors: Tensors, quantised: Quantisatio
     tensors[part.source] = Tensor(
         part.shape, SCALE_DTYPE, partial(_dequantised, matrix, part.shape[1]), matrix.codes.file
     )
+
+
+def _dequantise_stacked(part: Part, tensors: Tensors, quantised: Quantisation) -> None:
+    """The same of the stacked experts of MXFP4."""
+    stored = [tensors.pop(f"{part.source}_{kind}", None) for kind in ("blocks", "scales")]
+    if None in stored:
+        raise ValueError(
+            f"{quantised.origin}: {part.source} is of MXFP4, and the weights lack its blocks or "
+            "scales; the files belong to different saves: download the model again"
+        )
+    tensors[part.source] = mxfp4.dequantised(*stored)
 
 
 def _dequantised(matrix: Stored, inputs: int, index: Index) -> np.ndarray:

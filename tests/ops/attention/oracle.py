@@ -118,11 +118,17 @@ def tree(
     return _dense(x.q, x.tree_k, x.tree_v, np.asarray(x.mask), scale, cap)
 
 
-def speculative(x: Inputs, scale: float | None = None, cap: float | None = None) -> np.ndarray:
-    """One softmax over prefix and tree in float64."""
+def speculative(
+    x: Inputs,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
+    """One softmax over prefix, tree and sinks in float64."""
     k = np.concatenate([np.swapaxes(x.k, 1, 2), np.asarray(x.tree_k)], axis=1)
     v = np.concatenate([np.swapaxes(x.v, 1, 2), np.asarray(x.tree_v)], axis=1)
-    return _dense(x.q, k, v, np.concatenate([_seen(x), np.asarray(x.mask)], axis=2), scale, cap)[0]
+    mask = np.concatenate([_seen(x), np.asarray(x.mask)], axis=2)
+    return _dense(x.q, k, v, mask, scale, cap, sinks)[0]
 
 
 def _seen(x: Inputs) -> np.ndarray:
@@ -141,7 +147,13 @@ def _seen(x: Inputs) -> np.ndarray:
 
 
 def _dense(
-    q: Any, k: Any, v: Any, mask: np.ndarray, scale: float | None, cap: float | None
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: np.ndarray,
+    scale: float | None,
+    cap: float | None,
+    sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """A loop over heads, so that grouping cannot be wrong in the same way as in the kernels."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
@@ -153,8 +165,10 @@ def _dense(
         if seen.any():
             scores = k[b, seen, n // groups] @ q[b, t, n] * scale
             scores = scores if cap is None else cap * np.tanh(scores / cap)
-            top = scores.max()
-            weights = np.exp(scores - top)
-            out[b, t, n] = weights @ v[b, seen, n // groups] / weights.sum()
-            lse[b, t, n] = top + np.log(weights.sum())
+            sink = -np.inf if sinks is None else sinks[n]
+            top = max(scores.max(), sink)
+            weights, total = np.exp(scores - top), np.exp(sink - top)
+            total += weights.sum()
+            out[b, t, n] = weights @ v[b, seen, n // groups] / total
+            lse[b, t, n] = top + np.log(total)
     return out, lse

@@ -377,6 +377,56 @@ def test_chunks_of_a_real_prefill(
         assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE[dtype]
 
 
+SINKS = np.array([0.5, -3.0, 40.0, 2.0, -40.0, 1.0], np.float32)
+"""Some that hold hardly anything of a softmax, and one that holds all of it."""
+
+
+@pytest.mark.parametrize("implementation", PREFIX)
+@pytest.mark.parametrize("window", [None, 9])
+def test_sinks_take_part_in_the_softmax_once(implementation: str, window: int | None) -> None:
+    """Of splits, fresh keys and both; of a query that sees no key nothing is left."""
+    if implementation == "triton" and window is not None:
+        pytest.skip("the jax-triton implementation takes no window")
+    options = dict(scale=0.37) if implementation == "triton" else dict(scale=0.37, cap=1.5)
+    run = functools.partial(compiled_with, implementation=implementation, **options)
+    shape, sinks = Shape(tokens=5, keys=5, slots=1031), jnp.asarray(SINKS)
+    nothing = _causal(2, 5) & np.array([[[True]], [[False]]])
+    x = inputs(shape, "float32", [1031, 0], mask=nothing)
+    chunk = inputs(shape, "float32", [1031, 0], mask=_causal(2, 5))
+    if window is not None:
+        drawn = inputs(shape, "float32", [1031, 3], mask=np.ones((2, 5, 5), bool))
+        drawn = dataclasses.replace(drawn, length=jnp.asarray([1400, 3]))
+        x = chunk = oracle.windowed(drawn, window, list(range(5)))
+    found = run("speculative_attention")(*x.speculative, sinks)
+    expected = oracle.speculative(x, **options, sinks=SINKS)
+    assert relative_error(found, expected) <= TOLERANCE["float32"]
+    assert relative_error(found, oracle.speculative(x, **options)) > 0.1
+    found = run("chunk_attention")(*chunk.prefix, chunk.tree_k, chunk.tree_v, sinks)
+    expected = oracle.speculative(chunk, **options, sinks=SINKS)
+    assert relative_error(found, expected) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_causal_attention_has_sinks(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of queries, of which the last one is not whole, and some keys of a window."""
+    monkeypatch.setattr(attention_xla, "BLOCK", 5)
+    distance = np.arange(13)[:, None] - np.arange(13)
+    mask = (distance >= 0) & (distance <= (13 if window is None else window))
+    x = inputs(
+        Shape(tokens=13, keys=13), "float32", [0, 0], mask=np.broadcast_to(mask, (2, 13, 13))
+    )
+    expected = oracle.speculative(x, sinks=SINKS)
+    for attend in (dispatch.causal_attention, reference.causal_attention):
+        actual = attend(x.q, x.tree_k, x.tree_v, jnp.asarray(SINKS), window=window)
+        assert relative_error(actual, expected) <= TOLERANCE["float32"]
+
+
+def test_sinks_are_one_a_head() -> None:
+    x = inputs(Shape(), "float32", [3, 5])
+    with pytest.raises(Exception, match=r"one number a query head, \(6,\)|Type-check error"):
+        dispatch.speculative_attention(*x.speculative, jnp.zeros(2))
+
+
 def test_a_chunk_has_as_many_keys_as_queries() -> None:
     x = inputs(Shape(tokens=5, keys=7), "float32", [3, 5])
     with pytest.raises(ValueError, match="5 queries has as many keys, not 7"):

@@ -142,7 +142,10 @@ def test_every_row_format_becomes_its_turns(kind: str) -> None:
         ({"problem": "x", "qwq": ["x"]}, "qwq holds a value of type list where text belongs"),
         ({"text": "x\ud800"}, "text holds half a surrogate pair"),
         ({"messages": "x"}, "messages holds a value of type str where a list belongs"),
-        ({"messages": ["x"]}, "messages holds a str where a turn belongs, such as .*role.*from"),
+        (
+            {"messages": ["x"]},
+            "messages holds a value of type str where a turn belongs, .*role.*from",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role 'tool'; roles are system, user"),
         ({"messages": [{"role": "user", "content": [1]}]}, "messages's content holds .* type list"),
         ({"messages": []}, "messages holds no turns"),

@@ -1,13 +1,16 @@
-"""MXFP4's experts: values, order and scales by the format's own table."""
+"""MXFP4's experts: values, order and scales by the format's own table, and whole checkpoints."""
 
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from longspec_jax.weights.checkpoint import Tensor
-from longspec_jax.weights.quantised.mxfp4 import read_experts
+from longspec_jax.weights.hf import load_target, target_bytes
+from longspec_jax.weights.quantised.mxfp4 import dequantised
 
 VALUES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
@@ -16,25 +19,95 @@ def stored(values: np.ndarray, dtype: str = "U8") -> Tensor:
     return Tensor(values.shape, dtype, values.__getitem__, Path("model.safetensors"))
 
 
-def test_experts_are_tables_values_times_powers_of_two() -> None:
+def drawn(experts: int, outputs: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
-    blocks = random.integers(0, 256, (3, 5, 2, 16)).astype(np.uint8)
-    exponents = random.integers(120, 130, (3, 5, 2)).astype(np.uint8)
+    blocks = random.integers(0, 256, (experts, outputs, groups, 16)).astype(np.uint8)
+    return blocks, random.integers(120, 126, (experts, outputs, groups)).astype(np.uint8)
+
+
+def test_experts_are_tables_values_times_powers_of_two() -> None:
+    blocks, exponents = drawn(3, 5, 2)
     pairs = np.stack([VALUES[blocks & 15], VALUES[blocks >> 4]], axis=-1).reshape(3, 5, 2, 32)
-    expected = pairs * np.float32(2) ** (exponents.astype(np.float32) - 127)[..., None]
-    found = read_experts(stored(blocks), stored(exponents), slice(1, 3))
-    assert found.label == "mxfp4" and found.inputs == 64 and found.out_axes == (2, 5)
+    whole = pairs * np.float32(2) ** (exponents.astype(np.float32) - 127)[..., None]
+    whole = whole.reshape(3, 5, 64).swapaxes(1, 2)
+    found = dequantised(stored(blocks), stored(exponents))
+    assert found.shape == whole.shape
+    for index in (
+        (slice(None), slice(None), slice(None)),
+        (slice(1, 3), slice(0, 64), slice(2, 4)),
+        (slice(0, 1), slice(37, 41), slice(0, 5)),
+    ):
+        np.testing.assert_array_equal(found.read(index), whole[index])
     # A power of two and three bits: nothing is lost in 16 bits.
-    for dtype in (jnp.float32, jnp.bfloat16):
-        np.testing.assert_array_equal(
-            found.dequantised(dtype).astype(jnp.float32), expected[1:].reshape(2, 5, 64)
-        )
+    np.testing.assert_array_equal(whole.astype(jnp.bfloat16).astype(np.float32), whole)
 
 
 def test_other_tensors_are_refused() -> None:
     blocks, exponents = np.zeros((1, 2, 1, 16), np.uint8), np.full((1, 2, 1), 127, np.uint8)
     with pytest.raises(ValueError, match=r"blocks are U8 \(1, 2, 1, 16\) and scales F32"):
-        read_experts(stored(blocks), stored(exponents.astype(np.float32), "F32"))
+        dequantised(stored(blocks), stored(exponents.astype(np.float32), "F32"))
     exponents[0, 1] = 255
+    whole = (slice(None),) * 3
     with pytest.raises(ValueError, match="a scale is NaN"):
-        read_experts(stored(blocks), stored(exponents))
+        dequantised(stored(blocks), stored(exponents)).read(whole)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny gpt-oss as it is published: experts in MXFP4, everything else in bfloat16."""
+    from tests.models.families import make_model
+    from tests.models.hf_models import torch
+
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    model = make_model("gpt-oss", hidden_size=64)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks, exponents = drawn(experts, outputs, inputs // 32)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": exponents - 3}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _edit(folder, quantization_config={"quant_method": "mxfp4"})
+    return folder
+
+
+def _edit(folder: Path, **changes: object) -> None:
+    raw = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def test_a_checkpoint_is_the_model_that_transformers_dequantises(folder: Path) -> None:
+    from tests.models.hf_models import torch, transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.Mxfp4Config(dequantize=True)
+    )
+    config, params = load_target(folder, dtype="bfloat16")
+    assert config.attention_sinks and config.layer(0).experts is not None
+    for index, layer in enumerate(model.model.layers):
+        own, experts = params[f"layers_{index}"]["mlp"], layer.mlp.experts
+        gate_up, down = (
+            each.detach().to(torch.float32).numpy().swapaxes(1, 2)
+            for each in (experts.gate_up_proj, experts.down_proj)
+        )
+        found = np.asarray(own["expert_gate_up"], np.float32)
+        for half in (0, 1):  # Gate and up by turns: of every expert's rows there, of experts here.
+            np.testing.assert_array_equal(found[half::2], gate_up[:, half::2])
+        np.testing.assert_array_equal(np.asarray(own["expert_down"], np.float32), down)
+        assert np.abs(found).max() > 0.1
+    # A plan counts what is loaded: experts in 16 bits.
+    experts = 2 * 8 * (3 * 32 * 64) * 2
+    assert experts < target_bytes(folder, dtype="bfloat16") < 1.5 * experts
+
+
+def test_files_that_disagree_are_refused(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    gone = "model.layers.1.mlp.experts.down_proj_scales"
+    save_file({k: v for k, v in tensors.items() if k != gone}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.down_proj is of MXFP4"):
+        load_target(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    _edit(tmp_path, quantization_config=None)
+    with pytest.raises(ValueError, match=r"unexpected model.layers.0.mlp.experts.down_proj_blocks"):
+        load_target(tmp_path)

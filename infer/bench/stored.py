@@ -1,0 +1,66 @@
+"""Random weights of a target as a quantised checkpoint stores them, packed for this machine."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.config import TargetConfig
+from longspec_jax.ops.matmul.packed import packed_params
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
+from longspec_jax.sharding import path_name
+
+from .arguments import GROUPS
+
+
+@functools.partial(jax.jit, static_argnames=("stored", "out_axes", "inputs", "scale"))
+def random_matrix(
+    key: jax.Array, *, stored: str, out_axes: tuple[int, ...], inputs: int, scale: float
+) -> QuantisedMatrix:
+    """Random codes, of one scale.
+
+    Args:
+      key: of the draw.
+      stored: one of :data:`.arguments.GROUPS`.
+      out_axes: sizes of the produced axes.
+      inputs: size of the contraction.
+      scale: of the weights, about.
+    """
+    width = inputs // 2 if stored == "w4a16" else inputs
+    # Of 8-bit floats, half of the exponents: no code is NaN.
+    codes = jax.random.bits(key, (*out_axes, width), jnp.uint8)
+    if stored != "w4a16":
+        codes = jax.lax.bitcast_convert_type(codes & 0xBF, jnp.float8_e4m3fn)
+    group = GROUPS[stored]
+    groups = -(-inputs // group) if group else 1
+    return QuantisedMatrix(
+        codes, jnp.full((*out_axes, groups), scale / 4, jnp.float32), group=group
+    )
+
+
+def quantised_leaf(
+    path: Any, leaf: jax.ShapeDtypeStruct, key: jax.Array, stored: str, scale: float
+) -> Any:
+    """The packed matrix in place of a layer's ``kernel``; None for what stays in 16 bits.
+
+    The last projection of attention contracts heads and their widths; all others one axis.
+    """
+    names = path_name(path).split("/")
+    if names[-1] != "kernel":
+        return None
+    contracted = 2 if names[-2] == "out" else 1
+    inputs = 1
+    for size in leaf.shape[:contracted]:
+        inputs *= size
+    out_axes = tuple(leaf.shape[contracted:])
+    matrix = random_matrix(key, stored=stored, out_axes=out_axes, inputs=inputs, scale=scale)
+    return packed_params(matrix, leaf.dtype)
+
+
+def refuse_experts(config: TargetConfig, stored: str) -> None:
+    """Raise for targets whose experts no quantised format is measured of."""
+    if config.is_sparse:
+        raise ValueError(
+            f"--weights={stored}: experts are measured in 16 bits alone; leave --weights out"
+        )

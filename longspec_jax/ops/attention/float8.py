@@ -1,0 +1,57 @@
+"""Cached keys and values in 8 bits: e4m3, with scales that never change.
+
+A number is divided by its scale and rounded to the nearest number of 4 exponent and 3 mantissa
+bits, ties to even; what lies beyond 448 becomes 448. Every such number is also one of bfloat16,
+float16 and float32, so widening changes nothing, and fresh tokens carry rounded numbers in the
+dtype of their queries.
+
+Attention works on stored numbers. Queries are multiplied by the scales of keys instead, and outputs
+by those of values.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import Array
+from longspec_jax.config import HeadScales
+
+E4M3 = jnp.float8_e4m3fn
+"""The dtype of the cache, which has no infinity."""
+LARGEST = 448.0
+MANTISSA_BITS, LEAST_EXPONENT = 3, -6
+"""Of e4m3. Below ``2 ** -6`` its numbers are multiples of ``2 ** -9``."""
+FLOAT32_BIAS, FLOAT32_MANTISSA_BITS = 127, 23
+
+
+def rounded(x: Array) -> Array:
+    """The nearest numbers of e4m3, in the dtype of ``x``; NaN stays NaN.
+
+    A conversion there and back would say the same, but compilers drop such pairs.
+    """
+    wide = x.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(wide, jnp.int32)
+    exponent = (bits >> FLOAT32_MANTISSA_BITS) & 0xFF
+    step = jnp.maximum(exponent, FLOAT32_BIAS + LEAST_EXPONENT) - MANTISSA_BITS
+    step = jax.lax.bitcast_convert_type(step << FLOAT32_MANTISSA_BITS, jnp.float32)
+    nearest = jax.lax.round(wide / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * step
+    return jnp.clip(nearest, -LARGEST, LARGEST).astype(x.dtype)
+
+
+def stored(scales: HeadScales | None, keys: Array, values: Array) -> tuple[Array, Array]:
+    """What a cache holds of keys and values ``[B, U, K, H]``, in their dtype."""
+    if scales is None:
+        return rounded(keys), rounded(values)
+    return tuple(
+        rounded(x.astype(jnp.float32) / _factors(each, x.shape[2])).astype(x.dtype)
+        for x, each in ((keys, scales.keys), (values, scales.values))
+    )
+
+
+def scaled(x: Array, factors: tuple[float, ...]) -> Array:
+    """Queries or outputs ``[B, T, N, H]`` times the factor of their key/value head."""
+    return (x.astype(jnp.float32) * _factors(factors, x.shape[2])).astype(x.dtype)
+
+
+def _factors(factors: tuple[float, ...], heads: int) -> Array:
+    """A factor for each of these heads, ``[N, 1]``."""
+    return jnp.repeat(jnp.asarray(factors, jnp.float32), heads // len(factors))[:, None]

@@ -1,0 +1,244 @@
+"""A cache in 8 bits: plain decoding defined with it, and text that speculation does not change."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import HeadScales, TreeConfig
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.target import TargetModel
+from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache
+from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.models.target import Target
+from longspec_jax.ops.attention import float8
+from longspec_jax.ops.attention.float8 import E4M3
+from longspec_jax.ops.attention.reference import causal_attention
+from longspec_jax.ops.placement import tree_bytes
+from longspec_jax.ops.selection.blocks import BlockBudget
+from tests.decoding import test_windows as windows
+from tests.decoding.lossless import (
+    CONFIG,
+    DRAFT,
+    EVERY,
+    GREEDY,
+    LENGTHS,
+    MIXED,
+    SHORT,
+    TREES,
+    assert_same,
+    emitted_in_rounds,
+    generate,
+    prompts,
+    request,
+)
+from tests.kit import draft_params, random_draft, random_target
+
+UNSCALED = dataclasses.replace(CONFIG, kv_dtype="fp8")
+SCALES = HeadScales((0.25,), (0.03125,)), HeadScales((0.03, 0.05), (0.011, 0.02))
+SCALED = dataclasses.replace(UNSCALED, kv_scales=SCALES)
+SOME = BlockBudget(slots=20, sinks=4, recent=8, block=4)
+TOKENS = prompts(CONFIG.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def models() -> Params:
+    """A random target, and a draft of which part is the target's own taste."""
+    target = random_target(CONFIG)
+    return Params(target, draft_params(random_draft(DRAFT), target))
+
+
+def quest(config: Any) -> Hierarchy:
+    inner = LongSpecDrafter(DRAFT, TreeConfig((3, 2)))
+    return Hierarchy(inner, Quest(config, SOME), TreeConfig((1,) * 7))
+
+
+def working(config: Any) -> LongSpecDrafter:
+    return LongSpecDrafter(DRAFT, TREES[0], working=WorkingCache(SOME, 2, config))
+
+
+@pytest.mark.parametrize("config", [UNSCALED, SCALED], ids=["unscaled", "scaled"])
+def test_speculation_changes_no_token(models: Params, config: Any) -> None:
+    """Greedy and sampled; nodes see each other's keys as they will be cached."""
+    target, itself = TargetModel(config), Params(models.target, models.target)
+    near = SmallLMDrafter(CONFIG, TreeConfig((2, 2, 1, 1)))
+    """The target without its rounding: most of what it proposes is accepted."""
+    drafters = (near, itself), (LongSpecDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9)), models)
+    whole, _ = generate(TargetModel(CONFIG), NoDraft(), models, TOKENS, LENGTHS, EVERY[0])
+    for requests in (GREEDY[0], EVERY[0]):
+        plain, state = generate(target, NoDraft(), models, TOKENS, LENGTHS, requests)
+        dtypes = {leaf.dtype for leaf in (*state.rows.cache.keys, *state.rows.cache.values)}
+        assert dtypes == {jnp.dtype(E4M3)}
+        for drafter, params in drafters:
+            rows, state = generate(target, drafter, params, TOKENS, LENGTHS, requests)
+            assert_same(rows, plain)
+            if drafter is near:
+                assert emitted_in_rounds(state) > int(state.record.emitted.sum()) // 2
+    assert any(not np.array_equal(a, b) for a, b in zip(plain, whole, strict=True))
+
+
+PARTIAL = {
+    "streaming": lambda config: StreamingDrafter(TreeConfig((3, 2)), SHORT),
+    "quest": quest,
+    "attention": lambda config: Hierarchy(
+        StreamingDrafter(TreeConfig((2,)), SHORT),
+        AttentionRetriever(config, SOME),
+        TreeConfig((1,) * 5),
+    ),
+    "working": working,
+}
+
+
+@pytest.mark.parametrize("make", PARTIAL.values(), ids=PARTIAL)
+def test_whatever_reads_the_cache_changes_no_token(models: Params, make: Any) -> None:
+    """Selections, copies of blocks, and drafts that read part of it."""
+    target, drafter = TargetModel(SCALED), make(SCALED)
+    plain, _ = generate(target, NoDraft(), models, TOKENS, LENGTHS, EVERY[0])
+    rows, state = generate(target, drafter, models, TOKENS, LENGTHS, EVERY[0])
+    assert_same(rows, plain)
+    assert emitted_in_rounds(state) > 0
+
+
+@pytest.mark.parametrize("make", [lambda config: LongSpecDrafter(DRAFT, TREES[0]), quest])
+def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params, make: Any) -> None:
+    req = request(**MIXED)
+    plain, _ = generate(TargetModel(SCALED), NoDraft(), models, TOKENS, LENGTHS, req)
+    target = TargetModel(SCALED, offload=True)
+    rows, state = generate(target, make(SCALED), models, TOKENS, LENGTHS, req)
+    assert_same(rows, plain)
+    cache = state.rows.cache
+    kinds = [(leaf.sharding.memory_kind, leaf.dtype.name) for leaf in cache.keys]
+    assert kinds == [("pinned_host", "float8_e4m3fn"), ("device", "float8_e4m3fn")]
+
+
+def test_layers_with_windows_slots_and_prefixes_change_no_token() -> None:
+    """Five requests in two slots; two prompts return, with chunks that slots and host kept."""
+    config = dataclasses.replace(windows.CONFIG, kv_dtype="fp8")
+    params = random_target(config)
+    models = Params(params, draft_params(random_draft(windows.DRAFT), params))
+    target, drafter = TargetModel(config), LongSpecDrafter(windows.DRAFT, TREES[0])
+    mixed: Request = windows.MIXED
+    given = windows.PROMPTS, windows.LENGTHS
+    plain, _ = generate(target, NoDraft(), models, *given, mixed)
+    engine = Engine(
+        *(target, [drafter], models),
+        slots=2,
+        capacity=128,
+        chunk=8,
+        stop_width=1,
+        streams=True,
+        prefixes=True,
+        host_bytes=1 << 20,
+    )
+    texts: dict[int, list[int]] = {}
+    cached: dict[int, int] = {}
+
+    def serve(rows: list[int]) -> list[int]:
+        ids = [
+            engine.submit(windows.PROMPTS[row, : windows.LENGTHS[row]], mixed.row(row))
+            for row in rows
+        ]
+        while engine.busy:
+            for output in engine.step():
+                texts.setdefault(output.id, []).extend(output.tokens.tolist())
+                cached.setdefault(output.id, output.cached)
+        engine.prefixes.collect(wait=True)
+        return ids
+
+    ids = serve([1, 0, 2]) + serve([0, 1])
+    engine.finish()
+    assert_same([np.asarray(texts[id]) for id in ids], [plain[row] for row in (1, 0, 2, 0, 1)])
+    assert cached[ids[3]] > 0 and cached[ids[4]] > 0
+
+
+def test_cached_decoding_equals_running_the_whole_text_again(models: Params) -> None:
+    """The oracle without a cache: one causal pass whose keys and values NumPy's rounding made."""
+    config, model = SCALED, Target(CONFIG)
+    drafter = LongSpecDrafter(DRAFT, TREES[0])
+    rows, _ = generate(TargetModel(config), drafter, models, TOKENS, LENGTHS, request())
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        each = SCALES[layer].keys, SCALES[layer].values
+        k, v = (
+            jnp.asarray(
+                np.clip(np.asarray(x) / np.reshape(scale, (-1, 1)), -448, 448)
+                .astype(np.float32)
+                .astype(E4M3)
+                .astype(np.float32)
+                * np.reshape(scale, (-1, 1)).astype(np.float32)
+            )
+            for x, scale in zip((k, v), each, strict=True)
+        )
+        return causal_attention(q, k, v)
+
+    for b, row in enumerate(rows):
+        text = np.asarray([*TOKENS[b, : LENGTHS[b]], *row[:-1]])[None]
+        positions = np.arange(text.shape[1])[None]
+        variables = {"params": models.target}
+        output: Any = model.apply(variables, text, positions, attend)  # Not compiled: NumPy rounds.
+        logits: Any = model.apply(variables, output.hidden, method="unembed")
+        np.testing.assert_array_equal(logits[0, LENGTHS[b] - 1 :].argmax(axis=1), row)
+
+
+def test_nodes_that_saw_each_other_unrounded_would_change_logits(
+    models: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control, and what a chain's logits are: those of plain steps."""
+    target, params = TargetModel(UNSCALED), models.target
+    length, chain = jnp.asarray([19]), jnp.asarray([[7, 3, 50, 9, 1]])
+    _, cache, *_ = target.prefill_chunk(
+        params, target.allocate(1, 64), jnp.asarray(TOKENS[:1]), jnp.zeros(1, int), length - 1
+    )
+
+    def verify(cache: Any, tokens: jax.Array, length: jax.Array) -> Any:
+        nodes = tokens.shape[1]
+        mask = jnp.tril(jnp.ones((1, nodes, nodes), bool))
+        positions = length[:, None] + jnp.arange(nodes)
+        return target.verify(params, cache, tokens, positions, mask, length, nodes - 1)
+
+    found, steps = verify(cache, chain, length).logits[0], []
+    for index in range(5):
+        step = verify(cache, chain[:, index : index + 1], length + index)
+        steps.append(step.logits[0, 0])
+        cache = cache.commit(step.keys, step.values, jnp.zeros((1, 1), int), length + index)
+    assert np.abs(found - np.stack(steps)).max() < 1e-4
+    monkeypatch.setattr(float8, "stored", lambda scales, k, v: (k, v))
+    unrounded = verify(cache, chain, length).logits[0]
+    np.testing.assert_allclose(unrounded[0], steps[0], atol=0.3)
+    assert np.abs(unrounded - np.stack(steps)).max() > 1e-2
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+def test_a_cache_takes_a_quarter_of_the_bytes_of_float32(offload: bool) -> None:
+    whole, small = (TargetModel(each, offload=offload) for each in (CONFIG, SCALED))
+    planned = small.cache_bytes(3, 160)
+    assert (4 * planned.device, 4 * planned.host) == whole.cache_bytes(3, 160)
+    assert planned.device + planned.host >= tree_bytes(small.allocate(3, 160))
+    gathered = jax.eval_shape(lambda: small.allocate(1, 8)).keys[0]
+    assert gathered.dtype == jnp.dtype(E4M3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kv_dtype": "fp4"}, "kv_dtype='fp4' must be one of fp8"),
+        ({"kv_scales": SCALES}, "a kv_dtype"),
+        ({"kv_dtype": "fp8", "kv_scales": SCALES[:1]}, "needs one for each of the 2 layers"),
+        (
+            {"kv_dtype": "fp8", "kv_scales": (None, HeadScales((1.0,), (1.0,) * 3))},
+            "layer 1 has 3 scales; it needs 1, or one for each of 2 heads",
+        ),
+    ],
+)
+def test_what_is_no_cache_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(CONFIG, **fields)

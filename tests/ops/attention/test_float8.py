@@ -1,0 +1,139 @@
+"""Caches in 8 bits: how numbers are rounded, and attention that reads them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from longspec_jax.config import HeadScales
+from longspec_jax.ops.attention import dispatch, float8, reference
+from longspec_jax.ops.attention.float8 import E4M3
+from longspec_jax.ops.attention.operands import Fresh, Prefix
+from tests.kit import TOLERANCE, relative_error
+from tests.ops.attention.oracle import Shape, inputs
+
+GPU = pytest.mark.gpu
+IMPLEMENTATIONS = ["reference", "xla", "interpret", pytest.param("pallas", marks=GPU)]
+
+
+def numbers() -> np.ndarray:
+    """All numbers of e4m3, the middles between them, and many others."""
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    codes = np.unique(codes[np.isfinite(codes)])
+    random = np.random.default_rng(0)
+    drawn = random.normal(size=5000) * np.exp(4 * random.normal(size=5000))
+    edges = [0.0, -0.0, 448, 449, 464, 1e9, 1e-40, np.inf, -np.inf, np.nan]
+    return np.concatenate([codes, (codes[1:] + codes[:-1]) / 2, drawn, edges]).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_numbers_are_rounded_as_ml_dtypes_rounds_them(dtype: str) -> None:
+    """Compiled, too: of a conversion there and back the compiler would leave nothing."""
+    x = np.clip(numbers(), -6e4, 6e4) if dtype == "float16" else numbers()
+    x = jnp.asarray(x, dtype)
+    exact = np.asarray(x, np.float32)
+    expected = np.clip(exact, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    for rounded in (float8.rounded, jax.jit(float8.rounded)):
+        found = rounded(x)
+        assert found.dtype == x.dtype
+        np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
+        np.testing.assert_array_equal(np.asarray(found.astype(E4M3), np.float32), expected)
+
+
+def test_stored_numbers_times_their_scales_are_near_the_given_ones() -> None:
+    random = np.random.default_rng(0)
+    keys, values = (jnp.asarray(random.normal(size=(2, 5, 3, 7)), jnp.float32) for _ in range(2))
+    scales = HeadScales((0.01,), (0.003, 0.5, 7.0))
+    found = float8.stored(scales, keys, values)
+    for stored, given, each in zip(
+        found, (keys, values), (scales.keys, scales.values), strict=True
+    ):
+        back = np.asarray(float8.scaled(stored, each))
+        np.testing.assert_allclose(back, given, rtol=2**-4, atol=2**-10 * max(each))
+        assert np.abs(back - given).max() > 1e-3
+
+
+def in_8_bits(prefix: Prefix) -> tuple[Prefix, Prefix]:
+    """A prefix in 8 bits, and the same numbers in the dtype of queries."""
+    dtype = prefix.keys.dtype
+    keys, values = (jnp.clip(x, -448, 448).astype(E4M3) for x in (prefix.keys, prefix.values))
+    small = dataclasses.replace(prefix, keys=keys, values=values)
+    wide = dataclasses.replace(prefix, keys=keys.astype(dtype), values=values.astype(dtype))
+    return small, wide
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_attention_widens_what_it_reads(implementation: str, dtype: str, tokens: int) -> None:
+    """Bit for bit what the same implementation makes of the same numbers in more bits."""
+    x = inputs(Shape(heads=6, kv_heads=2, tokens=tokens, keys=tokens), dtype, [131, 77])
+    (q, whole), (_, fresh) = x.prefix, x.tree
+    small, wide = in_8_bits(whole)
+    options: Any = {"implementation": implementation}
+    for op, more in (
+        (dispatch.prefix_attention, ()),
+        (dispatch.speculative_attention, (fresh,)),
+        (dispatch.chunk_attention, (fresh.keys, fresh.values)),
+    ):
+        found, expected = (
+            jax.jit(lambda q, p, *m, op=op: op(q, p, *m, **options))(q, p, *more)
+            for p in (small, wide)
+        )
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        exact, other = (getattr(reference, op.__name__)(q, p, *more) for p in (small, whole))
+        first = jax.tree.leaves(found)[0]
+        assert relative_error(first, jax.tree.leaves(exact)[0]) <= TOLERANCE[dtype]
+        assert relative_error(first, jax.tree.leaves(other)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("pallas", marks=GPU)])
+def test_rings_and_rows_of_a_larger_cache_in_8_bits(implementation: str) -> None:
+    x = inputs(Shape(heads=6, kv_heads=2, tokens=3, keys=3), "float32", [131, 77])
+    (q, whole), (_, fresh) = x.prefix, x.tree
+    small, wide = in_8_bits(whole)
+    there, oldest = jnp.asarray([1, 0]), jnp.asarray([[100] * 3, [40, 41, 42]])
+    for more in ({"cache_rows": there}, {"oldest": oldest}):
+        found, expected = (
+            dispatch.speculative_attention(
+                q, dataclasses.replace(p, **more), fresh, implementation=implementation
+            )
+            for p in (small, wide)
+        )
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_reader_that_knows_nothing_of_scales_reads_what_is_meant() -> None:
+    x = inputs(Shape(heads=6, kv_heads=2, tokens=3, keys=3), "float32", [131, 77])
+    q, whole = x.prefix
+    scales = HeadScales((0.05, 0.2), (0.01,))
+    keys, values = float8.stored(scales, whole.keys.swapaxes(1, 2), whole.values.swapaxes(1, 2))
+    meant = [
+        float8.scaled(each, factors).swapaxes(1, 2)
+        for each, factors in ((keys, scales.keys), (values, scales.values))
+    ]
+    keys, values = (each.swapaxes(1, 2).astype(E4M3) for each in (keys, values))
+    prefix = dataclasses.replace(whole, keys=keys, values=values, scales=scales)
+    found = dispatch.prefix_attention(q, prefix)
+    expected = reference.prefix_attention(
+        q, dataclasses.replace(whole, keys=meant[0], values=meant[1])
+    )
+    assert relative_error(found.out, expected.out) <= TOLERANCE["float32"]
+    np.testing.assert_allclose(found.lse, expected.lse, atol=1e-5)
+    fresh = Fresh(*(jnp.zeros((2, 3, 2, q.shape[3])),) * 2, jnp.ones((2, 3, 3), bool))
+    with pytest.raises(ValueError, match="in the cache's units"):
+        dispatch.speculative_attention(q, prefix, fresh)
+
+
+def test_fresh_tokens_are_never_in_8_bits() -> None:
+    x = inputs(Shape(heads=6, kv_heads=2, tokens=3, keys=3), "float32", [131, 77])
+    q, fresh = x.tree
+    small = dataclasses.replace(
+        fresh, keys=fresh.keys.astype(E4M3), values=fresh.values.astype(E4M3)
+    )
+    with pytest.raises(ValueError, match="cast one of them"):
+        dispatch.tree_attention(q, small)
