@@ -119,6 +119,7 @@ def base_config() -> "ConfigDict":
             accept_seq_len=0,
             max_to_keep=2,
             log=dict(tensorboard=False, wandb=""),
+            features=dict(folder="", int8=False),
             mesh=dict(data=1, fsdp=-1, tp=1),
             data=dict(
                 files="",
@@ -268,7 +269,7 @@ def paper_config(
         title = f"{_ON_CHATS[variant]} draft for {target}"
         config.update(target=target, title=title, **overrides)
         config.draft = DRAFTS[variant]
-        return _on_chats(config, chat_turn or config.to_dict()["data"]["turn"])
+        return _on_chats(config, variant, chat_turn or config.to_dict()["data"]["turn"])
     if variant == "parallel":
         config = paper_config(
             *(name, "all"),
@@ -314,10 +315,9 @@ _ON_CHATS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
 """Variants that are trained on conversations, and what their drafts are called."""
 
 
-def _on_chats(config: "ConfigDict", turn: str) -> "ConfigDict":
+def _on_chats(config: "ConfigDict", kind: str, turn: str) -> "ConfigDict":
     """A configuration with the published clipping, learning rates and passes of its kind."""
-    eagle3 = config["draft"]["kind"] == "eagle3"
-    clip, rate, epochs = (0.5, 1e-4, 2) if eagle3 else (1.0, 6e-4, 6)
+    clip, rate, epochs = (0.5, 1e-4, 2) if kind == "eagle3" else (1.0, 6e-4, 6)
     config.update(
         data=dict(hub=CHAT_DATA, split=CHAT_SPLIT, turn=turn, mask_prompts=True, buckets=3),
         optimizer=dict(clip=clip, weight_decay=0.0, warmup=0.04),

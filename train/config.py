@@ -213,6 +213,17 @@ class DraftSettings:
 
 
 @dataclass(frozen=True)
+class FeaturesConfig:
+    """Stored features: what drafts read of the frozen target, written once and read every epoch."""
+
+    folder: str = ""
+    """Where ``python -m train.prepare`` stores them and training reads them, a folder in it for
+    every stage; the target runs in every step if empty."""
+    int8: bool = False
+    """Store them in 8 bits with scales, not in the run's dtype."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """Where metrics go besides ``metrics.jsonl``; each needs the extra of its name."""
 
@@ -350,6 +361,7 @@ class RunConfig:
     """Run from short to long sequences."""
     pretraining: PretrainingConfig | None = None
     log: LogConfig = LogConfig()
+    features: FeaturesConfig = FeaturesConfig()
 
     def __post_init__(self) -> None:
         if bool(self.target) == (self.pretraining is not None):

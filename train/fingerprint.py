@@ -27,7 +27,7 @@ _NOT_COUNTED = (
     "target", "revision", "export", "title", "loss_chunk", "mlp_chunk",
     "target_loss_every", "log_every", "save_every",
     "accept_every", "accept_rows", "accept_seq_len", "max_to_keep", "mesh", "stages", "pretraining",
-    "log",
+    "log", "features",
 )  # fmt: skip
 """Fields of a run that do not count, or count through the stage, the rows and the models."""
 _NOT_COUNTED_IN = {

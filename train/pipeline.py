@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from longspec_jax import files
+from longspec_jax.config import TargetConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, load_target_config, save_target
 
@@ -29,8 +30,9 @@ from .data.corpus import prepare_corpus
 from .data.rows import Rows, token_counts
 from .data.source import Source
 from .data.tokens import load_tokenizer
-from .drafts.base import Given
+from .drafts.base import Begun, DraftTrainer, Given
 from .drafts.kinds import KINDS
+from .features import Features, open_features
 from .fingerprint import Fingerprint, check_same_run, draft_settings, model_digest, target_settings
 from .loop import Stage, run_stage
 from .losses import tokens_at_once
@@ -48,6 +50,7 @@ from .step import (
     state_shardings,
 )
 from .target import TargetObjective, mlp_tokens_at_once
+from .views import Reads
 
 TOKENS_PER_DEVICE = 16384
 """Of a micro-batch: enough for the matrix units, and little beside the weights of a 7B target."""
@@ -79,6 +82,17 @@ def train(config: RunConfig, workdir: Path, name: str = "") -> None:
       FileNotFoundError: if a model or file is missing.
       Interrupted: after a signal, with the state saved.
     """
+    run = open_run(config, workdir)
+    if config.pretraining is not None and not Path(run.target_source, "config.json").is_file():
+        pretrain(run, config.pretraining)
+    if config.stages:
+        train_draft(run)
+    run.metrics.close()
+    by_first("card", lambda: write_card(workdir, config, name))
+
+
+def open_run(config: RunConfig, workdir: Path) -> TrainingRun:
+    """A run in its working folder, with its corpus if it makes one; raises as :func:`train`."""
     check_workdir(workdir)
     _check_clocks(config)
     mesh = make_mesh(*config.mesh.resolve(len(jax.devices())))
@@ -93,12 +107,7 @@ def train(config: RunConfig, workdir: Path, name: str = "") -> None:
                 corpus, workdir, target, lambda values: metrics.write("corpus", 0, values)
             ),
         )
-    if config.pretraining is not None and not Path(run.target_source, "config.json").is_file():
-        pretrain(run, config.pretraining)
-    if config.stages:
-        train_draft(run)
-    metrics.close()
-    by_first("card", lambda: write_card(workdir, config, name))
+    return run
 
 
 def check_workdir(workdir: Path) -> None:
@@ -216,6 +225,22 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
 def train_draft(run: TrainingRun) -> None:
     """Train the draft through its stages and export it."""
     config = run.config
+    plans = plan_draft(run)
+    settle(run, plans)
+    given, (trainer, frozen, params) = begin_draft(run, plans)
+    stored = [stored_features(plan, trainer, given.target) for plan in plans]
+    loss_chunk = config.loss_chunk or tokens_at_once(given.target.vocab_size)
+    for plan, features in zip(plans, stored, strict=True):
+        objectives = trainer.objectives(plan.config, loss_chunk, mlp_chunk_of(plan))
+        params = _train_stage(plan, *objectives, frozen, params, features)
+    whole = gathered(cast(params, trainer.dtype))
+    folder = Path(config.export or run.workdir / "draft")
+    by_first("draft", lambda: trainer.save(folder, whole))
+
+
+def plan_draft(run: TrainingRun) -> list[PlannedStage]:
+    """Read the data of all stages of the draft."""
+    config = run.config
     source = {"dtype": config.dtype, "revision": config.revision or None}
     target = load_target_config(run.target_source, **source)
     most = "the target's max_positions", target.max_positions
@@ -226,7 +251,13 @@ def train_draft(run: TrainingRun) -> None:
         [stage] = part.config.stages
         settings = {**draft_settings(part.config, stage), **models}
         plans.append(plan_stage(part, stage, "draft", target.vocab_size, settings))
-    settle(run, plans)
+    return plans
+
+
+def begin_draft(run: TrainingRun, plans: Sequence[PlannedStage]) -> tuple[Given, Begun]:
+    """The target, loaded, and the draft before its first step."""
+    config = run.config
+    source = {"dtype": config.dtype, "revision": config.revision or None}
     target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
     given = Given(
         target,
@@ -237,18 +268,47 @@ def train_draft(run: TrainingRun) -> None:
         run.mesh,
         lambda: token_counts([plan.rows for plan in plans], target.vocab_size),
     )
-    trainer, frozen, params = KINDS[config.draft.kind].begin(config.draft, given)
-    loss_chunk = config.loss_chunk or tokens_at_once(target.vocab_size)
-    shares = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
-    for plan in plans:
-        stage = plan.config
-        tokens = stage.seq_len * stage.batch // (stage.accumulation * shares)
-        mlp_chunk = config.mlp_chunk or mlp_tokens_at_once(tokens)
-        objective, reporting = trainer.objectives(stage, loss_chunk, mlp_chunk)
-        params = _train_stage(plan, objective, reporting, frozen, params)
-    whole = gathered(cast(params, trainer.dtype))
-    folder = Path(config.export or run.workdir / "draft")
-    by_first("draft", lambda: trainer.save(folder, whole))
+    return given, KINDS[config.draft.kind].begin(config.draft, given)
+
+
+def mlp_chunk_of(plan: PlannedStage) -> int:
+    """Most tokens of a device whose MLP activations exist at once in a stage; 0: all."""
+    stage, axes = plan.config, plan.run.mesh.shape
+    tokens = stage.seq_len * stage.batch // (stage.accumulation * axes["data"] * axes["fsdp"])
+    return plan.run.config.mlp_chunk or mlp_tokens_at_once(tokens)
+
+
+class Stored(NamedTuple):
+    """What is stored of the target for a stage."""
+
+    folder: Path
+    reads: Reads
+    about: Fingerprint
+    """Of what target, data and kind it is."""
+
+
+def stored_of(plan: PlannedStage, trainer: DraftTrainer, target: TargetConfig) -> Stored | None:
+    """What is stored for a stage; None where it draws positions, or nothing is to be stored."""
+    config, stage = plan.run.config, plan.config
+    reads = trainer.reads(stage) if config.features.folder else None
+    if reads is None:
+        return None
+    known = "the target", "data and tokenizer", "rows to train on"
+    about = {name: plan.fingerprint[name] for name in known}
+    about |= {"tokens of a row": stage.seq_len, "dtype": config.dtype}
+    about |= {"features": reads.words(target), "--config.features.int8": config.features.int8}
+    folder = Path(config.features.folder).expanduser() / stage.name
+    return Stored(folder, reads, about)
+
+
+def stored_features(
+    plan: PlannedStage, trainer: DraftTrainer, target: TargetConfig
+) -> Features | None:
+    """The features that a stage reads; None if it runs the target."""
+    stored = stored_of(plan, trainer, target)
+    if stored is None:
+        return None
+    return open_features(stored.folder, stored.about, plan.rows.lengths())
 
 
 def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
@@ -262,11 +322,17 @@ def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
 
 
 def _train_stage(
-    plan: PlannedStage, objective: Objective, reporting: Objective | None, frozen: Any, params: Any
+    plan: PlannedStage,
+    objective: Objective,
+    reporting: Objective | None,
+    frozen: Any,
+    params: Any,
+    features: Features | None = None,
 ) -> Any:
     """Masters after a stage that starts from the given ones, or from fresh ones.
 
-    ``reporting`` is the objective of log steps; None if it has no more to report.
+    ``reporting`` is the objective of log steps; None if it has no more to report. With stored
+    ``features`` there is nothing to report of the target, and operations are not counted.
     """
     run, config = plan.run, plan.run.config
     optimizer = make_optimizer(config.optimizer)
@@ -278,18 +344,23 @@ def _train_stage(
     def step_of(objective: Objective) -> Step:
         return make_step(objective, optimizer, seed, run.mesh, shardings)
 
+    def peak(length: int) -> float | None:
+        flops, devices = objective.flops_per_token(length), [*run.mesh.devices.flat]
+        return None if features else peak_tokens_per_second(flops, config.dtype, devices)
+
     stage = Stage(
         dataclasses.replace(plan.config, name=plan.name),
         objective,
         step_of(objective),
         frozen,
-        Batches(plan.rows, plan.config.batch, plan.config.accumulation, seed, config.data.buckets),
+        Batches(
+            *(plan.rows, plan.config.batch, plan.config.accumulation, seed, config.data.buckets),
+            features=features,
+        ),
         plan.held_out,
         plan.fingerprint,
-        lambda length: peak_tokens_per_second(
-            objective.flops_per_token(length), config.dtype, [*run.mesh.devices.flat]
-        ),
-        None if reporting is None else step_of(reporting),
+        peak,
+        None if reporting is None or features else step_of(reporting),
     )
     checkpoints = Checkpoints(_checkpoints(plan), config.max_to_keep)
     try:
@@ -304,6 +375,8 @@ def _models(run: TrainingRun) -> Fingerprint:
     models = {"the target": model_digest(run.target_source, config.revision or None)}
     if config.draft.init:
         models["the draft it starts from"] = model_digest(config.draft.init)
+    if config.features.folder and config.features.int8:
+        models["--config.features.int8"] = "True"
     return models
 
 

@@ -1,10 +1,16 @@
-"""Tokenise a run's data once, by several processes.
+"""Tokenise a run's data once, by several processes; store what the draft reads of the target.
 
     python -m train.prepare --config=vicuna7b --workdir=runs/vicuna7b
 
 Training does this by itself, with one process. The tokens are kept in the working folder, under a
 name that is a digest of data, tokenizer and template: training uses them, and makes new ones if any
-of these changed. The exit status is 0, or 2 for bad input.
+of these changed.
+
+With --config.features.folder=FOLDER the target runs once over all rows, and what the draft reads of
+it is stored there. The training with the same option then reads it instead of running the target.
+Stopped, the command goes on behind the last whole shard.
+
+The exit status is 0, or 2 for bad input.
 """
 
 import os
@@ -43,7 +49,7 @@ def parser() -> cli.Parser:
 
 
 def prepare(given: Sequence[str]) -> str:
-    """Tokenise the data of a command line; a sentence for every stage.
+    """Tokenise the data of a command line, and store features; a sentence for every stage.
 
     Raises:
       ValueError, OSError: for a mistake, or data that cannot be read.
@@ -56,7 +62,8 @@ def prepare(given: Sequence[str]) -> str:
     sections = [stage.data_section for stage in config.stages]
     runs = zip(config.runs_of_stages(), sections, strict=True)
     stages = [(run, section) for run, section in runs if run.data.reads_documents]
-    if not stages:
+    stores = bool(config.features.folder)
+    if not stages and not stores:
         raise ValueError(
             "this configuration makes its own data, there is nothing to prepare; set "
             "--config.data.files=PATHS or choose one that reads files or the hub"
@@ -71,6 +78,10 @@ def prepare(given: Sequence[str]) -> str:
         skipped = f"{made.skipped}\n" if made.skipped else ""
         found = f"{len(made)} documents, {len(made.tokens)} tokens"
         lines.append(f"{skipped}{found} in {source.encoded_folder} after {seconds:.1f} s")
+    if stores:
+        from .storing import store_features
+
+        lines += store_features(config, parsed.workdir)
     return "\n".join(lines)
 
 

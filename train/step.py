@@ -49,6 +49,9 @@ class Batch(NamedTuple):
     """``[A, B, T]`` int32."""
     weights: Any
     """``[A, B, T]`` float32; 0 for tokens that are not to be predicted, padding among them."""
+    view: Any = None
+    """What the draft reads of the target, as it was stored: arrays ``[A, B, T, ...]`` by name
+    (:mod:`train.views`). None: the step runs the target."""
 
 
 @struct.dataclass
@@ -118,7 +121,7 @@ def make_step(
     return jax.jit(
         step,
         donate_argnums=0,
-        in_shardings=(state_sharding, None, Batch(rows, rows), nothing),
+        in_shardings=(state_sharding, None, Batch(rows, rows, rows), nothing),
         out_shardings=(state_sharding, nothing),
     )
 

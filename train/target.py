@@ -206,7 +206,7 @@ class TargetObjective:
         params = cast(params, self.config.dtype)
         positions = plain_positions((1, batch.tokens.shape[0]), batch.tokens.shape[1])[0]
         hidden = run_target(self.config, params, batch.tokens, positions).hidden
-        labels, weights = next_token_labels(*batch)
+        labels, weights = next_token_labels(batch.tokens, batch.weights)
         [head] = with_sharding("v d", head_of(params))
         loss = cross_entropy_sum(
             *(hidden, head, labels, weights),

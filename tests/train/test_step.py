@@ -92,7 +92,7 @@ class Trainer:
     def run(self, data: Batch, steps: int) -> tuple[TrainState, dict[str, jax.Array]]:
         state = initial_state(self.objective, self.optimizer, self.shardings, seed=1)
         rows = NamedSharding(self.mesh, ROWS)
-        data = Batch(*(jax.device_put(part, rows) for part in data))
+        data = jax.tree.map(lambda part: jax.device_put(part, rows), data)
         compiled = self.step._cache_size()
         for _ in range(steps):
             state, metrics = self.step(state, self.frozen, data, np.float32(1e-2))
@@ -131,7 +131,7 @@ def test_a_draft_learns_from_a_target_of_unlike_layers(kind: str) -> None:
     data, params = batch(), random_target(FROZEN[kind])
     state, metrics = Trainer(kind, (2, 2, 2)).run(data, 1)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, metrics)))
-    [tokens], [weights] = data
+    [tokens], [weights] = data[:2]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     run = jax.jit(run_target, static_argnums=0)
     hidden = run(FROZEN[kind], params, tokens, positions).hidden
@@ -161,7 +161,7 @@ def assert_placed(state: TrainState, shardings: TrainState) -> None:
 @pytest.mark.parametrize("kind", ["draft", "target"])
 def test_accumulation_does_not_change_the_step(kind: str) -> None:
     # Per-row draws follow the row, not its micro-batch.
-    split = Batch(*(part.reshape(4, 2, -1) for part in batch()))
+    split = jax.tree.map(lambda part: part.reshape(4, 2, -1), batch())
     assert_same(trainer(kind, ONE).run(split, 2), single(kind))
 
 
@@ -179,7 +179,7 @@ def test_a_step_learns_the_same_without_the_targets_loss() -> None:
 
 def test_the_targets_loss_costs_nothing_where_it_is_not_told() -> None:
     """Of its last layer, here the only one, the keys and values are made and nothing else."""
-    micro = Batch(*(part[0] for part in batch()))
+    micro = jax.tree.map(lambda part: part[0], batch())
     params = jax.eval_shape(DRAFT.initialize, jax.random.key(0))
     draws = jax.tree.map(lambda leaf: leaf[0], DRAFT.draw(jax.random.key(1), (1, 8), 13))
 
@@ -199,7 +199,7 @@ def test_a_batch_is_learned_by_heart(kind: str) -> None:
 
 def test_the_target_gets_no_gradient_and_its_loss_is_reported() -> None:
     objective = replace(DRAFT, max_offset=0)
-    micro = Batch(*(part[0] for part in batch()))
+    micro = jax.tree.map(lambda part: part[0], batch())
     frozen = frozen_params()
     params = jax.jit(objective.initialize)(jax.random.key(0))
     draws = jax.tree.map(lambda leaf: leaf[0], objective.draw(jax.random.key(1), (1, 8), 13))
@@ -219,7 +219,7 @@ def test_the_target_gets_no_gradient_and_its_loss_is_reported() -> None:
 
 
 def test_a_mixed_loss_is_the_mixture_of_its_parts() -> None:
-    micro = Batch(*(part[0] for part in batch()))
+    micro = jax.tree.map(lambda part: part[0], batch())
     params = jax.jit(DRAFT.initialize)(jax.random.key(0))
     draws = jax.tree.map(lambda leaf: leaf[0], DRAFT.draw(jax.random.key(1), (1, 8), 13))
 
@@ -287,7 +287,7 @@ def test_padding_changes_no_sum() -> None:
 
     def cut(length: int) -> dict[str, jax.Array]:
         drawn = draws._replace(positions=draws.positions[0, ..., :length], shift=draws.shift[0])
-        return sums(Batch(*(part[0, :, :length] for part in data)), drawn)
+        return sums(jax.tree.map(lambda part: part[0, :, :length], data), drawn)
 
     for name, value in cut(7).items():
         np.testing.assert_allclose(value, cut(13)[name], rtol=1e-5, err_msg=name)

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ..features import Features
 from ..step import Batch
 from .rows import Rows
 
@@ -105,6 +106,8 @@ class Batches:
     seed: int
     buckets: int = 1
     """Lengths that rows are padded to; with one, that of the rows."""
+    features: Features | None = None
+    """What was stored of the rows; nothing if absent."""
 
     def __post_init__(self) -> None:
         if self.per_epoch == 0:
@@ -154,7 +157,11 @@ class Batches:
         def together(parts: tuple[np.ndarray, ...]) -> np.ndarray:
             return np.stack([part[:length] for part in parts]).reshape(shape)
 
-        return Batch(together(tokens), together(weights)), sum(lengths)
+        view = None
+        if self.features is not None:
+            stored = self.features.read(order.ravel().tolist(), length)
+            view = {name: part.reshape(*shape, *part.shape[2:]) for name, part in stored.items()}
+        return Batch(together(tokens), together(weights), view), sum(lengths)
 
 
 def prefetch(
@@ -192,6 +199,6 @@ def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> tuple[Ba
             start, stop, _ = index[1].indices(shape[1])
             return part[:, start - first : stop - first]
 
-        return jax.make_array_from_callback(shape, sharding, shard)
+        return jax.make_array_from_callback((*shape, *part.shape[3:]), sharding, shard)
 
-    return Batch(place(own.tokens), place(own.weights)), real
+    return jax.tree.map(place, own), real

@@ -8,7 +8,7 @@ a folder of :mod:`train.drafts` with
 - a *trainer*, a :class:`DraftTrainer`: it begins a draft for a target, gives the
   :class:`train.step.Objective` of each stage, and exports the draft.
 
-The objective says what the draft reads of the frozen target (:func:`train.target.run_target` gives
+The objective says what the draft reads of the frozen target (:func:`train.views.target_view` gives
 the keys and values of its last layer, and the residual stream of any layers), the loss, the
 simulated acceptance (:mod:`train.acceptance`) and the operations that a token needs.
 """
@@ -26,6 +26,7 @@ from longspec_jax.config import TargetConfig
 
 from ..config import StageConfig
 from ..step import Objective
+from ..views import Reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,13 @@ class DraftTrainer(Protocol):
 
         Raises:
           ValueError: for a stage that this draft cannot be trained in.
+        """
+        ...
+
+    def reads(self, stage: StageConfig) -> Reads | None:
+        """What a stage learns from of the target's forward, which may have been stored.
+
+        None where the target runs at positions that every step draws anew.
         """
         ...
 

@@ -37,9 +37,9 @@ from ...target import (
     mlp_flops,
     plain_positions,
     projection_flops,
-    run_target,
     target_flops,
 )
+from ...views import Reads, target_view
 from ..base import Begun, Given, refuse_offsets
 from ..blocks import drawn_anchors, even_anchors, slot_hits, slot_weights
 from .passes import fresh_layers, run_blocks
@@ -114,10 +114,8 @@ class DFlashObjective:
         """What the LM head reads of all slots but the pending token's, and the target's view."""
         rows, length = batch.tokens.shape
         positions = plain_positions((1, rows), length)[0]
-        features = tuple(sorted({*self.draft.features}))
-        view = jax.lax.stop_gradient(
-            run_target(self.target, frozen, batch.tokens, positions, self.mlp_chunk, keep=features)
-        )
+        chunk, features = self.mlp_chunk, self.draft.features
+        view = target_view(self.target, frozen, batch, positions, chunk, features)
         embedding = jax.lax.stop_gradient(frozen["embedding"])
         hidden = run_blocks(
             *(self.draft, params, embedding, batch.tokens, positions, anchors, view),
@@ -174,6 +172,10 @@ class DFlashTrainer:
         refuse_offsets(stage, "a DFlash draft")
         blocks = self.settings.anchor_every, self.settings.decay
         return DFlashObjective(self.target, self.draft, *blocks, loss_chunk, mlp_chunk), None
+
+    def reads(self, stage: StageConfig) -> Reads:
+        """The hidden states that it fuses."""
+        return Reads(kept=self.draft.features)
 
     def save(self, folder: Path, params: Any) -> None:
         """Write the draft in z-lab's format, which SGLang and vLLM read."""

@@ -41,9 +41,9 @@ from ...target import (
     matmul_flops,
     mlp_flops,
     plain_positions,
-    run_target,
     target_flops,
 )
+from ...views import Reads, target_view
 from ..base import Begun, Given, refuse_offsets
 from .passes import fresh_layer, run_draft
 from .settings import Eagle3Settings
@@ -89,8 +89,8 @@ class Eagle3Objective:
         With a reduced vocabulary ``in_vocabulary`` counts the tokens at which the target's choice
         can be proposed.
         """
-        hidden, view = self._passes(params, frozen, batch.tokens)
-        labels, weights = next_token_labels(*batch)
+        hidden, view = self._passes(params, frozen, batch)
+        labels, weights = next_token_labels(batch.tokens, batch.weights)
         ahead = jnp.arange(1, self.steps + 1)
         reached = jnp.arange(labels.shape[1])[:, None] >= ahead
         step_weights = weights[..., None] * reached * self.decay ** (ahead - 1.0)
@@ -111,7 +111,7 @@ class Eagle3Objective:
 
     def measure(self, params: Any, frozen: Frozen, batch: Batch) -> dict[str, float]:
         """Simulated acceptance; shift ``s`` is step ``s - 1`` of the test."""
-        return agreement_report(*_hits(self, params, frozen, batch.tokens, batch.weights))
+        return agreement_report(*_hits(self, params, frozen, batch))
 
     def flops_per_token(self, length: int) -> float:
         """Operations that a token of a row of this length needs.
@@ -129,18 +129,12 @@ class Eagle3Objective:
         learned = FORWARD_AND_BACKWARD * self.steps * step + 2 * fuse
         return target_flops(self.target, length) + head_flops(self.target) + learned
 
-    def _passes(self, params: Any, frozen: Frozen, tokens: Array) -> tuple[Array, TargetView]:
+    def _passes(self, params: Any, frozen: Frozen, batch: Batch) -> tuple[Array, TargetView]:
         """The draft's states ``[B, T, S, D]``, and what the target gives."""
-        positions = plain_positions((1, tokens.shape[0]), tokens.shape[1])[0]
-        view = jax.lax.stop_gradient(
-            run_target(
-                self.target,
-                frozen.target,
-                tokens,
-                positions,
-                self.mlp_chunk,
-                self.draft.features,
-            )
+        tokens, (rows, length) = batch.tokens, batch.tokens.shape
+        positions = plain_positions((1, rows), length)[0]
+        view = target_view(
+            *(self.target, frozen.target, batch, positions, self.mlp_chunk, self.draft.features)
         )
         layer = {name: part for name, part in params.items() if name != "head"}
         embedding = jax.lax.stop_gradient(frozen.target["embedding"])
@@ -180,12 +174,12 @@ def _soft_loss(cap: float | None, logits: Array, whole: Any, parts: Any) -> Chun
 
 @partial(jax.jit, static_argnums=0)
 def _hits(
-    objective: Eagle3Objective, params: Any, frozen: Frozen, tokens: Array, weights: Array
+    objective: Eagle3Objective, params: Any, frozen: Frozen, batch: Batch
 ) -> tuple[Array, Array, Array]:
     """What :func:`train.acceptance.agreement_report` reads."""
-    hidden, view = objective._passes(params, frozen, tokens)
+    hidden, view = objective._passes(params, frozen, batch)
     # The first tokens of a row are reached by its first steps alone.
-    counted = counted_tokens(weights.at[:, : objective.steps].set(0.0))
+    counted = counted_tokens(batch.weights.at[:, : objective.steps].set(0.0))
     target_head, head = head_of(frozen.target), objective._head(params)
 
     def of_step(states: Array) -> tuple[Array, Array]:
@@ -227,6 +221,10 @@ class Eagle3Trainer:
         settings = self.settings
         sizes = settings.steps, settings.decay, loss_chunk, mlp_chunk
         return Eagle3Objective(self.target, self.draft, *sizes), None
+
+    def reads(self, stage: StageConfig) -> Reads:
+        """The hidden states that it fuses, and those of the distribution that it learns."""
+        return Reads(hidden=True, kept=self.draft.features)
 
     def save(self, folder: Path, params: Any) -> None:
         """Write the draft in SpecForge's format, which SGLang and vLLM read, or as it was loaded.

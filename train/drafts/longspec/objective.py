@@ -31,9 +31,9 @@ from ...target import (
     matmul_flops,
     mlp_flops,
     projection_flops,
-    run_target,
     target_flops,
 )
+from ...views import Reads, target_view
 from ..base import Begun, Given
 from .acceptance import Pair, simulated_acceptance
 from .passes import Draws, noisy_shifts, run_draft
@@ -82,9 +82,8 @@ class LongSpecObjective:
         compiler leaves out the rest. With distillation ``loss`` is the mixture, and its parts are
         named beside it.
         """
-        view = run_target(self.target, frozen, batch.tokens, draws.positions, self.mlp_chunk)
-        view = jax.lax.stop_gradient(view)
-        labels, weights = next_token_labels(*batch)
+        view = target_view(self.target, frozen, batch, draws.positions, self.mlp_chunk)
+        labels, weights = next_token_labels(batch.tokens, batch.weights)
         [head] = with_sharding("v d", head_of(frozen))
         hidden = run_draft(
             self.draft, params, frozen, batch.tokens, draws, view, mlp_chunk=self.mlp_chunk
@@ -150,6 +149,12 @@ class LongSpecTrainer:
         )
         quiet = replace(reporting, target_loss=False)
         return quiet, None if self.settings.distillation else reporting
+
+    def reads(self, stage: StageConfig) -> Reads | None:
+        """Keys and values of one layer, and what distillation imitates."""
+        if self.settings.anchor_offset and stage.max_offset:
+            return None
+        return Reads(hidden=bool(self.settings.distillation), keys_values=True)
 
     def save(self, folder: Path, params: Any) -> None:
         """Write the draft in the released format."""

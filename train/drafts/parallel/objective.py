@@ -39,9 +39,9 @@ from ...target import (
     mlp_flops,
     plain_positions,
     projection_flops,
-    run_target,
     target_flops,
 )
+from ...views import Reads, target_view
 from ..base import Begun, Given
 from ..blocks import drawn_anchors, even_anchors, places, slot_hits, slot_weights
 from .loss import About, Learned, block_loss
@@ -125,9 +125,8 @@ class ParallelObjective:
         self, params: Any, frozen: Any, batch: Batch, draws: Draws
     ) -> tuple[Learned, Array, About]:
         """Forwards of target and draft; the target's head; what is known of the slots."""
-        s, c, (tokens, weights) = self.settings, self.draft, batch
-        view = run_target(self.target, frozen, tokens, draws.positions, self.mlp_chunk)
-        view = jax.lax.stop_gradient(view)
+        s, c, tokens, weights = self.settings, self.draft, batch.tokens, batch.weights
+        view = target_view(self.target, frozen, batch, draws.positions, self.mlp_chunk)
         hidden = run_blocks(
             *(c, params, frozen, tokens, draws, view, s.anchor_every), mlp_chunk=self.mlp_chunk
         )
@@ -188,6 +187,12 @@ class ParallelTrainer:
         return ParallelObjective(
             self.target, self.draft, self.settings, stage.max_offset, *chunks
         ), None
+
+    def reads(self, stage: StageConfig) -> Reads | None:
+        """Keys and values of one layer, and what the loss imitates."""
+        if self.settings.anchor_offset and stage.max_offset:
+            return None
+        return Reads(hidden=True, keys_values=True)
 
     def save(self, folder: Path, params: Any) -> None:
         """Write the draft's folder."""

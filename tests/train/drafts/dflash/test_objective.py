@@ -63,7 +63,7 @@ def trained(loss_chunk: int = 90, mlp_chunk: int = 0, **axes: int) -> tuple[Begu
     state = initial_state(objective, optimizer, shardings, 1)
     first, metrics = jax.device_get(state.params), []
     step = make_step(objective, optimizer, SEED, mesh, shardings)
-    data = Batch(*(jax.device_put(part, NamedSharding(mesh, ROWS)) for part in batch()))
+    data = jax.tree.map(lambda part: jax.device_put(part, NamedSharding(mesh, ROWS)), batch())
     for _ in range(4):
         state, values = step(state, begun.frozen, data, np.float32(RATE))
         metrics.append(jax.device_get(values))
@@ -134,7 +134,7 @@ def test_four_steps_are_those_of_pytorch(one: Any, tmp_path: Path) -> None:
         assert relative_error(stored[name], learned[name]) > 1e-3, f"{name} was not learned"
 
     # What is measured: agreement with the target's choice, of blocks that are learned whole.
-    report = objective.measure(last, begun.frozen, Batch(*(part[0] for part in data)))
+    report = objective.measure(last, begun.frozen, jax.tree.map(lambda part: part[0], data))
     hits = []
     with torch.no_grad():
         for row, anchor in np.ndindex(2, STAGE.seq_len):

@@ -66,7 +66,7 @@ def trained(devices: int) -> tuple[Begun, list[dict[str, Any]], Any]:
     shardings = state_shardings(mesh, objective, optimizer)
     state = initial_state(objective, optimizer, shardings, 1, begun.params)
     step = make_step(objective, optimizer, 0, mesh, shardings)
-    data = Batch(*(jax.device_put(part, NamedSharding(mesh, ROWS)) for part in batch()))
+    data = jax.tree.map(lambda part: jax.device_put(part, NamedSharding(mesh, ROWS)), batch())
     metrics = []
     for _ in range(4):
         state, values = step(state, begun.frozen, data, np.float32(RATE))
@@ -91,7 +91,7 @@ def test_four_steps_are_those_of_pytorch(one: Any, tmp_path: Path) -> None:
     from . import plain
 
     begun, metrics, params = one
-    tokens, weights = batch()
+    tokens, weights, _ = batch()
     positions = jnp.broadcast_to(jnp.arange(STAGE.seq_len), tokens[0].shape)
     run = jax.jit(partial(run_target, TARGET, keep=(-1, 0, 1, 2)))
     view = jax.device_get(run(FROZEN, tokens[0], positions))
@@ -230,9 +230,9 @@ def test_acceptance_is_that_of_the_logits(one: Any) -> None:
     """Counted one by one, over tokens that every step reaches."""
     begun, _, params = one
     objective, _ = begun.trainer.objectives(STAGE, 30, 0)
-    micro = Batch(*(jnp.asarray(part[0]) for part in batch()))
+    micro = jax.tree.map(lambda part: jnp.asarray(part[0]), batch())
     report = objective.measure(params, begun.frozen, micro)
-    hidden, view = jax.jit(objective._passes)(params, begun.frozen, micro.tokens)
+    hidden, view = jax.jit(objective._passes)(params, begun.frozen, micro)
     choice = np.asarray(view.hidden @ FROZEN["head"].T).argmax(-1)
     counted = np.asarray(micro.weights)[:, SETTINGS.steps :]
     length = 1.0

@@ -63,7 +63,7 @@ def trained(objective: ParallelObjective = OBJECTIVE, **axes: int) -> tuple[list
     step = make_step(objective, optimizer, 3, mesh, shardings)
     frozen = jax.device_put(frozen_params(), param_shardings(mesh, frozen_params()))
     rows = NamedSharding(mesh, ROWS)
-    data = Batch(*(jax.device_put(part, rows) for part in batch()))
+    data = jax.tree.map(lambda part: jax.device_put(part, rows), batch())
     state = initial_state(objective, optimizer, shardings, seed=1)
     params, reports = [jax.device_get(state.params)], []
     for _ in range(STEPS):
@@ -153,7 +153,7 @@ def test_four_steps_are_those_of_an_implementation_in_pytorch(tmp_path: Path) ->
         assert relative_error(ended[name], each.detach()) < 1e-4, name
         assert not np.array_equal(ended[name], begun[name]), name
     # What is measured: agreement with the target's choice, of blocks that are learned whole.
-    measured = OBJECTIVE.measure(params[STEPS], frozen, Batch(*(part[0] for part in data)))
+    measured = OBJECTIVE.measure(params[STEPS], frozen, jax.tree.map(lambda part: part[0], data))
     plain, hits = np.broadcast_to(np.arange(13, dtype=np.int32), (2, 13)), []
     with torch.no_grad():
         whole = jax.device_get(view(data.tokens[0], plain))[:3]
