@@ -213,8 +213,9 @@ def results(
 
 def line(row: dict[str, Any]) -> str:
     """A row for people: what speculation gives, then where its time goes."""
+    stored = "" if row["weights"] == "whole" else f" {row['weights']}"
     return (
-        f"{row['shape']} {row['weights']} B={row['batch']} S={row['context']} tree={tree_of(row)}: "
+        f"{row['shape']}{stored} B={row['batch']} S={row['context']} tree={tree_of(row)}: "
         f"{row['tokens_per_second']} tokens/s, {row['plain_tokens_per_second']} without, "
         f"{row['speed_up']:.2f}x at acceptance {row['acceptance_length']} (drawn); "
         f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
