@@ -88,15 +88,17 @@ def test_weights_are_read_while_the_tokenizer_is(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loading, "load_tokenizer", tokenizer)
     monkeypatch.setattr(loading, "load_target", target)
     loaded = load_with_tokenizer("here", "float32", revision="main")
-    assert loaded == ("float32", {"mesh": None, "revision": "main"}, "tokenizer of here at main")
+    options = {"mesh": None, "revision": "main", "kv_dtype": None}
+    assert loaded == ("float32", options, "tokenizer of here at main")
     assert ADVICE not in os.environ
 
 
 def test_a_given_tokenizer_is_taken_and_none_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load_tokenizer", None)
     monkeypatch.setattr(loading, "load_target", lambda *_, **options: ("config", options))
-    given = load_with_tokenizer("here", "float32", tokenizer="mine", revision="main")
-    assert given == ("config", {"mesh": None, "revision": "main"}, "mine")
+    how = {"revision": "main", "kv_dtype": "fp8"}
+    given = load_with_tokenizer("here", "float32", tokenizer="mine", **how)
+    assert given == ("config", {"mesh": None, **how}, "mine")
 
 
 def test_a_refused_target_does_not_wait_for_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from longspec_jax.generation import comparison
 def test_a_gap_is_a_number_or_none(other, gap, monkeypatch) -> None:
     """Filters leave tokens out by a score of minus infinity."""
     monkeypatch.setattr(comparison, "_scores", lambda *args: jnp.asarray([[2.0, other]]))
-    plan = SimpleNamespace(waits=False, target=None, params=None)
+    target = SimpleNamespace(keeps_ends=False)
+    plan = SimpleNamespace(waits=False, target=target, params=None)
     request = SimpleNamespace(adjustments=None, sampling=None)
     batch = SimpleNamespace(prompts=((3, 4),), request=request)
     engine = SimpleNamespace(rows=SimpleNamespace(cache=None))

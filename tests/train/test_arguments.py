@@ -152,7 +152,7 @@ def test_unknown_names_are_answered_with_the_known_ones(
     assert run.main([f"--config={name}"]) == cli.BAD_INPUT
     error = capsys.readouterr().err
     if name:
-        assert f"no configuration file {name!r}; the project's own are demo, llama31_8b" in error
+        assert f"no configuration file {name!r}; the project's own are demo, gpt_oss_20b" in error
     else:
         assert "--config=FILE is missing" in error
 
