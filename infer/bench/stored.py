@@ -1,6 +1,7 @@
 """Random weights of a target as a quantised checkpoint stores them, packed for this machine."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -50,10 +51,7 @@ def quantised_leaf(
     if names[-1] != "kernel":
         return None
     contracted = 2 if names[-2] == "out" else 1
-    inputs = 1
-    for size in leaf.shape[:contracted]:
-        inputs *= size
-    out_axes = tuple(leaf.shape[contracted:])
+    inputs, out_axes = math.prod(leaf.shape[:contracted]), tuple(leaf.shape[contracted:])
     matrix = random_matrix(key, stored=stored, out_axes=out_axes, inputs=inputs, scale=scale)
     return packed_params(matrix, leaf.dtype)
 

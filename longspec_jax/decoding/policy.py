@@ -136,7 +136,7 @@ class Estimate:
         return replace(self, tokens=other.tokens, weight=other.weight)
 
     def moved(self, by: float) -> "Estimate":
-        """The same estimate, with rounds that take so many seconds more."""
+        """The estimate with ``by`` seconds added to every round."""
         # A context that shrank must not make rounds free.
         timings = ((n, max(seconds + n * by, 0.1 * seconds)) for n, seconds in self.timings)
         return replace(self, timings=tuple(timings))

@@ -114,7 +114,7 @@ class Layer(nn.Module):
     mlp_chunk: int = 0
     projection: Callable[..., Any] = Projection
     kind: LayerConfig = LayerConfig()
-    """What the layer has of its own; of its experts and recurrence it is told here."""
+    """The layer's experts or its recurrence; what it attends to is the caller's."""
 
     def setup(self) -> None:
         """Declare the submodules."""

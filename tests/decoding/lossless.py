@@ -168,6 +168,45 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(a, e, err_msg=f"row {row}")
 
 
+def assert_rows_come_and_go(target, drafter, params, tokens, lengths, req, plain) -> None:
+    """Five requests in two slots, one of them cancelled, have the texts of plain decoding.
+
+    The first prompt returns, with the chunks that the host kept; slots alone share nothing.
+    """
+    engine = Engine(
+        *(target, [drafter], params),
+        slots=2,
+        capacity=128,
+        chunk=8,
+        stop_width=1,
+        streams=True,
+        prefixes=True,
+        host_bytes=1 << 20,
+    )
+    order, texts = [1, 0, 2, 0, 1], {}
+    ids = [engine.submit(tokens[row, : lengths[row]], req.row(row)) for row in order[:3]]
+    extra = engine.submit(tokens[0, :50], req.row(2))
+    cached = {}
+
+    def serve() -> None:
+        for output in engine.step():
+            texts.setdefault(output.id, []).extend(output.tokens.tolist())
+            cached.setdefault(output.id, output.cached)
+
+    while len(texts.get(extra, ())) < 3:
+        serve()
+    engine.cancel(extra)
+    while engine.busy:
+        serve()
+    engine.prefixes.collect(wait=True)
+    ids += [engine.submit(tokens[row, : lengths[row]], req.row(row)) for row in order[3:]]
+    while engine.busy:
+        serve()
+    assert_same([np.asarray(texts[id]) for id in ids], [plain[row] for row in order])
+    assert [cached[id] for id in ids] == [0, 0, 0, 56, 24]
+    engine.finish()
+
+
 SHORT = SinksAndRecent(2, 5)
 """Less than all but the shortest prompt."""
 MIXED = dict(temperature=(0.0, 0.7, 1.0))

@@ -13,7 +13,6 @@ import pytest
 
 from longspec_jax.config import LayerConfig, RecurrenceConfig, Rotary, TreeConfig
 from longspec_jax.decoding import same_bits
-from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.trials import branch, rejoin
@@ -32,7 +31,16 @@ from longspec_jax.ops.recurrence.delta_rule import delta_rule_reference
 from longspec_jax.ops.recurrence.operands import RecurrentState, RecurrentTokens, empty_state
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
-from tests.decoding.lossless import SHORT, assert_same, engine_of, generate, prompts, request, run
+from tests.decoding.lossless import (
+    SHORT,
+    assert_rows_come_and_go,
+    assert_same,
+    engine_of,
+    generate,
+    prompts,
+    request,
+    run,
+)
 from tests.kit import (
     TOLERANCE,
     draft_params,
@@ -225,38 +233,8 @@ def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(
 
     The first prompt returns with the chunks that the host kept, and the states behind them.
     """
-    engine = Engine(
-        *(TARGET, [LONGSPEC], models),
-        slots=2,
-        capacity=128,
-        chunk=8,
-        stop_width=1,
-        streams=True,
-        prefixes=True,
-        host_bytes=1 << 20,
-    )
-    order, texts = [1, 0, 2, 0, 1], {}
-    ids = [engine.submit(PROMPTS[row, : LENGTHS[row]], MIXED.row(row)) for row in order[:3]]
-    extra = engine.submit(PROMPTS[0, :50], MIXED.row(2))
-    cached = {}
-
-    def serve() -> None:
-        for output in engine.step():
-            texts.setdefault(output.id, []).extend(output.tokens.tolist())
-            cached.setdefault(output.id, output.cached)
-
-    while len(texts.get(extra, ())) < 3:
-        serve()
-    engine.cancel(extra)
-    while engine.busy:
-        serve()
-    engine.prefixes.collect(wait=True)
-    ids += [engine.submit(PROMPTS[row, : LENGTHS[row]], MIXED.row(row)) for row in order[3:]]
-    while engine.busy:
-        serve()
-    assert_same([np.asarray(texts[id]) for id in ids], [plain[row] for row in order])
-    assert [cached[id] for id in ids] == [0, 0, 0, 56, 24]
-    engine.finish()
+    given = PROMPTS, LENGTHS, MIXED, plain
+    assert_rows_come_and_go(TARGET, LONGSPEC, models, *given)
 
 
 def test_the_layer_of_attention_may_have_a_cache_in_8_bits(models: Params) -> None:

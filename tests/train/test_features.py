@@ -1,4 +1,4 @@
-"""Stored features: the losses are those of the target's own forward; damage and mixing are told."""
+"""Stored features give the losses of the target's own forward; damage and mixing are refused."""
 
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit import random_target, tiny_target_config
 from tests.train.drafts.eagle3.test_run import conversations
-from tests.train.tiny import ROOT, command, records, save_tiny_target
+from tests.train.tiny import ROOT, command, flip_a_bit, records, save_tiny_target
 from train import features, prepare
 from train.step import Batch
 from train.target import plain_positions, run_target
@@ -137,9 +137,7 @@ def test_shards_are_resumed_checked_and_not_mixed(
 
     # A flipped bit is found when its row is read.
     binary = folder / "chat" / "00001.bin"
-    content = bytearray(binary.read_bytes())
-    content[len(content) // 2] ^= 4
-    binary.write_bytes(content)
+    flip_a_bit(binary)
     said = refused()
     assert f"{binary}: row " in said and "is damaged; delete this file and run the same" in said
     binary.unlink()

@@ -105,3 +105,10 @@ def interrupt_at(step: int, patch: pytest.MonkeyPatch) -> None:
 def records(workdir: Path) -> list[dict[str, Any]]:
     """The lines of ``metrics.jsonl``."""
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def flip_a_bit(file: Path) -> None:
+    """Damage a file in its middle, in place."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)

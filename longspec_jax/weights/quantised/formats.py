@@ -211,7 +211,10 @@ def _awq(part: JsonObject) -> Quantisation:
 
 
 def _mxfp4(part: JsonObject) -> Quantisation:
-    """Of gpt-oss: its experts alone. What is not converted is told by the stored tensors, too."""
+    """The MXFP4 format of gpt-oss, whose experts alone are quantised.
+
+    The stored tensors show which modules are not.
+    """
     return Quantisation(part.origin, (), lambda name: True, experts=True)
 
 

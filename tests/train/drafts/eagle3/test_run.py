@@ -9,7 +9,7 @@ import pytest
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.load import Eagle3Options, load
 from longspec_jax.weights.hf import load_target
-from tests.train.tiny import ROOT, command, interrupt_at, records, save_tiny_target
+from tests.train.tiny import ROOT, command, flip_a_bit, interrupt_at, records, save_tiny_target
 from train.checkpoint import _named
 from train.loop import TRY_AGAIN
 
@@ -52,9 +52,7 @@ def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
         assert command(*given, f"--workdir={halved}") == TRY_AGAIN
     newest = _named(halved / "checkpoints" / "draft_chat")[-1]
     largest = max(newest.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 4
-    largest.write_bytes(content)
+    flip_a_bit(largest)
     capsys.readouterr()
     assert command(*given, f"--workdir={halved}") == 0
     assert f"checkpoint {newest} is skipped" in capsys.readouterr().err
