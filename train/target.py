@@ -286,9 +286,8 @@ def layers_flops(config: TargetConfig, length: int, count: int) -> float:
 
 def flops_after_read_keys(config: TargetConfig, length: int) -> float:
     """Of the layers from the read one on, forward, all but its keys and values."""
-    keys_values = matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
     layers = config.num_layers - config.read_layer
-    return layers_flops(config, length, layers) - keys_values
+    return layers_flops(config, length, layers) - keys_values_flops(config)
 
 
 def recurrence_flops(config: TargetConfig, sizes: RecurrenceConfig) -> float:
@@ -307,6 +306,11 @@ def projection_flops(config: Any) -> float:
     """Queries, keys, values and output of a layer of target or draft."""
     heads = 2 * (config.num_heads + config.num_kv_heads)
     return matmul_flops(config.model_width, heads * config.head_width)
+
+
+def keys_values_flops(config: Any) -> float:
+    """Keys and values of a layer of target or draft."""
+    return matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
 
 
 def mlp_flops(config: Any) -> float:
