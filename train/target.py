@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from longspec_jax.axes import Array
-from longspec_jax.config import RecurrenceConfig, TargetConfig
+from longspec_jax.config.layers import RecurrenceConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.target import Target, head_of, scaled, sinks_of
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import row_shares, with_sharding

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from longspec_jax.config import (
-    TARGETS,
+from longspec_jax.config.known import TARGETS
+from longspec_jax.config.layers import (
     LayerConfig,
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -11,9 +11,9 @@ from longspec_jax.config import (
     QueryScaling,
     RecurrenceConfig,
     Rotary,
-    TargetConfig,
     YarnRopeScaling,
 )
+from longspec_jax.config.target import TargetConfig
 
 LLAMA_1B = TargetConfig(
     architecture="LlamaForCausalLM",

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import configs
-from longspec_jax.config import PRESETS, TARGETS, TargetConfig
+from longspec_jax.config.known import PRESETS, TARGETS
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.parallel.config import ParallelConfig

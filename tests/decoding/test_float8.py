@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import HeadScales, TreeConfig
+from longspec_jax.config.layers import HeadScales
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params

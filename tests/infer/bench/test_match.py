@@ -13,7 +13,7 @@ from infer.bench import match
 from infer.bench.__main__ import main
 from infer.bench.arguments import SHAPES
 from longspec_jax import LongSpec
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.models import target as target_lib
 
 SHORT = ("--target=tiny", "--tree=3,4@6", "--context=40", "--new_tokens=9", "--batch=1,3")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec import checkpoint as longspec
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.parallel.checkpoint import ARCHITECTURE, load_draft, save_draft

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.small_lm.load import SmallLMOptions, load
 from longspec_jax.models.target import head_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from infer.quantise import main as quantise
-from longspec_jax.config import LayerConfig, Rotary
+from longspec_jax.config.layers import LayerConfig, Rotary
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.small_lm.load import SmallLMOptions, load
 from longspec_jax.weights.hf import save_target
