@@ -101,7 +101,7 @@ def text_part(raw: JsonObject) -> JsonObject:
     if not wrapped(raw):
         return raw
     part = raw.part("text_config")
-    above = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    above = "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id"
     shared = {key: raw.values[key] for key in above if raw.has(key)}
     return part.assuming(shared)
 
