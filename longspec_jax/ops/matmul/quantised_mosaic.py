@@ -49,7 +49,7 @@ _WORDS = plgpu.Layout.WGMMA_8BIT
 """Layout of ``[64, 16]`` words: four in a row for a thread, in the order of the threads."""
 
 
-@launcher("tile", "gated", "interpret")
+@launcher("tile", "gated", "dtype", "interpret")
 def matmul(
     x: Array,
     weights: PackedMatrix,
@@ -57,6 +57,7 @@ def matmul(
     *,
     tile: MatmulTile,
     gated: bool = False,
+    dtype: Any,
     interpret: Any = None,
 ) -> Array:
     """``x[rows, K] @ dequantised.T (+ bias[N])``, or with a gate.
@@ -67,10 +68,11 @@ def matmul(
       bias: of every output, or none.
       tile: what of the weights a unit reads.
       gated: whether the first half of the outputs gates the second: ``silu(first) * second``.
+      dtype: of the result, that of ``x`` or float32.
       interpret: how Pallas interprets the kernel without a GPU; None compiles it.
 
     Returns:
-      ``[rows, N]`` in the dtype of ``x`` (``N / 2`` outputs if gated), or ``[splits, rows, N]`` in
+      ``[rows, N]`` in this dtype (``N / 2`` outputs if gated), or ``[splits, rows, N]`` in
       float32, whose sum is the result, if the tile splits the contraction.
     """
     if weights.order is not None:
@@ -86,12 +88,13 @@ def matmul(
         bits=weights.bits,
         group=weights.group,
         zeros=weights.zero is not None,
+        wide=dtype == jnp.float32,
     )
     rows = work.rows
     if rows > 8 and rows % 8:
         # The copy engine takes whole groups of 8 rows, or a single one that is not whole.
         x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
-    dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else x.dtype
+    dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else dtype
     stages, scales = (work.stages, parts), (work.scales, tile.columns)
     copies = 1 + parts * (work.blocks + work.scales * (2 if work.zeros else 1))
     memory = dict(

@@ -35,11 +35,13 @@ class QuantisedWork(Work):
       bits: of a code.
       group: contracted elements that share a scale, all if 0.
       zeros: whether groups have zero points.
+      wide: whether the result is float32.
     """
 
     bits: int = 8
     group: int = 0
     zeros: bool = False
+    wide: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -55,6 +57,11 @@ class QuantisedWork(Work):
     def row_tiles(self) -> int:
         """Row tiles, each of which reads all weights: the first from memory, others from L2."""
         return -(-self.rows // self.height)
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of an element of the result: partials are float32, too."""
+        return 4 if self.wide or self.tile.splits > 1 else 2
 
     @property
     def blocks(self) -> int:
