@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from longspec_jax.axes import Array
 from longspec_jax.config import ExpertsConfig
 from longspec_jax.models.layers import INITIAL_SCALE, Projection, SwiGLU
-from longspec_jax.ops.matmul.experts import ExpertWeights, choose_experts, expert_mlp
+from longspec_jax.ops.matmul.experts import (
+    ExpertWeights,
+    choose_experts,
+    expert_mlp,
+    expert_mlp_partials,
+)
 from longspec_jax.ops.partitioned import row_shares, with_sharding
 from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
 
@@ -27,6 +32,8 @@ class Experts(nn.Module):
     dtype: jnp.dtype
     chunk: int = 0
     """Most tokens of a device that are computed at once, for long rows; 0: all."""
+    ordered: bool = False
+    """Whether the bits of a row depend on no other row, where there is a kernel for it."""
 
     def setup(self) -> None:
         """Declare the parameters."""
@@ -55,8 +62,10 @@ class Experts(nn.Module):
         return jnp.concatenate([mixed.astype(jnp.float32), self.shared(x) * share])
 
     def _mixed(self, x: Array) -> Array:
-        """What the chosen experts yield, ``[1, B, T, D]``."""
+        """Partials of what the chosen experts yield: one, or one for each in one order."""
         router, weights = self.router.weights(), self._weights()
+        if self.ordered:
+            return expert_mlp_partials(x, *self._choose(x, router), weights, self.config.limit)
         rows, length, _ = x.shape
         device_rows = rows // row_shares(rows)
         if not self.chunk or device_rows * length <= self.chunk:
@@ -81,6 +90,10 @@ class Experts(nn.Module):
         )
 
     def _mix(self, x: Array, router: tuple[Array, Any], weights: ExpertWeights) -> Array:
-        chosen, renormalised = self.config.chosen, self.config.renormalised
-        experts, shares = choose_experts(x, *router, chosen=chosen, renormalised=renormalised)
-        return expert_mlp(x, experts, shares, weights, limit=self.config.limit)
+        experts, shares = self._choose(x, router)
+        return expert_mlp(x, experts, shares, weights, self.config.limit)
+
+    def _choose(self, x: Array, router: tuple[Array, Any]) -> tuple[Array, Array]:
+        c = self.config
+        options: Any = dict(chosen=c.chosen, renormalised=c.renormalised, ordered=self.ordered)
+        return choose_experts(x, *router, **options)
