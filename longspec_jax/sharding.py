@@ -44,13 +44,14 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(router|shared_gate)/kernel$", P("fsdp", None)),  # [D, E] and [D, 1]
     (r"expert_gate_up$", P("tp", None, "fsdp")),  # [2 E, F, D]
     (r"expert_down$", P("tp", "fsdp", None)),  # [E, D, F]
+    (r"expert_(gate_up|down)/(codes|scale)$", P("tp", None, None)),  # [2 E, F, in], [E, D, in]
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]
     (r"router/bias$", P()),  # [E]
     (r"(fused|cross_q|gate_up)/rows/steps$", P("tp", "fsdp")),  # 8-bit [out, in]
     (r"(attention/out|self_out|cross_out|down)/rows/steps$", P("fsdp", "tp")),  # 8-bit [out, in]
     (r"fuse/rows/steps$", P("fsdp", None)),  # 8-bit [D, features D]
     (
-        r"((^|(?<!kernel)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias))$",
+        r"((^|(?<!kernel)(?<!expert_gate_up)(?<!expert_down)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias))$",
         P(),
     ),
 )

@@ -15,6 +15,8 @@ from longspec_jax.ops.matmul.experts import (
     expert_mlp,
     expert_mlp_partials,
 )
+from longspec_jax.ops.matmul.packed import PackedMatrix
+from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import row_shares, with_sharding
 from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
 
@@ -24,7 +26,8 @@ class Experts(nn.Module):
 
     And the shared expert, if there is one.
 
-    The router's logits and the sum are float32.
+    The router's logits and the sum are float32. Where the parameters hold quantised experts they
+    are multiplied as they are stored.
     """
 
     width: int
@@ -44,8 +47,13 @@ class Experts(nn.Module):
             self.shared_gate = Projection((self.width,), (1,), self.dtype)
         # Expert e's gate is at 2 e and its up at 2 e + 1, as [2 E, F, D].
         shapes = (2 * c.count, c.width, self.width), (c.count, self.width, c.width)
-        self.expert_gate_up = self.param("expert_gate_up", normal, shapes[0], self.dtype)
-        self.expert_down = self.param("expert_down", normal, shapes[1], self.dtype)
+        names = "expert_gate_up", "expert_down"
+        self.expert_gate_up, self.expert_down = (
+            stored
+            if isinstance(stored := self.get_variable("params", name), QuantisedWeights)
+            else self.param(name, normal, shape, self.dtype)
+            for name, shape in zip(names, shapes, strict=True)
+        )
         if c.biases:
             zeros = nn.initializers.zeros
             self.expert_gate_up_bias = self.param(
@@ -85,9 +93,10 @@ class Experts(nn.Module):
         c, biases = self.config, (None, None)
         if c.biases:
             biases = self.expert_gate_up_bias.reshape(c.count, 2, -1), self.expert_down_bias
-        return ExpertWeights(
-            self.expert_gate_up.reshape(c.count, 2, c.width, -1), self.expert_down, *biases
-        )
+        gate_up: Any = self.expert_gate_up
+        if not isinstance(gate_up, PackedMatrix):
+            gate_up = jax.tree.map(lambda each: each.reshape(c.count, 2, c.width, -1), gate_up)
+        return ExpertWeights(gate_up, self.expert_down, *biases)
 
     def _mix(self, x: Array, router: tuple[Array, Any], weights: ExpertWeights) -> Array:
         experts, shares = self._choose(x, router)

@@ -22,8 +22,9 @@ kernel has one order of summation for any number of rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,8 @@ from longspec_jax.ops.matmul.few_rows import (
     matmul_precision,
 )
 from longspec_jax.ops.matmul.ordered import head_matmul
+from longspec_jax.ops.matmul.quantised import in_turn
+from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import partitioned
 
 COPIED = 3
@@ -53,11 +56,34 @@ SLACK = 2
 class ExpertWeights:
     """The MLPs of all experts of a layer; a pytree."""
 
-    gate_up: Leaf[Float[Array, "E 2 F D"]]
-    """Gate and up of every expert."""
-    down: Leaf[Float[Array, "E D F"]]
+    gate_up: Leaf[Float[Array, "E 2 F D"]] | QuantisedWeights
+    """Gate and up of every expert; packed ones as ``2 E`` matrices."""
+    down: Leaf[Float[Array, "E D F"]] | QuantisedWeights
     gate_up_bias: Leaf[Float[Array, "E 2 F"]] | None = None
     down_bias: Leaf[Float[Array, "E D"]] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Experts, their outputs, and what is between their matmuls: ``E``, ``D`` and ``F``."""
+        down: Any = self.down
+        return (*down.out_axes, down.inputs) if isinstance(down, QuantisedWeights) else down.shape
+
+    def plain(self) -> "ExpertWeights":
+        """Quantised weights in the order of their inputs, an axis for gate and up."""
+        gate_up, down = self.gate_up, self.down
+        if isinstance(gate_up, QuantisedWeights) and isinstance(down, QuantisedWeights):
+            count, _, inner = self.sizes
+            gate_up, down = gate_up.plain(), down.plain()
+            gate_up = jax.tree.map(lambda each: each.reshape(count, 2, inner, -1), gate_up)
+        return replace(self, gate_up=gate_up, down=down)
+
+    def whole(self, x: Array) -> "ExpertWeights":
+        """Plain weights, quantised ones dequantised to the dtype of the rows that need them."""
+        if not isinstance(self.gate_up, QuantisedWeights):
+            return self
+        gate_up, down = (in_turn(x, each)[1] for each in (self.gate_up, self.down))
+        gate_up, down = gate_up.dequantised(x.dtype), down.dequantised(x.dtype)
+        return replace(self, gate_up=gate_up, down=down)
 
 
 jax.tree_util.register_dataclass(
@@ -121,7 +147,7 @@ def expert_mlp(
     Returns:
       The sums in the dtype of ``x``.
     """
-    held = jnp.arange(weights.down.shape[0])
+    held = jnp.arange(weights.sizes[0])
     parts = _held_experts(x, experts, shares, held, weights, limit=limit)
     return (parts[0] if parts.shape[0] == 1 else parts.sum(axis=0)).astype(x.dtype)
 
@@ -149,7 +175,8 @@ def expert_mlp_reference(
     x: Array, experts: Array, shares: Array, weights: ExpertWeights, limit: float | None = None
 ) -> Array:
     """:func:`expert_mlp` in float32, all experts of all rows, nothing sorted or gathered."""
-    wide = jax.tree.map(lambda each: each.astype(jnp.float32), weights)
+    weights = weights.plain().whole(x.astype(jnp.float32))
+    wide: Any = jax.tree.map(lambda each: each.astype(jnp.float32), weights)
     dot = partial(jnp.einsum, precision="highest")
     inner = dot("btd,eufd->bteuf", x.astype(jnp.float32), wide.gate_up)
     if wide.gate_up_bias is not None:
@@ -189,8 +216,8 @@ def expert_mlps_xla(
     x: Array, experts: Array, weights: ExpertWeights, limit: float | None, *, ordered: bool = False
 ) -> Array:
     """What each of its experts makes of every row, ``[rows, k, D]``, in plain JAX."""
-    form = _form(*experts.shape, weights.down.shape[0])
-    return form(x, experts, weights, limit)
+    form = _form(*experts.shape, weights.sizes[0])
+    return form(x, experts, weights.plain(), limit)
 
 
 EXPERT_MLPS = Op("expert_mlps", {"mosaic": expert_mlps_mosaic, "xla": expert_mlps_xla})
@@ -222,12 +249,12 @@ def _chosen(x: Array, experts: Array, weights: ExpertWeights, limit: float | Non
     flat = experts.reshape(-1)
     own = jax.tree.map(lambda each: jnp.take(each, flat, axis=0, mode="clip"), weights)
     pairs = jnp.repeat(x, experts.shape[1], axis=0)[:, None]
-    return _blocks(pairs, own, limit).reshape(*experts.shape, -1)
+    return _blocks(pairs, own.whole(x), limit).reshape(*experts.shape, -1)
 
 
 def _all(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
     """``[rows, k, D]``: taken of the results of all experts."""
-    over = ((1,), (3,)), ((), ())
+    over, weights = (((1,), (3,)), ((), ())), weights.whole(x)
     precision = matmul_precision(x.dtype)
     inner = jax.lax.dot_general(x, weights.gate_up, over, precision=precision)
     if weights.gate_up_bias is not None:
@@ -238,6 +265,7 @@ def _all(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) 
 
 def _grouped(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
     """``[rows, k, D]``: blocks of the rows of every expert, in passes."""
+    weights = weights.whole(x)
     count, pairs = weights.down.shape[0], experts.size
     size = _block_rows(len(x), experts.shape[1], count)
     flat = experts.reshape(-1)

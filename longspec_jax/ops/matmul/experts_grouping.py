@@ -7,6 +7,7 @@ one tile, which every chosen expert reads as it is.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +16,12 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul.experts_tiles import GROUP, expert_work, most_tiles, tile_height
+from longspec_jax.ops.matmul.packed import PackedMatrix
+from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 
 MOST_ROWS = 1024
-"""Of the kernel, where XLA may multiply as well: of more rows the tensor cores are the limit."""
+"""Of the kernel with weights in 16 bits, where XLA may multiply as well: of more rows the tensor
+cores are the limit."""
 
 
 @dataclass(frozen=True)
@@ -94,22 +98,25 @@ def expert_mlps_mosaic(
     hardware.require_hopper("the kernel for experts")
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"the kernel for experts takes 16 bits, not {x.dtype}")
-    most = hardware.DECODE_ROWS if ordered else MOST_ROWS
-    rows, width = x.shape
+    packed = isinstance(weights.gate_up, PackedMatrix)
+    if isinstance(weights.gate_up, QuantisedWeights) and not packed:
+        raise NotImplementedError("the kernel for experts reads quantised ones packed")
+    most = hardware.DECODE_ROWS if ordered or packed else MOST_ROWS
+    rows, chosen = experts.shape
     if not 0 < rows <= most:
         raise NotImplementedError(f"the kernel for experts takes 1 to {most} rows, not {rows}")
-    held, _, inner = weights.down.shape
-    height = tile_height(rows, experts.shape[1], held)
+    held, width, inner = weights.sizes
+    height = tile_height(rows, chosen, held)
     for sizes in ((width, inner), (inner, width)):
-        expert_work(height, 1, *sizes)
+        expert_work(height, 1, *sizes, packed=packed)
     from longspec_jax.ops.matmul import experts_mosaic  # Older versions of jax lack its needs.
 
     tiles = row_tiles(experts.astype(jnp.int32), held, height)
     if tiles.source is not None:
         x = jnp.take(x, tiles.source, axis=0)
-    operands = tiles.expert, tiles.count
-    options: Any = dict(height=height, interpret=interpret)
-    tile_matmul = experts_mosaic.tile_matmul
-    inner = tile_matmul(x, *operands, weights.gate_up, weights.gate_up_bias, limit=limit, **options)
-    out = tile_matmul(inner, *operands, weights.down, weights.down_bias, **options)
+    operands, options = (tiles.expert, tiles.count), dict(height=height, interpret=interpret)
+    tile_matmul: Any = partial(experts_mosaic.tile_matmul, **options)
+    gate_up = weights.gate_up, weights.gate_up_bias
+    between = tile_matmul(x, *operands, *gate_up, gated=True, limit=limit)
+    out = tile_matmul(between, *operands, weights.down, weights.down_bias)
     return out.at[tiles.slot].get(mode="fill", fill_value=0)

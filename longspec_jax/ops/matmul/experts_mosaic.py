@@ -25,23 +25,34 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
-from longspec_jax.ops.matmul.experts_tiles import ExpertWork, expert_work
+from longspec_jax.ops.matmul.experts_tiles import FLOAT_GROUP, ExpertWork, expert_work
 from longspec_jax.ops.matmul.few_rows import SWISH
 from longspec_jax.ops.matmul.ordered_programs import Program
+from longspec_jax.ops.matmul.packed import PackedMatrix
+from longspec_jax.ops.matmul.widening import (
+    BY_OUTPUT,
+    WORDS,
+    arranged,
+    arrive,
+    load,
+    scaled_floats,
+    widened_floats,
+)
 
 # Pallas documents ACC and does not re-export it in the way that type checkers ask for.
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
-@launcher("height", "limit", "interpret")
+@launcher("height", "gated", "limit", "interpret")
 def tile_matmul(
     x: Float[Array, "rows K"],
     expert: Int[Array, " tiles"],
     count: Int[Array, " 1"],
-    weights: Float[Array, "E ..."],
+    weights: Float[Array, "E ..."] | PackedMatrix,
     bias: Float[Array, "E ..."] | None = None,
     *,
     height: int,
+    gated: bool = False,
     limit: float | None = None,
     interpret: Any = None,
 ) -> Float[Array, "slots N"]:
@@ -51,9 +62,10 @@ def tile_matmul(
       x: bfloat16 or float16, ``tiles * height`` rows; or up to 8 rows that are those of all tiles.
       expert: of every tile.
       count: of tiles that there are. The rows of others are not written.
-      weights: ``[E, N, K]``, or ``[E, 2, N, K]`` for a gate.
+      weights: ``[E, N, K]``, or ``[E, 2, N, K]`` for a gate; or such 4-bit floats, packed.
       bias: ``[E, N]`` or ``[E, 2, N]``.
       height: rows of a tile, a multiple of 8.
+      gated: whether the first of two matmuls gates the second.
       limit: of the gate, as for :func:`longspec_jax.ops.matmul.experts.expert_mlp`.
       interpret: how Pallas interprets the kernel without a GPU; None compiles it.
 
@@ -61,26 +73,35 @@ def tile_matmul(
       NotImplementedError: if ``K`` or ``N`` is no multiple of 64.
     """
     *_, outputs, contracted = weights.shape
-    tiles, gated = len(expert), weights.ndim == 4
-    work = expert_work(height, tiles, contracted, outputs, gated=gated)
-    tile = work.tile
-
-    def shared(*shape: int) -> Any:
-        # By the types of newer jax these are abstract; they are not.
-        tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
-        swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-        return plgpu.SMEM(shape, x.dtype, transforms=(tiling, swizzle))
-
+    packed = isinstance(weights, PackedMatrix)
+    sizes = height, len(expert), contracted, outputs
+    work = expert_work(*sizes, gated=gated, packed=packed)
+    columns, depth = work.tile.columns, work.tile.depth
+    memory = dict(
+        # A matmul contracts whole swizzles, and those of packed weights have one scale.
+        x_smem=_swizzled((work.stages, height, depth), x.dtype, FLOAT_GROUP if packed else 64),
+        out_smem=_swizzled((work.warpgroups, height, WARPGROUP_ROWS), x.dtype, 64),
+        ready=plgpu.Barrier(num_arrivals=1 + work.copies * work.parts, num_barriers=work.stages),
+        free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
+    )
+    stages = work.stages, work.parts
+    if isinstance(weights, PackedMatrix):
+        given = dict(weights=weights.codes, scale=weights.scale)
+        memory["weights_smem"] = plgpu.SMEM((*stages, columns, 16), jnp.uint32)
+        memory["scale_smem"] = plgpu.SMEM((*stages, work.groups, columns), x.dtype)
+        if interpret is not None:
+            # The interpreter's matrix units take no operand from registers.
+            shape = work.warpgroups, WARPGROUP_ROWS, FLOAT_GROUP
+            memory["operand_smem"] = plgpu.SMEM(shape, x.dtype)
+    else:
+        given = dict(weights=weights.reshape(-1, contracted))
+        memory["weights_smem"] = _swizzled((*stages, columns, depth), x.dtype, 64)
+    if bias is not None:
+        given["bias"] = bias.reshape(-1, outputs)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, work=work, limit=limit, has_bias=bias is not None),
-        out_type=jax.ShapeDtypeStruct((tiles * height, outputs), x.dtype),
-        scratch_types=dict(
-            x_smem=shared(work.stages, height, tile.depth),
-            weights_smem=shared(work.stages, work.parts, tile.columns, tile.depth),
-            out_smem=shared(work.warpgroups, height, WARPGROUP_ROWS),
-            ready=plgpu.Barrier(num_arrivals=1 + work.parts, num_barriers=work.stages),
-            free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
-        ),
+        functools.partial(_kernel, work=work, limit=limit, names=tuple(given)),
+        out_type=jax.ShapeDtypeStruct((len(expert) * height, outputs), x.dtype),
+        scratch_types=memory,
         grid=(work.programs,),
         grid_names=("program",),
         num_threads=work.warpgroups + 1,
@@ -90,27 +111,38 @@ def tile_matmul(
         kernel_name="gated_experts" if gated else "experts",
         interpret=interpret,
     )
-    given = [weights.reshape(-1, contracted)]
-    if bias is not None:
-        given.append(bias.reshape(-1, outputs))
-    return kernel(expert, count, x, *given)
+    return kernel(expert, count, x, *given.values())
+
+
+def _swizzled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
+    """Shared memory whose last two axes are cut into rows of some columns, eight at a time."""
+    # By the types of newer jax these are abstract; they are not.
+    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(2 * columns)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def _kernel(
-    *refs: Any, work: ExpertWork, limit: float | None, has_bias: bool, **memory: Any
+    expert: Any,
+    count: Any,
+    x: Any,
+    *refs: Any,
+    work: ExpertWork,
+    limit: float | None,
+    names: tuple[str, ...],
+    **memory: Any,
 ) -> None:
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
-    expert, count, x, weights, *bias, out = refs
-    program = _Experts(
+    *given, out = refs
+    program = (_PackedExperts if work.packed else _Experts)(
         work=work,
         warpgroup=jax.lax.axis_index("warpgroup"),
         limit=limit,
         expert=expert,
         count=count,
         x=x,
-        weights=weights,
-        bias=bias[0] if has_bias else None,
         out=out,
+        **dict(zip(names, given, strict=True)),
         **memory,
     )
     program.run(program.multiply, program.fetch, program.free)
@@ -138,13 +170,13 @@ class _Experts(Program):
     count: Any
     x: Any
     weights: Any
-    bias: Any
     out: Any
     x_smem: Any
     weights_smem: Any
     out_smem: Any
     ready: Any
     free: Any
+    bias: Any = None
 
     def each_unit(self, visit: Any) -> jax.Array:
         """As of :class:`Program`, for the tiles that there are."""
@@ -163,6 +195,11 @@ class _Experts(Program):
             return past + work.steps
 
         return jax.lax.fori_loop(0, jnp.where(program < programs, own, 0), turn, jnp.int32(0))
+
+    @property
+    def mine(self) -> Any:
+        """This warpgroup's outputs, among those of a strip."""
+        return pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def outputs(self, unit: Any, part: int) -> Any:
         """Where the outputs of a unit's strip begin, among those of all experts."""
@@ -186,9 +223,14 @@ class _Experts(Program):
             # The weights are further away.
             for part in range(work.parts):
                 outputs = pl.ds(self.outputs(unit, part), tile.columns)
-                to = self.weights_smem.at[stage, part]
-                plgpu.copy_gmem_to_smem(self.weights.at[outputs, depth], to, ready)
+                self.fetch_weights(outputs, step, (stage, part))
             plgpu.copy_gmem_to_smem(self.x.at[rows, depth], self.x_smem.at[stage], ready)
+
+    def fetch_weights(self, outputs: Any, step: jax.Array, to: tuple[Any, int]) -> None:
+        """Bring the weights of some outputs and a step's inputs."""
+        depth = pl.ds(step * self.work.tile.depth, self.work.tile.depth)
+        source = self.weights.at[outputs, depth]
+        plgpu.copy_gmem_to_smem(source, self.weights_smem.at[to], self.ready.at[to[0]])
 
     def multiply(self, unit: Any, past: jax.Array) -> None:
         """Multiply this warpgroup's 64 outputs and write the result."""
@@ -199,7 +241,6 @@ class _Experts(Program):
     def accumulate(self, past: jax.Array, *accumulators: Any) -> list[Array]:
         """The products of the unit's weights and rows, ``[64, rows]``."""
         work = self.work
-        mine = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
         @pl.loop(0, work.steps)
         def _(step: jax.Array) -> None:
@@ -207,7 +248,7 @@ class _Experts(Program):
             plgpu.barrier_wait(self.ready.at[here])
             rows = self.x_smem.at[here].transpose((1, 0))
             for part, accumulator in enumerate(accumulators):
-                plgpu.wgmma(accumulator, self.weights_smem.at[here, part, mine], rows)
+                plgpu.wgmma(accumulator, self.weights_smem.at[here, part, self.mine], rows)
             # This step's matmuls go on while the step before them is given back.
             plgpu.wgmma_wait(work.parts)
             pl.when(step > 0)(lambda: plgpu.barrier_arrive(self.free.at[before]))
@@ -233,16 +274,16 @@ class _Experts(Program):
 
     def biases(self, unit: Any, part: int) -> Array:
         """The biases of this warpgroup's outputs, in every column."""
-        outputs = unit.strip * self.work.tile.columns + self.warpgroup * WARPGROUP_ROWS
-        of_outputs = self.bias.at[
-            unit.expert * self.work.parts + part, pl.ds(outputs, WARPGROUP_ROWS)
-        ]
-        # From jax 0.11 on, which this kernel needs, load takes no index.
-        bias = plgpu.load(  # pyright: ignore[reportCallIssue]
-            of_outputs, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
-        )
+        # Outputs that do not exist are never written.
+        first = jnp.minimum(self.first(unit), self.work.columns - WARPGROUP_ROWS)
+        matrix = unit.expert * self.work.parts + part
+        bias = load(self.bias.at[matrix, pl.ds(first, WARPGROUP_ROWS)], BY_OUTPUT)
         shape = (WARPGROUP_ROWS, self.work.rows)
         return jax.lax.broadcast_in_dim(bias.astype(jnp.float32), shape, [0])
+
+    def first(self, unit: Any) -> jax.Array:
+        """The first of this warpgroup's outputs, among those of an expert."""
+        return unit.strip * self.work.tile.columns + self.warpgroup * WARPGROUP_ROWS
 
     def write(self, unit: Any, out: Array) -> None:
         """Write the result of this warpgroup's outputs, a row for each of the tile."""
@@ -252,8 +293,64 @@ class _Experts(Program):
         to.transpose((1, 0))[...] = out
         plgpu.commit_smem()
         rows = pl.ds(unit.tile * self.work.rows, self.work.rows)
-        outputs = unit.strip * self.work.tile.columns + self.warpgroup * WARPGROUP_ROWS
-        plgpu.copy_smem_to_gmem(to, self.out.at[rows, pl.ds(outputs, WARPGROUP_ROWS)])
+
+        @pl.when(self.first(unit) < self.work.columns)
+        def _() -> None:
+            outputs = pl.ds(self.first(unit), WARPGROUP_ROWS)
+            plgpu.copy_smem_to_gmem(to, self.out.at[rows, outputs])
+
+
+@dataclasses.dataclass(frozen=True)
+class _PackedExperts(_Experts):
+    """The same with weights of 4-bit floats, which are widened in registers."""
+
+    scale: Any = None
+    scale_smem: Any = None
+    operand_smem: Any = None
+
+    def fetch_weights(self, outputs: Any, step: jax.Array, to: tuple[Any, int]) -> None:
+        """As of :class:`_Experts`: a block of words, and the scales of its groups."""
+        ready, groups = self.ready.at[to[0]], self.work.groups
+        plgpu.copy_gmem_to_smem(self.weights.at[step, outputs], self.weights_smem.at[to], ready)
+        scales = self.scale.at[pl.ds(step * groups, groups), outputs]
+        plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[to], ready)
+
+    def accumulate(self, past: jax.Array, *accumulators: Any) -> list[Array]:
+        """As of :class:`_Experts`. A group of inputs is multiplied while the next is widened."""
+        work = self.work
+
+        @pl.loop(0, work.steps)
+        def _(step: jax.Array) -> None:
+            here, before = self.stage(past + step), self.stage(past + step - 1)
+            plgpu.barrier_wait(self.ready.at[here])
+            for part, accumulator in enumerate(accumulators):
+                pairs = widened_floats(load(self.weights_smem.at[here, part, self.mine], WORDS))
+                for group in range(work.groups):
+                    inputs = pl.ds(group * FLOAT_GROUP, FLOAT_GROUP)
+                    tokens = self.x_smem.at[here, :, inputs].transpose((1, 0))
+                    plgpu.wgmma(accumulator, self.operand(pairs, (here, part, group)), tokens)
+                    # It is over before the operand after the next takes its registers.
+                    plgpu.wgmma_wait(1)
+                    if not group and not part:
+                        # A branch here would make all matmuls wait (docs/kernels.md).
+                        arrive(self.free.at[before], predicate=step > 0)
+
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free.at[self.stage(past + work.steps - 1)])
+        return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
+
+    def operand(self, pairs: tuple[Array, ...], at: tuple[Any, int, int]) -> Any:
+        """The weights of 64 outputs and a group of inputs in bfloat16."""
+        interpreted, group = self.operand_smem is not None, at[-1]
+        options: Any = dict(dtype=self.x.dtype, interpreted=interpreted)
+        floats = arranged(*pairs, words=range(group, group + 1), **options)
+        scale = load(self.scale_smem.at[(*at, self.mine)], BY_OUTPUT)
+        weights = scaled_floats(floats, scale, interpreted=interpreted)
+        if not interpreted:
+            return weights
+        to = self.operand_smem.at[self.warpgroup]
+        to[...] = weights
+        return to
 
 
 def _quotient(count: Any, size: Any) -> jax.Array:

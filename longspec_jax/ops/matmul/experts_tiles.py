@@ -21,6 +21,8 @@ HIGHEST = 128
 _SPARE = 1.5
 """Height of a tile over the mean number of rows of an expert. An expert with more rows than a tile
 has several, whose programs read the same weights at the same time."""
+FLOAT_GROUP = 32
+"""Inputs that share a scale of 4-bit floats."""
 _BARRIER_BYTES = 2048
 
 
@@ -30,9 +32,11 @@ class ExpertWork(Work):
 
     Attributes:
       tiles: the most row tiles.
+      packed: whether weights are 4-bit floats, with a scale of 16 bits for every group of inputs.
     """
 
     tiles: int = 1
+    packed: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -52,7 +56,19 @@ class ExpertWork(Work):
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one step's rows and weights."""
-        return 2 * self.tile.depth * (self.rows + self.tile.columns * self.parts)
+        depth, outputs = self.tile.depth, self.tile.columns * self.parts
+        of_output = depth // 2 + 2 * self.groups if self.packed else 2 * depth
+        return 2 * depth * self.rows + outputs * of_output
+
+    @property
+    def copies(self) -> int:
+        """Copies that bring a step's weights, of each of two matmuls where they are gated."""
+        return 2 if self.packed else 1
+
+    @property
+    def groups(self) -> int:
+        """Groups of inputs of a step's packed weights."""
+        return self.tile.depth // FLOAT_GROUP
 
     @property
     def stages(self) -> int:
@@ -63,7 +79,13 @@ class ExpertWork(Work):
 
 
 def expert_work(
-    height: int, tiles: int, contracted: int, outputs: int, *, gated: bool = False
+    height: int,
+    tiles: int,
+    contracted: int,
+    outputs: int,
+    *,
+    gated: bool = False,
+    packed: bool = False,
 ) -> ExpertWork:
     """The work of one of the two matmuls.
 
@@ -73,6 +95,7 @@ def expert_work(
       contracted: inputs of an expert.
       outputs: outputs of an expert, of each of two matmuls where they are gated.
       gated: whether there are two matmuls of which one gates the other.
+      packed: whether weights are 4-bit floats. Two warpgroups widen them.
 
     Raises:
       NotImplementedError: if a size is no multiple of 64.
@@ -83,11 +106,10 @@ def expert_work(
                 f"the kernel for experts takes widths in multiples of {WARPGROUP_ROWS}, not {size}"
             )
     parts = 2 if gated else 1
-    columns = 128 if outputs % 128 == 0 and not gated else 64
-    depth = 128 if columns * parts == 64 else 64
-    return ExpertWork(
-        height, contracted, outputs, MatmulTile(columns, 1, depth), parts, tiles=tiles
-    )
+    columns = 128 if packed or (outputs % 128 == 0 and not gated) else 64
+    depth = 128 if packed or columns * parts == 64 else 64
+    tile = MatmulTile(columns, 1, depth)
+    return ExpertWork(height, contracted, outputs, tile, parts, tiles=tiles, packed=packed)
 
 
 def tile_height(rows: int, chosen: int, experts: int) -> int:

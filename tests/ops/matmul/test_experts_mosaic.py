@@ -13,6 +13,8 @@ from longspec_jax.ops.matmul import experts_grouping, experts_tiles
 from longspec_jax.ops.matmul.experts import EXPERT_MLPS, ExpertWeights, expert_mlp_reference
 from longspec_jax.ops.matmul.experts_grouping import row_tiles
 from longspec_jax.ops.matmul.experts_tiles import expert_work, most_tiles, tile_height
+from longspec_jax.ops.matmul.packed import pack
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from tests.kit import TOLERANCE, hopper_or_skip, lowered, normal, relative_error
 
 EXPERTS, CHOSEN = 4, 2
@@ -62,21 +64,35 @@ def test_heights_follow_from_the_mean_number_of_rows() -> None:
 def test_work_fits_the_machine() -> None:
     for height in (8, 16, 32, 64, 128):
         for contracted, outputs in ((2880, 2880), (2048, 768), (768, 2048)):
-            for gated in (False, True):
-                work = expert_work(height, 40, contracted, outputs, gated=gated)
+            for gated, packed in ((False, False), (True, False), (False, True), (True, True)):
+                kind = dict(gated=gated, packed=packed)
+                work = expert_work(height, 40, contracted, outputs, **kind)
                 out = work.rows * work.tile.columns * 2
                 held = work.stages * work.stage_bytes + out
                 assert held <= hardware.SHARED_BYTES[(9, 0)] - 1024
-                assert work.stages >= 4 and work.programs <= hardware.MULTIPROCESSORS
-                assert outputs % work.tile.columns == 0
+                assert work.stages >= 3 and work.programs <= hardware.MULTIPROCESSORS
 
 
-def drawn(width: int, inner: int, held: int, dtype: str, *, biases: bool) -> ExpertWeights:
-    """Random weights whose sums are of the order of 1."""
-    gate_up = normal(1, held, 2, inner, width, dtype=dtype) / width**0.5
-    down = normal(2, held, width, inner, dtype=dtype) / inner**0.5
+def drawn(
+    width: int, inner: int, held: int, dtype: str, *, biases: bool, packed: bool = False
+) -> ExpertWeights:
+    """Random weights whose sums are of the order of 1, in 16 bits or in MXFP4, packed."""
+    if packed:
+        gate_up: Any = pack(floats(1, 2 * held, inner, width), jnp.dtype(dtype))
+        down: Any = pack(floats(2, held, width, inner), jnp.dtype(dtype))
+    else:
+        gate_up = normal(1, held, 2, inner, width, dtype=dtype) / width**0.5
+        down = normal(2, held, width, inner, dtype=dtype) / inner**0.5
     more = normal(3, held, 2, inner, dtype=dtype), normal(4, held, width, dtype=dtype)
     return ExpertWeights(gate_up, down, *more[: 2 * biases])
+
+
+def floats(seed: int, *shape: int) -> QuantisedMatrix:
+    """Random 4-bit floats, all of them, and powers of two as their scales."""
+    keys, inputs = jax.random.split(jax.random.key(seed)), shape[-1]
+    codes = jax.random.bits(keys[0], (*shape[:-1], inputs // 2), jnp.uint8)
+    power = jax.random.randint(keys[1], (*shape[:-1], inputs // 32), -7, -3)
+    return QuantisedMatrix(codes, 2.0**power, group=32, floating=True)
 
 
 def of_pairs(out: Any, experts: np.ndarray) -> np.ndarray:
@@ -104,16 +120,18 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     return partial(experts_grouping.expert_mlps_mosaic, interpret=gpu.InterpretGPUParams())
 
 
-@pytest.mark.parametrize(("rows", "crowded"), [(2, True), (69, False), (128, True)])
-def test_interpreted_kernel(rows: int, crowded: bool, interpreted: Any) -> None:
+@pytest.mark.parametrize(
+    ("rows", "crowded", "dtype"),
+    [(2, True, "float16"), (128, True, "float16"), (69, False, "mxfp4"), (1, False, "mxfp4")],
+)
+def test_interpreted_kernel(rows: int, crowded: bool, dtype: str, interpreted: Any) -> None:
     """gpt-oss's experts: with biases, a bounded gate, and edges in the contraction."""
-    weights, x = (
-        drawn(192, 64, EXPERTS, "float16", biases=True),
-        normal(0, rows, 192, dtype="float16"),
-    )
-    experts = chosen(rows, crowded=crowded)
+    packed = dtype == "mxfp4"
+    dtype = "bfloat16" if packed else dtype
+    weights = drawn(192, 64, EXPERTS, dtype, biases=True, packed=packed)
+    x, experts = normal(0, rows, 192, dtype=dtype), chosen(rows, crowded=crowded)
     out = of_pairs(interpreted(x, jnp.asarray(experts), weights, 1.0), experts)
-    assert relative_error(out, right(x, experts, weights, 1.0)) <= TOLERANCE["float16"]
+    assert relative_error(out, right(x, experts, weights, 1.0)) <= TOLERANCE[dtype]
 
 
 def test_a_row_has_the_same_bits_beside_any_others(
@@ -147,13 +165,16 @@ LARGE = {
 
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
 @pytest.mark.parametrize("rows", [1, 64, 69, 128])
+@pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "mxfp4"])
 @pytest.mark.parametrize("name", LARGE)
-def test_mlps_lower_for_cuda(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlps_lower_for_cuda(
+    name: str, packed: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     width, inner, held, each, limit, biases = LARGE[name]
-    operand = partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    shapes = (held, 2, inner, width), (held, width, inner), (held, 2, inner), (held, width)
-    weights = ExpertWeights(*(operand(shape) for shape in shapes[: 4 if biases else 2]))
+    operand: Any = partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    options = dict(dtype="bfloat16", biases=biases, packed=packed)
+    weights = jax.eval_shape(partial(drawn, width, inner, held, **options))
     experts = jax.ShapeDtypeStruct((rows, each), jnp.int32)
     call = partial(EXPERT_MLPS, limit=limit, implementation="mosaic")
     text = lowered(call, operand((rows, width)), experts, weights)
@@ -161,13 +182,14 @@ def test_mlps_lower_for_cuda(name: str, rows: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "mxfp4"])
 @pytest.mark.parametrize("name", LARGE)
-def test_hopper_kernel(name: str) -> None:
+def test_hopper_kernel(name: str, packed: bool) -> None:
     """Right for any number of rows, which keep their bits and know nothing of each other."""
     hopper_or_skip()
     width, inner, _, each, limit, biases = LARGE[name]
     held, dtype = 16, "bfloat16"
-    weights = drawn(width, inner, held, dtype, biases=biases)
+    weights = drawn(width, inner, held, dtype, biases=biases, packed=packed)
     x, experts = normal(0, 300, width, dtype=dtype), chosen(300, held, each)
     mlps = jax.jit(partial(EXPERT_MLPS, limit=limit, implementation="mosaic"))
     whole = np.float64(mlps(x, jnp.asarray(experts), weights))
