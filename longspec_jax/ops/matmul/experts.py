@@ -66,7 +66,10 @@ class ExpertWeights:
     def sizes(self) -> tuple[int, int, int]:
         """Experts, their outputs, and what is between their matmuls: ``E``, ``D`` and ``F``."""
         down: Any = self.down
-        return (*down.out_axes, down.inputs) if isinstance(down, QuantisedWeights) else down.shape
+        if isinstance(down, QuantisedWeights):
+            count, outputs = down.out_axes
+            return count, outputs, down.inputs
+        return down.shape
 
     def plain(self) -> "ExpertWeights":
         """Quantised weights in the order of their inputs, an axis for gate and up."""
@@ -77,8 +80,8 @@ class ExpertWeights:
             gate_up = jax.tree.map(lambda each: each.reshape(count, 2, inner, -1), gate_up)
         return replace(self, gate_up=gate_up, down=down)
 
-    def whole(self, x: Array) -> "ExpertWeights":
-        """Plain weights, quantised ones dequantised to the dtype of the rows that need them."""
+    def whole(self, x: Array) -> Any:
+        """Plain weights as arrays, dequantised to the dtype of the rows that need them."""
         if not isinstance(self.gate_up, QuantisedWeights):
             return self
         gate_up, down = (in_turn(x, each)[1] for each in (self.gate_up, self.down))
@@ -216,7 +219,8 @@ def expert_mlps_xla(
     x: Array, experts: Array, weights: ExpertWeights, limit: float | None, *, ordered: bool = False
 ) -> Array:
     """What each of its experts makes of every row, ``[rows, k, D]``, in plain JAX."""
-    form = _form(*experts.shape, weights.sizes[0])
+    rows, chosen = experts.shape
+    form = _form(rows, chosen, weights.sizes[0])
     return form(x, experts, weights.plain(), limit)
 
 
@@ -244,7 +248,7 @@ def _block_rows(rows: int, chosen: int, experts: int) -> int:
     return min(rows, max(ALL_ROWS, share + -share % 8))
 
 
-def _chosen(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
+def _chosen(x: Array, experts: Array, weights: Any, limit: float | None) -> Array:
     """``[rows, k, D]``: each pair with its own copy of the weights."""
     flat = experts.reshape(-1)
     own = jax.tree.map(lambda each: jnp.take(each, flat, axis=0, mode="clip"), weights)
@@ -252,7 +256,7 @@ def _chosen(x: Array, experts: Array, weights: ExpertWeights, limit: float | Non
     return _blocks(pairs, own.whole(x), limit).reshape(*experts.shape, -1)
 
 
-def _all(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
+def _all(x: Array, experts: Array, weights: Any, limit: float | None) -> Array:
     """``[rows, k, D]``: taken of the results of all experts."""
     over, weights = (((1,), (3,)), ((), ())), weights.whole(x)
     precision = matmul_precision(x.dtype)
@@ -263,7 +267,7 @@ def _all(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) 
     return out.at[experts, jnp.arange(len(x))[:, None]].get(mode="clip")
 
 
-def _grouped(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
+def _grouped(x: Array, experts: Array, weights: Any, limit: float | None) -> Array:
     """``[rows, k, D]``: blocks of the rows of every expert, in passes."""
     weights = weights.whole(x)
     count, pairs = weights.down.shape[0], experts.size
@@ -289,7 +293,7 @@ def _grouped(x: Array, experts: Array, weights: ExpertWeights, limit: float | No
     return jax.lax.fori_loop(0, turns, step, out).reshape(*experts.shape, -1)
 
 
-def _blocks(x: Array, weights: ExpertWeights, limit: float | None) -> Array:
+def _blocks(x: Array, weights: Any, limit: float | None) -> Array:
     """``[e, c, D]`` of a block of rows ``[e, c, D]`` for each of as many experts."""
     over = ((2,), (3,)), ((0,), (0,))
     inner = jax.lax.dot_general(x, weights.gate_up, over, precision=matmul_precision(x.dtype))
@@ -298,7 +302,7 @@ def _blocks(x: Array, weights: ExpertWeights, limit: float | None) -> Array:
     return _out(_gated(inner, limit), weights)
 
 
-def _out(inner: Array, weights: ExpertWeights) -> Array:
+def _out(inner: Array, weights: Any) -> Array:
     """``[e, c, D]`` of gated values ``[e, c, F]``."""
     over = ((2,), (2,)), ((0,), (0,))
     out = jax.lax.dot_general(inner, weights.down, over, precision=matmul_precision(inner.dtype))

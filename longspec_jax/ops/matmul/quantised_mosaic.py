@@ -238,7 +238,7 @@ class _Quantised(Program):
                         arrive(self.free.at[before], predicate=step > 0)
 
         plgpu.wgmma_wait(0)
-        plgpu.barrierarrive(self.free.at[self.stage(past + unit.steps - 1)])
+        plgpu.barrier_arrive(self.free.at[self.stage(past + unit.steps - 1)])
         # The compiler sees no connection between the wait and the registers.
         return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
 

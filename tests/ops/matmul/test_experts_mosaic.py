@@ -98,7 +98,7 @@ def floats(seed: int, *shape: int) -> QuantisedMatrix:
 def of_pairs(out: Any, experts: np.ndarray) -> np.ndarray:
     """The weighted sums of what the experts yield."""
     shares = 1.0 + np.arange(experts.shape[1])
-    return np.einsum("rkd,k->rd", np.float64(out), shares)
+    return np.einsum("rkd,k->rd", np.asarray(out, np.float64), shares)
 
 
 def right(x: Any, experts: np.ndarray, weights: ExpertWeights, limit: float | None) -> np.ndarray:
@@ -106,7 +106,7 @@ def right(x: Any, experts: np.ndarray, weights: ExpertWeights, limit: float | No
     shares = jnp.broadcast_to(1.0 + jnp.arange(experts.shape[1]), experts.shape)
     wide = jnp.asarray(x, jnp.float32)[None]
     operands = wide, jnp.asarray(experts)[None], shares[None], weights
-    return np.float64(expert_mlp_reference(*operands, limit))[0]
+    return np.asarray(expert_mlp_reference(*operands, limit), np.float64)[0]
 
 
 @pytest.fixture
@@ -192,13 +192,28 @@ def test_hopper_kernel(name: str, packed: bool) -> None:
     weights = drawn(width, inner, held, dtype, biases=biases, packed=packed)
     x, experts = normal(0, 300, width, dtype=dtype), chosen(300, held, each)
     mlps = jax.jit(partial(EXPERT_MLPS, limit=limit, implementation="mosaic"))
-    whole = np.float64(mlps(x, jnp.asarray(experts), weights))
+    whole = np.asarray(mlps(x, jnp.asarray(experts), weights), np.float64)
     expected = right(x[:64], experts[:64], weights, limit)
     assert relative_error(of_pairs(whole[:64], experts[:64]), expected) <= 2 * TOLERANCE[dtype]
     for rows in (1, 2, 8, 9, 64, 69, 128):
-        out = np.float64(mlps(x[:rows], jnp.asarray(experts[:rows]), weights))
+        out = np.asarray(mlps(x[:rows], jnp.asarray(experts[:rows]), weights), np.float64)
         np.testing.assert_array_equal(out, whole[:rows], err_msg=str(rows))
     crowded = np.tile(experts[7], (128, 1))
-    broken = np.float64(mlps(x[:128].at[5].set(jnp.nan), jnp.asarray(crowded), weights))
+    broken = x[:128].at[5].set(jnp.nan)
+    broken = np.asarray(mlps(broken, jnp.asarray(crowded), weights), np.float64)
     assert np.isnan(broken[5]).all() and np.isfinite(np.delete(broken, 5, axis=0)).all()
     np.testing.assert_array_equal(broken[7], whole[7])
+
+
+def test_packed_experts_are_the_definitions_elsewhere() -> None:
+    """XLA's forms, for a prompt's rows; and nothing is lost when they are packed."""
+    matrix = floats(1, 2 * EXPERTS, 64, 192)
+    plain = pack(matrix, jnp.dtype("bfloat16")).plain()
+    assert plain.floating and plain.group == 32
+    np.testing.assert_array_equal(plain.codes, matrix.codes)
+    np.testing.assert_array_equal(plain.scale, matrix.scale)
+    weights = drawn(192, 64, EXPERTS, "bfloat16", biases=True, packed=True)
+    for rows in (1, 20, 70):
+        x, experts = normal(0, rows, 192, dtype="bfloat16"), chosen(rows)
+        out = of_pairs(EXPERT_MLPS(x, jnp.asarray(experts), weights, 1.0), experts)
+        assert relative_error(out, right(x, experts, weights, 1.0)) <= 2 * TOLERANCE["bfloat16"]

@@ -111,7 +111,7 @@ def test_a_layer_multiplies_what_it_was_given(folder: Path) -> None:
     """One row, a tree's and a chunk's: the three forms of the experts' matmuls."""
     config, params = load_target(folder, dtype="float32")
     experts: Any = config.layer(0).experts
-    layer = Experts(config.model_width, experts, jnp.dtype(jnp.float32))
+    layer: Any = Experts(config.model_width, experts, jnp.dtype(jnp.float32))
     own = params["layers_0"]["mlp"]
     names = "expert_gate_up", "expert_down"
     whole = own | {name: own[name].dequantised(jnp.float32) for name in names}
