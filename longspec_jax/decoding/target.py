@@ -203,7 +203,7 @@ class TargetModel:
 
         def recur(layer: int, tokens: RecurrentTokens, taps: Array) -> Array:
             state = cache.state(layer)
-            rows[layer], out = tree_recurrence(tokens, taps, state, mask, depth)
+            rows[layer], out = tree_recurrence(tokens, taps, state, mask, depth, levels)
             return out
 
         with jax.named_scope("verify"):
