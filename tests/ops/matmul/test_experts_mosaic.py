@@ -14,8 +14,8 @@ from longspec_jax.ops.matmul.experts import EXPERT_MLPS, ExpertWeights, expert_m
 from longspec_jax.ops.matmul.experts_grouping import row_tiles
 from longspec_jax.ops.matmul.experts_tiles import expert_work, most_tiles, tile_height
 from longspec_jax.ops.matmul.packed import pack
-from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from tests.kit import TOLERANCE, hopper_or_skip, lowered, normal, relative_error
+from tests.ops.matmul.test_experts import floats
 
 EXPERTS, CHOSEN = 4, 2
 ROWS = (1, 2, 16, 64, 69, 128)
@@ -85,14 +85,6 @@ def drawn(
         down = normal(2, held, width, inner, dtype=dtype) / inner**0.5
     more = normal(3, held, 2, inner, dtype=dtype), normal(4, held, width, dtype=dtype)
     return ExpertWeights(gate_up, down, *more[: 2 * biases])
-
-
-def floats(seed: int, *shape: int) -> QuantisedMatrix:
-    """Random 4-bit floats, all of them, and powers of two as their scales."""
-    keys, inputs = jax.random.split(jax.random.key(seed)), shape[-1]
-    codes = jax.random.bits(keys[0], (*shape[:-1], inputs // 2), jnp.uint8)
-    power = jax.random.randint(keys[1], (*shape[:-1], inputs // 32), -7, -3)
-    return QuantisedMatrix(codes, 2.0**power, group=32, floating=True)
 
 
 def of_pairs(out: Any, experts: np.ndarray) -> np.ndarray:
