@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -26,7 +27,7 @@ from tests.decoding.lossless import (
     prompts,
     request,
 )
-from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.kit import draft_params, lowered, random_draft, random_target, tiny_target_config
 
 MIXTURE = ExpertsConfig(count=8, chosen=2, width=20)
 CONFIG = tiny_target_config(
@@ -85,18 +86,32 @@ def test_a_chain_on_a_mesh_changes_no_token(models: Params, plain: list[list[np.
 
 
 def test_the_kernels_of_one_order_serve_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mosaic = hardware.mosaic_is_supported()
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: True)
-    sizes = {"head_width": 64, "model_width": 128, "mlp_width": 100, "vocab_size": 104}
+    sizes = {
+        "num_layers": 1,
+        "head_width": 64,
+        "model_width": 128,
+        "mlp_width": 100,
+        "vocab_size": 104,
+    }
 
     def target(**changed: Any) -> TargetModel:
         experts = dataclasses.replace(ExpertsConfig(count=8, chosen=2, width=64), **changed)
         kinds = (LayerConfig(Rotary(), experts=experts),)
-        return TargetModel(
-            tiny_target_config(dtype="bfloat16", kinds=kinds, pattern=(0, 0), **sizes)
-        )
+        config = tiny_target_config(dtype="bfloat16", kinds=kinds, pattern=(0,), **sizes)
+        return TargetModel(config)
 
     assert same_bits.choose_kernels(target(), None).same_bits
+    if mosaic:
+        # In every pass over a layer: queries, attention and its output, router, experts, LM head.
+        model, cache = same_bits.choose_kernels(target(), True), target().allocate(1, 4096)
+        params = random_target(model.config)
+        tokens, mask = jnp.zeros((1, 64), jnp.int32), jnp.ones((1, 64, 64), bool)
+        operands = params, cache, tokens, tokens, mask, jnp.full(1, 2000)
+        text = lowered(lambda *each: model.verify(*each, levels=5).logits, *operands)
+        assert text.count("custom_call @mosaic_gpu") == 8
     for changed, reason in (
         ({"shared": 64}, "no kernel for a shared expert"),
         ({"renormalised": False}, "whose weights do not add up to 1"),

@@ -14,6 +14,7 @@ from longspec_jax.ops.matmul.experts import (
     ExpertWeights,
     choose_experts,
     expert_mlp,
+    expert_mlp_partials,
     expert_mlp_reference,
 )
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
@@ -97,6 +98,14 @@ def test_a_row_does_not_see_the_rows_beside_it(tokens: int):
     assert np.abs(bits[0]).max() > 0.5
     np.testing.assert_array_equal(bits[0], bits[1])
     np.testing.assert_array_equal(bits[0], bits[2])
+
+
+def test_partials_are_the_summands():
+    x = normal(2, 5, WIDTH, seed=15)
+    operands = x, *routed(x), weights(biases=True)
+    partials = expert_mlp_partials(*operands, 0.7)
+    assert partials.shape == (CHOSEN, *x.shape) and partials.dtype == jnp.float32
+    np.testing.assert_allclose(partials.sum(0), expert_mlp_reference(*operands, 0.7), atol=3e-5)
 
 
 @pytest.mark.parametrize("tokens", [2, 97], ids=["all", "grouped"])
