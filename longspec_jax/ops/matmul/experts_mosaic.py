@@ -9,7 +9,9 @@ an expert with several tiles come from memory once.
 **Expected time** (H100, 3.15 TB/s): that of reading the weights of the chosen experts. A plain step
 of gpt-oss-20b reads 4 of 32 experts, 199 MB a layer: 63 us. One of Qwen3-30B-A3B reads 8 of 128, 75
 MB: 24 us. 64 rows read nearly all experts: 505 and 380 us. With 16 rows a tile the rows, which come
-from the second-level cache, are 12 to 25 % of the weights' bytes.
+from the second-level cache, are 12 to 25 % of the weights' bytes. 4-bit floats with their scales
+are 0.28 of the bytes: 18 and 142 us for gpt-oss-20b. Widening them is some 2.5 instructions a
+weight, 46 us for all experts at full issue, beside the reading.
 """
 
 import dataclasses

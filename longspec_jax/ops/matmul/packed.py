@@ -92,6 +92,8 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
       NotImplementedError: if the kernel cannot read such weights.
     """
     refuse_unpackable(matrix)
+    if matrix.floating and dtype != jnp.bfloat16:
+        raise NotImplementedError(f"4-bit floats become bfloat16, not {dtype}")
     flat, inputs = matrix.flat(), matrix.inputs
     rows = jnp.pad(_bytes(flat.codes), ((0, 0), (0, -inputs % DEPTH // (2 if flat.packed else 1))))
     blocks = _by_thread(_nibbles(rows) if flat.packed else rows, 4 if flat.packed else 8)

@@ -141,6 +141,7 @@ def test_parameters_are_packed_where_the_kernel_runs(monkeypatch: pytest.MonkeyP
     assert packed_params(here, "float32")["layer"]["kernel"] is here["layer"]["kernel"]
     there = packed_params(here, "bfloat16")
     assert there["odd"] is odd and there["layer"]["scale"] is whole and there["wide"] is wide
+    assert packed_params(experts, "float16") is experts
     assert isinstance(packed_params(experts, "bfloat16"), PackedMatrix)
     packed = there["layer"]["kernel"]
     assert isinstance(packed, PackedMatrix) and packed.out_axes == case.outputs
