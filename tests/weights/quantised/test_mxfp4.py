@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from longspec_jax.models.experts import Experts
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
+from longspec_jax.sharding import make_mesh, param_shardings
 from longspec_jax.weights.checkpoint import Tensor
 from longspec_jax.weights.hf import load_target, target_bytes
 from longspec_jax.weights.quantised import mxfp4
@@ -120,6 +122,11 @@ def test_a_layer_multiplies_what_it_was_given(folder: Path) -> None:
         found, expected = (layer.apply({"params": each}, x) for each in (own, whole))
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(found, expected, atol=1e-5)
+    # On a mesh every device holds its experts' codes and scales.
+    mesh, tree = make_mesh(tp=2), {"mlp": {name: own[name] for name in names}}
+    cut = jax.device_put(tree, param_shardings(mesh, tree))
+    for here, there in zip(jax.tree.leaves(tree), jax.tree.leaves(cut), strict=True):
+        assert there.sharding.shard_shape(there.shape)[0] * 2 == len(here)
 
 
 def test_files_that_disagree_are_refused(folder: Path, tmp_path: Path) -> None:
