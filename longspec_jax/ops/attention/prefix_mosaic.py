@@ -370,9 +370,7 @@ class _Program:
                 block = (item.cache_row, item.kv_head, pl.ds(slot, BLOCK), *columns)
                 ring.bring(number, cached.at[block])
 
-    def widen_block(
-        self, kinds: str, item: Item, part: Part, step: jax.Array, lane: int
-    ) -> None:
+    def widen_block(self, kinds: str, item: Item, part: Part, step: jax.Array, lane: int) -> None:
         """Widen one step's keys, values or both into their places in the ring."""
         memory, stage = self.memory, self.ring(item, step, lane)
         rings = dict(

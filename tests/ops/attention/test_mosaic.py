@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.ops.attention import float8, float8_mosaic, path_kernels, reference
+from longspec_jax.ops.attention import float8, float8_mosaic, path, path_kernels, reference
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.hardware import mosaic_is_supported
@@ -51,3 +51,68 @@ CASES = [
     Case(64, 3, 1, 64, 410),
     Case(8, 2, 1, 64, 9),
 ]
+
+
+def operands(case: Case, slots: int = 448) -> tuple[Any, ...]:
+    """Of path attention to a cache in 8 bits: a random tree, and what no query may see is NaN."""
+    rng = np.random.default_rng(case.nodes)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), case.dtype)
+
+    batch, nodes, kv_heads, width = case.batch, case.nodes, case.kv_heads, case.width
+    parents, depth, mask = [-1], np.zeros(nodes, int), np.eye(nodes, dtype=bool)
+    for node in range(1, nodes):
+        parents.append(int(rng.choice([n for n in range(node) if depth[n] < 5])))
+        depth[node] = depth[parents[node]] + 1
+        mask[node] |= mask[parents[node]]
+    lengths = np.asarray([case.length, 40][:batch])
+    unseen = np.arange(slots) >= lengths[:, None]
+    keys, values = (
+        jnp.where(
+            unseen[:, None, :, None],
+            np.uint8(0x7F),
+            float8.codes(float8.rounded(normal(batch, kv_heads, slots, width))),
+        )
+        for _ in range(2)
+    )
+    tree = (float8.rounded(normal(batch, nodes, kv_heads, width)) for _ in range(2))
+    return (
+        normal(batch, nodes, case.heads, width),
+        Prefix(keys, values, jnp.asarray(lengths, jnp.int32)),
+        Fresh(*tree, jnp.broadcast_to(mask, (batch, nodes, nodes))),
+        jnp.broadcast_to(jnp.asarray(depth, jnp.int32), (batch, nodes)),
+    )
+
+
+def in_16_bits(prefix: Prefix, dtype: str) -> Prefix:
+    keys, values = (float8.widened(each, dtype) for each in (prefix.keys, prefix.values))
+    return dataclasses.replace(prefix, keys=keys, values=values)
+
+
+@MOSAIC
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_interpreted_path_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right, and bit for bit what a cache in 16 bits with the same numbers gives."""
+    from tests.ops.attention.interpreted import interpret
+
+    interpret(monkeypatch, case.dtype)
+    for module in (path, path_kernels):
+        monkeypatch.setattr(module, "splits_of", lambda kv_heads, groups: 2)
+    tile = path_kernels.path_tile
+    monkeypatch.setattr(
+        path_kernels, "path_tile", lambda *a: dataclasses.replace(tile(*a), programs=1)
+    )
+    q, narrow, tree, depth = operands(case)
+    wide = in_16_bits(narrow, case.dtype)
+    found, same = (
+        np.asarray(path_kernels.path_attention(q, prefix, tree, depth), np.float32)
+        for prefix in (narrow, wide)
+    )
+    np.testing.assert_array_equal(found, same)
+    exact = jax.tree.map(
+        lambda x: jnp.nan_to_num(x.astype(jnp.float32)) if x.dtype == q.dtype else x,
+        (q, wide, tree),
+    )
+    expected = reference.speculative_attention(*exact)
+    assert relative_error(found, expected) <= TOLERANCE[case.dtype]
