@@ -114,7 +114,8 @@ def widened(codes: Array, dtype: Any, layout: Any) -> Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=codes.layout, _is_signed=None)
 
     # The exponent is too small by the difference of both biases.
-    return spread(codes) * np.asarray(2.0**8 if dtype == jnp.float16 else 2.0**120, dtype)
+    wide: Any = spread(codes)  # pyright: ignore[reportCallIssue]
+    return wide * np.asarray(2.0**8 if dtype == jnp.float16 else 2.0**120, dtype)
 
 
 def in_place(words: Any, dtype: Any) -> Any:

@@ -267,8 +267,8 @@ class _Memory:
     v_free: Any
     turn: Any
     clean: Any
-    k_codes: Ring | None = None
-    v_codes: Ring | None = None
+    k_codes: Any = None
+    v_codes: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,7 +379,7 @@ class _Program:
         )
         for codes, wide, ready, free in (rings[kind] for kind in kinds):
             used = item.place(step, lane) >= self.tile.stages
-            pl.when(used)(lambda: plgpu.barrier_wait(free.at[stage]))
+            pl.when(used)(functools.partial(plgpu.barrier_wait, free.at[stage]))
             for ahead, number in self.blocks(item, step, lane):
                 codes.widen(number, wide.at[stage, pl.ds(ahead, BLOCK)])
             plgpu.commit_smem()

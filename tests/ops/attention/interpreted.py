@@ -18,8 +18,8 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     whole arrays, whose codes are widened by their definition. It wants that all wait for the last
     arrivals before the kernel ends, which is of no use.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
     from jax._src.pallas.mosaic_gpu.interpret.shared_memory import Barrier
+    from jax.experimental.pallas import mosaic_gpu as plgpu
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
     compiled, multiply = plgpu.kernel, plgpu.wgmma
