@@ -19,7 +19,7 @@ that in a ring of two places, is for the matmuls after those. A warpgroup whose 
 shorter one goes on taking its turns and giving back, so that both take as many turns.
 
 Codes of a cache in 8 bits come into rings of their own
-(:mod:`longspec_jax.ops.attention.float8_mosaic`). Further warpgroups widen them into the rings of
+(:mod:`longspec_jax.ops.attention.widening`). Further warpgroups widen them into the rings of
 16 bits: one for keys and one for values, or one for both beside two that attend. Those do what they
 do with a whole cache, in the same order.
 """
@@ -38,12 +38,12 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Queries
 from longspec_jax.ops.attention.float8 import CODES
-from longspec_jax.ops.attention.float8_mosaic import BLOCK, Ring
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, Problem, pack, refuse_unsupported
 from longspec_jax.ops.attention.path import SEGMENT
 from longspec_jax.ops.attention.prefix_items import Bounds, Item, Part, Work
 from longspec_jax.ops.attention.tiles import MosaicTile
+from longspec_jax.ops.attention.widening import BLOCK, Ring
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 
 _WIDENED = {1: ("k", "v"), 2: ("kv",)}

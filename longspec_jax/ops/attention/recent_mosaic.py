@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots
 from longspec_jax.ops.attention.float8 import CODES
-from longspec_jax.ops.attention.float8_mosaic import shared_codes, widen
 from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT, SEGMENT
+from longspec_jax.ops.attention.widening import shared_codes, widen
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 
 COLUMNS = 64

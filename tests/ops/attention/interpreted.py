@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from longspec_jax.ops.attention import float8, float8_mosaic, prefix_mosaic
+from longspec_jax.ops.attention import float8, prefix_mosaic, widening
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
@@ -76,5 +76,5 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(prefix_mosaic, "_ACC", Accumulator)
     monkeypatch.setattr(
-        float8_mosaic, "widened", lambda codes, dtype, layout: float8.widened(codes, dtype)
+        widening, "widened", lambda codes, dtype, layout: float8.widened(codes, dtype)
     )
