@@ -9,8 +9,9 @@ with queries and keys of length 1. :func:`delta_rule_reference` is this, token b
 tokens of a path write solves a triangular system (the WY form of section 3.3). The matrix relates a
 token to those it sees, so that a tree is a matter of its mask: of two nodes neither of which sees
 the other the entry is zero, and all nodes of a tree are solved at once from the one state before
-its root. A prompt is cut into blocks, which are solved side by side; the state goes from block to
-block. The forms differ by the rounding of float32.
+its root. A power of the matrix is zero, so its inverse is a product of a few powers. A prompt is
+cut into blocks, which are solved side by side; the state goes from block to block. The forms differ
+by the rounding of float32.
 """
 
 from typing import NamedTuple
@@ -97,6 +98,7 @@ def delta_rule_tree(
     memory: Memory,
     tokens: Operands,
     mask: Bool[Array, "B T T"],
+    levels: int,
     earlier: RecurrentRows | None = None,
     seen: Bool[Array, "B T U"] | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -106,6 +108,7 @@ def delta_rule_tree(
       memory: the state before the roots.
       tokens: the nodes; a node comes behind those that it sees.
       mask: which nodes a node sees, itself included.
+      levels: most ancestors that a node has among the nodes.
       earlier: tokens between the state and the nodes, of which the nodes see some.
       seen: which of them each node sees.
 
@@ -114,18 +117,25 @@ def delta_rule_tree(
       ``[B, T, J, P]``, and what the nodes read ``[B, T, J, P, Y]``.
     """
     total = _einsum("btu,bujp->btjp", mask.astype(jnp.float32), tokens.log_decay)
-    if earlier is None or seen is None:
-        updates, out = _read(memory, tokens, _solve(tokens, total, mask), total)
-        return updates, total, out
-    total += _einsum("btu,bujp->btjp", seen.astype(jnp.float32), earlier.log_decay)
-    faded = _faded(total, earlier.total, seen)
-    known, read = (
-        _einsum("btjx,bujx,bjptu,bujpy->btjpy", rows, earlier.keys, faded, earlier.updates)
-        for rows in (tokens.keys, tokens.queries)
-    )
-    tokens = tokens._replace(values=tokens.values - known)
-    updates, out = _read(memory, tokens, _solve(tokens, total, mask), total)
-    return updates, total, out + read
+    if earlier is not None and seen is not None:
+        total += _einsum("btu,bujp->btjp", seen.astype(jnp.float32), earlier.log_decay)
+    rows = jnp.stack([tokens.keys, tokens.queries])
+    found = _einsum("rbtjx,bjpxy->rbtjpy", rows, memory) * jnp.exp(total)[..., None]
+    if earlier is not None and seen is not None:
+        faded = _faded(total, earlier.total, seen)
+        operands = rows, earlier.keys, faded, earlier.updates
+        found += _einsum("rbtjx,bujx,bjptu,bujpy->rbtjpy", *operands)
+    known, read = found
+    faded = _faded(total, total, mask)
+    updates = (tokens.values - known) * tokens.strength[..., None]
+    # (I + L)^-1 = (I - L)(I + L^2)(I + L^4) ..., up to the power of L that is zero.
+    power, reached = -_system(tokens, faded), 1
+    while reached <= levels:
+        updates += _einsum("bjptu,bujpy->btjpy", power, updates)
+        reached *= 2
+        if reached <= levels:
+            power = _einsum("bjptu,bjpuv->bjptv", power, power)
+    return updates, total, read + _einsum("bjptu,bujpy->btjpy", _scores(tokens, faded), updates)
 
 
 class _Solved(NamedTuple):
@@ -142,7 +152,6 @@ class _Solved(NamedTuple):
 def _solve(tokens: Operands, total: Array, mask: Array) -> _Solved:
     """Solve ``(I + L) u = beta (v - exp(total) k S)``, ``L`` over the tokens that one sees."""
     size, faded = tokens.keys.shape[1], _faded(total, total, mask)
-    scores = faded * _einsum("btjx,bujx->bjtu", tokens.queries, tokens.keys)[:, :, None]
     strength = tokens.strength[..., None]
     right = jnp.concatenate(
         [
@@ -152,16 +161,26 @@ def _solve(tokens: Operands, total: Array, mask: Array) -> _Solved:
         axis=-1,
     )
     if size > 1:  # One token depends on the state alone.
-        alike = _einsum("btjx,bujx->bjtu", tokens.keys, tokens.keys)[:, :, None]
-        by_strength = jnp.moveaxis(tokens.strength, 1, -1)[..., None]
-        matrix = jnp.where(jnp.tri(size, k=-1, dtype=bool), by_strength * faded * alike, 0.0)
         right = jnp.moveaxis(right, 1, 3)
         right = jax.lax.linalg.triangular_solve(
-            matrix, right, left_side=True, lower=True, unit_diagonal=True
+            _system(tokens, faded), right, left_side=True, lower=True, unit_diagonal=True
         )
         right = jnp.moveaxis(right, 3, 1)
     width = tokens.values.shape[-1]
-    return _Solved(right[..., :width], right[..., width:], scores)
+    return _Solved(right[..., :width], right[..., width:], _scores(tokens, faded))
+
+
+def _scores(tokens: Operands, faded: Array) -> Array:
+    """How much of every update a token reads, ``[B, J, P, T, T]``."""
+    return faded * _einsum("btjx,bujx->bjtu", tokens.queries, tokens.keys)[:, :, None]
+
+
+def _system(tokens: Operands, faded: Array) -> Array:
+    """``L``: how much of every earlier token's update a token's lacks, ``[B, J, P, T, T]``."""
+    alike = _einsum("btjx,bujx->bjtu", tokens.keys, tokens.keys)[:, :, None]
+    by_strength = jnp.moveaxis(tokens.strength, 1, -1)[..., None]
+    before = jnp.tri(tokens.keys.shape[1], k=-1, dtype=bool)
+    return jnp.where(before, by_strength * faded * alike, 0.0)
 
 
 def _read(memory: Array, tokens: Operands, solved: _Solved, total: Array) -> tuple[Array, Array]:

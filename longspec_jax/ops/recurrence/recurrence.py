@@ -85,6 +85,7 @@ def tree_recurrence(
     state: RecurrentState,
     mask: Bool[Array, "B T T"],
     depth: Int[Array, "B T"],
+    levels: int,
 ) -> tuple[RecurrentRows, Float[Array, "B T J P Y"]]:
     """What the nodes of trees write, each behind its own path, and what they read.
 
@@ -94,9 +95,10 @@ def tree_recurrence(
       state: of the batch's rows, before the roots.
       mask: which nodes are a node or its ancestors.
       depth: of the nodes; 0 for the root.
+      levels: the greatest depth.
     """
     none = empty_rows(state, len(tokens.inputs), 0)
-    return _tree(tokens, taps, state, none, mask, mask[:, :, :0], depth)
+    return _tree(tokens, taps, state, none, mask, mask[:, :, :0], depth, levels=levels)
 
 
 def continued_recurrence(
@@ -122,7 +124,7 @@ def continued_recurrence(
     new = tokens.inputs.shape[1]
     among = (jnp.arange(mask.shape[2]) >= at) & (jnp.arange(mask.shape[2]) < at + new)
     own, seen = mask[:, :, at : at + new], mask & ~among
-    fresh, out = _tree(tokens, taps, state, rows, own, seen, depth)
+    fresh, out = _tree(tokens, taps, state, rows, own, seen, depth, levels=new - 1)
 
     def written(row: Array, part: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(row, part, at, axis=1)
@@ -143,6 +145,8 @@ def _tree(
     mask: Bool[Array, "B T T"],
     seen: Bool[Array, "B T U"],
     depth: Int[Array, "B T"],
+    *,
+    levels: int,
 ) -> tuple[RecurrentRows, Array]:
     kept, number = state.inputs.shape[2], earlier.inputs.shape[1]
     depths = jnp.concatenate([earlier.depth, depth], axis=1)
@@ -158,7 +162,7 @@ def _tree(
     mixed = _convolved([back(steps) for steps in reversed(range(kept + 1))], taps)
     operands = _operands(mixed, tokens, state)
     behind = (earlier, seen) if number else (None, None)
-    updates, total, out = delta_rule_tree(state.memory, operands, mask, *behind)
+    updates, total, out = delta_rule_tree(state.memory, operands, mask, levels, *behind)
     depth = jnp.broadcast_to(depth, tokens.inputs.shape[:2]).astype(jnp.int32)
     rows = RecurrentRows(tokens.inputs, operands.keys, updates, operands.log_decay, total, depth)
     return rows, out

@@ -140,7 +140,9 @@ def test_the_definition_is_the_recurrence_too() -> None:
 def tree(tokens: RecurrentTokens, state: RecurrentState) -> tuple[RecurrentRows, jax.Array]:
     rows = len(tokens.inputs)
     mask = jnp.broadcast_to(MASK, (rows, *MASK.shape))
-    return jax.jit(tree_recurrence)(tokens, TAPS, state, mask, jnp.tile(DEPTH, (rows, 1)))
+    depth, levels = jnp.tile(DEPTH, (rows, 1)), int(DEPTH.max())
+    run = jax.jit(tree_recurrence, static_argnames="levels")
+    return run(tokens, TAPS, state, mask, depth, levels=levels)
 
 
 def test_every_node_reads_behind_its_own_path() -> None:
