@@ -22,6 +22,11 @@ Codes of a cache in 8 bits come into rings of their own
 (:mod:`longspec_jax.ops.attention.widening`). Further warpgroups widen them into the rings of
 16 bits: one for keys and one for values, or one for both beside two that attend. Those do what they
 do with a whole cache, in the same order.
+
+**Expected times of a cache in 8 bits** (H200, 4.3 TB/s, a multiprocessor reads 19 bytes a clock at
+1.7 GHz): 32k tokens of 32 heads are 268 MB, 62 us a layer; of 8 heads 16 us, and the matrix units'
+time for many rows. Widening issues 2.2 instructions a code, of which a multiprocessor has 128 a
+clock: a third of one warpgroup's for each of keys and values where memory is the bound.
 """
 
 import dataclasses
