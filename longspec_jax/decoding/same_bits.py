@@ -89,10 +89,6 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "same_bits needs one device, a cache on it, and the automatic attention; leave out "
             "mesh, offload and attention"
         )
-    if config.kv_dtype is not None:
-        raise NotImplementedError(
-            "same_bits has no kernel that reads a cache in 8 bits; leave out same_bits, or kv_dtype"
-        )
     if config.recurrent_layers:
         raise NotImplementedError(
             "same_bits has no kernel for recurrent layers, whose sums depend on the tree; leave it "
