@@ -90,6 +90,7 @@ def test_a_rounding_that_depends_on_the_rows_beside_it_is_found(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*of the draft's tokens were accepted:UserWarning")
 def test_one_matmul_by_xla_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the proof in 16 bits."""
     if not match.load("demo", "bfloat16", None).identical:
