@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.config import BATCH_AXES, MESH_AXES
+from longspec_jax.config.names import BATCH_AXES, MESH_AXES
 
 BATCH = P(BATCH_AXES)
 

@@ -15,7 +15,8 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from longspec_jax.checks import shown_bytes
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache, allocate
 from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.cli import counted, settled
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul import few_rows, int8, ordered, quantised
 from longspec_jax.ops.matmul.packed import packed_params
 

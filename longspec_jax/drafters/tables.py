@@ -15,7 +15,8 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.config import LARGEST_FACTOR, TargetConfig
+from longspec_jax.config.layers import LARGEST_FACTOR
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.layers import rounded
 from longspec_jax.models.target import head_logits, head_of, scaled, target_logits
 from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul

@@ -9,7 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 from longspec_jax.compilation import cache_folder
-from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.candidates import candidates
 from longspec_jax.decoding.same_bits import check_tree, choose_kernels, serves_tree
 from longspec_jax.decoding.target import TargetModel

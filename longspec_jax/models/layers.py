@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.config import (
+from longspec_jax.config.layers import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters import draft as draft_module
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise
 from longspec_jax.drafters.draft import Target, is_large

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longspec_jax.config import DEFAULT_TREE, TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
 from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.drafters.longspec.config import DraftConfig

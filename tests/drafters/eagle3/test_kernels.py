@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.ops import hardware, launchers
