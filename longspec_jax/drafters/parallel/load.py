@@ -13,7 +13,6 @@ from longspec_jax.drafters.parallel.checkpoint import load_draft
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.drafter import ParallelDrafter
 from longspec_jax.drafters.parallel.model import ParallelParams
-from longspec_jax.sharding import placed
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,7 @@ class ParallelDraft(Draft):
         """
         bound = ParallelParams.beside(target_params, params)
         if int8:
-            bound = bound.in_int8()
-            if mesh is not None:
-                bound = placed(bound, mesh, "layer", "head", *["markov"] * bool(bound.markov))
+            bound = bound.in_int8(mesh)
         return cls(config, bound)
 
     @property
