@@ -22,7 +22,6 @@ from longspec_jax.sharding import make_mesh, param_shardings
 from tests.drafters.dflash.toys import random_params
 from tests.kit import random_target, relative_error, tiny_target_config
 from train.config import OptimizerConfig, StageConfig
-from train.drafts import blocks
 from train.drafts.base import Begun, Given
 from train.drafts.dflash.objective import DFlashObjective, begin, fresh_config
 from train.drafts.dflash.settings import DFlashSettings
@@ -148,12 +147,9 @@ def test_four_steps_are_those_of_pytorch(one: Any, tmp_path: Path) -> None:
         assert report[f"agree_top1_shift{slot + 1}"] == pytest.approx(share, abs=1e-4)
 
 
-def test_devices_and_chunks_do_not_change_the_steps(
-    one: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One block at a time, and few slots of the loss, of which the last are no whole chunk."""
+def test_devices_and_chunks_do_not_change_the_steps(one: Any) -> None:
+    """Few slots of the loss, of which the last are no whole chunk."""
     _, _, metrics, params = one
-    monkeypatch.setattr(blocks, "SCORES", 4 * 4 * 17)
     _, _, shared, other = trained(loss_chunk=10, mlp_chunk=8, fsdp=2)
     for here, there in zip(metrics, shared, strict=True):
         for name, value in here.items():
