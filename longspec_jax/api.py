@@ -9,7 +9,7 @@ The output depends on target, prompt, options and seed. Draft and tree change th
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -53,6 +53,7 @@ from longspec_jax.generation.result import (
     stream_into,
 )
 from longspec_jax.generation.run import Known, added_rounds, follow, learn, reads_rounds, start
+from longspec_jax.generation.scores import check_host, scores_of
 from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.loading import choose_drafts, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
@@ -204,6 +205,8 @@ class LongSpec(Models):
         streamer: Streamer | None = None,
         on_round: OnRound | None = None,
         on_activity: OnActivity | None = None,
+        output_scores: bool = False,
+        output_logits: bool = False,
         **options: Unpack[CallOptions],
     ) -> GenerateResult:
         """Complete the prompts.
@@ -221,19 +224,36 @@ class LongSpec(Models):
           on_round: called with what every round adds, as :meth:`stream` yields it.
           on_activity: called with what the call is doing while there is no text, one of the classes
             of :mod:`longspec_jax.generation.activity`.
+          output_scores: return what every emitted token was drawn from
+            (:attr:`~longspec_jax.GenerateResult.scores`). They come from a pass over prompt and
+            text of their own, behind the last token, and stay in the host's memory: 4 bytes for
+            each new token and each token of the vocabulary.
+          output_logits: the same of the target's logits.
           **options: tree, chat template and generation options, see
             :class:`~longspec_jax.generation.options.CallOptions`.
+
+        Raises:
+          MemoryError: for what does not fit on the device, and scores that do not fit in the host's
+            memory.
         """
         check_arguments(
             adaptive=adaptive, streamer=streamer, on_round=on_round, on_activity=on_activity
         )
+        check_arguments(output_scores=output_scores, output_logits=output_logits)
         with ended(streamer):
             plan, batch = self._prepare(inputs, generation_config, options, adaptive)
+            asked = {"scores": output_scores, "logits": output_logits}
+            if wanted := [name for name, one in asked.items() if one]:
+                check_host(len(wanted), batch.request, plan.target.vocab_size)
             if streamer is not None:
                 on_round = stream_into(streamer, batch.prompts, on_round)
             how: Any = {"streams": reads_rounds(batch, on_round), "on_activity": on_activity}
             run = start(plan, batch, self._known, **how)
-            return follow(run, on_round)
+            result = follow(run, on_round)
+            if not wanted:
+                return result
+            run.engine.close()  # Its cache makes room for that of a row.
+            return replace(result, **scores_of(run.plan, batch, result.sequences, wanted))
 
     def stream(
         self,

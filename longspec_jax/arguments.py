@@ -87,7 +87,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "same_bits": (_is_a(bool), "True or False, or left out to have it chosen"),
     "prefill_chunk": (_from(1), "a number of tokens, at least 1"),
-    "adaptive": (_is_a(bool), "True or False"),
+    **dict.fromkeys(("adaptive", "output_scores", "output_logits"), (_is_a(bool), "True or False")),
     "streamer": (_is_streamer, "a transformers streamer, an object with the methods put and end"),
     "on_round": _CALLBACK,
     "on_activity": _CALLBACK,

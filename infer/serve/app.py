@@ -333,6 +333,13 @@ class Routes:
                 "application/json",
                 status=415,
             )
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding != "identity":
+            raise Refused(
+                f"the body has the header Content-Encoding: {encoding[:80]}; send it "
+                "uncompressed, without this header",
+                status=415,
+            )
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):

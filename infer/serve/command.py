@@ -188,10 +188,10 @@ def server_words() -> Iterator[None]:
     try:
         with command_words():
             yield
-    except MemoryError as error:
+    except (MemoryError, NotImplementedError) as error:
         words = str(error).replace("--row_slots", "--slots")
         words = words.replace("the prompt or --max_new_tokens", "--max_len")
-        raise MemoryError(words) from error
+        raise type(error)(words) from error
 
 
 def curl(base: str, key: str | None) -> str:

@@ -36,7 +36,7 @@ REFUSALS = {
     "404": "there is no such model",
     "408": "the body took too long to send",
     "413": "the body is too large",
-    "415": "the body is not JSON",
+    "415": "the body is not JSON, or it is compressed",
     "429": "the queue is full; Retry-After says when to try again",
     "500": "the server has a defect",
     "503": "the server is shutting down",

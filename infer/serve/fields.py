@@ -44,18 +44,21 @@ _CONTENT = Either(
     'must be text, or a list of parts {"type": "text", "text": ...}; images and sound are not '
     "supported",
 )
-_NO_TOOLS = "tools are not supported; put what the model must know into its messages"
+_NO_TOOLS = "put what the model must know into its messages"
 _MESSAGE = Object(
     {
         "role": Field(
-            OneOf(("system", "developer", "user", "assistant"), _NO_TOOLS),
+            OneOf(
+                ("system", "developer", "user", "assistant"),
+                f"tools are not supported; {_NO_TOOLS}",
+            ),
             "who speaks; developer is another name of system",
             True,
         ),
         "content": Field(_CONTENT, "the text", True),
         "name": Field(Text(256), "given to the chat template, which may use it"),
         "refusal": Field(Neutral((), "leave it out")),
-        "audio": Field(Neutral((), "sound is not supported")),
+        "audio": Field(Neutral((), "send text")),
         "tool_calls": Field(Neutral(([],), _NO_TOOLS)),
         "function_call": Field(Neutral((), _NO_TOOLS)),
     }
@@ -184,8 +187,8 @@ CHAT = {
     "parallel_tool_calls": Field(Neutral((True, False), _NO_TOOLS)),
     "functions": Field(Neutral(([],), _NO_TOOLS)),
     "function_call": Field(Neutral(("none",), _NO_TOOLS)),
-    "modalities": Field(Neutral((["text"],), "only text is supported")),
-    "audio": Field(Neutral((), "only text is supported")),
+    "modalities": Field(Neutral((["text"],), "answers are text")),
+    "audio": Field(Neutral((), "answers are text")),
     "prediction": Field(Neutral((), "the draft predicts on its own")),
     "reasoning_effort": Field(Neutral((), "say in the messages how to reason")),
     "verbosity": Field(Neutral((), "say in the messages how much to write")),

@@ -11,7 +11,8 @@ so far, for every candidate, and no more. And what is known of a candidate fades
 that it is looked at again, the sooner the closer it came.
 
 A round takes longer the more its rows attend to, and every candidate's rounds by about as much. So
-when the seconds of one candidate change, those of the others, as they are known, change with them.
+when the seconds of the candidate that runs change from burst to burst, those of the others, as they
+are known, change with them. What a look at another one finds is about that one alone.
 
 At the end of a burst the device waits for the host, the longer the more buffers a round has. That
 *wait* is estimated from bursts of different lengths of one candidate: without it whatever runs in
@@ -177,7 +178,7 @@ class FastestWithinBudget:
     """Regret allowed to every candidate, as a share of the time spent."""
     credit: float = 2.0
     """Regret allowed to every candidate from the beginning, in rounds of the cheapest one."""
-    optimism: float = 0.5
+    optimism: float = 0.4
     """How much faster than its estimate a candidate may be, relative, if one round is behind it;
     uncertainty falls with the square root of the rounds."""
     half_life: float = 32.0
@@ -193,6 +194,8 @@ class FastestWithinBudget:
     """Seconds of all rounds, pauses left out."""
     wait: float = 0.0
     """Seconds that the host adds to a burst, the most that any two bursts told."""
+    latest: int | None = None
+    """The candidate of the last burst."""
 
     @classmethod
     def over(cls, candidates: int) -> "FastestWithinBudget":
@@ -249,14 +252,13 @@ class FastestWithinBudget:
         if candidate != self.leader and fastest:
             emitted = seen.rounds * seen.tokens / seen.row_rounds
             new = replace(new, regret=new.regret + spent - emitted / fastest)
-        # A single timing may hold a pause.
-        by = (
-            new.round_seconds(wait) - before.round_seconds(wait) if len(before.timings) > 1 else 0.0
-        )
-        estimates = [estimate.moved(by) for estimate in estimates]
+        # The first burst of a run moves what was rehearsed. A single timing may hold a pause.
+        if self.latest in (None, candidate) and len(before.timings) > 1:
+            by = new.round_seconds(wait) - before.round_seconds(wait)
+            estimates = [estimate.moved(by) for estimate in estimates]
         estimates[candidate] = new
-        elapsed = self.elapsed + spent
-        return replace(self, estimates=tuple(estimates), elapsed=elapsed, wait=wait)
+        known = {"estimates": tuple(estimates), "elapsed": self.elapsed + spent, "wait": wait}
+        return replace(self, **known, latest=candidate)
 
     def _first_look(self) -> Choice | None:
         """At a candidate of which too little is known, the cheapest first; None if there is none.

@@ -113,6 +113,27 @@ def perturb(
     """Scores whose argmax is the draw: filtered, tempered logits plus noise; plain ones at 0."""
     if sampling.kind is SamplingKind.GREEDY:
         return logits
+    greedy, _, tempered = _tempered(logits, sampling)
+    return jnp.where(greedy, logits, tempered + gumbel)
+
+
+def processed(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
+    """What transformers calls scores: over the temperature, -inf outside the filters' sets.
+
+    The plain logits at temperature 0.
+    """
+    if sampling.kind is SamplingKind.GREEDY:
+        return logits
+    greedy, temperature, tempered = _tempered(logits, sampling)
+    kept = jnp.where(jnp.isneginf(tempered), -jnp.inf, logits / temperature)
+    return jnp.where(greedy, logits, kept)
+
+
+def _tempered(logits: Float[Array, "B T V"], sampling: Sampling) -> tuple[Array, Array, Array]:
+    """Which rows are greedy, the temperatures of the others, and their filtered logits.
+
+    The logits are over the temperature, and 0 for the most likely token.
+    """
     # Hardware may flush a subnormal temperature to zero, at which samples are the argmax anyway.
     greedy = (sampling.temperature < TINY)[:, None, None]
     temperature = jnp.where(greedy, 1.0, sampling.temperature[:, None, None])
@@ -121,7 +142,7 @@ def perturb(
     tempered = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     if sampling.kind is SamplingKind.ANY:
         tempered = _filter(tempered, sampling)
-    return jnp.where(greedy, logits, tempered + gumbel)
+    return greedy, temperature, tempered
 
 
 def draw(

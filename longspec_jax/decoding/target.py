@@ -179,11 +179,7 @@ class TargetModel:
           NotImplementedError: for more nodes of all rows than have the same bits.
         """
         nodes = tokens.shape[1]
-        if self.same_bits and tokens.size > DECODE_ROWS:
-            raise NotImplementedError(
-                f"a round over {len(tokens)} rows of {nodes} nodes has more than {DECODE_ROWS} "
-                "nodes; take a smaller tree, fewer rows at once (row_slots), or same_bits=False"
-            )
+        self.check_rows(*tokens.shape)
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]
         options: Any = dict(self._scores, implementation=self.attention)
@@ -211,6 +207,23 @@ class TargetModel:
             logits = self.unembed(params, output.hidden[:, :nodes])
         features = jax.tree.map(lambda each: each[:, :nodes], features)
         return Verification(logits, output.keys, output.values, features, rows)
+
+    def check_rows(self, rows: int, nodes: int) -> None:
+        """Refuse rounds of more nodes than have the same bits.
+
+        Args:
+          rows: that are decoded at once.
+          nodes: of the tree of each.
+
+        Raises:
+          NotImplementedError: says how many nodes there may be, and the remedies.
+        """
+        if self.same_bits and rows * nodes > DECODE_ROWS:
+            raise NotImplementedError(
+                f"a round over {rows} rows of {nodes} nodes has more than {DECODE_ROWS} nodes; "
+                f"take a smaller tree, at most row_slots={DECODE_ROWS // nodes} rows at once, or "
+                "same_bits=False"
+            )
 
     def _whole_groups(self, tokens: Array, positions: Array, mask: Array) -> tuple[Array, ...]:
         """The nodes, and some that see themselves alone: Hopper's copy engine takes whole groups.

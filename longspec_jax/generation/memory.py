@@ -154,20 +154,20 @@ def free_bytes(mesh: Mesh | None = None) -> int | None:
     on_device = free_device_bytes(devices)
     if on_device is not None:
         return on_device
-    free = _free_host_bytes() if jax.default_backend() == "cpu" else None
+    free = free_host_bytes() if jax.default_backend() == "cpu" else None
     return None if free is None else free // len(devices)
 
 
 def free_pinned_bytes() -> int | None:
     """Bytes of the host's memory that a cache may take, by jax's limit too; None if unknown."""
-    free = _free_host_bytes()
+    free = free_host_bytes()
     if jax.default_backend() != "gpu":
         return free
     limit = int(os.environ.get(PINNED_LIMIT, PINNED_GIB)) << 30
     return limit if free is None else min(free, limit)
 
 
-def _free_host_bytes() -> int | None:
+def free_host_bytes() -> int | None:
     """Available bytes of main memory, by the system's estimate and the container's limit."""
     bounds = []
     try:

@@ -108,6 +108,7 @@ def drafters_for(
     Raises:
       ValueError: for a tree without a draft, one that is too large for the same bits, and for a
         choice among nothing.
+      NotImplementedError: for more nodes of all rows than have the same bits.
     """
     chosen = models.tree if tree is None else tree
     if not models.drafts and tree is None:
@@ -146,6 +147,7 @@ def drafters_for(
             )
             for draft in drafts
         ]
+    target.check_rows(together, max((tree.num_nodes for each in trees for tree in each), default=1))
     drafters, params = drafters_of(drafts, trees, models.attention)
     return choices(drafters) if adaptive else drafters, params
 

@@ -315,7 +315,7 @@ def _supported(
         named = ", ".join(f"{owner}{key}={shown(values[key])}" for key in refused)
         remedy = "leave out, or decode with transformers"
         if {"output_scores", "output_logits"} & {*refused}:
-            remedy = "pass logprobs=20 for the most likely tokens, or decode with transformers"
+            remedy = "leave it out here; generate() itself takes output_scores= and output_logits="
         raise NotImplementedError(f"{named}: not supported by speculative decoding; {remedy}")
     return found
 

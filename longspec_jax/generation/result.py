@@ -117,6 +117,12 @@ class GenerateResult:
     prompt_logprobs: tuple[tuple[TokenLogprob | None, ...] | None, ...] = ()
     """Of every token of the prompt but the first, which has none; None in rows that did not ask
     with ``prompt_logprobs=``."""
+    scores: tuple[np.ndarray, ...] = ()
+    """With ``output_scores=True``, of every row's ``n`` emitted tokens ``[n, V]``, float32: what
+    each was drawn from, behind biases, penalties, temperature and filters (-inf for what they leave
+    out), before the noise. Transformers' ``scores[step][row]`` is ``scores[row][step]`` here."""
+    logits: tuple[np.ndarray, ...] = ()
+    """The same with ``output_logits=True``, as the target gives them."""
 
     def __repr__(self) -> str:
         """One line: number of tokens, beginning of the text, acceptance and speed."""

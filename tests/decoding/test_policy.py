@@ -203,6 +203,23 @@ def test_another_context_than_that_of_the_rehearsal_misleads_nobody(
     assert elapsed <= 1.1 * 384 / means[best] * costs[best]
 
 
+@pytest.mark.parametrize("live", [lambda at: min(17 + at // 4, 32), lambda at: 17 + at // 3 % 16])
+def test_rows_that_come_and_go_mislead_nobody(live: Callable[[int], int]) -> None:
+    """Candidates are timed beside different numbers of rows: the narrow tree pays beside any."""
+    random, policy, at = np.random.default_rng(0), FastestWithinBudget.timed(SHORT), 0
+    ran = dict.fromkeys(range(3), 0)
+    while at < 700:
+        index, rounds = policy.choose()
+        seen = Measurement()
+        for row in map(live, range(at, at + rounds)):
+            seconds = (3.2e-3 + 0.5e-3 * row, 6.2e-3 + 0.95e-3 * row, 13e-3 + 2.5e-3 * row)[index]
+            seconds *= 1 + 0.02 * random.standard_exponential()
+            seen += Measurement(1, row, round(row * (1.0, 2.7, 3.3)[index]), seconds)
+        policy = policy.observe(index, seen)
+        at, ran[index] = at + rounds, ran[index] + rounds
+    assert ran[NARROW] > 0.9 * at
+
+
 def test_bursts_are_longer_where_rounds_are_short() -> None:
     def leader_burst(seconds: float) -> int:
         known = Estimate(((2, 2 * seconds),) * 2, 2 * seconds, 1.0, 1e6)

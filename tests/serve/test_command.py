@@ -1,5 +1,6 @@
 """The command itself: what it prints, what it refuses, and how it ends."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -19,6 +20,7 @@ from infer.serve.arguments import parser, read_key, read_template
 from infer.serve.command import Service, curl, fitting_slots, server_words
 from infer.serve.http_server import bound
 from longspec_jax import cli
+from longspec_jax.generation.models import Models
 from tests.children import environment
 from tests.infer.toys import save_toy, toy_spec
 from tests.serve.kit import Client, events
@@ -103,6 +105,19 @@ def planned(*typed: str) -> Any:
 def planned_with(free: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("longspec_jax.generation.memory.free_bytes", lambda mesh: free)
     return planned("--slots=3", "--max_len=64", "--tree=2,2")
+
+
+def test_more_nodes_than_the_kernels_verify_are_refused_before_anything_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a Hopper GPU."""
+    spec = toy_spec(dtype="bfloat16")
+    same = dataclasses.replace(spec.target, same_bits=True)
+    same.check_rows(64, 64)
+    monkeypatch.setattr(Models, "target", property(lambda _: same))
+    with pytest.raises(NotImplementedError, match="65 rows of 64 nodes .* at most --slots=64 rows"):
+        with server_words():
+            spec.engine(slots=65, max_tokens=64, tree=(4, 15, 22, 22))
 
 
 def test_a_server_that_does_not_fit_says_which_option_to_lower(

@@ -1,6 +1,7 @@
 """The server over an engine that does what a test tells it: formats, limits, failures, the end."""
 
 import base64
+import gzip
 import http.client
 import json
 import logging
@@ -204,6 +205,9 @@ def test_bodies_that_are_no_json(shared: Client) -> None:
     plain = {"Content-Type": "text/plain"}
     status, body = shared.ask("POST", "/v1/completions", b'{"prompt": "a"}', **plain)
     assert status == 415 and "Content-Type: application/json" in body["error"]["message"]
+    packed = gzip.compress(b'{"prompt": "a"}')
+    status, body = shared.ask("POST", "/v1/completions", packed, **{"Content-Encoding": "gzip"})
+    assert status == 415 and "gzip; send it uncompressed" in body["error"]["message"]
     assert shared.ask("POST", "/v1/completions", b" " * (33 * 2**20))[0] == 413
 
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +16,8 @@ from infer.bench.__main__ import main
 from infer.bench.arguments import SHAPES
 from longspec_jax import LongSpec
 from longspec_jax.config import TreeConfig
-from longspec_jax.models import target as target_lib
+from longspec_jax.models import layers
+from longspec_jax.ops.matmul.few_rows import gated_matmul_xla
 
 SHORT = ("--target=tiny", "--tree=3,4@6", "--context=40", "--new_tokens=9", "--batch=1,3")
 
@@ -38,29 +41,66 @@ def test_no_token_differs(tmp_path: Path) -> None:
     assert min(oracle) > 1.5, "the oracle knows the text"
 
 
+def spoil(monkeypatch: pytest.MonkeyPatch, shape: str, other: Callable[..., jax.Array]) -> None:
+    """Have ``--target=control`` compute the gated matmuls of launches of several rows otherwise.
+
+    It has random weights that are large enough for its draws to depend on them. No other test has
+    programs of its number of positions.
+    """
+    own = dataclasses.replace(SHAPES[shape], max_positions=1025)
+    monkeypatch.setitem(SHAPES, "control", own)
+    load = match.load
+
+    def loud(*arguments: Any) -> LongSpec:
+        spec = load(*arguments)
+        params = jax.tree.map(lambda x: 16 * x if x.ndim > 1 else x, spec.target_params)
+        return dataclasses.replace(spec, target_params=params)
+
+    monkeypatch.setattr(match, "load", loud)
+    for layer in (layers.Projection, layers.OrderedProjection):
+        exact = layer.matmuls
+
+        def gated(x: jax.Array, weights: jax.Array, own: Any = exact.gated) -> jax.Array:
+            return (own if x.size == x.shape[-1] else other)(x, weights)
+
+        monkeypatch.setattr(layer, "matmuls", exact._replace(gated=gated))
+
+
+CONTROL = "--target=control", "--drafter=oracle", "--new_tokens=60"
+
+
 @pytest.mark.slow
-def test_a_product_that_depends_on_the_rows_beside_it_is_found(
+def test_a_rounding_that_depends_on_the_rows_beside_it_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control, promised or not. No other test has programs of this context."""
-    own = dataclasses.replace(SHAPES["tiny"], max_positions=1025)
-    monkeypatch.setitem(SHAPES, "tiny", own)
-    exact = target_lib.head_logits
+    """Negative control, promised or not: one more rounding of one matmul of every layer."""
 
-    def head_logits(table: jax.Array, hidden: jax.Array) -> jax.Array:
-        logits = exact(table, hidden)
-        if hidden.size == hidden.shape[-1]:
-            return logits
-        return logits + jax.random.normal(jax.random.key(0), logits.shape[-1:])
+    def rounded(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return gated_matmul_xla(x, weights).astype(jnp.bfloat16).astype(x.dtype)
 
-    monkeypatch.setattr(target_lib, "head_logits", head_logits)
-    for promised in (True, False):
+    spoil(monkeypatch, "tiny", rounded)
+    for promised, batches in ((True, "1,3"), (False, "1")):
         monkeypatch.setattr(LongSpec, "identical", property(lambda spec, it=promised: it))
-        status, rows = rows_of(tmp_path / "rows.json", "--dtype=float32", "--drafter=ngram")
+        options = "--dtype=float32", *CONTROL, f"--batch={batches}"
+        status, rows = rows_of(tmp_path / "rows.json", *options)
         assert status == int(promised)
         different = {(row["drafter"], row["batch"]) for row in rows if row["differing_tokens"]}
-        assert {("ngram", "1"), ("ngram", "3 slots"), ("plain", "3")} <= different
-        assert ("plain", "1") not in different
+        several = {("oracle", "3 slots"), ("plain", "3")} if promised else set()
+        assert {("oracle", "1"), *several} <= different and ("plain", "1") not in different
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*of the draft's tokens were accepted:UserWarning")
+def test_one_matmul_by_xla_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the proof in 16 bits."""
+    if not match.load("demo", "bfloat16", None).identical:
+        pytest.skip("needs the kernels of same_bits")
+    spoil(monkeypatch, "demo", gated_matmul_xla)
+    options = "--dtype=bfloat16", *CONTROL, "--new_tokens=400"
+    status, rows = rows_of(tmp_path / "rows.json", *options)
+    different = {(row["drafter"], row["batch"]) for row in rows if row["differing_tokens"]}
+    assert status == 1 and {("oracle", "1"), ("plain", "3")} <= different
+    assert ("plain", "1") not in different
 
 
 def test_prompts_lie_around_the_boundaries() -> None:
