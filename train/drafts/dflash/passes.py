@@ -19,7 +19,8 @@ from longspec_jax.ops.slicing import along
 
 from ...step import cast
 from ...target import TargetView, recomputing
-from ..blocks import block_attention, places
+from ..block_attention import block_attention
+from ..blocks import places
 
 
 def fresh_layers(config: DFlashConfig, key: Array) -> Any:

@@ -24,9 +24,7 @@ from longspec_jax.ops.partitioned import with_sharding
 
 from ...step import cast
 from ...target import TargetView, is_costly
-
-PADDED = 8
-"""Channels that heads get for one more key: the fewest that fused attention takes."""
+from ..own_keys import behind, causal_beside
 
 
 def fresh_layer(config: Eagle3Config, key: Array) -> Any:
@@ -126,11 +124,6 @@ def attention_with_own(
 
     The last token of a row, which has no use here, gets 0.
 
-    No fused attention has such a mask. But all of a token's own keys together weigh as much as one
-    key whose score is the log of the sum of their exponentials. So plain causal attention gets one
-    more key in front of all, and queries a channel with that score. What it gives that key, which
-    a channel of the values shows, is the share of the own keys.
-
     Args:
       q: the queries.
       keys: of the row.
@@ -148,23 +141,8 @@ def attention_with_own(
     own = jnp.einsum(
         "BTKGR,BTRKH->BTKGH", jax.nn.softmax(scores).astype(q.dtype), own_values
     ).reshape(q.shape)
-    score = jax.nn.logsumexp(scores, axis=-1).reshape(batch, length, heads, 1) / factor
-    # In bfloat16 one channel would round the score too coarsely: a second one has the rest.
-    coarse = jax.lax.stop_gradient(score.astype(q.dtype))
-    rest = (score - coarse.astype(jnp.float32)).astype(q.dtype)
-    channels = jnp.zeros((batch, length, heads, PADDED - 2), q.dtype)
-    # In front of all keys, so each query moves one place; the last one would need one more.
-    queries = _behind(jnp.concatenate([q, coarse, rest, channels], axis=-1), 0)
-    extra = jnp.zeros((batch, 1, keys.shape[2], width + PADDED), q.dtype)
-    wider = ((0, 0), (0, 0), (0, 0), (0, PADDED))
-    both = _behind(jnp.pad(keys, wider), extra.at[..., width : width + 2].set(1))
-    shown = _behind(jnp.pad(values, wider), extra.at[..., width].set(1))
-    out = causal_attention(queries, both, shown, scale=factor)
-    out = jnp.pad(out[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
-    return out[..., :width] + out[..., width : width + 1] * own
-
-
-def _behind(rows: Array, first: Array | int) -> Array:
-    """Rows ``[B, T, ...]`` without the last token, behind another one."""
-    first = jnp.broadcast_to(jnp.asarray(first, rows.dtype), rows[:, :1].shape)
-    return jnp.concatenate([first, rows[:, :-1]], axis=1)
+    score = jax.nn.logsumexp(scores, axis=-1).reshape(batch, length, heads, 1)
+    # A query sees the keys before its place and shall see its own: it moves one place.
+    out = causal_beside(behind(q, 0), keys, values, behind(score, 0), scale=factor)
+    out, share = (jnp.pad(each[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0))) for each in out)
+    return out + share * own

@@ -19,7 +19,6 @@ from longspec_jax.drafters.draft import Target
 from tests.drafters.dflash.toys import random_params
 from tests.kit import relative_error
 from train.config import StageConfig
-from train.drafts import blocks
 from train.drafts.dflash.objective import DFlashObjective, begin, fresh_config
 from train.drafts.dflash.settings import DFlashSettings
 from train.step import Batch
@@ -120,11 +119,8 @@ def test_four_steps_are_those_of_pytorch(one: Trained, tmp_path: Path) -> None:
         assert report[f"agree_top1_shift{slot + 1}"] == pytest.approx(share, abs=1e-4)
 
 
-def test_devices_and_chunks_do_not_change_the_steps(
-    one: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One block at a time, and few slots of the loss, of which the last are no whole chunk."""
-    monkeypatch.setattr(blocks, "SCORES", 4 * 4 * 17)
+def test_devices_and_chunks_do_not_change_the_steps(one: Trained) -> None:
+    """Few slots of the loss, of which the last are no whole chunk."""
     assert_same_steps(one, four_steps(SETTINGS, given(STAGE, fsdp=2), batch(), 10, 8))
 
 

@@ -23,7 +23,7 @@ from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import random_draft, relative_error, tiny_target_config
 from train.config import OptimizerConfig, StageConfig
-from train.drafts import blocks
+from train.drafts import block_attention
 from train.drafts.base import Given
 from train.drafts.kinds import KINDS
 from train.drafts.parallel.objective import ParallelObjective
@@ -169,7 +169,7 @@ def test_four_steps_are_those_of_an_implementation_in_pytorch(tmp_path: Path) ->
 
 def test_devices_and_chunks_do_not_change_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """One block at a time, and a few slots of the loss, of which the last are no whole chunk."""
-    monkeypatch.setattr(blocks, "SCORES", 4 * 4 * 4 * 17)
+    monkeypatch.setattr(block_attention, "SCORES", 4 * 4 * 4 * 17)
     assert_same(trained(replace(OBJECTIVE, loss_chunk=10, mlp_chunk=8), fsdp=2, tp=2), trained())
 
 
