@@ -25,13 +25,8 @@ sees a window of the last tokens alone:
 
 ``demo.py:parallel`` trains a parallel LongSpec draft for the same target, in the same stages.
 
-``demo.py:small_lm`` trains another drafter for the demo's target, a small model of its tokenizer:
-
-    python -m train.run --config=configs/demo.py:small_lm --workdir=runs/small_lm
-
-1.2 M parameters (2.3 MB), written to ``runs/small_lm/target``; about 6 minutes on one H200, an
-estimate. Run it from the folder that holds ``longspec_jax``, or name the target's folder in
-``--config.data.corpus.tokenizer``.
+``demo.py:small_lm`` trains a small language model for the same target: 1.2 M parameters (2.3 MB),
+about 6 minutes on one H200, an estimate.
 """
 
 from ml_collections import ConfigDict
@@ -159,12 +154,12 @@ def _tiny(config: ConfigDict) -> None:
 
 
 def _small_lm(config: ConfigDict) -> None:
-    """A small model instead of target and draft, on the same corpus with the target's tokenizer."""
-    config.title = "LongSpec demo: a small code model that drafts for the demo's target"
-    config.stages = dict()
-    config.data.corpus.tokenizer = "longspec_jax/demo/target"
-    config.pretraining.shape.update(
-        model_width=128, mlp_width=704, num_layers=2, num_heads=4, num_kv_heads=2, head_width=32
+    """A small language model of the same vocabulary, for the target that is there."""
+    _draft(config)
+    config.title = "LongSpec demo: a small code model that drafts for the small code model"
+    sizes = dict(layers=2, width=128, mlp_width=704, heads=4, kv_heads=2)
+    config.draft = {**DRAFTS["small_lm"], **sizes}
+    config.stages = dict(
+        short=stage(2048, 128, 4e-3, max_seconds=150.0),
+        long=stage(CONTEXT, 16, 2e-3, max_seconds=60.0),
     )
-    config.pretraining.stages.short.update(learning_rate=4e-3, max_seconds=150.0)
-    config.pretraining.stages.long.update(learning_rate=2e-3, max_seconds=60.0)

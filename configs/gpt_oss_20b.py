@@ -15,7 +15,7 @@ channels, which the data lack: ``python -m train.regenerate`` makes answers of i
 
 from functools import partial
 
-from longspec_jax.config import TARGETS
+from longspec_jax.config.known import TARGETS
 from longspec_jax.recipes import COT_DATA, HARMONY_TURN, paper_config
 
 get_config = partial(

@@ -18,7 +18,7 @@ of long. Expected τ (paper): GovReport 3.25, QMSum 2.99, Multi-News 3.36, LCC 3
 
 from functools import partial
 
-from longspec_jax.config import TARGETS
+from longspec_jax.config.known import TARGETS
 from longspec_jax.recipes import LLAMA3_TURN, paper_config
 
 get_config = partial(

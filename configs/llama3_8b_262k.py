@@ -19,7 +19,7 @@ a draft of another revision is refused on loading, not decoded slowly. Pin the c
 
 from functools import partial
 
-from longspec_jax.config import TARGETS
+from longspec_jax.config.known import TARGETS
 from longspec_jax.recipes import LLAMA3_TURN, paper_config
 
 get_config = partial(

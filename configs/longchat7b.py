@@ -13,7 +13,7 @@ of long. Expected τ (paper): GovReport 3.59, QMSum 3.06, Multi-News 3.41, LCC 4
 
 from functools import partial
 
-from longspec_jax.config import TARGETS
+from longspec_jax.config.known import TARGETS
 from longspec_jax.recipes import paper_config
 
 get_config = partial(

@@ -14,7 +14,7 @@ traces, as QwQ's does; for use without thinking,
 
 from functools import partial
 
-from longspec_jax.config import TARGETS
+from longspec_jax.config.known import TARGETS
 from longspec_jax.recipes import CHATML_TURN, COT_DATA, paper_config
 
 get_config = partial(

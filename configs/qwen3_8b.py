@@ -16,7 +16,7 @@ for use without thinking, ``--config.stages.sft.data.hub=sail/longspec-data/long
 
 from functools import partial
 
-from longspec_jax.config import TARGETS
+from longspec_jax.config.known import TARGETS
 from longspec_jax.recipes import CHATML_TURN, COT_DATA, paper_config
 
 get_config = partial(

@@ -12,7 +12,7 @@ of long. Expected acceptance length (paper): AIME24 with 32k new tokens 3.82.
 
 from functools import partial
 
-from longspec_jax.config import TARGETS
+from longspec_jax.config.known import TARGETS
 from longspec_jax.recipes import CHATML_TURN, COT_DATA, paper_config
 
 get_config = partial(

@@ -12,7 +12,7 @@ of long. Expected acceptance length (paper, for QwQ-32B): AIME24 with 32k new to
 
 from functools import partial
 
-from longspec_jax.config import TARGETS
+from longspec_jax.config.known import TARGETS
 from longspec_jax.recipes import CHATML_TURN, COT_DATA, paper_config
 
 get_config = partial(

@@ -12,7 +12,8 @@ with them, and with them but without positions that stay in place; ``long_only``
 of short rows, at as many floating-point operations; ``shift1``, which never runs ahead of the
 target's keys by more than one token; ``distilled``, which learns the target's own distribution.
 Drafts of other kinds, at as many floating-point operations as ``distilled``: ``parallel``, of two
-layers and blocks of eight, and ``eagle3``, on short rows alone.
+layers and blocks of eight, ``eagle3``, on short rows alone, and ``small_lm``, a language model of
+5.6 M parameters.
 ``tiny`` in front of a variant (``tiny_plain``) is the same in miniature, for a CPU.
 Hardware: two H200s for the target, about 8 minutes; one for a draft, 1 to 3 minutes.
 """
@@ -25,7 +26,7 @@ CONTEXT = 16384
 SHORT_STEPS, LONG_STEPS = 120, 50
 LONG_ONLY_STEPS = 110
 """Of the long stage alone: as many floating-point operations as both stages."""
-PARALLEL_STEPS, EAGLE3_STEPS = (92, 39), 92
+PARALLEL_STEPS, EAGLE3_STEPS, SMALL_LM_STEPS = (92, 39), 92, (166, 69)
 """Of other kinds: as many floating-point operations as a distilled draft."""
 TARGET = "runs/small/target/target"
 CORPUS = "runs/small/corpus"
@@ -44,6 +45,7 @@ def get_config(variant: str = "target") -> ConfigDict:
         "distilled": lambda config: config.draft.update(distillation=1.0),
         "parallel": _parallel,
         "eagle3": _eagle3,
+        "small_lm": _small_lm,
     }
     if name not in changes:
         known = ", ".join(changes)
@@ -54,6 +56,8 @@ def get_config(variant: str = "target") -> ConfigDict:
         miniature(config)
         if name == "eagle3":
             config.draft.update(vocabulary=256, layers="0,1")
+        if name == "small_lm":
+            config.draft.update(width=32, mlp_width=48, heads=2, kv_heads=1)
     return config
 
 
@@ -113,3 +117,10 @@ def _eagle3(config: ConfigDict) -> None:
     config.draft = {**DRAFTS["eagle3"], "vocabulary": 8192, "steps": 5}
     del config.stages.long
     config.stages.short.update(steps=EAGLE3_STEPS, max_offset=0)
+
+
+def _small_lm(config: ConfigDict) -> None:
+    sizes = dict(layers=2, width=256, mlp_width=704, heads=4, kv_heads=2, distillation=1.0)
+    config.draft = {**DRAFTS["small_lm"], **sizes}
+    config.stages.short.update(steps=SMALL_LM_STEPS[0], max_offset=0)
+    config.stages.long.steps = SMALL_LM_STEPS[1]

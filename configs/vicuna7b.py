@@ -13,7 +13,7 @@ of long. Expected τ (paper): GovReport 3.57, QMSum 3.14, Multi-News 3.51, LCC 3
 
 from functools import partial
 
-from longspec_jax.config import TARGETS
+from longspec_jax.config.known import TARGETS
 from longspec_jax.recipes import paper_config
 
 get_config = partial(

@@ -8,7 +8,8 @@ from typing import Any
 import longspec_jax
 from longspec_jax import cli
 from longspec_jax.checks import SAMPLING, nearest
-from longspec_jax.config import ATTENTION, KV_DTYPES, PLAIN
+from longspec_jax.config.names import ATTENTION, KV_DTYPES
+from longspec_jax.config.tree import PLAIN
 from longspec_jax.drafters.registry import NAMED, is_name
 from longspec_jax.embedded import DEMO_DRAFTERS, DEMO_NAME, DRAFTS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec_jax import cli, files
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 
 STDOUT = Path("-")
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.generation.activity import Slower, Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.memory import MemoryPlan

@@ -21,11 +21,11 @@ _CONTENTS = {
     "RoundView": "longspec_jax.generation.inspection",
     "MemoryPlan": "longspec_jax.generation.memory",
     # Shapes.
-    "TargetConfig": "longspec_jax.config",
+    "TargetConfig": "longspec_jax.config.target",
     "DraftConfig": "longspec_jax.drafters.longspec.config",
-    "TreeConfig": "longspec_jax.config",
-    "PLAIN": "longspec_jax.config",
-    "PRESETS": "longspec_jax.config",
+    "TreeConfig": "longspec_jax.config.tree",
+    "PLAIN": "longspec_jax.config.tree",
+    "PRESETS": "longspec_jax.config.known",
     # Weights and devices.
     "load_target": "longspec_jax.weights.hf",
     "load_draft": "longspec_jax.drafters.longspec.checkpoint",
@@ -38,7 +38,9 @@ __all__ = list(_CONTENTS)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from longspec_jax.api import LongSpec  # noqa: F401
-    from longspec_jax.config import PLAIN, PRESETS, TargetConfig, TreeConfig  # noqa: F401
+    from longspec_jax.config.known import PRESETS  # noqa: F401
+    from longspec_jax.config.target import TargetConfig  # noqa: F401
+    from longspec_jax.config.tree import PLAIN, TreeConfig  # noqa: F401
     from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft  # noqa: F401
     from longspec_jax.drafters.longspec.config import DraftConfig  # noqa: F401
     from longspec_jax.embedded import demo_prompts  # noqa: F401

@@ -30,7 +30,7 @@ from longspec_jax.arguments import (
 )
 from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.same_bits import is_identical
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, demo_drafts
 from longspec_jax.generation import comparison, inspection

@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 from jax.sharding import Mesh
 
 from longspec_jax.checks import as_plain, is_whole, shown, whole_number
-from longspec_jax.config import ATTENTION, KV_DTYPES, MESH_AXES, PLAIN, TargetConfig, TreeConfig
+from longspec_jax.config.names import ATTENTION, KV_DTYPES, MESH_AXES
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.registry import NAMED, is_name
 

@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 
 from longspec_jax import files
 from longspec_jax.checks import Real, Whole, nearest, shown
-from longspec_jax.config import MESH_AXES, TreeConfig
+from longspec_jax.config.names import MESH_AXES
+from longspec_jax.config.tree import TreeConfig
 
 SCRIPTS = {
     "infer.bench": "longspec-bench",

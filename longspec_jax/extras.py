@@ -25,6 +25,7 @@ MODULES = {
     "ml_collections": "train",
     "optax": "train",
     "orbax": "train",
+    "pyarrow": "train",
     "tqdm": "train",
     "matplotlib": "notebook",
     "rapidfuzz": "eval",
@@ -39,6 +40,8 @@ MODULES = {
     "torch": "test",
 }
 """Importable names the commands use and the extra that installs each."""
+FOR_SOME_DATA = {"datasets", "pyarrow"}
+"""Those that only hub data sets, packed files and parquet need; ``datasets`` installs both."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
@@ -48,9 +51,13 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
 
 
 def missing_packages(extra: str) -> str | None:
-    """What to type before anything of an extra is imported; None if all of it is installed."""
-    modules = [module for module, its_extra in MODULES.items() if its_extra == extra]
-    absent = [module for module in modules if importlib.util.find_spec(module) is None]
+    """What to type before anything of an extra is imported; None if all of it is installed.
+
+    Those of :data:`FOR_SOME_DATA` are asked for by what reads such data.
+    """
+    modules = {module for module, its_extra in MODULES.items() if its_extra == extra}
+    needed = sorted(modules - FOR_SOME_DATA)
+    absent = [module for module in needed if importlib.util.find_spec(module) is None]
     return _sentence(extra, absent) if absent else None
 
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from longspec_jax.checks import LARGEST_NUMBER, shown_bytes
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.registry import (
     ARCHITECTURES,

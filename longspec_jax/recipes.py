@@ -24,7 +24,8 @@ for a parallel LongSpec draft.
 The variants ``eagle3`` and ``dflash`` train other kinds of drafts for the same target, EAGLE-3
 (arXiv 2503.01840) and DFlash (arXiv 2602.06036), in one stage of conversations whose answers alone
 are learned. A draft is better where the answers are the target's own, which
-``python -m train.regenerate`` makes of any.
+``python -m train.regenerate`` makes of any. The variant ``small_lm`` trains a small language model
+of the target's vocabulary from scratch: on the text of the first stage, then on conversations.
 
 Hours in the configurations' docstrings are estimates, not measurements: floating-point operations
 of target forward, draft forward and backward over all padded tokens, at half of an H200's bfloat16
@@ -91,6 +92,16 @@ DRAFTS: dict[str, dict[str, Any]] = {
         decay=4.0,
         anchor_offset=True,
         max_sinks=4,
+        distillation=0.9,
+    ),
+    "small_lm": dict(
+        kind="small_lm",
+        init="",
+        layers=4,
+        width=1024,
+        mlp_width=2816,
+        heads=16,
+        kv_heads=4,
         distillation=0.9,
     ),
 }
@@ -253,23 +264,26 @@ def paper_config(
       name: of the configuration file; the variant of a stage looks for the draft of the one before
         in ``runs/NAME-STAGE/draft``.
       variant: ``all``, or one of ``short``, ``long`` and ``sft``; ``parallel`` for ``all`` with a
-        parallel draft; or ``eagle3``.
+        parallel draft; ``eagle3``, ``dflash`` or ``small_lm``.
       target: hub id of the frozen target.
       long_length: tokens of a row in the last two stages.
       max_offset: largest anchor offset of the first stage.
       sft_data: hub data of the last stage.
-      chat_turn: how the target's chat template writes a turn, for ``eagle3`` and ``dflash``; as in
-        its data if empty.
+      chat_turn: how the target's chat template writes a turn, for ``eagle3``, ``dflash`` and
+        ``small_lm``; as in its data if empty.
     """
-    if variant not in (variants := ("all", *STAGES, "parallel", *_ON_CHATS)):
+    if variant not in (variants := ("all", *STAGES, "parallel", *_ON_CHATS, "small_lm")):
         known = ", ".join(variants)
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config = base_config()
-    if variant in _ON_CHATS:
-        title = f"{_ON_CHATS[variant]} draft for {target}"
+    if variant in (*_ON_CHATS, "small_lm"):
+        title = f"{_ON_CHATS.get(variant, 'Small language model as')} draft for {target}"
         config.update(target=target, title=title, **overrides)
         config.draft = DRAFTS[variant]
-        return _on_chats(config, variant, chat_turn or config.to_dict()["data"]["turn"])
+        turn = chat_turn or config.to_dict()["data"]["turn"]
+        if variant == "small_lm":
+            return _on_text_and_chats(config, turn)
+        return _on_chats(config, variant, turn)
     if variant == "parallel":
         config = paper_config(
             *(name, "all"),
@@ -312,15 +326,33 @@ def paper_config(
 
 
 _ON_CHATS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
-"""Variants that are trained on conversations, and what their drafts are called."""
+"""Variants that are trained on conversations alone, and what their drafts are called."""
 
 
 def _on_chats(config: "ConfigDict", kind: str, turn: str) -> "ConfigDict":
     """A configuration with the published clipping, learning rates and passes of its kind."""
     clip, rate, epochs = (0.5, 1e-4, 2) if kind == "eagle3" else (1.0, 6e-4, 6)
     config.update(
-        data=dict(hub=CHAT_DATA, split=CHAT_SPLIT, turn=turn, mask_prompts=True, buckets=3),
+        data=_chats(turn),
         optimizer=dict(clip=clip, weight_decay=0.0, warmup=0.04),
         stages=dict(chat=stage(4096, 32, rate, accumulation=0, epochs=epochs)),
     )
     return config
+
+
+def _on_text_and_chats(config: "ConfigDict", turn: str) -> "ConfigDict":
+    """A configuration of a model that begins with nothing: full rows of text, then answers."""
+    common = config.to_dict()["data"]
+    text, chats = {**common, "hub": SHORT_DATA, "pack": True}, {**common, **_chats(turn)}
+    config.update(
+        stages=dict(
+            text=stage(2048, 512, 1e-3, accumulation=0, data=text),
+            chat=stage(4096, 32, 2e-4, accumulation=0, epochs=2, data=chats),
+        )
+    )
+    return config
+
+
+def _chats(turn: str) -> dict[str, Any]:
+    """Conversations whose answers alone are learned."""
+    return dict(hub=CHAT_DATA, split=CHAT_SPLIT, turn=turn, mask_prompts=True, buckets=3)

@@ -6,7 +6,6 @@ path, optimiser states and gradients have the same paths and follow.
 """
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,12 +13,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.config import BATCH_AXES, MESH_AXES
+from longspec_jax.config.names import BATCH_AXES, MESH_AXES
 
 BATCH = P(BATCH_AXES)
 
 RULES: tuple[tuple[str, P], ...] = (
-    (r"(embedding|head|head/steps)$", P("tp", "fsdp")),  # [V, D]
+    (r"(embedding|head|head/codes)$", P("tp", "fsdp")),  # [V, D]
     (r"qkv/fused/kernel$", P("fsdp", "tp", None, None)),  # [D, K, G+2, H]
     (r"qkv/fused/bias$", P("tp", None, None)),  # [K, G+2, H]
     (r"cross_q/kernel$", P("fsdp", "tp", None)),  # [D, N, H]
@@ -39,16 +38,16 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"qkv/fused/kernel/(scale|zero)$", P("tp", None, None, None)),
     (r"gate_up/kernel/codes$", P(None, "tp", "fsdp")),  # [2, F, D]
     (r"gate_up/kernel/(scale|zero)$", P(None, "tp", None)),
-    (r"(attention/out|down)/kernel/codes$", P("fsdp", "tp")),  # [D, in]
-    (r"(attention/out|down)/kernel/(scale|zero)$", P("fsdp", None)),
+    (r"(attention/out|self_out|cross_out|down)/kernel/codes$", P("fsdp", "tp")),  # [D, in]
+    (r"(attention/out|self_out|cross_out|down|fuse)/kernel/(scale|zero)$", P("fsdp", None)),
+    (r"cross_q/kernel/codes$", P("tp", None, "fsdp")),  # [N, H, D]
+    (r"cross_q/kernel/scale$", P("tp", None, None)),
+    (r"fuse/kernel/codes$", P("fsdp", None)),  # [D, features D]
     (r"(router|shared_gate)/kernel$", P("fsdp", None)),  # [D, E] and [D, 1]
     (r"expert_gate_up$", P("tp", None, "fsdp")),  # [2 E, F, D]
     (r"expert_down$", P("tp", "fsdp", None)),  # [E, D, F]
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]
     (r"router/bias$", P()),  # [E]
-    (r"(fused|cross_q|gate_up)/rows/steps$", P("tp", "fsdp")),  # 8-bit [out, in]
-    (r"(attention/out|self_out|cross_out|down)/rows/steps$", P("fsdp", "tp")),  # 8-bit [out, in]
-    (r"fuse/rows/steps$", P("fsdp", None)),  # 8-bit [D, features D]
     (
         r"((^|(?<!kernel)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias))$",
         P(),
@@ -97,9 +96,3 @@ def param_shardings(mesh: Mesh, params: Any) -> Any:
 def path_name(path: tuple[Any, ...]) -> str:
     """``layers_0/attention/qkv/fused/kernel`` for a key path of a parameter tree."""
     return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-
-
-def placed(params: Any, mesh: Mesh, *names: str) -> Any:
-    """The same parameters with some parts spread over a mesh, such as copies in 8 bits."""
-    parts = {name: getattr(params, name) for name in names}
-    return replace(params, **jax.device_put(parts, param_shardings(mesh, parts)))

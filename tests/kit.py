@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.round_noise import RoundNoise

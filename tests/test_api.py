@@ -311,7 +311,7 @@ def test_sharded_parameters_say_the_same(spec) -> None:
             found = reduced.generate(PROMPTS[0], max_new_tokens=9, tree=(3,))
             assert found.sequences == expected
         own = bound_draft(reduced).params
-        half = own.head.steps if own.int8 else own.head
+        half = own.head.codes if own.int8 else own.head
         assert half.sharding.shard_shape(half.shape)[0] == len(half) // 2
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from longspec_jax import cli
 from longspec_jax.checks import Real
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 
 
 def parser() -> cli.Parser:

@@ -7,17 +7,9 @@ import numpy as np
 import pytest
 
 from longspec_jax.arguments import as_tree
-from longspec_jax.config import (
-    DEFAULT_TREE,
-    MAX_TREE_LEVELS,
-    PLAIN,
-    TINY,
-    LayerConfig,
-    LinearRopeScaling,
-    Llama3RopeScaling,
-    Rotary,
-    TreeConfig,
-)
+from longspec_jax.config.known import TINY
+from longspec_jax.config.layers import LayerConfig, LinearRopeScaling, Llama3RopeScaling, Rotary
+from longspec_jax.config.tree import DEFAULT_TREE, MAX_TREE_LEVELS, PLAIN, TreeConfig
 from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import tiny_target_config
 

@@ -15,6 +15,7 @@ DISTRIBUTIONS = {
     "absl": "absl-py",
     "orbax": "orbax-checkpoint",
     "prometheus_client": "prometheus-client",
+    "pyarrow": "datasets",
 }
 """Importable names that are not their distribution's."""
 
@@ -49,9 +50,9 @@ def test_other_modules_are_somebody_elses() -> None:
 
 def test_all_missing_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert extras.missing_packages("train") is None
-    for name in ("optax", "datasets"):
+    for name in ("optax", "absl", "datasets"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert "(datasets, optax): pip install" in (extras.missing_packages("train") or "")
+    assert "(absl, optax): pip install" in (extras.missing_packages("train") or "")
 
 
 def test_the_table_is_what_pyproject_installs() -> None:
@@ -62,5 +63,5 @@ def test_the_table_is_what_pyproject_installs() -> None:
             line.startswith((f"{distribution}>", f"{distribution}=")) for line in declared[extra]
         )
     assert extras.PURPOSES.keys() == set(extras.MODULES.values())
-    named = [DISTRIBUTIONS.get(m, m) for m, extra in extras.MODULES.items() if extra == "train"]
+    named = {DISTRIBUTIONS.get(m, m) for m, extra in extras.MODULES.items() if extra == "train"}
     assert len(named) == len(declared["train"])

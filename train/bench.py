@@ -26,7 +26,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from longspec_jax import cli, files
 from longspec_jax.checks import Whole
-from longspec_jax.config import TARGETS, TINY, TargetConfig
+from longspec_jax.config.known import TARGETS, TINY
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.target import Target
 from longspec_jax.provenance import provenance
 from longspec_jax.recipes import DRAFTS, base_config, stage

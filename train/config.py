@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from longspec_jax.checks import LARGEST_NUMBER, Real, Whole
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 
 MOST_BUCKETS = 8
 SMALLEST_VOCABULARY = 259

@@ -75,7 +75,7 @@ class Distillation(NamedTuple):
 
 def distillation_sums(
     hidden: Float[Array, "B T D"],
-    teacher: Float[Array, "B T D"],
+    teacher: Float[Array, "B T W"],
     head: Float[Array, "V D"],
     labels: Int[Array, "B T"],
     weights: Float[Array, "B T"],
@@ -83,21 +83,26 @@ def distillation_sums(
     share: float,
     chunk: int = 8192,
     cap: float | None = None,
+    teacher_head: Float[Array, "V W"] | None = None,
 ) -> Distillation:
     """``(1 - share) * cross_entropy + share * divergence``, and its parts.
 
     Args:
-      hidden: final hidden states of the student; teacher and head get no gradient.
-      teacher: those of the teacher, at the same positions.
-      head: the LM head, which both share.
+      hidden: final hidden states of the student.
+      teacher: those of the teacher, at the same positions; no gradient.
+      head: the LM head, which both share unless the teacher has one, and which then has no
+        gradient.
       labels: token to predict at every position.
       weights: 0 where a position is not to be learned.
       share: of the divergence, 0 to 1.
       chunk: most tokens whose logits exist at once on a device; of each model half as many.
-      cap: as of :func:`cross_entropy_sum`, of both models.
+      cap: as of :func:`cross_entropy_sum`, of both models, or of a teacher with its own head.
+      teacher_head: the teacher's own LM head; no gradient.
     """
     criterion = functools.partial(_distillation_loss, share, cap)
     options: Any = dict(chunk=max(1, chunk // 2), whole=head, cap=cap)
+    if teacher_head is not None:
+        options.update(whole=teacher_head, cap=None, head_gradient=True)
     loss, sums = chunked_loss(criterion, hidden, head, (labels, weights, teacher), **options)
     return Distillation(loss, *sums)
 

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from longspec_jax import files
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, load_target_config, save_target
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longspec_jax.axes import Array
-from longspec_jax.config import BATCH_AXES
+from longspec_jax.config.names import BATCH_AXES
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import param_shardings, partition_spec, path_name
 

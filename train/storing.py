@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.config import BATCH_AXES
+from longspec_jax.config.names import BATCH_AXES
 from longspec_jax.ops.partitioned import use_mesh
 
 from .config import LogConfig, RunConfig

@@ -4,7 +4,7 @@ A frozen target is only read: one layer's keys and values or the hidden states o
 embeddings and its head. The demo's target, which is trained from scratch, learns the next token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from longspec_jax.axes import Array
-from longspec_jax.config import RecurrenceConfig, TargetConfig
+from longspec_jax.config.layers import RecurrenceConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.target import Target, head_of, scaled, sinks_of
 from longspec_jax.ops.attention.dispatch import causal_attention
-from longspec_jax.ops.partitioned import with_sharding
+from longspec_jax.ops.partitioned import row_shares, with_sharding
 from longspec_jax.ops.recurrence.operands import RecurrentTokens, empty_state
 from longspec_jax.ops.recurrence.recurrence import chunk_recurrence
 
@@ -177,12 +178,29 @@ def is_costly(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _CHEAP
 
 
+def recomputing(run: Callable[..., Any], rows: int, tokens: int, mlp_chunk: int) -> Any:
+    """A draft's pass; where its MLP goes in chunks, the backward pass computes the cheap again.
+
+    Args:
+      run: the pass.
+      rows: of a micro-batch.
+      tokens: that go through the MLP in these rows.
+      mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all. Drafts pass
+        half of what they are told, because the backward pass holds twice as much.
+    """
+    if mlp_chunk and tokens > mlp_chunk * row_shares(rows):
+        return jax.checkpoint(run, policy=is_costly)
+    return run
+
+
 @dataclass(frozen=True)
 class TargetObjective:
     """Next-token prediction by the target itself; nothing is frozen."""
 
     config: TargetConfig
     loss_chunk: int
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0: all."""
 
     def __post_init__(self) -> None:
         if self.config.is_sparse:
@@ -203,11 +221,8 @@ class TargetObjective:
 
     def sums(self, params: Any, frozen: Any, batch: Batch, draws: tuple[()]) -> dict[str, Array]:
         """The cross-entropy."""
-        params = cast(params, self.config.dtype)
-        positions = plain_positions((1, batch.tokens.shape[0]), batch.tokens.shape[1])[0]
-        hidden = run_target(self.config, params, batch.tokens, positions).hidden
+        hidden, head = self.run(params, batch)
         labels, weights = next_token_labels(batch.tokens, batch.weights)
-        [head] = with_sharding("v d", head_of(params))
         loss = cross_entropy_sum(
             *(hidden, head, labels, weights),
             chunk=self.loss_chunk,
@@ -215,6 +230,18 @@ class TargetObjective:
             cap=self.config.logit_cap,
         )
         return {"loss": loss}
+
+    def run(self, params: Any, batch: Batch) -> tuple[Array, Array]:
+        """Final hidden states ``[B, T, D]``, and the LM head that reads them."""
+        chunk, (rows, length) = -(-self.mlp_chunk // 2), batch.tokens.shape
+
+        def hidden(params: Any, tokens: Array) -> Array:
+            positions = plain_positions((1, rows), length)[0]
+            return run_target(self.config, params, tokens, positions, chunk).hidden
+
+        params = cast(params, self.config.dtype)
+        [head] = with_sharding("v d", head_of(params))
+        return recomputing(hidden, rows, rows * length, chunk)(params, batch.tokens), head
 
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
         """The held-out cross-entropy."""
@@ -260,9 +287,8 @@ def layers_flops(config: TargetConfig, length: int, count: int) -> float:
 
 def flops_after_read_keys(config: TargetConfig, length: int) -> float:
     """Of the layers from the read one on, forward, all but its keys and values."""
-    keys_values = matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
     layers = config.num_layers - config.read_layer
-    return layers_flops(config, length, layers) - keys_values
+    return layers_flops(config, length, layers) - keys_values_flops(config)
 
 
 def recurrence_flops(config: TargetConfig, sizes: RecurrenceConfig) -> float:
@@ -281,6 +307,11 @@ def projection_flops(config: Any) -> float:
     """Queries, keys, values and output of a layer of target or draft."""
     heads = 2 * (config.num_heads + config.num_kv_heads)
     return matmul_flops(config.model_width, heads * config.head_width)
+
+
+def keys_values_flops(config: Any) -> float:
+    """Keys and values of a layer of target or draft."""
+    return matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
 
 
 def mlp_flops(config: Any) -> float:

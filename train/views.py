@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 
 from .step import Batch
 from .target import TargetView, plain_positions, run_target

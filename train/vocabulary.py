@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Int
 
 from longspec_jax import cli
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec.checkpoint import draft_config
 from longspec_jax.drafters.vocabulary import most_frequent, save_draft_vocabulary
 from longspec_jax.extras import missing_packages

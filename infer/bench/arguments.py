@@ -12,15 +12,10 @@ from typing import Any
 from longspec_jax import cli
 from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
 from longspec_jax.cli import COUNT, ByMachine, one_of, several
-from longspec_jax.config import (
-    ATTENTION,
-    DEFAULT_TREE,
-    KV_DTYPES,
-    TARGETS,
-    TINY,
-    TargetConfig,
-    TreeConfig,
-)
+from longspec_jax.config.known import TARGETS, TINY
+from longspec_jax.config.names import ATTENTION, KV_DTYPES
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.registry import (
     DFLASH,
     EAGLE3,

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import as_options, counted, settled
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import Draft

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from longspec_jax.cli import counted, settled
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
 
 from .arguments import SHAPES

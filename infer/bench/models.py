@@ -15,7 +15,8 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from longspec_jax.checks import shown_bytes
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache, allocate
 from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
@@ -47,12 +48,12 @@ from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.float8 import CODES, codes, rounded
-from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, quantised_matrices
+from longspec_jax.ops.matmul.quantised_weights import has_unpacked
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.tables import Table
 
 from .arguments import DTYPES, KINDS
-from .stored import quantised_leaf
+from .stored import is_quantised, quantised_leaf
 
 WEIGHT_SCALE = 0.02
 EAGLE3_VOCABULARY = 32000
@@ -120,8 +121,8 @@ def random_model(
     _, retrieval = separated(options or {}, kind)
     if retrieval is not None and kind in KINDS:  # A loaded draft has it already.
         draft = RetrievalDraft(draft, config, retrieval)
-    unpacked = any(isinstance(each, QuantisedMatrix) for each in quantised_matrices(target))
-    static = choose_kernels(TargetModel(config, attention), same_bits, quantised=unpacked)
+    quantised = has_unpacked(target)
+    static = choose_kernels(TargetModel(config, attention), same_bits, quantised=quantised)
     return Model(config, static, Params(target, draft.params), draft)
 
 
@@ -277,9 +278,7 @@ def target_bytes(config: TargetConfig, weights: str = "whole") -> int:
     tree = jax.eval_shape(_initializer(config), jax.random.key(0))
     shares = {"whole": 1, "w4a16": 4}
     return sum(
-        leaf.size
-        * leaf.dtype.itemsize
-        // (shares.get(weights, 2) if path_name(path).endswith("kernel") else 1)
+        leaf.size * leaf.dtype.itemsize // (shares.get(weights, 2) if is_quantised(path) else 1)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     )
 

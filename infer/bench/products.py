@@ -9,9 +9,9 @@ reads them does so as it goes; ``xla`` is its definition in plain JAX. The gate 
 belongs to the product. ``--weights`` chooses how the weights are stored. ``one-order`` are whole,
 and ``ours`` are the matmuls of same_bits with the LM head (``longspec_jax.ops.matmul.ordered``).
 ``int8`` are those of a
-draft in 8 bits (``longspec_jax.ops.matmul.int8``) and its LM head; ``fp8``, ``fp8-blocks`` and
-``w4a16`` those of a quantised target (``longspec_jax.ops.matmul.quantised``), with a scale for each
-output, for 128 x 128 weights, and for 128 inputs of an output. The roof is the time of reading
+draft in 8 bits and its LM head; ``fp8``, ``fp8-blocks`` and ``w4a16`` those of a quantised target,
+with a scale for each output, for 128 x 128 weights, and for 128 inputs of an output
+(``longspec_jax.ops.matmul.quantised``). The roof is the time of reading
 weights and scales once at the bandwidth measured in this run.
 """
 
@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.cli import counted, settled
-from longspec_jax.config import TargetConfig
-from longspec_jax.ops.matmul import few_rows, int8, ordered, quantised
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.ops.matmul import few_rows, ordered, quantised
 from longspec_jax.ops.matmul.packed import packed_params
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 
 from .arguments import SHAPES
 from .models import WEIGHT_SCALE, check_memory
@@ -66,14 +67,10 @@ QUANTISED_OPS: dict[str, tuple[Op, Op]] = {
     "down": (quantised.quantised_matmul_partials, quantised.quantised_matmul_xla),
 }
 """The same with the weights of a quantised target."""
-INT8_OPS: dict[str, tuple[Op, Op]] = {
-    "qkv": (int8.int8_matmul, int8.int8_matmul_xla),
-    "out": (int8.int8_matmul_partials, int8.int8_matmul_xla),
-    "gate_up": (int8.int8_gated_matmul, int8.int8_gated_matmul_xla),
-    "down": (int8.int8_matmul_partials, int8.int8_matmul_xla),
-    "head": (int8.int8_matmul, int8.int8_matmul_xla),
-}
-"""The same with weights of 8 bits, ``[outputs, inputs]``, and a scale for every output."""
+HEAD = functools.partial(quantised.quantised_matmul, dtype=jnp.float32)
+HEAD_XLA = functools.partial(quantised.quantised_matmul_xla, dtype=jnp.float32)
+INT8_OPS = QUANTISED_OPS | {"head": (HEAD, HEAD_XLA)}
+"""Those of a draft in 8 bits, which has an LM head of its own."""
 
 
 def ops_of(weights: str) -> dict[str, tuple[Op, Op]]:
@@ -187,8 +184,8 @@ def _drawn(stored: str, shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
     if stored in ("whole", "one-order"):
         return WEIGHT_SCALE * jax.random.normal(key, shape, dtype)
     if stored == "int8":
-        steps = jax.random.randint(key, (math.prod(outputs), inputs), -127, 128, jnp.int8)
-        return int8.Int8Rows(steps, jnp.full(steps.shape[:1], WEIGHT_SCALE / 127))
+        codes = jax.random.randint(key, (*outputs, inputs), -127, 128, jnp.int8)
+        return QuantisedMatrix(codes, jnp.full((*outputs, 1), WEIGHT_SCALE / 127))
     return random_matrix(
         key, stored=stored, out_axes=tuple(outputs), inputs=inputs, scale=WEIGHT_SCALE
     )

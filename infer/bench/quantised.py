@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from longspec_jax import LongSpec, demo_prompts
 from longspec_jax.axes import Array
 from longspec_jax.cli import settled
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention

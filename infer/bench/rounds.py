@@ -30,7 +30,7 @@ from jaxtyping import Int, UInt
 from scipy.optimize import root_scalar
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
 from longspec_jax.decoding.rows import Rows

@@ -40,7 +40,7 @@ from longspec_jax import LongSpec
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import as_options, counted, settled
 from longspec_jax.compilation import keep_programs
-from longspec_jax.config import DEFAULT_TREE
+from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import TargetModel, Verification

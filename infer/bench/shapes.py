@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from longspec_jax.config import (
-    TARGETS,
+from longspec_jax.config.known import TARGETS
+from longspec_jax.config.layers import (
     LayerConfig,
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -11,9 +11,9 @@ from longspec_jax.config import (
     QueryScaling,
     RecurrenceConfig,
     Rotary,
-    TargetConfig,
     YarnRopeScaling,
 )
+from longspec_jax.config.target import TargetConfig
 
 LLAMA_1B = TargetConfig(
     architecture="LlamaForCausalLM",
@@ -151,6 +151,23 @@ GEMMA3_12B = TargetConfig(
     embedding_factor=62.0,
     attention_scale=0.0625,
 )
+GEMMA2_9B = dataclasses.replace(
+    GEMMA3_12B,
+    architecture="Gemma2ForCausalLM",
+    vocab_size=256000,
+    model_width=3584,
+    mlp_width=14336,
+    num_layers=42,
+    max_positions=8192,
+    rope_theta=1e4,
+    rope_scaling=None,
+    kinds=(LayerConfig(Rotary(1e4), 4096), LayerConfig(Rotary(1e4))),
+    pattern=(0, 1) * 21,
+    qk_norm=False,
+    embedding_factor=59.75,
+    attention_cap=50.0,
+    logit_cap=30.0,
+)
 GLM4_9B = TargetConfig(
     architecture="Glm4ForCausalLM",
     vocab_size=151552,
@@ -231,6 +248,7 @@ SHAPES: dict[str, TargetConfig] = {
     "granite33-8b": GRANITE33_8B,
     "olmo2-7b": OLMO2_7B,
     "glm4-9b": GLM4_9B,
+    "gemma2-9b": GEMMA2_9B,
     "gemma3-12b": GEMMA3_12B,
     "olmo3-7b": OLMO3_7B,
     "qwen35-4b": QWEN35_4B,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed import packed_params
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import path_name
@@ -40,6 +40,12 @@ def random_matrix(
     )
 
 
+def is_quantised(path: Any) -> bool:
+    """Whether a quantised checkpoint is loaded with this parameter in its own bits."""
+    names = path_name(path).split("/")
+    return names[-1] == "kernel" and "recurrence" not in names
+
+
 def quantised_leaf(
     path: Any, leaf: jax.ShapeDtypeStruct, key: jax.Array, stored: str, scale: float
 ) -> Any:
@@ -47,10 +53,9 @@ def quantised_leaf(
 
     The last projection of attention contracts heads and their widths; all others one axis.
     """
-    names = path_name(path).split("/")
-    if names[-1] != "kernel":
+    if not is_quantised(path):
         return None
-    contracted = 2 if names[-2] == "out" else 1
+    contracted = 2 if path_name(path).endswith("out/kernel") else 1
     inputs, out_axes = math.prod(leaf.shape[:contracted]), tuple(leaf.shape[contracted:])
     matrix = random_matrix(key, stored=stored, out_axes=out_axes, inputs=inputs, scale=scale)
     return packed_params(matrix, leaf.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import longspec_jax
 from longspec_jax import cli
 from longspec_jax.checks import SAMPLING, Whole
-from longspec_jax.config import PLAIN
+from longspec_jax.config.tree import PLAIN
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
 from ..arguments import add_memory, add_models, is_demo

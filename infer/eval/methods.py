@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
+from longspec_jax.config.tree import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.drafters.registry import is_name
 
 if TYPE_CHECKING:  # Imports jax, which --help does without.

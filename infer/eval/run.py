@@ -13,7 +13,7 @@ import jax
 
 from longspec_jax import LongSpec, cli
 from longspec_jax.cli import as_options
-from longspec_jax.config import PLAIN
+from longspec_jax.config.tree import PLAIN
 from longspec_jax.embedded import DEMO
 from longspec_jax.generation.comparison import first_difference
 from longspec_jax.generation.endpoint import Endpoint

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from longspec_jax.checks import shown
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.weights.json_files import unique_keys
 
 from .fields import CHAT, COMPLETIONS, DETOKENIZE, MOST_STOP_TOKENS, TOKENIZE

@@ -24,7 +24,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths, TreeRows
-from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import MAX_TREE_LEVELS
 from longspec_jax.drafters.base import Uncommitted
 from longspec_jax.ops.attention import float8
 from longspec_jax.ops.attention.float8 import CODES

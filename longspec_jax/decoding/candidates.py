@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Drafter
 from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level

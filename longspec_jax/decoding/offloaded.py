@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import CacheBytes, KVCache
 from longspec_jax.ops.attention.operands import Prefix, Reading

@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.logprobs import TokenLogprob, packed_width, unpacked_logprobs
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import SamplingKind

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.config import BATCH_AXES
+from longspec_jax.config.names import BATCH_AXES
 from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.programs import program

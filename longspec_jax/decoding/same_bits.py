@@ -12,7 +12,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import path

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Lengths, TreeMask
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding import offloaded
 from longspec_jax.decoding.cache import CacheBytes, KVCache

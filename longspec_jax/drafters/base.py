@@ -19,7 +19,7 @@ from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths, Queries, TreeMask
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.tree import AcceptedPath, Tree, plant
 from longspec_jax.ops.attention.operands import Prefix, Reading
 from longspec_jax.ops.caches import Caches
@@ -215,7 +215,7 @@ class View(Protocol):
     def read_layer(self) -> Prefix:
         """What a draft reads of the target: all of one layer's cache, or the selection.
 
-        The layer is :attr:`longspec_jax.config.TargetConfig.read_layer`.
+        The layer is :attr:`longspec_jax.config.target.TargetConfig.read_layer`.
         """
         ...
 

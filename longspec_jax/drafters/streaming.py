@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Drafter, Params, SamplingNoise, Uncommitted, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.ngram import (

@@ -12,13 +12,18 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.config import LARGEST_FACTOR, TargetConfig
+from longspec_jax.config.layers import LARGEST_FACTOR
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.layers import rounded
 from longspec_jax.models.target import head_logits, head_of, scaled, target_logits
-from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
+from longspec_jax.ops.matmul.packed import packed_params
+from longspec_jax.ops.matmul.quantised import quantised_matmul
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
+from longspec_jax.sharding import param_shardings
 
 SINKS = 4
 """First entries that a draft sees beside its window, unless it was trained with a window."""
@@ -140,7 +145,7 @@ class TableParams:
     """Parameters of the draft's module."""
     embedding: Leaf[Float[Array, "V D"]]
     """The embedding table."""
-    head: Leaf[Float[Array, "v D"]] | Int8Rows
+    head: Leaf[Float[Array, "v D"]] | QuantisedWeights
     """The LM head."""
     vocabulary: Leaf[Int[Array, " v"]] | None = None
     """The target's tokens that the rows of ``head`` stand for; token ``i`` is the i-th if
@@ -159,19 +164,18 @@ class TableParams:
     @property
     def int8(self) -> bool:
         """Whether this is the result of :meth:`in_int8`."""
-        return isinstance(self.head, Int8Rows)
+        return isinstance(self.head, QuantisedWeights)
 
-    def in_int8(self: P) -> P:
+    def in_int8(self: P, mesh: Mesh | None = None) -> P:
         """Copies of the matmuls' weights and of the LM head in 8 bits: half the bytes.
+
+        Args:
+          mesh: what they are spread over; one device if absent.
 
         Raises:
           ValueError: if the draft is in 8 bits already.
         """
-        if isinstance(self.head, Int8Rows):
-            raise ValueError("the draft is in 8 bits already; call in_int8 once")
-        return dataclasses.replace(
-            self, layer=rounded(self.layer), head=Int8Rows.of(self.head), own_head=True
-        )
+        return dataclasses.replace(rounded_params(self, mesh), own_head=True)
 
     @property
     def own_params(self) -> Any:
@@ -257,20 +261,40 @@ class BlockParams(TableParams):
         """Those not shared with the target."""
         return *super().own_params, self.markov
 
-    def in_int8(self: B) -> B:
+    def in_int8(self: B, mesh: Mesh | None = None) -> B:
         """As of :class:`TableParams`; the Markov head's larger table too."""
-        small: Any = super().in_int8()
+        small: Any = super().in_int8(mesh)
         if self.markov is None:
             return small
-        head = Int8Rows.of(self.markov["head"])
-        return dataclasses.replace(small, markov=self.markov | {"head": head})
+        markov = self.markov | {"head": QuantisedMatrix.rounded(self.markov["head"])}
+        laid_out = _laid_out({"markov": markov}, self.embedding.dtype, mesh)
+        return dataclasses.replace(small, **laid_out)
 
 
-def stored_logits(table: Array | Int8Rows, hidden: Array) -> Array:
+def stored_logits(table: Array | QuantisedWeights, hidden: Array) -> Array:
     """Logits ``[..., v]`` of hidden states ``[..., D]`` in float32; the table may have 8 bits."""
-    if isinstance(table, Int8Rows):
-        return int8_matmul(hidden, table)
+    if isinstance(table, QuantisedWeights):
+        return quantised_matmul(hidden, table, dtype=jnp.float32)
     return head_logits(table, hidden)
+
+
+def rounded_params(params: Any, mesh: Mesh | None) -> Any:
+    """A draft's parameters with ``layer`` and ``head`` in 8 bits, on one device or a mesh.
+
+    Raises:
+      ValueError: if they have 8 bits already.
+    """
+    if params.int8:
+        raise ValueError("the draft is in 8 bits already; call in_int8 once")
+    parts = {"layer": rounded(params.layer), "head": QuantisedMatrix.rounded(params.head)}
+    return dataclasses.replace(params, **_laid_out(parts, params.embedding.dtype, mesh))
+
+
+def _laid_out(parts: dict[str, Any], dtype: Any, mesh: Mesh | None) -> dict[str, Any]:
+    """Weights of 8 bits spread over a mesh, or in the order of one device's kernel."""
+    if mesh is not None:
+        return jax.device_put(parts, param_shardings(mesh, parts))
+    return packed_params(parts, dtype)
 
 
 def _is(stored: jax.Array, shared: jax.Array) -> bool:

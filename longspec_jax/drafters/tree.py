@@ -2,9 +2,9 @@
 
 Node 0 is the root, the pending token. Tokens, parents and masks are device arrays in a static
 shape: they differ from row to row and round to round. A level's nodes follow the previous level's,
-so the depth of a grown node is known at trace time from :class:`~longspec_jax.config.TreeConfig`
-(LongSpec, appendix E). Depths differ by row where a budget chose among the nodes, or where the tree
-hangs at the end of a chain (:func:`at_end`).
+so the depth of a grown node is known at trace time from its
+:class:`~longspec_jax.config.tree.TreeConfig` (LongSpec, appendix E). Depths differ by row where a
+budget chose among the nodes, or where the tree hangs at the end of a chain (:func:`at_end`).
 
 **Growing.** :func:`beam_search` serves every drafter with a model: the model scores the nodes of a
 level, and the best continuations of all paths become the next level. With a threshold the depth
@@ -36,7 +36,7 @@ from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.ops.selection.continuations import best_continuations, top_by_rank
 
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from longspec_jax import files
 from longspec_jax.compilation import cache_folder
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Measurement
 from longspec_jax.decoding.programs import processors

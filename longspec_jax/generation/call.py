@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions
 from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.candidates import tallest

@@ -117,9 +117,12 @@ def render_chat(
     try:
         return render(source, variables)
     except Exception as error:  # A template is a program: it may raise anything.
+        remedy = "pass another one as chat_template=, or the prompt as text"
+        if "system" in str(error).lower():
+            remedy = f"write the system message into the first message of the user, or {remedy}"
         raise ValueError(
             f"the chat template cannot render these messages: {error} ({type(error).__name__}); "
-            "pass another one as chat_template=, or the prompt as text"
+            f"{remedy}"
         ) from error
 
 

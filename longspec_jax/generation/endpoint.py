@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from longspec_jax.config import PLAIN, TargetConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import PLAIN
 
 KEY = "LONGSPEC_API_KEY"
 """The environment variable with the server's API key."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.checks import shown_bytes
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.adjustments import ADJUSTMENT_BYTES
 from longspec_jax.decoding.cache import layer_slots, slot_bytes, states_bytes
 from longspec_jax.decoding.rows import RowShardings

@@ -9,13 +9,14 @@ import jax
 from jax.sharding import Mesh
 
 from longspec_jax.compilation import cache_folder
-from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.candidates import candidates
 from longspec_jax.decoding.same_bits import check_tree, choose_kernels, serves_tree
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.draft import DefaultTrees, Draft, drafters_of, is_large
-from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, quantised_matrices
+from longspec_jax.ops.matmul.quantised_weights import has_unpacked, quantised_matrices
 
 SEVERAL = 4
 """Rows decoded together from which the default tree of a large target is timed too: 64 nodes of
@@ -71,8 +72,7 @@ class Models:
         """The static part of the target."""
         mesh = None if self.mesh is None else self.mesh.abstract_mesh
         target = TargetModel(self.target_config, self.attention, mesh, self.offload)
-        matrices = quantised_matrices(self.target_params)
-        quantised = any(isinstance(each, QuantisedMatrix) for each in matrices)
+        quantised = has_unpacked(self.target_params)
         return choose_kernels(target, self.same_bits, quantised=quantised)
 
     @property

@@ -23,7 +23,7 @@ from longspec_jax.checks import (
     shown,
     whole_number,
 )
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.rows import Request

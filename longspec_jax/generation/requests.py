@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from longspec_jax.checks import is_number, is_whole, shown, whole_number
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import trials
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest

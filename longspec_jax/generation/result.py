@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.generation.activity import Activity, OnActivity, TreeTiming, Tuned
 from longspec_jax.generation.inputs import Prompts

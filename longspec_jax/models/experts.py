@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import ExpertsConfig
+from longspec_jax.config.layers import ExpertsConfig
 from longspec_jax.models.layers import INITIAL_SCALE, Projection, SwiGLU
 from longspec_jax.ops.matmul.experts import ExpertWeights, choose_experts, expert_mlp
 from longspec_jax.ops.partitioned import row_shares, with_sharding

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.config import (
+from longspec_jax.config.layers import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
@@ -26,18 +26,12 @@ from longspec_jax.ops.layer import residual_norm, rms_norm
 from longspec_jax.ops.matmul import ordered
 from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
 from longspec_jax.ops.matmul.few_rows import gated_matmul, gelu_gate, matmul, matmul_partials
-from longspec_jax.ops.matmul.int8 import (
-    Int8Rows,
-    int8_gated_matmul,
-    int8_matmul,
-    int8_matmul_partials,
-)
 from longspec_jax.ops.matmul.quantised import (
     quantised_gated_matmul,
     quantised_matmul,
     quantised_matmul_partials,
 )
-from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
 from longspec_jax.ops.partitioned import row_shares
 
 INITIAL_SCALE = 0.02
@@ -152,45 +146,8 @@ class OrderedProjection(Projection):
     quantised: ClassVar[Matmuls] = ORDERED_QUANTISED
 
 
-class Int8Projection(nn.Module):
-    """A :class:`Projection` with weights of 8 bits (:mod:`longspec_jax.ops.matmul.int8`).
-
-    Its parameters are rounded from those of a projection; there are no others to begin with.
-    """
-
-    in_axes: Sequence[int]
-    out_axes: Sequence[int]
-    dtype: jnp.dtype
-    bias: bool = False
-
-    def __call__(self, x: Array) -> Array:
-        """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
-        flat = self._flat(x)
-        bias = self.get_variable("params", "bias").reshape(-1) if self.bias else None
-        out = int8_matmul(flat, self._rows(), bias, dtype=self.dtype)
-        return out.reshape(*flat.shape[:-1], *self.out_axes)
-
-    def partials(self, x: Array) -> Array:
-        """As of :class:`Projection`."""
-        return int8_matmul_partials(self._flat(x), self._rows())
-
-    def gated(self, x: Array) -> Array:
-        """As of :class:`Projection`."""
-        return int8_gated_matmul(self._flat(x), self._rows())
-
-    def _rows(self) -> Int8Rows:
-        """Weights ``[prod(out_axes), prod(in_axes)]``."""
-        rows = self.get_variable("params", "rows")
-        if rows is None:
-            raise ValueError("weights in 8 bits are made from whole ones; initialise those")
-        return rows
-
-    def _flat(self, x: Array) -> Array:
-        return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
-
-
 def rounded(layer: Any, name: str = "") -> Any:
-    """Parameters of a layer with :class:`Int8Projection`, from those with :class:`Projection`.
+    """Parameters of a layer with the weights of its projections in 8 bits.
 
     Args:
       layer: a tree of parameters; modules whose names end in ``out`` contract two axes, heads and
@@ -202,11 +159,9 @@ def rounded(layer: Any, name: str = "") -> Any:
             key: rounded(value, key) if isinstance(value, Mapping) else value
             for key, value in layer.items()
         }
-    contracted = 2 if name.endswith("out") else 1
-    others, kernel = dict(layer), layer["kernel"]
-    del others["kernel"]
-    inputs = int(np.prod(kernel.shape[:contracted]))
-    return {"rows": Int8Rows.of(kernel.reshape(inputs, -1).T), **others}
+    kernel, contracted = layer["kernel"], 2 if name.endswith("out") else 1
+    flat = kernel.reshape(-1, *kernel.shape[contracted:])
+    return {**layer, "kernel": QuantisedMatrix.rounded(jnp.moveaxis(flat, 0, -1))}
 
 
 class SwiGLU(nn.Module):

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import RecurrenceConfig, TargetConfig
+from longspec_jax.config.layers import RecurrenceConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.layers import INITIAL_SCALE, Projection, RMSNorm
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.recurrence.operands import RecurrentTokens

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import LayerConfig, QueryScaling, TargetConfig
+from longspec_jax.config.layers import LayerConfig, QueryScaling
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.experts import Experts
 from longspec_jax.models.layers import (
     INITIAL_SCALE,

@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CachedRows, CacheSlots, LayerSlots, Leaf, Lengths
-from longspec_jax.config import HeadScales
+from longspec_jax.config.layers import HeadScales
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.recurrence.operands import RecurrentState
 
@@ -39,7 +39,7 @@ class Caches:
     states: Mapping[int, RecurrentState] = struct.field(default_factory=dict)
     """Of every recurrent layer, behind all committed tokens."""
     read_layer: int = struct.field(pytree_node=False, default=-1)
-    """The layer that drafts read (:attr:`longspec_jax.config.TargetConfig.read_layer`)."""
+    """The layer that drafts read (:attr:`longspec_jax.config.target.TargetConfig.read_layer`)."""
     read_scales: HeadScales | None = struct.field(pytree_node=False, default=None)
     """The scales of its keys and values."""
 

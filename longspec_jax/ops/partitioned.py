@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from longspec_jax.axes import Array
-from longspec_jax.config import BATCH_AXES
+from longspec_jax.config.names import BATCH_AXES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Term = tuple[tuple[str, ...], ...]
@@ -114,8 +114,8 @@ def use_mesh(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any
     keeps programs by their arguments.
 
     Args:
-      mesh: an abstract one of the axes :data:`longspec_jax.config.MESH_AXES`; None leaves the one
-        in use, if any.
+      mesh: an abstract one of the axes :data:`longspec_jax.config.names.MESH_AXES`; None leaves
+        the one in use, if any.
     """
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 

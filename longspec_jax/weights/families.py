@@ -1,7 +1,7 @@
 """The families of targets: what a Hugging Face class fixes beyond the numbers in ``config.json``.
 
 A family is an entry of :data:`FAMILIES`. Nothing else asks for a family by name: what an entry says
-becomes fields of :class:`longspec_jax.config.TargetConfig`, and the names of stored tensors.
+becomes fields of :class:`longspec_jax.config.target.TargetConfig`, and the names of stored tensors.
 """
 
 import math
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from longspec_jax.config import (
+from longspec_jax.config.layers import (
     LARGEST_FACTOR,
     SMALLEST_FACTOR,
     LayerConfig,
     QueryScaling,
     Rotary,
-    TargetConfig,
 )
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.recurrent import (
     raw_recurrences,

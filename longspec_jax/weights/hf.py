@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed import packed_params
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import Tensors, open_tensors

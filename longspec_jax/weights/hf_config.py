@@ -12,14 +12,8 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from longspec_jax.checks import LARGEST_WHOLE, whole_number
-from longspec_jax.config import (
-    MAX_LAYERS,
-    SMALLEST_EPS,
-    LinearRopeScaling,
-    RopeScaling,
-    TargetConfig,
-    YarnRopeScaling,
-)
+from longspec_jax.config.layers import LinearRopeScaling, RopeScaling, YarnRopeScaling
+from longspec_jax.config.target import MAX_LAYERS, SMALLEST_EPS, TargetConfig
 from longspec_jax.weights.families import FAMILIES, WRAPPERS
 from longspec_jax.weights.json_files import QUANTISATION, JsonObject
 from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta, rotary_width
@@ -107,7 +101,7 @@ def text_part(raw: JsonObject) -> JsonObject:
     if not wrapped(raw):
         return raw
     part = raw.part("text_config")
-    above = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    above = "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id"
     shared = {key: raw.values[key] for key in above if raw.has(key)}
     return part.assuming(shared)
 

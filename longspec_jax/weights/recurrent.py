@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from longspec_jax.config import (
+from longspec_jax.config.layers import (
     MAX_TAPS,
     ExpertsConfig,
     LayerConfig,
     RecurrenceConfig,
     Rotary,
-    TargetConfig,
 )
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.sparse import described, layer_experts, raw_experts
 

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from longspec_jax.checks import shown
-from longspec_jax.config import (
+from longspec_jax.config.layers import (
     LARGEST_FACTOR,
     SMALLEST_FACTOR,
     LinearRopeScaling,

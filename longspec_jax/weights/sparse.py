@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from longspec_jax.checks import is_whole
-from longspec_jax.config import (
+from longspec_jax.config.layers import (
     LARGEST_FACTOR,
     SMALLEST_FACTOR,
     ExpertsConfig,
     LayerConfig,
     Rotary,
-    TargetConfig,
 )
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.json_files import JsonObject
 
 SWISH = 1.702

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.config import ExpertsConfig, LayerConfig, TargetConfig
+from longspec_jax.config.layers import ExpertsConfig, LayerConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.families import FAMILIES, Names

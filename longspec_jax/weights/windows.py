@@ -8,7 +8,8 @@ scaling of a long context is not for them.
 from collections.abc import Mapping
 from typing import Any
 
-from longspec_jax.config import LayerConfig, Rotary, TargetConfig
+from longspec_jax.config.layers import LayerConfig, Rotary
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.families import Family
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import raw_rope

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import configs
-from longspec_jax.config import PRESETS, TARGETS, TargetConfig
+from longspec_jax.config.known import PRESETS, TARGETS
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.parallel.config import ParallelConfig
@@ -27,6 +28,8 @@ from train.drafts.eagle3.settings import Eagle3Settings
 from train.drafts.longspec.objective import LongSpecObjective
 from train.drafts.parallel.objective import ParallelObjective
 from train.drafts.parallel.settings import ParallelSettings
+from train.drafts.small_lm import objective as small_lm
+from train.drafts.small_lm.settings import SmallLMSettings
 from train.pipeline import with_micro_batches
 from train.step import Batch, make_optimizer, state_shardings
 
@@ -78,11 +81,12 @@ def test_a_target_has_one_name() -> None:
         assert load(name).target == TARGETS[short].repository
 
 
-@pytest.mark.parametrize("variant", ["draft", "eagle3", "dflash"])
+@pytest.mark.parametrize("variant", ["draft", "eagle3", "dflash", "small_lm"])
 def test_the_demos_draft_alone_is_for_its_target(variant: str) -> None:
     config = load("demo", variant)
     assert config.pretraining is None and config.target == "longspec_jax/demo/target"
-    assert all(stage.steps and not stage.max_seconds for stage in config.stages)
+    if variant != "small_lm":
+        assert all(stage.steps and not stage.max_seconds for stage in config.stages)
     assert config.draft.kind == ("longspec" if variant == "draft" else variant)
 
 
@@ -134,6 +138,9 @@ def test_drafts_of_other_kinds_take_as_many_operations_as_a_distilled_one() -> N
         if isinstance(settings, Eagle3Settings):
             draft, sizes = fresh_config(settings, shape, length), (settings.steps, settings.decay)
             return Eagle3Objective(shape, draft, *sizes, 1).flops_per_token(length)
+        if isinstance(settings, SmallLMSettings):
+            draft, share = small_lm.fresh_config(settings, shape), settings.distillation
+            return small_lm.SmallLMObjective(shape, draft, share, 1).flops_per_token(length)
         layer = DraftConfig.for_target(shape, dtype="bfloat16", window=settings.window)
         if isinstance(settings, ParallelSettings):
             sizes = settings.layers, settings.block, settings.markov_rank
@@ -142,11 +149,11 @@ def test_drafts_of_other_kinds_take_as_many_operations_as_a_distilled_one() -> N
         return LongSpecObjective(shape, layer, settings, 0, 1).flops_per_token(length)
 
     expected = operations("distilled")
-    for variant in ("parallel", "eagle3"):
+    for variant in ("parallel", "eagle3", "small_lm"):
         assert operations(variant) == pytest.approx(expected, rel=0.01), variant
 
 
-@pytest.mark.parametrize("variant", ["parallel", "eagle3"])
+@pytest.mark.parametrize("variant", ["parallel", "eagle3", "small_lm"])
 def test_drafts_of_other_kinds_have_a_miniature(variant: str) -> None:
     config = load("small_scale", f"tiny_{variant}")
     target = load("small_scale", "tiny_target")
@@ -158,15 +165,19 @@ def test_drafts_of_other_kinds_have_a_miniature(variant: str) -> None:
     if isinstance(config.draft, Eagle3Settings):
         assert fresh_config(config.draft, shape, longest).proposable == 256
         assert not any(stage.max_offset for stage in config.stages)
+    if isinstance(config.draft, SmallLMSettings):
+        assert small_lm.fresh_config(config.draft, shape).vocab_size == shape.vocab_size
+        assert not any(stage.max_offset for stage in config.stages)
 
 
 def test_the_demos_small_model_is_small_and_reads_the_demos_tokens() -> None:
     config, demo = load("demo", "small_lm"), load("demo")
-    assert config.pretraining is not None and demo.pretraining is not None
-    assert config.data.corpus is not None and not config.stages
-    small, target = config.pretraining.shape, demo.pretraining.shape
-    assert small.vocab_size == target.vocab_size and small.max_positions == target.max_positions
-    assert 1e6 < count(target_table(small)) < 1.5e6 and small.dtype == "bfloat16"
+    assert demo.pretraining is not None and isinstance(config.draft, SmallLMSettings)
+    assert config.data.corpus is not None
+    target = demo.pretraining.shape
+    small = small_lm.fresh_config(config.draft, target)
+    assert 1e6 < count(target_table(small)) < 1.5e6
+    assert max(stage.seq_len for stage in config.stages) == target.max_positions
     assert (FOLDER.parent / config.data.corpus.tokenizer / "tokenizer.json").is_file()
 
 
@@ -241,6 +252,24 @@ def test_every_target_has_a_dflash_draft(name: str) -> None:
     state = state_shardings(mesh, objective, make_optimizer(config.optimizer))
     fuse = state.params["fuse"]["kernel"]
     assert fuse.spec == jax.sharding.PartitionSpec(None, ("data", "fsdp"))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_every_target_has_a_small_model(name: str) -> None:
+    """Of its vocabulary: full rows of text, then the conversations of its EAGLE-3 draft."""
+    config, chats, target = load(name, "small_lm"), load(name, "eagle3"), preset(load(name))
+    assert isinstance(config.draft, SmallLMSettings)
+    text, chat = config.stages
+    assert (text.name, chat.name) == ("text", "chat") and chat.data == chats.data
+    assert text.data is not None and text.data.pack and not text.data.mask_prompts
+    draft = small_lm.fresh_config(config.draft, target)
+    assert count(target_table(draft)) < 260e6
+    objective, mesh = small_lm.SmallLMObjective(target, draft, 0.9, 1), make_mesh(fsdp=8)
+    state = state_shardings(mesh, objective, make_optimizer(config.optimizer))
+    assert state.params["embedding"].spec == jax.sharding.PartitionSpec("tp", ("data", "fsdp"))
+    for stage in config.stages:
+        rows = stage.batch // with_micro_batches(stage, mesh).accumulation
+        assert rows * stage.seq_len == 8 * 16384
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
@@ -168,12 +168,9 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(a, e, err_msg=f"row {row}")
 
 
-def assert_rows_come_and_go(target, drafter, params, tokens, lengths, req, plain) -> None:
-    """Five requests in two slots, one of them cancelled, have the texts of plain decoding.
-
-    The first prompt returns, with the chunks that the host kept; slots alone share nothing.
-    """
-    engine = Engine(
+def two_slots(target, drafter, params) -> Engine:
+    """An engine of two slots, whose prompts the host's memory keeps."""
+    return Engine(
         *(target, [drafter], params),
         slots=2,
         capacity=128,
@@ -183,6 +180,14 @@ def assert_rows_come_and_go(target, drafter, params, tokens, lengths, req, plain
         prefixes=True,
         host_bytes=1 << 20,
     )
+
+
+def assert_rows_come_and_go(target, drafter, params, tokens, lengths, req, plain) -> None:
+    """Five requests in two slots, one of them cancelled, have the texts of plain decoding.
+
+    The first prompt returns, with the chunks that the host kept; slots alone share nothing.
+    """
+    engine = two_slots(target, drafter, params)
     order, texts = [1, 0, 2, 0, 1], {}
     ids = [engine.submit(tokens[row, : lengths[row]], req.row(row)) for row in order[:3]]
     extra = engine.submit(tokens[0, :50], req.row(2))

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.programs import RECENT

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import engine as engine_lib
 from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.candidates import candidates, smaller_tree, tallest

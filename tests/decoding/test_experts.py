@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary, TreeConfig
+from longspec_jax.config.layers import ExpertsConfig, LayerConfig, Rotary
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params

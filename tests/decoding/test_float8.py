@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import HeadScales, TreeConfig
-from longspec_jax.decoding.engine import Engine
+from longspec_jax.config.layers import HeadScales
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
@@ -43,6 +43,7 @@ from tests.decoding.lossless import (
     generate,
     prompts,
     request,
+    two_slots,
 )
 from tests.kit import draft_params, random_draft, random_target
 
@@ -131,16 +132,7 @@ def test_layers_with_windows_slots_and_prefixes_change_no_token() -> None:
     mixed: Request = windows.MIXED
     given = windows.PROMPTS, windows.LENGTHS
     plain, _ = generate(target, NoDraft(), models, *given, mixed)
-    engine = Engine(
-        *(target, [drafter], models),
-        slots=2,
-        capacity=128,
-        chunk=8,
-        stop_width=1,
-        streams=True,
-        prefixes=True,
-        host_bytes=1 << 20,
-    )
+    engine = two_slots(target, drafter, models)
     texts: dict[int, list[int]] = {}
     cached: dict[int, int] = {}
 

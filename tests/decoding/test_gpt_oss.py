@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import ExpertsConfig, LayerConfig, Rotary, TreeConfig, YarnRopeScaling
+from longspec_jax.config.layers import ExpertsConfig, LayerConfig, Rotary, YarnRopeScaling
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params

@@ -7,14 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import (
-    PLAIN,
-    LayerConfig,
-    QueryScaling,
-    Rotary,
-    TreeConfig,
-    YarnRopeScaling,
-)
+from longspec_jax.config.layers import LayerConfig, QueryScaling, Rotary, YarnRopeScaling
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import round_noise
 from longspec_jax.decoding.round import slack_slots

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import LayerConfig, RecurrenceConfig, Rotary, TreeConfig
+from longspec_jax.config.layers import LayerConfig, RecurrenceConfig, Rotary
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.candidates import candidates_by_load
 from longspec_jax.decoding.choices import ChoicesByLoad, load_of
 from longspec_jax.decoding.engine import Engine

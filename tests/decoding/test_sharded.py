@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.report import Report

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import MAX_TREE_LEVELS, LayerConfig, Rotary, TreeConfig
+from longspec_jax.config.layers import LayerConfig, Rotary
+from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel

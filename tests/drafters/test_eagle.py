@@ -14,7 +14,8 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.config import PLAIN, LinearRopeScaling, Rotary, TreeConfig
+from longspec_jax.config.layers import LinearRopeScaling, Rotary
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Needs, Params
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.load import EagleOptions, draft_table, load, save

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters import draft as draft_module
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise
 from longspec_jax.drafters.draft import Target, is_large
@@ -24,7 +24,8 @@ from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
-from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
+from longspec_jax.ops.matmul.quantised import quantised_matmul
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import (
     after_prompts,
@@ -174,15 +175,16 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
 
 def widened(rounded: Any, whole: Any) -> Any:
     """The parameters that 8-bit ones stand for."""
-    if "rows" not in rounded:
+    if "kernel" not in rounded:
         return {
             key: widened(value, whole[key]) if isinstance(value, dict) else value
             for key, value in rounded.items()
         }
-    rows: Int8Rows = rounded["rows"]
-    kernel = (rows.steps * rows.scale[:, None]).T.reshape(whole["kernel"].shape)
+    rows: QuantisedMatrix = rounded["kernel"]
+    inputs_last = jnp.asarray(rows.codes * rows.scale)
+    kernel = jnp.moveaxis(inputs_last, -1, 0).reshape(whole["kernel"].shape)
     assert 0 < np.abs(kernel - whole["kernel"]).max() < 0.01 * np.abs(whole["kernel"]).max()
-    return {"kernel": kernel, **{key: value for key, value in rounded.items() if key != "rows"}}
+    return {**rounded, "kernel": kernel}
 
 
 def test_a_draft_in_8_bits_proposes_what_its_rounded_weights_do() -> None:
@@ -191,7 +193,7 @@ def test_a_draft_in_8_bits_proposes_what_its_rounded_weights_do() -> None:
     params, view, tokens = _setup(lengths)
     whole, eighth = params.draft, params.draft.in_int8()
     rounded = params.replace(draft=eighth)
-    table = eighth.head.steps.astype(jnp.float32) * eighth.head.scale[:, None]
+    table = eighth.head.codes.astype(jnp.float32) * eighth.head.scale
     assert 0 < np.abs(table - whole.head).max() < 0.01 * np.abs(whole.head).max()
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
     state = after_prompts(drafter, rounded, tokens, lengths)
@@ -307,14 +309,14 @@ def test_own_leaves_out_what_the_target_has(params: LongSpecParams) -> None:
 def test_a_rounded_head_lies_as_the_head_does() -> None:
     mesh = make_mesh(fsdp=2, tp=2)
     table = jax.random.normal(jax.random.key(1), (26, 6))
-    head = Int8Rows.of(table)
+    head = QuantisedMatrix.rounded(table)
     placed = jax.device_put(head, param_shardings(mesh, {"head": head})["head"])
-    assert placed.steps.sharding.shard_shape((26, 6)) == (13, 3)
+    assert placed.codes.sharding.shard_shape((26, 6)) == (13, 3)
     spread = jax.device_put(table, param_shardings(mesh, {"head": table})["head"])
-    again = Int8Rows.of(spread)
+    again = QuantisedMatrix.rounded(spread)
     jax.tree.map(np.testing.assert_array_equal, again, head)
     hidden = jax.random.normal(jax.random.key(0), (3, 6))
-    ours, theirs = int8_matmul(hidden, placed), int8_matmul(hidden, head)
+    ours, theirs = quantised_matmul(hidden, placed), quantised_matmul(hidden, head)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 

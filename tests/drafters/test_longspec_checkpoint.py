@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.config import PRESETS, LinearRopeScaling, YarnRopeScaling
+from longspec_jax.config.known import PRESETS
+from longspec_jax.config.layers import LinearRopeScaling, YarnRopeScaling
 from longspec_jax.drafters.longspec.checkpoint import hf_draft_config, load_draft, save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import random_draft, tiny_target_config

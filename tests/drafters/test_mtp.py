@@ -14,7 +14,9 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax import LongSpec
-from longspec_jax.config import TargetConfig, TreeConfig, YarnRopeScaling
+from longspec_jax.config.layers import YarnRopeScaling
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.mtp.load import MIMO, SPECULATORS, Dialect, MtpDraft, load, save

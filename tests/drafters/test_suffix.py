@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.ngram import NgramState
 from longspec_jax.drafters.suffix import FEW, LONGEST, PLACES, SuffixDrafter

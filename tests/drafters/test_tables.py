@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.tables import TableParams
 from longspec_jax.drafters.tokenswift.drafter import TokenSwiftConfig, TokenSwiftParams
 from longspec_jax.models.target import target_logits

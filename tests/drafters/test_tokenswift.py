@@ -14,7 +14,7 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax import LongSpec
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.tokenswift.drafter import (

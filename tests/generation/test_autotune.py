@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax import PLAIN, TreeConfig, make_mesh
-from longspec_jax.config import DEFAULT_TREE
+from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.decoding.policy import Measurement
 from longspec_jax.drafters.draft import is_large
 from longspec_jax.drafters.longspec.load import LongSpecDraft

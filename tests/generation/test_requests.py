@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from longspec_jax import GenerateResult, LongSpec, TreeConfig
-from longspec_jax.config import PLAIN
+from longspec_jax.config.tree import PLAIN
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation import requests as requests_lib

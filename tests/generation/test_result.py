@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.result import GenerateResult, Stats, StreamRound, TreeUse
 from longspec_jax.generation.text import Piece

@@ -10,7 +10,7 @@ import pytest
 import longspec_jax
 from infer import arguments, decode
 from longspec_jax import cli
-from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
+from longspec_jax.config.tree import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.embedded import DEMO
 
 MODELS = ["--target=models/target", "--draft=models/draft"]

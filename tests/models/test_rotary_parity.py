@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import Rotary
+from longspec_jax.config.layers import Rotary
 from longspec_jax.models.layers import rotary_angles
 from longspec_jax.ops.layer import rotate
 from longspec_jax.weights.hf_config import rope_scaling, rope_theta

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.models.layers import RMSNorm, rotary_angles
 from longspec_jax.models.target import Attention, Layer, Target

@@ -16,7 +16,7 @@ from longspec_jax.ops.attention import fresh_pallas, kernels, path_kernels, tile
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.hardware import mosaic_is_supported
-from longspec_jax.ops.matmul import int8_pallas, ordered_mosaic
+from longspec_jax.ops.matmul import ordered_mosaic, quantised_pallas
 from longspec_jax.ops.matmul.packed import pack
 from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
 from longspec_jax.ops.selection import continuations, continuations_pallas
@@ -244,7 +244,7 @@ def test_matmuls_of_one_order_lower_for_cuda(rows: int, weights: Weights) -> Non
 
 
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
-@pytest.mark.parametrize("rows", [1, 72])
+@pytest.mark.parametrize("rows", [1, 10, 72])
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> None:
     from longspec_jax.ops.matmul import quantised_mosaic
@@ -254,11 +254,13 @@ def test_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> N
     packed = jax.eval_shape(functools.partial(pack, dtype=dtype), matrix)
     columns = case.outputs[-1] if case.gated else math.prod(case.outputs)
     tile = quantised_tile(case.inputs, columns, gated=case.gated, split=case.split)
-    call = functools.partial(quantised_mosaic.matmul, tile=tile, gated=case.gated)
+    call = functools.partial(quantised_mosaic.matmul, tile=tile, gated=case.gated, dtype=dtype)
     operands = (jax.ShapeDtypeStruct((rows, case.inputs), dtype), packed)
     if not (case.gated or case.split):
         operands += (jax.ShapeDtypeStruct((columns,), dtype),)
-    assert lowered(call, *operands).count("custom_call @mosaic_gpu") == 1
+    text = lowered(call, *operands)
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "stablehlo.pad" not in text and "stablehlo.slice" not in text
 
 
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
@@ -287,26 +289,16 @@ def test_path_attention_lowers_for_cuda(batch, nodes, heads, kv_heads, width) ->
     assert text.count("custom_call @mosaic_gpu") == 2
 
 
-@pytest.mark.parametrize(
-    ("contracted", "outputs", "gated", "split", "bias"),
-    [
-        (4096, 12288, False, False, True),
-        (4096, 4096, False, True, False),
-        (11008, 4096, False, True, False),
-        (4096, 8192, False, True, False),
-        (5120, 10240, False, True, False),
-        (4096, 11008, True, False, False),
-        (4096, 128256, False, False, False),
-        (1000, 5001, False, False, False),
-    ],
-)
-def test_int8_matmuls_lower_for_cuda(contracted, outputs, gated, split, bias) -> None:
-    x = jax.ShapeDtypeStruct((16, contracted), jnp.bfloat16)
-    weights = jax.ShapeDtypeStruct((outputs * (2 if gated else 1), contracted), jnp.int8)
-    scale = jax.ShapeDtypeStruct(weights.shape[:1], jnp.float32)
-    tile = int8_pallas.int8_tile(16, contracted, outputs, gated=gated, split=split)
-    call = functools.partial(int8_pallas.int8_matmul, tile=tile, gated=gated, dtype=x.dtype)
-    assert lowered(call, x, weights, scale, scale if bias else None).count("custom_call @") == 1
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("case", [*LARGE, Case("int8", 1000, (5001,))], ids=str)
+def test_tritons_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> None:
+    matrix, dtype = jax.eval_shape(lambda: case.drawn().flat()), jnp.dtype(case.dtype)
+    tile = quantised_pallas.triton_tile(rows, matrix, gated=case.gated, split=case.split)
+    call = functools.partial(quantised_pallas.matmul, tile=tile, gated=case.gated, dtype=dtype)
+    operands = jax.ShapeDtypeStruct((rows, case.inputs), dtype), matrix
+    if not (case.gated or case.split):
+        operands += (jax.ShapeDtypeStruct((math.prod(case.outputs),), dtype),)
+    assert lowered(call, *operands).count("custom_call @") == 1
 
 
 WITHOUT_PALLAS_TRITON = """

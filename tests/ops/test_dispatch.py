@@ -15,7 +15,7 @@ from longspec_jax.ops import hardware, layer
 from longspec_jax.ops.attention import dispatch as attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.matmul import few_rows, int8, quantised
+from longspec_jax.ops.matmul import few_rows, quantised
 from longspec_jax.ops.matmul.packed import pack
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.selection.continuations import best_continuations
@@ -77,13 +77,12 @@ Q, CACHE, LENGTH, ROWS = (
 )
 PREFIX = Prefix(CACHE, CACHE, LENGTH)
 FRESH = Fresh(ROWS, ROWS, jax.ShapeDtypeStruct((1, 8, 8), jnp.bool_))
-INT8 = int8.Int8Rows(jax.ShapeDtypeStruct((8192, 512), jnp.int8), real((8192,)))
-PACKED, PACKED_PAIR = (
-    jax.eval_shape(
-        partial(pack, dtype=jnp.dtype("bfloat16")),
-        QuantisedMatrix(jax.ShapeDtypeStruct((*out, 512), jnp.int8), real((*out, 1))),
-    )
+INT8, INT8_PAIR = (
+    QuantisedMatrix(jax.ShapeDtypeStruct((*out, 512), jnp.int8), real((*out, 1)))
     for out in ((8192,), (2, 4096))
+)
+PACKED, PACKED_PAIR = (
+    jax.eval_shape(partial(pack, dtype=jnp.dtype("bfloat16")), each) for each in (INT8, INT8_PAIR)
 )
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "prefix": (attention.prefix_attention, (Q, PREFIX)),
@@ -100,9 +99,9 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (half((1, 8, 2, 6, 64)), *[real((1, 8, 32))] * 2, (half((64,)), half((64,)))),
     ),
     "append": (layer.append_rows, ([CACHE], [ROWS], whole((1, 3)), LENGTH)),
-    "int8": (int8.int8_matmul, (half((8, 512)), INT8)),
-    "int8 partials": (int8.int8_matmul_partials, (half((8, 512)), INT8)),
-    "int8 gated": (int8.int8_gated_matmul, (half((8, 512)), INT8)),
+    "int8": (quantised.quantised_matmul, (half((8, 512)), INT8.replace(order=whole((512,))))),
+    "int8 partials": (quantised.quantised_matmul_partials, (half((8, 512)), INT8)),
+    "int8 gated": (quantised.quantised_gated_matmul, (half((8, 512)), INT8_PAIR)),
     "quantised": (quantised.quantised_matmul, (half((8, 512)), PACKED)),
     "quantised partials": (quantised.quantised_matmul_partials, (half((8, 512)), PACKED)),
     "quantised gated": (quantised.quantised_gated_matmul, (half((8, 512)), PACKED_PAIR)),

@@ -16,8 +16,8 @@ from longspec_jax.ops import layer_pallas
 from longspec_jax.ops.attention import fresh_pallas, kernels
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
-from longspec_jax.ops.matmul import few_rows, int8_pallas
-from longspec_jax.ops.matmul.int8 import round_rows
+from longspec_jax.ops.matmul import few_rows, quantised_pallas
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.selection import continuations_pallas
 from tests.kit import COMPILED, hopper_or_skip, normal
 
@@ -68,17 +68,15 @@ def chunk(rows: int, interpret: bool) -> list[jax.Array]:
     ]
 
 
-def int8(
+def quantised(
     rows: int, interpret: bool, *, gated: bool = False, split: bool = False
 ) -> list[jax.Array]:
-    outputs, width = 96, 600
-    weights, scale = round_rows(normal(6, outputs, width))
+    width = 600
+    weights = QuantisedMatrix.rounded(normal(6, 96, width))
     # The tile that is chosen: from one row to all of them it is the same.
-    tile = int8_pallas.int8_tile(
-        rows, width, outputs // (2 if gated else 1), gated=gated, split=split
-    )
+    tile = quantised_pallas.triton_tile(rows, weights, gated=gated, split=split)
     options = dict(tile=tile, gated=gated, dtype=jnp.bfloat16, interpret=interpret)
-    return list(int8_pallas.int8_matmul(bfloat16(7, MOST, width)[:rows], weights, scale, **options))
+    return list(quantised_pallas.matmul(bfloat16(7, MOST, width)[:rows], weights, **options))
 
 
 def norm(rows: int, interpret: bool, *, first: bool = False) -> list[jax.Array]:
@@ -115,8 +113,8 @@ KERNELS = {
     "speculative": speculative,
     "joined": joined,
     "chunk": chunk,
-    "int8 gated": functools.partial(int8, gated=True),
-    "int8 partials": functools.partial(int8, split=True),
+    "quantised gated": functools.partial(quantised, gated=True),
+    "quantised partials": functools.partial(quantised, split=True),
     "norm": norm,
     "first norm": functools.partial(norm, first=True),
     "heads": heads,

@@ -18,7 +18,7 @@ from infer.serve.http_server import HttpServer
 from infer.serve.metrics import Metrics
 from infer.serve.protocol import ServedModel
 from longspec_jax import LongSpec
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation.result import TreeUse
 

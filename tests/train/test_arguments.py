@@ -13,7 +13,7 @@ from absl import flags
 
 from configs import demo, vicuna7b
 from longspec_jax import cli
-from longspec_jax.config import LinearRopeScaling
+from longspec_jax.config.layers import LinearRopeScaling
 from train import arguments, run
 from train.arguments import from_config, parse
 from train.config import MeshConfig, RunConfig, TargetConfig

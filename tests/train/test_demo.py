@@ -10,7 +10,7 @@ import pytest
 from configs import demo
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.longspec.checkpoint import load_draft
-from longspec_jax.drafters.small_lm.load import load
+from longspec_jax.drafters.small_lm.load import SmallLMOptions, load
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
 from longspec_jax.weights.hf import load_target
@@ -69,7 +69,7 @@ def test_the_demo_from_nothing(tmp_path: Path) -> None:
     assert len(records(tmp_path)) == count + 1
 
 
-def test_a_small_model_with_the_tokenizer_of_another(
+def test_a_small_model_for_the_demos_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ``demo.py:small_lm`` does, with a few steps of short rows."""
@@ -78,18 +78,20 @@ def test_a_small_model_with_the_tokenizer_of_another(
     tiny = demo.get_config("tiny")
     values.update(dtype="float32", log_every=1, accept_rows=2, accept_seq_len=64)
     values.data.corpus.update(tiny.data.corpus, tokenizer=values.data.corpus.tokenizer)
-    values.pretraining.stages = dict(short=tiny.pretraining.stages.short)
-    values.pretraining.stages.short.steps = 16
+    values.stages = dict(short=tiny.pretraining.stages.short)
+    values.stages.short.steps = 16
     pipeline.train(from_config(values.to_dict()), tmp_path)
     target, _ = load_target(DEMO / "target")
     tokenizer = load_tokenizer(DEMO / "target")
-    draft = load(tmp_path / "target", Target(target, None, tokenizer))
+    draft = load(tmp_path / "draft", Target(target, None, tokenizer), SmallLMOptions(context=32))
     assert draft.config.num_layers == 2 and not draft.narrower
-    assert not (tmp_path / "draft").exists()
     card = (tmp_path / "README.md").read_text()
-    assert "`target/`" in card and "`draft/`" not in card
-    losses = [record["loss"] for record in records(tmp_path) if "loss" in record]
-    assert len(losses) == 16 and np.mean(losses[-4:]) < np.mean(losses[:2])
+    assert "`draft/`" in card and "`target/`" not in card
+    found = [record for record in records(tmp_path) if "loss" in record]
+    for name in ("loss", "divergence", "cross_entropy"):
+        values = [record[name] for record in found]
+        assert len(values) == 16 and np.mean(values[-4:]) < np.mean(values[:2])
+    assert 1 <= records(tmp_path)[-1]["tau_chain"] <= 4
 
 
 def test_a_tokenizer_that_is_not_there_is_said_before_the_corpus_is_built(tmp_path: Path) -> None:

@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 
 from tests.kit import random_target, tiny_target_config
-from tests.train.drafts.eagle3.test_run import conversations
-from tests.train.tiny import ROOT, command, flip_a_bit, records, save_tiny_target
+from tests.train.tiny import (
+    ROOT,
+    command,
+    conversations,
+    flip_a_bit,
+    records,
+    save_tiny_target,
+)
 from train import features, prepare
 from train.step import Batch
 from train.target import plain_positions, run_target

@@ -5,13 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from longspec_jax.config import (
-    TARGETS,
-    LayerConfig,
-    RecurrenceConfig,
-    Rotary,
-    TargetConfig,
-)
+from longspec_jax.config.known import TARGETS
+from longspec_jax.config.layers import LayerConfig, RecurrenceConfig, Rotary
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import tiny_target_config
 from train.drafts.longspec.objective import LongSpecObjective

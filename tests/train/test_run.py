@@ -352,6 +352,30 @@ def test_without_the_extra_the_shell_sees_what_to_type(missing: str) -> None:
     )
 
 
+def test_local_files_need_no_datasets_package(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for module in ("datasets", "pyarrow"):
+        monkeypatch.setitem(sys.modules, module, None)
+    files = write_documents(tmp_path / "documents.jsonl", 38)
+    given = [*arguments(target, files, tmp_path / "run"), "--config.stages.short.steps=1"]
+    assert command(*given) == 0 and len(losses(tmp_path / "run")) == 1
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(b"")
+    for data, module in (
+        (["--config.data.files=", "--config.data.hub=owner/name"], "datasets"),
+        ([f"--config.data.files={packed}"], "pyarrow"),
+    ):
+        capsys.readouterr()
+        other = [*arguments(target, files, tmp_path / module), *data]
+        assert command(*other) == cli.BAD_INPUT
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert f"packages that are not installed ({module}): pip install" in last
+
+
 def test_help_names_the_command_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         run.main(["--config=demo", "--help"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from longspec_jax.config import ExpertsConfig, LayerConfig, RecurrenceConfig, Rotary
+from longspec_jax.config.layers import ExpertsConfig, LayerConfig, RecurrenceConfig, Rotary
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.models.target import head_of
 from longspec_jax.sharding import make_mesh, param_shardings, path_name

@@ -68,6 +68,18 @@ def write_documents(path: Path, count: int) -> Path:
     return path
 
 
+def conversations(path: Path, count: int) -> Path:
+    """Conversations of two turns, one a line."""
+    rng = np.random.default_rng(0)
+
+    def turn(role: str, most: int) -> dict[str, str]:
+        return {"role": role, "content": " ".join(rng.choice(WORDS, rng.integers(3, most)))}
+
+    rows = ({"messages": [turn("user", 9), turn("assistant", 20)]} for _ in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def arguments(target: Path, files: Path, workdir: Path, variant: str = "short") -> list[str]:
     """Vicuna's configuration, shrunk to rows and batches of a toy."""
     small = dict(batch=8, seq_len=40, accumulation=2)

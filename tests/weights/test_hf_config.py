@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from infer.bench.shapes import SHAPES
-from longspec_jax.config import PRESETS, LinearRopeScaling
+from longspec_jax.config.known import PRESETS
+from longspec_jax.config.layers import LinearRopeScaling
 from longspec_jax.drafters.longspec import checkpoint
 from longspec_jax.drafters.longspec.checkpoint import hf_draft_config
 from longspec_jax.drafters.longspec.config import DraftConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec import checkpoint
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import open_tensors

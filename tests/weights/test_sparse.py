@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from longspec_jax.config import PRESETS, ExpertsConfig
+from longspec_jax.config.known import PRESETS
+from longspec_jax.config.layers import ExpertsConfig
 from longspec_jax.weights.hf_config import hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import PRESETS, ExpertsConfig, LayerConfig, Rotary
+from longspec_jax.config.known import PRESETS
+from longspec_jax.config.layers import ExpertsConfig, LayerConfig, Rotary
 from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.config import QueryScaling, YarnRopeScaling
+from longspec_jax.config.layers import QueryScaling, YarnRopeScaling
 from longspec_jax.weights.hf import load_target, save_target
 from tests.kit import random_target, tiny_target_config
 

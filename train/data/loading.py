@@ -9,6 +9,7 @@ nothing of them is kept but the tokens.
 
 import contextlib
 import glob
+import importlib
 import importlib.util
 import io
 import itertools
@@ -20,6 +21,7 @@ from typing import Any
 
 from longspec_jax import files
 from longspec_jax.checks import first_line, shown
+from longspec_jax.extras import missing_extra
 
 from ..config import DataConfig
 from ..fingerprint import files_digest, fingerprint
@@ -103,6 +105,18 @@ def _unreadable() -> tuple[type[Exception], ...]:
     return OSError, ValueError, DatasetsError
 
 
+def _installed(name: str) -> Any:
+    """A module that only some data need.
+
+    Raises:
+      ValueError: says what to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(missing_extra(error) or str(error)) from None
+
+
 def expand(files: str) -> list[str]:
     """Existing files of comma-separated paths and patterns, in order."""
     found = []
@@ -129,8 +143,7 @@ def _file_rows(url: str, pack: bool) -> Iterator[tuple[int, Any]]:
     kind = (name.with_suffix("") if codec else name).suffix
     with _opened(url) as file:
         if codec is not None:
-            import pyarrow
-
+            pyarrow = _installed("pyarrow")
             file = io.BufferedReader(pyarrow.CompressedInputStream(file, codec), 1 << 20)
         match kind:
             case ".jsonl":
@@ -170,9 +183,7 @@ def _json_rows(file: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet_rows(file: Any) -> Iterator[Fields]:
-    from pyarrow.parquet import ParquetFile
-
-    for batch in ParquetFile(file).iter_batches(1024):
+    for batch in _installed("pyarrow.parquet").ParquetFile(file).iter_batches(1024):
         yield from batch.to_pylist()
 
 
@@ -184,18 +195,17 @@ def _paragraphs(file: Iterable[bytes]) -> Iterator[str]:
 
 def _hub_rows(data: DataConfig, revision: str | None) -> Iterator[tuple[int, Any]]:
     """Rows of a hub data set or of one file of it, downloaded first unless they are streamed."""
-    from datasets import disable_progress_bars, load_dataset
-
     folder = Path(data.hub).expanduser()
     repository, file = (str(folder), None) if folder.is_dir() else _repository(data.hub)
     if file is not None:
         if data.stream:
             return _file_rows(f"hf://datasets/{repository}@{revision}/{file}", data.pack)
         return _file_rows(_downloaded(repository, file), data.pack)
-    disable_progress_bars()
+    datasets = _installed("datasets")
+    datasets.disable_progress_bars()
     pinned = None if folder.is_dir() else revision
-    rows: Any = load_dataset(repository, split=data.split, revision=pinned, streaming=data.stream)
-    return enumerate(rows, 1)
+    about = dict(split=data.split, revision=pinned, streaming=data.stream)
+    return enumerate(datasets.load_dataset(repository, **about), 1)
 
 
 def _repository(name: str) -> tuple[str, str | None]:
@@ -249,9 +259,7 @@ def data_digest(data: DataConfig) -> str:
         repository, file = _repository(data.hub)
         if file is not None:
             return files_digest([Path(_downloaded(repository, file))])
-        from datasets import load_dataset
-
-        return load_dataset(data.hub, split=data.split)._fingerprint
+        return _installed("datasets").load_dataset(data.hub, split=data.split)._fingerprint
 
 
 def stream_digest(data: DataConfig, workdir: Path) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 
 from ..config import StageConfig
 from ..step import Objective

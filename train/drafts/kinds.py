@@ -14,6 +14,7 @@ from .dflash.settings import DFlashSettings
 from .eagle3.settings import Eagle3Settings
 from .longspec.settings import LongSpecSettings
 from .parallel.settings import ParallelSettings
+from .small_lm.settings import SmallLMSettings
 
 if TYPE_CHECKING:
     from .base import Begun, Given
@@ -47,4 +48,5 @@ KINDS: dict[str, Kind] = {
     "eagle3": Kind(Eagle3Settings, "eagle3.objective"),
     "dflash": Kind(DFlashSettings, "dflash.objective"),
     "parallel": Kind(ParallelSettings, "parallel.objective"),
+    "small_lm": Kind(SmallLMSettings, "small_lm.objective"),
 }

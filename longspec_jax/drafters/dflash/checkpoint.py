@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.dialects import (
     Dialect,

@@ -4,7 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from longspec_jax.checks import whole_number
-from longspec_jax.config import TargetConfig, YarnRopeScaling
+from longspec_jax.config.layers import YarnRopeScaling
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.tables import check_fits
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec_jax.checks import is_whole
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.dflash.config import Confidence, DFlashConfig, Markov
 from longspec_jax.weights.hf_config import (
     REFUSED,

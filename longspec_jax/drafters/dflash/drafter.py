@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from longspec_jax.axes import Array
-from longspec_jax.config import PLAIN, TreeConfig, YarnRopeScaling
+from longspec_jax.config.layers import YarnRopeScaling
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,

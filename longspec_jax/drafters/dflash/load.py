@@ -7,7 +7,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.dflash.checkpoint import Format, load_draft
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.drafter import DFlashDrafter
@@ -15,7 +16,6 @@ from longspec_jax.drafters.dflash.model import DFlashParams
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
 from longspec_jax.drafters.tables import SINKS, FeatureOptions
 from longspec_jax.drafters.window import Seen
-from longspec_jax.sharding import placed
 
 DEEPEST = 16
 """Levels of the deepest default tree; longer blocks are hardly ever accepted whole."""
@@ -110,9 +110,7 @@ def load(
     if options.yarn is not None:
         config = config.stretched(options.yarn)
     if pays_in_int8(target) if options.int8 is None else options.int8:
-        params = params.in_int8()
-        if mesh is not None:
-            params = placed(params, mesh, "layer", "head", *["markov"] * bool(config.markov))
+        params = params.in_int8(mesh)
     reach = seen(config, target.config, options)
     if reach.window is not None and options.window is None and None in config.windows:
         warnings.warn(

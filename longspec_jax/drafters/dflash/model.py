@@ -18,7 +18,7 @@ from longspec_jax.axes import Array
 from longspec_jax.drafters.dflash.config import DFlashConfig, Markov
 from longspec_jax.drafters.tables import BlockParams, stored_logits
 from longspec_jax.drafters.window import Rows
-from longspec_jax.models.layers import Int8Projection, Projection, RMSNorm, rotary_angles
+from longspec_jax.models.layers import Projection, RMSNorm, rotary_angles
 from longspec_jax.models.target import HEADS, Attend, Layer
 from longspec_jax.ops.layer import split_heads
 from longspec_jax.ops.partitioned import with_sharding
@@ -28,19 +28,16 @@ class DFlashLayers(nn.Module):
     """The draft as pure functions of features and embeddings; attention is the caller's."""
 
     config: DFlashConfig
-    int8: bool = False
-    """Whether the weights of the matmuls have 8 bits."""
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0 for all."""
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config.trunk, jnp.dtype(self.config.trunk.dtype)
-        projection = Int8Projection if self.int8 else Projection
         fused = len(self.config.features) * self.config.target_width
-        self.fuse = projection((fused,), (c.model_width,), dtype)
+        self.fuse = Projection((fused,), (c.model_width,), dtype)
         self.hidden_norm = RMSNorm(c.norm_eps, dtype)
-        self.layers = [Layer(c, self.mlp_chunk, projection) for _ in range(c.num_layers)]
+        self.layers = [Layer(c, self.mlp_chunk) for _ in range(c.num_layers)]
         self.final_norm = RMSNorm(c.norm_eps, dtype)
 
     def keys_values(self, hidden: Sequence[Array], positions: Array) -> tuple[Rows, ...]:
@@ -121,7 +118,7 @@ class DFlashParams(BlockParams):
         return jax.nn.log_sigmoid((joint * kernel).sum(axis=-1) + bias)
 
     def _apply(self, config: DFlashConfig, *args: Any, **options: Any) -> Any:
-        layers: Any = DFlashLayers(config, self.int8)
+        layers: Any = DFlashLayers(config)
         return layers.apply({"params": self.layer}, *args, **options)
 
 

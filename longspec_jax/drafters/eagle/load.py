@@ -11,7 +11,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import Rotary, TargetConfig, TreeConfig, YarnRopeScaling
+from longspec_jax.config.layers import Rotary, YarnRopeScaling
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.model import EagleConfig, EagleDrafter, EagleParams
 from longspec_jax.drafters.eagle3.dialects import AUTHORS_BASE, FIRST_LAYER, USUAL_POSITIONS

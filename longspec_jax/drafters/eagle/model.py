@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.model import Eagle3Params, LevelOutput
 from longspec_jax.drafters.tables import check_sizes
-from longspec_jax.models.layers import GroupedQKV, Int8Projection, Projection, RMSNorm, SwiGLU
+from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU
 from longspec_jax.models.target import HEADS
 from longspec_jax.ops.layer import add, split_heads
 from longspec_jax.ops.partitioned import with_sharding
@@ -49,14 +49,11 @@ class EagleLayer(nn.Module):
     """
 
     config: EagleConfig
-    int8: bool = False
-    """Whether the weights of the matmuls have 8 bits."""
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
-        projection = Int8Projection if self.int8 else Projection
-        self.fuse = projection((2 * c.model_width,), (c.model_width,), dtype, c.fuse_bias)
+        self.fuse = Projection((2 * c.model_width,), (c.model_width,), dtype, c.fuse_bias)
         self.self_qkv = GroupedQKV(
             c.model_width,
             c.num_kv_heads,
@@ -64,11 +61,10 @@ class EagleLayer(nn.Module):
             c.head_width,
             dtype,
             bias=c.qkv_bias,
-            projection=projection,
         )
-        self.self_out = projection((c.num_heads, c.head_width), (c.model_width,), dtype)
+        self.self_out = Projection((c.num_heads, c.head_width), (c.model_width,), dtype)
         self.mlp_norm = RMSNorm(c.norm_eps, dtype)
-        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype)
 
     def fused(self, hidden: Sequence[Array]) -> Array:
         """The hidden state itself."""
@@ -116,7 +112,7 @@ class EagleParams(Eagle3Params):
     """The draft's layer and its tables; the LM head is the target's."""
 
     def _apply(self, config: Any, *args: Any, **options: Any) -> Any:
-        layer: Any = EagleLayer(config, self.int8)
+        layer: Any = EagleLayer(config)
         return layer.apply({"params": self.layer}, *args, **options)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.dialects import Dialect, dialect_of, draft_config, hf_draft_config
 from longspec_jax.drafters.eagle3.model import Eagle3Params

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.checks import whole_number
-from longspec_jax.config import RopeScaling, Rotary, TargetConfig, YarnRopeScaling, check_layer
+from longspec_jax.config.layers import RopeScaling, Rotary, YarnRopeScaling
+from longspec_jax.config.target import TargetConfig, check_layer
 from longspec_jax.drafters.tables import check_fits
 from longspec_jax.models.layers import rotary_frequencies
 

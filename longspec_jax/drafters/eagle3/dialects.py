@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec_jax.checks import is_whole, shown
-from longspec_jax.config import (
+from longspec_jax.config.layers import (
     LARGEST_FACTOR,
     RopeScaling,
     Rotary,
-    TargetConfig,
     YarnRopeScaling,
     yarn_magnitude,
 )
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.weights.hf_config import (
     REFUSED,

@@ -20,7 +20,7 @@ from flax import struct
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,

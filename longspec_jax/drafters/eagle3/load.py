@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
 from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
@@ -16,7 +17,6 @@ from longspec_jax.drafters.eagle3.model import Eagle3Params
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
 from longspec_jax.drafters.tables import SINKS, FeatureOptions
 from longspec_jax.drafters.window import Seen
-from longspec_jax.sharding import placed
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,7 @@ def bound(
     if options.yarn is not None:
         config = config.stretched(options.yarn)
     if pays_in_int8(target) if options.int8 is None else options.int8:
-        params = params.in_int8()
-        if mesh is not None:
-            params = placed(params, mesh, "layer", "head")
+        params = params.in_int8(mesh)
     reach = seen(config, target.config, options)
     if reach.window is not None and options.window is None and config.window is None:
         warnings.warn(

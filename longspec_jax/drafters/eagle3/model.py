@@ -19,7 +19,7 @@ from flax import struct
 from longspec_jax.axes import Array
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.tables import TableParams
-from longspec_jax.models.layers import GroupedQKV, Int8Projection, Projection, RMSNorm, SwiGLU
+from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU
 from longspec_jax.models.target import HEADS
 from longspec_jax.ops.layer import add, split_heads
 from longspec_jax.ops.partitioned import with_sharding
@@ -38,17 +38,14 @@ class Eagle3Layer(nn.Module):
     """The draft as pure functions of features and embeddings; attention is the caller's."""
 
     config: Eagle3Config
-    int8: bool = False
-    """Whether the weights of the matmuls have 8 bits."""
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0: all."""
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
-        projection = Int8Projection if self.int8 else Projection
         fused = len(c.features) * c.target_width
-        self.fuse = projection((fused,), (c.model_width,), dtype)
+        self.fuse = Projection((fused,), (c.model_width,), dtype)
         if c.norm_before_fuse:
             self.fuse_norm = RMSNorm(c.norm_eps, dtype)
         if c.feature_norms:
@@ -62,14 +59,13 @@ class Eagle3Layer(nn.Module):
             c.head_width,
             dtype,
             bias=c.qkv_bias,
-            projection=projection,
         )
         if c.qk_norm:
             self.q_norm = RMSNorm(c.norm_eps, dtype)
             self.k_norm = RMSNorm(c.norm_eps, dtype)
-        self.self_out = projection((c.num_heads, c.head_width), (c.model_width,), dtype)
+        self.self_out = Projection((c.num_heads, c.head_width), (c.model_width,), dtype)
         self.mlp_norm = RMSNorm(c.norm_eps, dtype)
-        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection, self.mlp_chunk)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, chunk=self.mlp_chunk)
         if c.normed_head or c.normed_feedback:
             self.final_norm = RMSNorm(c.norm_eps, dtype)
 
@@ -161,5 +157,5 @@ class Eagle3Params(TableParams):
         return self._apply(config, self.embedded(tokens), feature, positions, attend)
 
     def _apply(self, config: Eagle3Config, *args: Any, **options: Any) -> Any:
-        layer: Any = Eagle3Layer(config, self.int8)
+        layer: Any = Eagle3Layer(config)
         return layer.apply({"params": self.layer}, *args, **options)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec_jax.checks import whole_number
-from longspec_jax.config import RopeScaling, Rotary, TargetConfig, check_layer
+from longspec_jax.config.layers import RopeScaling, Rotary
+from longspec_jax.config.target import TargetConfig, check_layer
 
 
 def check_vocabulary(vocab_size: int, target: TargetConfig) -> None:

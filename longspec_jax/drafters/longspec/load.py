@@ -4,10 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longspec_jax.config import DEFAULT_TREE, TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
 from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
@@ -15,7 +17,7 @@ from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
 from longspec_jax.drafters.vocabulary import check_vocabulary, load_draft_vocabulary
-from longspec_jax.sharding import placed
+from longspec_jax.sharding import param_shardings
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,10 @@ class LongSpecDraft(Draft):
             tokens = check_vocabulary(vocabulary, params.embedding.shape[0])
             params = params.restricted(jnp.asarray(tokens))
         if int8:
-            params = params.in_int8()
-        if mesh is not None and params.own_params is not layer:
-            params = placed(params, mesh, "layer", "head")
+            params = params.in_int8(mesh)
+        elif mesh is not None and vocabulary is not None:
+            head = jax.device_put(params.head, param_shardings(mesh, {"head": params.head})["head"])
+            params = replace(params, head=head)
         return cls(config, params, working=working)
 
     @property

@@ -12,22 +12,22 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.tables import rounded_params, stored_logits
 from longspec_jax.models.layers import (
     GroupedQKV,
-    Int8Projection,
     Projection,
     RMSNorm,
     SwiGLU,
     rotary_angles,
-    rounded,
 )
-from longspec_jax.models.target import HEADS, head_logits, head_of, scaled
+from longspec_jax.models.target import HEADS, head_of, scaled
 from longspec_jax.ops.layer import add, rotate, split_heads
-from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
+from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import with_sharding
 
 
@@ -46,15 +46,12 @@ class LongSpecLayer(nn.Module):
     """The draft layer as a pure function of embeddings; attention patterns are the caller's."""
 
     config: DraftConfig
-    int8: bool = False
-    """Whether the weights of the matmuls have 8 bits."""
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0 for all."""
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
-        projection = Int8Projection if self.int8 else Projection
         heads = (c.num_heads, c.head_width)
         self.self_norm = RMSNorm(c.norm_eps, dtype)
         self.self_qkv = GroupedQKV(
@@ -64,14 +61,13 @@ class LongSpecLayer(nn.Module):
             c.head_width,
             dtype,
             bias=True,
-            projection=projection,
         )
-        self.self_out = projection(heads, (c.model_width,), dtype)
+        self.self_out = Projection(heads, (c.model_width,), dtype)
         self.cross_norm = RMSNorm(c.norm_eps, dtype)
-        self.cross_q = projection((c.model_width,), heads, dtype, bias=True)
-        self.cross_out = projection(heads, (c.model_width,), dtype)
+        self.cross_q = Projection((c.model_width,), heads, dtype, bias=True)
+        self.cross_out = Projection(heads, (c.model_width,), dtype)
         self.mlp_norm = RMSNorm(c.norm_eps, dtype)
-        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection, self.mlp_chunk)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, chunk=self.mlp_chunk)
 
     def __call__(
         self,
@@ -117,7 +113,7 @@ class LongSpecParams:
     """Parameters of :class:`LongSpecLayer`."""
     embedding: Leaf[Float[Array, "V D"]]
     """The target's embedding table."""
-    head: Leaf[Float[Array, "v D"]] | Int8Rows
+    head: Leaf[Float[Array, "v D"]] | QuantisedWeights
     """The target's LM head, the embedding itself where they are tied, or rows of it."""
     vocabulary: Leaf[Int[Array, " v"]] | None = None
     """Tokens that can be proposed, ``head`` being their rows; all of them if absent."""
@@ -133,45 +129,44 @@ class LongSpecParams:
         Verification stays over the whole vocabulary, so the output is unchanged. Call it before
         :meth:`in_int8`.
         """
-        if isinstance(self.head, Int8Rows):
+        if isinstance(self.head, QuantisedWeights):
             raise ValueError("the draft is in 8 bits already; restrict it before in_int8")
         rows = jnp.take(self.head, vocabulary, axis=0)
         return dataclasses.replace(self, head=rows, vocabulary=vocabulary)
 
-    def in_int8(self) -> "LongSpecParams":
+    def in_int8(self, mesh: Mesh | None = None) -> "LongSpecParams":
         """Copies of the layer's matmuls and of the head in 8 bits; the target keeps its own.
 
         Half the bytes at every level. Each row of the head is rounded by itself.
 
+        Args:
+          mesh: what they are spread over; one device if absent.
+
         Raises:
           ValueError: if the draft is in 8 bits already.
         """
-        if isinstance(self.head, Int8Rows):
-            raise ValueError("the draft is in 8 bits already; call in_int8 once")
-        return dataclasses.replace(self, layer=rounded(self.layer), head=Int8Rows.of(self.head))
+        return rounded_params(self, mesh)
 
     @property
     def proposable(self) -> int:
         """How many tokens it may propose."""
-        rows = self.head.steps if isinstance(self.head, Int8Rows) else self.head
-        return rows.shape[0]
+        head = self.head
+        return head.out_axes[0] if isinstance(head, QuantisedWeights) else head.shape[0]
 
     @property
     def int8(self) -> bool:
         """Whether this is the result of :meth:`in_int8`."""
-        return isinstance(self.head, Int8Rows)
+        return isinstance(self.head, QuantisedWeights)
 
     def logits(self, hidden: Array) -> Array:
         """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
-        if isinstance(self.head, Int8Rows):
-            return int8_matmul(hidden, self.head)
-        return head_logits(self.head, hidden)
+        return stored_logits(self.head, hidden)
 
     def keys_values(
         self, config: DraftConfig, tokens: Array, positions: Array
     ) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens ``[B, T]`` at positions ``[B, T]``."""
-        layer: Any = LongSpecLayer(config, self.int8)
+        layer: Any = LongSpecLayer(config)
         embedded = jnp.take(self.embedding, tokens, axis=0)
         return layer.apply(
             {"params": self.layer}, embedded, positions, method=LongSpecLayer.keys_values
@@ -186,7 +181,7 @@ class LongSpecParams:
         attend_cross: Callable[[Array], Array],
     ) -> Array:
         """What the LM head reads of tokens ``[B, T]``, ``[B, T, D]``."""
-        layer: Any = LongSpecLayer(config, self.int8)
+        layer: Any = LongSpecLayer(config)
         embedded = jnp.take(self.embedding, tokens, axis=0)
         params = {"params": self.layer}
         return layer.apply(params, embedded, positions, attend_self, attend_cross).hidden

@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.checks import whole_number
-from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.drafters.tree import Tree, plant, tree_of_levels

@@ -13,7 +13,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import LayerConfig, TargetConfig, TreeConfig
+from longspec_jax.config.layers import LayerConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.load import EagleDraft, EagleOptions
 from longspec_jax.drafters.eagle3.load import bound

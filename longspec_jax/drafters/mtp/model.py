@@ -66,7 +66,7 @@ class MtpParams(EagleParams):
     """The layer and the target's tables."""
 
     def _apply(self, config: Any, *args: Any, **options: Any) -> Any:
-        layer: Any = MtpLayer(config, self.int8)
+        layer: Any = MtpLayer(config)
         return layer.apply({"params": self.layer}, *args, **options)
 
 

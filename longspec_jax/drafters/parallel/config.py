@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from longspec_jax.checks import whole_number
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig, check_vocabulary
 
 MOST_LAYERS = 3

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.model import ParallelParams

@@ -6,13 +6,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
 from longspec_jax.drafters.parallel.checkpoint import load_draft
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.drafter import ParallelDrafter
 from longspec_jax.drafters.parallel.model import ParallelParams
-from longspec_jax.sharding import placed
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,7 @@ class ParallelDraft(Draft):
         """
         bound = ParallelParams.beside(target_params, params)
         if int8:
-            bound = bound.in_int8()
-            if mesh is not None:
-                bound = placed(bound, mesh, "layer", "head", *["markov"] * bool(bound.markov))
+            bound = bound.in_int8(mesh)
         return cls(config, bound)
 
     @property

@@ -35,8 +35,6 @@ class ParallelLayers(nn.Module):
     """The draft as pure functions of embeddings; attention patterns are the caller's."""
 
     config: ParallelConfig
-    int8: bool = False
-    """Whether the weights of the matmuls have 8 bits."""
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0 for all."""
 
@@ -48,8 +46,7 @@ class ParallelLayers(nn.Module):
         first = dataclasses.replace(layer, logits_divisor=1.0)
         behind = dataclasses.replace(first, embedding_factor=1.0)
         self.layers = [
-            LongSpecLayer(each, self.int8, self.mlp_chunk)
-            for each in (first, *(behind,) * (c.num_layers - 1))
+            LongSpecLayer(each, self.mlp_chunk) for each in (first, *(behind,) * (c.num_layers - 1))
         ]
         self.final_norm = RMSNorm(layer.norm_eps, dtype)
         self.slots = self.param("slots", nn.initializers.normal(INITIAL_SCALE), slots, dtype)
@@ -122,5 +119,5 @@ class ParallelParams(BlockParams):
         return stored_logits(self.markov["head"], before)
 
     def _apply(self, config: ParallelConfig, *args: Any, **options: Any) -> Any:
-        layers: Any = ParallelLayers(config, self.int8)
+        layers: Any = ParallelLayers(config)
         return layers.apply({"params": self.layer}, *args, **options)

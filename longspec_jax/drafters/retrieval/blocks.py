@@ -22,7 +22,7 @@ from flax import struct
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, Selection, View
 from longspec_jax.drafters.retrieval.selection import Selector, end_to_end, everything
 from longspec_jax.ops.selection.blocks import (

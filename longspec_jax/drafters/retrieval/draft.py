@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from longspec_jax.checks import shown
-from longspec_jax.config import DEFAULT_TREE, PLAIN, TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Lengths
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,

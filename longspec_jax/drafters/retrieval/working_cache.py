@@ -21,7 +21,8 @@ from flax import struct
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import MAX_TREE_LEVELS
 from longspec_jax.drafters.base import Committed, View
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, LastQuery
 from longspec_jax.ops.attention.operands import Prefix

@@ -17,7 +17,8 @@ from flax import struct
 from jax.lax import dynamic_update_slice_in_dim
 
 from longspec_jax.axes import Array, Lengths
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,

@@ -26,7 +26,8 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.checks import whole_number
-from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.ngram import NgramState, best_places
 from longspec_jax.drafters.retrieval.selection import Selector, SinksAndRecent

@@ -11,7 +11,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.tokenswift.drafter import (

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array
-from longspec_jax.config import HeadScales
+from longspec_jax.config.layers import HeadScales
 
 E4M3 = jnp.float8_e4m3fn
 """The dtype of cached numbers, which has no infinity."""

@@ -25,7 +25,7 @@ from longspec_jax.axes import (
     TreeMask,
     TreeRows,
 )
-from longspec_jax.config import HeadScales
+from longspec_jax.config.layers import HeadScales
 
 
 @struct.dataclass

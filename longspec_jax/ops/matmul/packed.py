@@ -12,7 +12,6 @@ Nothing is lost: :meth:`PackedMatrix.plain` gives the codes back, for XLA's matm
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -107,28 +106,32 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
 
 
 def packed_params(params: Any, dtype: Any) -> Any:
-    """A target's parameters with every matrix packed that the kernel of this machine reads.
+    """Parameters with every matrix packed that the kernel of this machine reads.
 
     One matrix after the other takes the place of the one it was made of, which is deleted: there is
     never a second copy of the model.
 
     Args:
-      params: nested mappings of arrays and matrices.
+      params: a tree of arrays and matrices, on one device.
       dtype: of the activations.
     """
-    if isinstance(params, Mapping):
-        return {key: packed_params(value, dtype) for key, value in params.items()}
-    if not isinstance(params, QuantisedMatrix) or jnp.dtype(dtype).itemsize != 2:
+    if jnp.dtype(dtype).itemsize != 2:
         return params
-    try:
-        hardware.require_hopper("the kernel for quantised weights")
-        packed = _pack(params, jnp.dtype(dtype))
-    except NotImplementedError:
-        return params
-    jax.block_until_ready(packed)
-    for array in jax.tree.leaves(params):
-        array.delete()
-    return packed
+
+    def packed(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantisedMatrix):
+            return leaf
+        try:
+            hardware.require_hopper("the kernel for quantised weights")
+            packed = _pack(leaf, jnp.dtype(dtype))
+        except NotImplementedError:
+            return leaf
+        jax.block_until_ready(packed)
+        for array in jax.tree.leaves(leaf):
+            array.delete()
+        return packed
+
+    return jax.tree.map(packed, params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
 
 
 def refuse_unpackable(matrix: QuantisedMatrix) -> None:

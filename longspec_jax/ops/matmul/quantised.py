@@ -1,13 +1,14 @@
-"""Matmuls with the weights of a quantised checkpoint: 8 or 4 bits, as they are stored.
+"""Matmuls with weights of 8 or 4 bits: of a quantised checkpoint, and of a draft in 8 bits.
 
 One type holds every format (:class:`QuantisedMatrix`). What it stands for is the matrix of its
 *dequantised* weights, ``(code - zero) * scale`` in float32, rounded once to the dtype of the
 activations; activations are not quantised. A text is the same with and without speculation because
 both multiply with that matrix.
 
-On a Hopper GPU a kernel of our own widens the weights in registers. It reads them packed
+On GPUs kernels of our own widen the weights in registers. That of Hopper GPUs reads them packed
 (:mod:`longspec_jax.ops.matmul.packed`), and multiplies sums by the scale of an output that has one,
-which rounds less. In plain JAX a matmul dequantises its weights first, one layer's at a time.
+which rounds less. Triton's reads them as they are, for up to 64 rows, and multiplies sums by every
+scale. In plain JAX a matmul dequantises its weights first, one layer's at a time.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.matmul.few_rows import gate, matmul_precision
-from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
 from longspec_jax.ops.partitioned import one_device
 
 MOST_ROWS = 1024
@@ -36,12 +37,14 @@ def quantised_matmul(
     bias: Array | None = None,
     *,
     ordered: bool = False,
+    dtype: Any = None,
 ) -> Array:
-    """``[*rows, *out]`` in the dtype of ``x``: ``x @ dequantised.T``, plus ``bias[*out]``.
+    """``[*rows, *out]`` of ``x @ dequantised.T``, plus ``bias[*out]``.
 
-    ``ordered`` rows have the same bits whatever rows are beside them, where the kernel runs.
+    ``ordered`` rows have the same bits whatever rows are beside them, where the Hopper kernel runs.
+    The result has the dtype of ``x`` if none is given.
     """
-    return QUANTISED_MATMUL(x, weights, bias, ordered=ordered)
+    return QUANTISED_MATMUL(x, weights, bias, ordered=ordered, dtype=dtype)
 
 
 def quantised_matmul_partials(
@@ -59,7 +62,12 @@ def quantised_gated_matmul(
 
 
 def quantised_matmul_xla(
-    x: Array, weights: QuantisedWeights, bias: Array | None = None, *, ordered: bool = False
+    x: Array,
+    weights: QuantisedWeights,
+    bias: Array | None = None,
+    *,
+    ordered: bool = False,
+    dtype: Any = None,
 ) -> Array:
     """The matmul in plain JAX, in XLA's order; differentiable in ``x``."""
     x, weights = _in_turn(x, weights)
@@ -68,7 +76,8 @@ def quantised_matmul_xla(
         x = jnp.take(x, plain.order, axis=-1)
     matrix = plain.dequantised(x.dtype)
     over = ((x.ndim - 1,), (matrix.ndim - 1,)), ((), ())
-    out = jax.lax.dot_general(x, matrix, over, precision=matmul_precision(x.dtype))
+    precision = matmul_precision(x.dtype)
+    out = jax.lax.dot_general(x, matrix, over, precision, preferred_element_type=dtype)
     return out if bias is None else out + bias
 
 
@@ -103,11 +112,16 @@ def _in_turn(x: Array, weights: Any) -> tuple[Array, Any]:
 
 
 def quantised_matmul_mosaic(
-    x: Array, weights: QuantisedWeights, bias: Array | None = None, *, ordered: bool = False
+    x: Array,
+    weights: QuantisedWeights,
+    bias: Array | None = None,
+    *,
+    ordered: bool = False,
+    dtype: Any = None,
 ) -> Array:
     """The matmul by the kernel for Hopper GPUs."""
     flat_bias = None if bias is None else bias.reshape(-1)
-    out = _launch(x, weights, flat_bias, ordered=ordered)
+    out = _launch(x, weights, flat_bias, ordered=ordered, dtype=dtype)
     return out.reshape(*x.shape[:-1], *weights.out_axes)
 
 
@@ -134,6 +148,7 @@ def _launch(
     ordered: bool,
     gated: bool = False,
     split: bool = False,
+    dtype: Any = None,
 ) -> Array:
     """``[*rows, N]``, or split-K partials ``[S, *rows, N]``; refuses what the kernel cannot do."""
     hardware.require_hopper("the kernel for quantised weights")
@@ -157,18 +172,94 @@ def _launch(
     columns = weights.out_axes[-1] if gated else math.prod(weights.out_axes)
     tile = quantised_tile(x.shape[-1], columns, gated=gated, split=split)
     flat = x.reshape(rows, x.shape[-1])
-    out = quantised_mosaic.matmul(flat, weights, bias, tile=tile, gated=gated)
+    out = quantised_mosaic.matmul(
+        flat, weights, bias, tile=tile, gated=gated, dtype=jnp.dtype(dtype or x.dtype)
+    )
     return out.reshape(*out.shape[:-2], *x.shape[:-1], columns)
 
 
+def quantised_matmul_pallas(
+    x: Array,
+    weights: QuantisedWeights,
+    bias: Array | None = None,
+    *,
+    ordered: bool = False,
+    dtype: Any = None,
+) -> Array:
+    """The matmul by the kernel for Triton."""
+    flat_bias = None if bias is None else bias.reshape(-1)
+    out = _launch_triton(x, weights, flat_bias, ordered=ordered, dtype=dtype)[0]
+    return out.reshape(*x.shape[:-1], *weights.out_axes)
+
+
+def quantised_matmul_partials_pallas(
+    x: Array, weights: QuantisedWeights, *, ordered: bool = False
+) -> Array:
+    """The kernel's partials."""
+    return _launch_triton(x, weights, ordered=ordered, split=True)
+
+
+def quantised_gated_matmul_pallas(
+    x: Array, weights: QuantisedWeights, *, ordered: bool = False
+) -> Array:
+    """The gated matmul by the kernel."""
+    return _launch_triton(x, weights, ordered=ordered, gated=True)[0]
+
+
+def _launch_triton(
+    x: Array,
+    weights: QuantisedWeights,
+    bias: Array | None = None,
+    *,
+    ordered: bool,
+    gated: bool = False,
+    split: bool = False,
+    dtype: Any = None,
+) -> Array:
+    """The kernel's split-K partials, ``[S, *rows, N]``; refuses what it does not serve."""
+    rows = x.size // x.shape[-1]
+    hardware.require_decode_step("Triton's kernel for quantised weights", rows, x.dtype)
+    if x.dtype == jnp.float32:
+        raise NotImplementedError("Triton's kernel for quantised weights takes 16 bits")
+    if ordered or not isinstance(weights, QuantisedMatrix):
+        raise NotImplementedError("packed weights, and one order, are the Hopper kernel's")
+    if not one_device():
+        raise NotImplementedError("a mesh cuts the weights, which only XLA's matmuls follow")
+    from longspec_jax.ops.matmul import quantised_pallas
+
+    if weights.order is not None:
+        x = jnp.take(x, weights.order, axis=-1)
+    tile = quantised_pallas.triton_tile(rows, weights, gated=gated, split=split)
+    out = quantised_pallas.matmul(
+        *(x.reshape(rows, -1), weights.flat(), bias),
+        tile=tile,
+        gated=gated,
+        dtype=jnp.dtype(dtype or x.dtype),
+    )
+    return out.reshape(len(out), *x.shape[:-1], out.shape[-1])
+
+
 QUANTISED_MATMUL = Op(
-    "quantised_matmul", {"mosaic": quantised_matmul_mosaic, "xla": quantised_matmul_xla}
+    "quantised_matmul",
+    {
+        "mosaic": quantised_matmul_mosaic,
+        "pallas": quantised_matmul_pallas,
+        "xla": quantised_matmul_xla,
+    },
 )
 QUANTISED_MATMUL_PARTIALS = Op(
     "quantised_matmul_partials",
-    {"mosaic": quantised_matmul_partials_mosaic, "xla": quantised_matmul_partials_xla},
+    {
+        "mosaic": quantised_matmul_partials_mosaic,
+        "pallas": quantised_matmul_partials_pallas,
+        "xla": quantised_matmul_partials_xla,
+    },
 )
 QUANTISED_GATED_MATMUL = Op(
     "quantised_gated_matmul",
-    {"mosaic": quantised_gated_matmul_mosaic, "xla": quantised_gated_matmul_xla},
+    {
+        "mosaic": quantised_gated_matmul_mosaic,
+        "pallas": quantised_gated_matmul_pallas,
+        "xla": quantised_gated_matmul_xla,
+    },
 )

@@ -23,7 +23,7 @@ some 65 and 45 us for 64 rows, where 16 bits take 127.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.ordered_programs import Program, Unit
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
 from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
-from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork
+from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
 from longspec_jax.ops.matmul.quantised_weights import MIDDLE
 
 # Pallas documents ACC and does not re-export it in the way that type checkers ask for.
@@ -49,7 +49,7 @@ _WORDS = plgpu.Layout.WGMMA_8BIT
 """Layout of ``[64, 16]`` words: four in a row for a thread, in the order of the threads."""
 
 
-@launcher("tile", "gated", "interpret")
+@launcher("tile", "gated", "dtype", "interpret")
 def matmul(
     x: Array,
     weights: PackedMatrix,
@@ -57,6 +57,7 @@ def matmul(
     *,
     tile: MatmulTile,
     gated: bool = False,
+    dtype: Any,
     interpret: Any = None,
 ) -> Array:
     """``x[rows, K] @ dequantised.T (+ bias[N])``, or with a gate.
@@ -67,10 +68,11 @@ def matmul(
       bias: of every output, or none.
       tile: what of the weights a unit reads.
       gated: whether the first half of the outputs gates the second: ``silu(first) * second``.
+      dtype: of the result, that of ``x`` or float32.
       interpret: how Pallas interprets the kernel without a GPU; None compiles it.
 
     Returns:
-      ``[rows, N]`` in the dtype of ``x`` (``N / 2`` outputs if gated), or ``[splits, rows, N]`` in
+      ``[rows, N]`` in this dtype (``N / 2`` outputs if gated), or ``[splits, rows, N]`` in
       float32, whose sum is the result, if the tile splits the contraction.
     """
     if weights.order is not None:
@@ -86,14 +88,16 @@ def matmul(
         bits=weights.bits,
         group=weights.group,
         zeros=weights.zero is not None,
+        wide=dtype == jnp.float32,
+        groups=row_groups(len(x)),
     )
     rows = work.rows
-    if rows > 8 and rows % 8:
-        # The copy engine takes whole groups of 8 rows, or a single one that is not whole.
+    if rows > 8 and rows % 8 and work.groups == 1:
         x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
-    dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else x.dtype
+    x = x.reshape(work.groups, -1, x.shape[-1])
+    dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else dtype
     stages, scales = (work.stages, parts), (work.scales, tile.columns)
-    copies = 1 + parts * (work.blocks + work.scales * (2 if work.zeros else 1))
+    copies = work.groups + parts * (work.blocks + work.scales * (2 if work.zeros else 1))
     memory = dict(
         x_smem=_swizzled((work.stages, work.height, tile.depth), x.dtype),
         words_smem=plgpu.SMEM((*stages, work.blocks, tile.columns, 16), jnp.uint32),
@@ -112,7 +116,7 @@ def matmul(
     given = {name: each for name, each in given.items() if each is not None}
     kernel = plgpu.kernel(
         functools.partial(_kernel, work=work, stored=weights.stored, names=tuple(given)),
-        out_type=jax.ShapeDtypeStruct((tile.splits, len(x), work.columns), dtype),
+        out_type=jax.ShapeDtypeStruct((tile.splits * work.groups, x.shape[1], work.columns), dtype),
         scratch_types=memory,
         grid=(work.programs,),
         grid_names=("program",),
@@ -123,7 +127,7 @@ def matmul(
         kernel_name="quantised_gated_matmul" if gated else "quantised_matmul",
         interpret=interpret,
     )
-    out = kernel(x, *given.values())[:, :rows]
+    out = kernel(x, *given.values()).reshape(tile.splits, -1, work.columns)[:, :rows]
     return out if tile.splits > 1 else out[0]
 
 
@@ -184,7 +188,6 @@ class _Quantised(Program):
     def fetch(self, unit: Unit, past: jax.Array) -> None:
         """Bring the unit's tokens and weights, as soon as there is room in the ring."""
         work, depth = self.work, self.work.tile.depth
-        rows = pl.ds(unit.row * work.height, work.height)
 
         @pl.loop(0, unit.steps)
         def _(step: jax.Array) -> None:
@@ -207,8 +210,15 @@ class _Quantised(Program):
                         if source is not None:
                             to = to.at[stage, part, index]
                             plgpu.copy_gmem_to_smem(source.at[group, outputs], to, ready)
-            source = self.x.at[rows, pl.ds(first * depth, depth)]
-            plgpu.copy_gmem_to_smem(source, self.x_smem.at[stage], ready)
+            for group, rows, here in self.rows(unit):
+                source = self.x.at[group, rows, pl.ds(first * depth, depth)]
+                plgpu.copy_gmem_to_smem(source, self.x_smem.at[stage, here], ready)
+
+    def rows(self, unit: Unit) -> Iterator[tuple[int, Any, Any]]:
+        """A unit's groups of rows, where each is in memory, and where among the unit's."""
+        size = self.work.height // self.work.groups
+        for group in range(self.work.groups):
+            yield group, pl.ds(unit.row * size, size), pl.ds(group * size, size)
 
     def multiply(self, unit: Unit, past: jax.Array) -> None:
         """Multiply this warpgroup's 64 outputs and write the result."""
@@ -305,8 +315,9 @@ class _Quantised(Program):
         out = plgpu.layout_cast(out.astype(to.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
         to.transpose((1, 0))[...] = out
         plgpu.commit_smem()
-        rows = pl.ds(unit.row * self.work.height, self.work.height)
-        plgpu.copy_smem_to_gmem(to, self.out.at[unit.split, rows, self.mine(unit)])
+        for group, rows, here in self.rows(unit):
+            place = unit.split * self.work.groups + group
+            plgpu.copy_smem_to_gmem(to.at[here], self.out.at[place, rows, self.mine(unit)])
 
 
 # From jax 0.11 on, which this kernel needs, it takes a predicate.

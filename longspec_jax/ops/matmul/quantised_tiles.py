@@ -35,11 +35,15 @@ class QuantisedWork(Work):
       bits: of a code.
       group: contracted elements that share a scale, all if 0.
       zeros: whether groups have zero points.
+      wide: whether the result is float32.
+      groups: of rows that are fetched apart (:func:`row_groups`).
     """
 
     bits: int = 8
     group: int = 0
     zeros: bool = False
+    wide: bool = False
+    groups: int = 1
 
     @property
     def warpgroups(self) -> int:
@@ -49,12 +53,17 @@ class QuantisedWork(Work):
     @property
     def height(self) -> int:
         """Tokens of a row tile: columns of the matrix instruction."""
-        return min(MOST_TOKENS, self.rows + -self.rows % 8)
+        return 8 * self.groups if self.groups > 1 else min(MOST_TOKENS, self.rows + -self.rows % 8)
 
     @property
     def row_tiles(self) -> int:
         """Row tiles, each of which reads all weights: the first from memory, others from L2."""
         return -(-self.rows // self.height)
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of an element of the result: partials are float32, too."""
+        return 4 if self.wide or self.tile.splits > 1 else 2
 
     @property
     def blocks(self) -> int:
@@ -103,6 +112,19 @@ class QuantisedWork(Work):
         splits = self.tile.splits
         partials = 2 * 4 * _WEIGHED_TOKENS * self.columns * splits if splits > 1 else 0
         return self._read() + _CACHED * (tokens + partials)
+
+
+def row_groups(rows: int) -> int:
+    """In how many groups of equally many rows, 8 at most, the copy engine fetches them.
+
+    It takes whole groups of 8 rows, or one that is not whole. So 10 rows are two groups of 5, as a
+    matrix of three axes, which costs nothing. There is one group where they are whole anyway, and
+    where groups would be small: other rows must be padded.
+    """
+    if rows <= 8 or rows % 8 == 0:
+        return 1
+    least = rows // 8 + 1
+    return next((n for n in (least, least + 1) if rows % n == 0 and 8 * n <= MOST_TOKENS), 1)
 
 
 @functools.cache

@@ -65,6 +65,14 @@ class QuantisedMatrix(QuantisedWeights):
     floating: bool = struct.field(pytree_node=False, default=False)
     """Whether 4-bit codes are floats (:data:`E2M1`)."""
 
+    @classmethod
+    def rounded(cls, whole: Float[Array, "*out C"]) -> "QuantisedMatrix":
+        """Weights in 8-bit integers, each output with a scale of its own.
+
+        A scale is a 127th of the output's largest weight; an output of zeros stays zero.
+        """
+        return cls(*_rounded(whole))
+
     @property
     def packed(self) -> bool:
         """Whether a byte holds two codes."""
@@ -133,10 +141,23 @@ class QuantisedMatrix(QuantisedWeights):
         return jnp.repeat(of_groups, self.group, axis=-1)[..., : self.inputs]
 
 
+@jax.jit  # As one program it holds no float32 copy of the weights.
+def _rounded(whole: Array) -> tuple[Array, Array]:
+    wide = whole.astype(jnp.float32)
+    scale = jnp.abs(wide).max(axis=-1, keepdims=True) / 127
+    codes = jnp.round(wide / jnp.where(scale > 0, scale, 1))
+    return codes.astype(jnp.int8), scale
+
+
 def quantised_matrices(params: Any) -> list[QuantisedWeights]:
     """All quantised weights of a tree of parameters."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantisedWeights))
     return [leaf for leaf in leaves if isinstance(leaf, QuantisedWeights)]
+
+
+def has_unpacked(params: Any) -> bool:
+    """Whether some quantised weights of a tree of parameters are in the order of their inputs."""
+    return any(isinstance(each, QuantisedMatrix) for each in quantised_matrices(params))
 
 
 def label_of(codes: Any, floating: bool = False) -> str:

@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.config import RecurrenceConfig
+from longspec_jax.config.layers import RecurrenceConfig
 from longspec_jax.ops.slicing import along, last_along
 
 

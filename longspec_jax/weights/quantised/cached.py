@@ -8,7 +8,8 @@ head. What is stored is the number divided by its scale.
 
 import numpy as np
 
-from longspec_jax.config import HeadScales, TargetConfig
+from longspec_jax.config.layers import HeadScales
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.checkpoint import Tensor, Tensors
 
 NAMES = {

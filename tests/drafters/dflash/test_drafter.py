@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Needs, Params
 from longspec_jax.drafters.dflash.config import Confidence, Markov
 from longspec_jax.drafters.dflash.drafter import DFlashDrafter

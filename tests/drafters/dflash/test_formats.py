@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from longspec_jax import LongSpec
 from longspec_jax.cli import as_options, draft_option
-from longspec_jax.config import PLAIN, Llama3RopeScaling
+from longspec_jax.config.layers import Llama3RopeScaling
+from longspec_jax.config.tree import PLAIN
 from longspec_jax.drafters.base import Needs
 from longspec_jax.drafters.dflash.checkpoint import Format, load_draft, save_draft
 from longspec_jax.drafters.dflash.config import Confidence, DFlashConfig, Markov

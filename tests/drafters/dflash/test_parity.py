@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Params
 from longspec_jax.drafters.dflash.config import Confidence, Markov
 from longspec_jax.drafters.dflash.drafter import DFlashDrafter

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.dflash.checkpoint import Format
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.dialects import ZLAB, Dialect

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import TreeConfig, YarnRopeScaling
+from longspec_jax.config.layers import YarnRopeScaling
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Features, NoDraft, Params

@@ -14,13 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from longspec_jax import LongSpec
 from longspec_jax.cli import as_options, draft_option
-from longspec_jax.config import (
-    PLAIN,
-    LinearRopeScaling,
-    Llama3RopeScaling,
-    TargetConfig,
-    YarnRopeScaling,
-)
+from longspec_jax.config.layers import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import PLAIN
 from longspec_jax.drafters.base import Needs
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.ops import hardware, launchers
@@ -28,13 +28,15 @@ DRAFT = config_for(
 KERNELS = 13
 """Of a level: five matmuls (q, k and v together, out, gate and up together, down, LM head), one
 that splits heads, two of attention, two norms, and three that choose the best continuations."""
+CALLS = "pallas_call", "mpmd_map"
+"""What launches a kernel: Triton's, and Mosaic's of jax 0.11."""
 
 
 def _operations(jaxpr: Any) -> Iterator[Any]:
     """All equations outside of kernels."""
     for equation in jaxpr.eqns:
         yield equation
-        if equation.primitive.name != "pallas_call":
+        if equation.primitive.name not in CALLS:
             for part in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
                 inner = getattr(part, "jaxpr", part)
                 if hasattr(inner, "eqns"):
@@ -46,7 +48,7 @@ def test_a_level_is_launches_of_our_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(launchers, "compute_capability", lambda: None)  # Not lowered apart.
     drafter = Eagle3Drafter(DRAFT, TreeConfig((6, 6, 6)), window=256, sinks=4)
-    params = Params(None, jax.eval_shape(_in_int8))
+    params = Params(None, random_params(DRAFT).in_int8())
 
     def propose(params: Params) -> Any:
         ones, none = jnp.ones(1, jnp.int32), jnp.zeros((1, 2, 8, 64), jnp.bfloat16)
@@ -55,9 +57,5 @@ def test_a_level_is_launches_of_our_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 
     found = [*_operations(jax.make_jaxpr(propose)(params).jaxpr)]
     assert not any(each.primitive.name == "dot_general" for each in found)
-    kernels = [each for each in found if each.primitive.name == "pallas_call"]
+    kernels = [each for each in found if each.primitive.name in CALLS]
     assert len(kernels) == 3 * KERNELS - 1
-
-
-def _in_int8() -> Any:
-    return random_params(DRAFT).in_int8()

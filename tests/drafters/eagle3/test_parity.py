@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Params, SamplingNoise
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter

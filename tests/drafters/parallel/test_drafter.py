@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from longspec_jax import LongSpec
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Needs, Params
 from longspec_jax.drafters.parallel.checkpoint import draft_table, load_draft, save_draft
 from longspec_jax.drafters.parallel.config import ParallelConfig

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.parallel.checkpoint import draft_table
 from longspec_jax.drafters.parallel.config import ParallelConfig

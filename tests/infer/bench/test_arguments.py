@@ -12,7 +12,8 @@ from infer.bench import decode as bench_decode
 from infer.bench import models as bench_models
 from infer.bench.attention import CANDIDATES
 from longspec_jax.cli import ByMachine, result_file, settled, typed
-from longspec_jax.config import ATTENTION, DEFAULT_TREE
+from longspec_jax.config.names import ATTENTION
+from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.ops.attention.dispatch import (
     CHUNK,
     PREFIX,

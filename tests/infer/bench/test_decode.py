@@ -13,7 +13,7 @@ from infer.bench import decode as bench_decode
 from infer.bench.arguments import SHAPES
 from infer.bench.models import draft_state, random_model
 from infer.bench.rounds import AcceptanceLengths, Bench, Setting
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.dflash.checkpoint import Format, save_draft
 from longspec_jax.drafters.dflash.dialects import ZLAB

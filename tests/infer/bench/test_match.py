@@ -15,7 +15,7 @@ from infer.bench import match
 from infer.bench.__main__ import main
 from infer.bench.arguments import SHAPES
 from longspec_jax import LongSpec
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.models import layers
 from longspec_jax.ops.matmul.few_rows import gated_matmul_xla
 

@@ -20,7 +20,7 @@ from infer.bench.rounds import (
     drawn_count,
     rows_at,
 )
-from longspec_jax.config import TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.drafters.base import Params

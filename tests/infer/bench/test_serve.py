@@ -16,7 +16,7 @@ from infer.bench.load import Stream, ask
 from infer.bench.rounds import AcceptanceLengths
 from infer.serve import command
 from longspec_jax import TreeConfig
-from longspec_jax.config import DEFAULT_TREE
+from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.decoding.target import Verification
 from longspec_jax.drafters.tree import accept, grow, plant
 from longspec_jax.generation.result import TreeUse

@@ -13,7 +13,7 @@ from infer.eval.arguments import method_argument, parser, settled
 from infer.eval.decoders import by_round, round_trees
 from infer.eval.methods import METHODS, Chosen, with_drafts
 from infer.eval.records import RoundTree
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import report as report_lib
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.streaming import StreamingDraft

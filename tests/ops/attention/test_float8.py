@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from longspec_jax.config import HeadScales
+from longspec_jax.config.layers import HeadScales
 from longspec_jax.ops import hardware, layer_pallas
 from longspec_jax.ops.attention import dispatch, float8, kernels, reference, tiles
 from longspec_jax.ops.attention.float8 import CODES, E4M3

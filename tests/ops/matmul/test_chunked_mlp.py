@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.config import BATCH_AXES
+from longspec_jax.config.names import BATCH_AXES
 from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
 from longspec_jax.ops.matmul.few_rows import gated_matmul_xla, matmul_xla
 from longspec_jax.ops.partitioned import use_mesh

@@ -11,7 +11,7 @@ from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul import ordered_tiles, quantised
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
 from longspec_jax.ops.matmul.packed import PackedMatrix, pack, packed_params
-from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, quantised_tile
+from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, quantised_tile, row_groups
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from tests.kit import TOLERANCE, hopper_or_skip, normal, relative_error
 from tests.ops.matmul.published import PUBLISHED
@@ -148,6 +148,16 @@ def test_parameters_are_packed_where_the_kernel_runs(monkeypatch: pytest.MonkeyP
     np.testing.assert_array_equal(np.float32(out), np.float32(right))
 
 
+def test_rows_in_groups_of_eight_at_most() -> None:
+    """Of as many rows each, or padded: with at most 8 columns more than padding would have."""
+    found = {rows: row_groups(rows) for rows in range(1, 129)}
+    for rows, groups in found.items():
+        assert rows % groups == 0
+        if groups > 1:
+            assert rows // groups <= 8 and 8 * groups <= min(128, rows + -rows % 8 + 8)
+    assert [found[rows] for rows in (7, 10, 12, 16, 20, 33, 60)] == [1, 2, 2, 1, 4, 1, 1]
+
+
 def test_work_fits_the_machine() -> None:
     for weights in PUBLISHED:
         sizes = weights.contracted, weights.columns
@@ -178,10 +188,11 @@ def test_interpreted_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tile = MatmulTile(128 if case.outputs == (128,) else 64, 2 if case.split else 1, 128)
     packed = pack(case.drawn(), jnp.dtype(case.dtype))
 
-    def interpreted(rows: int) -> np.ndarray:
+    def interpreted(rows: int, dtype: str = case.dtype) -> np.ndarray:
         x, _, bias = case.operands(rows)
         bias = None if bias is None else bias.reshape(-1)
         options: Any = dict(tile=tile, gated=case.gated, interpret=InterpretGPUParams())
+        options["dtype"] = jnp.dtype(dtype)
         out = np.asarray(quantised_mosaic.matmul(x, packed, bias, **options), np.float64)
         return np.asarray(out.sum(0) if case.split else out)
 
@@ -189,8 +200,12 @@ def test_interpreted_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, right = interpreted(24), case.expected().reshape(200, -1)
     assert relative_error(whole, right[:24]) <= TOLERANCE[case.dtype]
     np.testing.assert_array_equal(interpreted(19), whole[:19])
+    # Three groups of 6, in other columns.
+    assert relative_error(interpreted(18), right[:18]) <= TOLERANCE[case.dtype]
     if name == "fp8":
         assert relative_error(interpreted(136), right[:136]) <= TOLERANCE[case.dtype]
+    if name == "int8":  # Logits.
+        assert relative_error(interpreted(24, "float32"), right[:24]) < 1e-5
 
 
 LARGE = [
@@ -220,7 +235,7 @@ def test_hopper_kernel(case: Case) -> None:
     )
     packed, right = pack(case.drawn(), jnp.dtype(case.dtype)), case.expected()
     found = {}
-    for rows in (1, 8, 33, 64, 128, 200):
+    for rows in (1, 8, 10, 33, 64, 128, 200):
         x, _, bias = case.operands(rows)
         x = x.at[7].set(jnp.nan) if rows == 64 else x
         operands = (x, packed) if bias is None else (x, packed, bias)

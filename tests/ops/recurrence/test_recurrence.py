@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import RecurrenceConfig
+from longspec_jax.config.layers import RecurrenceConfig
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.recurrence import recurrence as op
 from longspec_jax.ops.recurrence.delta_rule import BLOCK, Operands, delta_rule_reference

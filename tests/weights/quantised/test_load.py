@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.config import ExpertsConfig, HeadScales, LayerConfig, Rotary
+from longspec_jax.config.layers import ExpertsConfig, HeadScales, LayerConfig, Rotary
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.checkpoint import open_tensors
@@ -67,7 +67,7 @@ def test_every_format_stands_for_its_weights(tmp_path: Path, kind: str) -> None:
     assert all((each.zero is None) == symmetric for each in matrices(params))
 
 
-@pytest.mark.parametrize("kind", ["FP8 by block", "W4A16 asymmetric", "GPTQ v1 act-order", "AWQ"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_mesh_cuts_heads_and_widths(tmp_path: Path, kind: str) -> None:
     """Each device holds its heads' and its width's share of the codes, and reads no others."""
     folder = write(tmp_path, kind)

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from infer.quantise import main
-from longspec_jax.config import LayerConfig, RecurrenceConfig, Rotary
+from longspec_jax.config.layers import LayerConfig, RecurrenceConfig, Rotary
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.checkpoint import open_tensors

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.dflash.checkpoint import Format, load_draft, save_draft
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.dialects import LAYERS, ZLAB, evenly
@@ -32,6 +32,7 @@ from ...target import (
     TargetView,
     attention_flops,
     head_flops,
+    keys_values_flops,
     layers_flops,
     matmul_flops,
     mlp_flops,
@@ -103,8 +104,7 @@ class DFlashObjective:
         fuse = matmul_flops(len(c.features) * c.target_width, c.model_width)
         seen = c.block + (length + 1) / 2
         slot = projection_flops(trunk) + mlp_flops(trunk) + attention_flops(trunk, seen)
-        rows = matmul_flops(c.model_width, 2 * trunk.num_kv_heads * trunk.head_width)
-        layer = c.block / self.anchor_every * slot + rows
+        layer = c.block / self.anchor_every * slot + keys_values_flops(trunk)
         head = 2 * c.tokens / self.anchor_every * head_flops(self.target)
         return read + FORWARD_AND_BACKWARD * trunk.num_layers * layer + 2 * fuse + head
 

@@ -14,11 +14,11 @@ from longspec_jax.axes import Array
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.model import DFlashLayers
 from longspec_jax.models.target import scaled
-from longspec_jax.ops.partitioned import row_shares, with_sharding
+from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along
 
 from ...step import cast
-from ...target import TargetView, is_costly
+from ...target import TargetView, recomputing
 from ..block_attention import block_attention
 from ..blocks import places
 
@@ -86,8 +86,7 @@ def run_blocks(
         embedded = scaled(embedded, factor)
         # Positions go on behind the row's end.
         at = positions[:, :1] + places(anchors, config.block)
-        if mlp_chunk and at.size > mlp_chunk * row_shares(rows):
-            run = jax.checkpoint(run, policy=is_costly)
+        run = recomputing(run, rows, at.size, mlp_chunk)
         hidden = [view.kept[each] for each in config.features]
         found = run(cast(params, config.trunk.dtype), hidden, embedded, at)
     return found.reshape(rows, blocks, config.block, -1)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft, save_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.dialects import SPECFORGE

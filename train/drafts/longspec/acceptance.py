@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.models.target import head_of
 

@@ -24,10 +24,10 @@ from longspec_jax.axes import Array
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.ops.attention.dispatch import causal_attention
-from longspec_jax.ops.partitioned import row_shares, with_sharding
+from longspec_jax.ops.partitioned import with_sharding
 
 from ...step import cast
-from ...target import TargetView, is_costly
+from ...target import TargetView, recomputing
 
 
 class Draws(NamedTuple):
@@ -108,9 +108,7 @@ def run_draft(
         )
         return output.hidden
 
-    rows, length = tokens.shape
-    if mlp_chunk and rows * length > mlp_chunk * row_shares(rows):
-        layer = jax.checkpoint(layer, policy=is_costly)
+    layer = recomputing(layer, len(tokens), tokens.size, mlp_chunk)
     with jax.named_scope("draft"):
         embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
         [embedded] = with_sharding("b t d", embedded)

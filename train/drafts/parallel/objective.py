@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec import checkpoint as longspec
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.parallel.checkpoint import ARCHITECTURE, load_draft, save_draft
@@ -35,6 +35,7 @@ from ...target import (
     attention_flops,
     drawn_positions,
     head_flops,
+    keys_values_flops,
     matmul_flops,
     mlp_flops,
     plain_positions,
@@ -115,11 +116,11 @@ class ParallelObjective:
         cross = 2 * matmul_flops(layer.model_width, layer.num_heads * layer.head_width)
         seen = c.num_layers * (c.block + (length + 1) / 2) + min(layer.window, length)
         per_layer = projection_flops(layer) + cross + mlp_flops(layer)
-        rows = matmul_flops(layer.model_width, 2 * layer.num_kv_heads * layer.head_width)
-        draft = slots * (c.num_layers * per_layer + attention_flops(layer, seen)) + rows
+        draft = slots * (c.num_layers * per_layer + attention_flops(layer, seen))
         markov = 3 * slots * matmul_flops(c.markov_rank, c.vocab_size)
         head = 3 * slots * head_flops(self.target)
-        return target_flops(self.target, length) + FORWARD_AND_BACKWARD * draft + head + markov
+        learned = FORWARD_AND_BACKWARD * (draft + keys_values_flops(layer))
+        return target_flops(self.target, length) + learned + head + markov
 
     def _run(
         self, params: Any, frozen: Any, batch: Batch, draws: Draws

@@ -12,11 +12,11 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.model import ParallelLayers
-from longspec_jax.ops.partitioned import row_shares, with_sharding
+from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along
 
 from ...step import cast
-from ...target import TargetView, is_costly
+from ...target import TargetView, recomputing
 from ..block_attention import block_attention
 from ..blocks import places
 
@@ -82,6 +82,5 @@ def run_blocks(
             pending, positions = along(draws.anchors, embedded), along(at, draws.positions)
             return bound(pending, positions, attend_self, attend_cross)
 
-        if mlp_chunk and at.size > mlp_chunk * row_shares(len(at)):
-            run = jax.checkpoint(run, policy=is_costly)
+        run = recomputing(run, len(at), at.size, mlp_chunk)
         return run(params, embedded, draws, view.keys, view.values)

@@ -10,74 +10,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from safetensors.numpy import load_file
 
 from longspec_jax.drafters.dflash.checkpoint import Format, save_draft
 from longspec_jax.drafters.dflash.config import Confidence, Markov
 from longspec_jax.drafters.dflash.dialects import SPECULATORS, ZLAB
 from longspec_jax.drafters.dflash.load import DFlashOptions, load
 from longspec_jax.drafters.draft import Target
-from longspec_jax.sharding import make_mesh, param_shardings
 from tests.drafters.dflash.toys import random_params
-from tests.kit import random_target, relative_error, tiny_target_config
-from train.config import OptimizerConfig, StageConfig
-from train.drafts.base import Begun, Given
+from tests.kit import relative_error
+from train.config import StageConfig
 from train.drafts.dflash.objective import DFlashObjective, begin, fresh_config
 from train.drafts.dflash.settings import DFlashSettings
-from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
+from train.step import Batch
 from train.target import run_target
 
-ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 0.5, 0.1, False, 0.1, 1e-4)
-RATE, SHAPE, SEED = 1e-2, (2, 2), 3
-TARGET = tiny_target_config(
-    vocab_size=48, model_width=16, mlp_width=20, num_layers=3, num_heads=4, num_kv_heads=2,
-    head_width=8, max_positions=64,
-)  # fmt: skip
-FROZEN = random_target(TARGET)
+from ..steps import (
+    ADAMW,
+    FROZEN,
+    RATE,
+    SEED,
+    TARGET,
+    Trained,
+    assert_same_steps,
+    four_steps,
+    given,
+    random_batch,
+    tensors,
+)
+
 STAGE = StageConfig("short", 13, 4, 2, RATE, 4, 0, 0.0, 0)
 SETTINGS = DFlashSettings("dflash", "", 2, "0,1", 4, -1, 3, 2.0)
-
-
-def given(**axes: int) -> Given:
-    mesh = make_mesh(**axes)
-    frozen = jax.device_put(FROZEN, param_shardings(mesh, FROZEN))
-    return Given(TARGET, frozen, (STAGE,), 3, "float32", mesh, pytest.fail)
+ROWS = 2, 2
 
 
 def batch() -> Batch:
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, TARGET.vocab_size, (*SHAPE, STAGE.seq_len)).astype(np.int32)
-    return Batch(tokens, (rng.random(tokens.shape) > 0.2).astype(np.float32))
-
-
-def trained(loss_chunk: int = 90, mlp_chunk: int = 0, **axes: int) -> tuple[Begun, Any, Any, Any]:
-    """The draft, parameters to begin with, the metrics of four steps, and parameters then."""
-    with_devices = given(**axes)
-    begun, mesh = begin(SETTINGS, with_devices), with_devices.mesh
-    objective, more = begun.trainer.objectives(STAGE, loss_chunk, mlp_chunk)
-    assert more is None and begun.params is None
-    optimizer = make_optimizer(ADAMW)
-    shardings = state_shardings(mesh, objective, optimizer)
-    state = initial_state(objective, optimizer, shardings, 1)
-    first, metrics = jax.device_get(state.params), []
-    step = make_step(objective, optimizer, SEED, mesh, shardings)
-    data = jax.tree.map(lambda part: jax.device_put(part, NamedSharding(mesh, ROWS)), batch())
-    for _ in range(4):
-        state, values = step(state, begun.frozen, data, np.float32(RATE))
-        metrics.append(jax.device_get(values))
-    return begun, first, metrics, jax.device_get(state.params)
+    return random_batch(ROWS, STAGE.seq_len)
 
 
 @pytest.fixture(scope="module")
-def one() -> tuple[Begun, Any, Any, Any]:
-    return trained()
-
-
-def tensors(begun: Begun, params: Any, folder: Path) -> dict[str, np.ndarray]:
-    """Parameters under the names of the published files."""
-    begun.trainer.save(folder, params)
-    return load_file(folder / "model.safetensors")
+def one() -> Trained:
+    return four_steps(SETTINGS, given(STAGE), batch(), 90)
 
 
 def views() -> Any:
@@ -95,7 +67,7 @@ def block_logits(oracle: Any, tokens: Any, view: Any, row: int, anchor: int) -> 
     return oracle.logits(table, head, torch.tensor(features), anchor, int(tokens[row, anchor]))
 
 
-def test_four_steps_are_those_of_pytorch(one: Any, tmp_path: Path) -> None:
+def test_four_steps_are_those_of_pytorch(one: Trained, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters."""
     torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
     from tests.train.drafts.eagle3.plain import AdamW
@@ -111,7 +83,7 @@ def test_four_steps_are_those_of_pytorch(one: Any, tmp_path: Path) -> None:
     decays = np.exp(-np.arange(3) / 2.0)
     decays = 3 * decays / decays.sum()
     for step, values in enumerate(metrics):
-        anchors = objective.draw(jax.random.fold_in(root, step), SHAPE, STAGE.seq_len)
+        anchors = objective.draw(jax.random.fold_in(root, step), ROWS, STAGE.seq_len)
         total = torch.zeros(())
         for (a, row, block), anchor in np.ndenumerate(np.asarray(anchors)):
             assert 3 * block <= anchor < 3 * block + 3
@@ -147,19 +119,13 @@ def test_four_steps_are_those_of_pytorch(one: Any, tmp_path: Path) -> None:
         assert report[f"agree_top1_shift{slot + 1}"] == pytest.approx(share, abs=1e-4)
 
 
-def test_devices_and_chunks_do_not_change_the_steps(one: Any) -> None:
+def test_devices_and_chunks_do_not_change_the_steps(one: Trained) -> None:
     """Few slots of the loss, of which the last are no whole chunk."""
-    _, _, metrics, params = one
-    _, _, shared, other = trained(loss_chunk=10, mlp_chunk=8, fsdp=2)
-    for here, there in zip(metrics, shared, strict=True):
-        for name, value in here.items():
-            assert relative_error(there[name], value) < 1e-5, name
-    for one_leaf, other_leaf in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
-        assert relative_error(other_leaf, one_leaf) < 1e-4
+    assert_same_steps(one, four_steps(SETTINGS, given(STAGE, fsdp=2), batch(), 10, 8))
 
 
 def test_what_is_exported_is_a_published_file_that_goes_on_learning(
-    one: Any, tmp_path: Path
+    one: Trained, tmp_path: Path
 ) -> None:
     begun, _, _, params = one
     begun.trainer.save(tmp_path, params)
@@ -170,12 +136,12 @@ def test_what_is_exported_is_a_published_file_that_goes_on_learning(
     draft = load(tmp_path, Target(TARGET, FROZEN), DFlashOptions(window=40))
     assert draft.config == begun.trainer.draft and not draft.params.own_head
     jax.tree.map(np.testing.assert_array_equal, draft.params.layer, params)
-    again = begin(replace(SETTINGS, init=str(tmp_path), features="", block=9), given())
+    again = begin(replace(SETTINGS, init=str(tmp_path), features="", block=9), given(STAGE))
     assert again.trainer.draft == begun.trainer.draft
     jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
 
-def test_what_cannot_be_trained_is_refused(one: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_refused(one: Trained, tmp_path: Path) -> None:
     begun, _, _, _ = one
     with pytest.raises(ValueError, match="stages.short.max_offset=0"):
         begun.trainer.objectives(replace(STAGE, max_offset=5), 30, 0)
@@ -185,7 +151,7 @@ def test_what_cannot_be_trained_is_refused(one: Any, tmp_path: Path) -> None:
         (replace(SETTINGS, features="0,3"), "the target has 3 layers"),
     ):
         with pytest.raises(ValueError, match=said):
-            begin(settings, given())
+            begin(settings, given(STAGE))
     plain = begun.trainer.draft
     for dialect, config, tables, said in (
         (ZLAB, plain, True, "has tables of its own"),
@@ -197,7 +163,7 @@ def test_what_cannot_be_trained_is_refused(one: Any, tmp_path: Path) -> None:
         draft = random_params(config, None, dialect)
         save_draft(tmp_path, Format(dialect, tables, tables), config, draft)
         with pytest.raises(ValueError, match=said):
-            begin(replace(SETTINGS, init=str(tmp_path)), given())
+            begin(replace(SETTINGS, init=str(tmp_path)), given(STAGE))
 
 
 def test_features_are_spread_over_a_deep_target() -> None:

@@ -10,87 +10,62 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from safetensors.numpy import load_file
 
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
 from longspec_jax.drafters.eagle3.dialects import SPECFORGE
 from longspec_jax.drafters.eagle3.load import Eagle3Options, load
-from longspec_jax.sharding import make_mesh, param_shardings
 from tests.drafters.eagle3.toys import random_params
 from tests.kit import random_target, relative_error, tiny_target_config
-from train.config import OptimizerConfig, StageConfig
-from train.drafts.base import Begun, Given
+from train.config import StageConfig
+from train.drafts.base import Given
 from train.drafts.eagle3.objective import Eagle3Objective, begin, fresh_config
 from train.drafts.eagle3.passes import attention_with_own, run_draft
 from train.drafts.eagle3.settings import Eagle3Settings
-from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
+from train.step import Batch
 from train.target import TargetView, run_target
+
+from ..steps import (
+    ADAMW,
+    FROZEN,
+    RATE,
+    TARGET,
+    Trained,
+    assert_same_steps,
+    four_steps,
+    given,
+    random_batch,
+    tensors,
+)
 
 SPECULATORS = Path(__file__).parents[3] / "drafters" / "eagle3" / "speculators"
 VARIANTS = sorted(path.name for path in SPECULATORS.iterdir())
-ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 0.5, 0.1, False, 0.1, 1e-4)
-RATE = 1e-2
-TARGET = tiny_target_config(
-    vocab_size=48, model_width=16, mlp_width=20, num_layers=3, num_heads=4, num_kv_heads=2,
-    head_width=8, max_positions=64,
-)  # fmt: skip
-FROZEN = random_target(TARGET)
-STAGE = StageConfig("short", 11, 4, 1, 1e-2, 4, 0, 0.0, 0)
+STAGE = StageConfig("short", 11, 4, 1, RATE, 4, 0, 0.0, 0)
 SETTINGS = Eagle3Settings("eagle3", "", "0,1,2", 20, 3, 0.5)
 COUNTS = np.random.default_rng(4).permutation(TARGET.vocab_size)
 KNOWN = np.sort(np.argsort(-COUNTS)[:20])
 
 
-def given(devices: int = 1, **fields: Any) -> Given:
-    mesh = make_mesh(fsdp=devices)
-    frozen = jax.device_put(FROZEN, param_shardings(mesh, FROZEN))
-    whole = Given(TARGET, frozen, (STAGE,), 3, "float32", mesh, lambda: COUNTS)
-    return replace(whole, **fields)
+def counted(**axes: int) -> Given:
+    return given(STAGE, lambda: COUNTS, **axes)
 
 
 def batch() -> Batch:
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, TARGET.vocab_size, (1, 4, STAGE.seq_len)).astype(np.int32)
-    return Batch(tokens, (rng.random(tokens.shape) > 0.2).astype(np.float32))
-
-
-def trained(devices: int) -> tuple[Begun, list[dict[str, Any]], Any]:
-    """The draft, the metrics of four steps, and its parameters behind them."""
-    with_devices = given(devices)
-    begun, mesh = begin(SETTINGS, with_devices), with_devices.mesh
-    objective, more = begun.trainer.objectives(STAGE, 30, 0)
-    assert more is None
-    optimizer = make_optimizer(ADAMW)
-    shardings = state_shardings(mesh, objective, optimizer)
-    state = initial_state(objective, optimizer, shardings, 1, begun.params)
-    step = make_step(objective, optimizer, 0, mesh, shardings)
-    data = jax.tree.map(lambda part: jax.device_put(part, NamedSharding(mesh, ROWS)), batch())
-    metrics = []
-    for _ in range(4):
-        state, values = step(state, begun.frozen, data, np.float32(RATE))
-        metrics.append(jax.device_get(values))
-    return begun, metrics, state.params
+    return random_batch((1, 4), STAGE.seq_len)
 
 
 @pytest.fixture(scope="module")
-def one() -> tuple[Begun, list[dict[str, Any]], Any]:
-    return trained(1)
+def one() -> Trained:
+    return four_steps(SETTINGS, counted(), batch(), 30)
 
 
-def tensors(begun: Begun, params: Any, folder: Path) -> dict[str, np.ndarray]:
-    """Parameters under the names of the published files."""
-    begun.trainer.save(folder, jax.device_get(params))
-    return load_file(folder / "model.safetensors")
-
-
-def test_four_steps_are_those_of_pytorch(one: Any, tmp_path: Path) -> None:
+def test_four_steps_are_those_of_pytorch(one: Trained, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters."""
     torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
     from . import plain
 
-    begun, metrics, params = one
+    begun, _, metrics, params = one
     tokens, weights, _ = batch()
     positions = jnp.broadcast_to(jnp.arange(STAGE.seq_len), tokens[0].shape)
     run = jax.jit(partial(run_target, TARGET, keep=(-1, 0, 1, 2)))
@@ -120,15 +95,8 @@ def test_four_steps_are_those_of_pytorch(one: Any, tmp_path: Path) -> None:
         assert relative_error(stored[name], value) > 1e-3, f"{name} was not learned"
 
 
-def test_two_devices_learn_the_same(one: Any) -> None:
-    _, metrics, params = one
-    _, shared, other = trained(2)
-    for here, there in zip(metrics, shared, strict=True):
-        for name, value in here.items():
-            assert relative_error(there[name], value) < 1e-5, name
-    assert jax.tree.leaves(other)[0].sharding.mesh.shape["fsdp"] == 2
-    for one_leaf, other_leaf in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
-        assert relative_error(other_leaf, one_leaf) < 1e-4
+def test_two_devices_learn_the_same(one: Trained) -> None:
+    assert_same_steps(one, four_steps(SETTINGS, counted(fsdp=2), batch(), 30))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
@@ -200,11 +168,11 @@ def test_steps_are_those_of_speculators(variant: str) -> None:
 
 
 def test_what_is_exported_is_a_published_file_that_goes_on_learning(
-    one: Any, tmp_path: Path
+    one: Trained, tmp_path: Path
 ) -> None:
     """The drafter loads it, and training from it begins where it ended."""
-    begun, _, params = one
-    begun.trainer.save(tmp_path, jax.device_get(params))
+    begun, _, _, params = one
+    begun.trainer.save(tmp_path, params)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == 20 and config["max_position_embeddings"] == 11
@@ -212,23 +180,23 @@ def test_what_is_exported_is_a_published_file_that_goes_on_learning(
     assert draft.config == begun.trainer.draft and not draft.params.own_embedding
     np.testing.assert_array_equal(draft.params.vocabulary, KNOWN)
     np.testing.assert_array_equal(draft.params.head, params["head"])
-    again = begin(replace(SETTINGS, init=str(tmp_path), vocabulary=0, layers=""), given())
+    again = begin(replace(SETTINGS, init=str(tmp_path), vocabulary=0, layers=""), counted())
     assert again.trainer.draft == begun.trainer.draft
     jax.tree.map(np.testing.assert_array_equal, again.params, dict(params))
     jax.tree.map(np.testing.assert_array_equal, again.frozen, begun.frozen)
 
 
-def test_a_fresh_head_is_the_targets(one: Any) -> None:
-    begun, _, _ = one
+def test_a_fresh_head_is_the_targets(one: Trained) -> None:
+    begun = one.begun
     np.testing.assert_array_equal(begun.params["head"], FROZEN["head"][KNOWN])
-    whole = begin(replace(SETTINGS, vocabulary=0), given(count_tokens=pytest.fail))
+    whole = begin(replace(SETTINGS, vocabulary=0), given(STAGE))
     assert whole.frozen.places is None and whole.trainer.draft.proposable == TARGET.vocab_size
     np.testing.assert_array_equal(whole.params["head"], FROZEN["head"])
 
 
-def test_acceptance_is_that_of_the_logits(one: Any) -> None:
+def test_acceptance_is_that_of_the_logits(one: Trained) -> None:
     """Counted one by one, over tokens that every step reaches."""
-    begun, _, params = one
+    begun, _, _, params = one
     objective, _ = begun.trainer.objectives(STAGE, 30, 0)
     micro = jax.tree.map(lambda part: jnp.asarray(part[0]), batch())
     report = objective.measure(params, begun.frozen, micro)
@@ -246,8 +214,8 @@ def test_acceptance_is_that_of_the_logits(one: Any) -> None:
     assert report["agree_top4_shift1"] >= report["agree_top1_shift1"]
 
 
-def test_what_cannot_be_trained_is_refused(one: Any, tmp_path: Path) -> None:
-    begun, _, _ = one
+def test_what_cannot_be_trained_is_refused(one: Trained, tmp_path: Path) -> None:
+    begun = one.begun
     with pytest.raises(ValueError, match="stages.short.max_offset=0"):
         begun.trainer.objectives(replace(STAGE, max_offset=5), 30, 0)
     for settings, said in (
@@ -256,7 +224,7 @@ def test_what_cannot_be_trained_is_refused(one: Any, tmp_path: Path) -> None:
         (replace(SETTINGS, layers="0,3"), "the target has 3 layers"),
     ):
         with pytest.raises(ValueError, match=said):
-            begin(settings, given())
+            begin(settings, counted())
     own = random_params(begun.trainer.draft, KNOWN)
     for draft, embedding, said in (
         (begun.trainer.draft, True, "has an embedding of its own"),
@@ -264,7 +232,7 @@ def test_what_cannot_be_trained_is_refused(one: Any, tmp_path: Path) -> None:
     ):
         save_draft(tmp_path, Format(SPECFORGE, embedding=embedding, head=True), draft, own)
         with pytest.raises(ValueError, match=said):
-            begin(replace(SETTINGS, init=str(tmp_path)), given())
+            begin(replace(SETTINGS, init=str(tmp_path)), counted())
 
 
 def test_operations_are_counted() -> None:

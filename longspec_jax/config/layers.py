@@ -1,0 +1,267 @@
+"""What a layer of a target is made of: rotations, windows, experts, recurrences, cached scales."""
+
+import math
+from dataclasses import dataclass
+
+from longspec_jax.checks import finite_number, whole_number
+
+MAX_EXPERTS = 4096
+"""Most experts of a layer."""
+MAX_TAPS = 64
+"""Most tokens that the convolution of a recurrent layer sees."""
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e6
+"""Between them is every factor of a rotary scaling; no soft cap is smaller."""
+
+
+@dataclass(frozen=True)
+class LinearRopeScaling:
+    """Positions divided by a factor: Vicuna-16k, LongChat (and its ``rope_condense_ratio``)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        finite_number("linear rope scaling: factor", self.factor, 1, LARGEST_FACTOR)
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Llama 3.1's scaling: long wavelengths divided by the factor, short ones kept, a ramp."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    def __post_init__(self) -> None:
+        who = "llama3 rope scaling: "
+        finite_number(f"{who}factor", self.factor, 1, LARGEST_FACTOR)
+        finite_number(
+            f"{who}low_freq_factor", self.low_freq_factor, SMALLEST_FACTOR, LARGEST_FACTOR
+        )
+        finite_number(
+            f"{who}high_freq_factor", self.high_freq_factor, SMALLEST_FACTOR, LARGEST_FACTOR
+        )
+        whole_number(f"{who}original_max_positions", self.original_max_positions)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"{who}high_freq_factor={self.high_freq_factor} must be above "
+                f"low_freq_factor={self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True)
+class YarnRopeScaling:
+    """YaRN (arXiv:2309.00071): pairs that turn slowly are divided by a factor, a ramp between."""
+
+    factor: float
+    original_max_positions: int
+    """The range of the model before it was stretched."""
+    attention_factor: float
+    """Factor on cosines and sines, so on queries and keys alike."""
+    beta_fast: float = 32.0
+    """Pairs that make more turns than this over the original range stay as they are."""
+    beta_slow: float = 1.0
+    """Pairs that make fewer are divided by the whole factor."""
+    truncate: bool = True
+    """Whether the ramp begins and ends at whole pairs."""
+
+    def __post_init__(self) -> None:
+        who = "yarn rope scaling: "
+        finite_number(f"{who}factor", self.factor, 1, LARGEST_FACTOR)
+        whole_number(f"{who}original_max_positions", self.original_max_positions)
+        for name in ("attention_factor", "beta_fast", "beta_slow"):
+            finite_number(who + name, getattr(self, name), SMALLEST_FACTOR, LARGEST_FACTOR)
+
+    @classmethod
+    def usual(cls, factor: float, original_max_positions: int) -> "YarnRopeScaling":
+        """With the attention factor of the paper (equation 22), ``0.1 ln(factor) + 1``."""
+        return cls(factor, original_max_positions, yarn_magnitude(factor))
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """``0.1 scale ln(factor) + 1``, which YaRN multiplies cosines and sines by."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv:2402.13753): every pair is divided by a factor of its own.
+
+    There are two sets of factors. The long one is used where the target's range is beyond the
+    original one. The choice is made when a target is loaded: a cache holds keys of one set.
+    """
+
+    short: tuple[float, ...]
+    """Factors ``[rotary_width / 2]`` within the original range."""
+    long: tuple[float, ...]
+    """Factors beyond it."""
+    original_max_positions: int
+    attention_factor: float
+    """Factor on cosines and sines."""
+    beyond: bool
+    """Whether the long set is used."""
+
+    def __post_init__(self) -> None:
+        who = "longrope rope scaling: "
+        whole_number(f"{who}original_max_positions", self.original_max_positions)
+        for factor in (*self.short, *self.long, self.attention_factor):
+            finite_number(f"{who}a factor", factor, SMALLEST_FACTOR, LARGEST_FACTOR)
+        if len(self.short) != len(self.long):
+            raise ValueError(
+                f"{who}{len(self.short)} short factors must be as many as the long ones, "
+                f"{len(self.long)}"
+            )
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """The set that is used."""
+        return self.long if self.beyond else self.short
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling | None
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How the heads of a layer are rotated by position."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling = None
+    width: int | None = None
+    """Dimensions of a head that are rotated; all of them if absent."""
+
+    def __post_init__(self) -> None:
+        finite_number("rope_theta", self.theta, 1)
+        if self.theta == 1 and isinstance(self.scaling, YarnRopeScaling):
+            raise ValueError("rope_theta=1 must be above 1: yarn tells pairs apart by their turns")
+        if self.width is not None:
+            whole_number("rotary_width", self.width, 2)
+            if self.width % 2:
+                raise ValueError(f"rotary_width={self.width} must be even: pairs are rotated")
+
+    def check_fits(self, head_width: int) -> None:
+        """Raise unless heads of a width can be rotated so."""
+        width = self.width or head_width
+        if width > head_width:
+            raise ValueError(f"rotary_width={width} must be at most head_width={head_width}")
+        scaling = self.scaling
+        if isinstance(scaling, LongRopeScaling) and len(scaling.short) != width // 2:
+            raise ValueError(
+                f"longrope rope scaling: {len(scaling.short)} factors must be one for each of the "
+                f"{width // 2} rotated pairs"
+            )
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries times ``1 + beta ln(1 + floor(position / original))`` (Ministral 3)."""
+
+    beta: float
+    original_max_positions: int
+
+    def __post_init__(self) -> None:
+        finite_number("query scaling: beta", self.beta, 0, LARGEST_FACTOR)
+        whole_number("query scaling: original_max_positions", self.original_max_positions)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of experts that is a layer's MLP."""
+
+    count: int
+    """Experts of the layer (``E``)."""
+    chosen: int
+    """Experts that compute a token."""
+    width: int
+    """MLP width of an expert."""
+    renormalised: bool = True
+    """Whether the weights of a token's experts add up to 1; otherwise they are those of a softmax
+    over all experts."""
+    biases: bool = False
+    """Biases on the router and in the experts (gpt-oss)."""
+    limit: float | None = None
+    """Largest size of gate and up in gpt-oss's gate; None for SiLU."""
+    shared: int | None = None
+    """MLP width of one more expert, which computes every token times a sigmoid of its input."""
+
+    def __post_init__(self) -> None:
+        if self.shared is not None:
+            whole_number("experts: shared", self.shared)
+        for name, most in (("count", MAX_EXPERTS), ("chosen", self.count), ("width", None)):
+            limits = {} if most is None else {"most": most}
+            whole_number(f"experts: {name}", getattr(self, name), **limits)
+        if self.limit is not None:
+            finite_number("experts: limit", self.limit, SMALLEST_FACTOR, LARGEST_FACTOR)
+
+
+@dataclass(frozen=True)
+class RecurrenceConfig:
+    """A Gated DeltaNet (arXiv:2412.06464) in the place of a layer's attention."""
+
+    key_heads: int
+    """Heads of queries and keys (``J``)."""
+    value_heads: int
+    """Heads of values and of the state; as many share one key head (``P``)."""
+    key_width: int
+    """Of a query or key (``X``)."""
+    value_width: int
+    """Of a value (``Y``)."""
+    taps: int = 4
+    """Tokens that the convolution before queries, keys and values sees, itself included."""
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_width", "value_width"):
+            whole_number(f"recurrence: {name}", getattr(self, name))
+        whole_number("recurrence: taps", self.taps, 2, MAX_TAPS)
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"recurrence: value_heads={self.value_heads} must be a multiple of "
+                f"key_heads={self.key_heads}"
+            )
+
+    @property
+    def shared(self) -> int:
+        """Value heads that share one key head (``P``)."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def inputs_width(self) -> int:
+        """Of what the convolution sees for each key head: query, key and values."""
+        return 2 * self.key_width + self.shared * self.value_width
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What one kind of layer does of its own; the rest is the same in all layers of a target."""
+
+    rotary: Rotary | None = None
+    """The rotation of queries and keys; None for a layer without positions."""
+    window: int | None = None
+    """Tokens that a token sees, itself included: ``p_q - p_k < window``. All before it if
+    absent."""
+    experts: ExpertsConfig | None = None
+    """The MLP's experts; None for one MLP of the target's ``mlp_width``."""
+    recurrence: RecurrenceConfig | None = None
+    """What takes the place of attention; None for attention."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            whole_number("window", self.window)
+        if self.recurrence is not None and (self.window, self.rotary) != (None, None):
+            raise ValueError("a layer with a recurrence has no window and no rotation")
+
+
+@dataclass(frozen=True)
+class HeadScales:
+    """Factors of one layer's cached keys and values: what is stored stands for itself times these.
+
+    One number for all key/value heads, or one for each.
+    """
+
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("keys", "values"):
+            for scale in getattr(self, name):
+                finite_number(f"scale of cached {name}", scale, SMALLEST_FACTOR, LARGEST_FACTOR)

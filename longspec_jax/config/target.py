@@ -1,0 +1,220 @@
+"""The configuration of a target: a list of layers, described by data."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from longspec_jax.checks import finite_number, shown, whole_number
+from longspec_jax.config.layers import (
+    LARGEST_FACTOR,
+    SMALLEST_FACTOR,
+    HeadScales,
+    LayerConfig,
+    QueryScaling,
+    RecurrenceConfig,
+    RopeScaling,
+    Rotary,
+)
+from longspec_jax.config.names import KV_DTYPES
+
+MAX_LAYERS = 1024
+"""Most layers of a target: every layer is a part of its own of the compiled program."""
+SMALLEST_EPS = 1e-30
+"""Least epsilon of a norm that float32 can still add and divide by."""
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Shape and conventions of a target: a list of layers, described by data."""
+
+    architecture: str
+    """Hugging Face class name, such as ``LlamaForCausalLM``: what an export declares itself to
+    be."""
+    vocab_size: int
+    model_width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    max_positions: int
+    """Positions the model was made for; prompts and generation stay below."""
+    rope_theta: float = 10000.0
+    """With the next two the rotation of :attr:`read_layer`, which a draft follows, and of all
+    layers where ``kinds`` are absent."""
+    rope_scaling: RopeScaling = None
+    rotary_width: int | None = None
+    """Dimensions of a head that are rotated; all of them if absent."""
+    kinds: tuple[LayerConfig, ...] = ()
+    """The kinds of layers; if absent, all have full attention and the rotation above."""
+    pattern: tuple[int, ...] = ()
+    """The kind of each layer, as an index of ``kinds``; empty without them."""
+    gated_attention: bool = False
+    """What a head attends to is multiplied by a sigmoid of the layer's input (Qwen3-Next)."""
+    attention_cap: float | None = None
+    """Bounds the scores of attention softly: ``cap * tanh(score / cap)`` (Gemma 2)."""
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections (Qwen2)."""
+    out_bias: bool = False
+    """A bias on what leaves attention (gpt-oss)."""
+    attention_sinks: bool = False
+    """A learnt score of every head in its softmax's denominator (gpt-oss)."""
+    qk_norm: bool = False
+    """RMS normalisation of every query and key head before the rotation (Qwen3)."""
+    wide_qk_norm: bool = False
+    """RMS normalisation of all query heads together, and of all key heads (OLMo 2)."""
+    pre_norms: bool = True
+    """A norm on what enters attention and MLP."""
+    post_norms: bool = False
+    """A norm on what leaves them (OLMo 2, GLM-4)."""
+    offset_norms: bool = False
+    """Norms multiply by ``1 + scale`` (Gemma)."""
+    gelu: bool = False
+    """The MLP's gate is a GELU by its tanh formula, not a SiLU (Gemma)."""
+    query_scaling: QueryScaling | None = None
+    """A factor on queries that grows with their position."""
+    attention_scale: float | None = None
+    """Factor on attention scores; ``head_width ** -0.5`` if absent."""
+    embedding_factor: float = 1.0
+    """Factor on embeddings."""
+    residual_factor: float = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    logits_divisor: float = 1.0
+    """Logits are divided by it."""
+    logit_cap: float | None = None
+    """Logits are ``cap * tanh(logits / cap)``, after the division."""
+    tied_embeddings: bool = False
+    """The LM head is the embedding table."""
+    dtype: str = "bfloat16"
+    """Parameters and activations; norms, softmax, angles, loss and acceptance are float32."""
+    kv_dtype: str | None = None
+    """What keys and values are rounded to before anything attends to them, and cached as: one of
+    :data:`KV_DTYPES`. ``dtype`` if absent."""
+    kv_scales: tuple[HeadScales | None, ...] = ()
+    """Of every layer, what keys and values are divided by before they are rounded to ``kv_dtype``;
+    None for 1. Empty if all are 1."""
+
+    def __post_init__(self) -> None:
+        whole_number("vocab_size", self.vocab_size)
+        whole_number("max_positions", self.max_positions)
+        whole_number("num_layers", self.num_layers, most=MAX_LAYERS)
+        check_layer(self)
+        if self.attention_cap is not None:
+            finite_number("attention_cap", self.attention_cap, SMALLEST_FACTOR)
+        for rotary in (self.rotary, *(kind.rotary for kind in self.kinds)):
+            if rotary is not None:
+                rotary.check_fits(self.head_width)
+        if not (self.pre_norms or self.post_norms):
+            raise ValueError("a layer needs norms: pre_norms or post_norms must be True")
+        factors = "embedding_factor", "residual_factor", "logits_divisor"
+        for name in (*factors, "attention_scale", "logit_cap"):
+            if getattr(self, name) is not None:
+                finite_number(name, getattr(self, name), SMALLEST_FACTOR, LARGEST_FACTOR)
+        if self.kinds or self.pattern:
+            self._check_kinds()
+        self._check_cached()
+
+    def _check_cached(self) -> None:
+        """Raise unless keys and values are cached in a known dtype, with scales for it."""
+        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
+            raise ValueError(
+                f"kv_dtype={shown(self.kv_dtype)} must be one of {', '.join(KV_DTYPES)}, or left "
+                "out to cache keys and values as they are computed"
+            )
+        if self.kv_scales and (self.kv_dtype is None or len(self.kv_scales) != self.num_layers):
+            raise ValueError(
+                f"kv_scales has {len(self.kv_scales)} entries and needs one for each of the "
+                f"{self.num_layers} layers, and a kv_dtype"
+            )
+        for index, scales in enumerate(self.kv_scales):
+            for each in () if scales is None else (scales.keys, scales.values):
+                if len(each) not in (1, self.num_kv_heads):
+                    raise ValueError(
+                        f"kv_scales: layer {index} has {len(each)} scales; it needs 1, or one for "
+                        f"each of {self.num_kv_heads} heads"
+                    )
+
+    def scales(self, index: int) -> HeadScales | None:
+        """The scales of a layer's cached keys and values; None if all are 1."""
+        return self.kv_scales[index] if self.kv_scales else None
+
+    def _check_kinds(self) -> None:
+        """Raise unless every layer has a kind, and the read layer's rotation is the target's."""
+        if len(self.pattern) != self.num_layers or {*self.pattern} != {*range(len(self.kinds))}:
+            raise ValueError(
+                f"pattern={shown(self.pattern)} must name one of the {len(self.kinds)} kinds for "
+                f"each of the {self.num_layers} layers, and every kind must be used"
+            )
+        rotary = self.layer(self.read_layer).rotary
+        if rotary not in (None, self.rotary):
+            raise ValueError(
+                f"layer {self.read_layer}, which drafts read, has {rotary}; rope_theta, "
+                "rope_scaling and rotary_width must be those of this layer"
+            )
+        if len(self.recurrent_layers) == self.num_layers:
+            raise ValueError("one layer at least must have attention: prompts are measured by it")
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotation of the layer that drafts read."""
+        return Rotary(self.rope_theta, self.rope_scaling, self.rotary_width)
+
+    def layer(self, index: int) -> LayerConfig:
+        """The description of a layer."""
+        return self.kinds[self.pattern[index]] if self.kinds else LayerConfig(self.rotary)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether any layer has experts."""
+        return any(kind.experts is not None for kind in self.kinds)
+
+    @property
+    def read_layer(self) -> int:
+        """The layer whose keys and values drafts read.
+
+        The last one that sees the whole context, and of these one with positions if there is any:
+        a draft that reads keys without positions cannot tell near tokens from far ones. The last
+        layer if all have windows.
+        """
+        full = self.full_layers
+        rotated = [index for index in full if self.layer(index).rotary is not None]
+        return (rotated or full or [self.num_layers - 1])[-1]
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that attend to the whole context: without a window or a recurrence."""
+        kinds = enumerate(map(self.layer, range(self.num_layers)))
+        return tuple(i for i, kind in kinds if kind.window is None and kind.recurrence is None)
+
+    @property
+    def recurrent_layers(self) -> dict[int, RecurrenceConfig]:
+        """The layers with a recurrence."""
+        kinds = enumerate(map(self.layer, range(self.num_layers)))
+        return {i: kind.recurrence for i, kind in kinds if kind.recurrence is not None}
+
+    def check_read(self, reader: str) -> None:
+        """Raise ValueError unless some layer sees the whole context, which the reader needs."""
+        if not self.full_layers:
+            raise ValueError(
+                f"{reader} reads a layer that sees the whole context, and all layers of this "
+                "target have a window or a state; use a draft that reads none, such as ngram"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads that share one key/value head (``G``)."""
+        return self.num_heads // self.num_kv_heads
+
+
+def check_layer(config: Any) -> None:
+    """Raise unless a layer of these sizes can be computed: of a target, or of a draft like it."""
+    for name in ("model_width", "mlp_width", "num_heads", "num_kv_heads", "head_width"):
+        whole_number(name, getattr(config, name))
+    finite_number("rope_theta", config.rope_theta, 1)
+    finite_number("norm_eps", config.norm_eps, SMALLEST_EPS, 1)
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_heads={config.num_heads} must be a multiple of num_kv_heads={config.num_kv_heads}"
+        )
+    if config.head_width % 2:
+        raise ValueError(f"head_width={config.head_width} must be even for the rotary embedding")

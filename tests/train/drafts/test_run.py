@@ -1,0 +1,114 @@
+"""The training command with every kind of draft but the usual one, end to end at toy scale."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from longspec_jax import LongSpec
+from tests.train.tiny import (
+    ROOT,
+    command,
+    conversations,
+    flip_a_bit,
+    interrupt_at,
+    records,
+    save_tiny_target,
+)
+from train.checkpoint import _named
+from train.loop import TRY_AGAIN
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of draft, and what its run shows."""
+
+    options: tuple[str, ...]
+    """Its shape, without ``--config.draft.``."""
+    shifts: int
+    """Distances at which acceptance is measured."""
+    reported: str
+    """A metric of its own, a share; empty for none."""
+    warning: str
+    """Of its drafter, about the target's range; empty for none."""
+
+
+TEXT = ["--config.stages.text." + each for each in ("seq_len=32", "batch=4", "steps=1")]
+CASES = {
+    "eagle3": Case(
+        ("layers=0", "vocabulary=64", "steps=2"), 2, "in_vocabulary", "made for 40 positions"
+    ),
+    "dflash": Case(("features=0", "layers=2", "block=4"), 3, "", "made for 40 positions"),
+    "small_lm": Case(
+        ("layers=1", "width=16", "mlp_width=24", "heads=2", "kv_heads=2"), 3, "divergence", ""
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped, and a bit of its newest checkpoint flipped: it learns the same bits all the same."""
+    case = CASES[kind]
+    target = save_tiny_target(tmp_path / "target")
+    files = conversations(tmp_path / "chats.jsonl", 34)
+    of_stages = ("stages.text.data", "stages.chat.data") if kind == "small_lm" else ("data",)
+    given = [
+        f"--config={ROOT}/configs/vicuna7b.py:{kind}",
+        f"--config.target={target}",
+        *(f"--config.{section}.files={files}" for section in of_stages),
+        *(f"--config.{of_stages[-1]}.{each}" for each in ("answer_room=16", "buckets=1")),
+        *(f"--config.draft.{each}" for each in case.options),
+        *("--config.stages.chat.seq_len=40", "--config.stages.chat.batch=8"),
+        *("--config.stages.chat.accumulation=2", "--config.stages.chat.epochs=2"),
+        *("--config.accept_rows=2", "--config.save_every=2", "--config.accept_every=0"),
+        *("--config.dtype=float32", "--config.mesh.fsdp=2"),
+        *(TEXT if kind == "small_lm" else ()),
+    ]
+    straight, halved = tmp_path / "straight", tmp_path / "halved"
+    assert command(*given, f"--workdir={straight}") == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(4, patch)
+        assert command(*given, f"--workdir={halved}") == TRY_AGAIN
+    newest = _named(halved / "checkpoints" / "draft_chat")[-1]
+    largest = max(newest.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    flip_a_bit(largest)
+    capsys.readouterr()
+    assert command(*given, f"--workdir={halved}") == 0
+    assert f"checkpoint {newest} is skipped" in capsys.readouterr().err
+
+    weights = [(each / "draft" / "model.safetensors").read_bytes() for each in (straight, halved)]
+    assert weights[0] == weights[1]
+    learned, again = (
+        [r for r in records(each) if "loss" in r and r["stage"] == "draft_chat"]
+        for each in (straight, halved)
+    )
+    assert [r["loss"] for r in learned] == [r["loss"] for r in again] and len(learned) == 8
+    if case.reported:
+        assert all(r[case.reported] > 0 for r in learned)
+    last = records(straight)[-1]
+    assert 1 <= last["tau_chain"] <= 1 + case.shifts
+    assert f"agree_top4_shift{case.shifts}" in last
+    assert f"`draft/`: the draft, of the kind {kind}" in (straight / "README.md").read_text()
+
+    # Its drafter loads it, and the text is the target's own.
+    options = {"context": 40} if kind == "small_lm" else {}
+    with nullcontext() if not case.warning else pytest.warns(UserWarning, match=case.warning):
+        model = LongSpec.from_pretrained(
+            target, straight / "draft", dtype="float32", draft_options=options
+        )
+    for temperature in (0.0, 1.0):
+        compared = model.compare(
+            "the draft proposes", tree="2,2", max_new_tokens=12, temperature=temperature
+        )
+        assert compared.identical
+
+
+def test_layers_that_are_no_numbers_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (f"--config={ROOT}/configs/vicuna7b.py:dflash", f"--workdir={tmp_path / 'x'}")
+    assert command(*given, "--config.draft.features=-1") == 2
+    assert "numbers of layers with commas between" in capsys.readouterr().err

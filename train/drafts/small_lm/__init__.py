@@ -1,0 +1,1 @@
+"""Training of a small language model that drafts: settings, objective, export."""
