@@ -46,10 +46,11 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(router|shared_gate)/kernel$", P("fsdp", None)),  # [D, E] and [D, 1]
     (r"expert_gate_up$", P("tp", None, "fsdp")),  # [2 E, F, D]
     (r"expert_down$", P("tp", "fsdp", None)),  # [E, D, F]
+    (r"expert_(gate_up|down)/(codes|scale)$", P("tp", None, None)),  # [2 E, F, in], [E, D, in]
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]
     (r"router/bias$", P()),  # [E]
     (
-        r"((^|(?<!kernel)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias))$",
+        r"((^|(?<!kernel)(?<!expert_gate_up)(?<!expert_down)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias))$",
         P(),
     ),
 )

@@ -50,6 +50,8 @@ KINDS: dict[str, Kind] = {
 """Kinds of drafts that are measured with random weights."""
 GROUPS = {"fp8": 0, "fp8-blocks": 128, "w4a16": 128}
 """Inputs that share a scale, by how a quantised target is stored; all if 0."""
+EXPERTS = "mxfp4"
+"""How gpt-oss's experts are stored, beside whole weights."""
 WEIGHTS = ("whole", "one-order", "int8", *GROUPS)
 """How the weights of matmuls are stored; those of a draft are in 8 bits or whole. Whole ones may be
 multiplied in one order."""
@@ -120,9 +122,9 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=("whole", *GROUPS),
+        choices=("whole", *GROUPS, EXPERTS),
         default="whole",
-        help="how the target's weights are stored",
+        help=f"how the target's weights are stored; {EXPERTS} are the experts of sparse targets",
     )
     parser.add_argument(
         "--draft",

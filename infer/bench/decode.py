@@ -147,7 +147,7 @@ def describe(bench: Bench) -> dict[str, Any]:
     itemsize = jnp.dtype(config.dtype).itemsize
     table = config.vocab_size * config.model_width * itemsize
     read = weights - (0 if config.tied_embeddings else table)
-    read -= round(sum(_idle(config, index, setting.batch) for index in range(config.num_layers)))
+    read -= _idle(config, model.params.target, setting.batch)
     seen = cache_bytes(config, setting.batch, setting.context + setting.new_tokens // 2)
     state = draft_state(model, bench.drafter, setting.batch, setting.capacity)
     return {
@@ -171,17 +171,18 @@ def describe(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _idle(config: TargetConfig, index: int, rows: int) -> float:
-    """Bytes of a layer's experts that no row of a plain step chooses, if choices are independent.
+def _idle(config: TargetConfig, params: Any, rows: int) -> int:
+    """Bytes of experts that no row of a plain step chooses, if choices are independent.
 
     What is read of the others is a roof for a kernel that reads each of them once.
     """
-    experts = config.layer(index).experts
-    if experts is None:
-        return 0.0
-    unchosen = experts.count * (1 - experts.chosen / experts.count) ** rows
-    size = 3 * experts.width * config.model_width * jnp.dtype(config.dtype).itemsize
-    return unchosen * size
+    idle = 0.0
+    for index in range(config.num_layers):
+        if (experts := config.layer(index).experts) is not None:
+            mlp = params[f"layers_{index}"]["mlp"]
+            unchosen = (1 - experts.chosen / experts.count) ** rows
+            idle += unchosen * tree_bytes([mlp["expert_gate_up"], mlp["expert_down"]])
+    return round(idle)
 
 
 def _longspec_options(draft: Draft) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from longspec_jax.ops.matmul.packed import packed_params
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import path_name
 
-from .arguments import GROUPS
+from .arguments import EXPERTS, GROUPS
 
 
 @functools.partial(jax.jit, static_argnames=("stored", "out_axes", "inputs", "scale"))
@@ -51,8 +51,14 @@ def quantised_leaf(
 ) -> Any:
     """The packed matrix in place of a layer's ``kernel``; None for what stays in 16 bits.
 
-    The last projection of attention contracts heads and their widths; all others one axis.
+    The last projection of attention contracts heads and their widths; all others one axis. Of
+    experts in 4-bit floats they are the matrices.
     """
+    names = path_name(path).split("/")
+    if stored == EXPERTS:
+        if names[-1] not in ("expert_gate_up", "expert_down"):
+            return None
+        return packed_params(_random_floats(key, shape=leaf.shape, scale=scale), leaf.dtype)
     if not is_quantised(path):
         return None
     contracted = 2 if path_name(path).endswith("out/kernel") else 1
@@ -61,9 +67,19 @@ def quantised_leaf(
     return packed_params(matrix, leaf.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "scale"))
+def _random_floats(key: jax.Array, *, shape: tuple[int, ...], scale: float) -> QuantisedMatrix:
+    """Random 4-bit floats, whose magnitudes are 2.2 on the average."""
+    codes = jax.random.bits(key, (*shape[:-1], shape[-1] // 2), jnp.uint8)
+    power = 2.0 ** round(math.log2(scale / 2.2))
+    scales = jnp.full((*shape[:-1], shape[-1] // 32), power, jnp.float32)
+    return QuantisedMatrix(codes, scales, group=32, floating=True)
+
+
 def refuse_experts(config: TargetConfig, stored: str) -> None:
-    """Raise for targets whose experts no quantised format is measured of."""
-    if config.is_sparse:
+    """Raise for targets whose experts no such format is measured of."""
+    if config.is_sparse != (stored == EXPERTS):
         raise ValueError(
-            f"--weights={stored}: experts are measured in 16 bits alone; leave --weights out"
+            f"--weights={stored}: sparse targets are measured whole or with experts in {EXPERTS}, "
+            "others in the other formats"
         )

@@ -12,6 +12,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from longspec_jax.config.layers import ExpertsConfig, LayerConfig
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.ops import hardware
@@ -87,15 +89,6 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "same_bits needs one device, a cache on it, and the automatic attention; leave out "
             "mesh, offload and attention"
         )
-    if config.kv_dtype is not None:
-        raise NotImplementedError(
-            "same_bits has no kernel that reads a cache in 8 bits; leave out same_bits, or kv_dtype"
-        )
-    if config.is_sparse:
-        raise NotImplementedError(
-            "same_bits has no kernel for experts, whose matmuls depend on the number of rows; "
-            "leave it out, or load the target in float32"
-        )
     if config.recurrent_layers:
         raise NotImplementedError(
             "same_bits has no kernel for recurrent layers, whose sums depend on the tree; leave it "
@@ -107,9 +100,24 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "layers with a window, a soft cap, or attention sinks"
         )
     path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
-    ordered_tiles.refuse_uneven(config.mlp_width)
+    for kind in config.kinds or (LayerConfig(),):
+        _require_mlp_kernels(config, kind.experts)
     ordered_tiles.refuse_uneven_head(config.model_width, config.vocab_size)
     if not hardware.has_kernels(jnp.dtype(config.dtype)):
         raise NotImplementedError(
             "same_bits needs the kernel of norms, and this jax lacks Pallas' Triton backend"
         )
+
+
+def _require_mlp_kernels(config: TargetConfig, experts: ExpertsConfig | None) -> None:
+    """Raise for layers whose MLPs have no kernels of one order."""
+    if experts is None:
+        ordered_tiles.refuse_uneven(config.mlp_width)
+        return
+    if experts.shared is not None or not experts.renormalised:
+        raise NotImplementedError(
+            "same_bits has no kernel for a shared expert, nor for experts whose weights do not add "
+            "up to 1; leave it out, or load the target in float32"
+        )
+    ordered_tiles.refuse_uneven(config.model_width, experts.width)
+    ordered_tiles.refuse_uneven_head(config.model_width, experts.count)

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from longspec_jax.axes import Array
 from longspec_jax.config.layers import ExpertsConfig
 from longspec_jax.models.layers import INITIAL_SCALE, Projection, SwiGLU
-from longspec_jax.ops.matmul.experts import ExpertWeights, choose_experts, expert_mlp
+from longspec_jax.ops.matmul.experts import (
+    ExpertWeights,
+    choose_experts,
+    expert_mlp,
+    expert_mlp_partials,
+)
+from longspec_jax.ops.matmul.packed import PackedMatrix
+from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import row_shares, with_sharding
 from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
 
@@ -19,7 +26,8 @@ class Experts(nn.Module):
 
     And the shared expert, if there is one.
 
-    The router's logits and the sum are float32.
+    The router's logits and the sum are float32. Where the parameters hold quantised experts they
+    are multiplied as they are stored.
     """
 
     width: int
@@ -27,6 +35,8 @@ class Experts(nn.Module):
     dtype: jnp.dtype
     chunk: int = 0
     """Most tokens of a device that are computed at once, for long rows; 0: all."""
+    ordered: bool = False
+    """Whether the bits of a row depend on no other row, where there is a kernel for it."""
 
     def setup(self) -> None:
         """Declare the parameters."""
@@ -37,8 +47,13 @@ class Experts(nn.Module):
             self.shared_gate = Projection((self.width,), (1,), self.dtype)
         # Expert e's gate is at 2 e and its up at 2 e + 1, as [2 E, F, D].
         shapes = (2 * c.count, c.width, self.width), (c.count, self.width, c.width)
-        self.expert_gate_up = self.param("expert_gate_up", normal, shapes[0], self.dtype)
-        self.expert_down = self.param("expert_down", normal, shapes[1], self.dtype)
+        names = "expert_gate_up", "expert_down"
+        self.expert_gate_up, self.expert_down = (
+            stored
+            if isinstance(stored := self.get_variable("params", name), QuantisedWeights)
+            else self.param(name, normal, shape, self.dtype)
+            for name, shape in zip(names, shapes, strict=True)
+        )
         if c.biases:
             zeros = nn.initializers.zeros
             self.expert_gate_up_bias = self.param(
@@ -55,8 +70,10 @@ class Experts(nn.Module):
         return jnp.concatenate([mixed.astype(jnp.float32), self.shared(x) * share])
 
     def _mixed(self, x: Array) -> Array:
-        """What the chosen experts yield, ``[1, B, T, D]``."""
+        """Partials of what the chosen experts yield: one, or one for each in one order."""
         router, weights = self.router.weights(), self._weights()
+        if self.ordered:
+            return expert_mlp_partials(x, *self._choose(x, router), weights, self.config.limit)
         rows, length, _ = x.shape
         device_rows = rows // row_shares(rows)
         if not self.chunk or device_rows * length <= self.chunk:
@@ -76,11 +93,16 @@ class Experts(nn.Module):
         c, biases = self.config, (None, None)
         if c.biases:
             biases = self.expert_gate_up_bias.reshape(c.count, 2, -1), self.expert_down_bias
-        return ExpertWeights(
-            self.expert_gate_up.reshape(c.count, 2, c.width, -1), self.expert_down, *biases
-        )
+        gate_up: Any = self.expert_gate_up
+        if not isinstance(gate_up, PackedMatrix):
+            gate_up = jax.tree.map(lambda each: each.reshape(c.count, 2, c.width, -1), gate_up)
+        return ExpertWeights(gate_up, self.expert_down, *biases)
 
     def _mix(self, x: Array, router: tuple[Array, Any], weights: ExpertWeights) -> Array:
-        chosen, renormalised = self.config.chosen, self.config.renormalised
-        experts, shares = choose_experts(x, *router, chosen=chosen, renormalised=renormalised)
-        return expert_mlp(x, experts, shares, weights, limit=self.config.limit)
+        experts, shares = self._choose(x, router)
+        return expert_mlp(x, experts, shares, weights, self.config.limit)
+
+    def _choose(self, x: Array, router: tuple[Array, Any]) -> tuple[Array, Array]:
+        c = self.config
+        options: Any = dict(chosen=c.chosen, renormalised=c.renormalised, ordered=self.ordered)
+        return choose_experts(x, *router, **options)

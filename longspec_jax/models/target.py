@@ -130,7 +130,8 @@ class Layer(nn.Module):
         if c.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(), norm()
         if self.kind.experts is not None:
-            self.mlp = Experts(c.model_width, self.kind.experts, dtype, self.mlp_chunk)
+            ordered = self.projection is OrderedProjection
+            self.mlp = Experts(c.model_width, self.kind.experts, dtype, self.mlp_chunk, ordered)
         else:
             widths = c.model_width, c.mlp_width
             self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk, c.gelu)

@@ -1,6 +1,10 @@
 """Targets of experts: speculation changes no token, whatever the drafter, the mesh, the rows."""
 
+import dataclasses
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +16,7 @@ from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
+from longspec_jax.ops import hardware
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.decoding.lossless import (
     EVERY,
@@ -23,7 +28,7 @@ from tests.decoding.lossless import (
     prompts,
     request,
 )
-from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.kit import draft_params, lowered, random_draft, random_target, tiny_target_config
 
 MIXTURE = ExpertsConfig(count=8, chosen=2, width=20)
 CONFIG = tiny_target_config(
@@ -81,8 +86,39 @@ def test_a_chain_on_a_mesh_changes_no_token(models: Params, plain: list[list[np.
         assert emitted_in_rounds(state) > 0
 
 
-def test_the_kernels_of_one_order_refuse_experts() -> None:
-    sixteen = TargetModel(tiny_target_config(kinds=CONFIG.kinds, pattern=(0, 1), dtype="bfloat16"))
-    assert not same_bits.choose_kernels(sixteen, None).same_bits
-    with pytest.raises(NotImplementedError, match="no kernel for experts"):
-        same_bits.choose_kernels(sixteen, True)
+def test_the_kernels_of_one_order_serve_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mosaic = hardware.mosaic_is_supported()
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: True)
+    sizes = {
+        "num_layers": 1,
+        "head_width": 64,
+        "model_width": 128,
+        "mlp_width": 100,
+        "vocab_size": 104,
+    }
+
+    def target(**changed: Any) -> TargetModel:
+        experts = dataclasses.replace(ExpertsConfig(count=8, chosen=2, width=64), **changed)
+        kinds = (LayerConfig(Rotary(), experts=experts),)
+        config = tiny_target_config(dtype="bfloat16", kinds=kinds, pattern=(0,), **sizes)
+        return TargetModel(config)
+
+    assert same_bits.choose_kernels(target(), None).same_bits
+    if mosaic:
+        # In every pass over a layer: queries, attention and its output, router, experts, LM head.
+        model, cache = same_bits.choose_kernels(target(), True), target().allocate(1, 4096)
+        params = random_target(model.config)
+        tokens, mask = jnp.zeros((1, 64), jnp.int32), jnp.ones((1, 64, 64), bool)
+        operands = params, cache, tokens, tokens, mask, jnp.full(1, 2000)
+        text = lowered(lambda *each: model.verify(*each, levels=5).logits, *operands)
+        assert text.count("custom_call @mosaic_gpu") == 8
+    for changed, reason in (
+        ({"shared": 64}, "no kernel for a shared expert"),
+        ({"renormalised": False}, "whose weights do not add up to 1"),
+        ({"width": 20}, "weights in multiples of 64, not 20"),
+        ({"count": 12}, "vocabularies in multiples of 8, not 12"),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            same_bits.choose_kernels(target(**changed), True)
+        assert not same_bits.choose_kernels(target(**changed), None).same_bits

@@ -40,6 +40,8 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert same_bits.choose_kernels(target, True) == same_bits.choose_kernels(target, None)
     assert same_bits.choose_kernels(target, None).same_bits
     assert not same_bits.choose_kernels(target, False).same_bits
+    narrow = dataclasses.replace(target, config=dataclasses.replace(target.config, kv_dtype="fp8"))
+    assert same_bits.choose_kernels(narrow, None).same_bits
     assert not same_bits.choose_kernels(WIDE, True).same_bits
     for other in (
         dataclasses.replace(target, mesh=make_mesh(data=2).abstract_mesh),

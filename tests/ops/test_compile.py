@@ -274,10 +274,12 @@ def test_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> N
         (3, 5, 14, 2, 64),
     ],
 )
-def test_path_attention_lowers_for_cuda(batch, nodes, heads, kv_heads, width) -> None:
+@pytest.mark.parametrize("stored", ["bfloat16", "uint8"])
+def test_path_attention_lowers_for_cuda(stored, batch, nodes, heads, kv_heads, width) -> None:
     half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("int32"))
-    cache, rows = half((batch + 3, kv_heads, 4096, width)), half((batch, nodes, kv_heads, width))
+    cache = jax.ShapeDtypeStruct((batch + 3, kv_heads, 4096, width), jnp.dtype(stored))
+    rows = half((batch, nodes, kv_heads, width))
 
     def call(q, k, v, length, tree_k, tree_v, mask, depth):
         tree, prefix = Fresh(tree_k, tree_v, mask), Prefix(k, v, length, cache_rows=length % 3)
@@ -299,6 +301,20 @@ def test_tritons_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Ca
     if not (case.gated or case.split):
         operands += (jax.ShapeDtypeStruct((math.prod(case.outputs),), dtype),)
     assert lowered(call, *operands).count("custom_call @") == 1
+
+
+@pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
+@pytest.mark.parametrize(("tokens", "heads"), [(16, 8), (69, 8), (33, 32)])
+def test_the_hopper_kernel_lowers_with_a_cache_in_8_bits(tokens: int, heads: int) -> None:
+    q = jax.ShapeDtypeStruct((2, tokens, heads, 128), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((2, 8, 4096, 128), jnp.uint8)
+    tile = tiles.mosaic_prefix_tile(tokens, heads, 8, 4096)
+
+    def call(q, k, v, length):
+        return kernels.prefix_attention(q, Prefix(k, v, length), tile=tile)
+
+    text = lowered(call, q, cache, cache, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert text.count("custom_call @mosaic_gpu") == 1
 
 
 WITHOUT_PALLAS_TRITON = """

@@ -164,22 +164,19 @@ def _choose_tile(
 ) -> PrefixTile | MosaicTile:
     """The heuristic's tile for this GPU; refuses where there is none.
 
-    The Hopper kernel takes no lower bound, no window, no cap and no cache in 8 bits, interpret mode
-    does not run it and older versions of jax cannot express it.
+    The Hopper kernel takes no lower bound, no window and no cap, interpret mode does not run it and
+    older versions of jax cannot express it.
     """
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
-    whole = prefix.keys.dtype == q.dtype
-    if hopper and not whole:
-        raise NotImplementedError("the Mosaic GPU kernel reads no cache in 8 bits; choose 'pallas'")
     if hopper:
         hardware.require_hopper("the Mosaic GPU kernel")
         return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, slots)
     capability = hardware.AMPERE if interpret else hardware.require_ampere("the Pallas kernels")
-    if not whole and not interpret:
+    if prefix.keys.dtype != q.dtype and not interpret:
         hardware.require_float8("the Pallas kernels of a cache in 8 bits")
     sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
-    plain = prefix.start is None and prefix.oldest is None and cap is None and whole
+    plain = prefix.start is None and prefix.oldest is None and cap is None
     if not plain or interpret or not hardware.mosaic_is_supported():
         return tiles.triton_prefix_tile(*sizes)
     return tiles.prefix_tile(*sizes)

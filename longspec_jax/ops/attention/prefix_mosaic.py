@@ -17,10 +17,21 @@ is given back by its reader when the matmul is done, and by the other warpgroup 
 own, when its next matmuls begin at the latest. The block two places later, which has to wait for
 that in a ring of two places, is for the matmuls after those. A warpgroup whose split is the
 shorter one goes on taking its turns and giving back, so that both take as many turns.
+
+Codes of a cache in 8 bits come into rings of their own
+(:mod:`longspec_jax.ops.attention.widening`). Further warpgroups widen them into the rings of
+16 bits: one for keys and one for values, or one for both beside two that attend. Those do what they
+do with a whole cache, in the same order.
+
+**Expected times of a cache in 8 bits** (H200, 4.3 TB/s, a multiprocessor reads 19 bytes a clock at
+1.7 GHz): 32k tokens of 32 heads are 268 MB, 62 us a layer; of 8 heads 16 us, and the matrix units'
+time for many rows. Widening issues 2.2 instructions a code, of which a multiprocessor has 128 a
+clock: a third of one warpgroup's for each of keys and values where memory is the bound.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,13 +42,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Queries
+from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, Problem, pack, refuse_unsupported
 from longspec_jax.ops.attention.path import SEGMENT
 from longspec_jax.ops.attention.prefix_items import Bounds, Item, Part, Work
 from longspec_jax.ops.attention.tiles import MosaicTile
-from longspec_jax.ops.hardware import WARPGROUP_ROWS
+from longspec_jax.ops.attention.widening import BLOCK, Ring
+from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 
+_WIDENED = {1: ("k", "v"), 2: ("kv",)}
+"""By how many warpgroups attend, what each of those widens that do: keys, values or both."""
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -88,24 +103,29 @@ def launch(
       see nothing of a split that another row sees have 0 and -inf. Less than a warpgroup's outputs
       have no more rows than there are.
     """
-    width, tile = k.shape[3], work.tile
-    _refuse_unsupported(width, k.shape[2], q.dtype, tile)
-    tokens, rows = None, work.rows
+    width, narrow = k.shape[3], k.dtype == CODES
+    _refuse_unsupported(width, k.shape[2], q.dtype, work.tile)
+    if narrow:
+        work = _narrow(work)
+    tile, tokens, rows = work.tile, None, work.rows
     if limit is not None:
         tokens = -(-q.shape[2] // SEGMENT) * SEGMENT
         there = tokens * q.shape[1] // work.kv_heads
         rows = there if there < WARPGROUP_ROWS else rows
     shape = (work.batch, work.splits, work.kv_heads)
+    memory = _memory(work, width, rows, q.dtype, segmented=limit is not None)
+    if narrow:
+        memory |= _rings_of_codes(memory)
     call = plgpu.kernel(
         functools.partial(_kernel, work=work, limited=limit is not None, tokens=tokens),
         out_type=(
             jax.ShapeDtypeStruct((*shape, rows, width), jnp.float32),
             jax.ShapeDtypeStruct((*shape, work.rows), jnp.float32),
         ),
-        scratch_types=_memory(work, width, rows, q.dtype, segmented=limit is not None),
+        scratch_types=memory,
         grid=(work.programs,),
         grid_names=("program",),
-        num_threads=tile.warpgroups + 1,
+        num_threads=tile.warpgroups + 1 + (len(_WIDENED[tile.warpgroups]) if narrow else 0),
         thread_name="warpgroup",
         # No sum or maximum crosses warps; three stages of 128 slots leave no room for scratch.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -155,6 +175,25 @@ def _memory(work: Work, width: int, rows: int, dtype: Any, *, segmented: bool) -
     )
 
 
+def _narrow(work: Work) -> Work:
+    """The work on a cache in 8 bits, with few places in 16 bits: what fills them is near."""
+    tile = work.tile
+    if tile.warpgroups not in _WIDENED:
+        raise NotImplementedError("of a cache in 8 bits, three warpgroups leave none to widen")
+    stages = 3 if tile.slots == BLOCK else 2
+    return dataclasses.replace(work, tile=dataclasses.replace(tile, stages=stages))
+
+
+def _rings_of_codes(memory: dict[str, Any]) -> dict[str, Ring]:
+    """Of keys and values, with as many places as the other memory leaves room for."""
+    arrays = (memory[name] for name in ("q_smem", "k_smem", "v_smem", "lse_smem", "out_smem"))
+    held = sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
+    widths = [memory[name].shape[2] for name in ("k_smem", "v_smem")]
+    places = min((SHARED_BYTES[HOPPER] - held - 2048) // (BLOCK * sum(widths)), 8)
+    rings = (Ring.memory(places, width) for width in widths)
+    return dict(zip(("k_codes", "v_codes"), rings, strict=True))
+
+
 def _kernel(
     bounds: Any, *refs: Any, work: Work, limited: bool, tokens: int | None, **memory: Any
 ) -> None:
@@ -171,7 +210,10 @@ def _kernel(
         warpgroup=jax.lax.axis_index("warpgroup"),
     )
     attending = work.tile.warpgroups
+    narrow = program.memory.k_codes is not None
     registers = {1: None, 2: (232, 40), 3: (160, 32)}[attending]
+    if narrow:
+        registers = {1: (232, 32, 120), 2: (216, 32, 48)}[attending]
 
     @pl.when(program.warpgroup < attending)
     def _() -> None:
@@ -183,7 +225,16 @@ def _kernel(
     def _() -> None:
         if registers:
             plgpu.set_max_registers(registers[1], action="decrease")
-        program.each_item(program.fetch)
+        bring = program.fetch_codes if narrow else program.fetch_block
+        program.each_item(functools.partial(program.each_step, bring))
+
+    for index, kinds in enumerate(_WIDENED[attending] if narrow else ()):
+
+        @pl.when(program.warpgroup == attending + 1 + index)
+        def _(kinds: str = kinds) -> None:
+            plgpu.set_max_registers(registers[2], action="decrease")
+            widen = functools.partial(program.widen_block, kinds)
+            program.each_item(functools.partial(program.each_step, widen))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +257,7 @@ class _Memory:
     Queries and log-sum-exps have a place for each warpgroup, keys and values one for each stage of
     the ring. ``ready`` says that a place was filled, ``free`` that all have read it. ``turn`` hands
     the tensor cores to the other warpgroup; ``clean`` says that the values beyond the length are 0.
+    A cache in 8 bits comes into rings of codes.
     """
 
     q_smem: Any
@@ -220,6 +272,8 @@ class _Memory:
     v_free: Any
     turn: Any
     clean: Any
+    k_codes: Any = None
+    v_codes: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,18 +340,18 @@ class _Program:
         part = Part(*(jnp.where(lane == 1, *of) for of in zip(second, first, strict=True)))
         return _Share(part, lane, jnp.where(item.light, item.steps - part.steps, 0))
 
-    def fetch(self, item: Item) -> None:
-        """Bring the item's keys and values, as soon as there is room in the ring."""
+    def each_step(self, visit: Callable[[Item, Part, Any, int], None], item: Item) -> None:
+        """Call ``visit(item, part, step, lane)`` for all steps in the order of the ring."""
 
         @pl.loop(0, item.first.steps)
         def _(step: jax.Array) -> None:
-            self.fetch_block(item, item.first, step, lane=0)
+            visit(item, item.first, step, 0)
             if item.second is not None:
-                second = functools.partial(self.fetch_block, item, item.second, step, lane=1)
+                second = functools.partial(visit, item, item.second, step, 1)
                 pl.when(step < item.second.steps)(second)
 
     def fetch_block(self, item: Item, part: Part, step: jax.Array, lane: int) -> None:
-        """Bring one step's keys and values."""
+        """Bring one step's keys and values, as soon as there is room in the ring."""
         refs, memory, tile = self.refs, self.memory, self.tile
         stage = self.ring(item, step, lane)
         used = item.place(step, lane) >= tile.stages
@@ -308,6 +362,38 @@ class _Program:
         pl.when(used)(lambda: plgpu.barrier_wait(memory.v_free.at[stage]))
         values = refs.v.at[(*block, self.columns(item))]
         plgpu.copy_gmem_to_smem(values, memory.v_smem.at[stage], memory.v_ready.at[stage])
+
+    def fetch_codes(self, item: Item, part: Part, step: jax.Array, lane: int) -> None:
+        """Bring one step's keys and values in 8 bits, as soon as there is room for them."""
+        refs, memory = self.refs, self.memory
+        for ring, cached, columns in (
+            (memory.k_codes, refs.k, ()),
+            (memory.v_codes, refs.v, (self.columns(item),)),
+        ):
+            for ahead, number in self.blocks(item, step, lane):
+                slot = pl.multiple_of(part.lower + step * self.tile.slots + ahead, BLOCK)
+                block = (item.cache_row, item.kv_head, pl.ds(slot, BLOCK), *columns)
+                ring.bring(number, cached.at[block])
+
+    def widen_block(self, kinds: str, item: Item, part: Part, step: jax.Array, lane: int) -> None:
+        """Widen one step's keys, values or both into their places in the ring."""
+        memory, stage = self.memory, self.ring(item, step, lane)
+        rings = dict(
+            k=(memory.k_codes, memory.k_smem, memory.k_ready, memory.k_free),
+            v=(memory.v_codes, memory.v_smem, memory.v_ready, memory.v_free),
+        )
+        for codes, wide, ready, free in (rings[kind] for kind in kinds):
+            used = item.place(step, lane) >= self.tile.stages
+            pl.when(used)(functools.partial(plgpu.barrier_wait, free.at[stage]))
+            for ahead, number in self.blocks(item, step, lane):
+                codes.widen(number, wide.at[stage, pl.ds(ahead, BLOCK)])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ready.at[stage])
+
+    def blocks(self, item: Item, step: jax.Array, lane: int) -> list[tuple[int, jax.Array]]:
+        """The first slots of a step's blocks of codes, and their numbers."""
+        count = self.tile.slots // BLOCK
+        return [(at * BLOCK, item.place(step, lane) * count + at) for at in range(count)]
 
     def columns(self, item: Item) -> Any:
         """The columns of the values that this program multiplies."""

@@ -16,8 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots
+from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT, SEGMENT
+from longspec_jax.ops.attention.widening import shared_codes, widen
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 
 COLUMNS = 64
@@ -79,6 +81,10 @@ def attend_and_merge(
         + (WARPGROUP_ROWS + tokens + WARPGROUP_ROWS) * columns
     )
     room = SHARED_BYTES[HOPPER] - held - 2048
+    codes = {}
+    if k.dtype == CODES:
+        codes = dict(k_codes=shared_codes(FETCHED, width), v_codes=shared_codes(FETCHED, columns))
+        room -= FETCHED * (width + columns)
     stages = min(splits, room // (4 * WARPGROUP_ROWS * (columns + 1)))
     kernel = plgpu.kernel(
         functools.partial(_kernel, scale=scale, stages=stages),
@@ -96,6 +102,7 @@ def attend_and_merge(
             out=plgpu.SMEM((WARPGROUP_ROWS, columns), q.dtype),
             ready=plgpu.Barrier(num_arrivals=_SEGMENTS + 4),
             partial_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            **codes,
         ),
         grid=(width // columns, row_tiles, kv_heads, batch),
         grid_names=("part", "row_tile", "kv_head", "batch"),
@@ -156,7 +163,8 @@ class _Operands:
 class _Memory:
     """Shared memory of a program.
 
-    Splits' results go through a ring of places. ``ready`` says that all but them has come.
+    Splits' results go through a ring of places. ``ready`` says that all but them has come. Of a
+    cache in 8 bits there are codes, too.
     """
 
     q: Any
@@ -169,6 +177,8 @@ class _Memory:
     out: Any
     ready: Any
     partial_ready: Any
+    k_codes: Any = None
+    v_codes: Any = None
 
 
 _State = tuple[Any, Any, Any]
@@ -231,8 +241,10 @@ class _Program:
             to = memory.q.at[pl.ds(place * SEGMENT, SEGMENT)]
             plgpu.copy_gmem_to_smem(refs.q.at[self.batch, *self.segment(place)], to, ready)
         recent = self.cache_row, self.kv_head, pl.ds(pl.multiple_of(self.start, ALIGNED), FETCHED)
-        values = memory.cached_v.at[pl.ds(0, FETCHED)]
-        plgpu.copy_gmem_to_smem(refs.k.at[recent], memory.cached_k, ready)
+        keys, values = memory.cached_k, memory.cached_v.at[pl.ds(0, FETCHED)]
+        if memory.k_codes is not None:
+            keys, values = memory.k_codes, memory.v_codes
+        plgpu.copy_gmem_to_smem(refs.k.at[recent], keys, ready)
         plgpu.copy_gmem_to_smem(refs.v.at[(*recent, self.its_columns)], values, ready)
         # The copy engine fills with zeros what is beyond the tree. The index is not known
         # beforehand, or Pallas would refuse.
@@ -269,6 +281,9 @@ class _Program:
         """The weights of all keys, their maximum, and their exact sum."""
         memory = self.memory
         plgpu.barrier_wait(memory.ready)
+        if memory.k_codes is not None:
+            widen(memory.k_codes, memory.cached_k)
+            widen(memory.v_codes, memory.cached_v.at[pl.ds(0, FETCHED)], swizzle=64)
         # Slots beyond the length may hold NaN, and 0 NaN is NaN.
         block = _load(memory.cached_v, plgpu.Layout.WGMMA, optimized=True)
         slot = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)

@@ -1,7 +1,9 @@
 """A mixture of experts: the router's choice, and the MLPs of the chosen experts.
 
 The weights are stored with the contracted axis last, so that the first matmul of all experts is one
-plain matmul of ``[rows, D]`` by ``[2 E F, D]``. There are three forms of the MLPs:
+plain matmul of ``[rows, D]`` by ``[2 E F, D]``. On a Hopper GPU a kernel of our own reads the
+weights of every chosen expert once (:mod:`longspec_jax.ops.matmul.experts_grouping`). Elsewhere,
+and for the many rows of a prompt, XLA computes the MLPs in one of three forms:
 
 - *chosen*: the weights of each row's experts are gathered. A gathered matrix is read, written and
   read again, so this form serves up to ``E / 3`` pairs of a row and an expert: plain decoding.
@@ -14,20 +16,32 @@ plain matmul of ``[rows, D]`` by ``[2 E F, D]``. There are three forms of the ML
 to a masked copy of the rows for each expert (jax 0.10 to 0.12), which is E times the work.
 
 A row's result does not depend on the rows beside it: each matmul contracts the row alone, and its
-experts are added up in float32 in the order of its own choice. Between the forms it differs by the
-rounding of matmuls of other shapes, as that of a dense MLP does between one row and many.
+experts are added up in float32 in the order of its own choice. Between XLA's forms it differs by
+the rounding of matmuls of other shapes, as that of a dense MLP does between one row and many. The
+kernel has one order of summation for any number of rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.ops.matmul.few_rows import gate, matmul_precision
+from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.matmul.experts_grouping import expert_mlps_mosaic
+from longspec_jax.ops.matmul.few_rows import (
+    bounded_gate,
+    gate,
+    head_matmul_xla,
+    matmul_precision,
+)
+from longspec_jax.ops.matmul.ordered import head_matmul
+from longspec_jax.ops.matmul.quantised import in_turn
+from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import partitioned
 
 COPIED = 3
@@ -36,19 +50,43 @@ ALL_ROWS = 64
 """Most rows that every expert computes: the height of a GPU's matrix instruction."""
 SLACK = 2
 """Rows that an expert computes in a pass, as a multiple of its even share."""
-SWISH = 1.702
-"""The slope of the gate of gpt-oss: ``x * sigmoid(1.702 x)`` is close to a GELU."""
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
     """The MLPs of all experts of a layer; a pytree."""
 
-    gate_up: Leaf[Float[Array, "E 2 F D"]]
-    """Gate and up of every expert."""
-    down: Leaf[Float[Array, "E D F"]]
+    gate_up: Leaf[Float[Array, "E 2 F D"]] | QuantisedWeights
+    """Gate and up of every expert; packed ones as ``2 E`` matrices."""
+    down: Leaf[Float[Array, "E D F"]] | QuantisedWeights
     gate_up_bias: Leaf[Float[Array, "E 2 F"]] | None = None
     down_bias: Leaf[Float[Array, "E D"]] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Experts, their outputs, and what is between their matmuls: ``E``, ``D`` and ``F``."""
+        down: Any = self.down
+        if isinstance(down, QuantisedWeights):
+            count, outputs = down.out_axes
+            return count, outputs, down.inputs
+        return down.shape
+
+    def plain(self) -> "ExpertWeights":
+        """Quantised weights in the order of their inputs, an axis for gate and up."""
+        gate_up, down = self.gate_up, self.down
+        if isinstance(gate_up, QuantisedWeights) and isinstance(down, QuantisedWeights):
+            count, _, inner = self.sizes
+            gate_up, down = gate_up.plain(), down.plain()
+            gate_up = jax.tree.map(lambda each: each.reshape(count, 2, inner, -1), gate_up)
+        return replace(self, gate_up=gate_up, down=down)
+
+    def whole(self, x: Array) -> Any:
+        """Plain weights as arrays, dequantised to the dtype of the rows that need them."""
+        if not isinstance(self.gate_up, QuantisedWeights):
+            return self
+        gate_up, down = (in_turn(x, each)[1] for each in (self.gate_up, self.down))
+        gate_up, down = gate_up.dequantised(x.dtype), down.dequantised(x.dtype)
+        return replace(self, gate_up=gate_up, down=down)
 
 
 jax.tree_util.register_dataclass(
@@ -63,6 +101,7 @@ def choose_experts(
     *,
     chosen: int,
     renormalised: bool = True,
+    ordered: bool = False,
 ) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
     """The experts of every row, best first, and their weights, all computed in float32.
 
@@ -73,19 +112,17 @@ def choose_experts(
       chosen: experts of a row. Of equal logits the expert of the lower number is chosen.
       renormalised: whether a row's weights add up to 1: a softmax over the chosen logits.
         Otherwise they are those of a softmax over all logits.
+      ordered: whether a row's logits must have the same bits beside any others, where there is a
+        kernel for it: that of LM heads.
     """
-    logits = jnp.einsum(
-        "...D,DE->...E",
-        x,
-        router,
-        precision=matmul_precision(router.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    logits = head_matmul(x, router.T) if ordered else head_matmul_xla(x, router.T)
     if bias is not None:
         logits += bias.astype(jnp.float32)
     best, experts = jax.lax.top_k(logits, chosen)
     if renormalised:
-        return experts, jax.nn.softmax(best, axis=-1)
+        parts = jnp.exp(best - best[..., :1])
+        # One after the other, as in the sum of what the experts yield.
+        return experts, parts / sum(parts[..., i, None] for i in range(chosen))
     return experts, jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
 
@@ -99,8 +136,8 @@ def expert_mlp(
     """The weighted sum of what its experts make of every row.
 
     On a mesh the experts are cut over ``tp``. Every device computes the experts that it holds for
-    its share of the batch rows, and the results are added up. Not differentiable in reverse for
-    more than 64 rows.
+    its share of the batch rows, and the results are added up. Not differentiable where the kernel
+    runs, nor in reverse for more than 64 rows.
 
     Args:
       x: rows.
@@ -113,16 +150,36 @@ def expert_mlp(
     Returns:
       The sums in the dtype of ``x``.
     """
-    held = jnp.arange(weights.down.shape[0])
+    held = jnp.arange(weights.sizes[0])
     parts = _held_experts(x, experts, shares, held, weights, limit=limit)
     return (parts[0] if parts.shape[0] == 1 else parts.sum(axis=0)).astype(x.dtype)
+
+
+def expert_mlp_partials(
+    x: Float[Array, "B T D"],
+    experts: Int[Array, "B T k"],
+    shares: Float[Array, "B T k"],
+    weights: ExpertWeights,
+    limit: float | None = None,
+) -> Float[Array, "k B T D"]:
+    """The summands of :func:`expert_mlp` in float32, for who adds them up in their order.
+
+    So a row has the same bits beside any others, where the kernel runs: a compiler that multiplies
+    and adds in one program may round once or twice. On one device.
+    """
+    flat = experts.reshape(-1, experts.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    out = EXPERT_MLPS(rows, flat, weights, limit, ordered=True)
+    parts = out.astype(jnp.float32) * shares.reshape(flat.shape)[..., None]
+    return parts.swapaxes(0, 1).reshape(-1, *x.shape)
 
 
 def expert_mlp_reference(
     x: Array, experts: Array, shares: Array, weights: ExpertWeights, limit: float | None = None
 ) -> Array:
     """:func:`expert_mlp` in float32, all experts of all rows, nothing sorted or gathered."""
-    wide = jax.tree.map(lambda each: each.astype(jnp.float32), weights)
+    weights = weights.plain().whole(x.astype(jnp.float32))
+    wide: Any = jax.tree.map(lambda each: each.astype(jnp.float32), weights)
     dot = partial(jnp.einsum, precision="highest")
     inner = dot("btd,eufd->bteuf", x.astype(jnp.float32), wide.gate_up)
     if wide.gate_up_bias is not None:
@@ -148,14 +205,26 @@ def _held_experts(
     rows = x.reshape(-1, x.shape[-1])
     local = experts.reshape(len(rows), -1) - held[0]
     present = (local >= 0) & (local < len(held))
-    form = _form(len(rows), local.shape[1], len(held))
-    out = form(rows, jnp.where(present, local, len(held)), weights, limit)
+    local = jnp.where(present, local, len(held))
+    out = EXPERT_MLPS(rows, local, weights, limit)
     # One after the other: the order in which a reduction adds may depend on its shape.
     kept = jnp.where(present, shares.reshape(local.shape), 0)
     total = jnp.zeros(rows.shape, jnp.float32)
     for choice in range(local.shape[1]):
         total += kept[:, choice, None] * out[:, choice].astype(jnp.float32)
     return total.reshape(1, *x.shape)
+
+
+def expert_mlps_xla(
+    x: Array, experts: Array, weights: ExpertWeights, limit: float | None, *, ordered: bool = False
+) -> Array:
+    """What each of its experts makes of every row, ``[rows, k, D]``, in plain JAX."""
+    rows, chosen = experts.shape
+    form = _form(rows, chosen, weights.sizes[0])
+    return form(x, experts, weights.plain(), limit)
+
+
+EXPERT_MLPS = Op("expert_mlps", {"mosaic": expert_mlps_mosaic, "xla": expert_mlps_xla})
 
 
 def _form(rows: int, chosen: int, experts: int) -> Callable[..., Array]:
@@ -179,17 +248,17 @@ def _block_rows(rows: int, chosen: int, experts: int) -> int:
     return min(rows, max(ALL_ROWS, share + -share % 8))
 
 
-def _chosen(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
+def _chosen(x: Array, experts: Array, weights: Any, limit: float | None) -> Array:
     """``[rows, k, D]``: each pair with its own copy of the weights."""
     flat = experts.reshape(-1)
     own = jax.tree.map(lambda each: jnp.take(each, flat, axis=0, mode="clip"), weights)
     pairs = jnp.repeat(x, experts.shape[1], axis=0)[:, None]
-    return _blocks(pairs, own, limit).reshape(*experts.shape, -1)
+    return _blocks(pairs, own.whole(x), limit).reshape(*experts.shape, -1)
 
 
-def _all(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
+def _all(x: Array, experts: Array, weights: Any, limit: float | None) -> Array:
     """``[rows, k, D]``: taken of the results of all experts."""
-    over = ((1,), (3,)), ((), ())
+    over, weights = (((1,), (3,)), ((), ())), weights.whole(x)
     precision = matmul_precision(x.dtype)
     inner = jax.lax.dot_general(x, weights.gate_up, over, precision=precision)
     if weights.gate_up_bias is not None:
@@ -198,8 +267,9 @@ def _all(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) 
     return out.at[experts, jnp.arange(len(x))[:, None]].get(mode="clip")
 
 
-def _grouped(x: Array, experts: Array, weights: ExpertWeights, limit: float | None) -> Array:
+def _grouped(x: Array, experts: Array, weights: Any, limit: float | None) -> Array:
     """``[rows, k, D]``: blocks of the rows of every expert, in passes."""
+    weights = weights.whole(x)
     count, pairs = weights.down.shape[0], experts.size
     size = _block_rows(len(x), experts.shape[1], count)
     flat = experts.reshape(-1)
@@ -223,7 +293,7 @@ def _grouped(x: Array, experts: Array, weights: ExpertWeights, limit: float | No
     return jax.lax.fori_loop(0, turns, step, out).reshape(*experts.shape, -1)
 
 
-def _blocks(x: Array, weights: ExpertWeights, limit: float | None) -> Array:
+def _blocks(x: Array, weights: Any, limit: float | None) -> Array:
     """``[e, c, D]`` of a block of rows ``[e, c, D]`` for each of as many experts."""
     over = ((2,), (3,)), ((0,), (0,))
     inner = jax.lax.dot_general(x, weights.gate_up, over, precision=matmul_precision(x.dtype))
@@ -232,7 +302,7 @@ def _blocks(x: Array, weights: ExpertWeights, limit: float | None) -> Array:
     return _out(_gated(inner, limit), weights)
 
 
-def _out(inner: Array, weights: ExpertWeights) -> Array:
+def _out(inner: Array, weights: Any) -> Array:
     """``[e, c, D]`` of gated values ``[e, c, F]``."""
     over = ((2,), (2,)), ((0,), (0,))
     out = jax.lax.dot_general(inner, weights.down, over, precision=matmul_precision(inner.dtype))
@@ -241,8 +311,4 @@ def _out(inner: Array, weights: ExpertWeights) -> Array:
 
 def _gated(gate_up: Array, limit: float | None) -> Array:
     """The gated values ``[..., F]`` of ``[..., 2, F]``."""
-    if limit is None:
-        return gate(gate_up)
-    first = jnp.minimum(gate_up[..., 0, :], limit)
-    second = jnp.clip(gate_up[..., 1, :], -limit, limit)
-    return (second + 1) * (first * jax.nn.sigmoid(SWISH * first))
+    return gate(gate_up) if limit is None else bounded_gate(gate_up, limit)

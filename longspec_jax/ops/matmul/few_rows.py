@@ -21,6 +21,8 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.matmul import ordered_tiles
 from longspec_jax.ops.partitioned import one_device
 
+SWISH = 1.702
+"""The slope of the gate of gpt-oss: ``x * sigmoid(1.702 x)`` is close to a GELU."""
 WORTH_A_KERNEL = 2**21
 """Elements of the smallest weights that keep half of a Hopper GPU's multiprocessors reading."""
 
@@ -90,6 +92,13 @@ def gate(gate_up: Array) -> Array:
 def gelu_gate(gate_up: Array) -> Array:
     """The same with a GELU by its tanh formula (Gemma)."""
     return jax.nn.gelu(gate_up[..., 0, :], approximate=True) * gate_up[..., 1, :]
+
+
+def bounded_gate(gate_up: Array, limit: float) -> Array:
+    """The gate of gpt-oss, whose inputs are no larger than ``limit``."""
+    first = jnp.minimum(gate_up[..., 0, :], limit)
+    second = jnp.clip(gate_up[..., 1, :], -limit, limit)
+    return (second + 1) * (first * jax.nn.sigmoid(SWISH * first))
 
 
 def matmul_precision(dtype: Any) -> jax.lax.Precision | None:

@@ -28,7 +28,9 @@ BLOCK_BYTES = 64
 DEPTH = 128
 """Inputs are padded to a multiple of this, so that the kernel has no edge in the contraction."""
 OPERAND = 64
-"""Inputs of one operand of the matrix units, which share a scale."""
+"""Inputs of one operand of the matrix units, which share a scale; half as many 4-bit floats."""
+LARGEST_SCALE = 2.0
+"""Of 4-bit floats: the kernel multiplies scales by 2^126, which bfloat16 must hold."""
 
 
 @struct.dataclass
@@ -49,6 +51,8 @@ class PackedMatrix(QuantisedWeights):
     """Inputs that share a scale; of all inputs if 0."""
     stored: Any = struct.field(pytree_node=False)
     """The dtype of the codes as in :class:`QuantisedMatrix`: 4 bits if it is ``uint8``."""
+    floating: bool = struct.field(pytree_node=False, default=False)
+    """Whether 4-bit codes are floats."""
 
     @property
     def out_axes(self) -> tuple[int, ...]:
@@ -63,7 +67,7 @@ class PackedMatrix(QuantisedWeights):
     @property
     def label(self) -> str:
         """The kind of codes, as reports name it."""
-        return label_of(self.stored)
+        return label_of(self.stored, self.floating)
 
     @property
     def bits(self) -> int:
@@ -87,6 +91,8 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
       NotImplementedError: if the kernel cannot read such weights.
     """
     refuse_unpackable(matrix)
+    if matrix.floating and dtype != jnp.bfloat16:
+        raise NotImplementedError(f"4-bit floats become bfloat16, not {dtype}")
     flat, inputs = matrix.flat(), matrix.inputs
     rows = jnp.pad(_bytes(flat.codes), ((0, 0), (0, -inputs % DEPTH // (2 if flat.packed else 1))))
     blocks = _by_thread(_nibbles(rows) if flat.packed else rows, 4 if flat.packed else 8)
@@ -102,6 +108,7 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
         shape=(*matrix.out_axes, inputs),
         group=0 if single else flat.group,
         stored=flat.codes.dtype,
+        floating=flat.floating,
     )
 
 
@@ -123,6 +130,8 @@ def packed_params(params: Any, dtype: Any) -> Any:
             return leaf
         try:
             hardware.require_hopper("the kernel for quantised weights")
+            if leaf.floating and leaf.scale.max() > LARGEST_SCALE:
+                raise NotImplementedError("the kernel multiplies such scales by 2^126")
             packed = _pack(leaf, jnp.dtype(dtype))
         except NotImplementedError:
             return leaf
@@ -137,8 +146,10 @@ def packed_params(params: Any, dtype: Any) -> Any:
 def refuse_unpackable(matrix: QuantisedMatrix) -> None:
     """Raise for weights that the kernel cannot read."""
     outputs = math.prod(matrix.out_axes)
-    if matrix.floating:
-        raise NotImplementedError("the kernel for quantised weights reads no 4-bit floats")
+    if matrix.floating and (len(matrix.out_axes) != 2 or matrix.group != 32):
+        raise NotImplementedError(
+            "of 4-bit floats a kernel reads those of stacked experts, in groups of 32 inputs"
+        )
     if matrix.out_axes[-1] % 64 or outputs % 64:
         raise NotImplementedError(
             "the kernel for quantised weights takes outputs in multiples of 64, not "
@@ -148,7 +159,7 @@ def refuse_unpackable(matrix: QuantisedMatrix) -> None:
         raise NotImplementedError(
             f"the kernel for quantised weights takes inputs in multiples of 8, not {matrix.inputs}"
         )
-    if matrix.groups > 1 and matrix.group % OPERAND:
+    if matrix.groups > 1 and matrix.group % OPERAND and not matrix.floating:
         raise NotImplementedError(
             f"the kernel for quantised weights takes groups in multiples of {OPERAND} inputs, not "
             f"{matrix.group}"
@@ -174,6 +185,7 @@ def _unpacked(packed: PackedMatrix) -> QuantisedMatrix:
         None if packed.zero is None else shaped(packed.zero.T.astype(jnp.int8)),
         packed.order,
         packed.group,
+        packed.floating,
     )
 
 

@@ -70,7 +70,7 @@ def quantised_matmul_xla(
     dtype: Any = None,
 ) -> Array:
     """The matmul in plain JAX, in XLA's order; differentiable in ``x``."""
-    x, weights = _in_turn(x, weights)
+    x, weights = in_turn(x, weights)
     plain = weights.plain()
     if plain.order is not None:
         x = jnp.take(x, plain.order, axis=-1)
@@ -95,7 +95,7 @@ def quantised_gated_matmul_xla(
     return gate(quantised_matmul_xla(x, weights))
 
 
-def _in_turn(x: Array, weights: Any) -> tuple[Array, Any]:
+def in_turn(x: Array, weights: Any) -> tuple[Array, Any]:
     """The operands, so that the weights are dequantised when the rows are there and not before.
 
     Else a compiler may do it for all layers at once, or before the loop over rounds: a whole model
@@ -154,8 +154,10 @@ def _launch(
     hardware.require_hopper("the kernel for quantised weights")
     from longspec_jax.ops.matmul.packed import PackedMatrix
 
-    if not isinstance(weights, PackedMatrix):
-        raise NotImplementedError("the kernel for quantised weights reads packed ones")
+    if not isinstance(weights, PackedMatrix) or weights.floating:
+        raise NotImplementedError(
+            "the kernel for quantised weights reads packed ones, and no floats of 4 bits"
+        )
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"the kernel for quantised weights takes 16 bits, not {x.dtype}")
     if not one_device():

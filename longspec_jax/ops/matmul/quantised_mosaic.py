@@ -8,7 +8,7 @@ ring, others that multiply, units in turns, and sums in an order that follows fr
 shape alone. A row's result depends on no other row.
 
 Codes become numbers of 16 bits by operations on whole registers, each of two codes
-(:func:`_widened`). A thread finds its codes side by side
+(:mod:`longspec_jax.ops.matmul.widening`). A thread finds its codes side by side
 (:mod:`longspec_jax.ops.matmul.packed`). Scales of groups, and zero points, are applied to the
 widened codes, which rounds as the definition does. One scale an output multiplies the sum in
 float32, which rounds less.
@@ -23,12 +23,11 @@ some 65 and 45 us for 64 rows, where 16 bits take 127.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -39,14 +38,10 @@ from longspec_jax.ops.matmul.ordered_programs import Program, Unit
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
 from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
-from longspec_jax.ops.matmul.quantised_weights import MIDDLE
+from longspec_jax.ops.matmul.widening import BY_OUTPUT, WORDS, arranged, arrive, load, widened
 
 # Pallas documents ACC and does not re-export it in the way that type checkers ask for.
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-_BY_OUTPUT = plgpu.Layout.WGMMA.reduce(1)
-"""Layout of one number for each of 64 outputs."""
-_WORDS = plgpu.Layout.WGMMA_8BIT
-"""Layout of ``[64, 16]`` words: four in a row for a thread, in the order of the threads."""
 
 
 @launcher("tile", "gated", "dtype", "interpret")
@@ -251,7 +246,7 @@ class _Quantised(Program):
                     if not index and not part:
                         # With a branch here, matmuls would wait for each other: the assembler
                         # cannot follow their registers across it (its warning C7513).
-                        _arrive(self.free.at[before], predicate=step > 0)
+                        arrive(self.free.at[before], predicate=step > 0)
 
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free.at[self.stage(past + unit.steps - 1)])
@@ -263,13 +258,15 @@ class _Quantised(Program):
         work, dtype = self.work, self.x.dtype
         rows = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         block, half = divmod(index, work.operands // work.blocks)
-        words = _load(self.words_smem.at[stage, part, block, rows], _WORDS)
+        words = load(self.words_smem.at[stage, part, block, rows], WORDS)
         group = index % max(work.scales, 1)
         if self.zero_smem is not None:
             zero = self.by_output(self.zero_smem.at[stage, part, group, rows], OPERAND)
         interpreted = self.operand_smem is not None
-        arrange = functools.partial(_arranged, half=half, dtype=dtype, interpreted=interpreted)
-        weights = _widened(words, self.stored, dtype, arrange, zero)
+        each = 4 * work.blocks // work.operands
+        of_words = range(half * each, (half + 1) * each)
+        arrange = functools.partial(arranged, words=of_words, dtype=dtype, interpreted=interpreted)
+        weights = widened(words, self.stored, dtype, arrange, zero)
         if work.scales:
             weights *= self.by_output(self.scale_smem.at[stage, part, group, rows], OPERAND)
         if not interpreted:
@@ -280,7 +277,7 @@ class _Quantised(Program):
 
     def by_output(self, numbers: Any, columns: int) -> Array:
         """Numbers of this warpgroup's 64 outputs, each in as many columns."""
-        of_outputs = _load(numbers, _BY_OUTPUT)
+        of_outputs = load(numbers, BY_OUTPUT)
         return jax.lax.broadcast_in_dim(of_outputs, (WARPGROUP_ROWS, columns), [0])
 
     def mine(self, unit: Unit, part: int = 0) -> Any:
@@ -318,106 +315,3 @@ class _Quantised(Program):
         for group, rows, here in self.rows(unit):
             place = unit.split * self.work.groups + group
             plgpu.copy_smem_to_gmem(to.at[here], self.out.at[place, rows, self.mine(unit)])
-
-
-# From jax 0.11 on, which this kernel needs, it takes a predicate.
-_arrive: Callable[..., None] = plgpu.barrier_arrive
-
-
-def _load(source: Any, layout: Any) -> Array:
-    """Numbers in registers; of a layout that no wide load serves, one by one."""
-    # From jax 0.11 on, which this kernel needs, load takes no index.
-    return plgpu.load(  # pyright: ignore[reportCallIssue]
-        source, layout=layout, optimized=False
-    )
-
-
-def _widened(
-    words: Array, stored: Any, dtype: Any, arrange: Callable[..., Array], zero: Array | None
-) -> Array:
-    """Codes as numbers of 16 bits, without their scales.
-
-    Args:
-      words: ``[64, 16]``, each of four codes of 8 bits or eight of 4.
-      stored: the dtype of the codes, as in :class:`QuantisedMatrix`.
-      dtype: bfloat16 or float16.
-      arrange: makes a matrix ``[64, 64]`` of words that hold two numbers each, those of the inputs
-        ``2c, 2c + 1`` of a thread, then those of ``2c + 8, 2c + 9``, and so on.
-      zero: what is subtracted from integer codes, or none.
-    """
-    number = functools.partial(np.asarray, dtype=dtype)
-    half = dtype == jnp.float16
-    if stored == jnp.uint8:
-        # The code becomes the lowest bits of a number whose last bit counts 1: 128 or 1024 more.
-        base, offset = (0x6400, 1024) if half else (0x4300, 128)
-        wide = arrange(*((words >> 4 * i) & _pair(0xF) | _pair(base) for i in range(4)))
-        return wide - (number(offset + MIDDLE) if zero is None else zero + number(offset))
-    pairs = words << 8, words  # Codes in the upper bytes: the first and third, second and fourth.
-    if stored == jnp.float8_e4m3fn:
-        # The exponent has its place, and is too small by the difference of both biases.
-        right, factor = (1, 2.0**8) if half else (4, 2.0**120)
-        bits = ((each >> right) & _pair(0x7F00 >> right) for each in pairs)
-        signed = (each & _pair(0x8000) | rest for each, rest in zip(pairs, bits, strict=True))
-        return arrange(*signed) * number(factor)
-    if half:
-        # With its sign bit flipped a code is 128 more, and the last bit of 1024 counts 1.
-        wide = arrange(*((each >> 8) & _pair(0xFF) ^ _pair(0x6480) for each in pairs))
-        wide -= number(1024 + 128)
-    else:
-        # 128 has room for the lower seven bits. A sign bit subtracts 128 more.
-        low = arrange(*((each >> 8) & _pair(0x7F) | _pair(0x4300) for each in pairs))
-        sign = arrange(*((each >> 8) & _pair(0x80) | _pair(0x4300) for each in pairs))
-        wide = low - sign
-    return wide if zero is None else wide - zero
-
-
-def _pair(bits: int) -> np.uint32:
-    """The same bits in both halves of a word."""
-    return np.uint32(bits << 16 | bits)
-
-
-def _arranged(*pairs: Array, half: int, dtype: Any, interpreted: bool) -> Array:
-    """Words of two numbers each as the matrix units' operand ``[64, 64]``.
-
-    A thread has four words in a row, and each array of ``pairs`` has two numbers of every word. The
-    numbers stay where they are: the thread holds them as the matrix instruction wants them.
-
-    Args:
-      pairs: ``[64, 16]``, the pairs of every word in order.
-      half: which 64 inputs of a block; there are two of 4-bit codes.
-      dtype: of the numbers.
-      interpreted: whether this is no GPU, where threads do not exist.
-    """
-    count = len(pairs)
-    words = range(half * 8 // count, (half + 1) * 8 // count)
-    if interpreted:
-        numbers = jax.lax.bitcast_convert_type(jnp.stack(pairs, axis=-1), dtype)
-        digits = numbers.reshape(WARPGROUP_ROWS, 4, 4, count, 2)[:, :, words.start : words.stop]
-        return digits.transpose(0, 2, 3, 1, 4).reshape(WARPGROUP_ROWS, OPERAND)
-
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector
-
-    @plgpu.inline_mgpu(
-        arg_types=(_WORDS,) * count,
-        return_type=plgpu.ShapeDtypeStruct(
-            (WARPGROUP_ROWS, OPERAND), dtype, layout=plgpu.Layout.WGMMA
-        ),
-    )
-    def rename(_: Any, *pairs: Any) -> Any:
-        word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-        two = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
-        layout = plgpu.Layout.WGMMA.to_mgpu()
-        flat = [
-            vector.bitcast(two, vector.extract_strided_slice(word, of_row, [at], [1], [1]))
-            for at in words
-            for pair in pairs
-            for of_row in pair.registers.flat
-        ]
-        registers = np.empty(len(flat), dtype=object)
-        registers[:] = flat
-        registers = registers.reshape(layout.registers_shape((WARPGROUP_ROWS, OPERAND)))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    return rename(*pairs)

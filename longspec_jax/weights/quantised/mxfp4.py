@@ -1,13 +1,13 @@
 """MXFP4 experts, as gpt-oss stores them: 4-bit floats with a power of two for every 32 inputs.
 
-They are dequantised as they are read, which is exact in 16 bits: a number has three bits.
+Their codes stay as they are, and the powers become floats. 16 bits hold every weight exactly, which
+has three bits.
 
 Source: transformers 5 (``integrations/mxfp4.py``, ``convert_moe_packed_tensors``).
 """
 
 import numpy as np
 
-from longspec_jax.ops.matmul.quantised_weights import E2M1
 from longspec_jax.weights.checkpoint import Index, Tensor
 
 GROUP = 32
@@ -15,16 +15,15 @@ NOT_A_NUMBER = 255
 """A scale of the format e8m0 that stands for NaN."""
 BIAS = 127
 """Of a scale's exponent."""
-VALUES = np.asarray([*E2M1, *(-each for each in E2M1)], np.float32)
-PAIRS = np.stack([np.tile(VALUES, 16), np.repeat(VALUES, 16)], axis=-1)
-"""The two numbers of every byte: the lower four bits come first."""
 
 
-def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The matrices of all experts, ``[E, in, out]``, float32, that are read by slice.
+def stored(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes ``[E, in / 2, out]`` and float32 scales ``[E, groups, out]``, read by slice.
+
+    The axes are those of the whole matrices of all experts, ``[E, in, out]``.
 
     Args:
-      blocks: bytes ``..._blocks [E, out, groups, 16]``.
+      blocks: bytes ``..._blocks [E, out, groups, 16]``, of two codes each, the earlier one lower.
       scales: exponents ``..._scales [E, out, groups]``, 127 above the power of two.
 
     Raises:
@@ -39,20 +38,24 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
         )
     count, outputs, groups = scales.shape
 
-    def read(index: Index) -> np.ndarray:
+    def codes(index: Index) -> np.ndarray:
         experts, inputs, columns = index
-        start, stop, _ = inputs.indices(groups * GROUP)
-        some = slice(start // GROUP, -(-stop // GROUP))
+        start, stop, _ = inputs.indices(groups * GROUP // 2)
+        some = slice(start // 16, -(-stop // 16))
+        found = blocks.read((experts, columns, some, slice(None)))
+        first = 16 * some.start
+        return found.reshape(*found.shape[:2], -1)[..., start - first : stop - first].swapaxes(1, 2)
+
+    def powers(index: Index) -> np.ndarray:
+        experts, some, columns = index
         exponents = scales.read((experts, columns, some))
         if (exponents == NOT_A_NUMBER).any():
             raise ValueError(
                 f"{scales.file}: a scale is NaN; the file is damaged: download it again"
             )
-        codes = blocks.read((experts, columns, some, slice(None)))
-        powers = np.ldexp(np.float32(1), exponents.astype(np.int32) - BIAS)
-        values = PAIRS[codes].reshape(*exponents.shape, GROUP) * powers[..., None]
-        first = some.start * GROUP
-        values = values.reshape(*exponents.shape[:2], -1)[..., start - first : stop - first]
-        return values.swapaxes(1, 2)
+        return np.ldexp(np.float32(1), exponents.astype(np.int32) - BIAS).swapaxes(1, 2)
 
-    return Tensor((count, groups * GROUP, outputs), "float32", read, blocks.file)
+    return (
+        Tensor((count, groups * GROUP // 2, outputs), "uint8", codes, blocks.file),
+        Tensor((count, groups, outputs), "float32", powers, scales.file),
+    )

@@ -45,9 +45,9 @@ def as_stored(
 
     Returns:
       A table with a parameter each for the codes, scales and zero points of a kernel; tensors that
-      read those; and the group size of every quantised kernel, by path. Experts and recurrent
-      layers stay whole, and matrices whose inputs come in another order: they are dequantised as
-      they are read.
+      read those; and the group size of every quantised kernel, by path. Experts but those of MXFP4
+      stay whole, and recurrent layers, and matrices whose inputs come in another order: they are
+      dequantised as they are read.
 
     Raises:
       ValueError: if ``config.json`` and the tensors disagree, or a linear is of another format than
@@ -56,13 +56,14 @@ def as_stored(
     leaves: list[Leaf] = []
     tensors, groups = dict(tensors), {}
     for leaf in table.leaves:
+        if quantised.experts and leaf.path.endswith(EXPERTS):
+            leaves += _stacked_leaves(leaf, tensors, quantised)
+            groups[leaf.path] = mxfp4.GROUP
+            continue
         if _stays_whole(leaf):
             leaves.append(leaf)
             for part in {part.source: part for part in leaf.parts}.values():
-                if quantised.experts and leaf.path.endswith(EXPERTS):
-                    _dequantise_stacked(part, tensors, quantised)
-                else:
-                    _dequantise(part, leaf, tensors, quantised)
+                _dequantise(part, leaf, tensors, quantised)
             continue
         names = [part.source.removesuffix(WEIGHT) for part in leaf.parts]
         formats = [_format_of(name, leaf, tensors, quantised) for name in names]
@@ -97,7 +98,7 @@ def as_stored(
 def with_matrices(params: Mapping[str, Any], groups: Mapping[str, int], path: str = "") -> Any:
     """Loaded parameters, each kernel's codes, scales and zero points as one matrix."""
     if path in groups:
-        return QuantisedMatrix(**params, group=groups[path])
+        return QuantisedMatrix(**params, group=groups[path], floating=path.endswith(EXPERTS))
     if not isinstance(params, Mapping):
         return params
     return {
@@ -149,15 +150,33 @@ def _dequantise(part: Part, leaf: Leaf, tensors: Tensors, quantised: Quantisatio
     )
 
 
-def _dequantise_stacked(part: Part, tensors: Tensors, quantised: Quantisation) -> None:
-    """The same of the stacked experts of MXFP4."""
-    blocks, scales = (tensors.pop(f"{part.source}_{kind}", None) for kind in ("blocks", "scales"))
+def _stacked_leaves(leaf: Leaf, tensors: Tensors, quantised: Quantisation) -> list[Leaf]:
+    """The codes and scales of MXFP4's stacked experts, in the axes of the whole ones.
+
+    Their inputs are the last axis of the parameter and the second one of the stored tensor.
+    """
+    source = leaf.parts[0].source
+    blocks, scales = (tensors.pop(f"{source}_{kind}", None) for kind in ("blocks", "scales"))
     if blocks is None or scales is None:
         raise ValueError(
-            f"{quantised.origin}: {part.source} is of MXFP4, and the weights lack its blocks or "
+            f"{quantised.origin}: {source} is of MXFP4, and the weights lack its blocks or "
             "scales; the files belong to different saves: download the model again"
         )
-    tensors[part.source] = mxfp4.dequantised(blocks, scales)
+    found = mxfp4.stored(blocks, scales)
+    leaves = []
+    for field, tensor in zip(("codes", "scale"), found, strict=True):
+        tensors[f"{source}.{field}"] = tensor
+        parts = tuple(
+            dataclasses.replace(
+                part,
+                source=f"{source}.{field}",
+                groups=(part.groups[0], (tensor.shape[1],), *part.groups[2:]),
+            )
+            for part in leaf.parts
+        )
+        shape = (*leaf.shape[:-1], tensor.shape[1])
+        leaves.append(Leaf(f"{leaf.path}/{field}", shape, leaf.stack, parts, tensor.dtype))
+    return leaves
 
 
 def _dequantised(matrix: Stored, inputs: int, index: Index) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Path attention: which positions are added up together, and that nothing else decides the bits."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import dispatch, path, reference
+from longspec_jax.ops.attention.float8 import codes, rounded
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import RowTiles
 from tests.kit import hopper_or_skip, normal
@@ -143,6 +145,10 @@ class Text(NamedTuple):
         return (q, self.prefix(length), fresh, jnp.asarray(depth, jnp.int32)[None]), along
 
 
+def in_8_bits(prefix: Prefix) -> Prefix:
+    return dataclasses.replace(prefix, keys=codes(prefix.keys), values=codes(prefix.values))
+
+
 POSITIONS = [0, 3, 15, 16, 17, 127, 128, 143, 144, 145, 400, 508, 512, 1023, 1100]
 """On, before and behind what bounds recent tokens, steps, splits and reaches."""
 
@@ -150,13 +156,19 @@ POSITIONS = [0, 3, 15, 16, 17, 127, 128, 143, 144, 145, 400, 508, 512, 1023, 110
 @pytest.mark.gpu
 @pytest.mark.parametrize("nodes", [16, 40, 64, 72])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
-def test_a_node_has_the_bits_of_plain_decoding(heads, kv_heads, width, nodes) -> None:
+@pytest.mark.parametrize("narrow", [False, True], ids=["16 bits", "8 bits"])
+def test_a_node_has_the_bits_of_plain_decoding(narrow, heads, kv_heads, width, nodes) -> None:
+    """Those of a cache in 8 bits are the bits of the same numbers in 16 bits, too."""
     hopper_or_skip()
     text = Text.drawn(1280, heads, kv_heads, width)
-    attend = jax.jit(functools.partial(dispatch.path_attention, levels=16))
+    attend = wide = jax.jit(functools.partial(dispatch.path_attention, levels=16))
+    if narrow:
+        text = text._replace(keys=rounded(text.keys), values=rounded(text.values))
+        attend = jax.jit(lambda q, prefix, *tree: wide(q, in_8_bits(prefix), *tree))
     for length in POSITIONS:
         operands, along = text.tree(length, nodes, 5, seed=length)
         out = np.float32(attend(*operands))
+        np.testing.assert_array_equal(out, np.float32(wide(*operands)))
         q, own, *tree = operands
         among = (
             jnp.full((3, *cache.shape[1:]), jnp.nan, cache.dtype).at[2].set(cache[0])

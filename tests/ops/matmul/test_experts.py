@@ -14,10 +14,12 @@ from longspec_jax.ops.matmul.experts import (
     ExpertWeights,
     choose_experts,
     expert_mlp,
+    expert_mlp_partials,
     expert_mlp_reference,
 )
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.partitioned import use_mesh
-from longspec_jax.sharding import make_mesh
+from longspec_jax.sharding import make_mesh, partition_spec
 
 WIDTH, HIDDEN, EXPERTS, CHOSEN = 17, 8, 12, 3
 TOKENS = {"chosen": 1, "all": 5, "grouped": 97}
@@ -35,6 +37,14 @@ def weights(biases: bool = False) -> ExpertWeights:
         return ExpertWeights(gate_up, down)
     more = normal(EXPERTS, 2, HIDDEN, seed=3), normal(EXPERTS, WIDTH, seed=4)
     return ExpertWeights(gate_up, down, *more)
+
+
+def floats(seed: int, *shape: int) -> QuantisedMatrix:
+    """Random 4-bit floats, all of them, and powers of two as their scales."""
+    keys, inputs = jax.random.split(jax.random.key(seed)), shape[-1]
+    codes = jax.random.bits(keys[0], (*shape[:-1], inputs // 2), jnp.uint8)
+    power = jax.random.randint(keys[1], (*shape[:-1], inputs // 32), -7, -3)
+    return QuantisedMatrix(codes, 2.0**power, group=32, floating=True)
 
 
 def routed(x: jax.Array, skew: float = 0.0) -> tuple[jax.Array, jax.Array]:
@@ -90,6 +100,14 @@ def test_a_row_does_not_see_the_rows_beside_it(tokens: int):
     np.testing.assert_array_equal(bits[0], bits[2])
 
 
+def test_partials_are_the_summands():
+    x = normal(2, 5, WIDTH, seed=15)
+    operands = x, *routed(x), weights(biases=True)
+    partials = expert_mlp_partials(*operands, 0.7)
+    assert partials.shape == (CHOSEN, *x.shape) and partials.dtype == jnp.float32
+    np.testing.assert_allclose(partials.sum(0), expert_mlp_reference(*operands, 0.7), atol=3e-5)
+
+
 @pytest.mark.parametrize("tokens", [2, 97], ids=["all", "grouped"])
 def test_experts_are_cut_over_a_mesh(tokens: int):
     """Each device holds and multiplies its own experts; the sum equals that of one device."""
@@ -108,6 +126,28 @@ def test_experts_are_cut_over_a_mesh(tokens: int):
     assert gathered not in (lowered.as_text() or gathered)
     actual = lowered(*rows, cut)
     np.testing.assert_allclose(actual, expert_mlp_reference(x, *chosen, held), atol=3e-5)
+
+
+def test_experts_in_4_bits_are_cut_over_a_mesh():
+    """Codes and scales with their experts; whole weights are nowhere all together."""
+    mesh = make_mesh(data=2, tp=4)
+    held = ExpertWeights(floats(1, EXPERTS, 2, 32, 64), floats(2, EXPERTS, 64, 32))
+    x, router = normal(2, 5, 64, seed=13), normal(64, EXPERTS, seed=14)
+    chosen = choose_experts(x, router, chosen=CHOSEN)
+    cut = jax.device_put(held, NamedSharding(mesh, P("tp")))
+    rows = jax.device_put((x, *chosen), NamedSharding(mesh, P("data")))
+
+    def run(*operands):
+        with use_mesh(mesh.abstract_mesh):
+            return expert_mlp(*operands)
+
+    lowered = jax.jit(run).lower(*rows, cut).compile()
+    assert f"f32[{EXPERTS},2,32,64]" not in (lowered.as_text() or "")
+    expected = expert_mlp_reference(x, *chosen, held)
+    assert np.abs(expected).max() > 0.2
+    np.testing.assert_allclose(lowered(*rows, cut), expected, atol=3e-5)
+    for name in ("expert_gate_up/codes", "expert_down/codes", "expert_gate_up/scale"):
+        assert partition_spec(f"layers_3/mlp/{name}")[0] == "tp"
 
 
 def test_sixteen_bits_are_close_to_the_definition():

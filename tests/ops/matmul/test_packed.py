@@ -121,23 +121,28 @@ def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
         with pytest.raises(NotImplementedError, match=message):
             pack(case.drawn(), jnp.dtype("bfloat16"))
     floats = Case("uint8", 128, (64,)).drawn().replace(floating=True)  # pyright: ignore
-    with pytest.raises(NotImplementedError, match="no 4-bit floats"):
+    with pytest.raises(NotImplementedError, match="those of stacked experts, in groups of 32"):
         pack(floats, jnp.dtype("bfloat16"))
 
 
 def test_parameters_are_packed_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["4 bits, one scale"]
     whole, odd = jnp.ones(3), Case("int8", 64, (72,)).drawn()
+    # The kernel of experts multiplies scales by 2^126.
+    experts = Case("uint8", 128, (2, 64), group=32).drawn().replace(floating=True)  # pyright: ignore
+    wide = experts.replace(scale=experts.scale + 2)
 
     def params() -> dict[str, Any]:
-        return {"layer": {"kernel": case.drawn(), "scale": whole}, "odd": odd}
+        return {"layer": {"kernel": case.drawn(), "scale": whole}, "odd": odd, "wide": wide}
 
     here = params()
     assert packed_params(here, "bfloat16")["layer"]["kernel"] is here["layer"]["kernel"]
     monkeypatch.setattr(hardware, "require_hopper", lambda kernel: None)
     assert packed_params(here, "float32")["layer"]["kernel"] is here["layer"]["kernel"]
     there = packed_params(here, "bfloat16")
-    assert there["odd"] is odd and there["layer"]["scale"] is whole
+    assert there["odd"] is odd and there["layer"]["scale"] is whole and there["wide"] is wide
+    assert packed_params(experts, "float16") is experts
+    assert isinstance(packed_params(experts, "bfloat16"), PackedMatrix)
     packed = there["layer"]["kernel"]
     assert isinstance(packed, PackedMatrix) and packed.out_axes == case.outputs
     assert here["layer"]["kernel"].codes.is_deleted()

@@ -2,20 +2,26 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from longspec_jax.models.experts import Experts
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
+from longspec_jax.sharding import make_mesh, param_shardings
 from longspec_jax.weights.checkpoint import Tensor
 from longspec_jax.weights.hf import load_target, target_bytes
-from longspec_jax.weights.quantised.mxfp4 import dequantised
+from longspec_jax.weights.quantised import mxfp4
+from tests.kit import normal
 
 VALUES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-def stored(values: np.ndarray, dtype: str = "U8") -> Tensor:
+def tensor(values: np.ndarray, dtype: str = "U8") -> Tensor:
     return Tensor(values.shape, dtype, values.__getitem__, Path("model.safetensors"))
 
 
@@ -29,15 +35,18 @@ def test_experts_are_tables_values_times_powers_of_two() -> None:
     blocks, exponents = drawn(3, 5, 2)
     pairs = np.stack([VALUES[blocks & 15], VALUES[blocks >> 4]], axis=-1).reshape(3, 5, 2, 32)
     whole = pairs * np.float32(2) ** (exponents.astype(np.float32) - 127)[..., None]
-    whole = whole.reshape(3, 5, 64).swapaxes(1, 2)
-    found = dequantised(stored(blocks), stored(exponents))
-    assert found.shape == whole.shape
-    for index in (
-        (slice(None), slice(None), slice(None)),
-        (slice(1, 3), slice(0, 64), slice(2, 4)),
-        (slice(0, 1), slice(37, 41), slice(0, 5)),
-    ):
-        np.testing.assert_array_equal(found.read(index), whole[index])
+    whole = whole.reshape(3, 5, 64)
+    codes, scale = mxfp4.stored(tensor(blocks), tensor(exponents))
+    assert codes.shape == (3, 32, 5) and scale.shape == (3, 2, 5)
+    every = slice(None)
+    stored = [each.read((every,) * 3).swapaxes(1, 2) for each in (codes, scale)]
+    matrix = QuantisedMatrix(*map(jnp.asarray, stored), group=mxfp4.GROUP, floating=True)
+    np.testing.assert_array_equal(matrix.dequantised(jnp.float32), whole)
+    for index in (slice(1, 3), slice(0, 32), slice(2, 4)), (slice(0, 1), slice(13, 19), every):
+        found = codes.read(index).swapaxes(1, 2)
+        np.testing.assert_array_equal(found, stored[0][index[0], index[2], index[1]])
+    found = scale.read((slice(1, 2), slice(1, 2), slice(3, 5)))
+    np.testing.assert_array_equal(found, stored[1][1:2, 3:5, 1:2].swapaxes(1, 2))
     # A power of two and three bits: nothing is lost in 16 bits.
     np.testing.assert_array_equal(whole.astype(jnp.bfloat16).astype(np.float32), whole)
 
@@ -45,11 +54,11 @@ def test_experts_are_tables_values_times_powers_of_two() -> None:
 def test_other_tensors_are_refused() -> None:
     blocks, exponents = np.zeros((1, 2, 1, 16), np.uint8), np.full((1, 2, 1), 127, np.uint8)
     with pytest.raises(ValueError, match=r"blocks are U8 \(1, 2, 1, 16\) and scales F32"):
-        dequantised(stored(blocks), stored(exponents.astype(np.float32), "F32"))
+        mxfp4.stored(tensor(blocks), tensor(exponents.astype(np.float32), "F32"))
     exponents[0, 1] = 255
     whole = (slice(None),) * 3
     with pytest.raises(ValueError, match="a scale is NaN"):
-        dequantised(stored(blocks), stored(exponents)).read(whole)
+        mxfp4.stored(tensor(blocks), tensor(exponents))[1].read(whole)
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +99,34 @@ def test_a_checkpoint_is_the_model_that_transformers_dequantises(folder: Path) -
             each.detach().to(torch.float32).numpy().swapaxes(1, 2)
             for each in (experts.gate_up_proj, experts.down_proj)
         )
-        found = np.asarray(own["expert_gate_up"], np.float32)
+        found = np.asarray(own["expert_gate_up"].dequantised(jnp.float32))
         for half in (0, 1):  # Gate and up by turns: of every expert's rows there, of experts here.
             np.testing.assert_array_equal(found[half::2], gate_up[:, half::2])
-        np.testing.assert_array_equal(np.asarray(own["expert_down"], np.float32), down)
+        np.testing.assert_array_equal(own["expert_down"].dequantised(jnp.float32), down)
         assert np.abs(found).max() > 0.1
-    # A plan counts what is loaded: experts in 16 bits.
-    experts = 2 * 8 * (3 * 32 * 64) * 2
-    assert experts < target_bytes(folder, dtype="bfloat16") < 1.5 * experts
+    # A plan counts what is loaded: experts in 4 bits and a scale, not in 16.
+    experts = 2 * 8 * (3 * 32 * 64)
+    assert 5 / 8 * experts < target_bytes(folder, dtype="bfloat16") < 1.5 * experts
+
+
+def test_a_layer_multiplies_what_it_was_given(folder: Path) -> None:
+    """One row, a tree's and a chunk's: the three forms of the experts' matmuls."""
+    config, params = load_target(folder, dtype="float32")
+    experts: Any = config.layer(0).experts
+    layer: Any = Experts(config.model_width, experts, jnp.dtype(jnp.float32))
+    own = params["layers_0"]["mlp"]
+    names = "expert_gate_up", "expert_down"
+    whole = own | {name: own[name].dequantised(jnp.float32) for name in names}
+    for rows in (1, 9, 70):
+        x = normal(rows, 1, rows, config.model_width)
+        found, expected = (layer.apply({"params": each}, x) for each in (own, whole))
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    # On a mesh every device holds its experts' codes and scales.
+    mesh, tree = make_mesh(tp=2), {"mlp": {name: own[name] for name in names}}
+    cut = jax.device_put(tree, param_shardings(mesh, tree))
+    for here, there in zip(jax.tree.leaves(tree), jax.tree.leaves(cut), strict=True):
+        assert there.sharding.shard_shape(there.shape)[0] * 2 == len(here)
 
 
 def test_files_that_disagree_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""Codes of 8 or 4 bits as the operand that Hopper's matrix units take from registers.
+
+Codes become numbers of 16 bits by operations on whole registers, each of two codes. A thread finds
+its codes side by side (:mod:`longspec_jax.ops.matmul.packed`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from longspec_jax.axes import Array
+from longspec_jax.ops.hardware import WARPGROUP_ROWS
+from longspec_jax.ops.matmul.quantised_weights import MIDDLE
+
+BY_OUTPUT = plgpu.Layout.WGMMA.reduce(1)
+"""Layout of one number for each of 64 outputs."""
+WORDS = plgpu.Layout.WGMMA_8BIT
+"""Layout of ``[64, 16]`` words: four in a row for a thread, in the order of the threads."""
+
+# From jax 0.11 on, which these kernels need, it takes a predicate.
+arrive: Callable[..., None] = plgpu.barrier_arrive
+
+
+def load(source: Any, layout: Any) -> Array:
+    """Numbers in registers; of a layout that no wide load serves, one by one."""
+    # From jax 0.11 on, which this kernel needs, load takes no index.
+    return plgpu.load(  # pyright: ignore[reportCallIssue]
+        source, layout=layout, optimized=False
+    )
+
+
+def widened(
+    words: Array, stored: Any, dtype: Any, arrange: Callable[..., Array], zero: Array | None
+) -> Array:
+    """Codes as numbers of 16 bits, without their scales.
+
+    Args:
+      words: ``[64, 16]``, each of four codes of 8 bits or eight of 4.
+      stored: the dtype of the codes, as in :class:`QuantisedMatrix`.
+      dtype: bfloat16 or float16.
+      arrange: makes a matrix ``[64, 64]`` of words that hold two numbers each, those of the inputs
+        ``2c, 2c + 1`` of a thread, then those of ``2c + 8, 2c + 9``, and so on.
+      zero: what is subtracted from integer codes, or none.
+    """
+    number = functools.partial(np.asarray, dtype=dtype)
+    half = dtype == jnp.float16
+    if stored == jnp.uint8:
+        # The code becomes the lowest bits of a number whose last bit counts 1: 128 or 1024 more.
+        base, offset = (0x6400, 1024) if half else (0x4300, 128)
+        wide = arrange(*((words >> 4 * i) & pair(0xF) | pair(base) for i in range(4)))
+        return wide - (number(offset + MIDDLE) if zero is None else zero + number(offset))
+    pairs = words << 8, words  # Codes in the upper bytes: the first and third, second and fourth.
+    if stored == jnp.float8_e4m3fn:
+        # The exponent has its place, and is too small by the difference of both biases.
+        right, factor = (1, 2.0**8) if half else (4, 2.0**120)
+        bits = ((each >> right) & pair(0x7F00 >> right) for each in pairs)
+        signed = (each & pair(0x8000) | rest for each, rest in zip(pairs, bits, strict=True))
+        return arrange(*signed) * number(factor)
+    if half:
+        # With its sign bit flipped a code is 128 more, and the last bit of 1024 counts 1.
+        wide = arrange(*((each >> 8) & pair(0xFF) ^ pair(0x6480) for each in pairs))
+        wide -= number(1024 + 128)
+    else:
+        # 128 has room for the lower seven bits. A sign bit subtracts 128 more.
+        low = arrange(*((each >> 8) & pair(0x7F) | pair(0x4300) for each in pairs))
+        sign = arrange(*((each >> 8) & pair(0x80) | pair(0x4300) for each in pairs))
+        wide = low - sign
+    return wide if zero is None else wide - zero
+
+
+def widened_floats(words: Array) -> tuple[Array, ...]:
+    """Pairs of 4-bit floats as bfloat16 of the same bits, whose values are 2^126 times smaller.
+
+    Args:
+      words: ``[64, 16]``, each of eight codes.
+    """
+    pairs = []
+    for index in range(4):
+        left = 12 - 4 * index
+        sign = (words << left if left else words) & pair(0x8000)
+        left -= 6  # Two bits of an exponent and one of a mantissa have their places.
+        rest = (words << left if left >= 0 else words >> -left) & pair(0x01C0)
+        pairs.append(sign | rest)
+    return tuple(pairs)
+
+
+def scaled_floats(floats: Array, scale: Array, *, interpreted: bool) -> Array:
+    """Numbers of :func:`widened_floats`, arranged, as 4-bit floats times a scale of every row.
+
+    Some are subnormal. Hopper multiplies such numbers in bfloat16; a CPU takes them for 0, so there
+    they are made of their bits.
+    """
+    if not interpreted:
+        scale *= np.asarray(2.0**126, floats.dtype)
+        return floats * jax.lax.broadcast_in_dim(scale, floats.shape, [0])
+    bits = jax.lax.bitcast_convert_type(floats, jnp.uint16).astype(jnp.int32)
+    exponent, mantissa = bits >> 7 & 3, bits >> 6 & 1
+    quarters = jnp.where(exponent > 0, (2 + mantissa) << exponent, 2 * mantissa)
+    values = jnp.where(bits >> 15 == 1, -quarters, quarters).astype(floats.dtype)
+    return values * (0.25 * scale)[:, None]
+
+
+def pair(bits: int) -> np.uint32:
+    """The same bits in both halves of a word."""
+    return np.uint32(bits << 16 | bits)
+
+
+def arranged(*pairs: Array, words: range, dtype: Any, interpreted: bool) -> Array:
+    """Words of two numbers each as the matrix units' operand ``[64, inputs]``.
+
+    A thread has four words in a row, and each array of ``pairs`` has two numbers of every word. The
+    numbers stay where they are: the thread holds them as the matrix instruction wants them.
+
+    Args:
+      pairs: ``[64, 16]``, the pairs of every word in order.
+      words: which of a thread's words. Of 4-bit codes each has 8 of 32 inputs, of 8-bit codes 4 of
+        16.
+      dtype: of the numbers.
+      interpreted: whether this is no GPU, where threads do not exist.
+    """
+    count = len(pairs)
+    shape = (WARPGROUP_ROWS, 8 * count * len(words))
+    if interpreted:
+        numbers = jax.lax.bitcast_convert_type(jnp.stack(pairs, axis=-1), dtype)
+        digits = numbers.reshape(WARPGROUP_ROWS, 4, 4, count, 2)[:, :, words.start : words.stop]
+        return digits.transpose(0, 2, 3, 1, 4).reshape(shape)
+
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    @plgpu.inline_mgpu(
+        arg_types=(WORDS,) * count,
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def rename(_: Any, *pairs: Any) -> Any:
+        word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+        two = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
+        layout = plgpu.Layout.WGMMA.to_mgpu()
+        flat = [
+            vector.bitcast(two, vector.extract_strided_slice(word, of_row, [at], [1], [1]))
+            for at in words
+            for pair in pairs
+            for of_row in pair.registers.flat
+        ]
+        registers = np.empty(len(flat), dtype=object)
+        registers[:] = flat
+        registers = registers.reshape(layout.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return rename(*pairs)

@@ -1,0 +1,80 @@
+"""Attention's Mosaic GPU kernels without a GPU, by what Pallas' interpreter knows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from longspec_jax.ops.attention import float8, prefix_mosaic, widening
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Interpret these kernels from now on.
+
+    The interpreter's matrix units take no operand from registers, so weights pass through shared
+    memory. It has no accumulators that begin with a value, so they are added. And registers are
+    whole arrays, whose codes are widened by their definition. It wants that all wait for the last
+    arrivals before the kernel ends, which is of no use.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret.shared_memory import Barrier
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+
+    compiled, multiply = plgpu.kernel, plgpu.wgmma
+    held = []
+
+    def kernel(body: Any, *, scratch_types: Any, num_threads: int = 1, **options: Any) -> Any:
+        def with_operand(*refs: Any, operand: Any, **memory: Any) -> None:
+            thread = jax.lax.axis_index("warpgroup") if num_threads > 1 else 0
+            held[:] = [operand.at[thread]]
+            body(*refs, **memory)
+
+        if num_threads > 1:
+            options["num_threads"] = num_threads
+        operand = plgpu.SMEM((num_threads, 64, 128), jnp.dtype(dtype))
+        options |= dict(scratch_types=scratch_types | {"operand": operand})
+        return compiled(with_operand, interpret=InterpretGPUParams(), **options)
+
+    def wgmma(acc: Any, a: Any, b: Any) -> None:
+        if isinstance(a, jax.Array):
+            operand = held[0].at[:, pl.ds(0, a.shape[1])]
+            operand[...] = a
+            plgpu.commit_smem()
+            a = operand
+        multiply(acc, a, b)
+
+    class Accumulator:
+        """A shape, or the value to begin with."""
+
+        def __new__(cls, *shape: Any) -> Any:
+            return plgpu.ACC(*shape)
+
+        init = staticmethod(lambda value: value)
+
+    let_go_of = Barrier.deallocate
+
+    def let_go(self: Any) -> None:
+        if self.ref_count == 1:
+            self.last_observed_phase_by_thread.clear()
+        let_go_of(self)
+
+    def run_state(body: Any) -> Any:
+        def run(value: jax.Array) -> jax.Array:
+            def added(ref: Any) -> jax.Array:
+                body(ref)
+                return ref[...]
+
+            return value + pl.run_scoped(added, plgpu.ACC(value.shape, value.dtype))
+
+        return run
+
+    monkeypatch.setattr(Barrier, "deallocate", let_go)
+    monkeypatch.setattr(plgpu, "kernel", kernel)
+    monkeypatch.setattr(plgpu, "wgmma", wgmma)
+    monkeypatch.setattr(pl, "run_state", run_state)
+    monkeypatch.setattr(prefix_mosaic, "_ACC", Accumulator)
+    monkeypatch.setattr(
+        widening, "widened", lambda codes, dtype, layout: float8.widened(codes, dtype)
+    )

@@ -1,0 +1,105 @@
+"""Attention's Mosaic GPU kernels, interpreted, with caches of 16 and of 8 bits."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.ops.attention import float8, path, path_kernels, reference, widening
+from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.hardware import mosaic_is_supported
+from tests.kit import TOLERANCE, relative_error
+
+MOSAIC = pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_words_of_two_codes_become_two_numbers(dtype: str) -> None:
+    codes = np.asarray([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    signs = np.where(codes & 0x80, 0xFF, 0).astype(np.uint8)
+    halves = np.stack([codes, signs], axis=1).reshape(-1).view(np.uint32)
+    words = np.concatenate([halves, halves[::-1]])
+    found = widening.in_place(words, jnp.dtype(dtype)).view(jnp.dtype(dtype))
+    factor = np.asarray(2.0**8 if dtype == "float16" else 2.0**120, found.dtype)
+    expected = words.view(np.uint8)[::2].view(float8.E4M3)
+    np.testing.assert_array_equal(found * factor, expected.astype(found.dtype))
+
+
+class Case(NamedTuple):
+    """A call of path attention; a second row has 40 tokens."""
+
+    nodes: int
+    heads: int
+    kv_heads: int
+    width: int
+    length: int
+    dtype: str = "bfloat16"
+    batch: int = 1
+
+
+CASES = [
+    Case(1, 4, 1, 128, 300),  # Two programs share a split.
+    Case(69, 1, 1, 64, 150, "float16", batch=2),
+]
+
+
+def operands(case: Case, slots: int = 448) -> tuple[Any, ...]:
+    """Of path attention to a cache in 8 bits: a random tree, and what no query may see is NaN."""
+    rng = np.random.default_rng(case.nodes)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), case.dtype)
+
+    batch, nodes, kv_heads, width = case.batch, case.nodes, case.kv_heads, case.width
+    parents, depth, mask = [-1], np.zeros(nodes, int), np.eye(nodes, dtype=bool)
+    for node in range(1, nodes):
+        parents.append(int(rng.choice([n for n in range(node) if depth[n] < 5])))
+        depth[node] = depth[parents[node]] + 1
+        mask[node] |= mask[parents[node]]
+    lengths = np.asarray([case.length, 40][:batch])
+    unseen = np.arange(slots) >= lengths[:, None]
+    keys, values = (
+        jnp.where(
+            unseen[:, None, :, None],
+            np.uint8(0x7F),
+            float8.codes(float8.rounded(normal(batch, kv_heads, slots, width))),
+        )
+        for _ in range(2)
+    )
+    tree = (float8.rounded(normal(batch, nodes, kv_heads, width)) for _ in range(2))
+    return (
+        normal(batch, nodes, case.heads, width),
+        Prefix(keys, values, jnp.asarray(lengths, jnp.int32)),
+        Fresh(*tree, jnp.broadcast_to(mask, (batch, nodes, nodes))),
+        jnp.broadcast_to(jnp.asarray(depth, jnp.int32), (batch, nodes)),
+    )
+
+
+@MOSAIC
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_interpreted_path_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.ops.attention.interpreted import interpret
+
+    interpret(monkeypatch, case.dtype)
+    for module in (path, path_kernels):
+        monkeypatch.setattr(module, "splits_of", lambda kv_heads, groups: 2)
+    tile = path_kernels.path_tile
+    monkeypatch.setattr(
+        path_kernels, "path_tile", lambda *a: dataclasses.replace(tile(*a), programs=1)
+    )
+    q, narrow, tree, depth = operands(case)
+    found = path_kernels.path_attention(q, narrow, tree, depth)
+    there = jnp.arange(narrow.keys.shape[2]) < narrow.length[:, None, None]
+    exact = (
+        jnp.where(there[..., None], float8.widened(each, jnp.float32), 0)
+        for each in (narrow.keys, narrow.values)
+    )
+    tree = dataclasses.replace(
+        tree, keys=tree.keys.astype(jnp.float32), values=tree.values.astype(jnp.float32)
+    )
+    prefix = Prefix(*exact, narrow.length)
+    expected = reference.speculative_attention(q.astype(jnp.float32), prefix, tree)
+    assert relative_error(found, expected) <= TOLERANCE[case.dtype]
