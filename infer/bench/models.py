@@ -319,11 +319,12 @@ def _draw(init: Any, seed: int, weights: str = "whole") -> Any:
 @functools.cache
 def _filler(shape: tuple[int, ...], dtype: str, scale: float) -> Any:
     """A compiled generator of one array; layers of equal shape share it."""
-    drawn = jnp.float32 if dtype == CODES else jnp.dtype(dtype)
+    coded = jnp.dtype(dtype) == CODES
+    drawn = jnp.float32 if coded else jnp.dtype(dtype)
 
     def fill(key: jax.Array) -> jax.Array:
         numbers = scale * jax.random.normal(key, shape, drawn)
-        return codes(rounded(numbers)) if dtype == CODES else numbers
+        return codes(rounded(numbers)) if coded else numbers
 
     return jax.jit(fill)
 

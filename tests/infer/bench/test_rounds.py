@@ -1,5 +1,6 @@
 """Rounds of the benchmarks: the wanted acceptance along real paths, and parts that do the work."""
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -127,6 +128,16 @@ def model():
 def rows_of(model, drafter) -> Rows:
     draft = draft_state(model, drafter, 2)
     return rows_at(filled_cache(model.config, 2, 256), draft, 2, 64, 8)
+
+
+def test_a_random_cache_in_8_bits_holds_codes_of_numbers() -> None:
+    config = dataclasses.replace(SHAPES["tiny"], kv_dtype="fp8")
+    leaves = jax.tree.leaves(filled_cache(config, 2, 256))
+    caches = [leaf for leaf in leaves if leaf.dtype == jnp.uint8]
+    assert len(caches) == 2 * config.num_layers
+    for cache in caches:
+        numbers = jax.lax.bitcast_convert_type(cache, jnp.float8_e4m3fn).astype(jnp.float32)
+        assert float(numbers.std()) == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("part", bench_rounds.PARTS, ids=lambda part: part.__name__)
