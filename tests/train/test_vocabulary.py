@@ -92,9 +92,14 @@ def test_a_tokenizer_larger_than_the_target_is_refused(folder: Path) -> None:
 
 
 def test_without_the_extra_it_says_what_to_type(folder: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
     assert vocabulary.main(arguments(folder)) == 2
-    assert "packages that are not installed (datasets): pip install" in capsys.readouterr().err
+    assert "packages that are not installed (tqdm): pip install" in capsys.readouterr().err
+
+
+def test_texts_of_files_need_no_data_sets(folder: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert vocabulary.main(arguments(folder)) == 0
 
 
 def test_the_help_shows_a_command_that_is_taken() -> None:
