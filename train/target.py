@@ -186,7 +186,7 @@ def recomputing(run: Callable[..., Any], rows: int, tokens: int, mlp_chunk: int)
       rows: of a micro-batch.
       tokens: that go through the MLP in these rows.
       mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all. Drafts pass
-        half of what they are told, because the backward pass holds twice as much.
+        half of their own limit, because the backward pass holds twice as much.
     """
     if mlp_chunk and tokens > mlp_chunk * row_shares(rows):
         return jax.checkpoint(run, policy=is_costly)

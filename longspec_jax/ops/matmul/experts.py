@@ -162,7 +162,7 @@ def expert_mlp_partials(
     weights: ExpertWeights,
     limit: float | None = None,
 ) -> Float[Array, "k B T D"]:
-    """The summands of :func:`expert_mlp` in float32, for who adds them up in their order.
+    """The summands of :func:`expert_mlp` in float32. The caller adds them up in their order.
 
     So a row has the same bits beside any others, where the kernel runs: a compiler that multiplies
     and adds in one program may round once or twice. On one device.
