@@ -83,7 +83,7 @@ def launch(
     work: Work,
     bounds: Int[Array, "B 4"],
     limit: Int[Array, "B R"] | None,
-    q: Float[Array, "B K R H"] | Float[Array, "B N T H"],
+    q: Float[Array, "B K packed H"] | Float[Array, "B N T H"],
     k: CacheSlots,
     v: CacheSlots,
 ) -> tuple[Float[Array, "B P K some H"], Float[Array, "B P K R"]]:
@@ -93,8 +93,8 @@ def launch(
       work: what all programs do.
       bounds: the fields of :class:`~longspec_jax.ops.attention.prefix_items.Bounds`.
       limit: how many slots each packed row sees; as the bounds say if absent.
-      q: packed queries, whole warpgroups of rows. With a limit queries by head: their packed rows
-        are ordered by head, then by token, of whole segments of tokens (``path.SEGMENT``).
+      q: packed queries ``[B, K, R, H]``, or queries by head ``[B, N, T, H]``, whose packed rows are
+        ordered by head, then by token, of whole segments of tokens (``path.SEGMENT``).
       k: cached keys.
       v: cached values.
 
@@ -108,12 +108,13 @@ def launch(
     if narrow:
         work = _narrow(work)
     tile, tokens, rows = work.tile, None, work.rows
-    if limit is not None:
+    there = q.shape[2]
+    if q.shape[1] != work.kv_heads:
         tokens = -(-q.shape[2] // SEGMENT) * SEGMENT
         there = tokens * q.shape[1] // work.kv_heads
-        rows = there if there < WARPGROUP_ROWS else rows
+    rows = there if there < WARPGROUP_ROWS else rows
     shape = (work.batch, work.splits, work.kv_heads)
-    memory = _memory(work, width, rows, q.dtype, segmented=limit is not None)
+    memory = _memory(work, width, rows, q.dtype, segmented=tokens is not None)
     if narrow:
         memory |= _rings_of_codes(memory)
     call = plgpu.kernel(

@@ -46,7 +46,7 @@ def attend_and_merge(
     where: Int[Array, "B 5"],
     limit: Int[Array, "B R"],
     fresh_step: Int[Array, "B R nodes"],
-    q: Float[Array, "B N T H"],
+    q: Float[Array, "B K packed H"] | Float[Array, "B N T H"],
     k: CacheSlots,
     v: CacheSlots,
     fresh_k: Float[Array, "B T K H"],
@@ -63,7 +63,8 @@ def attend_and_merge(
         splits that it reaches, the greatest depth of a node, and its row of the cache.
       limit: the first slot that each packed row sees here; the splits end before it.
       fresh_step: the depth of each node of the tree that a packed row sees; -1 of the others.
-      q: queries by head.
+      q: packed queries, or queries by head, as :func:`prefix_mosaic.launch` takes them. Of one node
+        they are packed.
       k: cached keys.
       v: cached values.
       fresh_k: the tree's keys.
@@ -72,9 +73,11 @@ def attend_and_merge(
       partial_lse: their log-sum-exps.
       scale: factor on the scores, in base 2.
     """
-    batch, heads, nodes, width = q.shape
+    batch, nodes, width = q.shape[0], fresh_k.shape[1], q.shape[3]
     kv_heads, tokens = k.shape[1], fresh_step.shape[2]
-    splits, rows = partial.shape[1], heads // kv_heads * tokens
+    groups = q.shape[1] * q.shape[2] // (kv_heads * nodes)
+    packed = q.shape[1] == kv_heads
+    splits, rows = partial.shape[1], q.shape[2] if packed else groups * tokens
     programs = batch * kv_heads * pl.cdiv(rows, WARPGROUP_ROWS)
     narrow = k.dtype == CODES
     few = programs * width // COLUMNS <= MULTIPROCESSORS and not narrow
@@ -101,7 +104,7 @@ def attend_and_merge(
     segment = math.gcd(tokens, WARPGROUP_ROWS)
     kernel = plgpu.kernel(
         functools.partial(_kernel, scale=scale, segment=segment),
-        out_type=jax.ShapeDtypeStruct((batch, nodes, heads, width), q.dtype),
+        out_type=jax.ShapeDtypeStruct((batch, nodes, kv_heads * groups, width), q.dtype),
         scratch_types=dict(
             q=shared(WARPGROUP_ROWS, width),
             cached_k=shared(FETCHED, width),
@@ -112,8 +115,8 @@ def attend_and_merge(
             fresh_v=shared(tokens, columns, bytes=2 * CONTRACTED),
             partial=shared(at_once, WARPGROUP_ROWS, columns, bytes=4 * columns, dtype=jnp.float32),
             lse=plgpu.SMEM((splits, WARPGROUP_ROWS), jnp.float32),
-            out=shared(WARPGROUP_ROWS, columns, bytes=2 * CONTRACTED),
-            ready=plgpu.Barrier(num_arrivals=WARPGROUP_ROWS // segment + 4),
+            out=plgpu.SMEM((WARPGROUP_ROWS, columns), q.dtype),
+            ready=plgpu.Barrier(num_arrivals=4 + (1 if packed else WARPGROUP_ROWS // segment)),
             lse_ready=plgpu.Barrier(),
             partial_ready=plgpu.Barrier(),
             **codes,
@@ -253,16 +256,19 @@ class _Program:
     @property
     def segments(self) -> int:
         """Segments of a key/value head's packed rows."""
-        tokens, kv_heads = self.refs.fresh_step.shape[2], self.refs.k.shape[1]
-        return self.refs.q.shape[1] // kv_heads * (tokens // self.segment_tokens)
+        return self.groups * (self.refs.fresh_step.shape[2] // self.segment_tokens)
+
+    @property
+    def groups(self) -> int:
+        """Query heads of a key/value head."""
+        return self.refs.out.shape[2] // self.refs.k.shape[1]
 
     def segment(self, place: int) -> tuple[Any, Any]:
         """Head and tokens of a segment's packed rows; of rows there are not, some there are."""
         of_a_head = self.refs.fresh_step.shape[2] // self.segment_tokens
-        groups = self.segments // of_a_head
         number = self.row_tile * (WARPGROUP_ROWS // self.segment_tokens) + place
         number = jnp.minimum(number, self.segments - 1)
-        head = self.kv_head * groups + jax.lax.div(number, of_a_head)
+        head = self.kv_head * self.groups + jax.lax.div(number, of_a_head)
         first = jax.lax.rem(number, of_a_head) * self.segment_tokens
         return head, pl.ds(first, self.segment_tokens)
 
@@ -274,9 +280,13 @@ class _Program:
     def fetch(self) -> None:
         """Ask for everything, and for as many splits as there are places."""
         refs, memory, ready = self.refs, self.memory, self.memory.ready
-        for place, rows in self.places():
-            source = refs.q.at[self.batch, *self.segment(place)]
-            plgpu.copy_gmem_to_smem(source, memory.q.at[rows], ready)
+        if refs.q.shape[1] == refs.k.shape[1]:
+            packed = refs.q.at[self.batch, self.kv_head, self.rows]
+            plgpu.copy_gmem_to_smem(packed, memory.q, ready)
+        else:
+            for place, rows in self.places():
+                source = refs.q.at[self.batch, *self.segment(place)]
+                plgpu.copy_gmem_to_smem(source, memory.q.at[rows], ready)
         # The copy engine fills with zeros what is beyond the tree, the cache or the splits. The
         # index is not known beforehand, or Pallas would refuse.
         tokens = pl.ds(pl.multiple_of(0 * self.part, CONTRACTED), refs.fresh_step.shape[2])
@@ -437,16 +447,25 @@ class _Program:
         """Write the rows that there are."""
         self.memory.out[...] = out.astype(self.memory.out.dtype)
         plgpu.commit_smem()
-        per_tile = WARPGROUP_ROWS // self.segment_tokens
-        for place, rows in self.places():
-
-            @pl.when(self.row_tile * per_tile + place < self.segments)
-            def _(place: int = place, rows: Any = rows) -> None:
-                head, tokens = self.segment(place)
-                to = self.refs.out.at[self.batch, tokens, head, self.its_columns]
-                plgpu.copy_smem_to_gmem(self.memory.out.at[rows], to)
-
+        if self.refs.out.shape[1] == 1:
+            heads = pl.ds(self.kv_head * self.groups, self.groups)
+            source = self.memory.out.at[pl.ds(0, self.groups)]
+            to = self.refs.out.at[self.batch, 0, heads, self.its_columns]
+            plgpu.copy_smem_to_gmem(source, to)
+        else:
+            for place, rows in self.places():
+                self.write_segment(place, rows)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def write_segment(self, place: int, rows: Any) -> None:
+        """Write the rows of a segment, if there is one."""
+        per_tile = WARPGROUP_ROWS // self.segment_tokens
+
+        @pl.when(self.row_tile * per_tile + place < self.segments)
+        def _() -> None:
+            head, tokens = self.segment(place)
+            to = self.refs.out.at[self.batch, tokens, head, self.its_columns]
+            plgpu.copy_smem_to_gmem(self.memory.out.at[rows], to)
 
 
 def _load(ref: Any, layout: Any, optimized: bool = False) -> Any:

@@ -18,8 +18,8 @@ from longspec_jax.ops.attention.float8 import CODES
 BLOCK = 64
 """Slots that are brought and widened at once."""
 _ROW_BYTES = 64
-"""Most bytes of a row of codes that lie together, eight rows after one another. Then threads that read 8
-bytes each, and write 16, meet no other in a bank."""
+"""Most bytes of a row of codes that lie together, eight rows after one another. Then threads that
+read 8 bytes each, and write 16, meet no other in a bank."""
 _THREAD_CODES = 8
 """Codes of a row that a thread widens at once."""
 
