@@ -67,7 +67,7 @@ def launch(
     work: Work,
     bounds: Int[Array, "B 4"],
     limit: Int[Array, "B R"] | None,
-    q: Float[Array, "B K packed H"] | Float[Array, "B N T H"],
+    q: Float[Array, "B head row H"],
     k: CacheSlots,
     v: CacheSlots,
 ) -> tuple[Float[Array, "B P K some H"], Float[Array, "B P K R"]]:

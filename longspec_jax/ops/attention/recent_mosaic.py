@@ -46,7 +46,7 @@ def attend_and_merge(
     where: Int[Array, "B 5"],
     limit: Int[Array, "B R"],
     fresh_step: Int[Array, "B R nodes"],
-    q: Float[Array, "B K packed H"] | Float[Array, "B N T H"],
+    q: Float[Array, "B head row H"],
     k: CacheSlots,
     v: CacheSlots,
     fresh_k: Float[Array, "B T K H"],
