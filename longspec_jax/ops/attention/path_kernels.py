@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Queries
 from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
-from longspec_jax.ops.attention.packing import LOG2_E
+from longspec_jax.ops.attention.packing import LOG2_E, pack
 from longspec_jax.ops.attention.path import (
     RECENT,
     SEGMENT,
@@ -52,17 +52,19 @@ def path_attention(
     from longspec_jax.ops.attention import prefix_mosaic, recent_mosaic  # Older versions lack them.
 
     batch, tokens, heads, width = q.shape
-    # So they lie in memory already (layer_pallas.split_heads).
-    by_head = q.swapaxes(1, 2)
     kv_heads, slots = prefix.keys.shape[1:3]
     factor = (width**-0.5 if scale is None else scale) * LOG2_E
     length = jnp.minimum(prefix.length.astype(jnp.int32), slots)
     depth = depth.astype(jnp.int32)
     groups = heads // kv_heads
     missing = -tokens % SEGMENT
-    if tokens == 1 and (groups <= 8 or groups % 8 == 0):
+    # As they lie in memory already (layer_pallas.split_heads).
+    packed = pack(q, kv_heads)
+    if groups == 1 or tokens == 1 and (groups <= 8 or groups % 8 == 0):
         # The rows of a key/value head lie together, in whole tiles of shared memory.
-        by_head, missing = q.reshape(batch, kv_heads, groups, width), 0
+        missing = 0
+    else:
+        packed = packed.reshape(batch, kv_heads, tokens, groups, width)
     mask = jnp.pad(fresh.mask, ((0, 0), (0, missing), (0, -tokens % SEGMENT)))
     node_depth = jnp.pad(depth, ((0, 0), (0, -tokens % WARPGROUP_ROWS)), constant_values=-1)
     depth = jnp.pad(depth, ((0, 0), (0, missing)))
@@ -90,11 +92,11 @@ def path_attention(
     # Side by side, so that what one kernel read is near when the other one begins.
     row = jnp.stack([first, length, reached, depth.max(axis=1)], axis=1)
     where = jnp.concatenate([bounds, row], axis=1)
-    partials = prefix_mosaic.launch(work, where, limit, by_head, prefix.keys, prefix.values)
+    partials = prefix_mosaic.launch(work, where, limit, packed, prefix.keys, prefix.values)
     bias = _packed(jnp.where(mask, 0.0, -jnp.inf), groups, padded, -jnp.inf)
     keys_and_values = prefix.keys, prefix.values, fresh.keys, fresh.values
     return recent_mosaic.attend_and_merge(
-        where, limit, node_depth, bias, by_head, *keys_and_values, *partials, scale=factor
+        where, limit, node_depth, bias, packed, *keys_and_values, *partials, scale=factor
     )
 
 

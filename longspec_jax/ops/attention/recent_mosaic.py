@@ -51,7 +51,7 @@ def attend_and_merge(
     limit: Int[Array, "B R"],
     depth: Int[Array, "B padded"],
     bias: Float[Array, "B R nodes"],
-    q: Float[Array, "B head row H"],
+    q: Float[Array, "B K packed H"] | Float[Array, "B K T G H"],
     k: CacheSlots,
     v: CacheSlots,
     fresh_k: Float[Array, "B T K H"],
@@ -70,8 +70,8 @@ def attend_and_merge(
       limit: the first slot that each packed row sees here; the splits end before it.
       depth: of every node, whole warpgroups of rows; -1 behind them.
       bias: 0 for each node that a packed row sees; minus infinity for the others.
-      q: packed queries, or queries by head, as :func:`prefix_mosaic.launch` takes them. Of one node
-        they are packed.
+      q: packed queries, of one node or of single heads; or every head's by itself, as
+        :func:`prefix_mosaic.launch` takes them.
       k: cached keys.
       v: cached values.
       fresh_k: the tree's keys.
@@ -80,10 +80,10 @@ def attend_and_merge(
       partial_lse: their log-sum-exps.
       scale: factor on the scores, in base 2.
     """
-    batch, nodes, width = q.shape[0], fresh_k.shape[1], q.shape[3]
+    batch, nodes, width = q.shape[0], fresh_k.shape[1], q.shape[-1]
     kv_heads, tokens = k.shape[1], bias.shape[2]
-    groups = q.shape[1] * q.shape[2] // (kv_heads * nodes)
-    packed = q.shape[1] == kv_heads
+    packed = q.ndim == 4
+    groups = q.shape[2] // nodes if packed else q.shape[3]
     splits, rows = partial.shape[1], q.shape[2] if packed else groups * tokens
     programs = batch * kv_heads * pl.cdiv(rows, WARPGROUP_ROWS)
     narrow = k.dtype == CODES
@@ -285,13 +285,12 @@ class _Program:
         return self.refs.out.shape[2] // self.refs.k.shape[1]
 
     def segment(self, place: int) -> tuple[Any, Any]:
-        """Head and tokens of a segment's packed rows; of rows there are not, some there are."""
+        """Tokens and group of a segment's packed rows; of rows there are not, some there are."""
         of_a_head = self.tokens // self.segment_tokens
         number = self.row_tile * (WARPGROUP_ROWS // self.segment_tokens) + place
         number = jnp.minimum(number, self.segments - 1)
-        head = self.kv_head * self.groups + jax.lax.div(number, of_a_head)
         first = jax.lax.rem(number, of_a_head) * self.segment_tokens
-        return head, pl.ds(first, self.segment_tokens)
+        return pl.ds(first, self.segment_tokens), jax.lax.div(number, of_a_head)
 
     def places(self) -> list[tuple[int, Any]]:
         """Every segment of this program, with its rows."""
@@ -301,12 +300,12 @@ class _Program:
     def fetch(self) -> None:
         """Ask for everything, and for as many splits as there are places."""
         refs, memory, ready = self.refs, self.memory, self.memory.ready
-        if refs.q.shape[1] == refs.k.shape[1]:
+        if len(refs.q.shape) == 4:
             packed = refs.q.at[self.batch, self.kv_head, self.rows]
             plgpu.copy_gmem_to_smem(packed, memory.q, ready)
         else:
             for place, rows in self.places():
-                source = refs.q.at[self.batch, *self.segment(place)]
+                source = refs.q.at[self.batch, self.kv_head, *self.segment(place)]
                 plgpu.copy_gmem_to_smem(source, memory.q.at[rows], ready)
         # The copy engine fills with zeros what is beyond the tree, the cache or the splits. The
         # index is not known beforehand, or Pallas would refuse.
@@ -515,7 +514,8 @@ class _Program:
 
         @pl.when(self.row_tile * per_tile + place < self.segments)
         def _() -> None:
-            head, tokens = self.segment(place)
+            tokens, group = self.segment(place)
+            head = self.kv_head * self.groups + group
             to = self.refs.out.at[self.batch, tokens, head, self.its_columns]
             plgpu.copy_smem_to_gmem(self.memory.out.at[rows], to)
 
