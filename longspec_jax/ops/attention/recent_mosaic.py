@@ -40,9 +40,10 @@ size has no smaller ones. Its last bits then count them."""
 _MOST_AT_ONCE = 16
 """Splits whose results are merged without a loop."""
 _LEVELS = 8
-"""Levels of a tree whose values are in memory at once, each among zeros."""
-_COPY = 32
-"""The row from which on cached values lie a second time."""
+"""Levels of a tree whose values are in memory at once, each among zeros; half of them where two
+programs share a multiprocessor."""
+_WINDOWS = WARPGROUP_ROWS // CONTRACTED
+"""Recent values are in memory so many times, 16 at a time."""
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -97,11 +98,12 @@ def attend_and_merge(
         swizzle = plgpu.SwizzleTransform(bytes)  # pyright: ignore[reportAbstractUsage]
         return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
-    levels = min(nodes, _LEVELS)
+    crowded = programs * width // columns > MULTIPROCESSORS
+    levels = min(nodes, _LEVELS // 2 if crowded else _LEVELS)
     held = 2 * (
         WARPGROUP_ROWS * width
         + (FETCHED + tokens) * width
-        + ((2 + ALIGNED) * WARPGROUP_ROWS + (1 + levels) * depth.shape[1]) * columns
+        + ((2 + _WINDOWS) * WARPGROUP_ROWS + (1 + levels) * depth.shape[1]) * columns
     )
     room = SHARED_BYTES[HOPPER] - held - 4 * WARPGROUP_ROWS * (splits + _MOST_AT_ONCE) - 2048
     codes = {}
@@ -120,14 +122,16 @@ def attend_and_merge(
             cached_k=shared(FETCHED, width),
             # A matmul contracts whole swizzles.
             cached_v=shared(WARPGROUP_ROWS, columns, bytes=2 * CONTRACTED),
-            cached_alone=shared(ALIGNED, WARPGROUP_ROWS, columns, bytes=2 * CONTRACTED),
+            cached_alone=shared(_WINDOWS, WARPGROUP_ROWS, columns, bytes=2 * CONTRACTED),
             fresh_k=shared(tokens, width),
             fresh_v=shared(depth.shape[1], columns, bytes=2 * CONTRACTED),
             fresh_alone=shared(levels, depth.shape[1], columns, bytes=2 * CONTRACTED),
             partial=shared(at_once, WARPGROUP_ROWS, columns, bytes=4 * columns, dtype=jnp.float32),
             lse=plgpu.SMEM((pl.cdiv(splits, at_once) * at_once, WARPGROUP_ROWS), jnp.float32),
             out=plgpu.SMEM((WARPGROUP_ROWS, columns), q.dtype),
-            ready=plgpu.Barrier(num_arrivals=5 + (1 if packed else WARPGROUP_ROWS // segment)),
+            ready=plgpu.Barrier(
+                num_arrivals=3 + _WINDOWS + (1 if packed else WARPGROUP_ROWS // segment)
+            ),
             lse_ready=plgpu.Barrier(),
             partial_ready=plgpu.Barrier(),
             **codes,
@@ -171,10 +175,14 @@ def _kernel(*refs: Any, scale: float, segment: int, **memory: Any) -> None:
         deepest=deepest,
         cache_row=cache_row,
     )
+    row = plgpu.Layout.WGMMA.reduce(1)
+    limit = _load(operands.limit.at[batch, program.rows], row)
+    bias = _load(operands.bias.at[batch, program.rows], plgpu.Layout.WGMMA)
+    depth = _load(operands.depth.at[batch], row)
     program.fetch()
-    weights, top, total = program.softmax()
+    weights, top, total = program.softmax(limit, bias)
     acc = pl.run_scoped(
-        functools.partial(program.add_values, weights),
+        functools.partial(program.add_values, weights, depth),
         _ACC((WARPGROUP_ROWS, program.columns), jnp.float32),
     )
     acc, total = program.merge(acc, top, total)
@@ -203,10 +211,11 @@ class _Operands:
 class _Memory:
     """Shared memory of a program.
 
-    ``cached_v`` holds the recent values twice. Each place of ``cached_alone`` and ``fresh_alone``
-    has the values of one step, among zeros. ``partial`` has places for all splits or, where there
-    are many, for some at a time. ``ready`` says that everything has come but the splits' results
-    and log-sum-exps. Of a cache in 8 bits there are codes, too.
+    ``cached_v`` holds the recent values in windows of 16, each two times. Each place of
+    ``cached_alone`` and ``fresh_alone`` has the values of one step, among zeros. ``partial`` has
+    places for all splits or, where there are many, for some at a time. ``ready`` says that
+    everything has come but the splits' results and log-sum-exps. Of a cache in 8 bits there are
+    codes, too.
     """
 
     q: Any
@@ -320,16 +329,15 @@ class _Program:
         self.fetch_splits(0 * self.part)
         start = pl.multiple_of(self.first - self.offset, ALIGNED)
         recent = self.cache_row, self.kv_head, pl.ds(start, FETCHED)
-        keys, values = memory.cached_k, self.twice(memory.cached_v)
+        keys, values = memory.cached_k, memory.cached_v
         if memory.k_codes is not None:
-            keys, values = memory.k_codes, self.twice(memory.v_codes)
+            keys, values = memory.k_codes, memory.v_codes
         plgpu.copy_gmem_to_smem(refs.k.at[recent], keys, ready)
-        for each in values:
-            plgpu.copy_gmem_to_smem(refs.v.at[(*recent, self.its_columns)], each, ready)
-
-    def twice(self, values: Any) -> tuple[Any, Any]:
-        """Both places of the recent values."""
-        return values.at[pl.ds(0, FETCHED)], values.at[pl.ds(_COPY, FETCHED)]
+        for number in range(_WINDOWS):
+            window = pl.ds(start + number // 2 * ALIGNED, CONTRACTED)
+            source = refs.v.at[self.cache_row, self.kv_head, window, self.its_columns]
+            to = values.at[pl.ds(number * CONTRACTED, CONTRACTED)]
+            plgpu.copy_gmem_to_smem(source, to, ready)
 
     def fetch_splits(self, first: jax.Array) -> None:
         """Ask for the results of some splits, whether they are reached or not."""
@@ -338,17 +346,13 @@ class _Program:
         source = refs.partial.at[self.batch, splits, self.kv_head, rows, self.part]
         plgpu.copy_gmem_to_smem(source, memory.partial, memory.partial_ready)
 
-    def softmax(self) -> tuple[_Pair, Any, Any]:
+    def softmax(self, limit: Any, bias: Any) -> tuple[_Pair, Any, Any]:
         """The weights of all keys, their maximum, and their exact sum."""
-        refs, memory = self.refs, self.memory
-        limit = _load(refs.limit.at[self.batch, self.rows], plgpu.Layout.WGMMA.reduce(1))
-        bias = _load(refs.bias.at[self.batch, self.rows], plgpu.Layout.WGMMA)
+        memory = self.memory
         plgpu.barrier_wait(memory.ready)
         if memory.k_codes is not None:
             widen(memory.k_codes, memory.cached_k)
-            pairs = zip(self.twice(memory.v_codes), self.twice(memory.cached_v), strict=True)
-            for codes, values in pairs:
-                widen(codes, values, swizzle=2 * CONTRACTED)
+            widen(memory.v_codes, memory.cached_v, swizzle=2 * CONTRACTED)
             plgpu.commit_smem()
 
         def products(cached_ref: Any, fresh_ref: Any) -> _Pair:
@@ -385,22 +389,23 @@ class _Program:
     def set_cached_alone(self) -> None:
         """Write every recent value among zeros.
 
-        Recent token ``step`` is row ``offset + step`` of what was fetched. A matmul contracts 16
-        rows, from row 0 on for the first 8 steps and from row 8 on for the others, whose rows are
-        those of the copy. Memory beyond the length may be NaN, and 0 NaN is NaN.
+        Recent token ``step`` is row ``offset + step`` of what was fetched: one of 16 rows from the
+        first on for the first 8 steps, and from the eighth on for the others. Of its window's two
+        copies the first one is for the first 4 steps. Memory beyond the length may be NaN, and 0
+        NaN is NaN.
         """
         memory = self.memory
         block = _load(memory.cached_v, plgpu.Layout.WGMMA)
         row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
-        fetched = jnp.where(row < _COPY, row, row - _COPY)
-        there = fetched < self.length - (self.first - self.offset)
+        window, row = jax.lax.div(row, CONTRACTED), jax.lax.rem(row, CONTRACTED)
+        there = row + jax.lax.div(window, 2) * ALIGNED < self.length - (self.first - self.offset)
         block = jnp.where(there, block, jnp.zeros_like(block))
-        step = jnp.where(row < _COPY, row, row - (_COPY + ALIGNED)) - self.offset
-        for number in range(ALIGNED):
+        step = row - self.offset - jax.lax.rem(window, 2) * _WINDOWS
+        for number in range(_WINDOWS):
             memory.cached_alone.at[number][...] = _kept(block, step == number)
         plgpu.commit_smem()
 
-    def add_values(self, weights: _Pair, acc_ref: Any) -> jax.Array:
+    def add_values(self, weights: _Pair, depth: Any, acc_ref: Any) -> jax.Array:
         """The weighted values, added in the order of their positions.
 
         The weights stay in registers, and each step has its values among zeros in memory.
@@ -409,21 +414,20 @@ class _Program:
         cached, fresh = (each.astype(self.refs.q.dtype) for each in weights)
         near = [cached[:, first : first + CONTRACTED] for first in (0, ALIGNED)]
         for step in range(RECENT):
-            late, number = divmod(step, ALIGNED)
-            rows = pl.ds(late * (_COPY + ALIGNED), CONTRACTED)
-            plgpu.wgmma(acc_ref, near[late], memory.cached_alone.at[number, rows])
+            window, number = divmod(step, _WINDOWS)
+            rows = pl.ds(window * CONTRACTED, CONTRACTED)
+            plgpu.wgmma(acc_ref, near[window // 2], memory.cached_alone.at[number, rows])
         if self.refs.out.shape[1] == 1:
             plgpu.wgmma(acc_ref, fresh, memory.fresh_v.at[pl.ds(0, self.tokens)])
         plgpu.wgmma_wait(0)
         jax.lax.optimization_barrier((near, fresh))
         if self.refs.out.shape[1] > 1:
-            self.add_levels(fresh, acc_ref)
+            self.add_levels(fresh, depth, acc_ref)
         return jax.lax.optimization_barrier(acc_ref[...])
 
-    def add_levels(self, fresh: jax.Array, acc_ref: Any) -> None:
+    def add_levels(self, fresh: jax.Array, depth: Any, acc_ref: Any) -> None:
         """Add the nodes' values, level by level. A level behind the last one adds zeros."""
         memory = self.memory
-        depth = _load(self.refs.depth.at[self.batch], plgpu.Layout.WGMMA.reduce(1))
         block = _load(memory.fresh_v, plgpu.Layout.WGMMA)
         levels = memory.fresh_alone.shape[0]
 

@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case(1, 4, 1, 128, 300),  # Two programs share a split.
-    Case(69, 1, 1, 64, 150, "float16", batch=2),
+    Case(40, 2, 1, 64, 150, "float16", batch=2),
 ]
 
 
