@@ -28,9 +28,7 @@ LLAMA_3B = dataclasses.replace(
 )
 """Llama-3.2-3B: three query heads for each key/value head."""
 QWEN3_8B_YARN = dataclasses.replace(
-    TARGETS["qwen3-8b"].config,
-    rope_scaling=YarnRopeScaling.usual(4.0, 32768),
-    max_positions=131072,
+    TARGETS["qwen3-8b"].config, rope_scaling=YarnRopeScaling.usual(4.0, 32768), max_positions=131072
 )
 MINISTRAL3_8B = TargetConfig(
     **shape("Ministral3", 131072, (4096, 14336), 34, (32, 8)),

@@ -136,8 +136,6 @@ PRESETS: dict[str, TargetConfig] = {
 }
 """Their shapes by the names of their repositories, for planning and benchmarks without weights."""
 TINY = TargetConfig(
-    **shape("Llama", 512, (64, 96), 2, (4, 2), 16),
-    max_positions=4096,
-    dtype="float32",
+    **shape("Llama", 512, (64, 96), 2, (4, 2), 16), max_positions=4096, dtype="float32"
 )
 """A target of two layers, which shows that something runs."""

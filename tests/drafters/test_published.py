@@ -11,7 +11,6 @@ import pytest
 
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.eagle import load as eagle
@@ -34,10 +33,10 @@ from tests.decoding.lossless import (
     emitted_in_rounds,
     generate,
     prompts,
-    run,
 )
 from tests.drafters import test_eagle, test_medusa, test_mtp, test_tokenswift
 from tests.drafters.dflash import test_drafter as test_dflash
+from tests.drafters.kit import assert_slots_change_no_token
 from tests.drafters.parallel import test_drafter as test_parallel
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import random_target
@@ -91,16 +90,8 @@ def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     window = test_dflash.WINDOW
     drafter = replace(window, tree=replace(window.tree, budget=9))
     params = Params(MODEL, test_dflash.random_params(window.config, test_dflash.KNOWN))
-    sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
-    engine = Engine(TargetModel(CONFIG), [drafter], params, streams=False, **sizes)
-    for req in EVERY:
-        host = jax.device_get(req)
-        for prompt, length, row in zip(prompts(CONFIG.vocab_size), LENGTHS, range(3), strict=True):
-            engine.submit(prompt[:length], host.row(row))
-    rows, state = run(engine, 9)
-    for turn, expected in enumerate(plain):
-        assert_same(rows[3 * turn : 3 * turn + 3], expected)
-    assert emitted_in_rounds(state) > 0
+    texts = prompts(CONFIG.vocab_size)
+    assert_slots_change_no_token(TargetModel(CONFIG), drafter, params, texts, plain)
 
 
 def test_a_parallel_draft_changes_no_token(plain: list[list[np.ndarray]]) -> None:
