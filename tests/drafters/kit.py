@@ -1,7 +1,6 @@
 """What tests of drafts share: random parameters, stored files, chains that go a given way."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,9 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 
-from longspec_jax.decoding.engine import Engine
 from longspec_jax.drafters.base import Committed, Features, Params, SamplingNoise
 from longspec_jax.sharding import partition_spec, path_name
 from longspec_jax.weights.tables import Table
-from tests.decoding.lossless import EVERY, LENGTHS, Decoded, assert_same, emitted_in_rounds, run
 from tests.kit import view_of
 
 
@@ -131,20 +128,3 @@ def assert_any_blocks_make_the_state(
         state = extended(drafter, params, state, (fresh, at, count, *states))
         at = at + count  # A new one: the program may still read the old.
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), state, whole)
-
-
-def assert_slots_change_no_token(
-    target: Any, drafter: Any, params: Params, texts: np.ndarray, plain: Iterable[Any], **more: Any
-) -> Decoded:
-    """All requests pass through two slots, their prompts in chunks beside the rounds."""
-    sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
-    engine = Engine(target, [drafter], params, streams=False, **sizes)
-    for name, value in more.items():
-        setattr(engine, name, value)
-    for req in map(jax.device_get, EVERY):
-        for row, length in enumerate(LENGTHS):
-            engine.submit(texts[row, :length], req.row(row))
-    rows, state = run(engine, 9)
-    assert_same(rows, [row for expected in plain for row in expected])
-    assert emitted_in_rounds(state) > 0
-    return state

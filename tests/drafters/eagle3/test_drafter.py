@@ -4,6 +4,7 @@ That a chain is computed as published is in :mod:`.test_parity`.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 from longspec_jax.config.layers import YarnRopeScaling
 from longspec_jax.config.tree import TreeConfig
+from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
@@ -26,12 +28,12 @@ from tests.decoding.lossless import (
     emitted_in_rounds,
     generate,
     prompts,
+    run,
 )
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.drafters.kit import (
     assert_any_blocks_make_the_state,
     assert_partitioned,
-    assert_slots_change_no_token,
     proposed,
 )
 from tests.kit import normal, random_target, relative_error
@@ -91,7 +93,15 @@ def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
 def test_slots_and_a_window_change_no_token(plain: list[list[np.ndarray]]) -> None:
     """Three requests pass through two slots, their prompts in chunks beside the rounds."""
     params = Params(MODEL, random_params(DRAFT, KNOWN))
-    assert_slots_change_no_token(TARGET, WINDOW, params, TEXT, plain, launch_sizes=(1, 2))
+    sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
+    engine = Engine(TARGET, [WINDOW], params, streams=False, **sizes)
+    engine.launch_sizes = 1, 2
+    for req in map(jax.device_get, EVERY):
+        for row, length in enumerate(LENGTHS):
+            engine.submit(TEXT[row, :length], req.row(row))
+    rows, state = run(engine, 9)
+    assert_same(rows, [row for expected in plain for row in expected])
+    assert emitted_in_rounds(state) > 0
 
 
 def test_a_working_cache_changes_no_token(plain: list[list[np.ndarray]]) -> None:
