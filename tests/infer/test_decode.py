@@ -205,24 +205,11 @@ def test_default_prompt(folders, monkeypatch, tmp_path) -> None:
 
 BAD = {
     "no such target": (["--target=absent", "--prompt=a"], "absent is not a folder"),
-    "draft alone": (["--draft=absent"], "needs the --target"),
-    "empty prompt": (["--prompt="], "the prompt is empty"),
     "empty styled prompt": (["--prompt=", "--prompt_style=vicuna"], "the prompt is empty"),
-    "no such file": (["--prompt_file=absent.txt"], "absent.txt"),
-    "messages": (["--messages=[{]"], "not valid JSON"),
     "no template": (['--messages=[{"role":"user","content":"a"}]'], "no chat template"),
     "too long": (["--prompt=ab", "--max_new_tokens=1023"], "max_positions=1024; lower"),
-    "tree": (["--prompt=a", "--tree=4,0"], "tree widths must be positive"),
-    "budget": (["--prompt=a", "--tree=4,5@0"], "a tree budget counts the root"),
-    "adaptive": (["--prompt=a", "--adaptive", "--tree=none"], "has nothing to choose"),
-    "temperature": (["--prompt=a", "--temperature=-1"], "--temperature: -1 must be >= 0"),
-    "top_p": (["--prompt=a", "--top_p=2"], "must be in (0, 1]"),
-    "attention": (
-        ["--prompt=a", "--attention=magic"],
-        "--attention: unknown 'magic'; choose from",
-    ),
-    "json folder": (["--prompt=a", "--json=absent/out.json"], "its folder does not exist"),
 }
+"""Beside what is refused without a model, in :mod:`.test_arguments`."""
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -230,8 +217,6 @@ def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
     bad, message = BAD[case]
     given = {argument.split("=")[0] for argument in bad}
     kept = [argument for argument in folders if argument.split("=")[0] not in given]
-    if "--draft" in given:
-        kept = [argument for argument in kept if not argument.startswith("--target")]
     assert decode.main([*kept, *bad]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.startswith("error: ")
@@ -262,13 +247,6 @@ def test_an_attention_that_is_not_there_is_named_as_typed(capsys) -> None:
     assert "choose another --attention" in said and "implementation" not in said
 
 
-@pytest.mark.parametrize("argv", [["--tree=wide"], ["--dtype=magic"], ["--prompt=a", "--batch=b"]])
-def test_bad_arguments_are_status_2(argv, capsys) -> None:
-    assert decode.main(argv) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {argv[-1].split('=')[0]}: ")
-
-
 def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> None:
     def fail(*args, **kwargs):
         raise RuntimeError("the device is gone")
@@ -280,7 +258,7 @@ def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> No
 
 @pytest.mark.multiproc
 def test_command_line_exit_status() -> None:
-    """The installed entry: no traceback, status 2, and no slow imports for help."""
+    """The module as a program: no traceback, and status 2."""
     command = [sys.executable, "-m", "infer.decode"]
     options = dict(
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -289,8 +267,6 @@ def test_command_line_exit_status() -> None:
     assert found.returncode == 2 and found.stderr.startswith("error: --tree: tree widths"), (
         found.stderr
     )
-    found = subprocess.run([*command, "--help"], **options)
-    assert found.returncode == 0 and "--all_prompts" in found.stdout
 
 
 def test_color_only_on_terminals(monkeypatch) -> None:

@@ -277,10 +277,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_sentence(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     given, sentence = MISTAKES[name]
@@ -291,9 +288,7 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_data_and_model_that_do_not_fit_are_refused(
-    target: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = write_documents(tmp_path / "documents.jsonl", 8)
     given = arguments(target, files, tmp_path / "work")

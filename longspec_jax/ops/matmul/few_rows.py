@@ -180,8 +180,7 @@ def _of_few_rows(kernel: Callable[..., Array]) -> Callable[..., Array]:
 
 MATMUL = Op("matmul", {"mosaic": _of_few_rows(matmul_mosaic), "xla": matmul_xla})
 MATMUL_PARTIALS = Op(
-    "matmul_partials",
-    {"mosaic": _of_few_rows(matmul_partials_mosaic), "xla": matmul_partials_xla},
+    "matmul_partials", {"mosaic": _of_few_rows(matmul_partials_mosaic), "xla": matmul_partials_xla}
 )
 GATED_MATMUL = Op(
     "gated_matmul", {"mosaic": _of_few_rows(gated_matmul_mosaic), "xla": gated_matmul_xla}
