@@ -252,7 +252,7 @@ def test_drafts_without_weights_are_named() -> None:
     draft = chosen.load(Target(tiny_target_config(), None))
     assert draft.name == "ngram" and isinstance(draft, Draft)
     assert made(draft=draft).drafts == (draft,)
-    with pytest.raises(ValueError, match="unknown option 'int8' for ngram; it has none"):
+    with pytest.raises(ValueError, match="unknown option 'int8' for ngram; it has retrieve"):
         choose_drafts(["ngram"], {"int8": True})
     with pytest.raises(ValueError, match="two of the kind ngram"):
         made(draft=[draft, draft])

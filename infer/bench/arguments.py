@@ -148,6 +148,12 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         "--turns", type=COUNT, default=ByMachine(10, 3), help="repeats of a separately timed part"
     )
     parser.add_argument(
+        "--prefill",
+        type=COUNT,
+        metavar="TOKENS",
+        help="also time the target's reading of a prompt, in chunks of so many tokens",
+    )
+    parser.add_argument(
         "--attention",
         type=one_of(ATTENTION),
         help=f"one of {', '.join(ATTENTION)}; automatic if absent",

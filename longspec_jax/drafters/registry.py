@@ -152,11 +152,12 @@ def _checked(options_type: type[Any], values: Mapping[str, Any], draft: str) -> 
     fields = {field.name: field for field in dataclasses.fields(options_type) if field.init}
     for name, value in values.items():
         if name not in fields:
-            known = ", ".join(fields) or "none"
-            close = nearest(str(name), [*fields, RETRIEVE])
+            known = list(dict.fromkeys([*fields, RETRIEVE]))
+            close = nearest(str(name), known)
             hint = f"; did you mean {close}?" if close else ""
             raise ValueError(
-                f"draft_options: unknown option {shown(name)} for {draft}; it has {known}{hint}"
+                f"draft_options: unknown option {shown(name)} for {draft}; it has "
+                f"{', '.join(known)}{hint}"
             )
         if words := _refusal(value, fields[name].type):
             raise ValueError(f"draft_options: {name}={shown(value)} must be {words}")

@@ -162,5 +162,5 @@ def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     drafts = [tmp_path / "eagle", tmp_path / "medusa", "suffix"]
     found = LongSpec.from_pretrained(target, drafts).drafts
     assert [each.name for each in found] == ["eagle", "medusa", "suffix"]
-    with pytest.raises(ValueError, match="unknown option 'window' for .*medusa; it has none"):
+    with pytest.raises(ValueError, match="unknown option 'window' for .*medusa; it has retrieve"):
         LongSpec.from_pretrained(target, drafts[1], draft_options={"window": 16})

@@ -43,7 +43,7 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
             *("decode", "--shape=tiny", "--context=65", "--context=320", "--batch=3"),
             *("--tree=2,3@4", "--acceptance=2", "--new_tokens=41", "--turns=1"),
             *("--repetitions=1", f"--json={file}", "--draft_option=vocabulary=61"),
-            "--draft_option=int8",
+            *("--draft_option=int8", "--prefill=64"),
         ]
     )
     written = json.loads(file.read_text())
@@ -56,6 +56,8 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
     for row in written["rows"]:
         assert row["acceptance_length"] == pytest.approx(2, abs=0.15)
         assert row["acceptance_wanted"] == 2
+        read = row["prefill_seconds"] * row["prefill_tokens_per_second"]
+        assert read == pytest.approx(3 * (row["context"] - row["context"] % 64), rel=1e-2)
         assert row["round_over_plain"] == pytest.approx(
             row["round_ms"] / row["plain_ms_per_token"], rel=1e-2
         )
