@@ -59,16 +59,16 @@ from longspec_jax.loading import choose_drafts, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LongSpec(Models):
     """A target, optionally its draft, and how to decode with them.
 
     The fields are those of :class:`~longspec_jax.generation.models.Models`.
     """
 
-    _warm: WarmShapes = field(default_factory=WarmShapes, repr=False)
-    _timings: KnownTimings = field(default_factory=KnownTimings, repr=False)
-    _notices: Notices = field(default_factory=Notices, init=False, repr=False)
+    _warm: WarmShapes = field(default_factory=WarmShapes)
+    _timings: KnownTimings = field(default_factory=KnownTimings)
+    _notices: Notices = field(default_factory=Notices, init=False)
 
     def __post_init__(self) -> None:
         """Refuse parts that are not what they should be, or do not belong together."""
@@ -124,7 +124,7 @@ class LongSpec(Models):
         """Load Hugging Face checkpoints.
 
         Args:
-          target: a folder or hub id of a Llama, Qwen2, Qwen3 or Mistral model.
+          target: a folder or hub id of a model of a family that docs/targets.md lists.
           draft: what proposes tokens: a folder or hub id of a draft trained for the target, or the
             name of a kind without weights, such as ``ngram``. Of several a call runs the one that
             is fastest on this machine. Plain decoding if absent.

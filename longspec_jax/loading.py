@@ -1,9 +1,9 @@
 """Loading: a target and its tokenizer, drafts of any kind, and whether memory suffices."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from longspec_jax.weights.json_files import JsonObject, read_json
 
 _SETTINGS = "tokenizer_config.json"
 _GENERIC = "PreTrainedTokenizerFast"
-_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+_importing = threading.Lock()
 
 
 def load_target(
@@ -78,14 +78,12 @@ def load_with_tokenizer(
     if tokenizer is not None:
         return Target(*load_target(source, dtype, **how), tokenizer)
     pool = ThreadPoolExecutor(1)
-    # Here, not in the thread: the environment must not change while the start of a GPU reads it.
-    with _without_advice():
-        try:
-            reading = pool.submit(load_tokenizer, source, revision)
-            config, params = load_target(source, dtype, **how)
-            return Target(config, params, reading.result())
-        finally:
-            pool.shutdown(wait=False)  # A bad target is refused at once.
+    try:
+        reading = pool.submit(load_tokenizer, source, revision)
+        config, params = load_target(source, dtype, **how)
+        return Target(config, params, reading.result())
+    finally:
+        pool.shutdown(wait=False)  # A bad target is refused at once.
 
 
 class ChosenDraft(NamedTuple):
@@ -182,10 +180,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
         settings = read_json(folder / _SETTINGS)
         _check_settings(settings)
         name = _GENERIC if _is_generic(folder, settings) else name
-    with _without_advice():
-        import transformers  # Late: it is slow, and token ids do not need it.
-
-        loader = getattr(transformers, name)
+    loader = _imported(name)
     try:
         return loader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # A damaged file raises anything there, bare Exceptions too.
@@ -209,17 +204,27 @@ def _is_generic(folder: Path, settings: JsonObject) -> bool:
     return llama and (folder / "tokenizer.json").is_file()
 
 
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence the warning of transformers that without PyTorch no models are available."""
-    before = os.environ.get(_ADVICE)
-    os.environ[_ADVICE] = before or "1"
-    try:
-        yield
-    finally:
-        del os.environ[_ADVICE]
-        if before is not None:
-            os.environ[_ADVICE] = before
+def _imported(name: str) -> Any:
+    """A class of transformers, which is imported late: it is slow, and token ids do not need it.
+
+    One thread at a time imports it. It puts another module into its place at the end, so a second
+    thread that meets the import under way would get the first module, which has no classes.
+    """
+    logger = logging.getLogger("transformers")
+    with _importing:
+        # Without PyTorch it says that no models are available. The environment could silence it,
+        # but must not change while the start of a GPU reads it.
+        logger.addFilter(_is_not_about_torch)
+        try:
+            import transformers
+
+            return getattr(transformers, name)
+        finally:
+            logger.removeFilter(_is_not_about_torch)
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return "PyTorch" not in record.getMessage()
 
 
 def _check_settings(settings: JsonObject) -> None:

@@ -33,6 +33,12 @@ def batch(spec):
     return spec.generate(PROMPTS, **WARM, eos_token_id=[])
 
 
+def test_a_cell_that_ends_with_the_model_shows_a_line(spec) -> None:
+    shown = "LlamaForCausalLM, layers 1, width 36, float32, draft longspec"
+    assert repr(spec) == f"LongSpec({shown})"
+    assert repr(dataclasses.replace(spec, draft=None)).endswith("float32, draft none)")
+
+
 def test_speculation_pays_and_is_counted(spec, batch) -> None:
     stats = batch.stats
     assert stats.new_tokens == (24, 24, 24) and stats.decode_tokens == 3 * 23

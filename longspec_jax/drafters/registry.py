@@ -89,12 +89,7 @@ MARKS = {
 RETRIEVE = "retrieve"
 """The option that turns on retrieval; names of the others about it begin with it."""
 _RETRIEVAL = "retrieval.draft:RetrievalOptions"
-_RULES = {
-    bool: Truth(),
-    int: Whole(0),
-    float: Real(0, LARGEST_NUMBER, "0 or more"),
-    str: Word(),
-}
+_RULES = {bool: Truth(), int: Whole(0), float: Real(0, LARGEST_NUMBER, "0 or more"), str: Word()}
 """Values of options by the type of their field; a dataclass of options may check more."""
 
 
@@ -157,11 +152,12 @@ def _checked(options_type: type[Any], values: Mapping[str, Any], draft: str) -> 
     fields = {field.name: field for field in dataclasses.fields(options_type) if field.init}
     for name, value in values.items():
         if name not in fields:
-            known = ", ".join(fields) or "none"
-            close = nearest(str(name), [*fields, RETRIEVE])
+            known = list(dict.fromkeys([*fields, RETRIEVE]))
+            close = nearest(str(name), known)
             hint = f"; did you mean {close}?" if close else ""
             raise ValueError(
-                f"draft_options: unknown option {shown(name)} for {draft}; it has {known}{hint}"
+                f"draft_options: unknown option {shown(name)} for {draft}; it has "
+                f"{', '.join(known)}{hint}"
             )
         if words := _refusal(value, fields[name].type):
             raise ValueError(f"draft_options: {name}={shown(value)} must be {words}")

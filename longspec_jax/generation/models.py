@@ -1,7 +1,7 @@
 """The loaded models with the settings of all calls, and what may propose trees in a call."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,15 +25,15 @@ SPARSE_LEVELS = 4, 3, 5
 """Levels of the chains for a target of experts, the default one first."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Models:
     """A target, optionally its draft, and how to decode with them."""
 
     target_config: TargetConfig
-    target_params: Any = field(repr=False)
+    target_params: Any
     draft: Draft | Sequence[Draft] | None = None
     """What proposes tokens; of several a call runs the one that is fastest on this machine."""
-    tokenizer: Any = field(default=None, repr=False)
+    tokenizer: Any = None
     """A transformers tokenizer; without one, prompts are token ids and there is no text."""
     stop_tokens: tuple[int, ...] = ()
     """What ends a row unless ``eos_token_id`` says otherwise."""
@@ -59,6 +59,13 @@ class Models:
     same_bits: bool | None = None
     """Whether 16-bit text is to be that of plain decoding, by kernels of one order; where there are
     such kernels, if absent. float32 text is without them."""
+
+    def __repr__(self) -> str:
+        """One line: the target's class and size, its precision, and what proposes tokens."""
+        config, names = self.target_config, [draft.name for draft in self.drafts]
+        size = f"layers {config.num_layers}, width {config.model_width}"
+        parts = config.architecture, size, self.precision, f"draft {' or '.join(names) or 'none'}"
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     @property
     def drafts(self) -> tuple[Draft, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from longspec_jax.checks import first_line
-from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.json_files import read_json, what_to_do
 from longspec_jax.weights.pickles import StoredTensor, TensorFile
 
 Index: TypeAlias = tuple[slice, ...]
@@ -71,7 +71,7 @@ def open_tensors(folder: Path, stack: ExitStack, names: Sequence[str] = WEIGHT_F
         found = sorted(path.name for path in folder.iterdir())
         raise FileNotFoundError(
             f"{folder} holds no weights: expected one of {', '.join(names)}, found "
-            f"{', '.join(found) or 'nothing'}. Download the whole model again, or name its folder"
+            f"{', '.join(found) or 'nothing'}; {what_to_do(folder)}"
         )
     if name.endswith(".index.json"):
         return _open_indexed(folder / name, stack)

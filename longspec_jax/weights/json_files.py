@@ -128,7 +128,7 @@ def read_json(path: Path) -> JsonObject:
     if not path.is_file():
         raise FileNotFoundError(
             f"{path.parent} has no {path.name}; a model folder holds it beside the weights: "
-            "download the whole model again, or name the folder that has both"
+            f"{what_to_do(path.parent)}"
         )
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
@@ -140,6 +140,16 @@ def read_json(path: Path) -> JsonObject:
     if strange:
         raise ValueError(f"{path}: {strange} is not a finite number, as JSON's are; {REMEDY}")
     return JsonObject(value, str(path))
+
+
+def what_to_do(folder: Path) -> str:
+    """What helps where a folder lacks a file of a model, by what it holds instead."""
+    names = [path.name for path in folder.glob("*")]
+    if any(name.endswith(".gguf") for name in names):
+        return "GGUF is not read, take the model's safetensors checkpoint"
+    if "adapter_config.json" in names:
+        return "an adapter is not read alone, merge it into its model and name that folder"
+    return "download the whole model again, or name the folder that has both"
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -100,8 +100,19 @@ def rope_scaling(raw: JsonObject, partial: bool = False) -> RopeScaling:
 
 
 def rope_entry(raw: JsonObject) -> JsonObject:
-    """The object that holds the scaling."""
-    return raw.part("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
+    """The object that holds the scaling.
+
+    Raises:
+      ValueError: if both dialects are given and differ. The readers of such files do not agree.
+    """
+    five, four = raw.part("rope_parameters"), raw.part("rope_scaling")
+    if not five.values:
+        return four
+    said = {"rope_type" if key == "type" else key: value for key, value in four.values.items()}
+    if any(five.values.get(key) != value for key, value in said.items()):
+        remedy = "move its numbers into rope_parameters, and remove it"
+        raise raw.error("rope_scaling", "is not what rope_parameters says", remedy)
+    return five
 
 
 def _llama3(entry: JsonObject) -> Llama3RopeScaling:

@@ -112,6 +112,18 @@ def test_missing_weights(folder):
         load_target(folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "remedy"),
+    [("model-q4.gguf", "GGUF is not read"), ("adapter_config.json", "merge it into its model")],
+)
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_other_formats_are_told(folder, file, remedy, missing):
+    (folder / missing).unlink()
+    (folder / file).touch()
+    with pytest.raises(FileNotFoundError, match=remedy):
+        load_target(folder)
+
+
 def test_unknown_architecture(folder):
     _edit_config(folder, architectures=["GPTNeoXForCausalLM"])
     with pytest.raises(ValueError, match="'GPTNeoXForCausalLM' is not supported; supported are"):

@@ -160,7 +160,9 @@ def test_both_dialects_mean_the_same(family, rope):
     four, five = ROPES[rope]
     old = target_config(_raw(family, **four))
     new = {k: v for k, v in _raw(family).items() if k != "torch_dtype"}
-    assert target_config(new | dict(dtype="float32", rope_parameters=five)) == old
+    new |= dict(dtype="float32", rope_parameters=five)
+    assert target_config(new) == old
+    assert target_config(new | dict(rope_scaling=four.get("rope_scaling"))) == old
 
 
 @pytest.mark.parametrize(
@@ -249,6 +251,13 @@ REFUSED = {
     "nested rope": (
         dict(rope_parameters=dict(full_attention=dict(rope_type="default"))),
         "not supported",
+    ),
+    "two dialects that differ": (
+        dict(
+            rope_scaling=dict(type="yarn", factor=4.0),
+            rope_parameters=dict(rope_type="default", rope_theta=1e6),
+        ),
+        "rope_scaling=.*is not what rope_parameters says; move its numbers into rope_parameters",
     ),
     "linear without factor": (dict(rope_scaling=dict(type="linear")), "linear.* lacks factor"),
     "incomplete llama3": (

@@ -30,7 +30,7 @@ from longspec_jax.weights.hf_config import (
     raw_layer,
 )
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta
+from longspec_jax.weights.rope import raw_rope, rope_entry, rope_scaling, rope_theta
 
 MIDLAYER, FIRST_LAYER = "midlayer.", "layers.0."
 """What the names of the layer's tensors begin with."""
@@ -243,7 +243,7 @@ def _window(part: JsonObject) -> int | None:
 
 def _scaling(part: JsonObject, dialect: Dialect) -> RopeScaling:
     """The rotary scaling."""
-    entry = part.part("rope_parameters" if part.has("rope_parameters") else "rope_scaling")
+    entry = rope_entry(part)
     if entry.text("rope_type", entry.text("type", "default")) != "yarn":
         return rope_scaling(part)
     original = "original_max_position_embeddings"

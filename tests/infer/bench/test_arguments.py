@@ -14,12 +14,7 @@ from infer.bench.attention import CANDIDATES
 from longspec_jax.cli import ByMachine, result_file, settled, typed
 from longspec_jax.config.names import ATTENTION
 from longspec_jax.config.tree import DEFAULT_TREE
-from longspec_jax.ops.attention.dispatch import (
-    CHUNK,
-    PREFIX,
-    SPECULATIVE,
-    TREE,
-)
+from longspec_jax.ops.attention.dispatch import CHUNK, PREFIX, SPECULATIVE, TREE
 
 ROOT = Path(__file__).parents[3]
 BAD = {
