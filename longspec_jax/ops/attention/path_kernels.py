@@ -11,11 +11,12 @@ order, wherever they come from:
   it was.
 - The ``RECENT`` tokens before it and the query's own are *recent*: cached or in the tree. Their
   scores are dot products of their own. Their values are added one after the other in the order of
-  their positions: each is a matmul in which every row has one weight that is not zero, and adding
-  zero changes no bit. Their weights are rounded to multiples of 2^-18, so that the sum of the
+  their positions: each is a matmul in which a row meets no other number than 0, and adding 0
+  changes no bit. Their weights are rounded to multiples of 2^-18, so that the sum of the
   weights is exact in any order.
 
-The recent tokens' kernel begins with them and merges the splits in ascending order.
+The recent tokens' kernel begins with them and adds the splits in ascending order, under one
+maximum of all.
 """
 
 import jax

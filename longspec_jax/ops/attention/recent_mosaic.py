@@ -2,7 +2,7 @@
 
 :mod:`longspec_jax.ops.attention.path_kernels` says what it is for. A program has 64 packed rows of
 a key/value head and some columns of their output. It holds the keys of all nodes. The value of a
-position is added by a matmul in which every row has one weight that is not zero.
+position is added by a matmul in which a row meets no other number than 0.
 
 The kernel has one warpgroup and little to compute, so that its time is that of the instructions of
 one warp: whatever can be asked for with one copy is, and whatever does not depend on the row's
@@ -442,6 +442,7 @@ class _Program:
                 plgpu.wgmma(acc_ref, fresh, values)
             plgpu.wgmma_wait(0)
             jax.lax.optimization_barrier(fresh)
+            plgpu.commit_smem()  # All have read the places before they are filled again.
 
     def merge(self, acc: Any, top: Any, total: Any) -> tuple[Any, Any]:
         """The values with those of all splits, and the sum of all weights.

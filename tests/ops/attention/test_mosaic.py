@@ -29,7 +29,7 @@ def test_words_of_two_codes_become_two_numbers(dtype: str) -> None:
 
 
 class Case(NamedTuple):
-    """A call of path attention; a second row has 40 tokens."""
+    """A call of path attention; a second row has 40 tokens, and the first nodes are a chain."""
 
     nodes: int
     heads: int
@@ -38,11 +38,12 @@ class Case(NamedTuple):
     length: int
     dtype: str = "bfloat16"
     batch: int = 1
+    chain: int = 1
 
 
 CASES = [
     Case(1, 4, 1, 128, 300),  # Two programs share a split.
-    Case(40, 2, 1, 64, 150, "float16", batch=2),
+    Case(40, 2, 1, 64, 150, "float16", batch=2, chain=12),
 ]
 
 
@@ -56,7 +57,8 @@ def operands(case: Case, slots: int = 448) -> tuple[Any, ...]:
     batch, nodes, kv_heads, width = case.batch, case.nodes, case.kv_heads, case.width
     parents, depth, mask = [-1], np.zeros(nodes, int), np.eye(nodes, dtype=bool)
     for node in range(1, nodes):
-        parents.append(int(rng.choice([n for n in range(node) if depth[n] < 5])))
+        any_other = rng.choice([n for n in range(node) if depth[n] < 5])
+        parents.append(node - 1 if node < case.chain else int(any_other))
         depth[node] = depth[parents[node]] + 1
         mask[node] |= mask[parents[node]]
     lengths = np.asarray([case.length, 40][:batch])
