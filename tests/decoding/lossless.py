@@ -21,9 +21,8 @@ from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.models.target import Target, sinks_of
 from longspec_jax.ops.attention.reference import causal_attention
-from tests.kit import TOLERANCE, relative_error, tiny_target_config
+from tests.kit import tiny_target_config
 from tests.lookup import random_table
-from train.target import run_target
 
 VOCABULARY = 13
 TREES = [
@@ -196,19 +195,6 @@ def assert_a_trial_changes_nothing(target, drafter, params, given, plain, count:
     rows, _ = run(engine)
     found = [np.asarray([*begun, *rest]) for begun, rest in zip(texts, rows, strict=True)]
     assert_same(found, plain)
-
-
-def assert_training_reads_the_cache(target: Any, params: Any, tokens: np.ndarray, lengths) -> None:
-    """A draft learns from the keys that it reads of the cache when it decodes."""
-    config, rows = target.config, len(tokens)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    view = jax.jit(partial(run_target, config))(params, jnp.asarray(tokens), positions)
-    chunk = target.allocate(rows, 64), jnp.asarray(tokens), jnp.zeros(rows, jnp.int32)
-    cache = jax.jit(target.prefill_chunk)(params, *chunk, jnp.asarray(lengths) - 1).cache
-    keys, _ = cache.slots(config.read_layer)
-    for row, length in enumerate(lengths):
-        read = np.asarray(keys)[row, :, :length].swapaxes(0, 1)
-        assert relative_error(view.keys[row, :length], read) <= TOLERANCE["float32"]
 
 
 @partial(jax.jit, static_argnames=("config", "recur"))

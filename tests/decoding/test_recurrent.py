@@ -34,7 +34,6 @@ from tests.decoding.lossless import (
     assert_a_trial_changes_nothing,
     assert_lossless,
     assert_rows_come_and_go,
-    assert_training_reads_the_cache,
     dense,
     generate,
     prompts,
@@ -173,11 +172,6 @@ def test_the_bytes_of_states_are_known(offload: bool) -> None:
     row = 2 * CONFIG.num_kv_heads * CONFIG.head_width * 4
     assert planned[1].device - planned[0].device == 3 * 160 * row
     assert all(each.host == 0 for each in planned)
-
-
-def test_training_reads_the_target_that_is_served(models: Params) -> None:
-    """The draft learns from the keys of the layer of attention, behind a recurrent one."""
-    assert_training_reads_the_cache(TARGET, models.target, PROMPTS, LENGTHS)
 
 
 def test_a_trial_that_shares_the_cache_leaves_the_states_as_they_were(

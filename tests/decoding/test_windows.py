@@ -30,7 +30,6 @@ from tests.decoding.lossless import (
     assert_a_trial_changes_nothing,
     assert_lossless,
     assert_rows_come_and_go,
-    assert_training_reads_the_cache,
     dense,
     generate,
     prompts,
@@ -157,11 +156,6 @@ def test_trees_deeper_than_the_window_see_their_own_paths(models: Params) -> Non
         assert np.abs(expected).max() > 1
     expected = np.asarray(dense(CONFIG, params, text))[0, 60]
     np.testing.assert_allclose(logits[0], expected, atol=20 * TOLERANCE["float32"])
-
-
-def test_training_reads_the_target_that_is_served(models: Params) -> None:
-    """The draft learns from the keys of the layer that it reads, behind layers with windows."""
-    assert_training_reads_the_cache(TARGET, models.target, PROMPTS, LENGTHS)
 
 
 def test_plain_decoding_is_the_dense_model(models: Params, plain: list[np.ndarray]) -> None:

@@ -107,30 +107,20 @@ def test_text_ends_before_a_stop_string(folders, tmp_path, capsys) -> None:
     assert "--stop holds 99 texts of 188 characters" in capsys.readouterr().err
 
 
-def test_a_draft_vocabulary_needs_its_table(folders, tmp_path, capsys) -> None:
-    """Made beside the draft's weights; the text is the same with it."""
+def test_options_of_a_draft(folders, tmp_path, capsys) -> None:
+    """A vocabulary needs its table beside the draft's weights; the text is the same with both."""
     copies = [shutil.copytree(f.split("=")[1], tmp_path / f.split("/")[-1]) for f in folders[:2]]
     named = [f"--target={copies[0]}", f"--draft={copies[1]}", *folders[2:]]
-    few = (f"--prompt={PROMPT}", "--draft_option=vocabulary=6")
+    few = (f"--prompt={PROMPT}", "--draft_option=vocabulary=6", "--draft_option=int8")
     assert decode.main([*named, *few]) == 2
     assert "draft comes without draft_vocabulary.safetensors" in capsys.readouterr().err
     save_draft_vocabulary(copies[1], [3, 9, 1, 12, 7, 4, 0], 17)
     whole, found = (run_json(named, tmp_path, *options) for options in (few[:1], few))
     options = [run["setting"]["draft_options"] for run in (whole, found)]
-    assert options == [{}, {"vocabulary": 6}]
+    assert options == [{}, {"vocabulary": 6, "int8": True}]
     assert found["text"] == whole["text"] and found["identical_to_plain"] is True
     assert found["memory"]["draft_bytes"] != whole["memory"]["draft_bytes"]
-
-
-def test_a_draft_in_8_bits(folders, tmp_path, capsys) -> None:
-    """The same text; without a draft there is nothing to round."""
-    int8 = (f"--prompt={PROMPT}", "--draft_option=int8")
-    whole, found = (run_json(folders, tmp_path, *options) for options in (int8[:1], int8))
-    options = [run["setting"]["draft_options"] for run in (whole, found)]
-    assert options == [{}, {"int8": True}]
-    assert found["text"] == whole["text"] and found["identical_to_plain"] is True
-    assert found["memory"]["draft_bytes"] != whole["memory"]["draft_bytes"]
-    assert decode.main([folders[0], *folders[2:], *int8]) == 2
+    assert decode.main([named[0], *named[2:], *few]) == 2
     assert "--draft_option is about a draft" in capsys.readouterr().err
 
 
@@ -227,7 +217,7 @@ def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
     ("option", "words"),
     [
         ("int9", "--draft_option: unknown option 'int9'"),
-        ("retreive=9", "vocabulary, int8; did you mean retrieve?"),
+        ("retreive=9", "vocabulary, int8, retrieve; did you mean retrieve?"),
         ("vocabulary=many", "--draft_option: vocabulary='many' must be"),
         ("retrieve=100", "retrieve=100"),
     ],
