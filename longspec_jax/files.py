@@ -74,6 +74,24 @@ def expanded(path: str | Path) -> Path:
         ) from None
 
 
+def make_folder(folder: Path, option: str) -> None:
+    """Make the folder of a run, if it is not there, and try to write in it.
+
+    Args:
+      option: which named it, for the message.
+
+    Raises:
+      ValueError: if it cannot be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside(folder / "tried").unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{option}={folder} cannot be the folder of a run ({error.strerror}); name another"
+        ) from error
+
+
 def writable(path: Path, name: str, of_results: bool = True) -> Path:
     """The path of a file that can be written, found out before the work that it is for.
 

@@ -96,7 +96,7 @@ def open_run(config: RunConfig, workdir: Path) -> TrainingRun:
     check_workdir(workdir)
     _check_clocks(config)
     mesh = make_mesh(*config.mesh.resolve(len(jax.devices())))
-    workdir.mkdir(parents=True, exist_ok=True)
+    files.make_folder(workdir, "--workdir")
     metrics = Metrics(workdir / "metrics.jsonl", open_writers(config, workdir))
     run = TrainingRun(config, workdir, mesh, metrics)
     if (corpus := config.data.corpus) is not None:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from longspec_jax import cli
+from longspec_jax import cli, files
 from longspec_jax.extras import missing_packages
 
 COMMAND = cli.command_name(__package__, "prepare")
@@ -68,7 +68,7 @@ def prepare(given: Sequence[str]) -> str:
             "this configuration makes its own data, there is nothing to prepare; set "
             "--config.data.files=PATHS or choose one that reads files or the hub"
         )
-    parsed.workdir.mkdir(parents=True, exist_ok=True)
+    files.make_folder(parsed.workdir, "--workdir")
     lines = []
     for run, section in stages:
         source = Source(run, parsed.workdir, config.target, sys.maxsize, section)

@@ -76,13 +76,7 @@ class Evaluation:
     def _before(self) -> run_folder.Run | None:
         """What earlier starts have written; makes the folder, and tries to write in it."""
         folder = self._arguments.out
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            files.beside(folder / run_folder.HEADER).unlink()
-        except OSError as error:
-            raise ValueError(
-                f"--out={folder} cannot be the folder of a run ({error.strerror}); name another"
-            ) from None
+        files.make_folder(folder, "--out")
         if (folder / run_folder.HEADER).exists():
             return run_folder.read(folder)
         if any(folder.iterdir()):

@@ -81,7 +81,7 @@ def _add_address(group: argparse._ArgumentGroup) -> None:
 def _add_sizes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max_len",
-        type=cli.COUNT,
+        type=cli.number(Whole(2)),
         metavar="TOKENS",
         help="most tokens of a request, prompt and answer; those that the target was made for if "
         "absent, on a CPU at most 4096",

@@ -225,8 +225,9 @@ class EngineThread:
         try:
             while self._take_in():
                 if self._engine.busy:
+                    begun = time.monotonic()
                     outputs = self._engine.step()
-                    self._note_started()  # Before first tokens, whose times follow.
+                    self._note_started(begun)  # Before first tokens, whose times follow.
                     self._publish(outputs)
                     self._metrics.observe(self._engine.status)
                 self._end_late()
@@ -289,13 +290,12 @@ class EngineThread:
                 self._forget(ticket)
         wake(woken)
 
-    def _note_started(self) -> None:
-        """Note which rows have left the engine's queue."""
+    def _note_started(self, begun: float) -> None:
+        """Note which rows have left the engine's queue in the step that began then."""
         if self._unstarted:
             started = self._unstarted - {*self._engine.queued}
-            now = time.monotonic()
             for ticket, index in (self._rows[id] for id in started if id in self._rows):
-                ticket.answers[index].times.started = now
+                ticket.answers[index].times.started = begun
             self._unstarted -= started
 
     def _gain(self, output: RequestOutput, row: Row) -> Gain:

@@ -40,8 +40,8 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         found.close()
         raise OSError(
-            f"--host={host} --port={port} cannot be used: {error.strerror}; name another --port, "
-            "or 0 for any free one"
+            f"--host={host} --port={port} cannot be used: {error.strerror}; name another --port (0 "
+            "for any free one) or --host"
         ) from None
     return found
 

@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
         (["--api_key=a", "--api_key_file=b"], "not allowed with argument"),
         (["--api_key_file=/nonexistent"], "--api_key_file=/nonexistent cannot be read: No such"),
         (["--slots=2", "--memory=0.5"], "not allowed with argument"),
+        (["--max_len=1"], "--max_len: 1 must be a whole number from 2"),
         (["--memory=1.5"], "--memory: 1.5 must be above 0, at most 1"),
         (["--chat_template=/nonexistent"], "--chat_template=/nonexistent cannot be read"),
         (["--draft=somewhere"], "--draft somewhere needs the --target it was made for"),
@@ -63,7 +64,7 @@ def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture) -> None:
     [line] = capsys.readouterr().err.splitlines()
     assert line == (
         f"error: --host=127.0.0.1 --port={port} cannot be used: Address already in use; name "
-        "another --port, or 0 for any free one"
+        "another --port (0 for any free one) or --host"
     )
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -311,6 +312,25 @@ def test_every_route_but_health_wants_the_key() -> None:
         with pytest.raises(AuthenticationError):
             client_of(server, "other").models.list()
         assert client_of(server, "sesame").models.list().data
+
+
+def test_a_prefill_is_no_time_in_the_queue() -> None:
+    engine = ScriptedEngine()
+    step, stepping = engine.step, threading.Event()
+
+    def slow() -> list[Any]:
+        stepping.set()
+        return step()
+
+    engine.step = slow  # type: ignore[method-assign]
+    engine.gate.clear()
+    with serving(engine) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.post, "/v1/completions", prompt="ab", max_tokens=1)
+        assert stepping.wait(30)
+        time.sleep(0.1)
+        engine.gate.set()
+        times = asked.result()[1]["metrics"]
+    assert times["time_to_first_token_ms"] - times["queue_time_ms"] > 90
 
 
 # Limits.

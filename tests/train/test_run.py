@@ -271,6 +271,16 @@ def test_a_mistake_is_one_sentence(
     assert not (tmp_path / "work").exists()
 
 
+def test_a_working_folder_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    config = ROOT / "configs" / "demo.py"
+    assert command(f"--config={config}", f"--workdir={tmp_path / 'file'}") == cli.BAD_INPUT
+    words = "cannot be the folder of a run (File exists); name another"
+    assert f"--workdir={tmp_path / 'file'} {words}" in capsys.readouterr().err
+
+
 def test_data_and_model_that_do_not_fit_are_refused(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
