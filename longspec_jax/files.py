@@ -44,6 +44,10 @@ def replacing(path: Path) -> Iterator[Path]:
         if path.exists():
             unfinished.chmod(stat.S_IMODE(path.stat().st_mode))
         unfinished.replace(path)
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -189,6 +189,7 @@ def test_json_on_standard_output_is_json_alone(folders, capsys) -> None:
     assert decode.main([*without_tree(folders), *argv]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["prompt_tokens"] == 2 and "=== prompt" in printed.err
+    assert "nothing was timed" not in printed.err, "there was nothing to choose"
 
 
 def test_default_prompt(folders, monkeypatch, tmp_path) -> None:
@@ -242,7 +243,7 @@ def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
     ("option", "words"),
     [
         ("int9", "--draft_option: unknown option 'int9'"),
-        ("retreive=9", "vocabulary, int8; did you mean retrieve?"),
+        ("retreive=9", "int8, retrieve; did you mean retrieve?"),
         ("vocabulary=many", "--draft_option: vocabulary='many' must be"),
         ("retrieve=100", "retrieve=100"),
     ],
