@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from longspec_jax import cli
+from longspec_jax import cli, files
 from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.weights.hf import load_target
 from tests.train.tiny import (
@@ -25,7 +25,7 @@ from tests.train.tiny import (
     save_tiny_target,
     write_documents,
 )
-from train import run
+from train import pipeline, run
 from train.drafts.longspec import objective
 from train.loop import TRY_AGAIN
 
@@ -305,6 +305,16 @@ def test_a_working_folder_that_cannot_be(
     assert command(f"--config={config}", f"--workdir={tmp_path / 'file'}") == cli.BAD_INPUT
     words = "cannot be the folder of a run (File exists); name another"
     assert f"--workdir={tmp_path / 'file'} {words}" in capsys.readouterr().err
+
+
+def test_a_run_that_another_process_writes_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "open_run", lambda *_: None)
+    with files.alone(tmp_path, "--workdir"):
+        status = command(f"--config={ROOT / 'configs' / 'demo.py'}", f"--workdir={tmp_path}")
+    assert status == cli.BAD_INPUT
+    assert "another process is writing this run" in capsys.readouterr().err
 
 
 def test_data_and_model_that_do_not_fit_are_refused(
