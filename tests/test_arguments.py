@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
+from longspec_jax import PLAIN, LongSpec, TreeConfig
 from longspec_jax.arguments import as_tree, check_arguments, check_gap, refuse_pickling
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.registry import LONGSPEC, SMALL_LM, options_of
@@ -175,21 +175,10 @@ def test_configs_that_are_none(config) -> None:
             made(draft=config)
 
 
-def test_the_version_of_a_draft_that_is_not_named() -> None:
-    with pytest.raises(
-        ValueError, match="draft_revision='v1' is the version of a draft with weights, and none"
-    ):
-        LongSpec.from_pretrained("no/target", draft_revision="v1")
-
-
 @pytest.mark.parametrize("tokens", [True, "x", 0, [], [0.5], [True], [[1]]])
 def test_a_draft_vocabulary_is_a_list_of_tokens(tokens) -> None:
     with pytest.raises(ValueError, match="a draft vocabulary is a list of token ids"):
         rebound(toy_spec(), vocabulary=tokens)
-
-
-def test_parts_that_are_fine() -> None:
-    made(tokenizer=toy_tokenizer(), attention="xla", mesh=make_mesh())
 
 
 OPTIONS = {
@@ -211,7 +200,6 @@ def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
     ("options", "message"),
     [
         ({"recent": 2.5}, "recent=2.5 must be a whole number"),
-        ({"recent": "64"}, "recent='64' must be a whole number"),
         ({"recent": None}, "recent=None must be a whole number"),
         ({"recent": 0}, "sinks=32 must be at least 0 and recent=0 at least 1"),
         ({"sinks": -1}, "sinks=-1 must be a whole number from 0"),
@@ -268,8 +256,9 @@ def test_drafts_without_weights_are_named() -> None:
         choose_drafts(["ngram"], {"int8": True})
     with pytest.raises(ValueError, match="two of the kind ngram"):
         made(draft=[draft, draft])
-    with pytest.raises(ValueError, match="draft_revision='v1' is the version of a draft"):
-        LongSpec.from_pretrained("no/target", "ngram", draft_revision="v1")
+    for named in ((), ("ngram",)):
+        with pytest.raises(ValueError, match="draft_revision='v1' is the version of a draft"):
+            LongSpec.from_pretrained("no/target", *named, draft_revision="v1")
 
 
 def test_a_call_is_checked_before_anything_runs() -> None:
@@ -294,6 +283,5 @@ def test_a_call_is_checked_before_anything_runs() -> None:
         spec.memory_plan(0, 4, 3)
     with pytest.raises(ValueError, match="lower max_new_tokens to at most 24"):
         spec.memory_plan(1, 1000, 25)
-    for way in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match="a LongSpec cannot be pickled or copied"):
-            way(spec)
+    with pytest.raises(TypeError, match="a LongSpec cannot be pickled or copied"):
+        pickle.dumps(spec)

@@ -29,15 +29,10 @@ WHOLE = "must be whole numbers, one per level, such as"
     "widths, message",
     [
         ("4,16", f"{WHOLE}.*got '4,16'"),
-        (b"4", WHOLE),
         (5, f"{WHOLE}.*got 5"),
-        (None, WHOLE),
         ({4, 16}, WHOLE),
         ((4, 1.5), f"{WHOLE}.*1.5"),
         ((4, True), WHOLE),
-        (("4", "16"), WHOLE),
-        ((4, None), WHOLE),
-        ((4, math.nan), WHOLE),
         ([[4], [16]], WHOLE),
         ((4, 0), "must be positive, got .4, 0."),
         ((-1,), "must be positive"),
@@ -131,29 +126,9 @@ def test_chains_that_a_tree_does_not_begin_with(tree, message) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "4,,5",
-        "4,",
-        "(4, 16)",
-        "chain",
-        "chain:0",
-        "chain:2,2",
-        "4@",
-        "@4",
-        "4@4@4",
-        "none:2",
-        "4.0",
-        "4x0",
-        "4x",
-        "4,4+",
-        "4,4+x",
-        "+0.7",
-        "4,4+0.7@8",
-        "chain:4/",
-        "4/chain:4",
-        "chain:2/chain:2/4",
-    ],
+    ["", "(4, 16)"]
+    + "4,,5 4, chain chain:0 chain:2,2 4@ @4 4@4@4 none:2 4.0 4x0 4x 4,4+ 4,4+x +0.7".split()
+    + "4,4+0.7@8 chain:4/ 4/chain:4 chain:2/chain:2/4".split(),
 )
 def test_texts_that_name_no_tree(text) -> None:
     with pytest.raises(ValueError, match="must be the widths of a tree such as 4,16,.* or none"):

@@ -27,16 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "compilation": {"files"},
     "decoding": {"axes", "config", "ops", "models", "drafters", "sharding"},
     "weights": {"axes", "checks", "config", "models", "ops", "sharding"},
-    "loading": {
-        "axes",
-        "checks",
-        "config",
-        "drafters",
-        "generation",
-        "models",
-        "ops",
-        "weights",
-    },
+    "loading": {"axes", "checks", "config", "drafters", "generation", "models", "ops", "weights"},
     "generation": {
         "axes",
         "checks",

@@ -124,10 +124,7 @@ def test_the_demo_decodes_beside_hostile_files(
     given = ["--prompt", "def f(x):", "--max_new_tokens", "8", "--no-compare", "--tree", "1"]
     cache = tmp_path_factory.mktemp("cache")
     decoded = run(
-        [*script(site, "longspec-decode"), *given],
-        hostile,
-        site,
-        XDG_CACHE_HOME=str(cache),
+        [*script(site, "longspec-decode"), *given], hostile, site, XDG_CACHE_HOME=str(cache)
     )
     assert decoded.returncode == 0, decoded.stderr
     assert "tokens" in decoded.stdout

@@ -16,15 +16,7 @@ from longspec_jax.config.known import TARGETS, TINY
 from longspec_jax.config.names import ATTENTION, KV_DTYPES
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
-from longspec_jax.drafters.registry import (
-    DFLASH,
-    EAGLE3,
-    LONGSPEC,
-    NAMED,
-    PARALLEL,
-    SMALL_LM,
-    Kind,
-)
+from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, PARALLEL, SMALL_LM, Kind
 from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
@@ -156,6 +148,12 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         "--turns", type=COUNT, default=ByMachine(10, 3), help="repeats of a separately timed part"
     )
     parser.add_argument(
+        "--prefill",
+        type=COUNT,
+        metavar="TOKENS",
+        help="also time the target's reading of a prompt, in chunks of so many tokens",
+    )
+    parser.add_argument(
         "--attention",
         type=one_of(ATTENTION),
         help=f"one of {', '.join(ATTENTION)}; automatic if absent",
@@ -187,8 +185,7 @@ def _match(parser: argparse.ArgumentParser) -> None:
         help=f"what is verified in a round: {cli.TREE_GRAMMAR}",
     )
     _add_several(
-        *(parser, "--batch", COUNT, ByMachine([1, 8], [1, 3])),
-        "rows that are decoded at once",
+        *(parser, "--batch", COUNT, ByMachine([1, 8], [1, 3])), "rows that are decoded at once"
     )
     _add_several(
         *(
@@ -240,9 +237,6 @@ def _products(parser: argparse.ArgumentParser) -> None:
         *(parser, "--weights", one_of(WEIGHTS), ["whole"]),
         f"how weights are stored: {', '.join(WEIGHTS)}",
     )
-    parser.add_argument(
-        "--int8", action="store_const", dest="weights", const=["int8"], help="--weights=int8"
-    )
     _add_outputs(parser)
 
 
@@ -271,8 +265,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     )
     _add_new_tokens(parser, ByMachine(512, 48), "tokens of every answer")
     _add_several(
-        *(parser, "--concurrency", COUNT, ByMachine([1, 8, 32], [1, 4])),
-        "requests at any time",
+        *(parser, "--concurrency", COUNT, ByMachine([1, 8, 32], [1, 4])), "requests at any time"
     )
     parser.add_argument(
         "--rate",
@@ -318,11 +311,7 @@ BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]
     "products": ("products", "the matmuls of a verification, beside XLA's", _products),
     "quantised": ("quantised", "what quantised weights change, and cost a draft", _quantised),
     "serve": ("serve", "a whole server under load, through HTTP", _serve),
-    "transformers": (
-        "hugging_face",
-        "plain decoding by Hugging Face transformers",
-        _transformers,
-    ),
+    "transformers": ("hugging_face", "plain decoding by Hugging Face transformers", _transformers),
 }
 """Commands: the module that provides ``main(arguments)``, what it answers, its options."""
 

@@ -10,7 +10,8 @@ the device's work, after one run that warms up; tokens per second are tokens ove
 plain step is its bytes (weights that are read, cached keys and values) over the bandwidth measured
 in this run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own;
 ``rest`` is what they leave of it: accept, commit, bookkeeping, the loop. It can be negative, since
-programs of their own may be scheduled differently.
+programs of their own may be scheduled differently. ``--prefill`` also times the target's reading of
+a prompt as long as the context, in chunks, in a program of its own.
 """
 
 import argparse
@@ -84,12 +85,17 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
     for shape in arguments.shape:
         if arguments.weights != "whole":
             refuse_experts(SHAPES[shape], arguments.weights)
+        if arguments.prefill and arguments.prefill > min(arguments.context):
+            raise ValueError(
+                f"--prefill: chunks of {arguments.prefill} tokens are longer than the prompt, "
+                f"--context={min(arguments.context)}"
+            )
         with command_words():
             draft_options(arguments.draft, as_options(arguments.draft_option), SHAPES[shape])
     return [
         Setting(
             *(shape, context, batch, arguments.tree, arguments.new_tokens, lengths),
-            *(arguments.repetitions, arguments.turns, arguments.weights),
+            *(arguments.repetitions, arguments.turns, arguments.weights, arguments.prefill),
         )
         for shape in dict.fromkeys(arguments.shape)
         for batch in arguments.batch
@@ -118,6 +124,8 @@ def measure(setting: Setting, model: Model, bytes_per_s: float) -> dict[str, Any
     begin = time.perf_counter()
     thunks = [bench.loop(plain), bench.loop(drafter, edges)]
     thunks += [bench.part(part, drafter) for part in PARTS]
+    if setting.chunk:
+        thunks.append(bench.prompt(setting.chunk))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         plain_program, round_program, *programs = pool.map(lambda compile_: compile_(), thunks)
     compile_seconds = round(time.perf_counter() - begin, 1)
@@ -128,13 +136,22 @@ def measure(setting: Setting, model: Model, bytes_per_s: float) -> dict[str, Any
     step(f"{place}: timing the parts of a round")
     times = {
         part.__name__: bench.time_part(program, drafter)
-        for part, program in zip(PARTS, programs, strict=True)
+        for part, program in zip(PARTS, programs[: len(PARTS)], strict=True)
     }
     row = {
         **describe(bench),
         "compile_seconds": compile_seconds,
         **results(setting, plain_loop, round_loop, times),
     }
+    if setting.chunk:
+        step(f"{place}: timing a prompt")
+        seconds = bench.time_prompt(programs[-1])
+        tokens = setting.batch * (setting.context // setting.chunk) * setting.chunk
+        row |= {
+            "prefill_chunk": setting.chunk,
+            "prefill_seconds": rounded(seconds),
+            "prefill_tokens_per_second": rounded(tokens / seconds),
+        }
     floor = row["plain_step_bytes"] / bytes_per_s
     row["plain_percent_of_roof"] = rounded(100e3 * floor / row["plain_ms_per_token"])
     return row
@@ -225,4 +242,9 @@ def line(row: dict[str, Any]) -> str:
         f"weights {shown_bytes(row['target_bytes'])}, draft {shown_bytes(row['draft_bytes'])}, "
         f"cache {shown_bytes(row['cache_bytes'])}, draft state "
         f"{shown_bytes(row['draft_state_bytes'])}"
+        + (
+            f"; prompt {row['prefill_seconds']} s, {row['prefill_tokens_per_second']} tokens/s"
+            if "prefill_seconds" in row
+            else ""
+        )
     )

@@ -178,6 +178,8 @@ class Setting:
     """Repeats of a part inside its program."""
     weights: str = "whole"
     """How the target's are stored."""
+    chunk: int | None = None
+    """Tokens of a prompt's chunk, where reading one is timed."""
 
     @property
     def capacity(self) -> int:
@@ -297,6 +299,22 @@ class Bench:
         inputs = abstract((self.model.params, self.rows(drafter)))
         return lambda: program.lower(*inputs).compile()
 
+    def prompt(self, chunk: int) -> Callable[[], Any]:
+        """What compiles reading a prompt, for later: a program of parameters and a cache."""
+        program = jax.jit(prefill(self.model.target, self.setting, chunk), donate_argnums=1)
+        inputs = abstract((self.model.params, self.cache))
+        return lambda: program.lower(*inputs).compile()
+
+    def time_prompt(self, program: Any) -> float:
+        """Seconds of reading a prompt, the less of two runs."""
+        seconds = []
+        for _ in range(2):
+            cache = jax.block_until_ready(self.cache)
+            begin = time.perf_counter()
+            self.cache, _ = jax.block_until_ready(program(self.model.params, cache))
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)
+
     def time_loop(self, program: Any, drafter: Any, edges: Edges | None = None) -> LoopTime:
         """Median seconds of decoding the setting's tokens."""
 
@@ -325,6 +343,27 @@ class Bench:
             jax.block_until_ready(program(self.model.params, rows))
             seconds.append(time.perf_counter() - begin)
         return statistics.median(seconds[1:]) / self.setting.turns
+
+
+def prefill(
+    target: TargetModel, setting: Setting, chunk: int
+) -> Callable[[Params, KVCache], tuple[KVCache, Array]]:
+    """Reading a prompt of whole chunks, at most the context, without what a draft makes of it."""
+    chunks = setting.context // chunk
+
+    def program(params: Params, cache: KVCache) -> tuple[KVCache, Array]:
+        full = functools.partial(jnp.full, (setting.batch,), dtype=jnp.int32)
+
+        def turn(index: Array, state: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
+            cache, first = state
+            tokens = (first[:, None] + jnp.arange(chunk)) % target.vocab_size
+            start, last = full(index * chunk), full(chunk - 1)
+            read = target.prefill_chunk(params.target, cache, tokens, start, last)
+            return read.cache, read.logits.argmax(axis=-1).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, chunks, turn, (cache, full(1)))
+
+    return program
 
 
 def draft(target: TargetModel, drafter: Drafter, turns: int) -> Part:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from longspec_jax.config.known import TARGETS
+from longspec_jax.config.known import TARGETS, shape
 from longspec_jax.config.layers import (
     LayerConfig,
     LinearRopeScaling,
@@ -16,14 +16,7 @@ from longspec_jax.config.layers import (
 from longspec_jax.config.target import TargetConfig
 
 LLAMA_1B = TargetConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=128256,
-    model_width=2048,
-    mlp_width=8192,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    head_width=64,
+    **shape("Llama", 128256, (2048, 8192), 16, (32, 8), 64),
     max_positions=131072,
     rope_theta=5e5,
     rope_scaling=Llama3RopeScaling(32.0, 1.0, 4.0, 8192),
@@ -35,33 +28,17 @@ LLAMA_3B = dataclasses.replace(
 )
 """Llama-3.2-3B: three query heads for each key/value head."""
 QWEN3_8B_YARN = dataclasses.replace(
-    TARGETS["qwen3-8b"].config,
-    rope_scaling=YarnRopeScaling.usual(4.0, 32768),
-    max_positions=131072,
+    TARGETS["qwen3-8b"].config, rope_scaling=YarnRopeScaling.usual(4.0, 32768), max_positions=131072
 )
 MINISTRAL3_8B = TargetConfig(
-    architecture="Ministral3ForCausalLM",
-    vocab_size=131072,
-    model_width=4096,
-    mlp_width=14336,
-    num_layers=34,
-    num_heads=32,
-    num_kv_heads=8,
-    head_width=128,
+    **shape("Ministral3", 131072, (4096, 14336), 34, (32, 8)),
     max_positions=262144,
     rope_theta=1e6,
     rope_scaling=YarnRopeScaling(16.0, 16384, 1.0),
     query_scaling=QueryScaling(0.1, 16384),
 )
 PHI4_MINI = TargetConfig(
-    architecture="Phi3ForCausalLM",
-    vocab_size=200064,
-    model_width=3072,
-    mlp_width=8192,
-    num_layers=32,
-    num_heads=24,
-    num_kv_heads=8,
-    head_width=128,
+    **shape("Phi3", 200064, (3072, 8192), 32, (24, 8)),
     max_positions=131072,
     # Not the factors of the file, which change no time.
     rope_scaling=LongRopeScaling((1.0,) * 48, (8.0,) * 48, 4096, 1.19, beyond=True),
@@ -69,14 +46,7 @@ PHI4_MINI = TargetConfig(
     tied_embeddings=True,
 )
 SMOLLM3_3B = TargetConfig(
-    architecture="SmolLM3ForCausalLM",
-    vocab_size=128256,
-    model_width=2048,
-    mlp_width=11008,
-    num_layers=36,
-    num_heads=16,
-    num_kv_heads=4,
-    head_width=128,
+    **shape("SmolLM3", 128256, (2048, 11008), 36, (16, 4)),
     max_positions=65536,
     rope_theta=5e6,
     kinds=(LayerConfig(Rotary(5e6)), LayerConfig()),
@@ -85,14 +55,7 @@ SMOLLM3_3B = TargetConfig(
     tied_embeddings=True,
 )
 GRANITE33_8B = TargetConfig(
-    architecture="GraniteForCausalLM",
-    vocab_size=49159,
-    model_width=4096,
-    mlp_width=12800,
-    num_layers=40,
-    num_heads=32,
-    num_kv_heads=8,
-    head_width=128,
+    **shape("Granite", 49159, (4096, 12800), 40, (32, 8)),
     max_positions=131072,
     rope_theta=1e7,
     attention_scale=0.0078125,
@@ -102,14 +65,7 @@ GRANITE33_8B = TargetConfig(
     tied_embeddings=True,
 )
 OLMO2_7B = TargetConfig(
-    architecture="Olmo2ForCausalLM",
-    vocab_size=100352,
-    model_width=4096,
-    mlp_width=11008,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_width=128,
+    **shape("Olmo2", 100352, (4096, 11008), 32, (32, 32)),
     max_positions=4096,
     rope_theta=5e5,
     norm_eps=1e-6,
@@ -129,14 +85,7 @@ OLMO3_7B = dataclasses.replace(
 )
 _GEMMA3_FAR = Rotary(1e6, LinearRopeScaling(8.0))
 GEMMA3_12B = TargetConfig(
-    architecture="Gemma3ForCausalLM",
-    vocab_size=262208,
-    model_width=3840,
-    mlp_width=15360,
-    num_layers=48,
-    num_heads=16,
-    num_kv_heads=8,
-    head_width=256,
+    **shape("Gemma3", 262208, (3840, 15360), 48, (16, 8), 256),
     max_positions=131072,
     rope_theta=1e6,
     rope_scaling=_GEMMA3_FAR.scaling,
@@ -169,28 +118,14 @@ GEMMA2_9B = dataclasses.replace(
     logit_cap=30.0,
 )
 GLM4_9B = TargetConfig(
-    architecture="Glm4ForCausalLM",
-    vocab_size=151552,
-    model_width=4096,
-    mlp_width=13696,
-    num_layers=40,
-    num_heads=32,
-    num_kv_heads=2,
-    head_width=128,
+    **shape("Glm4", 151552, (4096, 13696), 40, (32, 2)),
     max_positions=32768,
     rotary_width=64,
     qkv_bias=True,
     post_norms=True,
 )
 QWEN35_4B = TargetConfig(
-    architecture="Qwen3_5ForCausalLM",
-    vocab_size=248320,
-    model_width=2560,
-    mlp_width=9216,
-    num_layers=32,
-    num_heads=16,
-    num_kv_heads=4,
-    head_width=256,
+    **shape("Qwen3_5", 248320, (2560, 9216), 32, (16, 4), 256),
     max_positions=262144,
     rope_theta=1e7,
     rotary_width=64,

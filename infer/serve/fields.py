@@ -208,7 +208,4 @@ TOKENIZE = {
     "add_special_tokens": Field(Flag(), "of a text; true if absent"),
     "return_token_strs": Field(Flag(), "the tokens' texts too"),
 }
-DETOKENIZE = {
-    "model": SHARED["model"],
-    "tokens": Field(Tokens(), "token ids", True),
-}
+DETOKENIZE = {"model": SHARED["model"], "tokens": Field(Tokens(), "token ids", True)}

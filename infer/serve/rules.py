@@ -49,12 +49,7 @@ class Refused(Exception):
         """The error object."""
         kind = TYPES.get(self.status, TYPES[400] if self.status < 500 else "server_error")
         return {
-            "error": {
-                "message": str(self),
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         }
 
 

@@ -15,28 +15,31 @@ from longspec_jax.config.layers import (
 from longspec_jax.config.target import TargetConfig
 
 
-def _shape(
-    family: str, vocab_size: int, widths: tuple[int, int], layers: int, heads: tuple[int, int]
+def shape(
+    family: str,
+    vocab_size: int,
+    widths: tuple[int, int],
+    layers: int,
+    heads: tuple[int, int],
+    head_width: int = 128,
 ) -> dict[str, Any]:
-    """Sizes that several targets share: widths of model and MLP, heads and key/value heads."""
-    model_width, mlp_width = widths
-    num_heads, num_kv_heads = heads
+    """Sizes of a target: widths of model and MLP, heads and key/value heads."""
     return dict(
         architecture=f"{family}ForCausalLM",
         vocab_size=vocab_size,
-        model_width=model_width,
-        mlp_width=mlp_width,
+        model_width=widths[0],
+        mlp_width=widths[1],
         num_layers=layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_width=128,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_width=head_width,
     )
 
 
-_SEVEN_B = _shape("Llama", 32000, (4096, 11008), 32, (32, 32))
-_THIRTEEN_B = _shape("Llama", 32000, (5120, 13824), 40, (40, 40))
-_EIGHT_B = _shape("Llama", 128256, (4096, 14336), 32, (32, 8))
-_QWQ: dict[str, Any] = _shape("Qwen2", 152064, (5120, 27648), 64, (40, 8)) | {
+_SEVEN_B = shape("Llama", 32000, (4096, 11008), 32, (32, 32))
+_THIRTEEN_B = shape("Llama", 32000, (5120, 13824), 40, (40, 40))
+_EIGHT_B = shape("Llama", 128256, (4096, 14336), 32, (32, 8))
+_QWQ: dict[str, Any] = shape("Qwen2", 152064, (5120, 27648), 64, (40, 8)) | {
     "rope_theta": 1e6,
     "qkv_bias": True,
 }
@@ -45,8 +48,7 @@ _GPT_OSS_ROTARY = Rotary(
     150000.0, YarnRopeScaling(32.0, 4096, yarn_magnitude(32.0), truncate=False)
 )
 _GPT_OSS_EXPERTS = ExpertsConfig(32, 4, 2880, biases=True, limit=7.0)
-_GPT_OSS: dict[str, Any] = _shape("GptOss", 201088, (2880, 2880), 24, (64, 8)) | dict(
-    head_width=64,
+_GPT_OSS: dict[str, Any] = shape("GptOss", 201088, (2880, 2880), 24, (64, 8), 64) | dict(
     max_positions=131072,
     rope_theta=_GPT_OSS_ROTARY.theta,
     rope_scaling=_GPT_OSS_ROTARY.scaling,
@@ -108,12 +110,12 @@ TARGETS: dict[str, KnownTarget] = {
     "qwq32b": KnownTarget("Qwen/QwQ-32B", TargetConfig(max_positions=131072, **_QWQ)),
     "qwen3-8b": KnownTarget(
         "Qwen/Qwen3-8B",
-        TargetConfig(**_shape("Qwen3", 151936, (4096, 12288), 36, (32, 8)), **_QWEN3),
+        TargetConfig(**shape("Qwen3", 151936, (4096, 12288), 36, (32, 8)), **_QWEN3),
     ),
     "qwen3-4b": KnownTarget(
         "Qwen/Qwen3-4B",
         TargetConfig(
-            tied_embeddings=True, **_shape("Qwen3", 151936, (2560, 9728), 36, (32, 8)), **_QWEN3
+            tied_embeddings=True, **shape("Qwen3", 151936, (2560, 9728), 36, (32, 8)), **_QWEN3
         ),
     ),
     "qwen3-30b-a3b": KnownTarget(
@@ -121,7 +123,7 @@ TARGETS: dict[str, KnownTarget] = {
         TargetConfig(
             kinds=(LayerConfig(Rotary(1e6), experts=ExpertsConfig(128, 8, 768)),),
             pattern=(0,) * 48,
-            **_shape("Qwen3Moe", 151936, (2048, 6144), 48, (32, 4)),
+            **shape("Qwen3Moe", 151936, (2048, 6144), 48, (32, 4)),
             **_QWEN3,
         ),
     ),
@@ -134,15 +136,6 @@ PRESETS: dict[str, TargetConfig] = {
 }
 """Their shapes by the names of their repositories, for planning and benchmarks without weights."""
 TINY = TargetConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=512,
-    model_width=64,
-    mlp_width=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_width=16,
-    max_positions=4096,
-    dtype="float32",
+    **shape("Llama", 512, (64, 96), 2, (4, 2), 16), max_positions=4096, dtype="float32"
 )
 """A target of two layers, which shows that something runs."""

@@ -107,21 +107,16 @@ class Engine:
           NotImplementedError: if there is a choice in a computation of several processes, whose
             clocks would disagree.
         """
+        # What it was made of.
         self.target, self.drafters, self.params = target, tuple(drafters), params
-        self.slots, self.capacity = slots, capacity
-        self.streams, self.ahead, self.clock = streams, ahead, clock
-        self.seconds_of_prefill = 0.0
-        """Seconds of the device's time that prompts have taken."""
-        self.prefilled = 0
-        """Tokens of all prompts that have been run; of a batch, those of its longest prompt."""
-        self.stop_width, self.adjusted = stop_width, adjusted
-        self.contents = contents
-        self.preemptions = 0
+        self.slots, self.capacity, self.stop_width = slots, capacity, stop_width
+        self.streams, self.ahead, self.adjusted = streams, ahead, adjusted
+        self.contents, self.clock = contents, clock
         self._together, self._readmits = together, readmits
-        self._choices = ChoicesByLoad([policy or default_policy(len(drafters))], len(drafters))
-        self.prefixes = PrefixCache(
-            *(params, self.drafter.needs, slots, host_bytes), keeps_ends=target.keeps_ends
-        )
+
+        # Requests, from their prompts to their slots.
+        needs = self.drafter.needs
+        self.prefixes = PrefixCache(params, needs, slots, host_bytes, keeps_ends=target.keeps_ends)
         """What slots and the host's memory hold of earlier prompts."""
         self.prompts = Prompts(
             slots=slots,
@@ -132,22 +127,31 @@ class Engine:
             reuse=self.prefixes if prefixes else None,
         )
         """Requests that have no slot yet."""
-        self._rows: Rows | None = None
         self._slots = Slots(slots, self.prefixes)
+        self._rows: Rows | None = None
         self._cancelled: set[int] = set()
         """Requests that are prefilled together with others and will not be decoded."""
-        self._launches = LaunchQueue(clock)
-        self.rounds_per_launch: int | None = None
-        """Of launches of many rounds; None for as many as fill their time."""
+        self._next_id = 0
+
+        # Launches, and what chooses them.
+        self._choices = ChoicesByLoad([policy or default_policy(len(drafters))], len(drafters))
+        self._launches, self._faults = LaunchQueue(clock), Faults(clock, forgiven=readmits)
+        self._programs: dict[tuple[int, SamplingKind, int], Any] = {}
         self.launch_sizes: tuple[int, ...] = (slots,)
         """Rows of a launch of rounds, ascending: the least that holds the live ones are taken."""
+        self.rounds_per_launch: int | None = None
+        """Of launches of many rounds; None for as many as fill their time."""
         self.round_seconds = math.nan
         """Of the last launch, or as they are known from an earlier run; NaN before."""
-        self._programs: dict[tuple[int, SamplingKind, int], Any] = {}
-        self._next_id = 0
+
+        # What was read of them.
         self._outputs: list[StepOutput] = []
         self._failure: BaseException | None = None
-        self._faults = Faults(clock, forgiven=readmits)
+        self.seconds_of_prefill = 0.0
+        """Seconds of the device's time that prompts have taken."""
+        self.prefilled = 0
+        """Tokens of all prompts that have been run; of a batch, those of its longest prompt."""
+        self.preemptions = 0
 
     @property
     def drafter(self) -> Drafter:

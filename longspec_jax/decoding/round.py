@@ -163,12 +163,7 @@ def _view(target: TargetModel, params: Params, rows: Rows) -> CacheView:
 
 
 def verify_tree(
-    target: TargetModel,
-    drafter: Drafter,
-    params: Params,
-    rows: Rows,
-    tree: Tree,
-    noise: RoundNoise,
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, tree: Tree, noise: RoundNoise
 ) -> tuple[Verification, Int[Array, "B T"]]:
     """One target forward over the tree, and the target's draw at every node."""
     verified = run_tree(target, drafter, params, rows, tree)

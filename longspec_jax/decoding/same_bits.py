@@ -102,7 +102,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
     path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
     for kind in config.kinds or (LayerConfig(),):
         _require_mlp_kernels(config, kind.experts)
-    ordered_tiles.refuse_uneven_head(config.model_width, config.vocab_size)
+    ordered_tiles.refuse_uneven(config.model_width)
     if not hardware.has_kernels(jnp.dtype(config.dtype)):
         raise NotImplementedError(
             "same_bits needs the kernel of norms, and this jax lacks Pallas' Triton backend"

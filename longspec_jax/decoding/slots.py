@@ -176,12 +176,7 @@ class Slots:
         return replace(output, logprobs=logprobs, trees=report.trees_of(row, rounds))
 
     def _gained(
-        self,
-        id: int,
-        tokens: np.ndarray,
-        drafted: np.ndarray,
-        rounds: tuple[int, ...],
-        ended: bool,
+        self, id: int, tokens: np.ndarray, drafted: np.ndarray, rounds: tuple[int, ...], ended: bool
     ) -> StepOutput:
         active, finish = self.active[id], None
         active.tokens.append(tokens)

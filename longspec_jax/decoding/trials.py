@@ -233,12 +233,7 @@ def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
 
 
 def round_seconds(
-    engine: Engine,
-    candidate: int,
-    live: int,
-    context: int,
-    kind: SamplingKind,
-    rounds: int = 1,
+    engine: Engine, candidate: int, live: int, context: int, kind: SamplingKind, rounds: int = 1
 ) -> float:
     """Seconds of a round of a candidate.
 

@@ -92,10 +92,7 @@ class CacheView:
             there = jnp.concatenate([self.between.there, there], axis=1)
             past = _joined(self.between.rows, past)
         return dataclasses.replace(
-            self,
-            pending=pending,
-            position=self.position + steps,
-            between=Between(past, there),
+            self, pending=pending, position=self.position + steps, between=Between(past, there)
         )
 
     def within(self, selection: Selection) -> "CacheView":

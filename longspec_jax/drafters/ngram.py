@@ -17,14 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import (
-    Committed,
-    Drafter,
-    Needs,
-    Params,
-    SamplingNoise,
-    View,
-)
+from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.tree import Tree, grow, plant, within_budget
 from longspec_jax.ops.slicing import along

@@ -89,12 +89,7 @@ MARKS = {
 RETRIEVE = "retrieve"
 """The option that turns on retrieval; names of the others about it begin with it."""
 _RETRIEVAL = "retrieval.draft:RetrievalOptions"
-_RULES = {
-    bool: Truth(),
-    int: Whole(0),
-    float: Real(0, LARGEST_NUMBER, "0 or more"),
-    str: Word(),
-}
+_RULES = {bool: Truth(), int: Whole(0), float: Real(0, LARGEST_NUMBER, "0 or more"), str: Word()}
 """Values of options by the type of their field; a dataclass of options may check more."""
 
 

@@ -156,12 +156,7 @@ def _draft(
 
 @program(static_argnames=("target", "drafter"))
 def _verify(
-    target: TargetModel,
-    drafter: Drafter,
-    params: Params,
-    rows: Rows,
-    tree: Tree,
-    noise: RoundNoise,
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, tree: Tree, noise: RoundNoise
 ) -> tuple[Verification, Array]:
     """The target's forward and its draws."""
     with use_mesh(target.mesh):

@@ -79,10 +79,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
 
     def __call__(
-        self,
-        x: Array,
-        angles: tuple[Array, Array],
-        attend: Callable[[Array, Array, Array], Array],
+        self, x: Array, angles: tuple[Array, Array], attend: Callable[[Array, Array, Array], Array]
     ) -> tuple[Array, Array, Array]:
         """Return partials ``[S, B, T, D]`` of the projected output, fresh keys and values."""
         c, qkv, scales, gates = self.config, self.qkv(x), None, None

@@ -19,11 +19,7 @@ from longspec_jax.config.layers import (
 )
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.recurrent import (
-    raw_recurrences,
-    raw_sparse_recurrences,
-    read_recurrences,
-)
+from longspec_jax.weights.recurrent import raw_recurrences, raw_sparse_recurrences, read_recurrences
 from longspec_jax.weights.rope import raw_rope, rope_entry
 from longspec_jax.weights.sparse import raw_experts, raw_gpt_oss, read_experts, read_gpt_oss
 
@@ -53,10 +49,7 @@ class Names:
         ("in_proj_z", "(J Z) D"),
     )
     """What makes query, key, values and gate of a recurrence, and how its rows are stored."""
-    rate_rows: tuple[tuple[str, str], ...] = (
-        ("in_proj_b", "(J P) D"),
-        ("in_proj_a", "(J P) D"),
-    )
+    rate_rows: tuple[tuple[str, str], ...] = (("in_proj_b", "(J P) D"), ("in_proj_a", "(J P) D"))
     """What makes the strength of writing and the decay."""
     stacked_experts: bool = False
     """Whether a layer's experts are one tensor, as gpt-oss names them."""

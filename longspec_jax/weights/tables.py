@@ -178,9 +178,7 @@ def _recurrence(names: Names) -> tuple[Rule, ...]:
         Rule("recurrence/decay_bias", "J P", ((f"{names.recurrence}.dt_bias", "(J P)"),)),
         Rule(_RECURRENT_NORM, "Y", ((f"{names.recurrence}.norm.weight", "Y"),)),
         Rule(
-            "recurrence/out/kernel",
-            "M Y D",
-            ((f"{names.recurrence}.out_proj.weight", "D (M Y)"),),
+            "recurrence/out/kernel", "M Y D", ((f"{names.recurrence}.out_proj.weight", "D (M Y)"),)
         ),
     )
 
@@ -241,10 +239,7 @@ def layer_rules(
     config: TargetConfig, names: Names = _USUAL, kind: LayerConfig = _PLAIN
 ) -> tuple[Rule, ...]:
     """The rules of a layer, by its kind, the switches of its target and its family's names."""
-    pre = (
-        _norm("attention_norm", names.attention_norm),
-        _norm("mlp_norm", names.mlp_norm),
-    )
+    pre = (_norm("attention_norm", names.attention_norm), _norm("mlp_norm", names.mlp_norm))
     post = (
         _norm("attention_post_norm", names.attention_post_norm),
         _norm("mlp_post_norm", names.mlp_post_norm),

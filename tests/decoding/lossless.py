@@ -2,20 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
+from longspec_jax.decoding.trials import branch, rejoin
 from longspec_jax.drafters.base import Drafter
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.models.target import Target, sinks_of
+from longspec_jax.ops.attention.reference import causal_attention
 from tests.kit import tiny_target_config
 from tests.lookup import random_table
 
@@ -166,6 +171,47 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
     """Every row is the same token for token."""
     for row, (a, e) in enumerate(zip(actual, expected, strict=True)):
         np.testing.assert_array_equal(a, e, err_msg=f"row {row}")
+
+
+def assert_lossless(target, drafter, params, tokens, lengths, req, plain, **options) -> Decoded:
+    """The text is that of plain decoding, and draft tokens were accepted; the end of the run."""
+    rows, state = generate(target, drafter, params, tokens, lengths, req, **options)
+    assert_same(rows, plain)
+    assert emitted_in_rounds(state) > 0
+    return state
+
+
+def assert_a_trial_changes_nothing(target, drafter, params, given, plain, count: int) -> None:
+    """A trial of ``count`` tokens behind the prompts, which shares the cache with the rows."""
+    engine = engine_of(target, [drafter], params, *given)
+    texts: list[list[int]] = [[] for _ in plain]
+    while engine.prefilling:
+        for output in engine.step(decode=False):
+            texts[output.id] += output.tokens.tolist()
+    trial = branch(engine, [drafter], params, engine.rows.draft, own_cache=False, tokens=count)
+    while trial.busy:
+        trial.step()
+    rejoin(engine, trial)
+    rows, _ = run(engine)
+    found = [np.asarray([*begun, *rest]) for begun, rest in zip(texts, rows, strict=True)]
+    assert_same(found, plain)
+
+
+@partial(jax.jit, static_argnames=("config", "recur"))
+def dense(config: TargetConfig, params: Any, tokens: jax.Array, recur: Any = None) -> jax.Array:
+    """Logits of whole texts ``[B, T]``, whose windows are masks of positions."""
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        window = config.layer(layer).window
+        scores: Any = dict(scale=config.attention_scale, cap=config.attention_cap)
+        behind = None if window is None else window - 1
+        return causal_attention(q, k, v, sinks_of(params, layer), window=behind, **scores)
+
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    model, variables = Target(config), {"params": params}
+    more = {} if recur is None else {"recur": recur}
+    output: Any = model.apply(variables, tokens, positions, attend, **more)
+    return model.apply(variables, output.hidden, method="unembed")  # pyright: ignore
 
 
 def two_slots(target, drafter, params) -> Engine:

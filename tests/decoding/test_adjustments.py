@@ -11,12 +11,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.adjustments import (
-    AdjustmentOptions,
-    Adjustments,
-    adjust,
-    draft_paths,
-)
+from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments, adjust, draft_paths
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request

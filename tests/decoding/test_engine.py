@@ -271,9 +271,7 @@ def test_a_launch_is_of_the_live_rows_and_the_first_others() -> None:
     assert slots.of_launch((2, 8)) == [*range(8)]
 
 
-def test_neither_order_policy_nor_prefills_at_once_change_a_token(
-    single: list[np.ndarray],
-) -> None:
+def test_neither_order_policy_nor_prefills_at_once_change_a_token(single: list[np.ndarray]) -> None:
     drafter, draft = KINDS["longspec"]
     models = TargetModel(CONFIG), candidates([drafter]), Params(TABLES, draft)
     engine = open_engine(*models, policy=EVERY_SWITCH, prefills=3)

@@ -22,8 +22,8 @@ from tests.decoding.lossless import (
     EVERY,
     LENGTHS,
     NEW,
+    assert_lossless,
     assert_same,
-    emitted_in_rounds,
     generate,
     prompts,
     request,
@@ -60,9 +60,7 @@ def test_a_tree_changes_no_token(models: Params, plain: list[list[np.ndarray]]) 
     drafter = LongSpecDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9))
     given = TargetModel(CONFIG), drafter, models, prompts(CONFIG.vocab_size), LENGTHS
     for req, expected in zip(EVERY, plain, strict=True):
-        rows, state = generate(*given, req, chunk=32)
-        assert_same(rows, expected)
-        assert emitted_in_rounds(state) > 0
+        assert_lossless(*given, req, expected, chunk=32)
     assert len({token for row in plain[0] for token in row}) > 20
 
 
@@ -79,11 +77,9 @@ def test_a_chain_on_a_mesh_changes_no_token(models: Params, plain: list[list[np.
     mesh = make_mesh(tp=2)
     target = jax.device_put(models.target, param_shardings(mesh, models.target))
     static, drafter = TargetModel(CONFIG, mesh=mesh.abstract_mesh), NgramDrafter(TreeConfig((1, 1)))
-    tokens = prompts(CONFIG.vocab_size)
+    given = static, drafter, Params(target, ()), prompts(CONFIG.vocab_size), LENGTHS
     for req, expected in zip(EVERY, plain, strict=True):
-        rows, state = generate(static, drafter, Params(target, ()), tokens, LENGTHS, req)
-        assert_same(rows, expected)
-        assert emitted_in_rounds(state) > 0
+        assert_lossless(*given, req, expected)
 
 
 def test_the_kernels_of_one_order_serve_experts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,10 +217,7 @@ UNUSUAL = tiny_target_config(
     head_width=12,
     rope_scaling=YarnRopeScaling.usual(4.0, 16),
     rotary_width=8,
-    kinds=(
-        LayerConfig(Rotary(scaling=YarnRopeScaling.usual(4.0, 16), width=8)),
-        LayerConfig(),
-    ),
+    kinds=(LayerConfig(Rotary(scaling=YarnRopeScaling.usual(4.0, 16), width=8)), LayerConfig()),
     pattern=(1, 0, 1),
     wide_qk_norm=True,
     post_norms=True,

@@ -93,9 +93,7 @@ def test_statics_structures_and_shapes_are_programs_of_their_own() -> None:
     assert ours._cache_size() == 4
 
 
-def test_products_of_small_programs_are_not_timed_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_products_of_small_programs_are_not_timed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA knows the option on a CPU, too; parameters count by their bytes, existing or not.
 
     What else a program takes does not count: a cache's size must not choose the products' kernels.

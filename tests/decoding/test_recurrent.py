@@ -16,7 +16,6 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.trials import branch, rejoin
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -24,8 +23,6 @@ from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDrafter
-from longspec_jax.models.target import Target
-from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.recurrence import recurrence
 from longspec_jax.ops.recurrence.delta_rule import delta_rule_reference
@@ -34,13 +31,13 @@ from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.decoding.lossless import (
     SHORT,
+    assert_a_trial_changes_nothing,
+    assert_lossless,
     assert_rows_come_and_go,
-    assert_same,
-    engine_of,
+    dense,
     generate,
     prompts,
     request,
-    run,
 )
 from tests.kit import (
     TOLERANCE,
@@ -50,7 +47,6 @@ from tests.kit import (
     relative_error,
     tiny_target_config,
 )
-from train.target import run_target
 
 SIZES = RecurrenceConfig(key_heads=2, value_heads=4, key_width=6, value_width=10, taps=4)
 CONFIG = tiny_target_config(
@@ -72,6 +68,7 @@ LENGTHS = np.array([61, 30, 1], np.int32)
 NEW = np.array([40, 30, 20], np.int32)
 PROMPTS = prompts(CONFIG.vocab_size, LENGTHS)
 MIXED: Request = request((0.0, 0.7, 1.0), new=NEW)
+GIVEN = PROMPTS, LENGTHS, MIXED
 DRAFT = DraftConfig.for_target(CONFIG, window=11)
 LONGSPEC = LongSpecDrafter(DRAFT, TreeConfig((3, 2, 1, 1, 1), budget=7))
 
@@ -94,40 +91,29 @@ def models() -> Params:
 @pytest.fixture(scope="module")
 def plain(models: Params) -> list[np.ndarray]:
     """The text of plain decoding."""
-    return generate(TARGET, NoDraft(), models, PROMPTS, LENGTHS, MIXED)[0]
+    return generate(TARGET, NoDraft(), models, *GIVEN)[0]
 
 
-@jax.jit
-def dense(params: Any, tokens: jax.Array) -> jax.Array:
-    """Logits of a whole text ``[1, T]``."""
-
-    def recur(layer: int, tokens: RecurrentTokens, taps: jax.Array) -> jax.Array:
-        length, state = tokens.inputs.shape[1], empty_state(SIZES, 1, "float32")
-        padded = jnp.pad(tokens.inputs, ((0, 0), (3, 0), (0, 0), (0, 0)))
-        mixed = sum(padded[:, tap : tap + length] * taps[:, :, tap] for tap in range(4))
-        operands = recurrence._operands(jax.nn.silu(mixed), tokens, state)
-        return delta_rule_reference(state.memory, operands)[1]
-
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    model, variables = Target(CONFIG), {"params": params}
-    see = lambda layer, *heads: causal_attention(*heads)  # noqa: E731
-    output: Any = model.apply(variables, tokens, positions, see, recur=recur)
-    return model.apply(variables, output.hidden, method="unembed")  # pyright: ignore
+def recur(layer: int, tokens: RecurrentTokens, taps: jax.Array) -> jax.Array:
+    """The recurrence's definition, token by token."""
+    length, state = tokens.inputs.shape[1], empty_state(SIZES, 1, "float32")
+    padded = jnp.pad(tokens.inputs, ((0, 0), (3, 0), (0, 0), (0, 0)))
+    mixed = sum(padded[:, tap : tap + length] * taps[:, :, tap] for tap in range(4))
+    operands = recurrence._operands(jax.nn.silu(mixed), tokens, state)
+    return delta_rule_reference(state.memory, operands)[1]
 
 
 def test_plain_decoding_is_the_dense_model(models: Params, plain: list[np.ndarray]) -> None:
     """The greedy row draws the largest logit at every one of its forty tokens."""
     text = np.concatenate([PROMPTS[0], plain[0]])[None]
-    logits = np.asarray(dense(models.target, jnp.asarray(text)))[0, 60:100]
+    logits = np.asarray(dense(CONFIG, models.target, text, recur))[0, 60:100]
     np.testing.assert_array_equal(logits.argmax(axis=1), plain[0])
     assert len(set(plain[0].tolist())) > 5
 
 
 def test_a_state_is_that_of_the_committed_tokens(models: Params, plain: list[np.ndarray]) -> None:
     """Of rows of unlike lengths, behind trees that were accepted in part."""
-    rows, state = generate(TARGET, LONGSPEC, models, PROMPTS, LENGTHS, MIXED)
-    assert_same(rows, plain)
-    assert state.record.histogram[:, 1:].sum() > 0
+    state = assert_lossless(TARGET, LONGSPEC, models, *GIVEN, plain)
     for row, own in enumerate(plain):
         # The last token is emitted, and not committed.
         text = jnp.asarray(np.concatenate([PROMPTS[row, : LENGTHS[row]], own[:-1]]))[None]
@@ -155,10 +141,7 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_no_drafter_changes_a_token(name: str, models: Params, plain: list[np.ndarray]) -> None:
-    given = TARGET, DRAFTERS[name], models, PROMPTS, LENGTHS, MIXED
-    rows, state = generate(*given)
-    assert_same(rows, plain)
-    assert state.record.histogram[:, 1:].sum() > 0
+    assert_lossless(TARGET, DRAFTERS[name], models, *GIVEN, plain)
 
 
 def test_a_chain_on_a_mesh_changes_no_token(models: Params, plain: list[np.ndarray]) -> None:
@@ -166,10 +149,8 @@ def test_a_chain_on_a_mesh_changes_no_token(models: Params, plain: list[np.ndarr
     mesh = make_mesh(tp=2)
     target = jax.device_put(models.target, param_shardings(mesh, models.target))
     static = TargetModel(CONFIG, mesh=mesh.abstract_mesh)
-    given = static, StreamingDrafter(TreeConfig((1, 1)), SHORT), Params(target, ())
-    rows, state = generate(*given, PROMPTS, LENGTHS, MIXED)
-    assert_same(rows, plain)
-    assert state.record.histogram[:, 1:].sum() > 0
+    drafter = StreamingDrafter(TreeConfig((1, 1)), SHORT)
+    state = assert_lossless(static, drafter, Params(target, ()), *GIVEN, plain)
     [memory, _] = jax.tree.leaves(state.rows.cache.states[0])
     assert memory.addressable_shards[0].data.shape[1] == SIZES.key_heads // 2
 
@@ -177,9 +158,7 @@ def test_a_chain_on_a_mesh_changes_no_token(models: Params, plain: list[np.ndarr
 def test_nor_does_a_cache_in_the_hosts_memory(models: Params, plain: list[np.ndarray]) -> None:
     """States stay on the device, and so does the one layer of attention, which drafts read."""
     target, drafter = TargetModel(CONFIG, offload=True), StreamingDrafter(TreeConfig((3, 2)), SHORT)
-    rows, state = generate(target, drafter, models, PROMPTS, LENGTHS, MIXED)
-    assert_same(rows, plain)
-    assert state.record.histogram[:, 1:].sum() > 0
+    assert_lossless(target, drafter, models, *GIVEN, plain)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
@@ -195,36 +174,10 @@ def test_the_bytes_of_states_are_known(offload: bool) -> None:
     assert all(each.host == 0 for each in planned)
 
 
-def test_training_reads_the_target_that_is_served(models: Params) -> None:
-    """The draft learns from the keys of the layer of attention, behind a recurrent one."""
-    tokens = jnp.asarray(PROMPTS)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    view = jax.jit(run_target, static_argnums=0)(CONFIG, models.target, tokens, positions)
-    cache, start = TARGET.allocate(3, 64), jnp.zeros(3, jnp.int32)
-    _, cache, *_ = jax.jit(TARGET.prefill_chunk)(
-        models.target, cache, tokens, start, jnp.asarray(LENGTHS) - 1
-    )
-    for row, length in enumerate(LENGTHS):
-        keys, _ = cache.slots(CONFIG.read_layer)
-        read = np.asarray(keys)[row, :, :length].swapaxes(0, 1)
-        assert relative_error(view.keys[row, :length], read) <= TOLERANCE["float32"]
-
-
 def test_a_trial_that_shares_the_cache_leaves_the_states_as_they_were(
     models: Params, plain: list[np.ndarray]
 ) -> None:
-    engine = engine_of(TARGET, [LONGSPEC], models, PROMPTS, LENGTHS, MIXED)
-    texts: list[list[int]] = [[], [], []]
-    while engine.prefilling:
-        for output in engine.step(decode=False):
-            texts[output.id] += output.tokens.tolist()
-    trial = branch(engine, [LONGSPEC], models, engine.rows.draft, own_cache=False, tokens=9)
-    while trial.busy:
-        trial.step()
-    rejoin(engine, trial)
-    rows, _ = run(engine)
-    found = [np.asarray([*begun, *rest]) for begun, rest in zip(texts, rows, strict=True)]
-    assert_same(found, plain)
+    assert_a_trial_changes_nothing(TARGET, LONGSPEC, models, GIVEN, plain, 9)
 
 
 def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(
@@ -234,8 +187,7 @@ def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(
 
     The first prompt returns with the chunks that the host kept, and the states behind them.
     """
-    given = PROMPTS, LENGTHS, MIXED, plain
-    assert_rows_come_and_go(TARGET, LONGSPEC, models, *given)
+    assert_rows_come_and_go(TARGET, LONGSPEC, models, *GIVEN, plain)
 
 
 def test_the_layer_of_attention_may_have_a_cache_in_8_bits(models: Params) -> None:

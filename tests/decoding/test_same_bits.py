@@ -40,6 +40,8 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert same_bits.choose_kernels(target, True) == same_bits.choose_kernels(target, None)
     assert same_bits.choose_kernels(target, None).same_bits
     assert not same_bits.choose_kernels(target, False).same_bits
+    odd = dataclasses.replace(target.config, vocab_size=101)
+    assert same_bits.choose_kernels(dataclasses.replace(target, config=odd), None).same_bits
     narrow = dataclasses.replace(target, config=dataclasses.replace(target.config, kv_dtype="fp8"))
     assert same_bits.choose_kernels(narrow, None).same_bits
     assert not same_bits.choose_kernels(WIDE, True).same_bits
@@ -54,7 +56,7 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     for uneven, reason in (
         ({"head_width": 96}, "neither 64 nor 128"),
         ({"mlp_width": 200}, "weights in multiples of 64, not 200"),
-        ({"vocab_size": 101}, "vocabularies in multiples of 8, not 101"),
+        ({"model_width": 160}, "weights in multiples of 64, not 160"),
     ):
         config = dataclasses.replace(target.config, **uneven)
         with pytest.raises(NotImplementedError, match=reason):

@@ -88,11 +88,7 @@ def test_draws_at_different_positions_are_independent() -> None:
 def test_noise_depends_on_seed_and_position_alone() -> None:
     s = sampling(3, 1.0)
     together = noise(s, jnp.array([[3, 8], [3, 8], [9, 3]]), VOCABULARY)
-    alone = noise(
-        jax.tree.map(lambda leaf: leaf[2:], s),
-        jnp.array([[3]]),
-        VOCABULARY,
-    )
+    alone = noise(jax.tree.map(lambda leaf: leaf[2:], s), jnp.array([[3]]), VOCABULARY)
     np.testing.assert_array_equal(together[2, 1], alone[0, 0])
     assert not np.array_equal(together[0, 0], together[1, 0])
     assert not np.array_equal(together[0, 0], together[0, 1])

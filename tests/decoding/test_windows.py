@@ -17,36 +17,25 @@ from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.trials import branch, rejoin
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.streaming import StreamingDrafter
-from longspec_jax.models.target import Target
-from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding.lossless import (
     SHORT,
+    assert_a_trial_changes_nothing,
+    assert_lossless,
     assert_rows_come_and_go,
-    assert_same,
-    engine_of,
+    dense,
     generate,
     prompts,
     request,
-    run,
 )
-from tests.kit import (
-    TOLERANCE,
-    draft_params,
-    random_draft,
-    random_target,
-    relative_error,
-    tiny_target_config,
-)
-from train.target import run_target
+from tests.kit import TOLERANCE, draft_params, random_draft, random_target, tiny_target_config
 
 W = 7
 CONFIG = tiny_target_config(
@@ -71,6 +60,7 @@ LENGTHS = np.array([61, 30, 1], np.int32)
 NEW = np.array([50, 40, 30], np.int32)
 PROMPTS = prompts(CONFIG.vocab_size, LENGTHS)
 MIXED: Request = request((0.0, 0.7, 1.0), new=NEW)
+GIVEN = PROMPTS, LENGTHS, MIXED
 DRAFT = DraftConfig.for_target(CONFIG, window=11)
 
 
@@ -84,23 +74,7 @@ def models() -> Params:
 @pytest.fixture(scope="module")
 def plain(models: Params) -> list[np.ndarray]:
     """The text of plain decoding."""
-    return generate(TARGET, NoDraft(), models, PROMPTS, LENGTHS, MIXED)[0]
-
-
-@jax.jit
-def dense(params: Any, tokens: jax.Array) -> jax.Array:
-    """Logits of whole texts ``[B, T]``."""
-
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        window = CONFIG.layer(layer).window
-        window = None if window is None else window - 1
-        scores = dict(scale=CONFIG.attention_scale, cap=CONFIG.attention_cap)
-        return causal_attention(q, k, v, window=window, **scores)
-
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    model, variables = Target(CONFIG), {"params": params}
-    output: Any = model.apply(variables, tokens, positions, attend)
-    return model.apply(variables, output.hidden, method="unembed")  # pyright: ignore
+    return generate(TARGET, NoDraft(), models, *GIVEN)[0]
 
 
 def test_a_ring_holds_the_window_of_every_row() -> None:
@@ -176,33 +150,19 @@ def test_trees_deeper_than_the_window_see_their_own_paths(models: Params) -> Non
         text, ends = np.zeros((2, 80), np.int32), length + path.shape[1]
         for row, end in enumerate(ends):
             text[row, :end] = [*PROMPTS[row, : length[row]], *path[row]]
-        expected = np.asarray(dense(params, jnp.asarray(text)))[[0, 1], ends - 1]
+        expected = np.asarray(dense(CONFIG, params, text))[[0, 1], ends - 1]
         error = np.abs(found.logits[:, node] - expected).max()
         assert error <= 20 * TOLERANCE["float32"], (node, error)
         assert np.abs(expected).max() > 1
-    expected = np.asarray(dense(params, jnp.asarray(text)))[0, 60]
+    expected = np.asarray(dense(CONFIG, params, text))[0, 60]
     np.testing.assert_allclose(logits[0], expected, atol=20 * TOLERANCE["float32"])
-
-
-def test_training_reads_the_target_that_is_served(models: Params) -> None:
-    """The draft learns from the keys of the layer that it reads, behind layers with windows."""
-    tokens = jnp.asarray(PROMPTS)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    view = jax.jit(partial(run_target, CONFIG))(models.target, tokens, positions)
-    cache, start = TARGET.allocate(3, 64), jnp.zeros(3, jnp.int32)
-    _, cache, *_ = jax.jit(TARGET.prefill_chunk)(
-        models.target, cache, tokens, start, jnp.asarray(LENGTHS) - 1
-    )
-    for row, length in enumerate(LENGTHS):
-        read = np.asarray(cache.keys[CONFIG.read_layer])[row, :, :length].swapaxes(0, 1)
-        assert relative_error(view.keys[row, :length], read) <= TOLERANCE["float32"]
 
 
 def test_plain_decoding_is_the_dense_model(models: Params, plain: list[np.ndarray]) -> None:
     """The greedy row draws the largest logit at every one of its fifty tokens."""
     text = np.zeros((1, 111), np.int32)
     text[0] = [*PROMPTS[0], *plain[0]]
-    logits = np.asarray(dense(models.target, jnp.asarray(text)))[0, 60:110]
+    logits = np.asarray(dense(CONFIG, models.target, text))[0, 60:110]
     np.testing.assert_array_equal(logits.argmax(axis=1), plain[0])
     assert len(set(plain[0].tolist())) > 5
 
@@ -217,17 +177,13 @@ def test_retrieved_blocks_change_no_token(models: Params, plain: list[np.ndarray
     inner = LongSpecDrafter(DRAFT, TreeConfig((3, 2)))
     drafter = Hierarchy(inner, Quest(CONFIG, SOME), TreeConfig((1,) * 7))
     assert drafter.needs.keys == CONFIG.full_layers == (1, 2)
-    rows, state = generate(TARGET, drafter, models, PROMPTS, LENGTHS, MIXED)
-    assert_same(rows, plain)
-    assert state.record.histogram[:, 1:].sum() > 0
+    assert_lossless(TARGET, drafter, models, *GIVEN, plain)
 
 
 def test_nor_does_a_cache_in_the_hosts_memory(models: Params, plain: list[np.ndarray]) -> None:
     """Of which spans are read in place, layer by layer; rings stay on the device."""
     target, drafter = TargetModel(CONFIG, offload=True), StreamingDrafter(TreeConfig((3, 2)), SHORT)
-    rows, state = generate(target, drafter, models, PROMPTS, LENGTHS, MIXED)
-    assert_same(rows, plain)
-    assert state.record.histogram[:, 1:].sum() > 0
+    state = assert_lossless(target, drafter, models, *GIVEN, plain)
     kinds = [leaf.sharding.memory_kind for leaf in state.rows.cache.keys]
     assert kinds == ["device", "pinned_host", "device", "device"]
 
@@ -236,19 +192,7 @@ def test_a_trial_that_shares_the_cache_leaves_the_window_as_it_was(
     models: Params, plain: list[np.ndarray]
 ) -> None:
     """Though it goes on for longer than the slots that a ring has beside the window."""
-    engine = engine_of(TARGET, [LONGSPEC], models, PROMPTS, LENGTHS, MIXED)
-    texts: list[list[int]] = [[], [], []]
-    while engine.prefilling:
-        for output in engine.step(decode=False):
-            texts[output.id] += output.tokens.tolist()
-    own = {"own_cache": False, "tokens": 45}
-    trial = branch(engine, [LONGSPEC], models, engine.rows.draft, **own)
-    while trial.busy:
-        trial.step()
-    rejoin(engine, trial)
-    rows, _ = run(engine)
-    found = [np.asarray([*begun, *rest]) for begun, rest in zip(texts, rows, strict=True)]
-    assert_same(found, plain)
+    assert_a_trial_changes_nothing(TARGET, LONGSPEC, models, GIVEN, plain, 45)
 
 
 def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(
@@ -258,5 +202,4 @@ def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(
 
     The first prompt returns with the chunks that the host kept, and the window is among them.
     """
-    given = PROMPTS, LENGTHS, MIXED, plain
-    assert_rows_come_and_go(TARGET, LONGSPEC, models, *given)
+    assert_rows_come_and_go(TARGET, LONGSPEC, models, *GIVEN, plain)

@@ -1,6 +1,5 @@
 """EAGLE-1 and 2: the layer by hand, and the published files."""
 
-import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax.config.layers import LinearRopeScaling, Rotary
@@ -24,9 +22,8 @@ from longspec_jax.drafters.registry import EAGLE
 from longspec_jax.loading import choose_drafts
 from longspec_jax.models.layers import rotary_frequencies
 from longspec_jax.models.target import head_of
-from longspec_jax.sharding import partition_spec, path_name
 from tests.decoding.lossless import CONFIG
-from tests.drafters.eagle3.test_parity import Given
+from tests.drafters.kit import Given, assert_partitioned, assert_same_files, edit, random_tree
 from tests.kit import normal, random_target, relative_error, view_of
 
 MODEL = random_target(CONFIG)
@@ -54,14 +51,8 @@ def config_for(target: Any, **fields: Any) -> EagleConfig:
 
 def random_params(config: EagleConfig, target: Any = MODEL, own: bool = False) -> EagleParams:
     """Random parameters, maybe with an embedding of their own."""
-    random = np.random.default_rng(6)
-    drawn = {
-        leaf.path: jnp.asarray(
-            leaf.path.endswith("scale") + 0.2 * random.normal(size=leaf.shape), config.dtype
-        )
-        for leaf in draft_table(config, embedding=own).leaves
-    }
-    return EagleParams.bound(unflatten_dict(drawn, sep="/"), config, CONFIG, target)
+    layer = random_tree(draft_table(config, embedding=own), config.dtype, 6)
+    return EagleParams.bound(layer, config, CONFIG, target)
 
 
 DRAFT = config_for(CONFIG)
@@ -194,10 +185,8 @@ def test_files_in_and_out(name: str, own: bool, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, draft.params, params)
     assert isinstance(draft.params, EagleParams) and isinstance(draft.config, EagleConfig)
     save(tmp_path / "two", draft.config, draft.params)
-    for file in ("model.safetensors", "config.json"):
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(draft.params.in_int8().layer):
-        assert len(partition_spec(path_name(path))) <= leaf.ndim
+    assert_same_files(tmp_path / "one", tmp_path / "two")
+    assert_partitioned(draft.params.in_int8().layer)
 
 
 def test_files_as_the_authors_leave_them(tmp_path: Path) -> None:
@@ -225,14 +214,9 @@ def test_files_as_the_authors_leave_them(tmp_path: Path) -> None:
     found = load(tmp_path, TARGET)
     assert found.params.embedding is MODEL["embedding"] and not found.params.own_head
     jax.tree.map(np.testing.assert_array_equal, found.params, params)
-    _edit(tmp_path, max_position_embeddings=512)
+    edit(tmp_path, max_position_embeddings=512)
     with pytest.warns(UserWarning, match=r"made for 512 .* for 1024, .* first 4 and the last 476 "):
         assert load(tmp_path, TARGET).seen == (476, 4)
-
-
-def _edit(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +230,7 @@ def _edit(folder: Path, **changes: Any) -> None:
 )
 def test_refusals(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     save(tmp_path, DRAFT, random_params(DRAFT))
-    _edit(tmp_path, **changes)
+    edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(words)):
         load(tmp_path, TARGET)
 

@@ -1,6 +1,6 @@
 """The LongSpec draft in decoding: ring, window, whole paths run again, and its 8-bit form."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from longspec_jax.ops.attention.reference import prefix_attention, tree_attentio
 from longspec_jax.ops.matmul.quantised import quantised_matmul
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import make_mesh, param_shardings
+from tests.drafters.kit import Listening
 from tests.kit import (
     after_prompts,
     draft_params,
@@ -100,24 +101,12 @@ def _dense_logits(params, keys, values, length, text, last):
     return head_logits(params.head, output.hidden[0, last])
 
 
-@dataclass(frozen=True)
-class Listening(SamplingNoise):
-    """SamplingNoise at temperature 0 that note the logits they are asked about."""
-
-    heard: list[jax.Array]
-
-    def scores(self, logits: jax.Array, depth: int) -> jax.Array:
-        assert depth == len(self.heard)
-        self.heard.append(logits)
-        return logits
-
-
 def _proposed(drafter, params, state, view) -> tuple[Tree, list[jax.Array]]:
     """A drafter's tree, and the logits it scored at every level."""
 
     def propose(params, state):
         seen: list[jax.Array] = []
-        return drafter.propose(params, state, view, Listening(seen)), seen
+        return drafter.propose(params, state, view, Listening(None, seen)), seen
 
     return jax.jit(propose)(params, state)
 

@@ -1,7 +1,6 @@
 """Medusa heads: their arithmetic and trees, and the published files."""
 
 import itertools
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,8 +21,8 @@ from longspec_jax.drafters.medusa.load import AUTHORS, VLLM, MedusaDraft, load, 
 from longspec_jax.drafters.registry import MEDUSA
 from longspec_jax.loading import choose_drafts
 from longspec_jax.models import target as models
-from longspec_jax.sharding import partition_spec, path_name
 from tests.decoding.lossless import CONFIG
+from tests.drafters.kit import assert_partitioned, assert_same_tensors, edit
 from tests.kit import greedy_beliefs, random_target, view_of
 
 MODEL = random_target(CONFIG)
@@ -125,10 +124,8 @@ def test_files_in_and_out(name: str, tmp_path: Path) -> None:
     assert found.config == draft.config
     jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
     save(tmp_path / "two", found)
-    again = load_file(tmp_path / "two" / "medusa_lm_head.safetensors")
-    assert all(np.array_equal(again[each], stored[each]) for each in names)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(found.params.heads):
-        assert len(partition_spec(path_name(path))) <= leaf.ndim
+    assert_same_tensors(tmp_path / "one", tmp_path / "two", "medusa_lm_head.safetensors")
+    assert_partitioned(found.params.heads)
 
 
 @pytest.mark.parametrize("name", OF_VLLM)
@@ -154,8 +151,7 @@ def test_files_of_vllm_in_and_out(name: str, tmp_path: Path) -> None:
     again = load_file(tmp_path / "two" / "model.safetensors")
     assert again.keys() == stored.keys()
     assert all(np.array_equal(again[each], stored[each]) for each in stored)
-    raw = json.loads((tmp_path / "one" / "config.json").read_text())
-    (tmp_path / "one" / "config.json").write_text(json.dumps(raw | {"logit_scale": 0.5}))
+    edit(tmp_path / "one", logit_scale=0.5)
     with pytest.raises(ValueError, match="logit_scale=0.5 is not supported"):
         load(tmp_path / "one", TARGET)
 
@@ -165,9 +161,7 @@ def _edited(folder: Path, change: Callable[[dict[str, np.ndarray]], Any], **raw:
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
-    config = json.loads((folder / "config.json").read_text()) | raw
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return edit(folder, **raw)
 
 
 def _prefixed(tensors: dict[str, np.ndarray]) -> None:

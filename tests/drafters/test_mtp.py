@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax import LongSpec
@@ -23,9 +21,9 @@ from longspec_jax.drafters.mtp.load import MIMO, SPECULATORS, Dialect, MtpDraft,
 from longspec_jax.drafters.mtp.model import MtpConfig, MtpDrafter, MtpParams
 from longspec_jax.drafters.registry import MTP, SMALL_LM
 from longspec_jax.loading import choose_drafts
-from longspec_jax.sharding import partition_spec, path_name
 from longspec_jax.weights.hf import load_target, save_target
 from tests.decoding.lossless import CONFIG
+from tests.drafters.kit import assert_partitioned, assert_same_files, edit, random_tree
 from tests.drafters.test_eagle import _chain
 from tests.kit import normal, random_target, relative_error
 
@@ -67,14 +65,9 @@ def config_for(target: TargetConfig, dialect: Dialect) -> MtpConfig:
 def random_draft(name: str, model: Any) -> MtpDraft:
     """Random parameters, in which every tensor matters."""
     dialect = DIALECTS[name]
-    config, random = config_for(TARGETS[name], dialect), np.random.default_rng(6)
-    drawn = {
-        leaf.path: jnp.asarray(
-            leaf.path.endswith("scale") + 0.2 * random.normal(size=leaf.shape), config.dtype
-        )
-        for leaf in dialect.table(config).leaves
-    }
-    params = MtpParams.bound(unflatten_dict(drawn, sep="/"), config, TARGETS[name], model)
+    config = config_for(TARGETS[name], dialect)
+    layer = random_tree(dialect.table(config), config.dtype, 6)
+    params = MtpParams.bound(layer, config, TARGETS[name], model)
     return MtpDraft(config, params, stored=dialect)
 
 
@@ -191,10 +184,8 @@ def test_files_in_and_out(name: str, tmp_path: Path) -> None:
     assert found.config == draft.config and isinstance(found.drafter(TreeConfig()), MtpDrafter)
     jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
     save(tmp_path / "two", found, target)
-    for file in ("model.safetensors", "config.json"):
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(found.params.in_int8().layer):
-        assert len(partition_spec(path_name(path))) <= leaf.ndim
+    assert_same_files(tmp_path / "one", tmp_path / "two")
+    assert_partitioned(found.params.in_int8().layer)
     with pytest.raises(ValueError, match="in 8 bits"):
         save(tmp_path / "two", replace(found, params=found.params.in_int8()), target)
 
@@ -202,9 +193,8 @@ def test_files_in_and_out(name: str, tmp_path: Path) -> None:
 def test_target_and_draft_are_one_folder(tmp_path: Path) -> None:
     """And a MiMo without its MTP layer still is a small model for another target."""
     save(tmp_path / "both", DRAFTS["mimo"], GIVEN["mimo"])
-    file = tmp_path / "both" / "config.json"
     published = {"auto_map": {"AutoModel": "modeling_mimo.Model"}, "use_sliding_window": False}
-    file.write_text(json.dumps(json.loads(file.read_text()) | published))
+    edit(tmp_path / "both", **published)
     spec = LongSpec.from_pretrained(tmp_path / "both", tmp_path / "both", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, spec.target_params, MODELS["mimo"])
     assert spec.target_config == TARGETS["mimo"] and [each.name for each in spec.drafts] == ["mtp"]
@@ -228,9 +218,7 @@ def test_a_mimo_is_a_qwen2_of_other_name(tmp_path: Path) -> None:
 
 def _edited(folder: Path, raw: dict[str, Any], renamed: tuple[str, str] = ("", "")) -> Path:
     """The folder with other keys, and other beginnings of names."""
-    file, weights = folder / "config.json", folder / "model.safetensors"
-    file.write_text(json.dumps(json.loads(file.read_text()) | raw))
-    old, new = renamed
+    (old, new), weights = renamed, edit(folder, **raw) / "model.safetensors"
     tensors = load_file(weights)
     save_file({re.sub(f"^{old}", new, name): value for name, value in tensors.items()}, weights)
     return folder

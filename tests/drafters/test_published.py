@@ -11,7 +11,6 @@ import pytest
 
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.eagle import load as eagle
@@ -34,7 +33,6 @@ from tests.decoding.lossless import (
     emitted_in_rounds,
     generate,
     prompts,
-    run,
 )
 from tests.drafters import test_eagle, test_medusa, test_mtp, test_tokenswift
 from tests.drafters.dflash import test_drafter as test_dflash
@@ -87,20 +85,10 @@ def test_an_mtp_layer_changes_no_token(name: str, plain: list[list[np.ndarray]])
 
 
 def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
-    """Three requests pass through two slots, their prompts in chunks beside the rounds."""
+    """With a window that wraps, sinks, and heads of DSpark."""
     window = test_dflash.WINDOW
     drafter = replace(window, tree=replace(window.tree, budget=9))
-    params = Params(MODEL, test_dflash.random_params(window.config, test_dflash.KNOWN))
-    sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
-    engine = Engine(TargetModel(CONFIG), [drafter], params, streams=False, **sizes)
-    for req in EVERY:
-        host = jax.device_get(req)
-        for prompt, length, row in zip(prompts(CONFIG.vocab_size), LENGTHS, range(3), strict=True):
-            engine.submit(prompt[:length], host.row(row))
-    rows, state = run(engine, 9)
-    for turn, expected in enumerate(plain):
-        assert_same(rows[3 * turn : 3 * turn + 3], expected)
-    assert emitted_in_rounds(state) > 0
+    decoded(drafter, test_dflash.random_params(window.config, test_dflash.KNOWN), plain)
 
 
 def test_a_parallel_draft_changes_no_token(plain: list[list[np.ndarray]]) -> None:

@@ -1,6 +1,6 @@
 """A small model as drafter: its cache, its trees, and equality with running whole texts again."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from longspec_jax.drafters.small_lm.drafter import (
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
+from tests.drafters.kit import Listening
 from tests.kit import after_prompts, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(
@@ -45,18 +46,6 @@ def view_at(position: Any, length: Any = None) -> CacheView:
     )
 
 
-@dataclass(frozen=True)
-class Listening(SamplingNoise):
-    """SamplingNoise at temperature 0 that note the logits they are asked about."""
-
-    heard: list[jax.Array]
-
-    def scores(self, logits: jax.Array, depth: int) -> jax.Array:
-        assert depth == len(self.heard)
-        self.heard.append(logits)
-        return logits
-
-
 def proposed(
     drafter: SmallLMDrafter, state: SmallLMState, view: CacheView
 ) -> tuple[Tree, list[Any]]:
@@ -64,7 +53,7 @@ def proposed(
 
     def propose(params: Params, state: SmallLMState) -> tuple[Tree, list[jax.Array]]:
         heard: list[jax.Array] = []
-        return drafter.propose(params, state, view, Listening(heard)), heard
+        return drafter.propose(params, state, view, Listening(None, heard)), heard
 
     return jax.jit(propose)(PARAMS, state)
 

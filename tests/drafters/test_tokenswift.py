@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax import LongSpec
@@ -34,8 +33,8 @@ from longspec_jax.drafters.tokenswift.load import (
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.selection.blocks import BlockBudget
-from longspec_jax.sharding import partition_spec, path_name
 from tests.decoding.lossless import CONFIG
+from tests.drafters.kit import assert_partitioned, assert_same_tensors, random_tree
 from tests.kit import random_target
 
 MODEL = random_target(CONFIG)
@@ -45,18 +44,8 @@ HEADS = TokenSwiftConfig(
 )
 
 
-def _random_heads() -> TokenSwiftParams:
-    random = np.random.default_rng(9)
-    drawn = {
-        leaf.path: jnp.asarray(
-            leaf.path.endswith("scale") + 0.2 * random.normal(size=leaf.shape), jnp.float32
-        )
-        for leaf in heads_table(HEADS).leaves
-    }
-    return TokenSwiftParams(unflatten_dict(drawn, sep="/"), head_of(MODEL))
-
-
-DRAFT = TokenSwiftDraft(HEADS, _random_heads(), CONFIG)
+HEAD_PARAMS = TokenSwiftParams(random_tree(heads_table(HEADS), "float32", 9), head_of(MODEL))
+DRAFT = TokenSwiftDraft(HEADS, HEAD_PARAMS, CONFIG)
 
 
 def test_heads_by_hand(tmp_path: Path) -> None:
@@ -129,11 +118,8 @@ def test_target_and_draft_are_one_folder(tmp_path: Path) -> None:
     assert draft.drafter(PLAIN).selector == selector and draft.drafter(PLAIN).needs.keys
     assert {tree.num_levels for tree in draft.default_trees.large} == {4}
     save(tmp_path / "two", draft, Target(spec.target_config, spec.target_params))
-    one, two = (load_file(tmp_path / each / "model.safetensors") for each in ("one", "two"))
-    assert one.keys() == two.keys()
-    assert all(np.array_equal(one[name], two[name]) for name in one)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(draft.params.heads):
-        assert len(partition_spec(path_name(path))) <= leaf.ndim
+    assert_same_tensors(tmp_path / "one", tmp_path / "two")
+    assert_partitioned(draft.params.heads)
 
 
 def test_refusals(tmp_path: Path) -> None:

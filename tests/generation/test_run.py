@@ -204,9 +204,7 @@ def test_a_streamer_is_ended_whatever_happens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_round", "temperature"),
-    [(None, 1.0), (lambda added: None, 0.0)],
-    ids=["loop", "rounds"],
+    ("on_round", "temperature"), [(None, 1.0), (lambda added: None, 0.0)], ids=["loop", "rounds"]
 )
 def test_logits_that_are_not_finite_stop_the_run(on_round, temperature) -> None:
     spec = toy_spec()

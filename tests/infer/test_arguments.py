@@ -25,8 +25,6 @@ REFUSED = {
     "--max_new_tokens=1e9": f"--max_new_tokens: '1e9' {WHOLE}",
     "--max_new_tokens=1_000": f"--max_new_tokens: '1_000' {WHOLE}",
     "--max_new_tokens=": f"--max_new_tokens: '' {WHOLE}",
-    "--max_new_tokens=five": f"--max_new_tokens: 'five' {WHOLE}",
-    "--max_new_tokens=2.0": f"--max_new_tokens: '2.0' {WHOLE}",
     "--max_new_tokens=" + "9" * 5000: f"--max_new_tokens: '{'9' * 79}... {WHOLE}",
     "--seed=-1": f"--seed: -1 {WHOLE} from 0 to 4294967295",
     "--seed=4294967296": f"--seed: 4294967296 {WHOLE} from 0 to 4294967295",
@@ -45,11 +43,9 @@ REFUSED = {
     "--mesh=4": "--mesh: '4' must be sizes of the axes data, fsdp, tp, such as tp=2",
     "--mesh=tp=0": "--mesh: 'tp=0' must be sizes of the axes",
     "--mesh=tp=2,tp=2": "each axis once",
-    "--mesh=model=2": "--mesh: 'model=2' must be sizes",
     "--row_slots=0": f"--row_slots: 0 {WHOLE} from 1",
     "--row_slots=2.5": f"--row_slots: '2.5' {WHOLE} from 1",
     "--prefill_chunk=0": f"--prefill_chunk: 0 {WHOLE} from 1",
-    "--prefill_chunk=-5": f"--prefill_chunk: -5 {WHOLE} from 1",
     "--draft_option=": "--draft_option: the value is empty",
     # Trees.
     "--tree=4,4@0": "--tree: a tree budget counts the root and must be whole "
@@ -59,26 +55,11 @@ REFUSED = {
     "--tree=chain:3@1": "--tree: the tree chain:3@1 verifies the root alone",
     **{
         f"--tree={text}": f"--tree: '{text}' must be the widths of a tree"
-        for text in (
-            "4,4@-3",
-            "4,4@",
-            "@64",
-            "chain:0",
-            "chain:",
-            "chain",
-            "chain:1,1",
-            "plain",
-        )
+        for text in ("4,4@-3", "4,,5", "@64", "chain:1,1", "wide", "")
     },
     "--tree=chain:9999": "has 10000 nodes",
-    "--tree=wide": "--tree: 'wide' must be the widths of a tree",
-    "--tree=": "--tree: '' must be the widths of a tree",
-    "--tree=4,,5": "--tree: '4,,5' must be the widths of a tree",
     "--tree=0": "--tree: tree widths must be positive, got (0,)",
-    "--tree=4,0": "--tree: tree widths must be positive",
-    "--tree=-4": "--tree: tree widths must be positive",
     "--tree=300": "--tree: tree (300,) has 301 nodes",
-    "--tree=100000,100000": "--tree: tree (100000, 100000) has 200001 nodes",
     "--tree=" + "9" * 5000: "--tree: '999",
     "--tree=" + ",".join("1" * 200): "level",
     "--tree=4,4@99": "--tree: @99 is more nodes than the tree 4,4 has: 9 with its root; write",
@@ -95,10 +76,7 @@ REFUSED = {
     "--prompt=": "--prompt: the prompt is empty",
     # Unknown things.
     "--attention=mosiac --target=a/b": "--attention: unknown 'mosiac' (did you mean mosaic?)",
-    "--method=chain": "unknown option --method",
-    "--budget=8": "unknown option --budget",
     "--dtype=int8": "--dtype: invalid choice: 'int8'",
-    "--prompt_style=alpaca": "--prompt_style: invalid choice: 'alpaca'",
     "--temprature=1": "unknown option --temprature; did you mean --temperature?",
     "--temp=1": "unknown option --temp",
     "stray": "unexpected argument 'stray'",
@@ -149,7 +127,6 @@ REFUSED = {
     "--json=/dev/full": "--json: /dev/full is a device and no file",
     "--json=/": "--json: / is a folder",
     "--json=absent/out.json": "--json: absent/out.json: its folder does not exist",
-    f"--json={DEMO / 'target' / 'config.json'}": "is there and holds no results",
     f"--prompt_file={__file__} --json={__file__}": "is there and holds no results",
     f"--messages={__file__}": "is not valid JSON",
     '--messages=[{"role":"user","role":"user"}]': "the key 'role' is given 2 times",

@@ -107,30 +107,20 @@ def test_text_ends_before_a_stop_string(folders, tmp_path, capsys) -> None:
     assert "--stop holds 99 texts of 188 characters" in capsys.readouterr().err
 
 
-def test_a_draft_vocabulary_needs_its_table(folders, tmp_path, capsys) -> None:
-    """Made beside the draft's weights; the text is the same with it."""
+def test_options_of_a_draft(folders, tmp_path, capsys) -> None:
+    """A vocabulary needs its table beside the draft's weights; the text is the same with both."""
     copies = [shutil.copytree(f.split("=")[1], tmp_path / f.split("/")[-1]) for f in folders[:2]]
     named = [f"--target={copies[0]}", f"--draft={copies[1]}", *folders[2:]]
-    few = (f"--prompt={PROMPT}", "--draft_option=vocabulary=6")
+    few = (f"--prompt={PROMPT}", "--draft_option=vocabulary=6", "--draft_option=int8")
     assert decode.main([*named, *few]) == 2
     assert "draft comes without draft_vocabulary.safetensors" in capsys.readouterr().err
     save_draft_vocabulary(copies[1], [3, 9, 1, 12, 7, 4, 0], 17)
     whole, found = (run_json(named, tmp_path, *options) for options in (few[:1], few))
     options = [run["setting"]["draft_options"] for run in (whole, found)]
-    assert options == [{}, {"vocabulary": 6}]
+    assert options == [{}, {"vocabulary": 6, "int8": True}]
     assert found["text"] == whole["text"] and found["identical_to_plain"] is True
     assert found["memory"]["draft_bytes"] != whole["memory"]["draft_bytes"]
-
-
-def test_a_draft_in_8_bits(folders, tmp_path, capsys) -> None:
-    """The same text; without a draft there is nothing to round."""
-    int8 = (f"--prompt={PROMPT}", "--draft_option=int8")
-    whole, found = (run_json(folders, tmp_path, *options) for options in (int8[:1], int8))
-    options = [run["setting"]["draft_options"] for run in (whole, found)]
-    assert options == [{}, {"int8": True}]
-    assert found["text"] == whole["text"] and found["identical_to_plain"] is True
-    assert found["memory"]["draft_bytes"] != whole["memory"]["draft_bytes"]
-    assert decode.main([folders[0], *folders[2:], *int8]) == 2
+    assert decode.main([named[0], *named[2:], *few]) == 2
     assert "--draft_option is about a draft" in capsys.readouterr().err
 
 
@@ -206,24 +196,11 @@ def test_default_prompt(folders, monkeypatch, tmp_path) -> None:
 
 BAD = {
     "no such target": (["--target=absent", "--prompt=a"], "absent is not a folder"),
-    "draft alone": (["--draft=absent"], "needs the --target"),
-    "empty prompt": (["--prompt="], "the prompt is empty"),
     "empty styled prompt": (["--prompt=", "--prompt_style=vicuna"], "the prompt is empty"),
-    "no such file": (["--prompt_file=absent.txt"], "absent.txt"),
-    "messages": (["--messages=[{]"], "not valid JSON"),
     "no template": (['--messages=[{"role":"user","content":"a"}]'], "no chat template"),
     "too long": (["--prompt=ab", "--max_new_tokens=1023"], "max_positions=1024; lower"),
-    "tree": (["--prompt=a", "--tree=4,0"], "tree widths must be positive"),
-    "budget": (["--prompt=a", "--tree=4,5@0"], "a tree budget counts the root"),
-    "adaptive": (["--prompt=a", "--adaptive", "--tree=none"], "has nothing to choose"),
-    "temperature": (["--prompt=a", "--temperature=-1"], "--temperature: -1 must be >= 0"),
-    "top_p": (["--prompt=a", "--top_p=2"], "must be in (0, 1]"),
-    "attention": (
-        ["--prompt=a", "--attention=magic"],
-        "--attention: unknown 'magic'; choose from",
-    ),
-    "json folder": (["--prompt=a", "--json=absent/out.json"], "its folder does not exist"),
 }
+"""Beside what is refused without a model, in :mod:`.test_arguments`."""
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -231,8 +208,6 @@ def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
     bad, message = BAD[case]
     given = {argument.split("=")[0] for argument in bad}
     kept = [argument for argument in folders if argument.split("=")[0] not in given]
-    if "--draft" in given:
-        kept = [argument for argument in kept if not argument.startswith("--target")]
     assert decode.main([*kept, *bad]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.startswith("error: ")
@@ -243,7 +218,7 @@ def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
     ("option", "words"),
     [
         ("int9", "--draft_option: unknown option 'int9'"),
-        ("retreive=9", "int8, retrieve; did you mean retrieve?"),
+        ("retreive=9", "vocabulary, int8, retrieve; did you mean retrieve?"),
         ("vocabulary=many", "--draft_option: vocabulary='many' must be"),
         ("retrieve=100", "retrieve=100"),
     ],
@@ -263,13 +238,6 @@ def test_an_attention_that_is_not_there_is_named_as_typed(capsys) -> None:
     assert "choose another --attention" in said and "implementation" not in said
 
 
-@pytest.mark.parametrize("argv", [["--tree=wide"], ["--dtype=magic"], ["--prompt=a", "--batch=b"]])
-def test_bad_arguments_are_status_2(argv, capsys) -> None:
-    assert decode.main(argv) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {argv[-1].split('=')[0]}: ")
-
-
 def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> None:
     def fail(*args, **kwargs):
         raise RuntimeError("the device is gone")
@@ -281,7 +249,7 @@ def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> No
 
 @pytest.mark.multiproc
 def test_command_line_exit_status() -> None:
-    """The installed entry: no traceback, status 2, and no slow imports for help."""
+    """The module as a program: no traceback, and status 2."""
     command = [sys.executable, "-m", "infer.decode"]
     options = dict(
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -290,8 +258,6 @@ def test_command_line_exit_status() -> None:
     assert found.returncode == 2 and found.stderr.startswith("error: --tree: tree widths"), (
         found.stderr
     )
-    found = subprocess.run([*command, "--help"], **options)
-    assert found.returncode == 0 and "--all_prompts" in found.stdout
 
 
 def test_color_only_on_terminals(monkeypatch) -> None:

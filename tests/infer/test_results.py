@@ -6,14 +6,7 @@ import re
 
 import pytest
 
-from infer.results import (
-    Outcome,
-    as_json,
-    gathered,
-    header_lines,
-    lines,
-    tuned_line,
-)
+from infer.results import Outcome, as_json, gathered, header_lines, lines, tuned_line
 from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
 from longspec_jax.cli import counted
 from longspec_jax.generation.activity import TreeTiming, Tuned

@@ -66,20 +66,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", dict(sliding_window=3)),
     "ministral": (
         "Ministral",
-        dict(
-            sliding_window=7,
-            head_dim=12,
-            layer_types=[f"{kind}_attention" for kind in _MIXED],
-        ),
+        dict(sliding_window=7, head_dim=12, layer_types=[f"{kind}_attention" for kind in _MIXED]),
     ),
     "gemma2": (
         "Gemma2",
         _WINDOW
-        | dict(
-            query_pre_attn_scalar=24,
-            attn_logit_softcapping=5.0,
-            final_logit_softcapping=3.0,
-        ),
+        | dict(query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     ),
     "gemma3": (
         "Gemma3Text",

@@ -90,12 +90,7 @@ ROUNDS = [
         4,
         [" end"],
         1,
-        {
-            "tokens": [" low", " end"],
-            "parents": [-1, 0],
-            "path": [0, 1],
-            "draws": [" end", "</s>"],
-        },
+        {"tokens": [" low", " end"], "parents": [-1, 0], "path": [0, 1], "draws": [" end", "</s>"]},
     ),
 ]
 TOKENS = [token for each in ROUNDS for token in each["tokens"]]

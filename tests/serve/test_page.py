@@ -300,10 +300,7 @@ def test_the_server_is_watched_while_the_page_is_visible(browser: Any, server: R
     facts = said(browser, "server-facts")
     assert "88.1" in facts and "2 of 4 slots run, 3 wait" in facts
     rows = "[...document.querySelectorAll('#server-rows tbody tr')].map((row) => row.innerText)"
-    assert run_script(browser, f"return {rows}") == [
-        "812\t41\t1.25\t1 2 0 2",
-        "12\t1\t–\t",
-    ]
+    assert run_script(browser, f"return {rows}") == ["812\t41\t1.25\t1 2 0 2", "12\t1\t–\t"]
     # From here on the test is the clock.
     run_script(
         browser,

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from tests.kit import random_target, tiny_target_config
-from tests.train.tiny import (
-    ROOT,
-    command,
-    conversations,
-    flip_a_bit,
-    records,
-    save_tiny_target,
-)
+from tests.train.tiny import ROOT, command, conversations, flip_a_bit, records, save_tiny_target
 from train import features, prepare
 from train.step import Batch
 from train.target import plain_positions, run_target
@@ -30,7 +23,7 @@ SMALL = [
 KINDS = {
     "sft": ["--config.draft.window=7", "--config.draft.init=", "--config.draft.distillation=0.5"],
     "eagle3": [
-        *("--config.draft.layers=0", "--config.draft.vocabulary=64", "--config.draft.steps=2"),
+        *("--config.draft.layers=0", "--config.draft.vocabulary=64", "--config.draft.steps=2")
     ],
     "dflash": ["--config.draft.features=0", "--config.draft.layers=1", "--config.draft.block=4"],
 }

@@ -73,8 +73,9 @@ def test_two_processes_train_like_one_and_stop_together(
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     target = save_tiny_target(tmp_path / "target")
-    files = write_documents(tmp_path / "documents.jsonl", 38)
+    files = write_documents(tmp_path / "documents.jsonl", 90)
     steps = ["--config.stages.short.steps=12", "--config.stages.short.epochs=0"]
+    steps += ["--config.data.buckets=2"]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     steps += ["--config.mesh.fsdp=4", "--config.accept_rows=4", "--config.target_loss_every=1"]
     assert command(*arguments(target, files, alone), *steps) == 0
@@ -97,6 +98,8 @@ def test_two_processes_train_like_one_and_stop_together(
         [record for record in records(folder) if "loss" in record] for folder in (alone, shared)
     )
     assert len(one) == len(two) == 12
+    lengths = [record["row_tokens"] for record in two]
+    assert lengths == [record["row_tokens"] for record in one] and {*lengths} == {20, 40}
     for name in ("tokens", "loss", "target_loss", "grad_norm"):
         # Rows differ in the third digit: any other row, or draw, would show.
         np.testing.assert_allclose(

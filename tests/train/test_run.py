@@ -19,15 +19,15 @@ from longspec_jax.weights.hf import load_target
 from tests.train.tiny import (
     ROOT,
     arguments,
+    assert_same_run,
     command,
-    interrupt_at,
+    interrupted,
     records,
     save_tiny_target,
     write_documents,
 )
 from train import pipeline, run
 from train.drafts.longspec import objective
-from train.loop import TRY_AGAIN
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,7 @@ def test_all_stages_are_one_resumable_run(
     assert "--config.stages.sft.data.max_bad_rows=NUMBER" in said
     assert not (workdir / "checkpoints").exists()  # It would have come hours later.
     sft.write_text(good)
-    with monkeypatch.context() as patch:
-        interrupt_at(1, patch)  # Of them only the long stage has more than one step.
-        assert command(*given) == TRY_AGAIN
+    interrupted(1, monkeypatch, *given)  # Only the long stage has more than one step.
     assert not (workdir / "draft").exists()
     assert command(*given) == 0
     steps = [(record["stage"], record["step"]) for record in records(workdir) if "loss" in record]
@@ -114,11 +112,7 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     # Two of the 38 documents are measured on, the others give four steps an epoch.
     epochs = "--config.stages.short.epochs=2"
     assert command(*arguments(target, files, straight), epochs) == 0
-    assert len(losses(straight)) == 8
-
-    with monkeypatch.context() as patch:
-        interrupt_at(3, patch)
-        assert command(*arguments(target, files, halved), epochs) == TRY_AGAIN
+    interrupted(3, monkeypatch, *arguments(target, files, halved), epochs)
     assert "of stage draft_short; the same command resumes it" in capsys.readouterr().err
     assert not (halved / "draft").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -138,9 +132,8 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
         assert words in error
     assert command(*arguments(target, files, halved), epochs) == 0
 
-    weights = [folder / "draft" / "model.safetensors" for folder in (straight, halved)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert losses(straight) == losses(halved)
+    learned = assert_same_run(straight, halved)
+    assert len(learned) == 8
     config, _ = load_target(target)
     draft, params = load_draft(halved / "draft", config)
     assert draft.window == 7 and draft.dtype == "float32"
@@ -158,7 +151,7 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     start = f"--config.draft.init={halved / 'draft'}"
     assert command(*sft, start, "--config.stages.sft.steps=1") == 0
     first = next(record for record in records(tmp_path / "sft") if "loss" in record)
-    assert first["tokens"] < 8 * 40 / 2 and abs(first["loss"] - losses(halved)[-1]) < 1
+    assert first["tokens"] < 8 * 40 / 2 and abs(first["loss"] - learned[-1]) < 1
     before, after = (
         load_draft(folder / "draft", config)[1] for folder in (halved, tmp_path / "sft")
     )
@@ -284,10 +277,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_sentence(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     given, sentence = MISTAKES[name]
@@ -318,9 +308,7 @@ def test_a_run_that_another_process_writes_is_refused(
 
 
 def test_data_and_model_that_do_not_fit_are_refused(
-    target: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = write_documents(tmp_path / "documents.jsonl", 8)
     given = arguments(target, files, tmp_path / "work")

@@ -16,6 +16,7 @@ from tests.kit import tiny_target_config
 from train import run
 from train.data.rows import Row, full_row
 from train.data.tokens import train_tokenizer
+from train.loop import TRY_AGAIN
 from train.metrics import Metrics
 from train.target import TargetObjective
 
@@ -102,21 +103,32 @@ def command(*given: str) -> int:
     return run.main(given)
 
 
-def interrupt_at(step: int, patch: pytest.MonkeyPatch) -> None:
-    """Send this process a SIGTERM when a step's metrics are written."""
-    write = Metrics.write
-
-    def writing(self: Metrics, stage: str, at: int, values: dict[str, float]) -> None:
-        write(self, stage, at, values)
-        if at == step and "loss" in values:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    patch.setattr(Metrics, "write", writing)
-
-
 def records(workdir: Path) -> list[dict[str, Any]]:
     """The lines of ``metrics.jsonl``."""
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def interrupted(at: int, patch: pytest.MonkeyPatch, *given: str) -> None:
+    """The training command, sent a SIGTERM when a step's metrics are written."""
+    write = Metrics.write
+
+    def writing(self: Metrics, stage: str, step: int, values: dict[str, float]) -> None:
+        write(self, stage, step, values)
+        if step == at and "loss" in values:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with patch.context() as here:
+        here.setattr(Metrics, "write", writing)
+        assert command(*given) == TRY_AGAIN
+
+
+def assert_same_run(one: Path, other: Path) -> list[float]:
+    """Two runs learned the same bits; their losses."""
+    weights = [(each / "draft" / "model.safetensors").read_bytes() for each in (one, other)]
+    assert weights[0] == weights[1]
+    losses = [[r["loss"] for r in records(each) if "loss" in r] for each in (one, other)]
+    assert losses[0] == losses[1]
+    return losses[0]
 
 
 def flip_a_bit(file: Path) -> None:

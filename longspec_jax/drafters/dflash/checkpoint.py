@@ -3,7 +3,6 @@
 Every stored tensor is read, or dropped for a reason that is listed, or refused.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,7 @@ from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.dflash.config import DFlashConfig
-from longspec_jax.drafters.dflash.dialects import (
-    Dialect,
-    dialect_of,
-    draft_config,
-    hf_draft_config,
-)
+from longspec_jax.drafters.dflash.dialects import Dialect, dialect_of, draft_config, hf_draft_config
 from longspec_jax.drafters.dflash.model import DFlashParams
 from longspec_jax.drafters.vocabulary import (
     DROPPED,
@@ -25,20 +19,9 @@ from longspec_jax.drafters.vocabulary import (
     vocabulary_tensors,
     without_prefix,
 )
-from longspec_jax.weights.checkpoint import open_tensors
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import read_json
-from longspec_jax.weights.params import load_params, write_model
-from longspec_jax.weights.tables import (
-    MARKOV,
-    ROTARY,
-    Rule,
-    Table,
-    bind,
-    check_tensors,
-    layer_rules,
-    layer_sizes,
-)
+from longspec_jax.weights.folder import open_folder
+from longspec_jax.weights.params import write_model
+from longspec_jax.weights.tables import MARKOV, ROTARY, Rule, Table, bind, layer_rules, layer_sizes
 
 _TRUNK = (
     Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),
@@ -117,21 +100,14 @@ def load_draft(
       ValueError: if the draft does not belong to the target, or its files are damaged or do not fit
         together.
     """
-    folder = local_folder(source, revision)
-    raw = read_json(folder / "config.json")
-    dialect = dialect_of(raw)
-    config = draft_config(raw, dialect, target, layers=layers)
-    with ExitStack() as stack:
-        tensors = without_prefix(open_tensors(folder, stack))
-        try:
+    with open_folder(source, mesh, revision) as folder:
+        tensors, dialect = without_prefix(folder.tensors), dialect_of(folder.raw)
+        config = draft_config(folder.raw, dialect, target, layers=layers)
+        with folder.named():
             config.check_fits(target)
             vocabulary = vocabulary_of(tensors, config)
-        except ValueError as error:
-            raise ValueError(f"{raw.origin}: {error}") from error
         stored = Format(dialect, "embed_tokens.weight" in tensors, "lm_head.weight" in tensors)
-        table = stored.table(config)
-        check_tensors(table, tensors, str(source))
-        layer = load_params(table, tensors, config.trunk.dtype, mesh)
+        layer = folder.params(stored.table(config), tensors, config.trunk.dtype)
     heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}
     params = DFlashParams.bound(layer, config, target, target_params, vocabulary)
     return stored, config, replace(params, **heads)

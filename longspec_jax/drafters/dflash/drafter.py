@@ -20,14 +20,7 @@ from flax import struct
 from longspec_jax.axes import Array
 from longspec_jax.config.layers import YarnRopeScaling
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.drafters.base import (
-    Committed,
-    Drafter,
-    Needs,
-    Params,
-    SamplingNoise,
-    View,
-)
+from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.model import DFlashParams, markov_step
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run, plant

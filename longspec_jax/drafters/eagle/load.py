@@ -4,7 +4,6 @@
 and hidden state has one. What is stored in which shape says the rest.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from longspec_jax.drafters.eagle.model import EagleConfig, EagleDrafter, EaglePa
 from longspec_jax.drafters.eagle3.dialects import AUTHORS_BASE, FIRST_LAYER, USUAL_POSITIONS
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, bound
 from longspec_jax.drafters.vocabulary import without_prefix
-from longspec_jax.weights.checkpoint import Tensors, open_tensors
+from longspec_jax.weights.checkpoint import Tensors
+from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import (
     REFUSED,
     build,
@@ -28,9 +28,8 @@ from longspec_jax.weights.hf_config import (
     norm_eps,
     raw_layer,
 )
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import JsonObject, read_json
-from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.params import write_model
 from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta
 from longspec_jax.weights.tables import (
     MLP,
@@ -40,7 +39,6 @@ from longspec_jax.weights.tables import (
     Rule,
     Table,
     bind,
-    check_tensors,
     layer_sizes,
 )
 
@@ -91,29 +89,17 @@ def load(
 ) -> EagleDraft:
     """Load an EAGLE-1 or 2 draft.
 
-    Args:
-      source: a folder or hub id.
-      target: what it was trained for.
-      options: its options.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
-
     Raises:
       FileNotFoundError: if the draft or one of its files is missing.
       ValueError: if it does not belong to the target, or a file is damaged.
     """
-    folder = local_folder(source, revision)
-    raw = read_json(folder / "config.json")
-    with ExitStack() as stack:
-        tensors = without_prefix(open_tensors(folder, stack))
-        config = _config(raw, tensors, target.config, options.rope_theta)
-        try:
+    with open_folder(source, mesh, revision) as folder:
+        tensors = without_prefix(folder.tensors)
+        config = _config(folder.raw, tensors, target.config, options.rope_theta)
+        with folder.named():
             config.check_fits(target.config)
-        except ValueError as error:
-            raise ValueError(f"{raw.origin}: {error}") from error
         table = draft_table(config, embedding="embed_tokens.weight" in tensors)
-        check_tensors(table, tensors, str(source))
-        layer = load_params(table, tensors, config.dtype, mesh)
+        layer = folder.params(table, tensors, config.dtype)
     params = EagleParams.bound(layer, config, target.config, target.params)
     return bound(EagleDraft, source, target, options, mesh, None, config, params)
 

@@ -3,7 +3,6 @@
 Every stored tensor is read, or dropped for a reason that is listed, or refused.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,8 @@ from longspec_jax.drafters.vocabulary import (
     vocabulary_tensors,
     without_prefix,
 )
-from longspec_jax.weights.checkpoint import open_tensors
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import read_json
-from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.folder import open_folder
+from longspec_jax.weights.params import write_model
 from longspec_jax.weights.tables import (
     MLP,
     QKV_BIAS_PARTS,
@@ -32,7 +29,6 @@ from longspec_jax.weights.tables import (
     Rule,
     Table,
     bind,
-    check_tensors,
     layer_sizes,
 )
 
@@ -123,21 +119,15 @@ def load_draft(
       ValueError: if the draft does not belong to the target, or its files are damaged, do not fit
         together or can be read in two ways.
     """
-    folder = local_folder(source, revision)
-    raw = read_json(folder / "config.json")
-    with ExitStack() as stack:
-        tensors = without_prefix(open_tensors(folder, stack))
+    with open_folder(source, mesh, revision) as folder:
+        raw, tensors = folder.raw, without_prefix(folder.tensors)
         dialect = dialect_of(raw, tensors)
         config = draft_config(raw, dialect, tensors, target, layers=layers, theta=theta)
-        try:
+        with folder.named():
             config.check_fits(target)
             vocabulary = vocabulary_of(tensors, config)
-        except ValueError as error:
-            raise ValueError(f"{raw.origin}: {error}") from error
         stored = Format(dialect, "embed_tokens.weight" in tensors, "lm_head.weight" in tensors)
-        table = stored.table(config)
-        check_tensors(table, tensors, str(source))
-        layer = load_params(table, tensors, config.dtype, mesh)
+        layer = folder.params(stored.table(config), tensors, config.dtype)
     tied = raw.flag("tie_word_embeddings", False)
     tables = target, target_params, vocabulary, tied
     return stored, config, Eagle3Params.bound(layer, config, *tables)

@@ -21,14 +21,7 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import (
-    Committed,
-    Drafter,
-    Needs,
-    Params,
-    SamplingNoise,
-    View,
-)
+from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.model import Eagle3Params
 from longspec_jax.drafters.retrieval.working_cache import CachedSelection, WorkingCache

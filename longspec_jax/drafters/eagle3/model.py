@@ -108,8 +108,7 @@ class Eagle3Layer(nn.Module):
         q, k, v = self._heads(embedded, normed, positions)
         residual = normed if c.norm_before_residual else feature
         x, normalised = with_sharding(
-            "b t d, b t d",
-            *self.mlp_norm.add(residual, self.self_out.partials(attend(q, k, v))),
+            "b t d, b t d", *self.mlp_norm.add(residual, self.self_out.partials(attend(q, k, v)))
         )
         delta = self.mlp(normalised)
         if not (c.normed_head or c.normed_feedback):

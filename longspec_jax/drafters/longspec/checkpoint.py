@@ -1,7 +1,6 @@
 """LongSpec drafts in the format of the release: ``config.json``, 20 tensors, in and out."""
 
 import functools
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,9 @@ from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig, check_vocabulary
-from longspec_jax.weights.checkpoint import Tensors, open_tensors
+from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.families import FAMILIES
+from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import (
     PARTIAL,
     REFUSED,
@@ -21,9 +21,8 @@ from longspec_jax.weights.hf_config import (
     norm_eps,
     raw_layer,
 )
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import JsonObject, read_json
-from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.params import write_model
 from longspec_jax.weights.rope import ROPE_KEYS, raw_rope, rope_scaling, rope_theta, rotary_width
 from longspec_jax.weights.tables import (
     MLP,
@@ -33,7 +32,6 @@ from longspec_jax.weights.tables import (
     Rule,
     Table,
     bind,
-    check_tensors,
     layer_sizes,
     stored_shape,
 )
@@ -90,14 +88,11 @@ def load_draft(
       ValueError: if the draft does not belong to the target, or its files are damaged or do not fit
         together.
     """
-    folder = local_folder(source, revision)
-    config = draft_config(read_json(folder / "config.json"), target, dtype)
-    config.check_fits(target)
-    table = draft_table(config)
-    with ExitStack() as stack:
-        tensors = without_prefix(open_tensors(folder, stack))
-        check_tensors(table, tensors, str(source))
-        return config, load_params(table, tensors, config.dtype, mesh)
+    with open_folder(source, mesh, revision) as folder:
+        config = draft_config(folder.raw, target, dtype)
+        config.check_fits(target)
+        tensors = without_prefix(folder.tensors)
+        return config, folder.params(draft_table(config), tensors, config.dtype)
 
 
 def save_draft(

@@ -16,14 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import (
-    Committed,
-    Drafter,
-    Needs,
-    Params,
-    SamplingNoise,
-    View,
-)
+from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.retrieval.working_cache import CachedSelection, WorkingCache

@@ -18,13 +18,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.tables import rounded_params, stored_logits
-from longspec_jax.models.layers import (
-    GroupedQKV,
-    Projection,
-    RMSNorm,
-    SwiGLU,
-    rotary_angles,
-)
+from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU, rotary_angles
 from longspec_jax.models.target import HEADS, head_of, scaled
 from longspec_jax.ops.layer import add, rotate, split_heads
 from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights

@@ -136,13 +136,6 @@ def load(
 ) -> MedusaDraft:
     """Load Medusa heads, of Medusa 1 or 2, as the authors or vLLM store them.
 
-    Args:
-      source: a folder or hub id.
-      target: what they were trained for.
-      options: none.
-      mesh: devices to spread them over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
-
     Raises:
       FileNotFoundError: if the folder or one of its files is missing.
       ValueError: if they do not belong to the target, or a file is damaged.
@@ -205,11 +198,7 @@ def _tokens(known: Tensor, config: MedusaConfig) -> jax.Array:
 
 
 def _config(
-    raw: JsonObject,
-    tensors: Tensors,
-    dialect: Dialect,
-    target: TargetConfig,
-    known: Tensor | None,
+    raw: JsonObject, tensors: Tensors, dialect: Dialect, target: TargetConfig, known: Tensor | None
 ) -> MedusaConfig:
     """The shape of the heads, by their tensors."""
     blocks = raw.whole(dialect.blocks_key, 1)

@@ -6,7 +6,6 @@ that may have been published without (FastMTP). Others are refused with the reas
 have experts, or a gate beside their attention, as their targets do.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from longspec_jax.drafters.eagle.load import EagleDraft, EagleOptions
 from longspec_jax.drafters.eagle3.load import bound
 from longspec_jax.drafters.mtp.model import MtpConfig, MtpDrafter, MtpParams
 from longspec_jax.drafters.vocabulary import DROPPED
-from longspec_jax.weights.checkpoint import Tensors, open_tensors
+from longspec_jax.weights.checkpoint import Tensors
+from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import hf_config, target_config
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import JsonObject, read_json
-from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.params import write_model
 from longspec_jax.weights.tables import (
     MLP,
     QKV_BIAS_PARTS,
@@ -33,7 +32,6 @@ from longspec_jax.weights.tables import (
     Rule,
     Table,
     bind,
-    check_tensors,
     layer_sizes,
     target_table,
 )
@@ -113,35 +111,22 @@ def load(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> MtpDraft:
-    """Load an MTP layer.
-
-    Args:
-      source: a folder or hub id: of the target itself, or of a layer that was trained for it.
-      target: what it drafts for.
-      options: its options.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
+    """Load an MTP layer, from the folder of its target or from one of its own.
 
     Raises:
       FileNotFoundError: if the folder or one of its files is missing.
       ValueError: if it does not belong to the target, its layer is not computed here, or a file is
         damaged.
     """
-    folder = local_folder(source, revision)
-    raw = read_json(folder / "config.json")
-    with ExitStack() as stack:
-        tensors = open_tensors(folder, stack)
-        dialect = _dialect_of(raw, tensors)
-        config = _config(raw, dialect, target.config, options.rope_theta)
-        try:
+    with open_folder(source, mesh, revision) as folder:
+        tensors = folder.tensors
+        dialect = _dialect_of(folder.raw, tensors)
+        config = _config(folder.raw, dialect, target.config, options.rope_theta)
+        with folder.named():
             config.check_fits(target.config)
-        except ValueError as error:
-            raise ValueError(f"{raw.origin}: {error}") from error
         if dialect.beside_target:
             tensors = {name: each for name, each in tensors.items() if ".mtp_layers." in name}
-        table = dialect.table(config)
-        check_tensors(table, tensors, str(source))
-        layer = load_params(table, tensors, config.dtype, mesh)
+        layer = folder.params(dialect.table(config), tensors, config.dtype)
     params = MtpParams.bound(layer, config, target.config, target.params)
     return bound(MtpDraft, source, target, options, mesh, dialect, config, params)
 

@@ -4,7 +4,6 @@ Layers have the names of the LongSpec release behind ``layers.0.``, and the keys
 are those of a LongSpec draft, with the block and the Markov head's rank beside them.
 """
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,11 @@ from jax.sharding import Mesh
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec.checkpoint import LAYER_RULES, hf_draft_config, layer_config
 from longspec_jax.drafters.parallel.config import ParallelConfig
-from longspec_jax.weights.checkpoint import open_tensors
+from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import build
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import JsonObject, read_json
-from longspec_jax.weights.params import load_params, write_model
-from longspec_jax.weights.tables import (
-    MARKOV,
-    ROTARY,
-    Rule,
-    Table,
-    bind,
-    check_tensors,
-    layer_sizes,
-)
+from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.params import write_model
+from longspec_jax.weights.tables import MARKOV, ROTARY, Rule, Table, bind, layer_sizes
 
 ARCHITECTURE = "LongSpecParallelDraft"
 
@@ -62,14 +52,9 @@ def load_draft(
       ValueError: if the draft does not belong to the target, or its files are damaged or do not fit
         together.
     """
-    folder = local_folder(source, revision)
-    raw = read_json(folder / "config.json")
-    config = draft_config(raw, target, dtype)
-    table = draft_table(config)
-    with ExitStack() as stack:
-        tensors = open_tensors(folder, stack)
-        check_tensors(table, tensors, str(source))
-        return config, load_params(table, tensors, config.layer.dtype, mesh)
+    with open_folder(source, mesh, revision) as folder:
+        config = draft_config(folder.raw, target, dtype)
+        return config, folder.params(draft_table(config), folder.tensors, config.layer.dtype)
 
 
 def save_draft(

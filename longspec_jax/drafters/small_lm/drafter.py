@@ -183,11 +183,7 @@ def allocate(config: TargetConfig, batch: int, capacity: int, block: int = 1) ->
 
 
 def append(
-    state: SmallLMState,
-    keys: Sequence[Any],
-    values: Sequence[Any],
-    start: Lengths,
-    count: Lengths,
+    state: SmallLMState, keys: Sequence[Any], values: Sequence[Any], start: Lengths, count: Lengths
 ) -> SmallLMState:
     """Write ``count[b]`` of the rows ``L x [B, n, K, H]`` from slot ``start[b]`` on.
 

@@ -4,7 +4,6 @@ They lie among the target's own tensors, as ``model.medusa_layers.{head}.*``, an
 of the target's ``config.json`` counts them. So target and draft may be one folder.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,10 @@ from longspec_jax.drafters.tokenswift.drafter import (
 )
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.selection.blocks import BlockBudget
-from longspec_jax.weights.checkpoint import open_tensors
+from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import hf_config
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import read_json
-from longspec_jax.weights.params import load_params, write_model
-from longspec_jax.weights.tables import Rule, Table, bind, check_tensors, target_table
+from longspec_jax.weights.params import write_model
+from longspec_jax.weights.tables import Rule, Table, bind, target_table
 
 _PREFIX = "model.medusa_layers."
 _HEAD = (
@@ -94,40 +91,28 @@ def load(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> TokenSwiftDraft:
-    """Load TokenSwift's heads.
-
-    Args:
-      source: the folder or hub id of the model they are stored with.
-      target: what they draft for.
-      options: their options.
-      mesh: devices to spread them over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
+    """Load TokenSwift's heads, from the folder of the model that they are stored with.
 
     Raises:
       FileNotFoundError: if the folder or one of its files is missing.
       ValueError: if they do not belong to the target, or a file is damaged.
     """
-    folder = local_folder(source, revision)
-    raw = read_json(folder / "config.json")
-    raw.require(("medusa_heads", "hidden_size", "vocab_size"), "a model with TokenSwift's heads")
-    sizes = raw.whole("hidden_size"), raw.whole("vocab_size"), target.config.num_layers
-    with ExitStack() as stack:
-        found = open_tensors(folder, stack)
+    theirs = target.config
+    with open_folder(source, mesh, revision) as folder:
+        raw, found = folder.raw, folder.tensors
+        raw.require(
+            ("medusa_heads", "hidden_size", "vocab_size"), "a model with TokenSwift's heads"
+        )
+        sizes = raw.whole("hidden_size"), raw.whole("vocab_size"), theirs.num_layers
         tensors = {name: found[name] for name in found if name.startswith(_PREFIX)}
-        try:
-            heads = raw.whole("medusa_heads")
-            theirs = target.config
+        with folder.named():
             config = TokenSwiftConfig(
-                *(heads, *sizes, theirs.norm_eps, theirs.dtype),
+                *(raw.whole("medusa_heads"), *sizes, theirs.norm_eps, theirs.dtype),
                 logits_divisor=theirs.logits_divisor,
                 logit_cap=theirs.logit_cap,
             )
-            config.check_fits(target.config)
-        except ValueError as error:
-            raise ValueError(f"{raw.origin}: {error}") from error
-        table = heads_table(config)
-        check_tensors(table, tensors, str(source))
-        params = load_params(table, tensors, config.dtype, mesh)
+            config.check_fits(theirs)
+        params = folder.params(heads_table(config), tensors, config.dtype)
     bound = TokenSwiftParams(params, head_of(target.params))
     return TokenSwiftDraft(config, bound, target.config, options.context)
 

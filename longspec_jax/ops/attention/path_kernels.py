@@ -26,8 +26,6 @@ from longspec_jax.axes import Array, Queries
 from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
 from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import (
-    ALIGNED,
-    FETCHED,
     RECENT,
     SEGMENT,
     path_tile,
@@ -60,10 +58,14 @@ def path_attention(
     factor = (width**-0.5 if scale is None else scale) * LOG2_E
     length = jnp.minimum(prefix.length.astype(jnp.int32), slots)
     depth = depth.astype(jnp.int32)
-    missing = -tokens % SEGMENT
-    depth = jnp.pad(depth, ((0, 0), (0, missing)))
-    mask = jnp.pad(fresh.mask, ((0, 0), (0, missing), (0, missing)))
     groups = heads // kv_heads
+    missing = -tokens % SEGMENT
+    if tokens == 1 and (groups <= 8 or groups % 8 == 0):
+        # The rows of a key/value head lie together, in whole tiles of shared memory.
+        by_head, missing = q.reshape(batch, kv_heads, groups, width), 0
+    mask = jnp.pad(fresh.mask, ((0, 0), (0, missing), (0, -tokens % SEGMENT)))
+    node_depth = jnp.pad(depth, ((0, 0), (0, -tokens % WARPGROUP_ROWS)), constant_values=-1)
+    depth = jnp.pad(depth, ((0, 0), (0, missing)))
     limit = jnp.clip(length[:, None] + depth - RECENT, 0, slots)
     split = split_of(length, kv_heads, groups)
     bounds = Bounds.packed(limit.min(axis=1), limit.max(axis=1), split, prefix.cache_rows)
@@ -82,29 +84,24 @@ def path_attention(
         scale=factor,
         parts=parts,
     )
-    partials = prefix_mosaic.launch(
-        work, bounds, _packed(limit, groups, padded, 0), by_head, prefix.keys, prefix.values
-    )
-    start = jnp.clip((length - RECENT) // ALIGNED * ALIGNED, 0, slots - FETCHED)
-    slot = start[:, None, None] + jnp.arange(FETCHED)
-    seen = (slot < length[:, None, None]) & (slot >= limit[:, :, None])
-    cached_step = jnp.where(seen, slot - (length[:, None, None] - RECENT), -1)
-    fresh_step = jnp.where(mask, depth[:, None], -1)
+    limit = _packed(limit, groups, padded, 0)
     reached = jax.lax.div(bounds[:, 1] + split - 1, split)
-    where = jnp.stack([start, length, reached, depth.max(axis=1), bounds[:, 3]], axis=1)
-    cached_step, fresh_step = (
-        _packed(each, groups, padded, -1) for each in (cached_step, fresh_step)
-    )
+    first = jnp.maximum(length - RECENT, 0)
+    # Side by side, so that what one kernel read is near when the other one begins.
+    row = jnp.stack([first, length, reached, depth.max(axis=1)], axis=1)
+    where = jnp.concatenate([bounds, row], axis=1)
+    partials = prefix_mosaic.launch(work, where, limit, by_head, prefix.keys, prefix.values)
+    bias = _packed(jnp.where(mask, 0.0, -jnp.inf), groups, padded, -jnp.inf)
     keys_and_values = prefix.keys, prefix.values, fresh.keys, fresh.values
     return recent_mosaic.attend_and_merge(
-        where, cached_step, fresh_step, by_head, *keys_and_values, *partials, scale=factor
+        where, limit, node_depth, bias, by_head, *keys_and_values, *partials, scale=factor
     )
 
 
-def _packed(per_token: Array, groups: int, rows: int, fill: int) -> Array:
+def _packed(per_token: Array, groups: int, rows: int, fill: int | float) -> Array:
     """Numbers of every token, for its packed rows: ordered by head, then by token."""
     batch, tokens, *rest = per_token.shape
     repeated = jnp.broadcast_to(per_token[:, None], (batch, groups, tokens, *rest))
-    packed = repeated.reshape(batch, groups * tokens, *rest).astype(jnp.int32)
+    packed = repeated.reshape(batch, groups * tokens, *rest)
     padding = [(0, 0), (0, rows - groups * tokens)] + [(0, 0)] * len(rest)
     return jnp.pad(packed, padding, constant_values=fill)

@@ -3,14 +3,20 @@
 :mod:`longspec_jax.ops.attention.path_kernels` says what it is for. A program has 64 packed rows of
 a key/value head and some columns of their output. It holds the keys of all nodes. The value of a
 position is added by a matmul in which every row has one weight that is not zero.
+
+The kernel has one warpgroup and little to compute, so that its time is that of the instructions of
+one warp: whatever can be asked for with one copy is, and whatever does not depend on the row's
+length is asked for before that is known.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
@@ -18,26 +24,34 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, CacheSlots
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.packing import LOG2_E
-from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT, SEGMENT
+from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT
+from longspec_jax.ops.attention.prefix_items import Bounds
 from longspec_jax.ops.attention.widening import shared_codes, widen
-from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
+from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
-COLUMNS = 64
-"""Columns of the values that one program of the recent tokens' kernel adds up."""
-WEIGHT_STEPS = 2.0**18
-"""Weights of recent tokens are rounded to multiples of its inverse for their sum."""
-_SEGMENTS = WARPGROUP_ROWS // SEGMENT
-"""Segments of a program's rows."""
-_AT_ONCE = 8
-"""Steps whose weights are in registers at once."""
+COLUMNS = 16
+"""Columns of the values that a program adds up; twice as many of a cache in 8 bits, which are
+widened by 32, and where programs would be too many."""
+CONTRACTED = 16
+"""Keys or nodes of one matrix instruction."""
+TO_MULTIPLES = np.float32(2.0**5)
+"""Weights, which are at most 1, are rounded to multiples of 2^-18 by adding it: a float32 of this
+size has no smaller ones. Its last bits then count them."""
+_MOST_AT_ONCE = 16
+"""Splits whose results are merged without a loop."""
+_LEVELS = 8
+"""Levels of a tree whose values are in memory at once, each among zeros."""
+_COPY = 32
+"""The row from which on cached values lie a second time."""
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def attend_and_merge(
-    where: Int[Array, "B 5"],
-    cached_step: Int[Array, "B R cached"],
-    fresh_step: Int[Array, "B R segments"],
-    q: Float[Array, "B N T H"],
+    where: Int[Array, "B fields"],
+    limit: Int[Array, "B R"],
+    depth: Int[Array, "B padded"],
+    bias: Float[Array, "B R nodes"],
+    q: Float[Array, "B head row H"],
     k: CacheSlots,
     v: CacheSlots,
     fresh_k: Float[Array, "B T K H"],
@@ -50,11 +64,14 @@ def attend_and_merge(
     """Attend to the recent tokens and merge with the splits, in ascending order.
 
     Args:
-      where: of every batch row the first cached recent slot, its length, the splits that it
-        reaches, the greatest depth of a node, and its row of the cache.
-      cached_step: in which step the value of a cached recent token is added; -1 if it is not seen.
-      fresh_step: the same of the tree's nodes, which come after the cached ones: their depth.
-      q: queries by head.
+      where: of every batch row, behind the bounds of the prefix kernel, the position of the first
+        cached recent token, the row's length, the splits that it reaches, and the greatest depth of
+        a node.
+      limit: the first slot that each packed row sees here; the splits end before it.
+      depth: of every node, whole warpgroups of rows; -1 behind them.
+      bias: 0 for each node that a packed row sees; minus infinity for the others.
+      q: packed queries, or queries by head, as :func:`prefix_mosaic.launch` takes them. Of one node
+        they are packed.
       k: cached keys.
       v: cached values.
       fresh_k: the tree's keys.
@@ -63,82 +80,104 @@ def attend_and_merge(
       partial_lse: their log-sum-exps.
       scale: factor on the scores, in base 2.
     """
-    batch, heads, nodes, width = q.shape
-    kv_heads, tokens = k.shape[1], fresh_step.shape[2]
-    splits, rows = partial.shape[1], heads // kv_heads * tokens
-    columns = min(COLUMNS, width)
-    row_tiles = pl.cdiv(rows, WARPGROUP_ROWS)
+    batch, nodes, width = q.shape[0], fresh_k.shape[1], q.shape[3]
+    kv_heads, tokens = k.shape[1], bias.shape[2]
+    groups = q.shape[1] * q.shape[2] // (kv_heads * nodes)
+    packed = q.shape[1] == kv_heads
+    splits, rows = partial.shape[1], q.shape[2] if packed else groups * tokens
+    programs = batch * kv_heads * pl.cdiv(rows, WARPGROUP_ROWS)
+    narrow = k.dtype == CODES
+    few = programs * width // COLUMNS <= MULTIPROCESSORS and not narrow
+    columns = COLUMNS if few else 2 * COLUMNS
 
-    def shared(*shape: int, bytes: int = 128) -> Any:
+    def shared(*shape: int, bytes: int = 128, dtype: Any = q.dtype) -> Any:
         # By the types of newer jax these are abstract; they are not.
-        tiling = plgpu.TilingTransform((8, bytes // 2))  # pyright: ignore[reportAbstractUsage]
+        size = bytes // jnp.dtype(dtype).itemsize
+        tiling = plgpu.TilingTransform((8, size))  # pyright: ignore[reportAbstractUsage]
         swizzle = plgpu.SwizzleTransform(bytes)  # pyright: ignore[reportAbstractUsage]
-        return plgpu.SMEM(shape, q.dtype, transforms=(tiling, swizzle))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
+    levels = min(nodes, _LEVELS)
     held = 2 * (
         WARPGROUP_ROWS * width
         + (FETCHED + tokens) * width
-        + (WARPGROUP_ROWS + tokens + WARPGROUP_ROWS) * columns
+        + ((2 + ALIGNED) * WARPGROUP_ROWS + (1 + levels) * depth.shape[1]) * columns
     )
-    room = SHARED_BYTES[HOPPER] - held - 2048
+    room = SHARED_BYTES[HOPPER] - held - 4 * WARPGROUP_ROWS * (splits + _MOST_AT_ONCE) - 2048
     codes = {}
-    if k.dtype == CODES:
-        codes = dict(k_codes=shared_codes(FETCHED, width), v_codes=shared_codes(FETCHED, columns))
-        room -= FETCHED * (width + columns)
-    stages = min(splits, room // (4 * WARPGROUP_ROWS * (columns + 1)))
+    if narrow:
+        codes = dict(
+            k_codes=shared_codes(FETCHED, width), v_codes=shared_codes(WARPGROUP_ROWS, columns)
+        )
+        room -= FETCHED * width + WARPGROUP_ROWS * columns
+    at_once = min(splits, _MOST_AT_ONCE, room // (4 * WARPGROUP_ROWS * columns))
+    segment = math.gcd(tokens, WARPGROUP_ROWS)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, scale=scale, stages=stages),
-        out_type=jax.ShapeDtypeStruct((batch, nodes, heads, width), q.dtype),
+        functools.partial(_kernel, scale=scale, segment=segment),
+        out_type=jax.ShapeDtypeStruct((batch, nodes, kv_heads * groups, width), q.dtype),
         scratch_types=dict(
             q=shared(WARPGROUP_ROWS, width),
             cached_k=shared(FETCHED, width),
-            # As high as an instruction, which is how it is read to silence slots. A matmul
-            # contracts whole swizzles: 32 cached tokens, and 16 of the tree.
-            cached_v=shared(WARPGROUP_ROWS, columns, bytes=64),
+            # A matmul contracts whole swizzles.
+            cached_v=shared(WARPGROUP_ROWS, columns, bytes=2 * CONTRACTED),
+            cached_alone=shared(ALIGNED, WARPGROUP_ROWS, columns, bytes=2 * CONTRACTED),
             fresh_k=shared(tokens, width),
-            fresh_v=shared(tokens, columns, bytes=32),
-            partial=plgpu.SMEM((stages, WARPGROUP_ROWS, columns), jnp.float32),
-            lse=plgpu.SMEM((stages, WARPGROUP_ROWS), jnp.float32),
+            fresh_v=shared(depth.shape[1], columns, bytes=2 * CONTRACTED),
+            fresh_alone=shared(levels, depth.shape[1], columns, bytes=2 * CONTRACTED),
+            partial=shared(at_once, WARPGROUP_ROWS, columns, bytes=4 * columns, dtype=jnp.float32),
+            lse=plgpu.SMEM((pl.cdiv(splits, at_once) * at_once, WARPGROUP_ROWS), jnp.float32),
             out=plgpu.SMEM((WARPGROUP_ROWS, columns), q.dtype),
-            ready=plgpu.Barrier(num_arrivals=_SEGMENTS + 4),
-            partial_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            ready=plgpu.Barrier(num_arrivals=5 + (1 if packed else WARPGROUP_ROWS // segment)),
+            lse_ready=plgpu.Barrier(),
+            partial_ready=plgpu.Barrier(),
             **codes,
         ),
-        grid=(width // columns, row_tiles, kv_heads, batch),
+        grid=(width // columns, pl.cdiv(rows, WARPGROUP_ROWS), kv_heads, batch),
         grid_names=("part", "row_tile", "kv_head", "batch"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(
+            # One warpgroup: what it shares is committed by name below.
+            approx_math=True,
+            reduction_scratch_bytes=0,
+            unsafe_no_auto_barriers=True,
+        ),
         kernel_name="recent_tokens",
     )
-    return kernel(where, cached_step, fresh_step, q, k, v, fresh_k, fresh_v, partial, partial_lse)
+    # The copy engine knows five dimensions, with those of swizzled memory: a program's columns are
+    # one index.
+    partial = partial.reshape(*partial.shape[:4], width // columns, columns)
+    return kernel(where, limit, depth, bias, q, k, v, fresh_k, fresh_v, partial, partial_lse)
 
 
-def _kernel(*refs: Any, scale: float, stages: int, **memory: Any) -> None:
+def _kernel(*refs: Any, scale: float, segment: int, **memory: Any) -> None:
     """One program: 64 packed rows of a key/value head, some columns of their output."""
     operands = _Operands(*refs)
     batch = jax.lax.axis_index("batch")
+    cache_row = operands.where[batch, Bounds._fields.index("cache_row")]
+    first, length, reached, deepest = (
+        operands.where[batch, len(Bounds._fields) + at] for at in range(4)
+    )
     program = _Program(
         refs=operands,
         memory=_Memory(**memory),
         scale=scale,
-        stages=stages,
+        segment_tokens=segment,
         batch=batch,
         kv_head=jax.lax.axis_index("kv_head"),
         row_tile=jax.lax.axis_index("row_tile"),
         part=jax.lax.axis_index("part"),
-        start=operands.where[batch, 0],
-        length=operands.where[batch, 1],
-        reached=operands.where[batch, 2],
-        deepest=operands.where[batch, 3],
-        cache_row=operands.where[batch, 4],
+        first=first,
+        length=length,
+        reached=reached,
+        deepest=deepest,
+        cache_row=cache_row,
     )
     program.fetch()
-    steps = program.steps()
-    weights, top, total = program.softmax(steps)
+    weights, top, total = program.softmax()
     acc = pl.run_scoped(
-        functools.partial(program.add_values, steps, weights),
+        functools.partial(program.add_values, weights),
         _ACC((WARPGROUP_ROWS, program.columns), jnp.float32),
     )
-    acc, _, total = jax.lax.fori_loop(0, program.reached, program.merge, (acc, top, total))
+    acc, total = program.merge(acc, top, total)
     program.write(acc * jax.lax.broadcast_in_dim(1.0 / total, acc.shape, [0]))
 
 
@@ -147,8 +186,9 @@ class _Operands:
     """Operands and result in device memory, as :func:`attend_and_merge` names them."""
 
     where: Any
-    cached_step: Any
-    fresh_step: Any
+    limit: Any
+    depth: Any
+    bias: Any
     q: Any
     k: Any
     v: Any
@@ -163,26 +203,29 @@ class _Operands:
 class _Memory:
     """Shared memory of a program.
 
-    Splits' results go through a ring of places. ``ready`` says that all but them has come. Of a
-    cache in 8 bits there are codes, too.
+    ``cached_v`` holds the recent values twice. Each place of ``cached_alone`` and ``fresh_alone``
+    has the values of one step, among zeros. ``partial`` has places for all splits or, where there
+    are many, for some at a time. ``ready`` says that everything has come but the splits' results
+    and log-sum-exps. Of a cache in 8 bits there are codes, too.
     """
 
     q: Any
     cached_k: Any
     cached_v: Any
+    cached_alone: Any
     fresh_k: Any
     fresh_v: Any
+    fresh_alone: Any
     partial: Any
     lse: Any
     out: Any
     ready: Any
+    lse_ready: Any
     partial_ready: Any
     k_codes: Any = None
     v_codes: Any = None
 
 
-_State = tuple[Any, Any, Any]
-"""Unnormalised output, maximum and sum of the weights of a program's rows, in base 2."""
 _Pair = tuple[Any, Any]
 """Of the cached recent tokens, and of the tree's nodes."""
 
@@ -194,12 +237,13 @@ class _Program:
     refs: _Operands
     memory: _Memory
     scale: float
-    stages: int
+    segment_tokens: int
+    """Tokens of a head whose packed rows lie side by side in this and any other program."""
     batch: jax.Array
     kv_head: jax.Array
     row_tile: jax.Array
     part: jax.Array
-    start: jax.Array
+    first: jax.Array
     length: jax.Array
     reached: jax.Array
     deepest: jax.Array
@@ -221,157 +265,264 @@ class _Program:
         return pl.ds(self.row_tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     @property
+    def offset(self) -> jax.Array:
+        """Fetched cached tokens before the first recent one."""
+        return jax.lax.rem(self.first, ALIGNED)
+
+    @property
     def segments(self) -> int:
         """Segments of a key/value head's packed rows."""
-        tokens, kv_heads = self.refs.fresh_step.shape[2], self.refs.k.shape[1]
-        return self.refs.q.shape[1] // kv_heads * (tokens // SEGMENT)
+        return self.groups * (self.tokens // self.segment_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """The tree's nodes, whole matrix instructions."""
+        return self.refs.bias.shape[2]
+
+    @property
+    def groups(self) -> int:
+        """Query heads of a key/value head."""
+        return self.refs.out.shape[2] // self.refs.k.shape[1]
 
     def segment(self, place: int) -> tuple[Any, Any]:
-        """Head and tokens of 16 packed rows; of rows there are not, some there are."""
-        of_a_head = self.refs.fresh_step.shape[2] // SEGMENT
-        groups = self.segments // of_a_head
-        number = jnp.minimum(self.row_tile * _SEGMENTS + place, self.segments - 1)
-        head = self.kv_head * groups + jax.lax.div(number, of_a_head)
-        return head, pl.ds(jax.lax.rem(number, of_a_head) * SEGMENT, SEGMENT)
+        """Head and tokens of a segment's packed rows; of rows there are not, some there are."""
+        of_a_head = self.tokens // self.segment_tokens
+        number = self.row_tile * (WARPGROUP_ROWS // self.segment_tokens) + place
+        number = jnp.minimum(number, self.segments - 1)
+        head = self.kv_head * self.groups + jax.lax.div(number, of_a_head)
+        first = jax.lax.rem(number, of_a_head) * self.segment_tokens
+        return head, pl.ds(first, self.segment_tokens)
+
+    def places(self) -> list[tuple[int, Any]]:
+        """Every segment of this program, with its rows."""
+        size = self.segment_tokens
+        return [(at, pl.ds(at * size, size)) for at in range(WARPGROUP_ROWS // size)]
 
     def fetch(self) -> None:
         """Ask for everything, and for as many splits as there are places."""
         refs, memory, ready = self.refs, self.memory, self.memory.ready
-        for place in range(_SEGMENTS):
-            to = memory.q.at[pl.ds(place * SEGMENT, SEGMENT)]
-            plgpu.copy_gmem_to_smem(refs.q.at[self.batch, *self.segment(place)], to, ready)
-        recent = self.cache_row, self.kv_head, pl.ds(pl.multiple_of(self.start, ALIGNED), FETCHED)
-        keys, values = memory.cached_k, memory.cached_v.at[pl.ds(0, FETCHED)]
-        if memory.k_codes is not None:
-            keys, values = memory.k_codes, memory.v_codes
-        plgpu.copy_gmem_to_smem(refs.k.at[recent], keys, ready)
-        plgpu.copy_gmem_to_smem(refs.v.at[(*recent, self.its_columns)], values, ready)
-        # The copy engine fills with zeros what is beyond the tree. The index is not known
-        # beforehand, or Pallas would refuse.
-        tokens = pl.ds(pl.multiple_of(0 * self.start, SEGMENT), refs.fresh_step.shape[2])
+        if refs.q.shape[1] == refs.k.shape[1]:
+            packed = refs.q.at[self.batch, self.kv_head, self.rows]
+            plgpu.copy_gmem_to_smem(packed, memory.q, ready)
+        else:
+            for place, rows in self.places():
+                source = refs.q.at[self.batch, *self.segment(place)]
+                plgpu.copy_gmem_to_smem(source, memory.q.at[rows], ready)
+        # The copy engine fills with zeros what is beyond the tree, the cache or the splits. The
+        # index is not known beforehand, or Pallas would refuse.
+        tokens = pl.ds(pl.multiple_of(0 * self.part, CONTRACTED), self.tokens)
         nodes = self.batch, tokens, self.kv_head
         plgpu.copy_gmem_to_smem(refs.fresh_k.at[nodes], memory.fresh_k, ready)
-        plgpu.copy_gmem_to_smem(refs.fresh_v.at[(*nodes, self.its_columns)], memory.fresh_v, ready)
-        for split in range(self.stages):
-            pl.when(split < self.reached)(functools.partial(self.fetch_split, split))
+        values = memory.fresh_v.at[pl.ds(0, self.tokens)]
+        plgpu.copy_gmem_to_smem(refs.fresh_v.at[(*nodes, self.its_columns)], values, ready)
+        splits = pl.ds(0, memory.lse.shape[0])
+        lse = refs.partial_lse.at[self.batch, splits, self.kv_head, self.rows]
+        plgpu.copy_gmem_to_smem(lse, memory.lse, memory.lse_ready)
+        self.fetch_splits(0 * self.part)
+        start = pl.multiple_of(self.first - self.offset, ALIGNED)
+        recent = self.cache_row, self.kv_head, pl.ds(start, FETCHED)
+        keys, values = memory.cached_k, self.twice(memory.cached_v)
+        if memory.k_codes is not None:
+            keys, values = memory.k_codes, self.twice(memory.v_codes)
+        plgpu.copy_gmem_to_smem(refs.k.at[recent], keys, ready)
+        for each in values:
+            plgpu.copy_gmem_to_smem(refs.v.at[(*recent, self.its_columns)], each, ready)
 
-    def fetch_split(self, split: jax.Array | int) -> None:
-        """Ask for the results of a split."""
-        refs, stage = self.refs, self.stage(split)
-        ready = self.memory.partial_ready.at[stage]
-        count = min(refs.partial.shape[3], WARPGROUP_ROWS)
-        there = pl.ds(self.row_tile * WARPGROUP_ROWS, count)
-        source = refs.partial.at[self.batch, split, self.kv_head, there, self.its_columns]
-        to = self.memory.partial.at[stage, pl.ds(0, count)]
-        plgpu.copy_gmem_to_smem(source, to, ready)
-        lse = refs.partial_lse.at[self.batch, split, self.kv_head, self.rows]
-        plgpu.copy_gmem_to_smem(lse, self.memory.lse.at[stage], ready)
+    def twice(self, values: Any) -> tuple[Any, Any]:
+        """Both places of the recent values."""
+        return values.at[pl.ds(0, FETCHED)], values.at[pl.ds(_COPY, FETCHED)]
 
-    def stage(self, split: jax.Array | int) -> jax.Array | int:
-        """The place of a split in the ring."""
-        return jax.lax.rem(split, self.stages) if self.stages > 1 else 0
+    def fetch_splits(self, first: jax.Array) -> None:
+        """Ask for the results of some splits, whether they are reached or not."""
+        refs, memory = self.refs, self.memory
+        rows, splits = self.rows, pl.ds(first, memory.partial.shape[0])
+        source = refs.partial.at[self.batch, splits, self.kv_head, rows, self.part]
+        plgpu.copy_gmem_to_smem(source, memory.partial, memory.partial_ready)
 
-    def steps(self) -> _Pair:
-        """In which step the value of each key is added to each row."""
-        refs = self.refs.cached_step, self.refs.fresh_step
-        cached, fresh = (_load(ref.at[self.batch, self.rows], plgpu.Layout.WGMMA) for ref in refs)
-        return cached, fresh
-
-    def softmax(self, steps: _Pair) -> tuple[_Pair, Any, Any]:
+    def softmax(self) -> tuple[_Pair, Any, Any]:
         """The weights of all keys, their maximum, and their exact sum."""
-        memory = self.memory
+        refs, memory = self.refs, self.memory
+        limit = _load(refs.limit.at[self.batch, self.rows], plgpu.Layout.WGMMA.reduce(1))
+        bias = _load(refs.bias.at[self.batch, self.rows], plgpu.Layout.WGMMA)
         plgpu.barrier_wait(memory.ready)
         if memory.k_codes is not None:
             widen(memory.k_codes, memory.cached_k)
-            widen(memory.v_codes, memory.cached_v.at[pl.ds(0, FETCHED)], swizzle=64)
-        # Slots beyond the length may hold NaN, and 0 NaN is NaN.
-        block = _load(memory.cached_v, plgpu.Layout.WGMMA, optimized=True)
-        slot = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
-        seen = self.start + slot < self.length
-        memory.cached_v[...] = jnp.where(seen, block, jnp.zeros_like(block))
-        plgpu.commit_smem()
-        scores = [
-            jnp.where(step >= 0, _products(memory.q, keys) * self.scale, -jnp.inf)
-            for step, keys in zip(steps, (memory.cached_k, memory.fresh_k), strict=True)
-        ]
-        top = jnp.maximum(*(each.max(axis=1) for each in scores))
-        cached, fresh = (
-            jnp.exp2(each - jax.lax.broadcast_in_dim(top, each.shape, [0])) for each in scores
+            pairs = zip(self.twice(memory.v_codes), self.twice(memory.cached_v), strict=True)
+            for codes, values in pairs:
+                widen(codes, values, swizzle=2 * CONTRACTED)
+            plgpu.commit_smem()
+
+        def products(cached_ref: Any, fresh_ref: Any) -> _Pair:
+            plgpu.wgmma(cached_ref, memory.q, memory.cached_k.transpose((1, 0)))
+            plgpu.wgmma(fresh_ref, memory.q, memory.fresh_k.transpose((1, 0)))
+            self.set_cached_alone()
+            # The compiler sees no connection between the wait for a result and its registers.
+            return jax.lax.optimization_barrier((cached_ref[...], fresh_ref[...]))
+
+        keys = FETCHED, self.tokens
+        cached, fresh = pl.run_scoped(
+            products, *(_ACC((WARPGROUP_ROWS, count), jnp.float32) for count in keys)
         )
-        exact = (
-            (each * WEIGHT_STEPS).astype(jnp.int32).astype(jnp.float32).sum(axis=1)
+        slot = plgpu.broadcasted_iota(jnp.int32, cached.shape, 1, layout=plgpu.Layout.WGMMA)
+        slot += self.first - self.offset
+        seen = slot >= jax.lax.broadcast_in_dim(limit, cached.shape, [0])
+        seen = jnp.logical_and(seen, slot < self.length)
+        scores = jnp.where(seen, cached, -jnp.inf), fresh + bias
+        top = jnp.maximum(*(each.max(axis=1) for each in scores)) * self.scale
+        cached, fresh = (
+            jnp.exp2(each * self.scale - jax.lax.broadcast_in_dim(top, each.shape, [0]))
+            for each in scores
+        )
+        counts = (
+            jax.lax.bitcast_convert_type(each + TO_MULTIPLES, jnp.int32).sum(axis=1)
             for each in (cached, fresh)
         )
-        return (cached, fresh), top, jnp.add(*exact) * (1.0 / WEIGHT_STEPS)
+        # Integers wrap around.
+        none = sum(keys) * int(TO_MULTIPLES.view(np.int32)) % 2**32
+        count = jnp.add(*counts) - np.uint32(none).view(np.int32)
+        total = count.astype(jnp.float32) * np.spacing(TO_MULTIPLES)
+        return (cached, fresh), top, total
 
-    def add_values(self, steps: _Pair, weights: _Pair, acc_ref: Any) -> jax.Array:
-        """The weighted values, added in the order of their positions."""
+    def set_cached_alone(self) -> None:
+        """Write every recent value among zeros.
+
+        Recent token ``step`` is row ``offset + step`` of what was fetched. A matmul contracts 16
+        rows, from row 0 on for the first 8 steps and from row 8 on for the others, whose rows are
+        those of the copy. Memory beyond the length may be NaN, and 0 NaN is NaN.
+        """
         memory = self.memory
+        block = _load(memory.cached_v, plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
+        fetched = jnp.where(row < _COPY, row, row - _COPY)
+        there = fetched < self.length - (self.first - self.offset)
+        block = jnp.where(there, block, jnp.zeros_like(block))
+        step = jnp.where(row < _COPY, row, row - (_COPY + ALIGNED)) - self.offset
+        for number in range(ALIGNED):
+            memory.cached_alone.at[number][...] = _kept(block, step == number)
+        plgpu.commit_smem()
 
-        def alone(index: int, step: jax.Array | int) -> jax.Array:
-            """Of every row the weight that this step adds, among zeros."""
-            chosen = jnp.where(steps[index] == step, weights[index], 0.0)
-            return chosen.astype(self.refs.q.dtype)
+    def add_values(self, weights: _Pair, acc_ref: Any) -> jax.Array:
+        """The weighted values, added in the order of their positions.
 
-        for first in range(0, RECENT, _AT_ONCE):
-            some = [alone(0, first + step) for step in range(_AT_ONCE)]
-            for each in some:
-                plgpu.wgmma(acc_ref, each, memory.cached_v.at[pl.ds(0, FETCHED)])
-            # The instructions read the weights from registers, which must not be filled anew.
-            plgpu.wgmma_wait(0)
-            jax.lax.optimization_barrier(some)
-
-        @pl.loop(0, self.deepest + 1)
-        def _(step: jax.Array) -> None:
-            plgpu.wgmma(acc_ref, alone(1, step), memory.fresh_v)
-            plgpu.wgmma_wait(0)
-
+        The weights stay in registers, and each step has its values among zeros in memory.
+        """
+        memory = self.memory
+        cached, fresh = (each.astype(self.refs.q.dtype) for each in weights)
+        near = [cached[:, first : first + CONTRACTED] for first in (0, ALIGNED)]
+        for step in range(RECENT):
+            late, number = divmod(step, ALIGNED)
+            rows = pl.ds(late * (_COPY + ALIGNED), CONTRACTED)
+            plgpu.wgmma(acc_ref, near[late], memory.cached_alone.at[number, rows])
+        if self.refs.out.shape[1] == 1:
+            plgpu.wgmma(acc_ref, fresh, memory.fresh_v.at[pl.ds(0, self.tokens)])
+        plgpu.wgmma_wait(0)
+        jax.lax.optimization_barrier((near, fresh))
+        if self.refs.out.shape[1] > 1:
+            self.add_levels(fresh, acc_ref)
         return jax.lax.optimization_barrier(acc_ref[...])
 
-    def merge(self, split: jax.Array, state: _State) -> _State:
-        """The state with one more split."""
-        (acc, top, total), stage = state, self.stage(split)
-        plgpu.barrier_wait(self.memory.partial_ready.at[stage])
-        lse = _load(self.memory.lse.at[stage], plgpu.Layout.WGMMA.reduce(1)) * LOG2_E
-        of_split = _load(self.memory.partial.at[stage], plgpu.Layout.WGMMA)
-        new_top = jnp.maximum(top, lse)
-        keep, weight = jnp.exp2(top - new_top), jnp.exp2(lse - new_top)
-        acc = acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0])
-        acc += of_split * jax.lax.broadcast_in_dim(weight, acc.shape, [0])
-        total = total * keep + weight
-        if self.stages < self.refs.partial.shape[1]:
-            acc, total, new_top = jax.lax.optimization_barrier((acc, total, new_top))
-            plgpu.commit_smem()  # All have read this place before it is filled again.
-            following = split + self.stages
-            pl.when(following < self.reached)(functools.partial(self.fetch_split, following))
-        return acc, new_top, total
+    def add_levels(self, fresh: jax.Array, acc_ref: Any) -> None:
+        """Add the nodes' values, level by level. A level behind the last one adds zeros."""
+        memory = self.memory
+        depth = _load(self.refs.depth.at[self.batch], plgpu.Layout.WGMMA.reduce(1))
+        block = _load(memory.fresh_v, plgpu.Layout.WGMMA)
+        levels = memory.fresh_alone.shape[0]
+
+        @pl.loop(0, jax.lax.div(self.deepest, levels) + 1)
+        def _(turn: jax.Array) -> None:
+            for number in range(levels):
+                its = jax.lax.broadcast_in_dim(depth == turn * levels + number, block.shape, [0])
+                memory.fresh_alone.at[number][...] = _kept(block, its)
+            plgpu.commit_smem()
+            for number in range(levels):
+                values = memory.fresh_alone.at[number, pl.ds(0, self.tokens)]
+                plgpu.wgmma(acc_ref, fresh, values)
+            plgpu.wgmma_wait(0)
+            jax.lax.optimization_barrier(fresh)
+
+    def merge(self, acc: Any, top: Any, total: Any) -> tuple[Any, Any]:
+        """The values with those of all splits, and the sum of all weights.
+
+        One maximum serves all, so that no split has to wait for the one before.
+        """
+        memory, row = self.memory, plgpu.Layout.WGMMA.reduce(1)
+        splits, at_once = memory.lse.shape[0], memory.partial.shape[0]
+        plgpu.barrier_wait(memory.lse_ready)
+        self.clear(memory.lse, self.reached, -jnp.inf, row)
+
+        def log_sum(split: jax.Array | int) -> Any:
+            """In base 2."""
+            return _load(memory.lse.at[split], row) * LOG2_E
+
+        log_sums = [log_sum(split) for split in range(splits)]
+        of_recent = top
+        for each in log_sums:
+            top = jnp.maximum(top, each)
+        keep = jnp.exp2(of_recent - top)
+        # Whatever is fused with what follows, this product is rounded by itself.
+        acc = jax.lax.optimization_barrier(acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0]))
+
+        def some(log_sums: list[Any], first: jax.Array | int, state: _Pair) -> _Pair:
+            acc, total = state
+            plgpu.barrier_wait(memory.partial_ready)
+            self.clear(memory.partial, self.reached - first, 0.0, plgpu.Layout.WGMMA)
+            for at, each in enumerate(log_sums):
+                weight = jnp.exp2(each - top)
+                values = _load(memory.partial.at[at], plgpu.Layout.WGMMA)
+                acc += values * jax.lax.broadcast_in_dim(weight, acc.shape, [0])
+                total += weight
+            return acc, total
+
+        state = some(log_sums[:at_once], 0, (acc, total * keep))
+        if at_once == splits:
+            return state
+
+        def following(turn: jax.Array, state: _Pair) -> _Pair:
+            state, first = jax.lax.optimization_barrier(state), turn * at_once
+            plgpu.commit_smem()  # All have read the places before they are filled again.
+            self.fetch_splits(first)
+            return some([log_sum(first + at) for at in range(at_once)], first, state)
+
+        turns = jax.lax.div(self.reached + at_once - 1, at_once)
+        return jax.lax.fori_loop(1, turns, following, state)
+
+    def clear(self, memory: Any, first: jax.Array, value: float, layout: Any) -> None:
+        """Fill the places from ``first`` on, of splits that are not reached, where may be NaN."""
+
+        @pl.loop(first, memory.shape[0])
+        def _(place: jax.Array) -> None:
+            filled = jnp.full(memory.shape[1:], value, jnp.float32)
+            memory.at[place][...] = plgpu.layout_cast(filled, layout)
+            plgpu.commit_smem()
 
     def write(self, out: jax.Array) -> None:
         """Write the rows that there are."""
         self.memory.out[...] = out.astype(self.memory.out.dtype)
         plgpu.commit_smem()
-        for place in range(_SEGMENTS):
+        if self.refs.out.shape[1] == 1:
+            heads = pl.ds(self.kv_head * self.groups, self.groups)
+            source = self.memory.out.at[pl.ds(0, self.groups)]
+            to = self.refs.out.at[self.batch, 0, heads, self.its_columns]
+            plgpu.copy_smem_to_gmem(source, to)
+        else:
+            for place, rows in self.places():
+                self.write_segment(place, rows)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            @pl.when(self.row_tile * _SEGMENTS + place < self.segments)
-            def _(place: int = place) -> None:
-                source = self.memory.out.at[pl.ds(place * SEGMENT, SEGMENT)]
-                head, tokens = self.segment(place)
-                to = self.refs.out.at[self.batch, tokens, head, self.its_columns]
-                plgpu.copy_smem_to_gmem(source, to)
+    def write_segment(self, place: int, rows: Any) -> None:
+        """Write the rows of a segment, if there is one."""
+        per_tile = WARPGROUP_ROWS // self.segment_tokens
 
-        plgpu.wait_smem_to_gmem(0)
+        @pl.when(self.row_tile * per_tile + place < self.segments)
+        def _() -> None:
+            head, tokens = self.segment(place)
+            to = self.refs.out.at[self.batch, tokens, head, self.its_columns]
+            plgpu.copy_smem_to_gmem(self.memory.out.at[rows], to)
 
 
-def _products(q: Any, keys: Any) -> jax.Array:
-    """Products of 64 queries with some keys."""
-
-    def multiply(ref: Any) -> jax.Array:
-        plgpu.wgmma(ref, q, keys.transpose((1, 0)))
-        # The compiler sees no connection between the wait for a result and its registers.
-        return jax.lax.optimization_barrier(ref[...])
-
-    shape = (WARPGROUP_ROWS, keys.shape[0])
-    return pl.run_scoped(multiply, _ACC(shape, jnp.float32))
+def _kept(block: jax.Array, rows: jax.Array) -> jax.Array:
+    """These rows of some numbers, and zeros. A product takes one instruction for two numbers."""
+    return block * rows.astype(block.dtype)
 
 
 def _load(ref: Any, layout: Any, optimized: bool = False) -> Any:

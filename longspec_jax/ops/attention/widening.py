@@ -18,8 +18,8 @@ from longspec_jax.ops.attention.float8 import CODES
 BLOCK = 64
 """Slots that are brought and widened at once."""
 _ROW_BYTES = 64
-"""Bytes of a row of codes that lie together, eight rows after one another. Then threads that read 8
-bytes each, and write 16, meet no other in a bank."""
+"""Most bytes of a row of codes that lie together, eight rows after one another. Then threads that
+read 8 bytes each, and write 16, meet no other in a bank."""
 _THREAD_CODES = 8
 """Codes of a row that a thread widens at once."""
 
@@ -27,8 +27,9 @@ _THREAD_CODES = 8
 def shared_codes(*shape: int) -> Any:
     """Shared memory for codes ``[..., slots, width]``."""
     # By the types of newer jax these are abstract; they are not.
-    tiling = plgpu.TilingTransform((8, _ROW_BYTES))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(_ROW_BYTES)  # pyright: ignore[reportAbstractUsage]
+    row = min(shape[-1], _ROW_BYTES)
+    tiling = plgpu.TilingTransform((8, row))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(row)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, CODES, transforms=(tiling, swizzle))
 
 

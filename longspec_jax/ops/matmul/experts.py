@@ -33,12 +33,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.matmul.experts_grouping import expert_mlps_mosaic
-from longspec_jax.ops.matmul.few_rows import (
-    bounded_gate,
-    gate,
-    head_matmul_xla,
-    matmul_precision,
-)
+from longspec_jax.ops.matmul.few_rows import bounded_gate, gate, head_matmul_xla, matmul_precision
 from longspec_jax.ops.matmul.ordered import head_matmul
 from longspec_jax.ops.matmul.quantised import in_turn
 from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights

@@ -129,10 +129,13 @@ def head_matmul_mosaic(hidden: Array, table: Array) -> Array:
     _require_kernel(hidden, table)
     from longspec_jax.ops.matmul import ordered_mosaic  # Older versions of jax lack what it needs.
 
-    tile = ordered_tiles.head_tile(table.shape[1], table.shape[0])
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    out = ordered_mosaic.head_matmul(flat, table, tile=tile)
-    return out.reshape(*hidden.shape[:-1], -1)
+    vocabulary, flat = len(table), hidden.reshape(-1, hidden.shape[-1])
+    if vocabulary % 8:
+        # The copy engine takes whole groups of 8. It is a copy of the table in every launch.
+        table = jnp.pad(table, ((0, -vocabulary % 8), (0, 0)))
+    tile = ordered_tiles.head_tile(table.shape[1], len(table))
+    out = ordered_mosaic.head_matmul(flat, table, tile=tile)[:, :vocabulary]
+    return out.reshape(*hidden.shape[:-1], vocabulary)
 
 
 def _launch(x: Array, weights: Array, bias: Array | None = None, *, split: bool = False) -> Array:
@@ -180,8 +183,7 @@ def _of_few_rows(kernel: Callable[..., Array]) -> Callable[..., Array]:
 
 MATMUL = Op("matmul", {"mosaic": _of_few_rows(matmul_mosaic), "xla": matmul_xla})
 MATMUL_PARTIALS = Op(
-    "matmul_partials",
-    {"mosaic": _of_few_rows(matmul_partials_mosaic), "xla": matmul_partials_xla},
+    "matmul_partials", {"mosaic": _of_few_rows(matmul_partials_mosaic), "xla": matmul_partials_xla}
 )
 GATED_MATMUL = Op(
     "gated_matmul", {"mosaic": _of_few_rows(gated_matmul_mosaic), "xla": gated_matmul_xla}

@@ -5,7 +5,6 @@ That a block is computed as published is in :mod:`.test_parity`, and that no tok
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,16 +13,17 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import Committed, Features, Needs, Params
+from longspec_jax.drafters.base import Needs, Params
 from longspec_jax.drafters.dflash.config import Confidence, Markov
 from longspec_jax.drafters.dflash.drafter import DFlashDrafter
-from longspec_jax.sharding import partition_spec, path_name
-from tests.decoding.lossless import (
-    CONFIG,
-)
+from tests.decoding.lossless import CONFIG
 from tests.drafters.dflash.toys import config_for, random_params
-from tests.drafters.eagle3.test_drafter import Listening
-from tests.drafters.eagle3.test_parity import Given
+from tests.drafters.kit import (
+    assert_any_blocks_make_the_state,
+    assert_partitioned,
+    extended,
+    proposed,
+)
 from tests.kit import normal, relative_error, view_of
 
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
@@ -39,45 +39,13 @@ WINDOW = DFlashDrafter(DSPARK, TreeConfig((2, 3, 4, 1)), window=6, sinks=2)
 """Fewer entries than most rows have, so that the ring wraps."""
 
 
-@partial(jax.jit, static_argnums=0)
-def _extended(drafter: DFlashDrafter, params: Any, state: Any, block: Any) -> Any:
-    tokens, start, count, *hidden = block
-    features = Features(dict(zip(drafter.config.features, hidden, strict=True)))
-    return drafter.extend(params, state, Committed(tokens, start, count, features))
-
-
 def test_blocks_of_any_count_make_the_same_state() -> None:
     """Paths that were accepted in part, with garbage behind them, and rows that stand still."""
     tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
     hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
-    drafter, params = DFlashDrafter(DFLASH, sinks=2, window=12), Params(None, random_params(DFLASH))
-    at, totals = np.zeros(2, np.int32), np.array([16, 11], np.int32)
-    begun = drafter.begin(params, 2, 16)
-    whole = _extended(drafter, params, begun, (tokens, at, totals, *hidden))
-    state = begun
-    for count in np.array([[5, 1], [0, 3], [2, 0], [5, 4], [4, 3]], np.int32):
-        index = np.minimum(at[:, None] + np.arange(5), 15)
-        garbage = np.arange(5) >= count[:, None]
-        beside = [each[np.arange(2)[:, None], index] for each in hidden]
-        states = [np.where(garbage[..., None], 99.0, each) for each in beside]
-        fresh = np.where(garbage, 7, np.take_along_axis(tokens, index, axis=1))
-        state = _extended(drafter, params, state, (fresh, at, count, *states))
-        at = at + count  # A new one: the program may still read the old.
-    np.testing.assert_array_equal(at, totals)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), state, whole)
-
-
-@partial(jax.jit, static_argnums=0)
-def _proposed(
-    drafter: DFlashDrafter, params: Params, block: Any, pending: Any, following: Any = None
-) -> Any:
-    """A tree behind a text, and the logits at the nodes of every level."""
-    rows, slots = block[0].shape
-    state = _extended(drafter, params, drafter.begin(params, rows, slots), block)
-    none = jnp.zeros((rows, 1, 8, 8))
-    noise = Listening(None, []) if following is None else Given(following, [])
-    tree = drafter.propose(params, state, view_of(pending, block[2], none, none), noise)
-    return tree, noise.heard
+    drafter, counts = DFlashDrafter(DFLASH, sinks=2, window=12), [[5, 1], [0, 3], [2, 0]]
+    counts += [[5, 4], [4, 3]]
+    assert_any_blocks_make_the_state(drafter, random_params(DFLASH), tokens, hidden, counts)
 
 
 @pytest.mark.parametrize("yarn", [None, 4.0])
@@ -95,7 +63,7 @@ def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between(
     start = np.zeros(2, np.int32)
     config = DSPARK if yarn is None else DSPARK.stretched(yarn)
     window = replace(WINDOW, config=config)
-    tree, heard = _proposed(window, params, (tokens, start, lengths, *hidden), pending)
+    tree, heard = proposed(window, params, (tokens, start, lengths, *hidden), pending)
     long, kept = (lengths == 16)[:, None], np.array([0, 1, *range(10, 16)])
     shorter = np.where(long, tokens[:, kept], tokens[:, :8])
     states = [np.where(long[..., None], each[:, kept], each[:, :8]) for each in hidden]
@@ -106,7 +74,7 @@ def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between(
     following = np.pad(np.searchsorted(KNOWN, ids[rows[:, None], paths]), ((0, 0), (0, 1)))
     chain = DFlashDrafter(config, TreeConfig((1,) * 4))
     block = (each[rows] for each in (shorter, start, np.minimum(lengths, 8), *states))
-    _, expected = _proposed(chain, params, tuple(block), pending[rows], following)
+    _, expected = proposed(chain, params, tuple(block), pending[rows], following)
     first = np.array([1, 3, 6])
     for level, at in enumerate([0 * rows, *(paths - first).T]):
         found = np.asarray(heard[level])[rows, at]
@@ -121,7 +89,7 @@ def test_a_tree_holds_the_best_paths_of_the_slots() -> None:
     hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
     block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
     drafter = DFlashDrafter(DFLASH, TreeConfig((12, 12)))
-    tree, heard = _proposed(drafter, params, block, tokens[:, 0])
+    tree, heard = proposed(drafter, params, block, tokens[:, 0])
     logs = np.asarray(jax.nn.log_softmax(jnp.stack(heard)[:, :, 0]), np.float64)
     for b in range(2):
         sums = logs[0, b][:, None] + logs[1, b]
@@ -143,12 +111,12 @@ def test_a_confidence_head_moves_nodes_to_where_slots_are_trusted() -> None:
     hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
     block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
     drafter = DFlashDrafter(config, TreeConfig((4, 5), budget=6))
-    tree, heard = _proposed(drafter, Params(None, draft), block, tokens[:, 0])
+    tree, heard = proposed(drafter, Params(None, draft), block, tokens[:, 0])
 
     @jax.jit
     def hidden_of_slots(draft: Any) -> jax.Array:
         params, none = Params(None, draft), jnp.zeros((2, 1, 8, 8))
-        state = _extended(drafter, params, drafter.begin(params, 2, 16), block)
+        state = extended(drafter, params, drafter.begin(params, 2, 16), block)
         view = view_of(jnp.asarray(tokens[:, 0]), jnp.asarray(block[2]), none, none)
         return drafter._block(draft, state, view)
 
@@ -201,14 +169,10 @@ def test_8_bits_and_meshes() -> None:
     block = tokens, np.zeros(8, np.int32), np.full(8, 8, np.int32), *hidden
     chain, following = DFlashDrafter(DSPARK, TreeConfig((1,) * 4)), np.zeros((8, 4), np.int64)
     (_, exact), (_, near) = (
-        _proposed(chain, Params(None, each), block, KNOWN[:8].astype(np.int32), following)
+        proposed(chain, Params(None, each), block, KNOWN[:8].astype(np.int32), following)
         for each in (params, rounded)
     )
     assert 0 < relative_error(near[3], exact[3]) < 0.05
     for each in (params, rounded):
-        tables = {
-            name: getattr(each, name)
-            for name in ("layer", "head", "embedding", "markov", "confidence")
-        }
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tables):
-            assert len(partition_spec(path_name(path))) <= leaf.ndim
+        names = ("layer", "head", "embedding", "markov", "confidence")
+        assert_partitioned({name: getattr(each, name) for name in names})

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from longspec_jax import LongSpec
 from longspec_jax.cli import as_options, draft_option
@@ -30,6 +29,7 @@ from longspec_jax.drafters.registry import DFLASH
 from longspec_jax.loading import choose_drafts
 from longspec_jax.weights.json_files import JsonObject
 from tests.drafters.dflash.toys import config_for, random_params
+from tests.drafters.kit import assert_same_tensors, edit
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import random_target, tiny_target_config
 
@@ -73,10 +73,7 @@ def _saved(folder: Path, name: str, **changes: Any) -> Path:
     whole = config.proposable == config.vocab_size
     params = random_params(config, None if whole else KNOWN, dialect)
     save_draft(folder, Format(dialect, True, True), config, params)
-    file = folder / "config.json"
-    raw = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
-    return folder
+    return edit(folder, **changes)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -91,10 +88,7 @@ def test_every_dialect_in_and_out(name: str, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, draft.params, expected)
     assert draft.stored is not None
     save_draft(tmp_path / "two", draft.stored, draft.config, draft.params)
-    one, two = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "two"))
-    assert one.keys() == two.keys()
-    for tensor in one:
-        np.testing.assert_array_equal(one[tensor], two[tensor], err_msg=tensor)
+    assert_same_tensors(folder, tmp_path / "two")
     raws = (json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "two"))
     first, second = raws
     assert first == {key: value for key, value in second.items() if value is not None}
@@ -109,11 +103,7 @@ def test_files_of_speculators_come_back_as_they_were(tmp_path: Path) -> None:
         stored, draft, params = load_draft(folder, config, random_target(config))
         assert stored.dialect is SPECULATORS and not stored.embedding
         save_draft(tmp_path / folder.name, stored, draft, params)
-        one = load_file(folder / "model.safetensors")
-        two = load_file(tmp_path / folder.name / "model.safetensors")
-        assert one.keys() == two.keys()
-        for tensor in one:
-            np.testing.assert_array_equal(one[tensor], two[tensor], err_msg=tensor)
+        assert_same_tensors(folder, tmp_path / folder.name)
         theirs, ours = (
             json.loads((each / "config.json").read_text())
             for each in (folder, tmp_path / folder.name)
@@ -172,11 +162,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         dict(dflash_config=dict(mask_token_id=5, projector_type="domino")),
         "projector_type='domino' must be dflash or dspark",
     ),
-    "a mask that is no token": (
-        "DeepSpec, DSpark",
-        dict(mask_token_id=101),
-        "mask_token_id",
-    ),
+    "a mask that is no token": ("DeepSpec, DSpark", dict(mask_token_id=101), "mask_token_id"),
     "no block": ("z-lab", dict(block_size=None), "the file lacks block_size"),
     "a head without its tensors": (
         "DeepSpec, DFlash",

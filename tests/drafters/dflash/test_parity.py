@@ -23,7 +23,7 @@ from longspec_jax.drafters.dflash.config import Confidence, Markov
 from longspec_jax.drafters.dflash.drafter import DFlashDrafter
 from longspec_jax.drafters.dflash.load import load
 from longspec_jax.drafters.draft import Target
-from tests.drafters.eagle3.test_parity import Given
+from tests.drafters.kit import Given
 from tests.kit import random_target, tiny_target_config, view_of
 
 FILES = Path(__file__).parent / "speculators"

@@ -4,14 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.dflash.checkpoint import Format
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.dialects import ZLAB, Dialect
 from longspec_jax.drafters.dflash.model import DFlashParams
+from tests.drafters.kit import random_tree
 
 
 def config_for(target: TargetConfig, trunk: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -34,13 +33,8 @@ def random_params(
     config: DFlashConfig, tokens: Any = None, dialect: Dialect = ZLAB, seed: int = 3
 ) -> DFlashParams:
     """Random parameters with tables of their own; ``tokens`` are those that can be proposed."""
-    random = np.random.default_rng(seed)
-    drawn = {}
-    for leaf in Format(dialect, True, True).table(config).leaves:
-        normal = random.normal(size=leaf.shape)
-        scaled = 1 + 0.3 * normal if leaf.path.endswith("scale") else 0.2 * normal
-        drawn[leaf.path] = jnp.asarray(scaled, config.trunk.dtype)
-    layer = unflatten_dict(drawn, sep="/")
+    table = Format(dialect, True, True).table(config)
+    layer = random_tree(table, config.trunk.dtype, seed)
     tables = layer.pop("embedding"), layer.pop("head")
     heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}
     known = None if tokens is None else jnp.asarray(tokens, jnp.int32)

@@ -3,8 +3,7 @@
 That a chain is computed as published is in :mod:`.test_parity`.
 """
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,12 +15,11 @@ from longspec_jax.config.layers import YarnRopeScaling
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
+from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.models.layers import yarn_ramp
 from longspec_jax.ops.selection.blocks import BlockBudget
-from longspec_jax.sharding import partition_spec, path_name
 from tests.decoding.lossless import (
     CONFIG,
     EVERY,
@@ -32,9 +30,13 @@ from tests.decoding.lossless import (
     prompts,
     run,
 )
-from tests.drafters.eagle3.test_parity import Given
 from tests.drafters.eagle3.toys import config_for, random_params
-from tests.kit import normal, random_target, relative_error, view_of
+from tests.drafters.kit import (
+    assert_any_blocks_make_the_state,
+    assert_partitioned,
+    proposed,
+)
+from tests.kit import normal, random_target, relative_error
 
 TARGET = TargetModel(CONFIG)
 MODEL = random_target(CONFIG)
@@ -94,13 +96,11 @@ def test_slots_and_a_window_change_no_token(plain: list[list[np.ndarray]]) -> No
     sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
     engine = Engine(TARGET, [WINDOW], params, streams=False, **sizes)
     engine.launch_sizes = 1, 2
-    for req in EVERY:
-        host = jax.device_get(req)
+    for req in map(jax.device_get, EVERY):
         for row, length in enumerate(LENGTHS):
-            engine.submit(TEXT[row, :length], host.row(row))
+            engine.submit(TEXT[row, :length], req.row(row))
     rows, state = run(engine, 9)
-    for turn, expected in enumerate(plain):
-        assert_same(rows[3 * turn : 3 * turn + 3], expected)
+    assert_same(rows, [row for expected in plain for row in expected])
     assert emitted_in_rounds(state) > 0
 
 
@@ -145,55 +145,12 @@ def text() -> tuple[np.ndarray, list[jax.Array]]:
     return tokens, [normal(seed, 2, 16, CONFIG.model_width) for seed in range(3)]
 
 
-@partial(jax.jit, static_argnums=0)
-def _extended(drafter: Eagle3Drafter, params: Any, state: Any, block: Any) -> Any:
-    tokens, start, count, *hidden = block
-    features = Features(dict(zip(DRAFT.features, hidden, strict=True)))
-    return drafter.extend(params, state, Committed(tokens, start, count, features))
-
-
 def test_blocks_of_any_count_make_the_same_state(text: tuple[np.ndarray, list[jax.Array]]) -> None:
     """Paths that were accepted in part, with garbage behind them, and rows that stand still."""
-    tokens, hidden = text
-    params = Params(None, random_params(DRAFT, KNOWN))
-    whole = WINDOW.begin(params, 2, 16)
-    at = np.zeros(2, np.int32)
-    block = tokens, at, np.array([16, 11], np.int32), *hidden
-    whole = _extended(WINDOW, params, whole, block)
-    state = WINDOW.begin(params, 2, 16)
+    tokens, hidden = text[0], [np.asarray(each) for each in text[1]]
     counts = [[5, 1], [0, 3], [2, 0], [5, 4], [3, 3], [1, 0]]
-    for count in np.array(counts, np.int32):
-        index = np.minimum(at[:, None] + np.arange(5), 15)
-        garbage = np.arange(5) >= count[:, None]
-        fresh = np.where(garbage, 7, np.take_along_axis(tokens, index, axis=1))
-        beside = [np.asarray(each)[np.arange(2)[:, None], index] for each in hidden]
-        states = [np.where(garbage[..., None], 99.0, each) for each in beside]
-        state = _extended(WINDOW, params, state, (fresh, at, count, *states))
-        at = at + count  # A new one: the program may still read the old.
-    np.testing.assert_array_equal(at, [16, 11])
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), state, whole)
-
-
-@dataclass(frozen=True)
-class Listening(Given):
-    """Sampling noise at temperature 0 that notes the logits."""
-
-    def scores(self, logits: jax.Array, depth: int) -> jax.Array:
-        self.heard.append(logits)
-        return logits
-
-
-@partial(jax.jit, static_argnums=0)
-def _proposed(
-    drafter: Eagle3Drafter, params: Params, block: Any, pending: Any, following: Any = None
-) -> Any:
-    """A tree behind a text, and the logits at the nodes of every level."""
-    rows, slots = block[0].shape
-    state = _extended(drafter, params, drafter.begin(params, rows, slots), block)
-    none = jnp.zeros((rows, 1, 8, 8))
-    noise = Listening(None, []) if following is None else Given(following, [])
-    tree = drafter.propose(params, state, view_of(pending, block[2], none, none), noise)
-    return tree, noise.heard
+    draft = random_params(DRAFT, KNOWN)
+    assert_any_blocks_make_the_state(WINDOW, draft, tokens, hidden, counts)
 
 
 def test_sinks_and_ring_are_the_text_without_what_lies_between(
@@ -207,7 +164,7 @@ def test_sinks_and_ring_are_the_text_without_what_lies_between(
     params = Params(None, random_params(DRAFT, KNOWN))
     pending, lengths = KNOWN[[5, 50]].astype(np.int32), np.array([16, 5], np.int32)
     start = np.zeros(2, np.int32)
-    tree, heard = _proposed(WINDOW, params, (tokens, start, lengths, *hidden), pending)
+    tree, heard = proposed(WINDOW, params, (tokens, start, lengths, *hidden), pending)
     # Entry i is made of feature i and token i + 1.
     kept, known = np.array([0, 1, 2, *range(10, 16)]), np.array([0, 1, *range(9, 16)])
     shorter = np.where(lengths[:, None] == 16, tokens[:, kept], tokens[:, :9])
@@ -224,7 +181,7 @@ def test_sinks_and_ring_are_the_text_without_what_lies_between(
     chain = Eagle3Drafter(DRAFT, TreeConfig((1, 1, 1)))
     length = np.minimum(lengths, 9)
     block = (each[rows] for each in (shorter, start, length, *states))
-    _, expected = _proposed(chain, params, tuple(block), pending[rows], following)
+    _, expected = proposed(chain, params, tuple(block), pending[rows], following)
     np.testing.assert_allclose(np.asarray(heard[0])[rows, 0], expected[0], atol=1e-4)
     np.testing.assert_allclose(np.asarray(heard[1])[rows, paths[:, 0] - 1], expected[1], atol=1e-4)
     np.testing.assert_allclose(np.asarray(heard[2])[rows, paths[:, 1] - 3], expected[2], atol=1e-4)
@@ -256,11 +213,8 @@ def test_8_bits_and_meshes(text: tuple[np.ndarray, list[jax.Array]]) -> None:
     pending, following = KNOWN[:6].astype(np.int32), np.zeros((6, 3), np.int64)
     chain = Eagle3Drafter(DRAFT, TreeConfig((1, 1, 1)))
     (_, exact), (_, near) = (
-        _proposed(chain, Params(None, each), block, pending, following)
-        for each in (params, rounded)
+        proposed(chain, Params(None, each), block, pending, following) for each in (params, rounded)
     )
     assert 0 < relative_error(near[2], exact[2]) < 0.05
     for each in (params, rounded):
-        tables = {"layer": each.layer, "head": each.head, "embedding": each.embedding}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tables):
-            assert len(partition_spec(path_name(path))) <= leaf.ndim
+        assert_partitioned([each.layer, {"head": each.head, "embedding": each.embedding}])

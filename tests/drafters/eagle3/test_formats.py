@@ -1,6 +1,5 @@
 """EAGLE-3 drafts as published: every dialect in and out, and what is refused."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,18 +20,13 @@ from longspec_jax.drafters.base import Needs
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.drafters.eagle3.dialects import (
-    AUTHORS,
-    DEEPSPEC,
-    SPECFORGE,
-    SPECULATORS,
-    Dialect,
-)
+from longspec_jax.drafters.eagle3.dialects import AUTHORS, DEEPSPEC, SPECFORGE, SPECULATORS, Dialect
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, load, seen
 from longspec_jax.drafters.registry import EAGLE3, LONGSPEC
 from longspec_jax.drafters.window import Seen
 from longspec_jax.loading import choose_drafts
 from tests.drafters.eagle3.toys import config_for, random_params
+from tests.drafters.kit import assert_same_files, edit
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import random_target, tiny_target_config
 
@@ -91,15 +85,7 @@ def _saved(folder: Path, name: str, **changes: Any) -> Path:
     whole = config.proposable == config.vocab_size
     params = random_params(config, None if whole else KNOWN, dialect)
     save_draft(folder, Format(dialect, True, True), config, params)
-    if changes:
-        _edit(folder, **changes)
-    return folder
-
-
-def _edit(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    raw = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    return edit(folder, **changes) if changes else folder
 
 
 def _retold(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
@@ -126,12 +112,7 @@ def test_every_dialect_in_and_out(name: str, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, draft.params, expected)
     assert draft.stored is not None
     save_draft(tmp_path / "two", draft.stored, draft.config, draft.params)
-    one, two = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "two"))
-    assert one.keys() == two.keys()
-    for tensor in one:
-        np.testing.assert_array_equal(one[tensor], two[tensor], err_msg=tensor)
-    configs = [(each / "config.json").read_text() for each in (folder, tmp_path / "two")]
-    assert configs[0] == configs[1]
+    assert_same_files(folder, tmp_path / "two")
 
 
 def test_tensors_are_called_as_published(tmp_path: Path) -> None:
@@ -165,12 +146,12 @@ def test_files_as_their_trainers_leave_them(tmp_path: Path) -> None:
     config = load(folder, TARGET).config
     assert config.features == (1, 3, 4) and config.rope_theta == 10000
     scaled = {"type": "linear", "factor": 2.0}
-    _edit(folder, rope_scaling=scaled, rope_theta=5e5)
+    edit(folder, rope_scaling=scaled, rope_theta=5e5)
     config = load(folder, TARGET).config
     # The authors' code forgets rope_theta where it scales; SpecForge's does not.
     assert (config.rope_theta, config.rope_scaling) == (10000, LinearRopeScaling(2.0))
     assert load(folder, TARGET, Eagle3Options(rope_theta=7e5)).config.rope_theta == 7e5
-    _edit(folder, architectures=["Eagle3LlamaForCausalLM"])
+    edit(folder, architectures=["Eagle3LlamaForCausalLM"])
     assert load(folder, TARGET).config.rope_theta == 5e5
     folder = _saved(tmp_path / "speculators", "speculators")
 
@@ -376,9 +357,9 @@ def test_a_window_that_nobody_named_is_said(tmp_path: Path) -> None:
 def test_the_registry_knows_every_dialect(name: str, tmp_path: Path) -> None:
     [chosen] = choose_drafts([_saved(tmp_path, name)], {"window": 64})
     assert chosen.kind is EAGLE3
-    _edit(tmp_path, speculators_model_type=None, draft_vocab_size=None)
+    edit(tmp_path, speculators_model_type=None, draft_vocab_size=None)
     assert choose_drafts([tmp_path], {})[0].kind is (EAGLE3 if "auth" not in name else LONGSPEC)
-    _edit(tmp_path, architectures=None)
+    edit(tmp_path, architectures=None)
     [chosen] = choose_drafts([tmp_path], {})
     assert chosen.kind is LONGSPEC
 

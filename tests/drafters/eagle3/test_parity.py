@@ -6,7 +6,6 @@ each lie the inputs and the logits of its training forward over three steps (``s
 from every position of a text a chain whose next tokens are given.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import Committed, Features, Params, SamplingNoise
+from longspec_jax.drafters.base import Committed, Features, Params
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, load
+from tests.drafters.kit import Given
 from tests.kit import random_target, tiny_target_config, view_of
 
 FILES = Path(__file__).parent / "speculators"
@@ -29,28 +29,6 @@ VARIANTS = sorted(path.name for path in FILES.iterdir())
 CONFIG = tiny_target_config(vocab_size=37, model_width=16, num_layers=2, max_positions=64)
 TARGET = Target(CONFIG, random_target(CONFIG))
 STEPS = 3
-
-
-@dataclass(frozen=True)
-class Given(SamplingNoise):
-    """Sampling noise that makes a chain go through given tokens, and notes the logits."""
-
-    following: Any
-    """``[B, STEPS]``: what follows the root, among the draft's own ids."""
-    heard: list[jax.Array]
-
-    def scores(self, logits: jax.Array, depth: int) -> jax.Array:
-        self.heard.append(logits[:, 0])
-        return jax.nn.one_hot(self.following[:, depth], logits.shape[2])[:, None]
-
-    def draw(self, logits: jax.Array, depths: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def among(self, tokens: jax.Array) -> "Given":
-        return self
-
-    def after(self, steps: jax.Array, levels: int) -> "Given":
-        raise NotImplementedError
 
 
 @partial(jax.jit, static_argnums=0)

@@ -3,14 +3,13 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.eagle3.checkpoint import Format
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.dialects import SPECFORGE, Dialect
 from longspec_jax.drafters.eagle3.model import Eagle3Params
+from tests.drafters.kit import random_tree
 
 
 def config_for(target: TargetConfig, **fields: Any) -> Eagle3Config:
@@ -35,12 +34,6 @@ def random_params(
     config: Eagle3Config, tokens: Any = None, dialect: Dialect = SPECFORGE, seed: int = 3
 ) -> Eagle3Params:
     """Random parameters with tables of their own; ``tokens`` are those that can be proposed."""
-    random = np.random.default_rng(seed)
-    drawn = {}
-    for leaf in Format(dialect, True, True).table(config).leaves:
-        normal = random.normal(size=leaf.shape)
-        scaled = 1 + 0.3 * normal if leaf.path.endswith("scale") else 0.15 * normal
-        drawn[leaf.path] = jnp.asarray(scaled, config.dtype)
-    layer = unflatten_dict(drawn, sep="/")
+    layer = random_tree(Format(dialect, True, True).table(config), config.dtype, seed, width=0.15)
     tables = layer.pop("embedding"), layer.pop("head")
     return Eagle3Params(layer, *tables, None if tokens is None else jnp.asarray(tokens, jnp.int32))

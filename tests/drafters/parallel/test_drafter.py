@@ -23,9 +23,8 @@ from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.drafter import ParallelDrafter
 from longspec_jax.drafters.parallel.load import ParallelDraft
 from longspec_jax.drafters.parallel.model import ParallelLayers, ParallelParams
-from longspec_jax.sharding import partition_spec, path_name
 from tests.decoding.lossless import CONFIG
-from tests.drafters.eagle3.test_drafter import Listening
+from tests.drafters.kit import Listening, assert_partitioned
 from tests.drafters.parallel.toys import config_for, random_tree
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import normal, random_target, relative_error, view_of
@@ -161,9 +160,7 @@ def test_8_bits_and_meshes(state: Any) -> None:
     )
     assert 0 < relative_error(near, exact) < 0.05
     for each in (bound, rounded):
-        tables = {name: getattr(each, name) for name in ("layer", "head", "markov")}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tables):
-            assert len(partition_spec(path_name(path))) <= leaf.ndim
+        assert_partitioned({name: getattr(each, name) for name in ("layer", "head", "markov")})
 
 
 @pytest.mark.parametrize("markov_rank", [0, 5])

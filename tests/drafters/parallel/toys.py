@@ -3,14 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from flax.traverse_util import unflatten_dict
-
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.parallel.checkpoint import draft_table
 from longspec_jax.drafters.parallel.config import ParallelConfig
+from tests.drafters import kit
 
 
 def config_for(target: TargetConfig, window: int = 7, **fields: Any) -> ParallelConfig:
@@ -22,10 +19,4 @@ def config_for(target: TargetConfig, window: int = 7, **fields: Any) -> Parallel
 
 def random_tree(config: ParallelConfig, seed: int = 3) -> Any:
     """Random parameters, as a folder holds them."""
-    random = np.random.default_rng(seed)
-    drawn = {}
-    for leaf in draft_table(config).leaves:
-        normal = random.normal(size=leaf.shape)
-        scaled = 1 + 0.3 * normal if leaf.path.endswith("scale") else 0.2 * normal
-        drawn[leaf.path] = jnp.asarray(scaled, config.layer.dtype)
-    return unflatten_dict(drawn, sep="/")
+    return kit.random_tree(draft_table(config), config.layer.dtype, seed)

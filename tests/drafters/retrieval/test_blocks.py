@@ -50,11 +50,7 @@ def over(selector: Selector) -> Hierarchy:
 
 @pytest.mark.parametrize(
     ("kind", "budget"),
-    [
-        (Quest, ROOMY),
-        (AttentionRetriever, ROOMY),
-        (Quest, BlockBudget(512, 4, 8, 4)),
-    ],
+    [(Quest, ROOMY), (AttentionRetriever, ROOMY), (Quest, BlockBudget(512, 4, 8, 4))],
     ids=["quest", "attention", "in-place"],
 )
 def test_what_sees_every_token_once_is_perfect(kind: Any, budget: BlockBudget) -> None:

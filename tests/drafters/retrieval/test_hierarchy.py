@@ -14,14 +14,7 @@ from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import (
-    Drafter,
-    Needs,
-    NoDraft,
-    Params,
-    SamplingNoise,
-    View,
-)
+from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params, SamplingNoise, View
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -75,11 +68,7 @@ END = TreeConfig.parse("chain:6/chain:2")
 """Two rounds of two levels, and two levels that the target verifies."""
 
 
-@pytest.mark.parametrize(
-    ("levels", "request_"),
-    [(1, GREEDY), (2, MIXED)],
-    ids=["one", "two"],
-)
+@pytest.mark.parametrize(("levels", "request_"), [(1, GREEDY), (2, MIXED)], ids=["one", "two"])
 def test_a_tree_at_the_end_is_walked_into(levels: int, request_) -> None:
     """Where the drafter inside is perfect, to its end; also that of hierarchies inside."""
     inner: Drafter = LookupDrafter(TreeConfig((1, 1)))

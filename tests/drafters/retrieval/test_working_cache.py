@@ -10,13 +10,7 @@ import pytest
 
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import (
-    Committed,
-    Drafter,
-    Features,
-    NoDraft,
-    Params,
-)
+from longspec_jax.drafters.base import Committed, Drafter, Features, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.load import LongSpecOptions

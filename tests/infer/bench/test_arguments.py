@@ -14,12 +14,7 @@ from infer.bench.attention import CANDIDATES
 from longspec_jax.cli import ByMachine, result_file, settled, typed
 from longspec_jax.config.names import ATTENTION
 from longspec_jax.config.tree import DEFAULT_TREE
-from longspec_jax.ops.attention.dispatch import (
-    CHUNK,
-    PREFIX,
-    SPECULATIVE,
-    TREE,
-)
+from longspec_jax.ops.attention.dispatch import CHUNK, PREFIX, SPECULATIVE, TREE
 
 ROOT = Path(__file__).parents[3]
 BAD = {
@@ -42,6 +37,8 @@ BAD = {
     "--new_tokens: 1 must be a whole number from 2": "decode --new_tokens=1",
     "--repetitions: -2 must": "decode --repetitions=-2",
     "--turns: 0 must": "decode --turns=0",
+    "--prefill: chunks of 4096 tokens are longer": "decode --context=4096 --context=1024 "
+    "--prefill=4096",
     "--tree: tree widths must be positive": "decode --tree=4,0",
     "--tree: tree (300,) has 301 nodes": "decode --tree=300",
     "--acceptance: nan must be >= 0 and finite": "decode --acceptance=nan",

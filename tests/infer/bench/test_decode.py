@@ -1,7 +1,9 @@
 """The decode benchmark on a CPU: its rows, its arithmetic, its random models."""
 
+import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,7 +45,7 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
             *("decode", "--shape=tiny", "--context=65", "--context=320", "--batch=3"),
             *("--tree=2,3@4", "--acceptance=2", "--new_tokens=41", "--turns=1"),
             *("--repetitions=1", f"--json={file}", "--draft_option=vocabulary=61"),
-            "--draft_option=int8",
+            *("--draft_option=int8", "--prefill=64"),
         ]
     )
     written = json.loads(file.read_text())
@@ -56,6 +58,8 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
     for row in written["rows"]:
         assert row["acceptance_length"] == pytest.approx(2, abs=0.15)
         assert row["acceptance_wanted"] == 2
+        read = row["prefill_seconds"] * row["prefill_tokens_per_second"]
+        assert read == pytest.approx(3 * (row["context"] - row["context"] % 64), rel=1e-2)
         assert row["round_over_plain"] == pytest.approx(
             row["round_ms"] / row["plain_ms_per_token"], rel=1e-2
         )
@@ -88,6 +92,31 @@ def test_a_drafts_folder_and_random_ones_of_its_kind(tmp_path: Path) -> None:
         short, long = (tree_bytes(draft_state(drawn, drafter, 2, slots)) for slots in (64, 512))
         heads = drafter.config.trunk.num_kv_heads * drafter.config.trunk.head_width
         assert short == long == drafter.config.trunk.num_layers * 2 * 2 * (32 + 4) * heads * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "grows"),
+    [
+        ("longspec", {}, False),
+        ("parallel", {}, False),
+        ("eagle3", {"window": 32}, False),
+        ("small_lm", {}, True),
+    ],
+)
+def test_the_state_of_a_draft_with_a_window_does_not_grow(
+    kind: str, options: dict, grows: bool
+) -> None:
+    """Nothing is drawn: the bytes are those of the shapes."""
+
+    def state(slots: int) -> Any:
+        drawn = random_model(SHAPES["tiny"], kind=kind, options=options)
+        return draft_state(drawn, drawn.drafter(TreeConfig((1, 1))), 1, slots)
+
+    short, long = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+        for shapes in (jax.eval_shape(functools.partial(state, slots)) for slots in (64, 512))
+    )
+    assert long > short if grows else long == short
 
 
 def test_bytes_of_a_plain_step_count_every_row(model) -> None:

@@ -13,14 +13,7 @@ import pytest
 from infer.bench import rounds as bench_rounds
 from infer.bench.arguments import SHAPES
 from infer.bench.models import draft_state, filled_cache, random_model
-from infer.bench.rounds import (
-    GREEDY,
-    AcceptanceLengths,
-    accept_drawn,
-    decode,
-    drawn_count,
-    rows_at,
-)
+from infer.bench.rounds import GREEDY, AcceptanceLengths, accept_drawn, decode, drawn_count, rows_at
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.rows import Rows

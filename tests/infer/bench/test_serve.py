@@ -138,11 +138,7 @@ def test_what_a_server_adds_to_its_rounds() -> None:
     assert figures["tokens_per_second"] == 6.0 and figures["ttft_ms_p50"] == 750
     # Of three rounds one was launched ahead of the end: two of 0.2 s in half a second.
     found = serve.overhead([stream], [1, 2], [0.1, 0.25])
-    assert found == {
-        "round_ms": 250.0,
-        "bare_round_ms": 200.0,
-        "http_and_scheduling_percent": 20.0,
-    }
+    assert found == {"round_ms": 250.0, "bare_round_ms": 200.0, "http_and_scheduling_percent": 20.0}
 
 
 def test_the_target_agrees_as_often_as_is_drawn_along_a_path_that_the_tree_has() -> None:

@@ -83,10 +83,7 @@ def test_trees_of_the_methods() -> None:
     ("typed", "words"),
     [
         (["--task=nothing"], "--task: unknown 'nothing'; choose from gov_report"),
-        (
-            ["--task=qmsum", "--method=magic"],
-            "--method: unknown method 'magic'; ",
-        ),
+        (["--task=qmsum", "--method=magic"], "--method: unknown method 'magic'; "),
         (["--task=qmsum", "--method=plain=4"], "plain takes no tree; write --method=plain"),
         (["--task=qmsum", "--method=ngram=none"], "decoding without a tree is --method=plain"),
         (["--task=qmsum", "--task=qmsum"], "--task=qmsum is given twice"),

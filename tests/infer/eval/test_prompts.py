@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from infer.eval.prepare import (
-    Asked,
-    LongBenchProtocol,
-    LongSpecProtocol,
-    Sources,
-    Target,
-    prepare,
-)
+from infer.eval.prepare import Asked, LongBenchProtocol, LongSpecProtocol, Sources, Target, prepare
 from infer.eval.tasks import DEPTHS, DIGITS, SENTENCE, SUITE, TASKS, Sample, needle_document
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
@@ -137,10 +130,7 @@ def test_longbench_puts_the_chat_format_around_all_but_code() -> None:
 
 def sources(path: Path | None = None, **changes: Any) -> Sources:
     fields: dict[str, Any] = dict(
-        data={} if path is None else {"": path},
-        contexts=[100],
-        style=None,
-        limit=None,
+        data={} if path is None else {"": path}, contexts=[100], style=None, limit=None
     )
     return Sources(**{**fields, **changes})
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from longspec_jax.ops.attention import float8, prefix_mosaic, widening
+from longspec_jax.ops.attention import float8, prefix_attending, widening
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
@@ -74,7 +74,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(plgpu, "kernel", kernel)
     monkeypatch.setattr(plgpu, "wgmma", wgmma)
     monkeypatch.setattr(pl, "run_state", run_state)
-    monkeypatch.setattr(prefix_mosaic, "_ACC", Accumulator)
+    monkeypatch.setattr(prefix_attending, "_ACC", Accumulator)
     monkeypatch.setattr(
         widening, "widened", lambda codes, dtype, layout: float8.widened(codes, dtype)
     )

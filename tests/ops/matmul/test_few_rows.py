@@ -96,3 +96,20 @@ def test_hopper_kernel(rows: int, dtype: str) -> None:
     gate, up = np.moveaxis(exact(x, weights), -2, 0)
     out = few_rows.gated_matmul(x, weights)
     assert relative_error(out, silu(gate) * up) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
+def test_a_vocabulary_of_any_size_has_logits_of_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more logits than tokens, and a row's bits are the same beside any others."""
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+
+    from longspec_jax.ops.matmul import ordered_mosaic
+
+    kernel = partial(ordered_mosaic.head_matmul, interpret=InterpretGPUParams())
+    monkeypatch.setattr(few_rows, "_require_kernel", lambda *_: None)
+    monkeypatch.setattr(ordered_mosaic, "head_matmul", kernel)
+    x, table = normal(0, 3, 5, 128, dtype="bfloat16"), normal(1, 203, 128, dtype="bfloat16")
+    whole = few_rows.head_matmul_mosaic(x, table)
+    assert whole.shape == (3, 5, 203) and whole.dtype == jnp.float32
+    assert relative_error(whole, exact(x.reshape(15, 128), table.T).reshape(3, 5, 203)) < 1e-5
+    np.testing.assert_array_equal(few_rows.head_matmul_mosaic(x[:1, :3], table), whole[:1, :3])

@@ -13,7 +13,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SERVER = "--chat_template=vicuna --max_len=1024 --tree=2,2"
-NAMES = ("openai", "litellm", "langchain", "lm_eval", "guidellm", "aiperf", "schemathesis")
+NAMES = ("litellm", "langchain", "lm_eval", "guidellm", "aiperf", "schemathesis")
 
 
 def main() -> int:

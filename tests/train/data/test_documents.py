@@ -66,10 +66,7 @@ ROWS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         },
         [("user", "hi"), ("assistant", "!"), ("user", "more")],
     ),
-    "reasoning": (
-        {"problem": "1+1", "qwq": "2"},
-        [SYSTEM, ("user", "1+1"), ("assistant", "2")],
-    ),
+    "reasoning": ({"problem": "1+1", "qwq": "2"}, [SYSTEM, ("user", "1+1"), ("assistant", "2")]),
     "report": (
         {"report": "R", "summary": "S"},
         [
@@ -98,10 +95,7 @@ ROWS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         {"transcript": "T", "summary": "S"},
         [
             SYSTEM,
-            (
-                "user",
-                "You are given a meeting transcript. Write a summary of the transcript.\n\nT",
-            ),
+            ("user", "You are given a meeting transcript. Write a summary of the transcript.\n\nT"),
             ("assistant", "S"),
         ],
     ),

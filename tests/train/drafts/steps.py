@@ -1,5 +1,6 @@
 """Four optimiser steps of a tiny draft of any kind, as its tests compare them with PyTorch."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,39 @@ def assert_same_steps(one: Trained, other: Trained) -> None:
     for leaf, other_leaf in zip(*map(jax.tree.leaves, (one.last, other.last)), strict=True):
         # Adam divides tiny gradients by themselves: rounding shows a little more than in the loss.
         assert relative_error(other_leaf, leaf) < 1e-4
+
+
+def assert_learns_as_pytorch(
+    one: Trained, draft: Mapping[str, Any], loss: Callable[[int], Any], folder: Path
+) -> None:
+    """Loss, norm of the gradient, and parameters are those of PyTorch's own steps.
+
+    Args:
+      one: what is compared.
+      draft: PyTorch's parameters before the first step, by the names of the exported file.
+      loss: of a step's number, computed from them.
+      folder: for the exported file.
+    """
+    torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
+    groups = [
+        {"params": [p for p in draft.values() if p.ndim > 1], "weight_decay": ADAMW.weight_decay},
+        {"params": [p for p in draft.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(ADAMW.b1, ADAMW.b2), eps=ADAMW.eps)
+    begun = {name: value.detach().clone() for name, value in draft.items()}
+    for step, values in enumerate(one.metrics):
+        optimizer.zero_grad()
+        found = loss(step)
+        found.backward()
+        norm = torch.nn.utils.clip_grad_norm_(draft.values(), ADAMW.clip)
+        optimizer.step()
+        assert relative_error(values["loss"], found.item()) < 2e-5
+        assert relative_error(values["grad_norm"], float(norm)) < 1e-4
+    learned = tensors(one.begun, one.last, folder)
+    assert learned.keys() - {"d2t", "t2d"} == draft.keys()
+    for name, value in draft.items():
+        assert relative_error(learned[name], value.detach().numpy()) < 1e-4, name
+        assert relative_error(begun[name].numpy(), learned[name]) > 1e-3, f"{name} was not learned"
 
 
 def tensors(begun: Begun, params: Any, folder: Path) -> dict[str, np.ndarray]:

@@ -17,72 +17,58 @@ from longspec_jax.drafters.dflash.dialects import SPECULATORS, ZLAB
 from longspec_jax.drafters.dflash.load import DFlashOptions, load
 from longspec_jax.drafters.draft import Target
 from tests.drafters.dflash.toys import random_params
-from tests.kit import relative_error
 from train.config import StageConfig
 from train.drafts.dflash.objective import DFlashObjective, begin, fresh_config
 from train.drafts.dflash.settings import DFlashSettings
 from train.step import Batch
 from train.target import run_target
 
-from ..steps import (
-    ADAMW,
-    FROZEN,
-    RATE,
-    SEED,
-    TARGET,
-    Trained,
-    assert_same_steps,
-    four_steps,
-    given,
-    random_batch,
-    tensors,
-)
+from .. import steps as tiny
 
-STAGE = StageConfig("short", 13, 4, 2, RATE, 4, 0, 0.0, 0)
+STAGE = StageConfig("short", 13, 4, 2, tiny.RATE, 4, 0, 0.0, 0)
 SETTINGS = DFlashSettings("dflash", "", 2, "0,1", 4, -1, 3, 2.0)
 ROWS = 2, 2
 
 
 def batch() -> Batch:
-    return random_batch(ROWS, STAGE.seq_len)
+    return tiny.random_batch(ROWS, STAGE.seq_len)
 
 
 @pytest.fixture(scope="module")
-def one() -> Trained:
-    return four_steps(SETTINGS, given(STAGE), batch(), 90)
+def one() -> tiny.Trained:
+    return tiny.four_steps(SETTINGS, tiny.given(STAGE), batch(), 90)
 
 
 def views() -> Any:
     """The target's of both micro-batches."""
     positions = jnp.broadcast_to(jnp.arange(STAGE.seq_len), (2, STAGE.seq_len))
-    run = jax.jit(partial(run_target, TARGET, keep=(0, 1)))
-    return [jax.device_get(run(FROZEN, tokens, positions)) for tokens in batch().tokens]
+    run = jax.jit(partial(run_target, tiny.TARGET, keep=(0, 1)))
+    return [jax.device_get(run(tiny.FROZEN, tokens, positions)) for tokens in batch().tokens]
 
 
 def block_logits(oracle: Any, tokens: Any, view: Any, row: int, anchor: int) -> Any:
     from .plain import torch
 
-    table, head = (torch.tensor(np.array(FROZEN[name])) for name in ("embedding", "head"))
+    table, head = (torch.tensor(np.array(tiny.FROZEN[name])) for name in ("embedding", "head"))
     features = np.concatenate([view.kept[0][row, :anchor], view.kept[1][row, :anchor]], axis=-1)
     return oracle.logits(table, head, torch.tensor(features), anchor, int(tokens[row, anchor]))
 
 
-def test_four_steps_are_those_of_pytorch(one: Trained, tmp_path: Path) -> None:
+def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters."""
     torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
-    from tests.train.drafts.eagle3.plain import AdamW
-
     from .plain import DFlashOracle
 
-    begun, first, metrics, last = one
+    begun, first, _, last = one
     objective, _ = begun.trainer.objectives(STAGE, 90, 0)
-    data, seen, root = batch(), views(), jax.random.key(SEED)
-    stored = tensors(begun, first, tmp_path / "first")
+    data, seen, root = batch(), views(), jax.random.key(tiny.SEED)
+    stored = tiny.tensors(begun, first, tmp_path / "first")
     draft = {name: torch.tensor(value, requires_grad=True) for name, value in stored.items()}
-    oracle, optimizer = DFlashOracle(draft, begun.trainer.draft), AdamW(draft, ADAMW)
+    oracle = DFlashOracle(draft, begun.trainer.draft)
     decays = np.exp(-np.arange(3) / 2.0)
     decays = 3 * decays / decays.sum()
-    for step, values in enumerate(metrics):
+
+    def loss(step: int) -> Any:
         anchors = objective.draw(jax.random.fold_in(root, step), ROWS, STAGE.seq_len)
         total = torch.zeros(())
         for (a, row, block), anchor in np.ndenumerate(np.asarray(anchors)):
@@ -93,16 +79,9 @@ def test_four_steps_are_those_of_pytorch(one: Trained, tmp_path: Path) -> None:
                 if (at := int(anchor) + slot) < STAGE.seq_len:
                     surprise = -logits[slot - 1].log_softmax(-1)[int(tokens[row, at])]
                     total = total + decays[slot - 1] * data.weights[a, row, at] * surprise
-        loss = total / float(data.weights[:, :, 1:].sum())
-        loss.backward()
-        norm = optimizer.step(RATE)
-        assert relative_error(values["loss"], loss.item()) < 2e-5
-        assert relative_error(values["grad_norm"], float(norm)) < 1e-4
-    learned = tensors(begun, last, tmp_path / "last")
-    assert learned.keys() == draft.keys()
-    for name, value in draft.items():
-        assert relative_error(learned[name], value.detach().numpy()) < 1e-4, name
-        assert relative_error(stored[name], learned[name]) > 1e-3, f"{name} was not learned"
+        return total / float(data.weights[:, :, 1:].sum())
+
+    tiny.assert_learns_as_pytorch(one, draft, loss, tmp_path / "last")
 
     # What is measured: agreement with the target's choice, of blocks that are learned whole.
     report = objective.measure(last, begun.frozen, jax.tree.map(lambda part: part[0], data))
@@ -112,20 +91,22 @@ def test_four_steps_are_those_of_pytorch(one: Trained, tmp_path: Path) -> None:
             slots = data.weights[0, row, anchor + 1 : anchor + 4]
             if anchor % 3 == 0 and len(slots) == 3 and slots.all():
                 logits = block_logits(oracle, data.tokens[0], seen[0], row, anchor).numpy()
-                wanted = seen[0].hidden[row, anchor : anchor + 3] @ np.asarray(FROZEN["head"]).T
+                wanted = seen[0].hidden[row, anchor : anchor + 3] @ tiny.FROZEN["head"].T
                 hits.append(logits.argmax(-1) == wanted.argmax(-1))
     assert len(hits) > 1
     for slot, share in enumerate(np.mean(hits, axis=0)):
         assert report[f"agree_top1_shift{slot + 1}"] == pytest.approx(share, abs=1e-4)
 
 
-def test_devices_and_chunks_do_not_change_the_steps(one: Trained) -> None:
+def test_devices_and_chunks_do_not_change_the_steps(one: tiny.Trained) -> None:
     """Few slots of the loss, of which the last are no whole chunk."""
-    assert_same_steps(one, four_steps(SETTINGS, given(STAGE, fsdp=2), batch(), 10, 8))
+    tiny.assert_same_steps(
+        one, tiny.four_steps(SETTINGS, tiny.given(STAGE, fsdp=2), batch(), 10, 8)
+    )
 
 
 def test_what_is_exported_is_a_published_file_that_goes_on_learning(
-    one: Trained, tmp_path: Path
+    one: tiny.Trained, tmp_path: Path
 ) -> None:
     begun, _, _, params = one
     begun.trainer.save(tmp_path, params)
@@ -133,15 +114,15 @@ def test_what_is_exported_is_a_published_file_that_goes_on_learning(
     assert config["architectures"] == ["DFlashDraftModel"]
     assert config["dflash_config"] == {"target_layer_ids": [0, 1], "mask_token_id": 47}
     assert config["max_position_embeddings"] == 13 and config["block_size"] == 4
-    draft = load(tmp_path, Target(TARGET, FROZEN), DFlashOptions(window=40))
+    draft = load(tmp_path, Target(tiny.TARGET, tiny.FROZEN), DFlashOptions(window=40))
     assert draft.config == begun.trainer.draft and not draft.params.own_head
     jax.tree.map(np.testing.assert_array_equal, draft.params.layer, params)
-    again = begin(replace(SETTINGS, init=str(tmp_path), features="", block=9), given(STAGE))
+    again = begin(replace(SETTINGS, init=str(tmp_path), features="", block=9), tiny.given(STAGE))
     assert again.trainer.draft == begun.trainer.draft
     jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
 
-def test_what_cannot_be_trained_is_refused(one: Trained, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_refused(one: tiny.Trained, tmp_path: Path) -> None:
     begun, _, _, _ = one
     with pytest.raises(ValueError, match="stages.short.max_offset=0"):
         begun.trainer.objectives(replace(STAGE, max_offset=5), 30, 0)
@@ -151,7 +132,7 @@ def test_what_cannot_be_trained_is_refused(one: Trained, tmp_path: Path) -> None
         (replace(SETTINGS, features="0,3"), "the target has 3 layers"),
     ):
         with pytest.raises(ValueError, match=said):
-            begin(settings, given(STAGE))
+            begin(settings, tiny.given(STAGE))
     plain = begun.trainer.draft
     for dialect, config, tables, said in (
         (ZLAB, plain, True, "has tables of its own"),
@@ -163,19 +144,19 @@ def test_what_cannot_be_trained_is_refused(one: Trained, tmp_path: Path) -> None
         draft = random_params(config, None, dialect)
         save_draft(tmp_path, Format(dialect, tables, tables), config, draft)
         with pytest.raises(ValueError, match=said):
-            begin(replace(SETTINGS, init=str(tmp_path)), given(STAGE))
+            begin(replace(SETTINGS, init=str(tmp_path)), tiny.given(STAGE))
 
 
 def test_features_are_spread_over_a_deep_target() -> None:
-    deep = replace(TARGET, num_layers=8)
+    deep = replace(tiny.TARGET, num_layers=8)
     assert fresh_config(replace(SETTINGS, features=""), deep).features == (1, 5)
     assert fresh_config(replace(SETTINGS, mask_token=7), deep).mask_token == 7
 
 
 def test_operations_are_counted() -> None:
     """Two of three layers of the target; blocks of 4 slots in 3 tokens; the head for 3 of them."""
-    config = fresh_config(SETTINGS, TARGET)
-    objective = DFlashObjective(TARGET, config, 3, 2.0, 30)
+    config = fresh_config(SETTINGS, tiny.TARGET)
+    objective = DFlashObjective(tiny.TARGET, config, 3, 2.0, 30)
     d, q, kv, mlp, keys = 16, 32, 16, 3 * 16 * 20, 7.0
     matmuls = 2 * (2 * d * q + 2 * d * kv + mlp)
     target = 2 * (matmuls + 4 * q * keys)

@@ -93,29 +93,3 @@ def loss_sum(logits: list[Any], wanted: Any, weights: Any, vocabulary: Any, deca
                 surprise = -(p * scores[row, i].log_softmax(-1)).sum()
                 total = total + decay**step * weights[row, at + 1] * surprise
     return total
-
-
-class AdamW:
-    """Clipping by norm, Adam, and decay of matrices, with the learning rate given at each step."""
-
-    def __init__(self, params: dict[str, Any], config: Any):
-        self.params, self.config, self.steps = params, config, 0
-        self.first = {name: torch.zeros_like(p) for name, p in params.items()}
-        self.second = {name: torch.zeros_like(p) for name, p in params.items()}
-
-    def step(self, rate: float) -> Any:
-        """One step by the parameters' gradients; returns their norm before clipping."""
-        c, self.steps = self.config, self.steps + 1
-        total = sum(p.grad.pow(2).sum() for p in self.params.values()).sqrt()
-        for name, p in self.params.items():
-            gradient = p.grad * min(1.0, c.clip / float(total))
-            self.first[name] = c.b1 * self.first[name] + (1 - c.b1) * gradient
-            self.second[name] = c.b2 * self.second[name] + (1 - c.b2) * gradient**2
-            mean = self.first[name] / (1 - c.b1**self.steps)
-            spread = (self.second[name] / (1 - c.b2**self.steps)).sqrt()
-            update = mean / (spread + c.eps)
-            if p.ndim > 1:
-                update = update + c.weight_decay * p.data
-            p.data -= rate * update
-            p.grad = None
-        return total

@@ -26,77 +26,58 @@ from train.drafts.eagle3.settings import Eagle3Settings
 from train.step import Batch
 from train.target import TargetView, run_target
 
-from ..steps import (
-    ADAMW,
-    FROZEN,
-    RATE,
-    TARGET,
-    Trained,
-    assert_same_steps,
-    four_steps,
-    given,
-    random_batch,
-    tensors,
-)
+from .. import steps as tiny
 
 SPECULATORS = Path(__file__).parents[3] / "drafters" / "eagle3" / "speculators"
 VARIANTS = sorted(path.name for path in SPECULATORS.iterdir())
-STAGE = StageConfig("short", 11, 4, 1, RATE, 4, 0, 0.0, 0)
+STAGE = StageConfig("short", 11, 4, 1, tiny.RATE, 4, 0, 0.0, 0)
 SETTINGS = Eagle3Settings("eagle3", "", "0,1,2", 20, 3, 0.5)
-COUNTS = np.random.default_rng(4).permutation(TARGET.vocab_size)
+COUNTS = np.random.default_rng(4).permutation(tiny.TARGET.vocab_size)
 KNOWN = np.sort(np.argsort(-COUNTS)[:20])
 
 
 def counted(**axes: int) -> Given:
-    return given(STAGE, lambda: COUNTS, **axes)
+    return tiny.given(STAGE, lambda: COUNTS, **axes)
 
 
 def batch() -> Batch:
-    return random_batch((1, 4), STAGE.seq_len)
+    return tiny.random_batch((1, 4), STAGE.seq_len)
 
 
 @pytest.fixture(scope="module")
-def one() -> Trained:
-    return four_steps(SETTINGS, counted(), batch(), 30)
+def one() -> tiny.Trained:
+    return tiny.four_steps(SETTINGS, counted(), batch(), 30)
 
 
-def test_four_steps_are_those_of_pytorch(one: Trained, tmp_path: Path) -> None:
+def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters."""
     torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
     from . import plain
 
-    begun, _, metrics, params = one
-    tokens, weights, _ = batch()
+    begun, (tokens, weights, _) = one.begun, batch()
     positions = jnp.broadcast_to(jnp.arange(STAGE.seq_len), tokens[0].shape)
-    run = jax.jit(partial(run_target, TARGET, keep=(-1, 0, 1, 2)))
-    view = jax.device_get(run(FROZEN, tokens[0], positions))
+    run = jax.jit(partial(run_target, tiny.TARGET, keep=(-1, 0, 1, 2)))
+    view = jax.device_get(run(tiny.FROZEN, tokens[0], positions))
     embedded, *states = (torch.tensor(view.kept[layer]) for layer in (-1, 0, 1, 2))
-    hidden, wanted = torch.cat(states, -1), torch.tensor(view.hidden @ FROZEN["head"].T)
+    hidden, wanted = torch.cat(states, -1), torch.tensor(view.hidden @ tiny.FROZEN["head"].T)
     weights = torch.tensor(weights[0])
-    stored = tensors(begun, begun.params, tmp_path / "first")
+    stored = tiny.tensors(begun, begun.params, tmp_path / "first")
     known = torch.tensor(stored.pop("d2t")) + torch.arange(len(KNOWN))
     np.testing.assert_array_equal(known, KNOWN)
     del stored["t2d"]
     draft = {name: torch.tensor(value, requires_grad=True) for name, value in stored.items()}
-    optimizer, config = plain.AdamW(draft, ADAMW), begun.trainer.draft
-    for values in metrics:
+    config = begun.trainer.draft
+
+    def loss(step: int) -> Any:
         logits = plain.logits_of_steps(draft, config, embedded, hidden, SETTINGS.steps)
-        loss = plain.loss_sum(logits, wanted, weights, known, SETTINGS.decay)
-        loss = loss / weights[:, 1:].sum()
-        loss.backward()
-        norm = optimizer.step(RATE)
-        assert relative_error(values["loss"], loss.item()) < 2e-5
-        assert relative_error(values["grad_norm"], float(norm)) < 1e-4
-    expected = {name: part.detach().numpy() for name, part in draft.items()}
-    learned = tensors(begun, params, tmp_path / "last")
-    assert learned.keys() == expected.keys() | {"d2t", "t2d"}
-    for name, value in expected.items():
-        assert relative_error(learned[name], value) < 1e-4, name
-        assert relative_error(stored[name], value) > 1e-3, f"{name} was not learned"
+        total = plain.loss_sum(logits, wanted, weights, known, SETTINGS.decay)
+        return total / weights[:, 1:].sum()
+
+    tiny.assert_learns_as_pytorch(one, draft, loss, tmp_path / "last")
 
 
-def test_two_devices_learn_the_same(one: Trained) -> None:
-    assert_same_steps(one, four_steps(SETTINGS, counted(fsdp=2), batch(), 30))
+def test_two_devices_learn_the_same(one: tiny.Trained) -> None:
+    tiny.assert_same_steps(one, tiny.four_steps(SETTINGS, counted(fsdp=2), batch(), 30))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
@@ -168,7 +149,7 @@ def test_steps_are_those_of_speculators(variant: str) -> None:
 
 
 def test_what_is_exported_is_a_published_file_that_goes_on_learning(
-    one: Trained, tmp_path: Path
+    one: tiny.Trained, tmp_path: Path
 ) -> None:
     """The drafter loads it, and training from it begins where it ended."""
     begun, _, _, params = one
@@ -176,7 +157,7 @@ def test_what_is_exported_is_a_published_file_that_goes_on_learning(
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == 20 and config["max_position_embeddings"] == 11
-    draft = load(tmp_path, Target(TARGET, FROZEN), Eagle3Options(window=40))
+    draft = load(tmp_path, Target(tiny.TARGET, tiny.FROZEN), Eagle3Options(window=40))
     assert draft.config == begun.trainer.draft and not draft.params.own_embedding
     np.testing.assert_array_equal(draft.params.vocabulary, KNOWN)
     np.testing.assert_array_equal(draft.params.head, params["head"])
@@ -186,22 +167,22 @@ def test_what_is_exported_is_a_published_file_that_goes_on_learning(
     jax.tree.map(np.testing.assert_array_equal, again.frozen, begun.frozen)
 
 
-def test_a_fresh_head_is_the_targets(one: Trained) -> None:
+def test_a_fresh_head_is_the_targets(one: tiny.Trained) -> None:
     begun = one.begun
-    np.testing.assert_array_equal(begun.params["head"], FROZEN["head"][KNOWN])
-    whole = begin(replace(SETTINGS, vocabulary=0), given(STAGE))
-    assert whole.frozen.places is None and whole.trainer.draft.proposable == TARGET.vocab_size
-    np.testing.assert_array_equal(whole.params["head"], FROZEN["head"])
+    np.testing.assert_array_equal(begun.params["head"], tiny.FROZEN["head"][KNOWN])
+    whole = begin(replace(SETTINGS, vocabulary=0), tiny.given(STAGE))
+    assert whole.frozen.places is None and whole.trainer.draft.proposable == tiny.TARGET.vocab_size
+    np.testing.assert_array_equal(whole.params["head"], tiny.FROZEN["head"])
 
 
-def test_acceptance_is_that_of_the_logits(one: Trained) -> None:
+def test_acceptance_is_that_of_the_logits(one: tiny.Trained) -> None:
     """Counted one by one, over tokens that every step reaches."""
     begun, _, _, params = one
     objective, _ = begun.trainer.objectives(STAGE, 30, 0)
     micro = jax.tree.map(lambda part: jnp.asarray(part[0]), batch())
     report = objective.measure(params, begun.frozen, micro)
     hidden, view = jax.jit(objective._passes)(params, begun.frozen, micro)
-    choice = np.asarray(view.hidden @ FROZEN["head"].T).argmax(-1)
+    choice = np.asarray(view.hidden @ tiny.FROZEN["head"].T).argmax(-1)
     counted = np.asarray(micro.weights)[:, SETTINGS.steps :]
     length = 1.0
     for step in range(SETTINGS.steps):
@@ -214,7 +195,7 @@ def test_acceptance_is_that_of_the_logits(one: Trained) -> None:
     assert report["agree_top4_shift1"] >= report["agree_top1_shift1"]
 
 
-def test_what_cannot_be_trained_is_refused(one: Trained, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_refused(one: tiny.Trained, tmp_path: Path) -> None:
     begun = one.begun
     with pytest.raises(ValueError, match="stages.short.max_offset=0"):
         begun.trainer.objectives(replace(STAGE, max_offset=5), 30, 0)
@@ -237,8 +218,8 @@ def test_what_cannot_be_trained_is_refused(one: Trained, tmp_path: Path) -> None
 
 def test_operations_are_counted() -> None:
     """A layer and the head three times a step, the fusion twice; the target and its head once."""
-    config = fresh_config(replace(SETTINGS, layers="0,1,2"), TARGET, 11)
-    objective = Eagle3Objective(TARGET, config, 3, 0.5, 30)
+    config = fresh_config(replace(SETTINGS, layers="0,1,2"), tiny.TARGET, 11)
+    objective = Eagle3Objective(tiny.TARGET, config, 3, 0.5, 30)
     d, q, kv, mlp, keys = 16, 32, 16, 3 * 16 * 20, 6.0
     layer = 2 * (2 * d * (q + 2 * kv) + q * d + mlp) + 4 * q * (keys + 1)
     target = 3 * (2 * (d * (q + 2 * kv) + q * d + mlp) + 4 * q * keys) + 2 * d * 48

@@ -1,0 +1,130 @@
+"""What tests of drafts share: random parameters, stored files, chains that go a given way."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import load_file
+
+from longspec_jax.drafters.base import Committed, Features, Params, SamplingNoise
+from longspec_jax.sharding import partition_spec, path_name
+from longspec_jax.weights.tables import Table
+from tests.kit import view_of
+
+
+def random_tree(table: Table, dtype: str, seed: int = 3, width: float = 0.2) -> Any:
+    """Random parameters of a name table; scales of norms are near 1."""
+    random, drawn = np.random.default_rng(seed), {}
+    for leaf in table.leaves:
+        normal = random.normal(size=leaf.shape)
+        values = 1 + 0.3 * normal if leaf.path.endswith("scale") else width * normal
+        drawn[leaf.path] = jnp.asarray(values, dtype)
+    return unflatten_dict(drawn, sep="/")
+
+
+def edit(folder: Path, **changes: Any) -> Path:
+    """Change keys of a ``config.json``, or take them away by None; returns the folder."""
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    return folder
+
+
+def assert_same_tensors(one: Path, two: Path, file: str = "model.safetensors") -> None:
+    """Two folders hold the same tensors."""
+    first, second = load_file(one / file), load_file(two / file)
+    assert first.keys() == second.keys()
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+def assert_same_files(one: Path, two: Path) -> None:
+    """Two folders hold the same bytes."""
+    for file in ("model.safetensors", "config.json"):
+        assert (one / file).read_bytes() == (two / file).read_bytes()
+
+
+def assert_partitioned(params: Any) -> None:
+    """Every parameter has a rule of partition."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        assert len(partition_spec(path_name(path))) <= leaf.ndim
+
+
+@dataclass(frozen=True)
+class Given(SamplingNoise):
+    """Sampling noise that makes a chain go through given tokens, and notes the logits."""
+
+    following: Any
+    """``[B, levels]``: what follows the root, among the draft's own ids."""
+    heard: list[jax.Array]
+
+    def scores(self, logits: jax.Array, depth: int) -> jax.Array:
+        self.heard.append(logits[:, 0])
+        return jax.nn.one_hot(self.following[:, depth], logits.shape[2])[:, None]
+
+    def draw(self, logits: jax.Array, depths: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def among(self, tokens: jax.Array) -> "Given":
+        return self
+
+    def after(self, steps: jax.Array, levels: int) -> "Given":
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Listening(Given):
+    """Sampling noise at temperature 0 that notes the logits."""
+
+    def scores(self, logits: jax.Array, depth: int) -> jax.Array:
+        self.heard.append(logits)
+        return logits
+
+
+@partial(jax.jit, static_argnums=0)
+def extended(drafter: Any, params: Any, state: Any, block: Any) -> Any:
+    """A draft's state behind a block: tokens, start, count, and the target's hidden states."""
+    tokens, start, count, *hidden = block
+    features = Features(dict(zip(drafter.config.features, hidden, strict=True)))
+    return drafter.extend(params, state, Committed(tokens, start, count, features))
+
+
+@partial(jax.jit, static_argnums=0)
+def proposed(
+    drafter: Any, params: Params, block: Any, pending: Any, following: Any = None
+) -> tuple[Any, list[jax.Array]]:
+    """A tree behind a text, and the logits at the nodes of every level."""
+    rows, slots = block[0].shape
+    state = extended(drafter, params, drafter.begin(params, rows, slots), block)
+    none = jnp.zeros((rows, 1, 8, 8))
+    noise = Listening(None, []) if following is None else Given(following, [])
+    tree = drafter.propose(params, state, view_of(pending, block[2], none, none), noise)
+    return tree, noise.heard
+
+
+def assert_any_blocks_make_the_state(
+    drafter: Any, draft: Any, tokens: np.ndarray, hidden: list[np.ndarray], counts: Any
+) -> None:
+    """Blocks of five tokens, of which rows own some, and one block of the whole text ``[2, 16]``.
+
+    What lies behind a count is garbage.
+    """
+    params, begun = Params(None, draft), drafter.begin(Params(None, draft), 2, 16)
+    at, total = np.zeros(2, np.int32), np.sum(counts, axis=0, dtype=np.int32)
+    whole = extended(drafter, params, begun, (tokens, at, total, *hidden))
+    state = begun
+    for count in np.array(counts, np.int32):
+        index = np.minimum(at[:, None] + np.arange(5), 15)
+        garbage = np.arange(5) >= count[:, None]
+        beside = [each[np.arange(2)[:, None], index] for each in hidden]
+        states = [np.where(garbage[..., None], 99.0, each) for each in beside]
+        fresh = np.where(garbage, 7, np.take_along_axis(tokens, index, axis=1))
+        state = extended(drafter, params, state, (fresh, at, count, *states))
+        at = at + count  # A new one: the program may still read the old.
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), state, whole)
