@@ -213,7 +213,8 @@ class Session:
         if isinstance(activity, Tuned):
             self._tree, self._drafter = activity.tree, activity.drafter
             self._setting.update(draft=self._drafter, **tree_fields(self._tree))
-            self._out.entry(tuned_line(activity, PAYS), indent=2)
+            if self._speculates:  # Else there was nothing to choose.
+                self._out.entry(tuned_line(activity, PAYS), indent=2)
         if isinstance(activity, Slower):
             self._notes.append(slower_line(activity))
         self._out.activity(activity)

@@ -9,6 +9,7 @@ Lists have one syntax: an option that takes several values is given once for eac
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import re
@@ -43,6 +44,7 @@ SCRIPTS = {
 OK, FAILED, BAD_INPUT = 0, 1, 2
 INTERRUPTED, READER_GONE = 130, 141
 """Exit statuses as shells have them: 128 and the number of SIGINT or SIGPIPE."""
+DISK_FULL = errno.ENOSPC, errno.EDQUOT
 USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
 """What a user can mend: printed as one message, with status 2."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -164,6 +166,9 @@ def explained(error: Exception) -> tuple[str, int]:
             return f"error: {missing}", BAD_INPUT
     if isinstance(error, MemoryError) and not str(error):
         return "error: out of memory; ask for less, or use a machine with more", BAD_INPUT
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        file = f": {error.filename}" if error.filename else ""
+        return f"failed while running: {error.strerror}{file}; make room, then run it again", FAILED
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, USER_ERRORS) and first:
         return f"error: {error}", BAD_INPUT

@@ -5,6 +5,7 @@ halfway leaves the old file as it was.
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
@@ -44,6 +45,10 @@ def replacing(path: Path) -> Iterator[Path]:
         if path.exists():
             unfinished.chmod(stat.S_IMODE(path.stat().st_mode))
         unfinished.replace(path)
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -90,6 +95,32 @@ def make_folder(folder: Path, option: str) -> None:
         raise ValueError(
             f"{option}={folder} cannot be the folder of a run ({error.strerror}); name another"
         ) from error
+
+
+@contextlib.contextmanager
+def alone(folder: Path, option: str) -> Iterator[None]:
+    """Keep other processes from writing the same run; a process that dies lets them.
+
+    Args:
+      option: which named the folder, for the message.
+
+    Raises:
+      ValueError: if another process writes it.
+    """
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        # Some file systems of clusters have no locks.
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"{option}={folder}: another process is writing this run; wait for it to end, "
+                    "or name another folder"
+                ) from None
+        yield
+    finally:
+        os.close(lock)
 
 
 def writable(path: Path, name: str, of_results: bool = True) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from longspec_jax import cli
+from longspec_jax import cli, files
 from longspec_jax.checks import Real
 from longspec_jax.config.tree import TreeConfig
 
@@ -122,6 +122,17 @@ def test_an_error_is_one_message_and_a_status(
 ) -> None:
     assert cli.run(lambda: raising(error), []) == status
     assert capsys.readouterr().err.startswith(words)
+
+
+def test_a_full_disk_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+    with pytest.raises(OSError) as full:
+        files.replace(tmp_path / "header.json", b"{}")
+    assert not [*tmp_path.iterdir()]
+    message, status = cli.explained(full.value)
+    where = tmp_path / "header.json"
+    assert message.startswith(f"failed while running: No space left on device: {where}; make room")
+    assert status == cli.FAILED
 
 
 def test_handlers_of_signals_are_put_back_and_what_is_ignored_stays_so() -> None:

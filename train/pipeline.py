@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,12 +84,14 @@ def train(config: RunConfig, workdir: Path, name: str = "") -> None:
       Interrupted: after a signal, with the state saved.
     """
     run = open_run(config, workdir)
-    if config.pretraining is not None and not Path(run.target_source, "config.json").is_file():
-        pretrain(run, config.pretraining)
-    if config.stages:
-        train_draft(run)
-    run.metrics.close()
-    by_first("card", lambda: write_card(workdir, config, name))
+    others = files.alone(workdir, "--workdir") if jax.process_index() == 0 else nullcontext()
+    with others:
+        if config.pretraining is not None and not Path(run.target_source, "config.json").is_file():
+            pretrain(run, config.pretraining)
+        if config.stages:
+            train_draft(run)
+        run.metrics.close()
+        by_first("card", lambda: write_card(workdir, config, name))
 
 
 def open_run(config: RunConfig, workdir: Path) -> TrainingRun:

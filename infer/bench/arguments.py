@@ -89,12 +89,7 @@ def _attention(parser: argparse.ArgumentParser) -> None:
         "cached tokens",
     )
     _add_several(parser, "--batch", COUNT, ByMachine([1, 8], [1]), "rows")
-    parser.add_argument(
-        "--dtype",
-        type=one_of(DTYPES),
-        default=ByMachine("bfloat16", "float32"),
-        help=f"one of {', '.join(DTYPES)}",
-    )
+    _add_dtype(parser)
     _add_several(
         *(parser, "--implementation", one_of(ATTENTION_CANDIDATES)),
         ByMachine(everything, ["ours", "xla-masked"]),
@@ -125,12 +120,7 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         help=f"kind of the draft, of random weights: {', '.join(KINDS)}; or the folder of a draft "
         "for this shape",
     )
-    parser.add_argument(
-        "--tree",
-        type=cli.drafting_tree,
-        default=ByMachine(DEFAULT_TREE, CHAIN),
-        help=f"what the draft proposes: {cli.TREE_GRAMMAR}",
-    )
+    _add_tree(parser)
     parser.add_argument(
         "--draft_option",
         **several(cli.draft_option),
@@ -167,12 +157,7 @@ def _match(parser: argparse.ArgumentParser) -> None:
         default="demo",
         help=f"demo, the folder of a checkpoint, or random weights of {', '.join(SHAPES)}",
     )
-    parser.add_argument(
-        "--dtype",
-        type=one_of(DTYPES),
-        default=ByMachine("bfloat16", "float32"),
-        help=f"one of {', '.join(DTYPES)}",
-    )
+    _add_dtype(parser)
     _add_several(
         *(parser, "--drafter", str, ["oracle", "ngram"]),
         "oracle knows the plain text; for the demo also demo, demo_small_lm, hierarchy; or a "
@@ -208,18 +193,8 @@ def _quantised(parser: argparse.ArgumentParser) -> None:
         "folders of the same target quantised; made from it if absent",
     )
     parser.add_argument("--draft", default="demo", help="demo, or a draft's folder or kind")
-    parser.add_argument(
-        "--dtype",
-        type=one_of(DTYPES),
-        default=ByMachine("bfloat16", "float32"),
-        help=f"one of {', '.join(DTYPES)}",
-    )
-    parser.add_argument(
-        "--tree",
-        type=cli.drafting_tree,
-        default=ByMachine(DEFAULT_TREE, CHAIN),
-        help=f"what is verified in a round: {cli.TREE_GRAMMAR}",
-    )
+    _add_dtype(parser)
+    _add_tree(parser)
     parser.add_argument("--context", type=COUNT, default=1024, help="tokens of every text")
     _add_new_tokens(parser, ByMachine(256, 128), "tokens that continue every text")
     _add_outputs(parser)
@@ -320,6 +295,16 @@ def _add_several(
     parser: argparse.ArgumentParser, option: str, kind: Any, default: Any, words: str
 ) -> None:
     parser.add_argument(option, **several(kind, commas=True), default=default, help=words)
+
+
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    words, default = f"one of {', '.join(DTYPES)}", ByMachine("bfloat16", "float32")
+    parser.add_argument("--dtype", type=one_of(DTYPES), default=default, help=words)
+
+
+def _add_tree(parser: argparse.ArgumentParser) -> None:
+    words, default = f"what is verified in a round: {cli.TREE_GRAMMAR}", (DEFAULT_TREE, CHAIN)
+    parser.add_argument("--tree", type=cli.drafting_tree, default=ByMachine(*default), help=words)
 
 
 def _add_shape(parser: argparse.ArgumentParser, default: ByMachine) -> None:

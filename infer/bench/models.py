@@ -56,6 +56,10 @@ from .arguments import DTYPES, KINDS
 from .stored import is_quantised, quantised_leaf
 
 WEIGHT_SCALE = 0.02
+PLAIN_LAYERS: dict[str, Any] = dict(
+    kinds=(), pattern=(), qkv_bias=False, out_bias=False, attention_sinks=False
+)
+"""What drafts have not, though their targets may."""
 EAGLE3_VOCABULARY = 32000
 """Tokens that a published EAGLE-3 draft may propose."""
 EAGLE3_POSITIONS = 2048
@@ -136,14 +140,10 @@ def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
         model_width=768,
         mlp_width=3072,
         num_layers=2,
-        kinds=(),
-        pattern=(),
         num_heads=12,
         num_kv_heads=12,
         head_width=64,
-        qkv_bias=False,
-        out_bias=False,
-        attention_sinks=False,
+        **PLAIN_LAYERS,
         qk_norm=False,
         gated_attention=False,
     )
@@ -213,12 +213,8 @@ def _random_dflash(
         config,
         architecture=DFLASH_LAYERS,
         num_layers=5,
-        kinds=(),
-        pattern=(),
+        **PLAIN_LAYERS,
         qk_norm=True,
-        qkv_bias=False,
-        out_bias=False,
-        attention_sinks=False,
         tied_embeddings=False,
     )
     draft = DFlashConfig(

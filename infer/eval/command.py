@@ -38,14 +38,20 @@ class Evaluation:
 
     def work(self) -> None:
         """Load, check and decode."""
-        arguments, progress = self._arguments, self.progress
         self._status.show("starting")
-        from ..models import load_named, start_devices
+        from ..models import start_devices
 
         start_devices()
+        files.make_folder(self._arguments.out, "--out")
+        with files.alone(self._arguments.out, "--out"):
+            self._measure()
+
+    def _measure(self) -> None:
+        """The same, in a folder that no other process writes."""
+        from ..models import load_named
         from . import run
 
-        before = self._before()
+        arguments, before = self._arguments, self._before()
         spec: LongSpec | Endpoint
         if arguments.endpoint:
             spec, decoders_of = run.endpoint(arguments), run.remote_decoders
@@ -68,15 +74,14 @@ class Evaluation:
         writer.add([each for task in tasks for each in task.skipped if each not in written])
         self._announce(tasks, done)
         start = 0 if before is None else 1 + len(before.header.continued)
-        self._run = run.EvalRun(arguments, decoders, spec, done, writer, progress, start)
+        self._run = run.EvalRun(arguments, decoders, spec, done, writer, self.progress, start)
         with command_words():
             self._run.work(tasks)
         run_folder.write_summary(arguments.out, self._run.records)
 
     def _before(self) -> run_folder.Run | None:
-        """What earlier starts have written; makes the folder, and tries to write in it."""
+        """What earlier starts have written."""
         folder = self._arguments.out
-        files.make_folder(folder, "--out")
         if (folder / run_folder.HEADER).exists():
             return run_folder.read(folder)
         if any(folder.iterdir()):

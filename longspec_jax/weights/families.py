@@ -230,6 +230,9 @@ def _raw_gemma(config: TargetConfig) -> dict[str, Any]:
     }
 
 
+_QWEN_WINDOWS: dict[str, Any] = dict(
+    window_switch="use_sliding_window", default_window=4096, windows=_beyond_max_window_layers
+)
 _GELU = "gelu_pytorch_tanh"
 _CAPS = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
 _GEMMA: dict[str, Any] = dict(
@@ -264,17 +267,13 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(
         "qwen2",
         fixed={"qkv_bias": True},
-        window_switch="use_sliding_window",
-        default_window=4096,
-        windows=_beyond_max_window_layers,
+        **_QWEN_WINDOWS,
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
         fixed={"qk_norm": True},
         defaults={"head_dim": 128},
-        window_switch="use_sliding_window",
-        default_window=4096,
-        windows=_beyond_max_window_layers,
+        **_QWEN_WINDOWS,
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -289,9 +288,7 @@ FAMILIES: dict[str, Family] = {
         # The code that comes with it adds layers that are a draft here; all else is Qwen2's.
         accepts=frozenset({"auto_map", "attention_bias"}),
         write=lambda config: {"attention_bias": True},
-        window_switch="use_sliding_window",
-        default_window=4096,
-        windows=_beyond_max_window_layers,
+        **_QWEN_WINDOWS,
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text",

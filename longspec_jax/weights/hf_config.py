@@ -47,7 +47,10 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     widths = _WIDTHS | {"mlp_width": family.mlp_width}
-    raw = whole = raw.assuming(family.defaults)
+    # Of the newer dialect a file has all of its scaling.
+    said = {"rope_scaling"} if raw.has("rope_parameters") else set()
+    assumed = {key: value for key, value in family.defaults.items() if key not in said}
+    raw = whole = raw.assuming(assumed)
     raw.require((*widths.values(), "max_position_embeddings"), architecture)
     if family.local_theta is not None:
         raw = with_full_rope(raw)

@@ -179,6 +179,7 @@ def test_json_on_standard_output_is_json_alone(folders, capsys) -> None:
     assert decode.main([*without_tree(folders), *argv]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["prompt_tokens"] == 2 and "=== prompt" in printed.err
+    assert "nothing was timed" not in printed.err, "there was nothing to choose"
 
 
 def test_default_prompt(folders, monkeypatch, tmp_path) -> None:

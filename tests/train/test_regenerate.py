@@ -41,7 +41,7 @@ ROWS = [
     chat("a", "and the target checks it in one pass and in one pass and in one pass " * 9),
     {"prompt": [{"role": "user", "content": "it"}], "chosen": "x"},
 ]
-LEFT_OUT, SHORTENED = 4, 6
+LEFT_OUT = 4
 ALL = {"system", "user", "assistant"}
 
 

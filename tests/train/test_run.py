@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from longspec_jax import cli
+from longspec_jax import cli, files
 from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.weights.hf import load_target
 from tests.train.tiny import (
@@ -26,7 +26,7 @@ from tests.train.tiny import (
     save_tiny_target,
     write_documents,
 )
-from train import run
+from train import pipeline, run
 from train.drafts.longspec import objective
 
 
@@ -233,28 +233,16 @@ def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
 
 
 MISTAKES = {
-    "no configuration": ([], "--config=FILE is missing"),
-    "no such file": (["--config=configs/absent.py"], "no configuration file 'configs/absent.py'"),
     "variant": (
         ["--config=configs/vicuna7b.py:huge"],
         "no variant 'huge'; choose one of all, short",
     ),
-    "typo": (
-        ["--config=configs/demo.py", "--config.sed=1"],
-        "the configuration has no field 'sed'; did you mean 'seed'?",
-    ),
-    "inner typo": (
-        ["--config=configs/demo.py", "--config.draft.windw=1"],
-        "no field 'windw'; did you mean 'window'?",
-    ),
-    "unknown field": (["--config=configs/demo.py", "--config.zzzz=1"], "has no field 'zzzz'"),
     "type": (["--config=configs/demo.py", "--config.seed=x"], "--config.seed=x: invalid literal"),
     "flag": (["--config=configs/demo.py", "--wrkdir=x"], "--wrkdir; did you mean --workdir?"),
     "argument": (["--config=configs/demo.py", "x"], "unexpected argument 'x'"),
     "no data": (["--config=configs/vicuna7b.py:short", "--config.data.hub="], "one source of data"),
     "two sources": (["--config=configs/demo.py", "--config.data.files=x"], "one source of data"),
     "no target": (["--config=configs/vicuna7b.py", "--config.target="], "a run needs a target"),
-    "dtype": (["--config=configs/demo.py", "--config.dtype=int8"], "dtype='int8'"),
     "unscaled": (["--config=configs/demo.py", "--config.dtype=float16"], "gradients vanish"),
     "endless": (
         ["--config=configs/vicuna7b.py", "--config.stages.short.epochs=0"],
@@ -267,10 +255,6 @@ MISTAKES = {
     "answers": (
         ["--config=configs/vicuna7b.py:sft", "--config.stages.sft.seq_len=1024"],
         "leave nothing of a masked prompt before answer_room=1024",
-    ),
-    "processes": (
-        ["--config=configs/demo.py", "--coordinator=localhost:1", "--processes=2", "--process=2"],
-        "--process=2 of --processes=2",
     ),
 }
 
@@ -295,6 +279,16 @@ def test_a_working_folder_that_cannot_be(
     assert command(f"--config={config}", f"--workdir={tmp_path / 'file'}") == cli.BAD_INPUT
     words = "cannot be the folder of a run (File exists); name another"
     assert f"--workdir={tmp_path / 'file'} {words}" in capsys.readouterr().err
+
+
+def test_a_run_that_another_process_writes_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "open_run", lambda *_: None)
+    with files.alone(tmp_path, "--workdir"):
+        status = command(f"--config={ROOT / 'configs' / 'demo.py'}", f"--workdir={tmp_path}")
+    assert status == cli.BAD_INPUT
+    assert "another process is writing this run" in capsys.readouterr().err
 
 
 def test_data_and_model_that_do_not_fit_are_refused(

@@ -64,7 +64,7 @@ def path_attention(
         # The rows of a key/value head lie together, in whole tiles of shared memory.
         by_head, missing = q.reshape(batch, kv_heads, groups, width), 0
     mask = jnp.pad(fresh.mask, ((0, 0), (0, missing), (0, -tokens % SEGMENT)))
-    node_depth = jnp.pad(depth, ((0, 0), (0, -tokens % WARPGROUP_ROWS)), constant_values=-1)
+    node_depth = jnp.pad(depth, ((0, 0), (0, -tokens % SEGMENT)))
     depth = jnp.pad(depth, ((0, 0), (0, missing)))
     limit = jnp.clip(length[:, None] + depth - RECENT, 0, slots)
     split = split_of(length, kv_heads, groups)
@@ -85,23 +85,22 @@ def path_attention(
         parts=parts,
     )
     limit = _packed(limit, groups, padded, 0)
+    partials = prefix_mosaic.launch(work, bounds, limit, by_head, prefix.keys, prefix.values)
+    fresh_step = jnp.where(mask, node_depth[:, None], -1)
     reached = jax.lax.div(bounds[:, 1] + split - 1, split)
     first = jnp.maximum(length - RECENT, 0)
-    # Side by side, so that what one kernel read is near when the other one begins.
-    row = jnp.stack([first, length, reached, depth.max(axis=1)], axis=1)
-    where = jnp.concatenate([bounds, row], axis=1)
-    partials = prefix_mosaic.launch(work, where, limit, by_head, prefix.keys, prefix.values)
-    bias = _packed(jnp.where(mask, 0.0, -jnp.inf), groups, padded, -jnp.inf)
+    where = jnp.stack([first, length, reached, depth.max(axis=1), bounds[:, 3]], axis=1)
+    fresh_step = _packed(fresh_step, groups, padded, -1)
     keys_and_values = prefix.keys, prefix.values, fresh.keys, fresh.values
     return recent_mosaic.attend_and_merge(
-        where, limit, node_depth, bias, by_head, *keys_and_values, *partials, scale=factor
+        where, limit, fresh_step, by_head, *keys_and_values, *partials, scale=factor
     )
 
 
-def _packed(per_token: Array, groups: int, rows: int, fill: int | float) -> Array:
+def _packed(per_token: Array, groups: int, rows: int, fill: int) -> Array:
     """Numbers of every token, for its packed rows: ordered by head, then by token."""
     batch, tokens, *rest = per_token.shape
     repeated = jnp.broadcast_to(per_token[:, None], (batch, groups, tokens, *rest))
-    packed = repeated.reshape(batch, groups * tokens, *rest)
+    packed = repeated.reshape(batch, groups * tokens, *rest).astype(jnp.int32)
     padding = [(0, 0), (0, rows - groups * tokens)] + [(0, 0)] * len(rest)
     return jnp.pad(packed, padding, constant_values=fill)

@@ -65,7 +65,7 @@ def split_attention(
 
 def launch(
     work: Work,
-    bounds: Int[Array, "B fields"],
+    bounds: Int[Array, "B 4"],
     limit: Int[Array, "B R"] | None,
     q: Float[Array, "B head row H"],
     k: CacheSlots,
@@ -75,7 +75,7 @@ def launch(
 
     Args:
       work: what all programs do.
-      bounds: the fields of :class:`~longspec_jax.ops.attention.prefix_items.Bounds`, and others.
+      bounds: the fields of :class:`~longspec_jax.ops.attention.prefix_items.Bounds`.
       limit: how many slots each packed row sees; as the bounds say if absent.
       q: packed queries ``[B, K, R, H]``, or queries by head ``[B, N, T, H]``, whose packed rows are
         ordered by head, then by token, of whole segments of tokens (``path.SEGMENT``).

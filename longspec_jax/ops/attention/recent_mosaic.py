@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
@@ -25,7 +24,6 @@ from longspec_jax.axes import Array, CacheSlots
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT
-from longspec_jax.ops.attention.prefix_items import Bounds
 from longspec_jax.ops.attention.widening import shared_codes, widen
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
@@ -34,23 +32,20 @@ COLUMNS = 16
 widened by 32, and where programs would be too many."""
 CONTRACTED = 16
 """Keys or nodes of one matrix instruction."""
-TO_MULTIPLES = np.float32(2.0**5)
+TO_MULTIPLES = 2.0**5
 """Weights, which are at most 1, are rounded to multiples of 2^-18 by adding it: a float32 of this
-size has no smaller ones. Its last bits then count them."""
+size has no smaller ones."""
 _MOST_AT_ONCE = 16
 """Splits whose results are merged without a loop."""
-_LEVELS = 8
-"""Levels of a tree whose values are in memory at once, each among zeros."""
-_COPY = 32
-"""The row from which on cached values lie a second time."""
+_STEPS = 2
+"""Depths of a tree whose weights are in registers at once."""
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def attend_and_merge(
-    where: Int[Array, "B fields"],
+    where: Int[Array, "B 5"],
     limit: Int[Array, "B R"],
-    depth: Int[Array, "B padded"],
-    bias: Float[Array, "B R nodes"],
+    fresh_step: Int[Array, "B R nodes"],
     q: Float[Array, "B head row H"],
     k: CacheSlots,
     v: CacheSlots,
@@ -64,12 +59,10 @@ def attend_and_merge(
     """Attend to the recent tokens and merge with the splits, in ascending order.
 
     Args:
-      where: of every batch row, behind the bounds of the prefix kernel, the position of the first
-        cached recent token, the row's length, the splits that it reaches, and the greatest depth of
-        a node.
+      where: of every batch row the position of the first cached recent token, the row's length, the
+        splits that it reaches, the greatest depth of a node, and its row of the cache.
       limit: the first slot that each packed row sees here; the splits end before it.
-      depth: of every node, whole warpgroups of rows; -1 behind them.
-      bias: 0 for each node that a packed row sees; minus infinity for the others.
+      fresh_step: the depth of each node of the tree that a packed row sees; -1 of the others.
       q: packed queries, or queries by head, as :func:`prefix_mosaic.launch` takes them. Of one node
         they are packed.
       k: cached keys.
@@ -81,7 +74,7 @@ def attend_and_merge(
       scale: factor on the scores, in base 2.
     """
     batch, nodes, width = q.shape[0], fresh_k.shape[1], q.shape[3]
-    kv_heads, tokens = k.shape[1], bias.shape[2]
+    kv_heads, tokens = k.shape[1], fresh_step.shape[2]
     groups = q.shape[1] * q.shape[2] // (kv_heads * nodes)
     packed = q.shape[1] == kv_heads
     splits, rows = partial.shape[1], q.shape[2] if packed else groups * tokens
@@ -97,19 +90,16 @@ def attend_and_merge(
         swizzle = plgpu.SwizzleTransform(bytes)  # pyright: ignore[reportAbstractUsage]
         return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
-    levels = min(nodes, _LEVELS)
     held = 2 * (
         WARPGROUP_ROWS * width
         + (FETCHED + tokens) * width
-        + ((2 + ALIGNED) * WARPGROUP_ROWS + (1 + levels) * depth.shape[1]) * columns
+        + (WARPGROUP_ROWS + tokens + WARPGROUP_ROWS) * columns
     )
-    room = SHARED_BYTES[HOPPER] - held - 4 * WARPGROUP_ROWS * (splits + _MOST_AT_ONCE) - 2048
+    room = SHARED_BYTES[HOPPER] - held - 4 * WARPGROUP_ROWS * splits - 2048
     codes = {}
     if narrow:
-        codes = dict(
-            k_codes=shared_codes(FETCHED, width), v_codes=shared_codes(WARPGROUP_ROWS, columns)
-        )
-        room -= FETCHED * width + WARPGROUP_ROWS * columns
+        codes = dict(k_codes=shared_codes(FETCHED, width), v_codes=shared_codes(FETCHED, columns))
+        room -= FETCHED * (width + columns)
     at_once = min(splits, _MOST_AT_ONCE, room // (4 * WARPGROUP_ROWS * columns))
     segment = math.gcd(tokens, WARPGROUP_ROWS)
     kernel = plgpu.kernel(
@@ -118,16 +108,15 @@ def attend_and_merge(
         scratch_types=dict(
             q=shared(WARPGROUP_ROWS, width),
             cached_k=shared(FETCHED, width),
-            # A matmul contracts whole swizzles.
+            # As high as an instruction, which is how it is read to silence slots. A matmul
+            # contracts whole swizzles.
             cached_v=shared(WARPGROUP_ROWS, columns, bytes=2 * CONTRACTED),
-            cached_alone=shared(ALIGNED, WARPGROUP_ROWS, columns, bytes=2 * CONTRACTED),
             fresh_k=shared(tokens, width),
-            fresh_v=shared(depth.shape[1], columns, bytes=2 * CONTRACTED),
-            fresh_alone=shared(levels, depth.shape[1], columns, bytes=2 * CONTRACTED),
+            fresh_v=shared(tokens, columns, bytes=2 * CONTRACTED),
             partial=shared(at_once, WARPGROUP_ROWS, columns, bytes=4 * columns, dtype=jnp.float32),
-            lse=plgpu.SMEM((pl.cdiv(splits, at_once) * at_once, WARPGROUP_ROWS), jnp.float32),
+            lse=plgpu.SMEM((splits, WARPGROUP_ROWS), jnp.float32),
             out=plgpu.SMEM((WARPGROUP_ROWS, columns), q.dtype),
-            ready=plgpu.Barrier(num_arrivals=5 + (1 if packed else WARPGROUP_ROWS // segment)),
+            ready=plgpu.Barrier(num_arrivals=4 + (1 if packed else WARPGROUP_ROWS // segment)),
             lse_ready=plgpu.Barrier(),
             partial_ready=plgpu.Barrier(),
             **codes,
@@ -145,17 +134,14 @@ def attend_and_merge(
     # The copy engine knows five dimensions, with those of swizzled memory: a program's columns are
     # one index.
     partial = partial.reshape(*partial.shape[:4], width // columns, columns)
-    return kernel(where, limit, depth, bias, q, k, v, fresh_k, fresh_v, partial, partial_lse)
+    return kernel(where, limit, fresh_step, q, k, v, fresh_k, fresh_v, partial, partial_lse)
 
 
 def _kernel(*refs: Any, scale: float, segment: int, **memory: Any) -> None:
     """One program: 64 packed rows of a key/value head, some columns of their output."""
     operands = _Operands(*refs)
     batch = jax.lax.axis_index("batch")
-    cache_row = operands.where[batch, Bounds._fields.index("cache_row")]
-    first, length, reached, deepest = (
-        operands.where[batch, len(Bounds._fields) + at] for at in range(4)
-    )
+    first, length, reached, deepest, cache_row = (operands.where[batch, at] for at in range(5))
     program = _Program(
         refs=operands,
         memory=_Memory(**memory),
@@ -171,10 +157,12 @@ def _kernel(*refs: Any, scale: float, segment: int, **memory: Any) -> None:
         deepest=deepest,
         cache_row=cache_row,
     )
+    limit = _load(operands.limit.at[batch, program.rows], plgpu.Layout.WGMMA.reduce(1))
+    fresh_step = _load(operands.fresh_step.at[batch, program.rows], plgpu.Layout.WGMMA)
     program.fetch()
-    weights, top, total = program.softmax()
+    weights, top, total = program.softmax(limit, fresh_step)
     acc = pl.run_scoped(
-        functools.partial(program.add_values, weights),
+        functools.partial(program.add_values, fresh_step, weights),
         _ACC((WARPGROUP_ROWS, program.columns), jnp.float32),
     )
     acc, total = program.merge(acc, top, total)
@@ -187,8 +175,7 @@ class _Operands:
 
     where: Any
     limit: Any
-    depth: Any
-    bias: Any
+    fresh_step: Any
     q: Any
     k: Any
     v: Any
@@ -203,19 +190,16 @@ class _Operands:
 class _Memory:
     """Shared memory of a program.
 
-    ``cached_v`` holds the recent values twice. Each place of ``cached_alone`` and ``fresh_alone``
-    has the values of one step, among zeros. ``partial`` has places for all splits or, where there
-    are many, for some at a time. ``ready`` says that everything has come but the splits' results
-    and log-sum-exps. Of a cache in 8 bits there are codes, too.
+    ``partial`` has places for all splits or, where there are many, for some at a time. ``ready``
+    says that everything has come but the splits' results and log-sum-exps. Of a cache in 8 bits
+    there are codes, too.
     """
 
     q: Any
     cached_k: Any
     cached_v: Any
-    cached_alone: Any
     fresh_k: Any
     fresh_v: Any
-    fresh_alone: Any
     partial: Any
     lse: Any
     out: Any
@@ -272,12 +256,7 @@ class _Program:
     @property
     def segments(self) -> int:
         """Segments of a key/value head's packed rows."""
-        return self.groups * (self.tokens // self.segment_tokens)
-
-    @property
-    def tokens(self) -> int:
-        """The tree's nodes, whole matrix instructions."""
-        return self.refs.bias.shape[2]
+        return self.groups * (self.refs.fresh_step.shape[2] // self.segment_tokens)
 
     @property
     def groups(self) -> int:
@@ -286,7 +265,7 @@ class _Program:
 
     def segment(self, place: int) -> tuple[Any, Any]:
         """Head and tokens of a segment's packed rows; of rows there are not, some there are."""
-        of_a_head = self.tokens // self.segment_tokens
+        of_a_head = self.refs.fresh_step.shape[2] // self.segment_tokens
         number = self.row_tile * (WARPGROUP_ROWS // self.segment_tokens) + place
         number = jnp.minimum(number, self.segments - 1)
         head = self.kv_head * self.groups + jax.lax.div(number, of_a_head)
@@ -310,27 +289,21 @@ class _Program:
                 plgpu.copy_gmem_to_smem(source, memory.q.at[rows], ready)
         # The copy engine fills with zeros what is beyond the tree, the cache or the splits. The
         # index is not known beforehand, or Pallas would refuse.
-        tokens = pl.ds(pl.multiple_of(0 * self.part, CONTRACTED), self.tokens)
+        tokens = pl.ds(pl.multiple_of(0 * self.part, CONTRACTED), refs.fresh_step.shape[2])
         nodes = self.batch, tokens, self.kv_head
         plgpu.copy_gmem_to_smem(refs.fresh_k.at[nodes], memory.fresh_k, ready)
-        values = memory.fresh_v.at[pl.ds(0, self.tokens)]
-        plgpu.copy_gmem_to_smem(refs.fresh_v.at[(*nodes, self.its_columns)], values, ready)
+        plgpu.copy_gmem_to_smem(refs.fresh_v.at[(*nodes, self.its_columns)], memory.fresh_v, ready)
         splits = pl.ds(0, memory.lse.shape[0])
         lse = refs.partial_lse.at[self.batch, splits, self.kv_head, self.rows]
         plgpu.copy_gmem_to_smem(lse, memory.lse, memory.lse_ready)
         self.fetch_splits(0 * self.part)
         start = pl.multiple_of(self.first - self.offset, ALIGNED)
         recent = self.cache_row, self.kv_head, pl.ds(start, FETCHED)
-        keys, values = memory.cached_k, self.twice(memory.cached_v)
+        keys, values = memory.cached_k, memory.cached_v.at[pl.ds(0, FETCHED)]
         if memory.k_codes is not None:
-            keys, values = memory.k_codes, self.twice(memory.v_codes)
+            keys, values = memory.k_codes, memory.v_codes
         plgpu.copy_gmem_to_smem(refs.k.at[recent], keys, ready)
-        for each in values:
-            plgpu.copy_gmem_to_smem(refs.v.at[(*recent, self.its_columns)], each, ready)
-
-    def twice(self, values: Any) -> tuple[Any, Any]:
-        """Both places of the recent values."""
-        return values.at[pl.ds(0, FETCHED)], values.at[pl.ds(_COPY, FETCHED)]
+        plgpu.copy_gmem_to_smem(refs.v.at[(*recent, self.its_columns)], values, ready)
 
     def fetch_splits(self, first: jax.Array) -> None:
         """Ask for the results of some splits, whether they are reached or not."""
@@ -339,27 +312,23 @@ class _Program:
         source = refs.partial.at[self.batch, splits, self.kv_head, rows, self.part]
         plgpu.copy_gmem_to_smem(source, memory.partial, memory.partial_ready)
 
-    def softmax(self) -> tuple[_Pair, Any, Any]:
+    def softmax(self, limit: Any, fresh_step: Any) -> tuple[_Pair, Any, Any]:
         """The weights of all keys, their maximum, and their exact sum."""
-        refs, memory = self.refs, self.memory
-        limit = _load(refs.limit.at[self.batch, self.rows], plgpu.Layout.WGMMA.reduce(1))
-        bias = _load(refs.bias.at[self.batch, self.rows], plgpu.Layout.WGMMA)
+        memory = self.memory
         plgpu.barrier_wait(memory.ready)
         if memory.k_codes is not None:
             widen(memory.k_codes, memory.cached_k)
-            pairs = zip(self.twice(memory.v_codes), self.twice(memory.cached_v), strict=True)
-            for codes, values in pairs:
-                widen(codes, values, swizzle=2 * CONTRACTED)
+            widen(memory.v_codes, memory.cached_v.at[pl.ds(0, FETCHED)], swizzle=2 * CONTRACTED)
             plgpu.commit_smem()
 
         def products(cached_ref: Any, fresh_ref: Any) -> _Pair:
             plgpu.wgmma(cached_ref, memory.q, memory.cached_k.transpose((1, 0)))
             plgpu.wgmma(fresh_ref, memory.q, memory.fresh_k.transpose((1, 0)))
-            self.set_cached_alone()
+            self.silence()
             # The compiler sees no connection between the wait for a result and its registers.
             return jax.lax.optimization_barrier((cached_ref[...], fresh_ref[...]))
 
-        keys = FETCHED, self.tokens
+        keys = FETCHED, fresh_step.shape[1]
         cached, fresh = pl.run_scoped(
             products, *(_ACC((WARPGROUP_ROWS, count), jnp.float32) for count in keys)
         )
@@ -367,78 +336,64 @@ class _Program:
         slot += self.first - self.offset
         seen = slot >= jax.lax.broadcast_in_dim(limit, cached.shape, [0])
         seen = jnp.logical_and(seen, slot < self.length)
-        scores = jnp.where(seen, cached, -jnp.inf), fresh + bias
-        top = jnp.maximum(*(each.max(axis=1) for each in scores)) * self.scale
+        scores = (
+            jnp.where(seen, cached * self.scale, -jnp.inf),
+            jnp.where(fresh_step >= 0, fresh * self.scale, -jnp.inf),
+        )
+        top = jnp.maximum(*(each.max(axis=1) for each in scores))
         cached, fresh = (
-            jnp.exp2(each * self.scale - jax.lax.broadcast_in_dim(top, each.shape, [0]))
-            for each in scores
+            jnp.exp2(each - jax.lax.broadcast_in_dim(top, each.shape, [0])) for each in scores
         )
-        counts = (
-            jax.lax.bitcast_convert_type(each + TO_MULTIPLES, jnp.int32).sum(axis=1)
-            for each in (cached, fresh)
-        )
-        # Integers wrap around.
-        none = sum(keys) * int(TO_MULTIPLES.view(np.int32)) % 2**32
-        count = jnp.add(*counts) - np.uint32(none).view(np.int32)
-        total = count.astype(jnp.float32) * np.spacing(TO_MULTIPLES)
-        return (cached, fresh), top, total
+        exact = (((each + TO_MULTIPLES) - TO_MULTIPLES).sum(axis=1) for each in (cached, fresh))
+        return (cached, fresh), top, jnp.add(*exact)
 
-    def set_cached_alone(self) -> None:
-        """Write every recent value among zeros.
-
-        Recent token ``step`` is row ``offset + step`` of what was fetched. A matmul contracts 16
-        rows, from row 0 on for the first 8 steps and from row 8 on for the others, whose rows are
-        those of the copy. Memory beyond the length may be NaN, and 0 NaN is NaN.
-        """
-        memory = self.memory
-        block = _load(memory.cached_v, plgpu.Layout.WGMMA)
-        row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
-        fetched = jnp.where(row < _COPY, row, row - _COPY)
-        there = fetched < self.length - (self.first - self.offset)
-        block = jnp.where(there, block, jnp.zeros_like(block))
-        step = jnp.where(row < _COPY, row, row - (_COPY + ALIGNED)) - self.offset
-        for number in range(ALIGNED):
-            memory.cached_alone.at[number][...] = _kept(block, step == number)
+    def silence(self) -> None:
+        """Zero the cached values beyond the length: memory there may be NaN, and 0 NaN is NaN."""
+        values = self.memory.cached_v
+        block = _load(values, plgpu.Layout.WGMMA)
+        slot = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
+        seen = slot < self.length - (self.first - self.offset)
+        values[...] = jnp.where(seen, block, jnp.zeros_like(block))
         plgpu.commit_smem()
 
-    def add_values(self, weights: _Pair, acc_ref: Any) -> jax.Array:
+    def add_values(self, fresh_step: Any, weights: _Pair, acc_ref: Any) -> jax.Array:
         """The weighted values, added in the order of their positions.
 
-        The weights stay in registers, and each step has its values among zeros in memory.
+        The recent token ``step`` is the fetched token ``offset + step``, which is one of 16 from
+        the last multiple of 8 before ``step`` on.
         """
-        memory = self.memory
-        cached, fresh = (each.astype(self.refs.q.dtype) for each in weights)
-        near = [cached[:, first : first + CONTRACTED] for first in (0, ALIGNED)]
+        memory, (cached, fresh) = self.memory, weights
+        window = (WARPGROUP_ROWS, CONTRACTED)
+        token = plgpu.broadcasted_iota(jnp.int32, window, 1, layout=plgpu.Layout.WGMMA)
+
+        def add(ref: Any, alone: jax.Array, values: Any) -> jax.Array:
+            """Add the values of one step, which has one weight of every row, among zeros."""
+            alone = alone.astype(self.refs.q.dtype)
+            plgpu.wgmma(ref, alone, values)
+            return alone
+
+        some = []
         for step in range(RECENT):
-            late, number = divmod(step, ALIGNED)
-            rows = pl.ds(late * (_COPY + ALIGNED), CONTRACTED)
-            plgpu.wgmma(acc_ref, near[late], memory.cached_alone.at[number, rows])
-        if self.refs.out.shape[1] == 1:
-            plgpu.wgmma(acc_ref, fresh, memory.fresh_v.at[pl.ds(0, self.tokens)])
+            first = step // ALIGNED * ALIGNED
+            near = cached[:, first : first + CONTRACTED]
+            alone = jnp.where(token == self.offset + (step - first), near, 0.0)
+            some.append(add(acc_ref, alone, memory.cached_v.at[pl.ds(first, CONTRACTED)]))
+        # The instructions read the weights from registers, which must not be filled anew.
         plgpu.wgmma_wait(0)
-        jax.lax.optimization_barrier((near, fresh))
-        if self.refs.out.shape[1] > 1:
-            self.add_levels(fresh, acc_ref)
-        return jax.lax.optimization_barrier(acc_ref[...])
+        jax.lax.optimization_barrier(some)
 
-    def add_levels(self, fresh: jax.Array, acc_ref: Any) -> None:
-        """Add the nodes' values, level by level. A level behind the last one adds zeros."""
-        memory = self.memory
-        depth = _load(self.refs.depth.at[self.batch], plgpu.Layout.WGMMA.reduce(1))
-        block = _load(memory.fresh_v, plgpu.Layout.WGMMA)
-        levels = memory.fresh_alone.shape[0]
-
-        @pl.loop(0, jax.lax.div(self.deepest, levels) + 1)
+        # A step behind the last one adds zeros.
+        @pl.loop(0, jax.lax.div(self.deepest, _STEPS) + 1)
         def _(turn: jax.Array) -> None:
-            for number in range(levels):
-                its = jax.lax.broadcast_in_dim(depth == turn * levels + number, block.shape, [0])
-                memory.fresh_alone.at[number][...] = _kept(block, its)
-            plgpu.commit_smem()
-            for number in range(levels):
-                values = memory.fresh_alone.at[number, pl.ds(0, self.tokens)]
-                plgpu.wgmma(acc_ref, fresh, values)
+            steps = (turn * _STEPS + step for step in range(_STEPS))
+            some = [
+                add(acc_ref, jnp.where(fresh_step == step, fresh, 0.0), memory.fresh_v)
+                for step in steps
+            ]
             plgpu.wgmma_wait(0)
-            jax.lax.optimization_barrier(fresh)
+            jax.lax.optimization_barrier(some)
+
+        return jax.lax.optimization_barrier(acc_ref[...])
 
     def merge(self, acc: Any, top: Any, total: Any) -> tuple[Any, Any]:
         """The values with those of all splits, and the sum of all weights.
@@ -446,54 +401,47 @@ class _Program:
         One maximum serves all, so that no split has to wait for the one before.
         """
         memory, row = self.memory, plgpu.Layout.WGMMA.reduce(1)
-        splits, at_once = memory.lse.shape[0], memory.partial.shape[0]
+        at_once = memory.partial.shape[0]
         plgpu.barrier_wait(memory.lse_ready)
-        self.clear(memory.lse, self.reached, -jnp.inf, row)
+
+        def reached(split: jax.Array | int, like: Any) -> jax.Array:
+            return jax.lax.broadcast(split < self.reached, like.shape)
 
         def log_sum(split: jax.Array | int) -> Any:
-            """In base 2."""
-            return _load(memory.lse.at[split], row) * LOG2_E
+            """In base 2; of splits that are not reached there is anything in memory."""
+            lse = _load(memory.lse.at[split], row) * LOG2_E
+            return jnp.where(reached(split, lse), lse, -jnp.inf)
 
-        log_sums = [log_sum(split) for split in range(splits)]
         of_recent = top
-        for each in log_sums:
-            top = jnp.maximum(top, each)
+        for split in range(memory.lse.shape[0]):
+            top = jnp.maximum(top, log_sum(split))
         keep = jnp.exp2(of_recent - top)
         # Whatever is fused with what follows, this product is rounded by itself.
         acc = jax.lax.optimization_barrier(acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0]))
 
-        def some(log_sums: list[Any], first: jax.Array | int, state: _Pair) -> _Pair:
-            acc, total = state
+        def some(turn: jax.Array | int, state: _Pair) -> _Pair:
+            (acc, total), first = state, turn * at_once
             plgpu.barrier_wait(memory.partial_ready)
-            self.clear(memory.partial, self.reached - first, 0.0, plgpu.Layout.WGMMA)
-            for at, each in enumerate(log_sums):
-                weight = jnp.exp2(each - top)
+            for at in range(at_once):
+                weight = jnp.exp2(log_sum(first + at) - top)
                 values = _load(memory.partial.at[at], plgpu.Layout.WGMMA)
+                values = jnp.where(reached(first + at, values), values, 0.0)
                 acc += values * jax.lax.broadcast_in_dim(weight, acc.shape, [0])
                 total += weight
             return acc, total
 
-        state = some(log_sums[:at_once], 0, (acc, total * keep))
-        if at_once == splits:
+        state = some(0, (acc, total * keep))
+        if at_once == memory.lse.shape[0]:
             return state
 
         def following(turn: jax.Array, state: _Pair) -> _Pair:
-            state, first = jax.lax.optimization_barrier(state), turn * at_once
+            state = jax.lax.optimization_barrier(state)
             plgpu.commit_smem()  # All have read the places before they are filled again.
-            self.fetch_splits(first)
-            return some([log_sum(first + at) for at in range(at_once)], first, state)
+            self.fetch_splits(turn * at_once)
+            return some(turn, state)
 
         turns = jax.lax.div(self.reached + at_once - 1, at_once)
         return jax.lax.fori_loop(1, turns, following, state)
-
-    def clear(self, memory: Any, first: jax.Array, value: float, layout: Any) -> None:
-        """Fill the places from ``first`` on, of splits that are not reached, where may be NaN."""
-
-        @pl.loop(first, memory.shape[0])
-        def _(place: jax.Array) -> None:
-            filled = jnp.full(memory.shape[1:], value, jnp.float32)
-            memory.at[place][...] = plgpu.layout_cast(filled, layout)
-            plgpu.commit_smem()
 
     def write(self, out: jax.Array) -> None:
         """Write the rows that there are."""
@@ -518,11 +466,6 @@ class _Program:
             head, tokens = self.segment(place)
             to = self.refs.out.at[self.batch, tokens, head, self.its_columns]
             plgpu.copy_smem_to_gmem(self.memory.out.at[rows], to)
-
-
-def _kept(block: jax.Array, rows: jax.Array) -> jax.Array:
-    """These rows of some numbers, and zeros. A product takes one instruction for two numbers."""
-    return block * rows.astype(block.dtype)
 
 
 def _load(ref: Any, layout: Any, optimized: bool = False) -> Any:

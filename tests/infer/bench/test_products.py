@@ -12,7 +12,7 @@ from infer.bench.arguments import SHAPES
 
 @pytest.mark.parametrize(
     ("options", "stored"),
-    [([], ["whole"]), (["--int8"], ["int8"]), (["--weights=w4a16"], ["w4a16"])],
+    [([], ["whole"]), (["--weights=int8"], ["int8"]), (["--weights=w4a16"], ["w4a16"])],
     ids=["16 bits", "8 bits", "4 bits"],
 )
 def test_rows_of_every_product(tmp_path: Path, options: list[str], stored: list[str]) -> None:

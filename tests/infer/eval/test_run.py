@@ -12,6 +12,7 @@ from infer.eval.arguments import parser
 from infer.eval.decoders import Decoder
 from infer.eval.records import SampleRecord, acceptance_length
 from infer.eval.run_folder import SAMPLES, SUMMARY, Run, read
+from longspec_jax import files
 from tests.infer.toys import save_toy, toy_spec
 from tests.serve.kit import GeneratingEngine, model_of, serving
 
@@ -201,6 +202,16 @@ def test_what_can_be_no_folder_is_refused(options: list[str], tmp_path, capsys) 
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith("error: --out") and words in line
     assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_run_that_another_process_writes_is_refused(options: list[str], tmp_path, capsys) -> None:
+    """Its samples would be in the file twice."""
+    with files.alone(tmp_path, "--out"):
+        assert command.main([*options, f"--out={tmp_path}"]) == 2
+    assert "another process is writing this run" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+    with files.alone(tmp_path, "--out"):
+        pass
 
 
 def test_the_home_is_written_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,13 +49,6 @@ class Checks:
         """The served model's entry."""
         return self.get("/v1/models")["data"][0]
 
-    def becomes_idle(self, seconds: float = 20) -> None:
-        """No row runs any more, at the latest so many seconds from now."""
-        deadline = time.monotonic() + seconds
-        while (running := self.get("/stats")["running"]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert running == 0, f"{running} rows still run"
-
 
 def run(package: str, checks: Callable[[Checks], None]) -> None:
     """Run a script's checks and print their summary as the last line; exits with their number."""

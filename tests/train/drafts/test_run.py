@@ -32,16 +32,28 @@ class Case:
     """A metric of its own, a share; empty for none."""
     warning: str
     """Of its drafter, about the target's range; empty for none."""
+    stages: tuple[str, ...] = ("chat",)
+    """The ones before the last take a step."""
 
 
-TEXT = ["--config.stages.text." + each for each in ("seq_len=32", "batch=4", "steps=1")]
 CASES = {
     "eagle3": Case(
         ("layers=0", "vocabulary=64", "steps=2"), 2, "in_vocabulary", "made for 40 positions"
     ),
     "dflash": Case(("features=0", "layers=2", "block=4"), 3, "", "made for 40 positions"),
     "small_lm": Case(
-        ("layers=1", "width=16", "mlp_width=24", "heads=2", "kv_heads=2"), 3, "divergence", ""
+        ("layers=1", "width=16", "mlp_width=24", "heads=2", "kv_heads=2"),
+        3,
+        "divergence",
+        "",
+        ("text", "chat"),
+    ),
+    "parallel": Case(
+        ("layers=1", "window=7", "block=4", "markov_rank=8"),
+        4,
+        "",
+        "",
+        ("short", "long", "sft"),
     ),
 }
 
@@ -54,30 +66,38 @@ def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
     case = CASES[kind]
     target = save_tiny_target(tmp_path / "target")
     files = conversations(tmp_path / "chats.jsonl", 34)
-    of_stages = ("stages.text.data", "stages.chat.data") if kind == "small_lm" else ("data",)
+    *earlier, last = case.stages
+    of_stages = [f"stages.{each}.data" for each in case.stages] if earlier else ["data"]
     given = [
         f"--config={ROOT}/configs/vicuna7b.py:{kind}",
         f"--config.target={target}",
         *(f"--config.{section}.files={files}" for section in of_stages),
         *(f"--config.{of_stages[-1]}.{each}" for each in ("answer_room=16", "buckets=1")),
         *(f"--config.draft.{each}" for each in case.options),
-        *("--config.stages.chat.seq_len=40", "--config.stages.chat.batch=8"),
-        *("--config.stages.chat.accumulation=2", "--config.stages.chat.epochs=2"),
+        *(
+            f"--config.stages.{last}.{each}"
+            for each in ("seq_len=40", "batch=8", "accumulation=2", "epochs=2")
+        ),
+        *(
+            f"--config.stages.{stage}.{each}"
+            for stage in earlier
+            for each in ("seq_len=32", "batch=4", "accumulation=2", "steps=1", "epochs=0")
+        ),
         *("--config.accept_rows=2", "--config.save_every=2", "--config.accept_every=0"),
         *("--config.dtype=float32", "--config.mesh.fsdp=2"),
-        *(TEXT if kind == "small_lm" else ()),
+        *(["--config.stages.short.max_offset=40"] if "short" in earlier else ()),
     ]
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     assert command(*given, f"--workdir={straight}") == 0
     interrupted(4, monkeypatch, *given, f"--workdir={halved}")
-    newest = _named(halved / "checkpoints" / "draft_chat")[-1]
+    newest = _named(halved / "checkpoints" / f"draft_{last}")[-1]
     largest = max(newest.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     flip_a_bit(largest)
     capsys.readouterr()
     assert command(*given, f"--workdir={halved}") == 0
     assert f"checkpoint {newest} is skipped" in capsys.readouterr().err
 
-    assert len(assert_same_run(straight, halved)) == 8 + (kind == "small_lm")
+    assert len(assert_same_run(straight, halved)) == 8 + len(earlier)
     if case.reported:
         assert all(r[case.reported] > 0 for r in records(straight) if "loss" in r)
     last = records(straight)[-1]
