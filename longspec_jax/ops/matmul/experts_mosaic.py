@@ -29,7 +29,7 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.experts_tiles import FLOAT_GROUP, ExpertWork, expert_work
 from longspec_jax.ops.matmul.few_rows import SWISH
-from longspec_jax.ops.matmul.ordered_programs import Program
+from longspec_jax.ops.matmul.ordered_programs import Program, persistent
 from longspec_jax.ops.matmul.packed import PackedMatrix
 from longspec_jax.ops.matmul.widening import (
     BY_OUTPUT,
@@ -100,17 +100,12 @@ def tile_matmul(
         memory["weights_smem"] = _swizzled((*stages, columns, depth), x.dtype, 64)
     if bias is not None:
         given["bias"] = bias.reshape(-1, outputs)
-    kernel = plgpu.kernel(
+    kernel = persistent(
         functools.partial(_kernel, work=work, limit=limit, names=tuple(given)),
-        out_type=jax.ShapeDtypeStruct((len(expert) * height, outputs), x.dtype),
-        scratch_types=memory,
-        grid=(work.programs,),
-        grid_names=("program",),
-        num_threads=work.warpgroups + 1,
-        thread_name="warpgroup",
-        # Nothing is reduced across warps, and the ring has taken the room.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        kernel_name="gated_experts" if gated else "experts",
+        work,
+        jax.ShapeDtypeStruct((len(expert) * height, outputs), x.dtype),
+        memory,
+        name="gated_experts" if gated else "experts",
         interpret=interpret,
     )
     return kernel(expert, count, x, *given.values())

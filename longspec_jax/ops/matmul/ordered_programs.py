@@ -102,3 +102,37 @@ class Program:
     def columns(self, unit: Unit) -> Any:
         """The columns of a unit's strip."""
         return pl.ds(unit.strip * self.work.tile.columns, self.work.tile.columns)
+
+
+def persistent(
+    body: Callable[..., None],
+    work: Work,
+    out: Any,
+    memory: dict[str, Any],
+    *,
+    name: str,
+    interpret: Any,
+) -> Callable[..., jax.Array]:
+    """The kernel of all programs of some work, each with its warpgroups.
+
+    Args:
+      body: of one warpgroup.
+      work: how many programs and warpgroups there are.
+      out: shape and dtype of the result.
+      memory: shared memory and barriers of a program, by the name that the body gives them.
+      name: what profiles call it.
+      interpret: how Pallas interprets the kernel without a GPU; None compiles it.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=memory,
+        grid=(work.programs,),
+        grid_names=("program",),
+        num_threads=work.warpgroups + 1,
+        thread_name="warpgroup",
+        # Nothing is reduced across warps, and the ring has taken the room.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name=name,
+        interpret=interpret,
+    )

@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
-from longspec_jax.ops.matmul.ordered_programs import Program, Unit
+from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
 from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
@@ -109,17 +109,12 @@ def matmul(
         memory["operand_smem"] = plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, OPERAND), x.dtype)
     given = dict(words=weights.codes, scale=weights.scale, zero=weights.zero, bias=bias)
     given = {name: each for name, each in given.items() if each is not None}
-    kernel = plgpu.kernel(
+    kernel = persistent(
         functools.partial(_kernel, work=work, stored=weights.stored, names=tuple(given)),
-        out_type=jax.ShapeDtypeStruct((tile.splits * work.groups, x.shape[1], work.columns), dtype),
-        scratch_types=memory,
-        grid=(work.programs,),
-        grid_names=("program",),
-        num_threads=work.warpgroups + 1,
-        thread_name="warpgroup",
-        # Nothing is reduced across warps, and the ring has taken the room.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        kernel_name="quantised_gated_matmul" if gated else "quantised_matmul",
+        work,
+        jax.ShapeDtypeStruct((tile.splits * work.groups, x.shape[1], work.columns), dtype),
+        memory,
+        name="quantised_gated_matmul" if gated else "quantised_matmul",
         interpret=interpret,
     )
     out = kernel(x, *given.values()).reshape(tile.splits, -1, work.columns)[:, :rows]
