@@ -17,7 +17,7 @@ from longspec_jax.generation.activity import Activity, Slower, Tuned
 from longspec_jax.generation.result import StreamRound
 from longspec_jax.provenance import provenance
 
-from .arguments import drafts, row_options, sampling_options
+from .arguments import drafts, is_demo, row_options, sampling_options
 from .journal import Journal
 from .output import tree_fields
 from .prompts import Prompt, encode
@@ -111,7 +111,13 @@ class Session:
         prompts = tuple(named) or tuple(self._samples())
         groups = [prompts] if self._arguments.batch else [(prompt,) for prompt in prompts]
         # Every call is checked before the first is printed: what can be refused is refused at once.
-        calls = [self._checked(group) for group in groups]
+        try:
+            calls = [self._checked(group) for group in groups]
+        except ValueError as error:
+            if named or is_demo(self._arguments):
+                raise
+            remedy = "name a prompt: without one the demo's document is completed"
+            raise ValueError(f"{error}; {remedy}") from error
         for line in header_lines(self._setting, self._spec.target_config, self._tree):
             self._out.entry(line, indent=2)
         for call in calls:

@@ -45,6 +45,9 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
             )
         return folder
     name = str(source)
+    if "://" in name:
+        owner_and_model = "/".join(name.split("/")[3:5]) or "owner/model"
+        raise FileNotFoundError(f"{name} is an address; name the model alone: {owner_and_model}")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(
             f"{folder} is not a folder; name a folder with config.json and weights, or a hub id of "

@@ -69,6 +69,11 @@ def test_names_that_the_system_does_not_take(source):
     assert len(str(error.value)) < 300
 
 
+def test_an_address_is_answered_with_the_name_in_it():
+    with pytest.raises(FileNotFoundError, match="is an address; name the model alone: o/m$"):
+        hub.local_folder("https://huggingface.co/o/m/tree/main")
+
+
 def test_a_file_is_no_folder(tmp_path, monkeypatch):
     """Also where its path looks like a hub id."""
     monkeypatch.setattr(hub, "snapshot_download", None)

@@ -97,19 +97,22 @@ def quantise(
         }
         group = None if format == "fp8" else _group({tensors[name].shape[1] for name in linears})
         files = _Files(out)
+        unfinished = stack.enter_context(ExitStack())
+        unfinished.callback(shutil.rmtree, out)
         for name, tensor in tensors.items():
             if name in table.parts:
                 whole = _read(name, tensor)
                 files.source_bytes += whole.nbytes
                 files.add(_quantised(name, whole, group) if name in linears else {name: whole})
         files.close()
-    for pattern in FILES:
-        for path in folder.glob(pattern):
-            if path.is_file() and not (out / path.name).exists() and path.name != "config.json":
-                if not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, out / path.name)
-    said = {**raw.values, QUANTISATION[0]: quantization_config(group)}
-    (out / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        for pattern in FILES:
+            for path in folder.glob(pattern):
+                if path.is_file() and not (out / path.name).exists() and path.name != "config.json":
+                    if not path.name.endswith(".index.json"):
+                        shutil.copyfile(path, out / path.name)
+        said = {**raw.values, QUANTISATION[0]: quantization_config(group)}
+        (out / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        unfinished.pop_all()
     return Written(len(linears), group, files.source_bytes, files.bytes)
 
 
