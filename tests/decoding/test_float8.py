@@ -33,7 +33,6 @@ from tests.decoding.lossless import (
     CONFIG,
     DRAFT,
     EVERY,
-    GREEDY,
     LENGTHS,
     MIXED,
     SHORT,
@@ -78,8 +77,8 @@ def test_speculation_changes_no_token(models: Params, config: Any) -> None:
     near = SmallLMDrafter(CONFIG, TreeConfig((2, 2, 1, 1)))
     """The target without its rounding: most of what it proposes is accepted."""
     drafters = (near, itself), (LongSpecDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9)), models)
-    whole, _ = generate(TargetModel(CONFIG), NoDraft(), models, TOKENS, LENGTHS, EVERY[0])
-    for requests in (GREEDY[0], EVERY[0]):
+    whole, _ = generate(TargetModel(CONFIG), NoDraft(), models, TOKENS, LENGTHS, EVERY[-1])
+    for requests in EVERY:
         plain, state = generate(target, NoDraft(), models, TOKENS, LENGTHS, requests)
         dtypes = {leaf.dtype for leaf in (*state.rows.cache.keys, *state.rows.cache.values)}
         assert dtypes == {jnp.dtype(CODES)}
