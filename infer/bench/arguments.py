@@ -141,7 +141,7 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         "--prefill",
         type=COUNT,
         metavar="TOKENS",
-        help="also time the target's reading of a prompt, in chunks of so many tokens",
+        help="also time the target's prefill of the context, in chunks of this many tokens",
     )
     parser.add_argument(
         "--attention",
