@@ -29,13 +29,14 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.experts_tiles import FLOAT_GROUP, ExpertWork, expert_work
 from longspec_jax.ops.matmul.few_rows import SWISH
-from longspec_jax.ops.matmul.ordered_programs import Program
+from longspec_jax.ops.matmul.ordered_programs import Program, persistent
 from longspec_jax.ops.matmul.packed import PackedMatrix
 from longspec_jax.ops.matmul.widening import (
     BY_OUTPUT,
     WORDS,
     arranged,
     arrive,
+    lines,
     load,
     scaled_floats,
     widened_floats,
@@ -88,8 +89,9 @@ def tile_matmul(
     )
     stages = work.stages, work.parts
     if isinstance(weights, PackedMatrix):
-        given = dict(weights=weights.codes, scale=weights.scale)
-        memory["weights_smem"] = plgpu.SMEM((*stages, columns, 16), jnp.uint32)
+        codes = weights.codes.reshape(len(weights.codes), *lines(weights.codes.shape[1]))
+        given = dict(weights=codes, scale=weights.scale)
+        memory["weights_smem"] = plgpu.SMEM((*stages, *lines(columns)), jnp.uint32)
         memory["scale_smem"] = plgpu.SMEM((*stages, work.groups, columns), x.dtype)
         if interpret is not None:
             # The interpreter's matrix units take no operand from registers.
@@ -100,17 +102,12 @@ def tile_matmul(
         memory["weights_smem"] = _swizzled((*stages, columns, depth), x.dtype, 64)
     if bias is not None:
         given["bias"] = bias.reshape(-1, outputs)
-    kernel = plgpu.kernel(
+    kernel = persistent(
         functools.partial(_kernel, work=work, limit=limit, names=tuple(given)),
-        out_type=jax.ShapeDtypeStruct((len(expert) * height, outputs), x.dtype),
-        scratch_types=memory,
-        grid=(work.programs,),
-        grid_names=("program",),
-        num_threads=work.warpgroups + 1,
-        thread_name="warpgroup",
-        # Nothing is reduced across warps, and the ring has taken the room.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        kernel_name="gated_experts" if gated else "experts",
+        work,
+        jax.ShapeDtypeStruct((len(expert) * height, outputs), x.dtype),
+        memory,
+        name="gated_experts" if gated else "experts",
         interpret=interpret,
     )
     return kernel(expert, count, x, *given.values())
@@ -313,20 +310,24 @@ class _PackedExperts(_Experts):
     def fetch_weights(self, outputs: Any, step: jax.Array, to: tuple[Any, int]) -> None:
         """As of :class:`_Experts`: a block of words, and the scales of its groups."""
         ready, groups = self.ready.at[to[0]], self.work.groups
-        plgpu.copy_gmem_to_smem(self.weights.at[step, outputs], self.weights_smem.at[to], ready)
+        count, _ = lines(outputs.size)
+        of_lines = pl.ds(jax.lax.div(outputs.start, jnp.int32(16)), count)
+        plgpu.copy_gmem_to_smem(self.weights.at[step, of_lines], self.weights_smem.at[to], ready)
         scales = self.scale.at[pl.ds(step * groups, groups), outputs]
         plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[to], ready)
 
     def accumulate(self, past: jax.Array, *accumulators: Any) -> list[Array]:
         """As of :class:`_Experts`. A group of inputs is multiplied while the next is widened."""
-        work = self.work
+        work, (count, _) = self.work, lines(WARPGROUP_ROWS)
+        of_half = pl.ds(self.warpgroup * count, count)
 
         @pl.loop(0, work.steps)
         def _(step: jax.Array) -> None:
             here, before = self.stage(past + step), self.stage(past + step - 1)
             plgpu.barrier_wait(self.ready.at[here])
             for part, accumulator in enumerate(accumulators):
-                pairs = widened_floats(load(self.weights_smem.at[here, part, self.mine], WORDS))
+                words = self.weights_smem.at[here, part, of_half]
+                pairs = widened_floats(load(words, WORDS))
                 for group in range(work.groups):
                     inputs = pl.ds(group * FLOAT_GROUP, FLOAT_GROUP)
                     tokens = self.x_smem.at[here, :, inputs].transpose((1, 0))

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
-from longspec_jax.ops.matmul.ordered_programs import Program, Unit
+from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
 from longspec_jax.ops.matmul.ordered_tiles import (
     MatmulTile,
     Work,
@@ -106,23 +106,18 @@ def _launch(
     def shared(*shape: int) -> Any:
         return plgpu.SMEM(shape, x.dtype, transforms=(tiling, swizzle))
 
-    kernel = plgpu.kernel(
+    kernel = persistent(
         functools.partial(_kernel, work=work, has_bias=bias is not None),
-        out_type=jax.ShapeDtypeStruct((tile.splits, len(x), work.columns), dtype),
-        scratch_types=dict(
+        work,
+        jax.ShapeDtypeStruct((tile.splits, len(x), work.columns), dtype),
+        dict(
             x_smem=shared(work.stages, height, tile.depth),
             weights_smem=shared(work.stages, *parts, *block),
             out_smem=plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, tile.columns), dtype),
             ready=plgpu.Barrier(num_arrivals=1 + work.parts, num_barriers=work.stages),
             free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
         ),
-        grid=(work.programs,),
-        grid_names=("program",),
-        num_threads=work.warpgroups + 1,
-        thread_name="warpgroup",
-        # Nothing is reduced across warps, and the ring has taken the room.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        kernel_name="head" if work.head else "gated_matmul" if parts else "matmul",
+        name="head" if work.head else "gated_matmul" if parts else "matmul",
         interpret=interpret,
     )
     out = kernel(x, weights, *([] if bias is None else [bias]))

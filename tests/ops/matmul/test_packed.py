@@ -168,13 +168,14 @@ def test_work_fits_the_machine() -> None:
         sizes = weights.contracted, weights.columns
         if weights.head or any(size % 128 for size in sizes):
             continue
-        tile = quantised_tile(*sizes, gated=weights.gated, split=weights.split)
-        assert weights.columns % tile.columns == 0
+        options = dict(gated=weights.gated, split=weights.split)
         for bits, rows in ((4, 1), (8, 64), (8, 128), (4, 1000)):
+            tile = quantised_tile(*sizes, bits=bits, **options)
+            assert weights.columns % tile.columns == 0
             parts = 2 if weights.gated else 1
             work = QuantisedWork(rows, *sizes, tile, parts, bits=bits, group=128, zeros=True)
             assert work.programs <= hardware.MULTIPROCESSORS
-            out = work.warpgroups * work.height * 64 * work.out_bytes
+            out = work.halves * work.height * 64 * work.out_bytes
             assert work.stages * work.stage_bytes + out <= hardware.SHARED_BYTES[(9, 0)] - 1024
             if sizes[0] * sizes[1] >= 2**24 and rows <= 64:
                 assert work.stages >= 3, weights
