@@ -310,15 +310,15 @@ class _PackedExperts(_Experts):
     def fetch_weights(self, outputs: Any, step: jax.Array, to: tuple[Any, int]) -> None:
         """As of :class:`_Experts`: a block of words, and the scales of its groups."""
         ready, groups = self.ready.at[to[0]], self.work.groups
-        count, _ = lines(outputs.size)
-        of_lines = pl.ds(jax.lax.div(outputs.start, jnp.int32(16)), count)
+        lines_each = lines(outputs.size)[0]
+        of_lines = pl.ds(jax.lax.div(outputs.start, jnp.int32(16)), lines_each)
         plgpu.copy_gmem_to_smem(self.weights.at[step, of_lines], self.weights_smem.at[to], ready)
         scales = self.scale.at[pl.ds(step * groups, groups), outputs]
         plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[to], ready)
 
     def accumulate(self, past: jax.Array, *accumulators: Any) -> list[Array]:
         """As of :class:`_Experts`. A group of inputs is multiplied while the next is widened."""
-        work, (count, _) = self.work, lines(WARPGROUP_ROWS)
+        work, count = self.work, lines(WARPGROUP_ROWS)[0]
         of_half = pl.ds(self.warpgroup * count, count)
 
         @pl.loop(0, work.steps)

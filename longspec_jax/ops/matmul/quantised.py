@@ -12,7 +12,9 @@ scale. In plain JAX a matmul dequantises its weights first, one layer's at a tim
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -111,7 +113,8 @@ def in_turn(x: Array, weights: Any) -> tuple[Array, Any]:
     return x, dataclasses.replace(weights, codes=codes.astype(weights.codes.dtype))
 
 
-def quantised_matmul_mosaic(
+def _matmul(
+    launch: Callable[..., Array],
     x: Array,
     weights: QuantisedWeights,
     bias: Array | None = None,
@@ -119,28 +122,27 @@ def quantised_matmul_mosaic(
     ordered: bool = False,
     dtype: Any = None,
 ) -> Array:
-    """The matmul by the kernel for Hopper GPUs."""
+    """The matmul by a kernel of our own."""
     flat_bias = None if bias is None else bias.reshape(-1)
-    out = _launch(x, weights, flat_bias, ordered=ordered, dtype=dtype)
+    out = launch(x, weights, flat_bias, ordered=ordered, dtype=dtype)[0]
     return out.reshape(*x.shape[:-1], *weights.out_axes)
 
 
-def quantised_matmul_partials_mosaic(
-    x: Array, weights: QuantisedWeights, *, ordered: bool = False
+def _partials(
+    launch: Callable[..., Array], x: Array, weights: QuantisedWeights, *, ordered: bool = False
 ) -> Array:
-    """The kernel's partials: the whole result, or several in float32."""
-    out = _launch(x, weights, ordered=ordered, split=True)
-    return out if out.ndim > x.ndim else out[None]
+    """A kernel's partials."""
+    return launch(x, weights, ordered=ordered, split=True)
 
 
-def quantised_gated_matmul_mosaic(
-    x: Array, weights: QuantisedWeights, *, ordered: bool = False
+def _gated_matmul(
+    launch: Callable[..., Array], x: Array, weights: QuantisedWeights, *, ordered: bool = False
 ) -> Array:
-    """The gated matmul by the kernel."""
-    return _launch(x, weights, ordered=ordered, gated=True)
+    """The gated matmul by a kernel."""
+    return launch(x, weights, ordered=ordered, gated=True)[0]
 
 
-def _launch(
+def _launch_mosaic(
     x: Array,
     weights: QuantisedWeights,
     bias: Array | None = None,
@@ -150,7 +152,7 @@ def _launch(
     split: bool = False,
     dtype: Any = None,
 ) -> Array:
-    """``[*rows, N]``, or split-K partials ``[S, *rows, N]``; refuses what the kernel cannot do."""
+    """Split-K partials ``[S, *rows, N]`` of the Hopper kernel; refuses what it cannot do."""
     hardware.require_hopper("the kernel for quantised weights")
     from longspec_jax.ops.matmul.packed import PackedMatrix
 
@@ -177,35 +179,7 @@ def _launch(
     out = quantised_mosaic.matmul(
         flat, weights, bias, tile=tile, gated=gated, dtype=jnp.dtype(dtype or x.dtype)
     )
-    return out.reshape(*out.shape[:-2], *x.shape[:-1], columns)
-
-
-def quantised_matmul_pallas(
-    x: Array,
-    weights: QuantisedWeights,
-    bias: Array | None = None,
-    *,
-    ordered: bool = False,
-    dtype: Any = None,
-) -> Array:
-    """The matmul by the kernel for Triton."""
-    flat_bias = None if bias is None else bias.reshape(-1)
-    out = _launch_triton(x, weights, flat_bias, ordered=ordered, dtype=dtype)[0]
-    return out.reshape(*x.shape[:-1], *weights.out_axes)
-
-
-def quantised_matmul_partials_pallas(
-    x: Array, weights: QuantisedWeights, *, ordered: bool = False
-) -> Array:
-    """The kernel's partials."""
-    return _launch_triton(x, weights, ordered=ordered, split=True)
-
-
-def quantised_gated_matmul_pallas(
-    x: Array, weights: QuantisedWeights, *, ordered: bool = False
-) -> Array:
-    """The gated matmul by the kernel."""
-    return _launch_triton(x, weights, ordered=ordered, gated=True)[0]
+    return out.reshape(tile.splits, *x.shape[:-1], columns)
 
 
 def _launch_triton(
@@ -218,7 +192,7 @@ def _launch_triton(
     split: bool = False,
     dtype: Any = None,
 ) -> Array:
-    """The kernel's split-K partials, ``[S, *rows, N]``; refuses what it does not serve."""
+    """Split-K partials ``[S, *rows, N]`` of Triton's kernel; refuses what it does not serve."""
     rows = x.size // x.shape[-1]
     hardware.require_decode_step("Triton's kernel for quantised weights", rows, x.dtype)
     if x.dtype == jnp.float32:
@@ -244,24 +218,24 @@ def _launch_triton(
 QUANTISED_MATMUL = Op(
     "quantised_matmul",
     {
-        "mosaic": quantised_matmul_mosaic,
-        "pallas": quantised_matmul_pallas,
+        "mosaic": functools.partial(_matmul, _launch_mosaic),
+        "pallas": functools.partial(_matmul, _launch_triton),
         "xla": quantised_matmul_xla,
     },
 )
 QUANTISED_MATMUL_PARTIALS = Op(
     "quantised_matmul_partials",
     {
-        "mosaic": quantised_matmul_partials_mosaic,
-        "pallas": quantised_matmul_partials_pallas,
+        "mosaic": functools.partial(_partials, _launch_mosaic),
+        "pallas": functools.partial(_partials, _launch_triton),
         "xla": quantised_matmul_partials_xla,
     },
 )
 QUANTISED_GATED_MATMUL = Op(
     "quantised_gated_matmul",
     {
-        "mosaic": quantised_gated_matmul_mosaic,
-        "pallas": quantised_gated_matmul_pallas,
+        "mosaic": functools.partial(_gated_matmul, _launch_mosaic),
+        "pallas": functools.partial(_gated_matmul, _launch_triton),
         "xla": quantised_gated_matmul_xla,
     },
 )
