@@ -7,6 +7,10 @@ The rest is as in :mod:`longspec_jax.ops.matmul.ordered_mosaic`: a warpgroup tha
 ring, others that multiply, units in turns, and sums in an order that follows from the weights'
 shape alone. A row's result depends on no other row.
 
+Four warpgroups multiply, since one of them waits half of its time. Those of the same 64 outputs are
+a *team*: each has one matmul of a gate, or every other block of the inputs. The first of a team
+reads the sums of the others from shared memory, and writes the result.
+
 Codes become numbers of 16 bits by operations on whole registers, each of two codes
 (:mod:`longspec_jax.ops.matmul.widening`). A thread finds its codes side by side
 (:mod:`longspec_jax.ops.matmul.packed`). Scales of groups, and zero points, are applied to the
@@ -15,10 +19,11 @@ float32, which rounds less.
 
 **Expected time** (H200, 4.3 TB/s, 29 T instructions of a thread a second): a layer of Llama-3-8B,
 218 M weights, reads 221 MB in 8 bits and 116 MB in 4 with scales by 128, 51 and 27 us. Two codes
-take 5 to 6 instructions in 8 bits and 4 in 4, with 1 for scales by group: 20 to 24 and 15 to 17 us
-at full issue, beside the reading. 64 rows are 28 Gflop, 28 us at the peak of the matrix units, also
-beside it. They are 0.19 GB from the second-level cache, some 25 us. With 3 us a launch that makes
-some 65 and 45 us for 64 rows, where 16 bits take 127.
+take 3.5 to 4.5 instructions in 8 bits and 4 in 4 bits with a scale by group. Shifts and logical
+ones, half of them, count twice: some 25 us at full issue, beside the reading. 64 rows are 28 Gflop,
+28 us at the peak of the matrix units, also beside it. They are 0.19 GB from the second-level cache,
+some 25 us. A launch takes 4 us more. Measured: 73 and 55 us for 16 rows, 84 and 71 for 64
+(``docs/kernels.md``).
 """
 
 import dataclasses
@@ -144,7 +149,7 @@ def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 def _kernel(
     x: Any, *refs: Any, work: QuantisedWork, stored: Any, names: tuple[str, ...], **memory: Any
 ) -> None:
-    """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
+    """A program: a warpgroup that fetches, and others that multiply, unit after unit."""
     *given, out = refs
     program = _Quantised(
         work=work,
