@@ -22,7 +22,7 @@ float32, which rounds less.
 take 3.5 to 4.5 instructions in 8 bits and 4 in 4 bits with a scale by group. Shifts and logical
 ones, half of them, count twice: some 25 us at full issue, beside the reading. 64 rows are 28 Gflop,
 28 us at the peak of the matrix units, also beside it. They are 0.19 GB from the second-level cache,
-some 25 us. A launch takes 4 us more. Measured: 73 and 55 us for 16 rows, 84 and 71 for 64
+some 25 us. A launch takes 4 us more. Measured in 4 bits: 55 us for 16 rows, 71 for 64
 (``docs/kernels.md``).
 """
 
@@ -301,8 +301,9 @@ class _Quantised(Program):
                     operand = self.operand(here, part, block, quarter, zeros[number])
                     plgpu.wgmma(accumulators[number], operand, tokens.transpose((1, 0)))
                     # One matmul goes on while the next operand is widened. It is over before the
-                    # operand after that, which may take the same registers.
-                    plgpu.wgmma_wait(1)
+                    # operand after that, which takes the same registers; so does the very next
+                    # one where an iteration has a single operand.
+                    plgpu.wgmma_wait(1 if work.operands * work.held > 1 else 0)
                     if not index and not number:
                         # With a branch here, matmuls would wait for each other: the assembler
                         # cannot follow their registers across it (its warning C7513).
