@@ -253,7 +253,7 @@ def test_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> N
     matrix = jax.eval_shape(case.drawn)
     packed = jax.eval_shape(functools.partial(pack, dtype=dtype), matrix)
     columns = case.outputs[-1] if case.gated else math.prod(case.outputs)
-    tile = quantised_tile(case.inputs, columns, gated=case.gated, split=case.split)
+    tile = quantised_tile(case.inputs, columns, bits=case.bits, gated=case.gated, split=case.split)
     call = functools.partial(quantised_mosaic.matmul, tile=tile, gated=case.gated, dtype=dtype)
     operands = (jax.ShapeDtypeStruct((rows, case.inputs), dtype), packed)
     if not (case.gated or case.split):

@@ -11,8 +11,8 @@ order, wherever they come from:
   it was.
 - The ``RECENT`` tokens before it and the query's own are *recent*: cached or in the tree. Their
   scores are dot products of their own. Their values are added one after the other in the order of
-  their positions: each is a matmul in which every row has one weight that is not zero, and adding
-  zero changes no bit. Their weights are rounded to multiples of 2^-18, so that the sum of the
+  their positions: each is a matmul in which a row meets no other number than 0, and adding 0
+  changes no bit. Their weights are rounded to multiples of 2^-18, so that the sum of the
   weights is exact in any order.
 
 The recent tokens' kernel begins with them and adds the splits in ascending order, under one
@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Queries
 from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
-from longspec_jax.ops.attention.packing import LOG2_E
+from longspec_jax.ops.attention.packing import LOG2_E, pack
 from longspec_jax.ops.attention.path import (
     RECENT,
     SEGMENT,
@@ -53,19 +53,21 @@ def path_attention(
     from longspec_jax.ops.attention import prefix_mosaic, recent_mosaic  # Older versions lack them.
 
     batch, tokens, heads, width = q.shape
-    # So they lie in memory already (layer_pallas.split_heads).
-    by_head = q.swapaxes(1, 2)
     kv_heads, slots = prefix.keys.shape[1:3]
     factor = (width**-0.5 if scale is None else scale) * LOG2_E
     length = jnp.minimum(prefix.length.astype(jnp.int32), slots)
     depth = depth.astype(jnp.int32)
     groups = heads // kv_heads
     missing = -tokens % SEGMENT
-    if tokens == 1 and (groups <= 8 or groups % 8 == 0):
+    # As they lie in memory already (layer_pallas.split_heads).
+    packed = pack(q, kv_heads)
+    if groups == 1 or tokens == 1 and (groups <= 8 or groups % 8 == 0):
         # The rows of a key/value head lie together, in whole tiles of shared memory.
-        by_head, missing = q.reshape(batch, kv_heads, groups, width), 0
+        missing = 0
+    else:
+        packed = packed.reshape(batch, kv_heads, tokens, groups, width)
     mask = jnp.pad(fresh.mask, ((0, 0), (0, missing), (0, -tokens % SEGMENT)))
-    node_depth = jnp.pad(depth, ((0, 0), (0, -tokens % SEGMENT)))
+    node_depth = jnp.pad(depth, ((0, 0), (0, -tokens % WARPGROUP_ROWS)), constant_values=-1)
     depth = jnp.pad(depth, ((0, 0), (0, missing)))
     limit = jnp.clip(length[:, None] + depth - RECENT, 0, slots)
     split = split_of(length, kv_heads, groups)
@@ -86,22 +88,23 @@ def path_attention(
         parts=parts,
     )
     limit = _packed(limit, groups, padded, 0)
-    partials = prefix_mosaic.launch(work, bounds, limit, by_head, prefix.keys, prefix.values)
-    fresh_step = jnp.where(mask, node_depth[:, None], -1)
     reached = jax.lax.div(bounds[:, 1] + split - 1, split)
     first = jnp.maximum(length - RECENT, 0)
-    where = jnp.stack([first, length, reached, depth.max(axis=1), bounds[:, 3]], axis=1)
-    fresh_step = _packed(fresh_step, groups, padded, -1)
+    # Side by side, so that what one kernel read is near when the other one begins.
+    row = jnp.stack([first, length, reached, depth.max(axis=1)], axis=1)
+    where = jnp.concatenate([bounds, row], axis=1)
+    partials = prefix_mosaic.launch(work, where, limit, packed, prefix.keys, prefix.values)
+    bias = _packed(jnp.where(mask, 0.0, -jnp.inf), groups, padded, -jnp.inf)
     keys_and_values = prefix.keys, prefix.values, fresh.keys, fresh.values
     return recent_mosaic.attend_and_merge(
-        where, limit, fresh_step, by_head, *keys_and_values, *partials, scale=factor
+        where, limit, node_depth, bias, packed, *keys_and_values, *partials, scale=factor
     )
 
 
-def _packed(per_token: Array, groups: int, rows: int, fill: int) -> Array:
+def _packed(per_token: Array, groups: int, rows: int, fill: int | float) -> Array:
     """Numbers of every token, for its packed rows: ordered by head, then by token."""
     batch, tokens, *rest = per_token.shape
     repeated = jnp.broadcast_to(per_token[:, None], (batch, groups, tokens, *rest))
-    packed = repeated.reshape(batch, groups * tokens, *rest).astype(jnp.int32)
+    packed = repeated.reshape(batch, groups * tokens, *rest)
     padding = [(0, 0), (0, rows - groups * tokens)] + [(0, 0)] * len(rest)
     return jnp.pad(packed, padding, constant_values=fill)

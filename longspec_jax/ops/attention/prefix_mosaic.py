@@ -65,9 +65,9 @@ def split_attention(
 
 def launch(
     work: Work,
-    bounds: Int[Array, "B 4"],
+    bounds: Int[Array, "B fields"],
     limit: Int[Array, "B R"] | None,
-    q: Float[Array, "B head row H"],
+    q: Float[Array, "B K packed H"] | Float[Array, "B K T G H"],
     k: CacheSlots,
     v: CacheSlots,
 ) -> tuple[Float[Array, "B P K some H"], Float[Array, "B P K R"]]:
@@ -75,10 +75,10 @@ def launch(
 
     Args:
       work: what all programs do.
-      bounds: the fields of :class:`~longspec_jax.ops.attention.prefix_items.Bounds`.
+      bounds: the fields of :class:`~longspec_jax.ops.attention.prefix_items.Bounds`, and others.
       limit: how many slots each packed row sees; as the bounds say if absent.
-      q: packed queries ``[B, K, R, H]``, or queries by head ``[B, N, T, H]``, whose packed rows are
-        ordered by head, then by token, of whole segments of tokens (``path.SEGMENT``).
+      q: packed queries; or every head's by itself: their rows are ordered by head, then by token,
+        of whole segments of tokens (``path.SEGMENT``).
       k: cached keys.
       v: cached values.
 
@@ -93,9 +93,9 @@ def launch(
         work = _narrow(work)
     tile, tokens, rows = work.tile, None, work.rows
     there = q.shape[2]
-    if q.shape[1] != work.kv_heads:
+    if q.ndim == 5:
         tokens = -(-q.shape[2] // SEGMENT) * SEGMENT
-        there = tokens * q.shape[1] // work.kv_heads
+        there = tokens * q.shape[3]
     rows = there if there < WARPGROUP_ROWS else rows
     shape = (work.batch, work.splits, work.kv_heads)
     memory = _memory(work, width, rows, q.dtype, segmented=tokens is not None)

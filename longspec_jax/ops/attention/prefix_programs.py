@@ -201,14 +201,14 @@ class Program:
             rows = pl.ds(first, WARPGROUP_ROWS)
             plgpu.copy_gmem_to_smem(q.at[item.batch, item.kv_head, rows], to, ready)
             return
-        groups, of_a_head = q.shape[1] // self.work.kv_heads, self.tokens // SEGMENT
+        groups, of_a_head = q.shape[3], self.tokens // SEGMENT
         for place in range(WARPGROUP_ROWS // SEGMENT):
             # Rows that there are not are some that there are; nobody reads their results.
             segment = jnp.minimum(jax.lax.div(first, SEGMENT) + place, groups * of_a_head - 1)
-            head = item.kv_head * groups + jax.lax.div(segment, of_a_head)
+            group = jax.lax.div(segment, of_a_head)
             some = pl.ds(jax.lax.rem(segment, of_a_head) * SEGMENT, SEGMENT)
             part = to.at[pl.ds(place * SEGMENT, SEGMENT)]
-            plgpu.copy_gmem_to_smem(q.at[item.batch, head, some], part, ready)
+            plgpu.copy_gmem_to_smem(q.at[item.batch, item.kv_head, some, group], part, ready)
 
     def begin_second(self, item: Item, share: Share) -> None:
         """Let the first warpgroup multiply its first keys."""

@@ -2,7 +2,7 @@
 
 :mod:`longspec_jax.ops.attention.path_kernels` says what it is for. A program has 64 packed rows of
 a key/value head and some columns of their output. It holds the keys of all nodes. The value of a
-position is added by a matmul in which every row has one weight that is not zero.
+position is added by a matmul in which a row meets no other number than 0.
 
 The kernel has one warpgroup and little to compute, so that its time is that of the instructions of
 one warp: whatever can be asked for with one copy is, and whatever does not depend on the row's
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
@@ -24,6 +25,7 @@ from longspec_jax.axes import Array, CacheSlots
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT
+from longspec_jax.ops.attention.prefix_items import Bounds
 from longspec_jax.ops.attention.widening import shared_codes, widen
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
@@ -32,21 +34,25 @@ COLUMNS = 16
 widened by 32, and where programs would be too many."""
 CONTRACTED = 16
 """Keys or nodes of one matrix instruction."""
-TO_MULTIPLES = 2.0**5
+TO_MULTIPLES = np.float32(2.0**5)
 """Weights, which are at most 1, are rounded to multiples of 2^-18 by adding it: a float32 of this
-size has no smaller ones."""
+size has no smaller ones. Its last bits then count them."""
 _MOST_AT_ONCE = 16
 """Splits whose results are merged without a loop."""
-_STEPS = 2
-"""Depths of a tree whose weights are in registers at once."""
+_LEVELS = 8
+"""Levels of a tree whose values are in memory at once, each among zeros; half of them where two
+programs share a multiprocessor."""
+_WINDOWS = WARPGROUP_ROWS // CONTRACTED
+"""Recent values are in memory so many times, 16 at a time."""
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def attend_and_merge(
-    where: Int[Array, "B 5"],
+    where: Int[Array, "B fields"],
     limit: Int[Array, "B R"],
-    fresh_step: Int[Array, "B R nodes"],
-    q: Float[Array, "B head row H"],
+    depth: Int[Array, "B padded"],
+    bias: Float[Array, "B R nodes"],
+    q: Float[Array, "B K packed H"] | Float[Array, "B K T G H"],
     k: CacheSlots,
     v: CacheSlots,
     fresh_k: Float[Array, "B T K H"],
@@ -59,12 +65,14 @@ def attend_and_merge(
     """Attend to the recent tokens and merge with the splits, in ascending order.
 
     Args:
-      where: of every batch row the position of the first cached recent token, the row's length, the
-        splits that it reaches, the greatest depth of a node, and its row of the cache.
+      where: of every batch row, behind the bounds of the prefix kernel, the position of the first
+        cached recent token, the row's length, the splits that it reaches, and the greatest depth of
+        a node.
       limit: the first slot that each packed row sees here; the splits end before it.
-      fresh_step: the depth of each node of the tree that a packed row sees; -1 of the others.
-      q: packed queries, or queries by head, as :func:`prefix_mosaic.launch` takes them. Of one node
-        they are packed.
+      depth: of every node, whole warpgroups of rows; -1 behind them.
+      bias: 0 for each node that a packed row sees; minus infinity for the others.
+      q: packed queries, of one node or of single heads; or every head's by itself, as
+        :func:`prefix_mosaic.launch` takes them.
       k: cached keys.
       v: cached values.
       fresh_k: the tree's keys.
@@ -73,10 +81,10 @@ def attend_and_merge(
       partial_lse: their log-sum-exps.
       scale: factor on the scores, in base 2.
     """
-    batch, nodes, width = q.shape[0], fresh_k.shape[1], q.shape[3]
-    kv_heads, tokens = k.shape[1], fresh_step.shape[2]
-    groups = q.shape[1] * q.shape[2] // (kv_heads * nodes)
-    packed = q.shape[1] == kv_heads
+    batch, nodes, width = q.shape[0], fresh_k.shape[1], q.shape[-1]
+    kv_heads, tokens = k.shape[1], bias.shape[2]
+    packed = q.ndim == 4
+    groups = q.shape[2] // nodes if packed else q.shape[3]
     splits, rows = partial.shape[1], q.shape[2] if packed else groups * tokens
     programs = batch * kv_heads * pl.cdiv(rows, WARPGROUP_ROWS)
     narrow = k.dtype == CODES
@@ -90,16 +98,20 @@ def attend_and_merge(
         swizzle = plgpu.SwizzleTransform(bytes)  # pyright: ignore[reportAbstractUsage]
         return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
+    crowded = programs * width // columns > MULTIPROCESSORS
+    levels = min(nodes, _LEVELS // 2 if crowded else _LEVELS)
     held = 2 * (
         WARPGROUP_ROWS * width
         + (FETCHED + tokens) * width
-        + (WARPGROUP_ROWS + tokens + WARPGROUP_ROWS) * columns
+        + ((2 + _WINDOWS) * WARPGROUP_ROWS + (1 + levels) * depth.shape[1]) * columns
     )
-    room = SHARED_BYTES[HOPPER] - held - 4 * WARPGROUP_ROWS * splits - 2048
+    room = SHARED_BYTES[HOPPER] - held - 4 * WARPGROUP_ROWS * (splits + _MOST_AT_ONCE) - 2048
     codes = {}
     if narrow:
-        codes = dict(k_codes=shared_codes(FETCHED, width), v_codes=shared_codes(FETCHED, columns))
-        room -= FETCHED * (width + columns)
+        codes = dict(
+            k_codes=shared_codes(FETCHED, width), v_codes=shared_codes(WARPGROUP_ROWS, columns)
+        )
+        room -= FETCHED * width + WARPGROUP_ROWS * columns
     at_once = min(splits, _MOST_AT_ONCE, room // (4 * WARPGROUP_ROWS * columns))
     segment = math.gcd(tokens, WARPGROUP_ROWS)
     kernel = plgpu.kernel(
@@ -108,15 +120,18 @@ def attend_and_merge(
         scratch_types=dict(
             q=shared(WARPGROUP_ROWS, width),
             cached_k=shared(FETCHED, width),
-            # As high as an instruction, which is how it is read to silence slots. A matmul
-            # contracts whole swizzles.
+            # A matmul contracts whole swizzles.
             cached_v=shared(WARPGROUP_ROWS, columns, bytes=2 * CONTRACTED),
+            cached_alone=shared(_WINDOWS, WARPGROUP_ROWS, columns, bytes=2 * CONTRACTED),
             fresh_k=shared(tokens, width),
-            fresh_v=shared(tokens, columns, bytes=2 * CONTRACTED),
+            fresh_v=shared(depth.shape[1], columns, bytes=2 * CONTRACTED),
+            fresh_alone=shared(levels, depth.shape[1], columns, bytes=2 * CONTRACTED),
             partial=shared(at_once, WARPGROUP_ROWS, columns, bytes=4 * columns, dtype=jnp.float32),
-            lse=plgpu.SMEM((splits, WARPGROUP_ROWS), jnp.float32),
+            lse=plgpu.SMEM((pl.cdiv(splits, at_once) * at_once, WARPGROUP_ROWS), jnp.float32),
             out=plgpu.SMEM((WARPGROUP_ROWS, columns), q.dtype),
-            ready=plgpu.Barrier(num_arrivals=4 + (1 if packed else WARPGROUP_ROWS // segment)),
+            ready=plgpu.Barrier(
+                num_arrivals=3 + _WINDOWS + (1 if packed else WARPGROUP_ROWS // segment)
+            ),
             lse_ready=plgpu.Barrier(),
             partial_ready=plgpu.Barrier(),
             **codes,
@@ -134,14 +149,17 @@ def attend_and_merge(
     # The copy engine knows five dimensions, with those of swizzled memory: a program's columns are
     # one index.
     partial = partial.reshape(*partial.shape[:4], width // columns, columns)
-    return kernel(where, limit, fresh_step, q, k, v, fresh_k, fresh_v, partial, partial_lse)
+    return kernel(where, limit, depth, bias, q, k, v, fresh_k, fresh_v, partial, partial_lse)
 
 
 def _kernel(*refs: Any, scale: float, segment: int, **memory: Any) -> None:
     """One program: 64 packed rows of a key/value head, some columns of their output."""
     operands = _Operands(*refs)
     batch = jax.lax.axis_index("batch")
-    first, length, reached, deepest, cache_row = (operands.where[batch, at] for at in range(5))
+    cache_row = operands.where[batch, Bounds._fields.index("cache_row")]
+    first, length, reached, deepest = (
+        operands.where[batch, len(Bounds._fields) + at] for at in range(4)
+    )
     program = _Program(
         refs=operands,
         memory=_Memory(**memory),
@@ -157,12 +175,14 @@ def _kernel(*refs: Any, scale: float, segment: int, **memory: Any) -> None:
         deepest=deepest,
         cache_row=cache_row,
     )
-    limit = _load(operands.limit.at[batch, program.rows], plgpu.Layout.WGMMA.reduce(1))
-    fresh_step = _load(operands.fresh_step.at[batch, program.rows], plgpu.Layout.WGMMA)
+    row = plgpu.Layout.WGMMA.reduce(1)
+    limit = _load(operands.limit.at[batch, program.rows], row)
+    bias = _load(operands.bias.at[batch, program.rows], plgpu.Layout.WGMMA)
+    depth = _load(operands.depth.at[batch], row)
     program.fetch()
-    weights, top, total = program.softmax(limit, fresh_step)
+    weights, top, total = program.softmax(limit, bias)
     acc = pl.run_scoped(
-        functools.partial(program.add_values, fresh_step, weights),
+        functools.partial(program.add_values, weights, depth),
         _ACC((WARPGROUP_ROWS, program.columns), jnp.float32),
     )
     acc, total = program.merge(acc, top, total)
@@ -175,7 +195,8 @@ class _Operands:
 
     where: Any
     limit: Any
-    fresh_step: Any
+    depth: Any
+    bias: Any
     q: Any
     k: Any
     v: Any
@@ -190,16 +211,20 @@ class _Operands:
 class _Memory:
     """Shared memory of a program.
 
-    ``partial`` has places for all splits or, where there are many, for some at a time. ``ready``
-    says that everything has come but the splits' results and log-sum-exps. Of a cache in 8 bits
-    there are codes, too.
+    ``cached_v`` holds the recent values in windows of 16, each two times. Each place of
+    ``cached_alone`` and ``fresh_alone`` has the values of one step, among zeros. ``partial`` has
+    places for all splits or, where there are many, for some at a time. ``ready`` says that
+    everything has come but the splits' results and log-sum-exps. Of a cache in 8 bits there are
+    codes, too.
     """
 
     q: Any
     cached_k: Any
     cached_v: Any
+    cached_alone: Any
     fresh_k: Any
     fresh_v: Any
+    fresh_alone: Any
     partial: Any
     lse: Any
     out: Any
@@ -256,7 +281,12 @@ class _Program:
     @property
     def segments(self) -> int:
         """Segments of a key/value head's packed rows."""
-        return self.groups * (self.refs.fresh_step.shape[2] // self.segment_tokens)
+        return self.groups * (self.tokens // self.segment_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """The tree's nodes, whole matrix instructions."""
+        return self.refs.bias.shape[2]
 
     @property
     def groups(self) -> int:
@@ -264,13 +294,12 @@ class _Program:
         return self.refs.out.shape[2] // self.refs.k.shape[1]
 
     def segment(self, place: int) -> tuple[Any, Any]:
-        """Head and tokens of a segment's packed rows; of rows there are not, some there are."""
-        of_a_head = self.refs.fresh_step.shape[2] // self.segment_tokens
+        """Tokens and group of a segment's packed rows; of rows there are not, some there are."""
+        of_a_head = self.tokens // self.segment_tokens
         number = self.row_tile * (WARPGROUP_ROWS // self.segment_tokens) + place
         number = jnp.minimum(number, self.segments - 1)
-        head = self.kv_head * self.groups + jax.lax.div(number, of_a_head)
         first = jax.lax.rem(number, of_a_head) * self.segment_tokens
-        return head, pl.ds(first, self.segment_tokens)
+        return pl.ds(first, self.segment_tokens), jax.lax.div(number, of_a_head)
 
     def places(self) -> list[tuple[int, Any]]:
         """Every segment of this program, with its rows."""
@@ -280,30 +309,35 @@ class _Program:
     def fetch(self) -> None:
         """Ask for everything, and for as many splits as there are places."""
         refs, memory, ready = self.refs, self.memory, self.memory.ready
-        if refs.q.shape[1] == refs.k.shape[1]:
+        if len(refs.q.shape) == 4:
             packed = refs.q.at[self.batch, self.kv_head, self.rows]
             plgpu.copy_gmem_to_smem(packed, memory.q, ready)
         else:
             for place, rows in self.places():
-                source = refs.q.at[self.batch, *self.segment(place)]
+                source = refs.q.at[self.batch, self.kv_head, *self.segment(place)]
                 plgpu.copy_gmem_to_smem(source, memory.q.at[rows], ready)
         # The copy engine fills with zeros what is beyond the tree, the cache or the splits. The
         # index is not known beforehand, or Pallas would refuse.
-        tokens = pl.ds(pl.multiple_of(0 * self.part, CONTRACTED), refs.fresh_step.shape[2])
+        tokens = pl.ds(pl.multiple_of(0 * self.part, CONTRACTED), self.tokens)
         nodes = self.batch, tokens, self.kv_head
         plgpu.copy_gmem_to_smem(refs.fresh_k.at[nodes], memory.fresh_k, ready)
-        plgpu.copy_gmem_to_smem(refs.fresh_v.at[(*nodes, self.its_columns)], memory.fresh_v, ready)
+        values = memory.fresh_v.at[pl.ds(0, self.tokens)]
+        plgpu.copy_gmem_to_smem(refs.fresh_v.at[(*nodes, self.its_columns)], values, ready)
         splits = pl.ds(0, memory.lse.shape[0])
         lse = refs.partial_lse.at[self.batch, splits, self.kv_head, self.rows]
         plgpu.copy_gmem_to_smem(lse, memory.lse, memory.lse_ready)
         self.fetch_splits(0 * self.part)
         start = pl.multiple_of(self.first - self.offset, ALIGNED)
         recent = self.cache_row, self.kv_head, pl.ds(start, FETCHED)
-        keys, values = memory.cached_k, memory.cached_v.at[pl.ds(0, FETCHED)]
+        keys, values = memory.cached_k, memory.cached_v
         if memory.k_codes is not None:
             keys, values = memory.k_codes, memory.v_codes
         plgpu.copy_gmem_to_smem(refs.k.at[recent], keys, ready)
-        plgpu.copy_gmem_to_smem(refs.v.at[(*recent, self.its_columns)], values, ready)
+        for number in range(_WINDOWS):
+            window = pl.ds(start + number // 2 * ALIGNED, CONTRACTED)
+            source = refs.v.at[self.cache_row, self.kv_head, window, self.its_columns]
+            to = values.at[pl.ds(number * CONTRACTED, CONTRACTED)]
+            plgpu.copy_gmem_to_smem(source, to, ready)
 
     def fetch_splits(self, first: jax.Array) -> None:
         """Ask for the results of some splits, whether they are reached or not."""
@@ -312,23 +346,23 @@ class _Program:
         source = refs.partial.at[self.batch, splits, self.kv_head, rows, self.part]
         plgpu.copy_gmem_to_smem(source, memory.partial, memory.partial_ready)
 
-    def softmax(self, limit: Any, fresh_step: Any) -> tuple[_Pair, Any, Any]:
+    def softmax(self, limit: Any, bias: Any) -> tuple[_Pair, Any, Any]:
         """The weights of all keys, their maximum, and their exact sum."""
         memory = self.memory
         plgpu.barrier_wait(memory.ready)
         if memory.k_codes is not None:
             widen(memory.k_codes, memory.cached_k)
-            widen(memory.v_codes, memory.cached_v.at[pl.ds(0, FETCHED)], swizzle=2 * CONTRACTED)
+            widen(memory.v_codes, memory.cached_v, swizzle=2 * CONTRACTED)
             plgpu.commit_smem()
 
         def products(cached_ref: Any, fresh_ref: Any) -> _Pair:
             plgpu.wgmma(cached_ref, memory.q, memory.cached_k.transpose((1, 0)))
             plgpu.wgmma(fresh_ref, memory.q, memory.fresh_k.transpose((1, 0)))
-            self.silence()
+            self.set_cached_alone()
             # The compiler sees no connection between the wait for a result and its registers.
             return jax.lax.optimization_barrier((cached_ref[...], fresh_ref[...]))
 
-        keys = FETCHED, fresh_step.shape[1]
+        keys = FETCHED, self.tokens
         cached, fresh = pl.run_scoped(
             products, *(_ACC((WARPGROUP_ROWS, count), jnp.float32) for count in keys)
         )
@@ -336,64 +370,79 @@ class _Program:
         slot += self.first - self.offset
         seen = slot >= jax.lax.broadcast_in_dim(limit, cached.shape, [0])
         seen = jnp.logical_and(seen, slot < self.length)
-        scores = (
-            jnp.where(seen, cached * self.scale, -jnp.inf),
-            jnp.where(fresh_step >= 0, fresh * self.scale, -jnp.inf),
-        )
-        top = jnp.maximum(*(each.max(axis=1) for each in scores))
+        scores = jnp.where(seen, cached, -jnp.inf), fresh + bias
+        top = jnp.maximum(*(each.max(axis=1) for each in scores)) * self.scale
         cached, fresh = (
-            jnp.exp2(each - jax.lax.broadcast_in_dim(top, each.shape, [0])) for each in scores
+            jnp.exp2(each * self.scale - jax.lax.broadcast_in_dim(top, each.shape, [0]))
+            for each in scores
         )
-        exact = (((each + TO_MULTIPLES) - TO_MULTIPLES).sum(axis=1) for each in (cached, fresh))
-        return (cached, fresh), top, jnp.add(*exact)
+        counts = (
+            jax.lax.bitcast_convert_type(each + TO_MULTIPLES, jnp.int32).sum(axis=1)
+            for each in (cached, fresh)
+        )
+        # Integers wrap around.
+        none = sum(keys) * int(TO_MULTIPLES.view(np.int32)) % 2**32
+        count = jnp.add(*counts) - np.uint32(none).view(np.int32)
+        total = count.astype(jnp.float32) * np.spacing(TO_MULTIPLES)
+        return (cached, fresh), top, total
 
-    def silence(self) -> None:
-        """Zero the cached values beyond the length: memory there may be NaN, and 0 NaN is NaN."""
-        values = self.memory.cached_v
-        block = _load(values, plgpu.Layout.WGMMA)
-        slot = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
-        seen = slot < self.length - (self.first - self.offset)
-        values[...] = jnp.where(seen, block, jnp.zeros_like(block))
+    def set_cached_alone(self) -> None:
+        """Write every recent value among zeros.
+
+        Recent token ``step`` is row ``offset + step`` of what was fetched: one of 16 rows from the
+        first on for the first 8 steps, and from the eighth on for the others. Of its window's two
+        copies the first one is for the first 4 steps. Memory beyond the length may be NaN, and 0
+        NaN is NaN.
+        """
+        memory = self.memory
+        block = _load(memory.cached_v, plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
+        window, row = jax.lax.div(row, CONTRACTED), jax.lax.rem(row, CONTRACTED)
+        there = row + jax.lax.div(window, 2) * ALIGNED < self.length - (self.first - self.offset)
+        block = jnp.where(there, block, jnp.zeros_like(block))
+        step = row - self.offset - jax.lax.rem(window, 2) * _WINDOWS
+        for number in range(_WINDOWS):
+            memory.cached_alone.at[number][...] = _kept(block, step == number)
         plgpu.commit_smem()
 
-    def add_values(self, fresh_step: Any, weights: _Pair, acc_ref: Any) -> jax.Array:
+    def add_values(self, weights: _Pair, depth: Any, acc_ref: Any) -> jax.Array:
         """The weighted values, added in the order of their positions.
 
-        The recent token ``step`` is the fetched token ``offset + step``, which is one of 16 from
-        the last multiple of 8 before ``step`` on.
+        The weights stay in registers, and each step has its values among zeros in memory.
         """
-        memory, (cached, fresh) = self.memory, weights
-        window = (WARPGROUP_ROWS, CONTRACTED)
-        token = plgpu.broadcasted_iota(jnp.int32, window, 1, layout=plgpu.Layout.WGMMA)
-
-        def add(ref: Any, alone: jax.Array, values: Any) -> jax.Array:
-            """Add the values of one step, which has one weight of every row, among zeros."""
-            alone = alone.astype(self.refs.q.dtype)
-            plgpu.wgmma(ref, alone, values)
-            return alone
-
-        some = []
+        memory = self.memory
+        cached, fresh = (each.astype(self.refs.q.dtype) for each in weights)
+        near = [cached[:, first : first + CONTRACTED] for first in (0, ALIGNED)]
         for step in range(RECENT):
-            first = step // ALIGNED * ALIGNED
-            near = cached[:, first : first + CONTRACTED]
-            alone = jnp.where(token == self.offset + (step - first), near, 0.0)
-            some.append(add(acc_ref, alone, memory.cached_v.at[pl.ds(first, CONTRACTED)]))
-        # The instructions read the weights from registers, which must not be filled anew.
+            window, number = divmod(step, _WINDOWS)
+            rows = pl.ds(window * CONTRACTED, CONTRACTED)
+            plgpu.wgmma(acc_ref, near[window // 2], memory.cached_alone.at[number, rows])
+        if self.refs.out.shape[1] == 1:
+            plgpu.wgmma(acc_ref, fresh, memory.fresh_v.at[pl.ds(0, self.tokens)])
         plgpu.wgmma_wait(0)
-        jax.lax.optimization_barrier(some)
-
-        # A step behind the last one adds zeros.
-        @pl.loop(0, jax.lax.div(self.deepest, _STEPS) + 1)
-        def _(turn: jax.Array) -> None:
-            steps = (turn * _STEPS + step for step in range(_STEPS))
-            some = [
-                add(acc_ref, jnp.where(fresh_step == step, fresh, 0.0), memory.fresh_v)
-                for step in steps
-            ]
-            plgpu.wgmma_wait(0)
-            jax.lax.optimization_barrier(some)
-
+        jax.lax.optimization_barrier((near, fresh))
+        if self.refs.out.shape[1] > 1:
+            self.add_levels(fresh, depth, acc_ref)
         return jax.lax.optimization_barrier(acc_ref[...])
+
+    def add_levels(self, fresh: jax.Array, depth: Any, acc_ref: Any) -> None:
+        """Add the nodes' values, level by level. A level behind the last one adds zeros."""
+        memory = self.memory
+        block = _load(memory.fresh_v, plgpu.Layout.WGMMA)
+        levels = memory.fresh_alone.shape[0]
+
+        @pl.loop(0, jax.lax.div(self.deepest, levels) + 1)
+        def _(turn: jax.Array) -> None:
+            for number in range(levels):
+                its = jax.lax.broadcast_in_dim(depth == turn * levels + number, block.shape, [0])
+                memory.fresh_alone.at[number][...] = _kept(block, its)
+            plgpu.commit_smem()
+            for number in range(levels):
+                values = memory.fresh_alone.at[number, pl.ds(0, self.tokens)]
+                plgpu.wgmma(acc_ref, fresh, values)
+            plgpu.wgmma_wait(0)
+            jax.lax.optimization_barrier(fresh)
+            plgpu.commit_smem()  # All have read the places before they are filled again.
 
     def merge(self, acc: Any, top: Any, total: Any) -> tuple[Any, Any]:
         """The values with those of all splits, and the sum of all weights.
@@ -401,47 +450,54 @@ class _Program:
         One maximum serves all, so that no split has to wait for the one before.
         """
         memory, row = self.memory, plgpu.Layout.WGMMA.reduce(1)
-        at_once = memory.partial.shape[0]
+        splits, at_once = memory.lse.shape[0], memory.partial.shape[0]
         plgpu.barrier_wait(memory.lse_ready)
-
-        def reached(split: jax.Array | int, like: Any) -> jax.Array:
-            return jax.lax.broadcast(split < self.reached, like.shape)
+        self.clear(memory.lse, self.reached, -jnp.inf, row)
 
         def log_sum(split: jax.Array | int) -> Any:
-            """In base 2; of splits that are not reached there is anything in memory."""
-            lse = _load(memory.lse.at[split], row) * LOG2_E
-            return jnp.where(reached(split, lse), lse, -jnp.inf)
+            """In base 2."""
+            return _load(memory.lse.at[split], row) * LOG2_E
 
+        log_sums = [log_sum(split) for split in range(splits)]
         of_recent = top
-        for split in range(memory.lse.shape[0]):
-            top = jnp.maximum(top, log_sum(split))
+        for each in log_sums:
+            top = jnp.maximum(top, each)
         keep = jnp.exp2(of_recent - top)
         # Whatever is fused with what follows, this product is rounded by itself.
         acc = jax.lax.optimization_barrier(acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0]))
 
-        def some(turn: jax.Array | int, state: _Pair) -> _Pair:
-            (acc, total), first = state, turn * at_once
+        def some(log_sums: list[Any], first: jax.Array | int, state: _Pair) -> _Pair:
+            acc, total = state
             plgpu.barrier_wait(memory.partial_ready)
-            for at in range(at_once):
-                weight = jnp.exp2(log_sum(first + at) - top)
+            self.clear(memory.partial, self.reached - first, 0.0, plgpu.Layout.WGMMA)
+            for at, each in enumerate(log_sums):
+                weight = jnp.exp2(each - top)
                 values = _load(memory.partial.at[at], plgpu.Layout.WGMMA)
-                values = jnp.where(reached(first + at, values), values, 0.0)
                 acc += values * jax.lax.broadcast_in_dim(weight, acc.shape, [0])
                 total += weight
             return acc, total
 
-        state = some(0, (acc, total * keep))
-        if at_once == memory.lse.shape[0]:
+        state = some(log_sums[:at_once], 0, (acc, total * keep))
+        if at_once == splits:
             return state
 
         def following(turn: jax.Array, state: _Pair) -> _Pair:
-            state = jax.lax.optimization_barrier(state)
+            state, first = jax.lax.optimization_barrier(state), turn * at_once
             plgpu.commit_smem()  # All have read the places before they are filled again.
-            self.fetch_splits(turn * at_once)
-            return some(turn, state)
+            self.fetch_splits(first)
+            return some([log_sum(first + at) for at in range(at_once)], first, state)
 
         turns = jax.lax.div(self.reached + at_once - 1, at_once)
         return jax.lax.fori_loop(1, turns, following, state)
+
+    def clear(self, memory: Any, first: jax.Array, value: float, layout: Any) -> None:
+        """Fill the places from ``first`` on, of splits that are not reached, where may be NaN."""
+
+        @pl.loop(first, memory.shape[0])
+        def _(place: jax.Array) -> None:
+            filled = jnp.full(memory.shape[1:], value, jnp.float32)
+            memory.at[place][...] = plgpu.layout_cast(filled, layout)
+            plgpu.commit_smem()
 
     def write(self, out: jax.Array) -> None:
         """Write the rows that there are."""
@@ -463,9 +519,15 @@ class _Program:
 
         @pl.when(self.row_tile * per_tile + place < self.segments)
         def _() -> None:
-            head, tokens = self.segment(place)
+            tokens, group = self.segment(place)
+            head = self.kv_head * self.groups + group
             to = self.refs.out.at[self.batch, tokens, head, self.its_columns]
             plgpu.copy_smem_to_gmem(self.memory.out.at[rows], to)
+
+
+def _kept(block: jax.Array, rows: jax.Array) -> jax.Array:
+    """These rows of some numbers, and zeros. A product takes one instruction for two numbers."""
+    return block * rows.astype(block.dtype)
 
 
 def _load(ref: Any, layout: Any, optimized: bool = False) -> Any:

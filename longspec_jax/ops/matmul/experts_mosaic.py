@@ -36,6 +36,7 @@ from longspec_jax.ops.matmul.widening import (
     WORDS,
     arranged,
     arrive,
+    lines,
     load,
     scaled_floats,
     widened_floats,
@@ -88,8 +89,9 @@ def tile_matmul(
     )
     stages = work.stages, work.parts
     if isinstance(weights, PackedMatrix):
-        given = dict(weights=weights.codes, scale=weights.scale)
-        memory["weights_smem"] = plgpu.SMEM((*stages, columns, 16), jnp.uint32)
+        codes = weights.codes.reshape(len(weights.codes), *lines(weights.codes.shape[1]))
+        given = dict(weights=codes, scale=weights.scale)
+        memory["weights_smem"] = plgpu.SMEM((*stages, *lines(columns)), jnp.uint32)
         memory["scale_smem"] = plgpu.SMEM((*stages, work.groups, columns), x.dtype)
         if interpret is not None:
             # The interpreter's matrix units take no operand from registers.
@@ -308,20 +310,24 @@ class _PackedExperts(_Experts):
     def fetch_weights(self, outputs: Any, step: jax.Array, to: tuple[Any, int]) -> None:
         """As of :class:`_Experts`: a block of words, and the scales of its groups."""
         ready, groups = self.ready.at[to[0]], self.work.groups
-        plgpu.copy_gmem_to_smem(self.weights.at[step, outputs], self.weights_smem.at[to], ready)
+        lines_each = lines(outputs.size)[0]
+        of_lines = pl.ds(jax.lax.div(outputs.start, jnp.int32(16)), lines_each)
+        plgpu.copy_gmem_to_smem(self.weights.at[step, of_lines], self.weights_smem.at[to], ready)
         scales = self.scale.at[pl.ds(step * groups, groups), outputs]
         plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[to], ready)
 
     def accumulate(self, past: jax.Array, *accumulators: Any) -> list[Array]:
         """As of :class:`_Experts`. A group of inputs is multiplied while the next is widened."""
-        work = self.work
+        work, count = self.work, lines(WARPGROUP_ROWS)[0]
+        of_half = pl.ds(self.warpgroup * count, count)
 
         @pl.loop(0, work.steps)
         def _(step: jax.Array) -> None:
             here, before = self.stage(past + step), self.stage(past + step - 1)
             plgpu.barrier_wait(self.ready.at[here])
             for part, accumulator in enumerate(accumulators):
-                pairs = widened_floats(load(self.weights_smem.at[here, part, self.mine], WORDS))
+                words = self.weights_smem.at[here, part, of_half]
+                pairs = widened_floats(load(words, WORDS))
                 for group in range(work.groups):
                     inputs = pl.ds(group * FLOAT_GROUP, FLOAT_GROUP)
                     tokens = self.x_smem.at[here, :, inputs].transpose((1, 0))

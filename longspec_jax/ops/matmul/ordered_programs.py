@@ -15,8 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longspec_jax.ops.matmul.ordered_tiles import Work
 
-_MULTIPLYING_REGISTERS, _FETCHING_REGISTERS = 232, 40
-"""Registers of a thread, by what its warpgroup does."""
+_REGISTERS = {1: (232, 40), 2: (232, 40), 4: (112, 32)}
+"""Registers of a thread that multiplies and of one that fetches, by the number of the former's
+warpgroups."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +51,17 @@ class Program:
           fetch: brings the blocks of a unit.
           free: the barriers which say that all have read a place of the ring.
         """
+        multiplying, fetching = _REGISTERS[self.work.warpgroups]
 
         @pl.when(self.warpgroup < self.work.warpgroups)
         def _() -> None:
-            plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
+            plgpu.set_max_registers(multiplying, action="increase")
             self.each_unit(multiply)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(self.warpgroup == self.work.warpgroups)
         def _() -> None:
-            plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
+            plgpu.set_max_registers(fetching, action="decrease")
             total = self.each_unit(fetch)
 
             # Every phase of a barrier is seen before the barrier ends with the program.
@@ -111,7 +113,7 @@ def persistent(
     memory: dict[str, Any],
     *,
     name: str,
-    interpret: Any,
+    **options: Any,
 ) -> Callable[..., jax.Array]:
     """The kernel of all programs of some work, each with its warpgroups.
 
@@ -121,7 +123,7 @@ def persistent(
       out: shape and dtype of the result.
       memory: shared memory and barriers of a program, by the name that the body gives them.
       name: what profiles call it.
-      interpret: how Pallas interprets the kernel without a GPU; None compiles it.
+      options: of Pallas.
     """
     return plgpu.kernel(
         body,
@@ -134,5 +136,5 @@ def persistent(
         # Nothing is reduced across warps, and the ring has taken the room.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name=name,
-        interpret=interpret,
+        **options,
     )

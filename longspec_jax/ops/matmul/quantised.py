@@ -174,7 +174,7 @@ def _launch_mosaic(
     from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
 
     columns = weights.out_axes[-1] if gated else math.prod(weights.out_axes)
-    tile = quantised_tile(x.shape[-1], columns, gated=gated, split=split)
+    tile = quantised_tile(x.shape[-1], columns, bits=weights.bits, gated=gated, split=split)
     flat = x.reshape(rows, x.shape[-1])
     out = quantised_mosaic.matmul(
         flat, weights, bias, tile=tile, gated=gated, dtype=jnp.dtype(dtype or x.dtype)

@@ -7,6 +7,10 @@ The rest is as in :mod:`longspec_jax.ops.matmul.ordered_mosaic`: a warpgroup tha
 ring, others that multiply, units in turns, and sums in an order that follows from the weights'
 shape alone. A row's result depends on no other row.
 
+Four warpgroups multiply, since one of them waits half of its time. Those of the same 64 outputs are
+a *team*: each has one matmul of a gate, or every other block of the inputs. The first of a team
+reads the sums of the others from shared memory, and writes the result.
+
 Codes become numbers of 16 bits by operations on whole registers, each of two codes
 (:mod:`longspec_jax.ops.matmul.widening`). A thread finds its codes side by side
 (:mod:`longspec_jax.ops.matmul.packed`). Scales of groups, and zero points, are applied to the
@@ -15,10 +19,11 @@ float32, which rounds less.
 
 **Expected time** (H200, 4.3 TB/s, 29 T instructions of a thread a second): a layer of Llama-3-8B,
 218 M weights, reads 221 MB in 8 bits and 116 MB in 4 with scales by 128, 51 and 27 us. Two codes
-take 5 to 6 instructions in 8 bits and 4 in 4, with 1 for scales by group: 20 to 24 and 15 to 17 us
-at full issue, beside the reading. 64 rows are 28 Gflop, 28 us at the peak of the matrix units, also
-beside it. They are 0.19 GB from the second-level cache, some 25 us. With 3 us a launch that makes
-some 65 and 45 us for 64 rows, where 16 bits take 127.
+take 3.5 to 4.5 instructions in 8 bits and 4 in 4 bits with a scale by group. Shifts and logical
+ones, half of them, count twice: some 25 us at full issue, beside the reading. 64 rows are 28 Gflop,
+28 us at the peak of the matrix units, also beside it. They are 0.19 GB from the second-level cache,
+some 25 us. A launch takes 4 us more. Measured in 4 bits: 55 us for 16 rows, 71 for 64
+(``docs/kernels.md``).
 """
 
 import dataclasses
@@ -38,7 +43,14 @@ from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
 from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
-from longspec_jax.ops.matmul.widening import BY_OUTPUT, WORDS, arranged, arrive, load, widened
+from longspec_jax.ops.matmul.widening import (
+    BY_OUTPUT,
+    WORDS,
+    arrive,
+    lines,
+    load,
+    widened,
+)
 
 # Pallas documents ACC and does not re-export it in the way that type checkers ask for.
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -91,23 +103,28 @@ def matmul(
         x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
     x = x.reshape(work.groups, -1, x.shape[-1])
     dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else dtype
-    stages, scales = (work.stages, parts), (work.scales, tile.columns)
-    copies = work.groups + parts * (work.blocks + work.scales * (2 if work.zeros else 1))
     memory = dict(
         x_smem=_swizzled((work.stages, work.height, tile.depth), x.dtype),
-        words_smem=plgpu.SMEM((*stages, work.blocks, tile.columns, 16), jnp.uint32),
-        out_smem=_swizzled((work.warpgroups, work.height, WARPGROUP_ROWS), dtype),
-        ready=plgpu.Barrier(num_arrivals=copies, num_barriers=work.stages),
+        words_smem=plgpu.SMEM((work.stages, work.blocks, parts, *lines(tile.columns)), jnp.uint32),
+        out_smem=_swizzled((work.halves, work.height, WARPGROUP_ROWS), dtype),
+        ready=plgpu.Barrier(num_arrivals=work.copies, num_barriers=work.stages),
         free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
     )
+    scales = work.stages, work.scales, parts, tile.columns
     if work.scales:
-        memory["scale_smem"] = plgpu.SMEM((*stages, *scales), x.dtype)
+        memory["scale_smem"] = plgpu.SMEM(scales, x.dtype)
     if work.scales and work.zeros:
-        memory["zero_smem"] = plgpu.SMEM((*stages, *scales), x.dtype)
+        memory["zero_smem"] = plgpu.SMEM(scales, x.dtype)
+    if work.handed:
+        memory["sums_smem"] = plgpu.SMEM((work.handed, WARPGROUP_ROWS, work.pitch), jnp.float32)
+        memory["met"] = plgpu.Barrier(num_arrivals=work.warpgroups)
     if interpret is not None:
         # The interpreter's matrix units take no operand from registers.
         memory["operand_smem"] = plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, OPERAND), x.dtype)
-    given = dict(words=weights.codes, scale=weights.scale, zero=weights.zero, bias=bias)
+    of_parts = parts, work.columns
+    given = dict(words=weights.codes.reshape(blocks, parts, *lines(work.columns)), bias=bias)
+    for name, each in (("scale", weights.scale), ("zero", weights.zero)):
+        given[name] = None if each is None else each.reshape(-1, *of_parts)
     given = {name: each for name, each in given.items() if each is not None}
     kernel = persistent(
         functools.partial(_kernel, work=work, stored=weights.stored, names=tuple(given)),
@@ -132,7 +149,7 @@ def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 def _kernel(
     x: Any, *refs: Any, work: QuantisedWork, stored: Any, names: tuple[str, ...], **memory: Any
 ) -> None:
-    """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
+    """A program: a warpgroup that fetches, and others that multiply, unit after unit."""
     *given, out = refs
     program = _Quantised(
         work=work,
@@ -168,16 +185,21 @@ class _Quantised(Program):
     bias: Any = None
     scale_smem: Any = None
     zero_smem: Any = None
+    sums_smem: Any = None
+    met: Any = None
     operand_smem: Any = None
 
-    def outputs(self, unit: Unit, part: int) -> Any:
-        """The outputs of a unit's strip, among those of both matmuls."""
-        columns = self.work.tile.columns
-        return pl.ds(part * self.work.columns + unit.strip * columns, columns)
+    @property
+    def team(self) -> tuple[jax.Array, jax.Array]:
+        """Which 64 outputs of a strip are this warpgroup's, and its place among their team."""
+        size = jnp.int32(self.work.team)
+        return jax.lax.div(self.warpgroup, size), jax.lax.rem(self.warpgroup, size)
 
     def fetch(self, unit: Unit, past: jax.Array) -> None:
         """Bring the unit's tokens and weights, as soon as there is room in the ring."""
-        work, depth = self.work, self.work.tile.depth
+        work, depth, columns = self.work, self.work.tile.depth, self.work.tile.columns
+        outputs = pl.ds(unit.strip * columns, columns)
+        of_lines = pl.ds(unit.strip * lines(columns)[0], lines(columns)[0])
 
         @pl.loop(0, unit.steps)
         def _(step: jax.Array) -> None:
@@ -186,20 +208,16 @@ class _Quantised(Program):
             pl.when(place >= work.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
             ready, first = self.ready.at[stage], unit.first + step
             # The weights are further away.
-            for part in range(work.parts):
-                outputs = self.outputs(unit, part)
-                for block in range(work.blocks):
-                    source = self.words.at[first * work.blocks + block, outputs]
-                    to = self.words_smem.at[stage, part, block]
-                    plgpu.copy_gmem_to_smem(source, to, ready)
-                for index in range(work.scales):
-                    place = first * depth + index * OPERAND
-                    # Padding behind the last group has that one's scale.
-                    group = jnp.minimum(place // work.group, self.scale.shape[0] - 1)
-                    for source, to in ((self.scale, self.scale_smem), (self.zero, self.zero_smem)):
-                        if source is not None:
-                            to = to.at[stage, part, index]
-                            plgpu.copy_gmem_to_smem(source.at[group, outputs], to, ready)
+            source = self.words.at[pl.ds(first * work.blocks, work.blocks), :, of_lines]
+            plgpu.copy_gmem_to_smem(source, self.words_smem.at[stage], ready)
+            for index in range(work.scales):
+                group = jax.lax.div(first * depth + index * work.scaled, jnp.int32(work.group))
+                # Padding behind the last group has that one's scale.
+                group = jnp.minimum(group, self.scale.shape[0] - 1)
+                for source, to in ((self.scale, self.scale_smem), (self.zero, self.zero_smem)):
+                    if source is not None:
+                        source = source.at[group, :, outputs]
+                        plgpu.copy_gmem_to_smem(source, to.at[stage, index], ready)
             for group, rows, here in self.rows(unit):
                 source = self.x.at[group, rows, pl.ds(first * depth, depth)]
                 plgpu.copy_gmem_to_smem(source, self.x_smem.at[stage, here], ready)
@@ -211,34 +229,82 @@ class _Quantised(Program):
             yield group, pl.ds(unit.row * size, size), pl.ds(group * size, size)
 
     def multiply(self, unit: Unit, past: jax.Array) -> None:
-        """Multiply this warpgroup's 64 outputs and write the result."""
-        accumulators = [_ACC((WARPGROUP_ROWS, self.work.height), jnp.float32)] * self.work.parts
-        parts = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
-        self.write(unit, self.finished(unit, *parts))
+        """Multiply with this warpgroup's weights, and write the result of a whole team."""
+        work = self.work
+        last = self.last(unit)
+        accumulators = [_ACC((WARPGROUP_ROWS, work.height), jnp.float32)] * work.held
+        sums = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
+        if work.team == 1:
+            self.write(unit, self.finished(last, self.parts(sums)))
+            return
+        own = sums[0] if len(sums) == 1 else sums[0] + sums[1]
+        half, member = self.team
+        first = half * (work.team - 1)
+        if work.turns > 1:  # The last sums were read.
+            self.meet()
+
+        @pl.when(member > 0)
+        def _() -> None:
+            self.handed(first + member - 1)[...] = own
+            plgpu.commit_smem()
+
+        self.meet()
+
+        @pl.when(member == 0)
+        def _() -> None:
+            others = [
+                load(self.handed(first + index), plgpu.Layout.WGMMA)
+                for index in range(work.team - 1)
+            ]
+            self.write(unit, self.finished(last, self.parts([own, *others])))
+
+    def handed(self, index: jax.Array) -> Any:
+        """Where a warpgroup leaves its sums for the first of its team."""
+        return self.sums_smem.at[index, :, pl.ds(0, self.work.height)]
+
+    def meet(self) -> None:
+        """Wait for the other warpgroups that multiply."""
+        plgpu.barrier_arrive(self.met)
+        plgpu.barrier_wait(self.met)
+
+    def parts(self, sums: list[Array]) -> list[Array]:
+        """The sums of each matmul: those of neighbouring ways are added, then of neighbours."""
+        while len(sums) > self.work.parts:
+            sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
+        return sums
 
     def accumulate(self, unit: Unit, past: jax.Array, *accumulators: Any) -> list[Array]:
         """The products of the unit's weights and tokens, ``[64, tokens]``."""
         work = self.work
-        zeros = [None] * work.parts
+        shares = []
+        for index in range(work.held):
+            if work.team == 1:
+                shares.append(divmod(index, work.ways))
+            else:
+                place = self.team[1] * work.held + index
+                ways = jnp.int32(work.ways)
+                shares.append((jax.lax.div(place, ways), jax.lax.rem(place, ways)))
+        zeros = [None] * work.held
         if self.zero is not None and not work.group:
-            zeros = [
-                self.by_output(self.zero.at[0, self.mine(unit, part)], OPERAND)
-                for part in range(work.parts)
-            ]
+            zeros = [self.by_output(self.zero.at[0, part, self.mine(unit)]) for part, _ in shares]
 
         @pl.loop(0, unit.steps)
         def _(step: jax.Array) -> None:
             here, before = self.stage(past + step), self.stage(past + step - 1)
             plgpu.barrier_wait(self.ready.at[here])
             for index in range(work.operands):
-                tokens = self.x_smem.at[here, :, pl.ds(index * OPERAND, OPERAND)]
-                for part, accumulator in enumerate(accumulators):
-                    operand = self.operand(here, part, index, zeros[part])
-                    plgpu.wgmma(accumulator, operand, tokens.transpose((1, 0)))
+                turn, quarter = divmod(index, work.block_operands)
+                for number, (part, way) in enumerate(shares):
+                    block = turn * work.ways + way
+                    inputs = pl.ds((block * work.block_operands + quarter) * OPERAND, OPERAND)
+                    tokens = self.x_smem.at[here, :, inputs]
+                    operand = self.operand(here, part, block, quarter, zeros[number])
+                    plgpu.wgmma(accumulators[number], operand, tokens.transpose((1, 0)))
                     # One matmul goes on while the next operand is widened. It is over before the
-                    # operand after that, which may take the same registers.
-                    plgpu.wgmma_wait(1)
-                    if not index and not part:
+                    # operand after that, which takes the same registers; so does the very next
+                    # one where an iteration has a single operand.
+                    plgpu.wgmma_wait(1 if work.operands * work.held > 1 else 0)
+                    if not index and not number:
                         # With a branch here, matmuls would wait for each other: the assembler
                         # cannot follow their registers across it (its warning C7513).
                         arrive(self.free.at[before], predicate=step > 0)
@@ -248,60 +314,75 @@ class _Quantised(Program):
         # The compiler sees no connection between the wait and the registers.
         return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
 
-    def operand(self, stage: jax.Array, part: int, index: int, zero: Any) -> Any:
+    def operand(self, stage: jax.Array, part: Any, block: Any, quarter: int, zero: Any) -> Any:
         """The weights of 64 outputs and 64 inputs in 16 bits."""
-        work, dtype = self.work, self.x.dtype
-        rows = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        block, half = divmod(index, work.operands // work.blocks)
-        words = load(self.words_smem.at[stage, part, block, rows], WORDS)
-        group = index % max(work.scales, 1)
+        work, dtype, (half, _) = self.work, self.x.dtype, self.team
+        count, _ = lines(WARPGROUP_ROWS)
+        of_half = pl.ds(half * count, count)
+        words = load(self.words_smem.at[stage, block, part, of_half], WORDS)
+        rows = pl.ds(half * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        place = (block * work.block_operands + quarter) * OPERAND
+        group = jax.lax.div(place, work.scaled) if work.scaled else 0
         if self.zero_smem is not None:
-            zero = self.by_output(self.zero_smem.at[stage, part, group, rows], OPERAND)
+            zero = self.by_output(self.zero_smem.at[stage, group, part, rows])
         interpreted = self.operand_smem is not None
-        each = 4 * work.blocks // work.operands
-        of_words = range(half * each, (half + 1) * each)
-        arrange = functools.partial(arranged, words=of_words, dtype=dtype, interpreted=interpreted)
-        weights = widened(words, self.stored, dtype, arrange, zero)
+        each = 4 // work.block_operands
+        of_words = range(quarter * each, (quarter + 1) * each)
+        options: Any = dict(chosen=of_words, interpreted=interpreted)
+        weights = widened(words, self.stored, dtype, zero, **options)
         if work.scales:
-            weights *= self.by_output(self.scale_smem.at[stage, part, group, rows], OPERAND)
+            scale = self.by_output(self.scale_smem.at[stage, group, part, rows])
+            weights *= scale
         if not interpreted:
             return weights
         to = self.operand_smem.at[self.warpgroup]
         to[...] = weights
         return to
 
-    def by_output(self, numbers: Any, columns: int) -> Array:
-        """Numbers of this warpgroup's 64 outputs, each in as many columns."""
-        of_outputs = load(numbers, BY_OUTPUT)
+    def by_output(self, numbers: Any) -> Array:
+        """Numbers of this warpgroup's 64 outputs, each in as many columns as an operand has."""
+        return self.across(load(numbers, BY_OUTPUT), OPERAND)
+
+    def across(self, of_outputs: Array, columns: int) -> Array:
+        """Numbers of 64 outputs, each in as many columns."""
         return jax.lax.broadcast_in_dim(of_outputs, (WARPGROUP_ROWS, columns), [0])
 
-    def mine(self, unit: Unit, part: int = 0) -> Any:
-        """This warpgroup's outputs, among those of both matmuls."""
-        strip = unit.strip * self.work.tile.columns + self.warpgroup * WARPGROUP_ROWS
-        return pl.ds(part * self.work.columns + strip, WARPGROUP_ROWS)
+    def mine(self, unit: Unit) -> Any:
+        """This warpgroup's outputs, among those of a matmul."""
+        strip = unit.strip * self.work.tile.columns + self.team[0] * WARPGROUP_ROWS
+        return pl.ds(strip, WARPGROUP_ROWS)
 
-    def finished(self, unit: Unit, *parts: Array) -> Array:
+    def last(self, unit: Unit) -> dict[str, Array | None]:
+        """Scales and biases that a result gets, asked for before they are needed."""
+        mine = self.mine(unit)
+        last: dict[str, Array | None] = dict(bias=None, scale=None, other=None)
+        if self.bias is not None:
+            last["bias"] = load(self.bias.at[mine], BY_OUTPUT)
+        if not self.work.group:
+            for part, name in zip(range(self.work.parts), ("scale", "other"), strict=False):
+                last[name] = load(self.scale.at[0, part, mine], BY_OUTPUT)
+        return last
+
+    def finished(self, last: dict[str, Array | None], parts: list[Array]) -> Array:
         """The result ``[64, tokens]`` with its scales, and its gate or its bias."""
-        work = self.work
-        if not work.group:
-            parts = tuple(
-                each * self.by_output(self.scale.at[0, self.mine(unit, part)], work.height)
-                for part, each in enumerate(parts)
-            )
+        scales = last["scale"], last["other"]
+        parts = [
+            each if scale is None else each * self.across(scale, self.work.height)
+            for each, scale in zip(parts, scales, strict=False)
+        ]
         out, *up = parts
         if up:
             # Rounded as the two matmuls are where they are matmuls of their own.
             dtype = self.x.dtype
             gate, factor = (each.astype(dtype).astype(jnp.float32) for each in (out, *up))
             out = gate / (1.0 + jnp.exp(-gate)) * factor
-        if self.bias is not None:
-            bias = self.by_output(self.bias.at[self.mine(unit)], work.height)
-            out += bias.astype(jnp.float32)
+        if last["bias"] is not None:
+            out += self.across(last["bias"], self.work.height).astype(jnp.float32)
         return out
 
     def write(self, unit: Unit, out: Array) -> None:
         """Write the result of this warpgroup's outputs, a row for each token."""
-        to = self.out_smem.at[self.warpgroup]
+        to = self.out_smem.at[self.team[0]]
         if self.work.turns > 1:  # The last result may be on its way from the same place.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out = plgpu.layout_cast(out.astype(to.dtype), plgpu.Layout.WGMMA_TRANSPOSED)

@@ -25,6 +25,11 @@ _CACHED = 0.6
 """Time of a byte from the second-level cache over that of one from memory: 64 tokens and the
 weights of qkv, 119 MB in all, take 16.5 us in 16 bits (``docs/results/products_h200.json``)."""
 _BARRIER_BYTES = 2048
+_ACCUMULATORS = 4
+"""Sums of 64 outputs that a program has at a time: of two halves of a strip, of two matmuls where
+one gates the other, and of parts of the contraction."""
+_FEW_TOKENS = 64
+"""Tokens whose sums leave the registers of a thread room for five warpgroups."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +51,41 @@ class QuantisedWork(Work):
     groups: int = 1
 
     @property
-    def warpgroups(self) -> int:
-        """Warpgroups that multiply, one for each 64 outputs of a strip."""
+    def halves(self) -> int:
+        """Groups of 64 outputs of a strip."""
         return self.tile.columns // WARPGROUP_ROWS
+
+    @property
+    def ways(self) -> int:
+        """Parts of a step's inputs that are summed apart, each by a warpgroup of its own."""
+        wanted = _ACCUMULATORS // (self.halves * self.parts)
+        return min(wanted, self.tile.depth * self.bits // 8 // BLOCK_BYTES)
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that multiply. Each has one sum of 64 outputs, two if tokens are many."""
+        sums = self.halves * self.parts * self.ways
+        return sums if self.height <= _FEW_TOKENS else min(sums, 2)
+
+    @property
+    def held(self) -> int:
+        """Sums of a warpgroup."""
+        return self.halves * self.parts * self.ways // self.warpgroups
+
+    @property
+    def team(self) -> int:
+        """Warpgroups of the same 64 outputs."""
+        return self.warpgroups // self.halves
+
+    @property
+    def handed(self) -> int:
+        """Warpgroups that leave their sums to the first of their team."""
+        return self.halves * (self.team - 1)
+
+    @property
+    def pitch(self) -> int:
+        """Numbers between rows of sums that are left, so that rows are in different banks."""
+        return self.height + (8 if self.height % 16 == 0 else 0)
 
     @property
     def height(self) -> int:
@@ -71,16 +108,36 @@ class QuantisedWork(Work):
         return self.tile.depth * self.bits // 8 // BLOCK_BYTES
 
     @property
+    def block_operands(self) -> int:
+        """Operands of the matrix units in a block."""
+        return BLOCK_BYTES * 8 // self.bits // OPERAND
+
+    @property
     def operands(self) -> int:
-        """Operands of the matrix units of a step."""
-        return self.tile.depth // OPERAND
+        """Operands of the matrix units of a step and way."""
+        return self.tile.depth // OPERAND // self.ways
+
+    @property
+    def scaled(self) -> int:
+        """Inputs of a step that share a scale, if scales are by group."""
+        if not self.group:
+            return 0
+        depth = self.tile.depth
+        return (
+            min(self.group, depth)
+            if max(self.group, depth) % min(self.group, depth) == 0
+            else OPERAND
+        )
 
     @property
     def scales(self) -> int:
         """Scales of an output in a step, if they are by group."""
-        if not self.group:
-            return 0
-        return 1 if self.group % self.tile.depth == 0 else self.operands
+        return self.tile.depth // self.scaled if self.group else 0
+
+    @property
+    def copies(self) -> int:
+        """Copies that bring a step's tokens and weights."""
+        return self.groups + 1 + self.scales * (2 if self.zeros else 1)
 
     @property
     def stage_bytes(self) -> int:
@@ -93,7 +150,8 @@ class QuantisedWork(Work):
     def stages(self) -> int:
         """Places of the ring of blocks, which takes all shared memory that the result leaves."""
         out = self.height * self.tile.columns * self.out_bytes
-        room = SHARED_BYTES[HOPPER] - out - _BARRIER_BYTES
+        sums = self.handed * WARPGROUP_ROWS * self.pitch * 4
+        room = SHARED_BYTES[HOPPER] - out - sums - _BARRIER_BYTES
         return max(2, min(room // self.stage_bytes, self.turns * self.split_steps))
 
     @property
@@ -129,13 +187,14 @@ def row_groups(rows: int) -> int:
 
 @functools.cache
 def quantised_tile(
-    contracted: int, columns: int, *, gated: bool = False, split: bool = False
+    contracted: int, columns: int, *, bits: int = 8, gated: bool = False, split: bool = False
 ) -> MatmulTile:
     """Choose the tile of weights of ``columns`` outputs from their shape alone.
 
     Args:
       contracted: size of the contracted axis.
       columns: outputs, of each of two matmuls where they are gated.
+      bits: of a code.
       gated: whether there are two matmuls of which one gates the other.
       split: whether the contraction may be split and leave partials.
     """
@@ -143,4 +202,7 @@ def quantised_tile(
     most = min(8, -(-contracted // (2 * DEPTH))) if split else 1
     tiles = [MatmulTile(width, splits, DEPTH) for width in widths for splits in range(1, most + 1)]
     parts = 2 if gated else 1
-    return min(tiles, key=lambda tile: QuantisedWork(8, contracted, columns, tile, parts).cost())
+    tile = min(tiles, key=lambda tile: QuantisedWork(8, contracted, columns, tile, parts).cost())
+    # Two warpgroups share the words of 64 outputs, a block each.
+    deep = bits == 4 and tile.columns == WARPGROUP_ROWS and contracted % (2 * DEPTH) == 0
+    return dataclasses.replace(tile, depth=2 * DEPTH) if deep else tile

@@ -6,7 +6,7 @@ its codes side by side (:mod:`longspec_jax.ops.matmul.packed`).
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,21 @@ from longspec_jax.ops.matmul.quantised_weights import MIDDLE
 
 BY_OUTPUT = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one number for each of 64 outputs."""
-WORDS = plgpu.Layout.WGMMA_8BIT
-"""Layout of ``[64, 16]`` words: four in a row for a thread, in the order of the threads."""
+WORDS = plgpu.Layout.TILED(
+    plgpu.Tiling(((4, 256), (128,), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
+)
+"""Layout of the words of 64 outputs, ``[4, 256]``: 16 of an output, four in a row for a thread."""
 
 # From jax 0.11 on, which these kernels need, it takes a predicate.
 arrive: Callable[..., None] = plgpu.barrier_arrive
+
+
+def lines(outputs: int) -> tuple[int, int]:
+    """The shape of a block's words of some outputs, 16 of each.
+
+    The copy engine brings lines of 1 KB faster than the 64 bytes of an output.
+    """
+    return outputs // 16, 256
 
 
 def load(source: Any, layout: Any) -> Array:
@@ -35,24 +45,26 @@ def load(source: Any, layout: Any) -> Array:
 
 
 def widened(
-    words: Array, stored: Any, dtype: Any, arrange: Callable[..., Array], zero: Array | None
+    words: Array, stored: Any, dtype: Any, zero: Array | None, *, chosen: range, interpreted: bool
 ) -> Array:
     """Codes as numbers of 16 bits, without their scales.
 
     Args:
-      words: ``[64, 16]``, each of four codes of 8 bits or eight of 4.
+      words: ``[4, 256]``, each of four codes of 8 bits or eight of 4.
       stored: the dtype of the codes, as in :class:`QuantisedMatrix`.
       dtype: bfloat16 or float16.
-      arrange: makes a matrix ``[64, 64]`` of words that hold two numbers each, those of the inputs
-        ``2c, 2c + 1`` of a thread, then those of ``2c + 8, 2c + 9``, and so on.
       zero: what is subtracted from integer codes, or none.
+      chosen: which of a thread's words, as of :func:`arranged`.
+      interpreted: whether this is no GPU.
     """
+    arrange = functools.partial(arranged, words=chosen, dtype=dtype, interpreted=interpreted)
+    masked = functools.partial(_masked, interpreted=interpreted)
     number = functools.partial(np.asarray, dtype=dtype)
     half = dtype == jnp.float16
     if stored == jnp.uint8:
         # The code becomes the lowest bits of a number whose last bit counts 1: 128 or 1024 more.
         base, offset = (0x6400, 1024) if half else (0x4300, 128)
-        wide = arrange(*((words >> 4 * i) & pair(0xF) | pair(base) for i in range(4)))
+        wide = arrange(*(masked(words >> 4 * i, 0xF, base) for i in range(4)))
         return wide - (number(offset + MIDDLE) if zero is None else zero + number(offset))
     pairs = words << 8, words  # Codes in the upper bytes: the first and third, second and fourth.
     if stored == jnp.float8_e4m3fn:
@@ -67,17 +79,48 @@ def widened(
         wide -= number(1024 + 128)
     else:
         # 128 has room for the lower seven bits. A sign bit subtracts 128 more.
-        low = arrange(*((each >> 8) & pair(0x7F) | pair(0x4300) for each in pairs))
-        sign = arrange(*((each >> 8) & pair(0x80) | pair(0x4300) for each in pairs))
+        low = arrange(*(masked(each >> 8, 0x7F, 0x4300) for each in pairs))
+        sign = arrange(*(masked(each >> 8, 0x80, 0x4300) for each in pairs))
         wide = low - sign
     return wide if zero is None else wide - zero
+
+
+def _masked(words: Array, mask: int, bits: int, *, interpreted: bool) -> Array:
+    """``words & mask | bits`` in both halves of a word, as one instruction.
+
+    The assembler would make two of it, because an instruction holds one constant.
+    """
+    if interpreted:
+        return words & pair(mask) | pair(bits)
+
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    @plgpu.inline_mgpu(
+        arg_types=(WORDS,),
+        return_type=plgpu.ShapeDtypeStruct(words.shape, words.dtype, layout=WORDS),
+    )
+    def mask_all(_: Any, words: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        lop3 = f"lop3.b32 $0, $1, {pair(mask)}, {pair(bits)}, 0xEA;"
+        registers = np.empty_like(words.registers)
+        for place, four in np.ndenumerate(words.registers):
+            for at in range(4):
+                old = vector.extract(words.registers[place], [], [at])
+                new: Any = llvm.inline_asm(word, [old], lop3, "=r,r")
+                four = vector.insert(new, four, [], [at])
+            registers[place] = four
+        return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=False)
+
+    return cast(Callable[[Array], Array], mask_all)(words)
 
 
 def widened_floats(words: Array) -> tuple[Array, ...]:
     """Pairs of 4-bit floats as bfloat16 of the same bits, whose values are 2^126 times smaller.
 
     Args:
-      words: ``[64, 16]``, each of eight codes.
+      words: ``[4, 256]``, each of eight codes.
     """
     pairs = []
     for index in range(4):
@@ -117,7 +160,7 @@ def arranged(*pairs: Array, words: range, dtype: Any, interpreted: bool) -> Arra
     numbers stay where they are: the thread holds them as the matrix instruction wants them.
 
     Args:
-      pairs: ``[64, 16]``, the pairs of every word in order.
+      pairs: ``[4, 256]``, the pairs of every word in order.
       words: which of a thread's words. Of 4-bit codes each has 8 of 32 inputs, of 8-bit codes 4 of
         16.
       dtype: of the numbers.
