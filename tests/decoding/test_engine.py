@@ -227,7 +227,7 @@ def test_requests_take_the_slots_in_turn() -> None:
 
 
 TABLES = random_target(CONFIG)
-STREAMING = StreamingDrafter(TreeConfig((1, 1)), SinksAndRecent(1, 4))
+STREAMING = StreamingDrafter(TreeConfig((1,)), SinksAndRecent(1, 4))
 KINDS = {
     "longspec": (LongSpecDrafter(DRAFT, SMALL_TREE), draft_params(random_draft(DRAFT), TABLES)),
     "ngram": (NgramDrafter(TreeConfig((2, 2))), ()),

@@ -62,6 +62,12 @@ def test_every_slot_sees_the_text_before_its_anchor(
         return block_attention(q, past, jnp.asarray(anchors), every, window=window, own=given)
 
     [q], past, new = whole(queries), whole(keys, values), whole(*fresh)
-    np.testing.assert_allclose(found(q, past, new), wanted, atol=1e-5)
-    gradients = jax.grad(lambda *each: found(*each).sum(), argnums=(0, 1, 2))(q, past, new)
+
+    def summed(*arrays: Any) -> tuple[Array, Array]:
+        result = found(*arrays)
+        return result.sum(), result
+
+    both = jax.jit(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True))
+    (_, result), gradients = both(q, past, new)
+    np.testing.assert_allclose(result, wanted, atol=1e-5)
     assert all(np.isfinite(each).all() for each in jax.tree.leaves(gradients))
