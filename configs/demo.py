@@ -137,7 +137,7 @@ def _parallel(config: ConfigDict) -> None:
     """A parallel LongSpec draft for the target that is there."""
     _draft(config)
     config.title = "LongSpec demo: a parallel draft for the small code model"
-    config.draft = {**DRAFTS["parallel"], "layers": 1, "markov_rank": 64}
+    config.draft = DRAFTS["parallel"]
 
 
 def _smoke(config: ConfigDict) -> None:

@@ -11,8 +11,8 @@ Variants: ``target``; ``plain``, ``offset`` and ``offset0``, drafts without anch
 with them, and with them but without positions that stay in place; ``long_only``, without the stage
 of short rows, at as many floating-point operations; ``shift1``, which never runs ahead of the
 target's keys by more than one token; ``distilled``, which learns the target's own distribution.
-Drafts of other kinds, at as many floating-point operations as ``distilled``: ``parallel``, of two
-layers and blocks of eight, ``eagle3``, on short rows alone, and ``small_lm``, a language model of
+Drafts of other kinds, at as many floating-point operations as ``distilled``: ``parallel``, of three
+layers and blocks of six, ``eagle3``, on short rows alone, and ``small_lm``, a language model of
 5.6 M parameters.
 ``tiny`` in front of a variant (``tiny_plain``) is the same in miniature, for a CPU.
 Hardware: two H200s for the target, about 8 minutes; one for a draft, 1 to 3 minutes.
@@ -26,7 +26,7 @@ CONTEXT = 16384
 SHORT_STEPS, LONG_STEPS = 120, 50
 LONG_ONLY_STEPS = 110
 """Of the long stage alone: as many floating-point operations as both stages."""
-PARALLEL_STEPS, EAGLE3_STEPS, SMALL_LM_STEPS = (92, 39), 92, (166, 69)
+PARALLEL_STEPS, EAGLE3_STEPS, SMALL_LM_STEPS = (97, 39), 92, (166, 69)
 """Of other kinds: as many floating-point operations as a distilled draft."""
 TARGET = "runs/small/target/target"
 CORPUS = "runs/small/corpus"

@@ -59,7 +59,7 @@ MATCHED_TREES = (
     TreeConfig((4, 16, 16, 16, 16), 64),
     TreeConfig((4, 16, 16, 16, 16)),
     TreeConfig((4, 8, 8, 8), 16),
-    TreeConfig((1,) * 7),
+    TreeConfig((1,) * 6),
 )
 """Trees of 64, 69 and 16 nodes, and a chain."""
 SEVERAL_TOKENS = cli.number(Whole(2))

@@ -285,6 +285,15 @@ def test_the_demos_parallel_draft_is_trained_as_its_draft() -> None:
     assert config == dataclasses.replace(usual, draft=config.draft, title=config.title)
 
 
+def test_benchmarks_measure_the_parallel_draft_that_is_trained() -> None:
+    trained = load("demo", "parallel").draft
+    assert isinstance(trained, ParallelSettings)
+    layer = DraftConfig.for_target(TARGETS["llama3-8b"].config)
+    measured = ParallelConfig(layer, TARGETS["llama3-8b"].config.vocab_size)
+    shape = measured.num_layers, measured.block, measured.markov_rank
+    assert shape == (trained.layers, trained.block, trained.markov_rank)
+
+
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("name", ["vicuna7b", "qwq32b"])
 def test_micro_batches_follow_the_devices(name: str, devices: int) -> None:

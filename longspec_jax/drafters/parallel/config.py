@@ -19,10 +19,10 @@ class ParallelConfig:
     """Of every layer; the first one's window counts the committed tokens before the block."""
     vocab_size: int
     """Tokens of the target."""
-    num_layers: int = 1
-    block: int = 8
+    num_layers: int = 3
+    block: int = 6
     """Slots of a block, the pending token's included. Each proposes the token behind its own."""
-    markov_rank: int = 256
+    markov_rank: int = 64
     """Rank of the head that corrects a slot's logits by the token before it; 0 without one."""
 
     def __post_init__(self) -> None:
