@@ -22,8 +22,7 @@ from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
-from tests.decoding.lossless import generate
-from tests.decoding.test_engine import (
+from tests.decoding.engines import (
     CONFIG,
     KINDS,
     STREAMING,
@@ -34,6 +33,7 @@ from tests.decoding.test_engine import (
     asked,
     open_engine,
 )
+from tests.decoding.lossless import generate
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.kit import random_target, tiny_target_config
 from tests.lookup import LookupDrafter

@@ -20,7 +20,7 @@ from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.streaming import StreamingDrafter
-from tests.decoding.test_engine import (
+from tests.decoding.engines import (
     TABLE,
     TARGET,
     VOCABULARY,
