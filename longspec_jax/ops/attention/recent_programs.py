@@ -22,7 +22,7 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 CONTRACTED = 16
 """Keys or nodes of one matrix instruction."""
 WINDOWS = WARPGROUP_ROWS // CONTRACTED
-"""Recent values are in memory so many times, 16 at a time."""
+"""Windows of 16 recent values in shared memory: two, each of them twice."""
 TO_MULTIPLES = np.float32(2.0**5)
 """Weights, which are at most 1, are rounded to multiples of 2^-18 by adding it: a float32 of this
 size has no smaller ones. Its last bits then count them."""
