@@ -70,12 +70,10 @@ def working(config: Any) -> LongSpecDrafter:
     return LongSpecDrafter(DRAFT, TREES[0], working=WorkingCache(SOME, 2, config))
 
 
-def test_speculation_changes_no_token(models: Params) -> None:
-    """Greedy and sampled; nodes see each other's keys as they will be cached.
-
-    Without scales: :func:`test_layers_with_windows_slots_and_prefixes_change_no_token`.
-    """
-    target, itself = TargetModel(SCALED), Params(models.target, models.target)
+@pytest.mark.parametrize("config", [UNSCALED, SCALED], ids=["unscaled", "scaled"])
+def test_speculation_changes_no_token(models: Params, config: Any) -> None:
+    """Greedy and sampled; nodes see each other's keys as they will be cached."""
+    target, itself = TargetModel(config), Params(models.target, models.target)
     near = SmallLMDrafter(CONFIG, TreeConfig((2, 2, 1, 1)))
     """The target without its rounding: most of what it proposes is accepted."""
     drafters = (near, itself), (LongSpecDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9)), models)
