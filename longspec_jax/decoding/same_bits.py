@@ -81,13 +81,13 @@ def check_tree(target: TargetModel, tree: TreeConfig) -> None:
 
 
 def _require_kernels(target: TargetModel, quantised: bool) -> None:
-    config = target.config
+    config, shares = target.config, 1 if target.mesh is None else target.mesh.shape["tp"]
     if quantised:
         raise NotImplementedError("same_bits needs weights in 16 bits; leave it out")
-    if target.mesh is not None or target.offload or target.attention is not None:
+    if target.offload or target.attention is not None:
         raise NotImplementedError(
-            "same_bits needs one device, a cache on it, and the automatic attention; leave out "
-            "mesh, offload and attention"
+            "same_bits needs the cache on the device and the automatic attention; leave out "
+            "offload and attention"
         )
     if config.recurrent_layers:
         raise NotImplementedError(
@@ -100,8 +100,14 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "layers with a window, a soft cap, or attention sinks"
         )
     path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
-    for kind in config.kinds or (LayerConfig(),):
-        _require_mlp_kernels(config, kind.experts)
+    kinds = config.kinds or (LayerConfig(),)
+    if target.mesh is not None and (config.out_bias or any(kind.experts for kind in kinds)):
+        raise NotImplementedError(
+            "same_bits has no kernels for experts on a mesh, nor for a bias behind attention; "
+            "leave out mesh or same_bits"
+        )
+    for kind in kinds:
+        _require_mlp_kernels(config, kind.experts, shares)
     ordered_tiles.refuse_uneven(config.model_width)
     if not hardware.has_kernels(jnp.dtype(config.dtype)):
         raise NotImplementedError(
@@ -109,10 +115,12 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
         )
 
 
-def _require_mlp_kernels(config: TargetConfig, experts: ExpertsConfig | None) -> None:
+def _require_mlp_kernels(
+    config: TargetConfig, experts: ExpertsConfig | None, shares: int
+) -> None:
     """Raise for layers whose MLPs have no kernels of one order."""
     if experts is None:
-        ordered_tiles.refuse_uneven(config.mlp_width)
+        ordered_tiles.refuse_uneven(config.mlp_width // shares)
         return
     if experts.shared is not None or not experts.renormalised:
         raise NotImplementedError(

@@ -30,7 +30,7 @@ from longspec_jax.models.layers import (
     rotary_angles,
 )
 from longspec_jax.models.recurrence import Recur, Recurrence
-from longspec_jax.ops.layer import add, split_heads, wide_qk_norm
+from longspec_jax.ops.layer import add, added, split_heads, wide_qk_norm
 from longspec_jax.ops.matmul.few_rows import head_matmul_xla
 from longspec_jax.ops.matmul.ordered import head_matmul
 from longspec_jax.ops.partitioned import with_sharding
@@ -163,7 +163,7 @@ class Layer(nn.Module):
         """What is added to the residual stream of a sublayer's partials, as partials."""
         if norm is not None:
             dtype = jnp.dtype(self.config.dtype)
-            [total] = with_sharding("b t d", partials.sum(axis=0).astype(dtype))
+            [total] = with_sharding("b t d", added(partials).astype(dtype))
             partials = norm(total)[None]
         if self.config.residual_factor != 1:
             partials = partials * self.config.residual_factor

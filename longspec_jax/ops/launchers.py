@@ -17,7 +17,7 @@ import jax
 from jax import export
 
 from longspec_jax.ops.hardware import compute_capability
-from longspec_jax.ops.partitioned import one_device
+from longspec_jax.ops.partitioned import on_mesh
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton", "triton_kernel_call")
@@ -38,7 +38,7 @@ def launcher(*static: str) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def launch(*operands: Any, **options: Any) -> Any:
-            if options.get("interpret") or compute_capability() is None or not one_device():
+            if options.get("interpret") or compute_capability() is None or on_mesh():
                 return jitted(*operands, **options)
             fixed = {name: options.pop(name) for name in static if name in options}
             leaves, structure = jax.tree.flatten((operands, options))

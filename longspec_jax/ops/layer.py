@@ -66,7 +66,13 @@ def add(x: Array, partials: Array) -> Array:
     """``x + partials.sum(0)`` in the dtype of ``x``, rounded once."""
     if partials.shape[0] == 1:
         return x + partials[0]
-    return (x.astype(jnp.float32) + partials.sum(axis=0)).astype(x.dtype)
+    return (x.astype(jnp.float32) + added(partials)).astype(x.dtype)
+
+
+def added(partials: Float[Array, "S *rows D"]) -> Float[Array, "*rows D"]:
+    """Split-K partials added up in float32, one after the other."""
+    first, *others = partials.astype(jnp.float32)
+    return sum(others, first)
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:

@@ -44,7 +44,8 @@ def residual_norm(
         mask = column < width
         delta = jnp.zeros(padded, jnp.float32)
         for index in range(splits):
-            delta += pltriton.load(partials_refs[0].at[index, row, column], mask=mask, other=0.0)
+            part = pltriton.load(partials_refs[0].at[index, row, column], mask=mask, other=0.0)
+            delta += part.astype(jnp.float32)
         total = pltriton.load(x_ref.at[row, column], mask=mask, other=0.0) + delta
         total = total.astype(x.dtype)
         factor = pltriton.load(scale_ref.at[column], mask=mask, other=0.0).astype(jnp.float32)

@@ -122,17 +122,32 @@ def use_mesh(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any
 
 def row_shares(rows: int) -> int:
     """How many groups of devices of the mesh in use share this many batch rows."""
-    if one_device():
-        return 1
-    mesh = jax.sharding.get_abstract_mesh()
-    shares = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    return shares if rows % shares == 0 else 1
+    return _shares("b", rows)
+
+
+def width_shares(width: int) -> int:
+    """How many groups of devices of the mesh in use share an MLP of this width, or all heads."""
+    return _shares("f", width)
 
 
 def one_device() -> bool:
     """Whether arrays are whole here: no mesh, one of one device, or inside a device's share."""
+    return not on_mesh() or jax.sharding.get_abstract_mesh().are_all_axes_manual
+
+
+def on_mesh() -> bool:
+    """Whether the program runs on several devices; true inside a device's share."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual
+    return not mesh.empty and mesh.size > 1
+
+
+def _shares(axis: str, size: int) -> int:
+    """Into how many parts the mesh in use cuts an axis of this size; 1 if it leaves it whole."""
+    if one_device():
+        return 1
+    mesh = jax.sharding.get_abstract_mesh()
+    shares = math.prod(mesh.shape[name] for name in CUT[axis])
+    return shares if size % shares == 0 else 1
 
 
 def _parts(argument: Any) -> Sequence[Any]:
