@@ -183,6 +183,12 @@ def _match(parser: argparse.ArgumentParser) -> None:
     )
     _add_new_tokens(parser, ByMachine(160, 24), "tokens of every prompt")
     _add_same_bits(parser)
+    parser.add_argument(
+        "--mesh",
+        type=cli.mesh,
+        metavar="AXIS=N,...",
+        help=f"devices to spread the target over: {cli.MESH_GRAMMAR}; one if absent",
+    )
     _add_outputs(parser)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Float, Int
 
-from longspec_jax import PLAIN, GenerateResult, LongSpec, TreeConfig, cli, demo_prompts
+from longspec_jax import PLAIN, GenerateResult, LongSpec, TreeConfig, cli, demo_prompts, make_mesh
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.cli import counted, settled
 from longspec_jax.drafters.base import Params, SamplingNoise, View
@@ -33,6 +33,7 @@ from longspec_jax.drafters.ngram import NgramDrafter, NgramState
 from longspec_jax.drafters.tree import Tree, beam_search
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.loading import choose_drafts
+from longspec_jax.sharding import param_shardings
 
 from .arguments import SHAPES
 from .models import random_model
@@ -66,11 +67,13 @@ def main(arguments: argparse.Namespace) -> int:
     if cpu:
         announce(counted(len(arguments.drafter) * len(arguments.tree), "combination"))
     step("loading the target")
-    spec = load(arguments.target, arguments.dtype, arguments.same_bits)
+    mesh = make_mesh(**arguments.mesh) if arguments.mesh else None
+    spec = load(arguments.target, arguments.dtype, same_bits=arguments.same_bits, mesh=mesh)
     header = run_header(
         jax.devices()[0].device_kind,
         __doc__ or "",
         boundaries=list(arguments.context),
+        mesh=cli.mesh_text(arguments.mesh or {}),
         identical_promised=spec.identical,
     )
     prompts = prompts_of(spec, arguments.context)
@@ -100,16 +103,24 @@ def main(arguments: argparse.Namespace) -> int:
     return cli.FAILED if different and spec.identical else cli.OK
 
 
-def load(target: str, dtype: str, same_bits: bool | None) -> LongSpec:
-    """The demo, random weights of a known shape, or a checkpoint, without a draft."""
+def load(target: str, dtype: str, **options: Any) -> LongSpec:
+    """The demo, random weights of a known shape, or a checkpoint, without a draft.
+
+    Args:
+      target: its name.
+      dtype: of weights and activations.
+      options: of the model: its kernels, and the mesh that it is spread over.
+    """
     if target == "demo":
-        return LongSpec.demo(draft=None, dtype=dtype, same_bits=same_bits)
+        return LongSpec.demo(draft=None, dtype=dtype, **options)
     if target not in SHAPES:
-        return LongSpec.from_pretrained(target, dtype=dtype, same_bits=same_bits)
+        return LongSpec.from_pretrained(target, dtype=dtype, **options)
     config = dataclasses.replace(SHAPES[target], dtype=dtype)
     weights = random_model(config, kind="ngram").params.target
+    if options.get("mesh") is not None:
+        weights = jax.device_put(weights, param_shardings(options["mesh"], weights))
     chunk = 2048 if jax.default_backend() == "gpu" else 256
-    return LongSpec(config, weights, prefill_chunk=chunk, same_bits=same_bits)
+    return LongSpec(config, weights, prefill_chunk=chunk, **options)
 
 
 def prompts_of(spec: LongSpec, boundaries: Sequence[int]) -> list[Prompt]:
@@ -151,7 +162,7 @@ def draft_of(
     options: Mapping[str, Any] = HIERARCHY if name == "hierarchy" else {}
     target = Target(spec.target_config, spec.target_params, spec.tokenizer)
     [chosen] = choose_drafts([source], options)
-    return chosen.load(target)
+    return chosen.load(target, spec.mesh)
 
 
 def _whole(prompt: Prompt, tokens: Tokens) -> Tokens:

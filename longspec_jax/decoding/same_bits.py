@@ -120,7 +120,7 @@ def _require_mlp_kernels(
 ) -> None:
     """Raise for layers whose MLPs have no kernels of one order."""
     if experts is None:
-        ordered_tiles.refuse_uneven(config.mlp_width // shares)
+        ordered_tiles.matmul_tile(config.model_width, config.mlp_width // shares, gated=True)
         return
     if experts.shared is not None or not experts.renormalised:
         raise NotImplementedError(

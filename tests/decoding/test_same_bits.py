@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 
+from longspec_jax.config.layers import ExpertsConfig, LayerConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.target import TargetModel
@@ -46,16 +48,15 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert same_bits.choose_kernels(narrow, None).same_bits
     assert not same_bits.choose_kernels(WIDE, True).same_bits
     for other in (
-        dataclasses.replace(target, mesh=make_mesh(data=2).abstract_mesh),
         dataclasses.replace(target, offload=True),
         dataclasses.replace(target, attention="xla"),
     ):
-        with pytest.raises(NotImplementedError, match="same_bits needs one device"):
+        with pytest.raises(NotImplementedError, match="same_bits needs the cache on the device"):
             same_bits.choose_kernels(other, True)
         assert not same_bits.choose_kernels(other, None).same_bits
     for uneven, reason in (
         ({"head_width": 96}, "neither 64 nor 128"),
-        ({"mlp_width": 200}, "weights in multiples of 64, not 200"),
+        ({"mlp_width": 200}, "weights in multiples of 32, not 200"),
         ({"model_width": 160}, "weights in multiples of 64, not 160"),
     ):
         config = dataclasses.replace(target.config, **uneven)
@@ -64,6 +65,27 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(hardware, "compute_capability", lambda: (8, 0))
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.x"):
         same_bits.choose_kernels(target, True)
+
+
+def test_the_kernels_serve_meshes_of_hopper_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: True)
+    sizes = {"head_width": 64, "model_width": 128, "mlp_width": 192, "vocab_size": 104}
+    config = tiny_target_config(dtype="bfloat16", **sizes)
+
+    def chosen(axes: dict[str, int], **other: Any) -> TargetModel:
+        mesh = make_mesh(**axes).abstract_mesh
+        target = TargetModel(dataclasses.replace(config, **other), mesh=mesh)
+        return same_bits.choose_kernels(target, True)
+
+    for axes in ({"data": 2}, {"tp": 2}, {"data": 2, "fsdp": 2, "tp": 2}):
+        assert chosen(axes).same_bits
+    with pytest.raises(NotImplementedError, match="weights in multiples of 32, not 48"):
+        chosen({"tp": 4})
+    experts = LayerConfig(experts=ExpertsConfig(count=8, chosen=2, width=64))
+    for other in ({"out_bias": True}, {"kinds": (experts,), "pattern": (0, 0)}):
+        with pytest.raises(NotImplementedError, match="no kernels for experts on a mesh"):
+            chosen({"data": 2}, **other)
 
 
 def test_trees_that_the_kernels_cannot_verify_are_not_chosen_and_are_refused_by_name() -> None:

@@ -22,7 +22,7 @@ from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
 from longspec_jax.ops.selection import continuations, continuations_pallas
 from tests.kit import lowered
 from tests.ops.attention.oracle import HEADS, TOKENS
-from tests.ops.matmul.published import PUBLISHED, Weights
+from tests.ops.matmul.published import PUBLISHED, SHARES, Weights
 from tests.ops.matmul.test_packed import LARGE, Case
 
 
@@ -213,10 +213,10 @@ def test_continuations_lower_for_cuda(nodes, vocabulary, count, dtype) -> None:
 
 
 def matmuls_of_one_order() -> list:
-    """One call for each distinct kernel that the published models' weights give."""
+    """One call for each distinct kernel that the published models' weights and shares give."""
     found = {}
     for rows in (1, 64, 72, 200):
-        for weights in PUBLISHED:
+        for weights in [*PUBLISHED, *SHARES]:
             work = weights.work(rows)
             edges = weights.columns % work.tile.columns, weights.contracted % work.tile.depth
             key = rows, work.tile, work.turns > 1, work.parts, work.head, edges

@@ -25,6 +25,7 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
 from longspec_jax.ops.matmul.ordered_tiles import (
+    WHOLE,
     MatmulTile,
     Work,
     refuse_uneven,
@@ -53,10 +54,10 @@ def matmul(
       result, if the tile splits the contraction.
 
     Raises:
-      NotImplementedError: if ``K`` or ``N`` is no multiple of 64.
+      NotImplementedError: if ``K`` or ``N`` is no multiple of 64, or of the tile's columns.
     """
     contracted, columns = weights.shape[0], weights.shape[-1]
-    refuse_uneven(contracted, columns)
+    refuse_uneven(contracted, columns, whole=min(WHOLE, tile.columns))
     work = Work(len(x), contracted, columns, tile, parts=weights.ndim - 1)
     beyond = work.strips * tile.columns - columns
     if bias is not None and beyond:
@@ -98,7 +99,7 @@ def _launch(
     block = (tile.columns, tile.depth) if work.head else (tile.depth, tile.columns)
     parts = (2,) if work.parts == 2 else ()
     # The tensor cores read blocks of both in swizzled rows of one length.
-    row = min(64, tile.columns)
+    row = min(WHOLE, tile.columns)
     # By the types of newer jax these are abstract; they are not.
     tiling = plgpu.TilingTransform((8, row))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(2 * row)  # pyright: ignore[reportAbstractUsage]

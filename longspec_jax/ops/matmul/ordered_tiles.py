@@ -15,8 +15,9 @@ import functools
 
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
-WHOLE = 64
-"""Sizes of the weights that are no multiple of this cannot be fetched in swizzled blocks."""
+WHOLE, HALF = 64, 32
+"""Sizes of the weights that are no multiple of the first cannot be fetched in swizzled blocks of 64
+columns; in those of 32 columns, no multiple of the second."""
 FULL_RATE_PROGRAMS = 86
 """As many programs read the weights at nearly the full rate (``docs/kernels.md``)."""
 SLOWDOWN = {32: 1.15, 64: 1.03, 128: 1.0, 192: 1.0}
@@ -157,14 +158,16 @@ def matmul_tile(
       split: whether the contraction may be split and leave partials.
 
     Raises:
-      NotImplementedError: if a size is no multiple of 64.
+      NotImplementedError: if a size is no multiple of 32.
     """
-    refuse_uneven(contracted, columns)
+    refuse_uneven(contracted, columns, whole=HALF)
+    even = contracted % WHOLE == columns % WHOLE == 0
     parts = 2 if gated else 1
     most = min(8, _ceil(contracted, 256)) if split else 1
     tiles = [
         MatmulTile(width, splits, depth=128 if width * parts <= 64 else 64)
         for width in SLOWDOWN
+        if even or width == HALF
         for splits in range(1, most + 1)
     ]
     # The rows are those of one instruction, whatever the call's: the choice must not see them.
@@ -187,12 +190,12 @@ def head_tile(contracted: int, columns: int) -> MatmulTile:
     )
 
 
-def refuse_uneven(*sizes: int) -> None:
+def refuse_uneven(*sizes: int, whole: int = WHOLE) -> None:
     """Raise for axes that the copy engine cannot fetch in swizzled blocks."""
     for size in sizes:
-        if size % WHOLE:
+        if size % whole:
             raise NotImplementedError(
-                f"the Mosaic matmul takes weights in multiples of {WHOLE}, not {size}"
+                f"the Mosaic matmul takes weights in multiples of {whole}, not {size}"
             )
 
 

@@ -51,8 +51,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, shape: str, other: Callable[..., jax.
     monkeypatch.setitem(SHAPES, "control", own)
     load = match.load
 
-    def loud(*arguments: Any) -> LongSpec:
-        spec = load(*arguments)
+    def loud(*arguments: Any, **options: Any) -> LongSpec:
+        spec = load(*arguments, **options)
         params = jax.tree.map(lambda x: 16 * x if x.ndim > 1 else x, spec.target_params)
         return dataclasses.replace(spec, target_params=params)
 
@@ -93,7 +93,7 @@ def test_a_rounding_that_depends_on_the_rows_beside_it_is_found(
 @pytest.mark.filterwarnings("ignore:.*of the draft's tokens were accepted:UserWarning")
 def test_one_matmul_by_xla_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the proof in 16 bits."""
-    if not match.load("demo", "bfloat16", None).identical:
+    if not match.load("demo", "bfloat16").identical:
         pytest.skip("needs the kernels of same_bits")
     spoil(monkeypatch, "demo", gated_matmul_xla)
     options = "--dtype=bfloat16", *CONTROL, "--new_tokens=400"

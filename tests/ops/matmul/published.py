@@ -80,10 +80,18 @@ def weights_of(model: str) -> dict[str, Weights]:
 
 PUBLISHED = sorted({weights for model in MODELS for weights in weights_of(model).values()})
 """All of them, each once."""
+SHARES = [
+    Weights(256, 352, gated=True),
+    Weights(352, 256),
+    Weights(4096, 1376, gated=True),
+    Weights(1376, 4096),
+]
+"""Of MLPs on a mesh: the demo's cut by 2, Vicuna-7B's by 8. Blocks of 64 columns do not fit."""
 EXTRA_HEADS = [Weights(2048, 262144, head=True), Weights(2880, 201088, head=True)]
 
 
 EVERY_KIND = [
+    *SHARES,
     Weights(256, 512),
     Weights(256, 256, split=True),
     Weights(256, 704, gated=True),
