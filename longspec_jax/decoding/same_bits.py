@@ -115,9 +115,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
         )
 
 
-def _require_mlp_kernels(
-    config: TargetConfig, experts: ExpertsConfig | None, shares: int
-) -> None:
+def _require_mlp_kernels(config: TargetConfig, experts: ExpertsConfig | None, shares: int) -> None:
     """Raise for layers whose MLPs have no kernels of one order."""
     if experts is None:
         ordered_tiles.matmul_tile(config.model_width, config.mlp_width // shares, gated=True)

@@ -35,7 +35,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
             options["num_threads"] = num_threads
         operand = plgpu.SMEM((num_threads, 64, 128), jnp.dtype(dtype))
         options |= dict(scratch_types=scratch_types | {"operand": operand})
-        return compiled(with_operand, interpret=InterpretGPUParams(), **options)
+        return compiled(with_operand, **options | {"interpret": InterpretGPUParams()})
 
     def wgmma(acc: Any, a: Any, b: Any) -> None:
         if isinstance(a, jax.Array):
@@ -78,3 +78,20 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(
         widening, "widened", lambda codes, dtype, layout: float8.widened(codes, dtype)
     )
+
+
+def interpret_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpret kernels that each of several devices runs on its share.
+
+    When a program of one device is done, the interpreter takes those of all others to be done.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPUSharedMemory
+
+    reset = GPUSharedMemory.reset_per_cluster_state
+
+    def begin(memory: Any) -> None:
+        if not hasattr(memory, "named_barriers"):
+            reset(memory)
+
+    monkeypatch.setattr(GPUSharedMemory, "reset_per_cluster_state", begin)
+    monkeypatch.setattr(GPUSharedMemory, "assert_no_barriers_allocated", lambda memory: None)

@@ -54,7 +54,9 @@ def test_large_weights_keep_the_machine_reading() -> None:
 
 def test_odd_weights_are_refused() -> None:
     for choose in (matmul_tile, partial(matmul_tile, gated=True), head_tile):
-        with pytest.raises(NotImplementedError, match=r"takes weights in multiples of \d\d, not 100"):
+        with pytest.raises(
+            NotImplementedError, match=r"takes weights in multiples of \d\d, not 100"
+        ):
             choose(100, 4096)
     with pytest.raises(NotImplementedError, match="takes weights in multiples of 32, not 4100"):
         matmul_tile(4096, 4100)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from longspec_jax.ops.matmul import ordered, ordered_mosaic
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import BATCH, make_mesh
 from tests.kit import ALL_PASSES, TOLERANCE, normal, relative_error
+from tests.ops.attention.interpreted import interpret_devices_apart
 from tests.ops.matmul.test_few_rows import exact, silu
 from tests.ops.test_partitioned import collectives
 
@@ -133,19 +133,10 @@ def test_interpreted_kernels_keep_a_row_s_bits(
 
 def interpret_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernels for Hopper GPUs in Pallas' interpreter, on several devices."""
-    from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPUSharedMemory
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
     monkeypatch.setattr(hardware, "require_hopper", lambda kernel: None)
-    # When a program of one device is done, it takes those of the others to be done, too.
-    reset = GPUSharedMemory.reset_per_cluster_state
-
-    def begin(memory: Any) -> None:
-        if not hasattr(memory, "named_barriers"):
-            reset(memory)
-
-    monkeypatch.setattr(GPUSharedMemory, "reset_per_cluster_state", begin)
-    monkeypatch.setattr(GPUSharedMemory, "assert_no_barriers_allocated", lambda memory: None)
+    interpret_devices_apart(monkeypatch)
     for name in ("matmul", "head_matmul"):
         interpreted = partial(getattr(ordered_mosaic, name), interpret=InterpretGPUParams())
         monkeypatch.setattr(ordered_mosaic, name, interpreted)

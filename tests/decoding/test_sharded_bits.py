@@ -1,0 +1,124 @@
+"""One order of summation on a mesh: what travels between devices, and the bits of logits."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config.tree import TreeConfig
+from longspec_jax.decoding import target as target_lib
+from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.round import many_rounds
+from longspec_jax.decoding.rows import Request, RowShardings
+from longspec_jax.decoding.sampling import Sampling, SamplingKind
+from longspec_jax.decoding.target import TargetModel, Verification
+from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.ngram import NgramDrafter
+from longspec_jax.ops import hardware
+from longspec_jax.ops.attention import dispatch, tiles
+from longspec_jax.ops.partitioned import use_mesh
+from longspec_jax.sharding import make_mesh, param_shardings
+from tests.decoding.test_sharded import interpret_layer_ops
+from tests.kit import ALL_PASSES, normal, prefill, random_target, tiny_target_config
+from tests.ops.attention.interpreted import interpret, interpret_devices_apart
+
+CONFIG = tiny_target_config(
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=4,
+    head_width=64,
+    model_width=64,
+    mlp_width=128,
+    vocab_size=64,
+    dtype="bfloat16",
+)
+
+
+def spread(axes: dict[str, int], **sizes: int) -> tuple[TargetModel, Any]:
+    """A target of one order, with its parameters on a mesh."""
+    mesh, config = make_mesh(**axes), dataclasses.replace(CONFIG, **sizes)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_target(config))
+    target = TargetModel(config, mesh=mesh.abstract_mesh, same_bits=True)
+    return target, jax.device_put(params, param_shardings(mesh, params))
+
+
+def added(text: str) -> list[str]:
+    """What the all-reduces of a compiled program do that add up floating-point numbers."""
+    adds = re.compile(r"ROOT \S+ = (?:f32|bf16)\[\]\S* add\(")
+    bodies = dict(re.findall(r"^%?([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
+    calls = re.findall(r" all-reduce(?:-start)?\(.*", text)
+    assert not re.search(r" reduce-scatter\(", text) and calls
+    return [
+        re.search(r'op_name="([^"]*)"', call)[1].rsplit("/", 1)[-1]
+        for call in calls
+        if adds.search(bodies[re.search(r"to_apply=%?([\w.-]+)", call)[1]])
+    ]
+
+
+@pytest.mark.parametrize("drafter", [NoDraft(), NgramDrafter(TreeConfig((2, 2)))], ids=["", "tree"])
+def test_devices_add_up_nothing_but_what_one_of_them_has(
+    drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An all-reduce adds up in an order that its library chooses by the number of rows.
+
+    One that looks up a row of a table, or the score of a token, adds zeros to it. Other sums, such
+    as those of top-p, are of whole numbers.
+    """
+    same = functools.partial(dispatch.path_attention, implementation="reference")
+    monkeypatch.setattr(target_lib, "path_attention", same)
+    target, params = spread({"data": 2, "tp": 4})
+    nucleus = dataclasses.replace(
+        Sampling.greedy(2), temperature=jnp.ones(2), top_p=jnp.full(2, 0.9), kind=SamplingKind.ANY
+    )
+    request = Request(nucleus, jnp.full((2, 1), -1), jnp.full(2, 9))
+    models = target, drafter, Params(params, None)
+    prompt, length = jnp.arange(10).reshape(2, 5), jnp.asarray([5, 3])
+    rows = prefill(*models, prompt, length, request, capacity=256, chunk=8)
+
+    def sums(target: TargetModel) -> list[str]:
+        operands = SamplingKind.ANY, models[2], rows, np.int32(8)
+        return added(many_rounds.lower(target, drafter, *operands).compile(ALL_PASSES).as_text())
+
+    assert set(sums(target)) == {"gather"}
+    # Negative control: of XLA's matmuls every layer adds up two.
+    assert sums(dataclasses.replace(target, same_bits=False)).count("dot_general") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
+def test_a_node_s_logits_have_the_bits_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 1 of one of two rows on two groups of devices, and a row that is whole on each."""
+    interpret(monkeypatch, "bfloat16")
+    interpret_devices_apart(monkeypatch)
+    interpret_layer_ops(monkeypatch)
+    monkeypatch.setattr(hardware, "require_hopper", lambda kernel: None)
+    monkeypatch.setattr(tiles, "MULTIPROCESSORS", 2)  # The interpreter runs them in turns.
+    target, params = spread({"data": 2, "tp": 2}, num_heads=4, num_kv_heads=2)
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def verify(
+        params: Any, cache: KVCache, tokens: jax.Array, length: jax.Array, levels: int
+    ) -> Verification:
+        rows, nodes = tokens.shape
+        positions = length[:, None] + jnp.arange(nodes)
+        mask = jnp.tril(jnp.ones((rows, nodes, nodes), bool))
+        with use_mesh(target.mesh):
+            return target.verify(params, cache, tokens, positions, mask, length, levels)
+
+    def verified(cache: KVCache, *operands: Any) -> Verification:
+        where = RowShardings.beside(params, len(cache.keys[0])).cache
+        return verify(params, jax.device_put(cache, where), *operands)
+
+    cache = KVCache(*((normal(seed, 2, 2, 256, 64, dtype="bfloat16"),) for seed in (0, 1)))
+    tokens, length = jnp.arange(16).reshape(2, 8), jnp.asarray([130, 40])
+    tree = verified(cache, tokens, length, 7)
+    first = jnp.zeros((2, 1), jnp.int32), length, jnp.ones(2, jnp.int32), {}
+    cache = jax.tree.map(lambda leaf: leaf[:1], cache.commit(tree.keys, tree.values, *first))
+    plain = verified(cache, tokens[:1, 1:2], length[:1] + 1, 0)
+    np.testing.assert_array_equal(plain.logits[0, 0], tree.logits[0, 1])
+    assert np.abs(tree.logits[0, 0] - tree.logits[0, 1]).max() > 0.1
