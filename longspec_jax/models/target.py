@@ -164,7 +164,7 @@ class Layer(nn.Module):
         if norm is not None:
             dtype = jnp.dtype(self.config.dtype)
             [total] = with_sharding("b t d", added(partials).astype(dtype))
-            partials = norm(total)[None]
+            partials = norm.add(total, None)[1][None]
         if self.config.residual_factor != 1:
             partials = partials * self.config.residual_factor
         return partials

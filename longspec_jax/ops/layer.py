@@ -132,7 +132,7 @@ def wide_qk_norm(
 
     def normalised(heads: Array, scale: Array) -> Array:
         flat = heads.reshape(*heads.shape[:2], -1)
-        return rms_norm(flat, scale.reshape(-1), eps).reshape(heads.shape)
+        return residual_norm(flat, None, scale.reshape(-1), eps)[1].reshape(heads.shape)
 
     q, k = normalised(q, scales[0]), normalised(k, scales[1])
     return jnp.concatenate([q, k[..., None, :], v], axis=3)

@@ -39,7 +39,7 @@ CONFIG = tiny_target_config(
 )
 
 
-def spread(axes: dict[str, int], **sizes: int) -> tuple[TargetModel, Any]:
+def spread(axes: dict[str, int], **sizes: Any) -> tuple[TargetModel, Any]:
     """A target of one order, with its parameters on a mesh."""
     mesh, config = make_mesh(**axes), dataclasses.replace(CONFIG, **sizes)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_target(config))
@@ -60,9 +60,18 @@ def added(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("drafter", [NoDraft(), NgramDrafter(TreeConfig((2, 2)))], ids=["", "tree"])
+@pytest.mark.parametrize(
+    ("drafter", "layers"),
+    [
+        pytest.param(NoDraft(), {}, id="plain"),
+        pytest.param(NgramDrafter(TreeConfig((2, 2))), {}, id="tree"),
+        pytest.param(
+            NoDraft(), dict(pre_norms=False, post_norms=True, wide_qk_norm=True), id="OLMo 2"
+        ),
+    ],
+)
 def test_devices_add_up_nothing_but_what_one_of_them_has(
-    drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+    drafter: Drafter, layers: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An all-reduce adds up in an order that its library chooses by the number of rows.
 
@@ -71,7 +80,8 @@ def test_devices_add_up_nothing_but_what_one_of_them_has(
     """
     same = functools.partial(dispatch.path_attention, implementation="reference")
     monkeypatch.setattr(target_lib, "path_attention", same)
-    target, params = spread({"data": 2, "tp": 4})
+    interpret_layer_ops(monkeypatch)
+    target, params = spread({"data": 2, "tp": 4}, **layers)
     nucleus = dataclasses.replace(
         Sampling.greedy(2), temperature=jnp.ones(2), top_p=jnp.full(2, 0.9), kind=SamplingKind.ANY
     )

@@ -14,7 +14,7 @@ import pytest
 from infer.bench import match
 from infer.bench.__main__ import main
 from infer.bench.arguments import SHAPES
-from longspec_jax import LongSpec
+from longspec_jax import LongSpec, cli, make_mesh
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.models import layers
 from longspec_jax.ops.matmul.few_rows import gated_matmul_xla
@@ -101,6 +101,20 @@ def test_one_matmul_by_xla_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     different = {(row["drafter"], row["batch"]) for row in rows if row["differing_tokens"]}
     assert status == 1 and {("oracle", "1"), ("plain", "3")} <= different
     assert ("plain", "1") not in different
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*of the draft's tokens were accepted:UserWarning")
+@pytest.mark.parametrize("mesh", ["tp=2", "data=2"])
+def test_no_token_differs_on_a_mesh_in_16_bits(mesh: str, tmp_path: Path) -> None:
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    if not match.load("demo", "bfloat16", mesh=make_mesh(**cli.mesh(mesh))).identical:
+        pytest.skip("needs the kernels of same_bits")
+    options = "--target=demo", "--dtype=bfloat16", f"--mesh={mesh}"
+    more = "--tree=4,8,8,8@16", "--context=128,512", "--new_tokens=64", "--batch=1,2"
+    status, rows = rows_of(tmp_path / "rows.json", *options, *more)
+    assert status == 0 and {row["differing_tokens"] for row in rows} == {0}
 
 
 def test_prompts_lie_around_the_boundaries() -> None:
