@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
+from jax.sharding import AbstractMesh, AxisType
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.cache import KVCache
@@ -157,10 +158,16 @@ def on_hopper() -> AbstractContextManager:
     """Pretend that the default device is a Hopper GPU, where this version of jax asks for one."""
     if jax.__version_info__ < (0, 11):
         return nullcontext()
-    from jax.sharding import AbstractDevice, AbstractMesh
+    return jax.sharding.use_abstract_mesh(hopper_mesh(x=1))
+
+
+def hopper_mesh(**axes: int) -> AbstractMesh:
+    """A mesh of Hopper GPUs, as this version of jax describes them; jax 0.11 or newer."""
+    from jax.sharding import AbstractDevice
 
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+    types = (AxisType.Auto,) * len(axes)
+    return AbstractMesh((*axes.values(),), (*axes,), types, abstract_device=device)
 
 
 def lowered(call: Callable[..., Any], *operands: Any) -> str:

@@ -100,13 +100,12 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "layers with a window, a soft cap, or attention sinks"
         )
     path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
-    kinds = config.kinds or (LayerConfig(),)
-    if target.mesh is not None and (config.out_bias or any(kind.experts for kind in kinds)):
+    if target.mesh is not None and config.out_bias:
         raise NotImplementedError(
-            "same_bits has no kernels for experts on a mesh, nor for a bias behind attention; "
-            "leave out mesh or same_bits"
+            "same_bits has no kernel for a bias behind attention on a mesh; leave out mesh or "
+            "same_bits"
         )
-    for kind in kinds:
+    for kind in config.kinds or (LayerConfig(),):
         _require_mlp_kernels(config, kind.experts, shares)
     ordered_tiles.refuse_uneven(config.model_width)
     if not hardware.has_kernels(jnp.dtype(config.dtype)):

@@ -71,8 +71,10 @@ def add(x: Array, partials: Array) -> Array:
 
 def added(partials: Float[Array, "S *rows D"]) -> Float[Array, "*rows D"]:
     """Split-K partials added up in float32, one after the other."""
-    first, *others = partials.astype(jnp.float32)
-    return sum(others, first)
+    total, *others = partials.astype(jnp.float32)
+    for part in others:
+        total += part
+    return total
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:

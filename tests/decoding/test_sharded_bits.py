@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.config.layers import ExpertsConfig, LayerConfig, Rotary
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import target as target_lib
 from longspec_jax.decoding.cache import KVCache
@@ -24,7 +25,7 @@ from longspec_jax.ops.attention import dispatch, tiles
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.decoding.test_sharded import interpret_layer_ops
-from tests.kit import ALL_PASSES, normal, prefill, random_target, tiny_target_config
+from tests.kit import ALL_PASSES, hopper_mesh, normal, prefill, random_target, tiny_target_config
 from tests.ops.attention.interpreted import interpret, interpret_devices_apart
 
 CONFIG = tiny_target_config(
@@ -37,6 +38,7 @@ CONFIG = tiny_target_config(
     vocab_size=64,
     dtype="bfloat16",
 )
+EXPERTS = LayerConfig(Rotary(), experts=ExpertsConfig(count=8, chosen=2, width=64))
 
 
 def spread(axes: dict[str, int], **sizes: Any) -> tuple[TargetModel, Any]:
@@ -68,10 +70,11 @@ def added(text: str) -> list[str]:
         pytest.param(
             NoDraft(), dict(pre_norms=False, post_norms=True, wide_qk_norm=True), id="OLMo 2"
         ),
+        pytest.param(NoDraft(), dict(kinds=(EXPERTS,), pattern=(0,)), id="experts"),
     ],
 )
 def test_devices_add_up_nothing_but_what_one_of_them_has(
-    drafter: Drafter, layers: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    drafter: Drafter, layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An all-reduce adds up in an order that its library chooses by the number of rows.
 
@@ -95,8 +98,36 @@ def test_devices_add_up_nothing_but_what_one_of_them_has(
         return added(many_rounds.lower(target, drafter, *operands).compile(ALL_PASSES).as_text())
 
     assert set(sums(target)) == {"gather"}
-    # Negative control: of XLA's matmuls every layer adds up two.
-    assert sums(dataclasses.replace(target, same_bits=False)).count("dot_general") == 2
+    # Negative control: of XLA's matmuls every layer adds up the results.
+    assert "dot_general" in sums(dataclasses.replace(target, same_bits=False))
+
+
+@pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_every_share_is_multiplied_by_the_kernels(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left to XLA's matmuls, which would take any share.
+
+    They are those of queries, of attention's two kernels and its output, of an MLP, and of the LM
+    head; and of a router.
+    """
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
+    more: Any = dict(kinds=(EXPERTS,), pattern=(0,)) if kind == "experts" else {}
+    config = dataclasses.replace(CONFIG, mlp_width=256, **more)
+    target = TargetModel(config, mesh=hopper_mesh(data=2, fsdp=1, tp=4), same_bits=True)
+    tokens, mask = jnp.zeros((2, 16), jnp.int32), jnp.ones((2, 16, 16), bool)
+
+    def logits(params: Any, cache: KVCache) -> jax.Array:
+        with use_mesh(target.mesh):
+            length = jnp.full(2, 2000)
+            return target.verify(params, cache, tokens, tokens, mask, length, levels=5).logits
+
+    operands = jax.eval_shape(lambda: (random_target(config), target.allocate(2, 4096)))
+    with use_mesh(target.mesh):
+        text = jax.jit(logits).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == (8 if more else 7)
+    assert "dot_general" not in text
 
 
 @pytest.mark.slow

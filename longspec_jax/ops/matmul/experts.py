@@ -32,12 +32,13 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.layer import added
 from longspec_jax.ops.matmul.experts_grouping import expert_mlps_mosaic
 from longspec_jax.ops.matmul.few_rows import bounded_gate, gate, head_matmul_xla, matmul_precision
-from longspec_jax.ops.matmul.ordered import head_matmul
+from longspec_jax.ops.matmul.ordered import HEAD_MATMUL
 from longspec_jax.ops.matmul.quantised import in_turn
 from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
-from longspec_jax.ops.partitioned import partitioned
+from longspec_jax.ops.partitioned import one_device, partitioned, with_sharding
 
 COPIED = 3
 """How many times a gathered matrix passes through memory."""
@@ -110,7 +111,7 @@ def choose_experts(
       ordered: whether a row's logits must have the same bits beside any others, where there is a
         kernel for it: that of LM heads.
     """
-    logits = head_matmul(x, router.T) if ordered else head_matmul_xla(x, router.T)
+    logits = _ordered_logits(x, router.T) if ordered else head_matmul_xla(x, router.T)
     if bias is not None:
         logits += bias.astype(jnp.float32)
     best, experts = jax.lax.top_k(logits, chosen)
@@ -160,13 +161,18 @@ def expert_mlp_partials(
     """The summands of :func:`expert_mlp` in float32. The caller adds them up in their order.
 
     So a row has the same bits beside any others, where the kernel runs: a compiler that multiplies
-    and adds in one program may round once or twice. On one device.
+    and adds in one program may round once or twice. On a mesh the devices gather what all others'
+    experts yield, of which all but one say 0.
     """
-    flat = experts.reshape(-1, experts.shape[-1])
-    rows = x.reshape(-1, x.shape[-1])
-    out = EXPERT_MLPS(rows, flat, weights, limit, ordered=True)
-    parts = out.astype(jnp.float32) * shares.reshape(flat.shape)[..., None]
-    return parts.swapaxes(0, 1).reshape(-1, *x.shape)
+    if one_device():
+        flat = experts.reshape(-1, experts.shape[-1])
+        out = EXPERT_MLPS(x.reshape(len(flat), -1), flat, weights, limit, ordered=True)
+        out = out.reshape(*experts.shape, -1).astype(jnp.float32)
+    else:
+        held = jnp.arange(weights.sizes[0])
+        [parts] = with_sharding("s b t c d", _held_results(x, experts, held, weights, limit=limit))
+        out = added(parts)
+    return jnp.moveaxis(out * shares[..., None], 2, 0)
 
 
 def expert_mlp_reference(
@@ -197,17 +203,44 @@ def _held_experts(
     limit: float | None,
 ) -> Array:
     """What the experts of one device add, float32 ``[1, B, T, D]``; ``held`` are their numbers."""
+    out, present = _results(x, experts, held, weights, limit)
+    # One after the other: the order in which a reduction adds may depend on its shape.
+    kept = jnp.where(present, shares.reshape(present.shape), 0)
+    total = jnp.zeros((len(out), x.shape[-1]), jnp.float32)
+    for choice in range(present.shape[1]):
+        total += kept[:, choice, None] * out[:, choice].astype(jnp.float32)
+    return total.reshape(1, *x.shape)
+
+
+@partitioned("b t d, b t c, e, e u w d, e d w, e u w, e d -> e b t c d")
+def _held_results(
+    x: Array, experts: Array, held: Array, weights: ExpertWeights, *, limit: float | None
+) -> Array:
+    """What the experts of one device yield, ``[1, B, T, k, D]``; 0 for those of others."""
+    out, present = _results(x, experts, held, weights, limit, ordered=True)
+    return jnp.where(present[..., None], out, 0).reshape(1, *experts.shape, -1)
+
+
+@partitioned("b t d, n d -> b t n")
+def _ordered_logits(x: Array, router: Array) -> Array:
+    """A router's logits, all of them on every device."""
+    return HEAD_MATMUL(x, router)
+
+
+def _results(
+    x: Array,
+    experts: Array,
+    held: Array,
+    weights: ExpertWeights,
+    limit: float | None,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """What each row's experts yield, ``[rows, k, D]``, and which of them are held."""
     rows = x.reshape(-1, x.shape[-1])
     local = experts.reshape(len(rows), -1) - held[0]
     present = (local >= 0) & (local < len(held))
     local = jnp.where(present, local, len(held))
-    out = EXPERT_MLPS(rows, local, weights, limit)
-    # One after the other: the order in which a reduction adds may depend on its shape.
-    kept = jnp.where(present, shares.reshape(local.shape), 0)
-    total = jnp.zeros(rows.shape, jnp.float32)
-    for choice in range(local.shape[1]):
-        total += kept[:, choice, None] * out[:, choice].astype(jnp.float32)
-    return total.reshape(1, *x.shape)
+    return EXPERT_MLPS(rows, local, weights, limit, **options), present
 
 
 def expert_mlps_xla(

@@ -119,13 +119,18 @@ def test_experts_are_cut_over_a_mesh(tokens: int):
 
     def run(*operands):
         with use_mesh(mesh.abstract_mesh):
-            return expert_mlp(*operands)
+            return expert_mlp(*operands), expert_mlp_partials(*operands)
 
     lowered = jax.jit(run).lower(*rows, cut).compile()
     gathered = f"f32[{EXPERTS},{WIDTH},{HIDDEN}]"
     assert gathered not in (lowered.as_text() or gathered)
-    actual = lowered(*rows, cut)
+    actual, partials = lowered(*rows, cut)
     np.testing.assert_allclose(actual, expert_mlp_reference(x, *chosen, held), atol=3e-5)
+    # One of a row's experts is a partial: it is the sum if it alone has a weight.
+    only = chosen[1].at[..., 1:].set(0)
+    first = expert_mlp_reference(x, chosen[0], only, held)
+    np.testing.assert_allclose(partials[0], first, atol=3e-5)
+    np.testing.assert_allclose(partials.sum(0), actual, atol=3e-5)
 
 
 def test_experts_in_4_bits_are_cut_over_a_mesh():
