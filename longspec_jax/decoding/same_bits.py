@@ -81,7 +81,7 @@ def check_tree(target: TargetModel, tree: TreeConfig) -> None:
 
 
 def _require_kernels(target: TargetModel, quantised: bool) -> None:
-    config, shares = target.config, 1 if target.mesh is None else target.mesh.shape["tp"]
+    config = target.config
     if quantised:
         raise NotImplementedError("same_bits needs weights in 16 bits; leave it out")
     if target.offload or target.attention is not None:
@@ -106,7 +106,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "same_bits"
         )
     for kind in config.kinds or (LayerConfig(),):
-        _require_mlp_kernels(config, kind.experts, shares)
+        _require_mlp_kernels(config, kind.experts, target.width_shares)
     ordered_tiles.refuse_uneven(config.model_width)
     if not hardware.has_kernels(jnp.dtype(config.dtype)):
         raise NotImplementedError(

@@ -103,6 +103,11 @@ class TargetModel:
         return self.config.vocab_size
 
     @property
+    def width_shares(self) -> int:
+        """Devices that share heads, the MLP's width and the vocabulary."""
+        return 1 if self.mesh is None else self.mesh.shape["tp"]
+
+    @property
     def keeps_ends(self) -> bool:
         """Whether some layers keep the end of a row alone: with windows, or recurrent."""
         return len(self.config.full_layers) < self.config.num_layers

@@ -93,8 +93,9 @@ def plan_memory(
     working_row = max(chunk_bytes, 4 * copies * nodes * config.vocab_size) + tables
     cache = host = state = rings = saved = 0
     # The kernel of an LM head takes a copy with rows in whole groups of 8.
-    uneven = target.same_bits and config.vocab_size % 8 > 0
-    head_bytes = jnp.dtype(config.dtype).itemsize * config.vocab_size * config.model_width
+    vocabulary = config.vocab_size // target.width_shares
+    uneven = target.same_bits and vocabulary % 8 > 0
+    head_bytes = jnp.dtype(config.dtype).itemsize * vocabulary * config.model_width
     working = widened + uneven * head_bytes
     full, own_slots = config.full_layers, layer_slots(config, capacity)
     ends = [own for layer, own in enumerate(own_slots) if layer not in full]
