@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from longspec_jax.axes import Array, Lengths, Queries, TreeMask
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.tree import Tree, plant
-from longspec_jax.ops.attention.operands import Prefix, Reading
+from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.recurrence.operands import RecurrentRows
 
 
@@ -155,15 +155,6 @@ class PartialForward(NamedTuple):
     features: Features
 
 
-@runtime_checkable
-class ReadableCache(Protocol):
-    """A cache as a selection reads it; see :class:`longspec_jax.decoding.cache.KVCache`."""
-
-    def reading(self, length: Lengths) -> Reading:
-        """What attention reads in a forward: of every layer the slots up to ``length[b]``."""
-        ...
-
-
 ReadParts: TypeAlias = Callable[[int, Queries], tuple[Queries, Sequence[Prefix]]]
 """A :class:`Reading` of several prefixes, which attention reads one after the other."""
 
@@ -172,8 +163,8 @@ ReadParts: TypeAlias = Callable[[int, Queries], tuple[Queries, Sequence[Prefix]]
 class Selection(Protocol):
     """A part of every row's committed tokens; no token is in it twice."""
 
-    def reading(self, cache: ReadableCache) -> ReadParts:
-        """What attention reads in a forward."""
+    def reading(self, cache: Any) -> ReadParts:
+        """What attention reads of a target's cache in a forward."""
         ...
 
     def apart(self, layer: int) -> Prefix | None:
