@@ -34,13 +34,13 @@ REACH = 512
 """Positions by which the reach grows; from 64k on by a 64th of the power of two below."""
 
 
-def splits_of(kv_heads: int, groups: int) -> int:
+def splits_of(kv_heads: int, groups: int, narrow: bool = False) -> int:
     """Most splits of a row, by its key/value heads and the query heads of each."""
     rows = REFERENCE_NODES * groups
-    return RowTiles(rows, 2 if rows > WARPGROUP_ROWS else 1).most_splits(kv_heads)
+    return RowTiles(rows, _warpgroups(rows, groups, narrow)).most_splits(kv_heads)
 
 
-def path_tile(rows: int, width: int, groups: int, parts: int) -> MosaicTile:
+def path_tile(rows: int, width: int, groups: int, parts: int, narrow: bool = False) -> MosaicTile:
     """How a program of the prefix kernel works.
 
     Args:
@@ -49,14 +49,25 @@ def path_tile(rows: int, width: int, groups: int, parts: int) -> MosaicTile:
       groups: query heads of a key/value head. Of one, 64 rows are bound by memory, which small
         steps suit better; of more by the tensor cores.
       parts: programs that share the values' columns.
+      narrow: whether the cache is in 8 bits.
     """
-    warpgroups = 1 if rows <= WARPGROUP_ROWS else 2
+    warpgroups = _warpgroups(rows, groups, narrow)
     slots = SLOTS // 2 if groups == 1 else SLOTS
-    out = 4 * WARPGROUP_ROWS * (width // parts) if rows < WARPGROUP_ROWS else 0
+    out = 4 * warpgroups * WARPGROUP_ROWS * (width // parts) if rows < WARPGROUP_ROWS else 0
     held = 2 * warpgroups * WARPGROUP_ROWS * width + out
     stages = (SHARED_BYTES[HOPPER] - held - 2048) // (2 * slots * (width + width // parts))
     # Rows have their own number of slots in a split.
     return MosaicTile(warpgroups, slots, slots, min(stages, 6))
+
+
+def _warpgroups(rows: int, groups: int, narrow: bool) -> int:
+    """Warpgroups that attend.
+
+    Of a cache in 8 bits two have a split each where rows are one warpgroup's: while one waits for
+    what is widened, the other one attends. With grouped heads the splits of many rows, twice as
+    many, would cost more than that gains.
+    """
+    return 2 if rows > WARPGROUP_ROWS or (narrow and groups == 1) else 1
 
 
 def reach(position: Lengths) -> Lengths:
@@ -71,9 +82,9 @@ def reach(position: Lengths) -> Lengths:
     return jax.lax.div(past + step - 1, step) * step
 
 
-def split_of(position: Lengths, kv_heads: int, groups: int) -> Lengths:
+def split_of(position: Lengths, kv_heads: int, groups: int, narrow: bool = False) -> Lengths:
     """Slots of a split for a query at this position: whole steps, enough for all positions."""
-    shared = SLOTS * splits_of(kv_heads, groups)
+    shared = SLOTS * splits_of(kv_heads, groups, narrow)
     return jax.lax.div(reach(position) + shared - 1, shared) * SLOTS
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Queries
+from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, pack
 from longspec_jax.ops.attention.path import (
@@ -70,15 +71,16 @@ def path_attention(
     node_depth = jnp.pad(depth, ((0, 0), (0, -tokens % WARPGROUP_ROWS)), constant_values=-1)
     depth = jnp.pad(depth, ((0, 0), (0, missing)))
     limit = jnp.clip(length[:, None] + depth - RECENT, 0, slots)
-    split = split_of(length, kv_heads, groups)
+    narrow = prefix.keys.dtype == CODES
+    split = split_of(length, kv_heads, groups, narrow)
     bounds = Bounds.packed(limit.min(axis=1), limit.max(axis=1), split, prefix.cache_rows)
     rows = groups * limit.shape[1]
     padded = -(-rows // WARPGROUP_ROWS) * WARPGROUP_ROWS
-    splits = splits_of(kv_heads, groups)
-    shared = rows <= WARPGROUP_ROWS and width == 128
+    splits = splits_of(kv_heads, groups, narrow)
+    shared = rows <= WARPGROUP_ROWS and width == 128 and not (narrow and groups == 1)
     parts = 2 if shared and 2 * batch * kv_heads * splits <= MULTIPROCESSORS else 1
     work = Work(
-        tile=path_tile(rows, width, groups, parts),
+        tile=path_tile(rows, width, groups, parts, narrow),
         batch=batch,
         kv_heads=kv_heads,
         rows=padded,

@@ -243,13 +243,13 @@ class Attention(Program):
         place = (item.batch, share.part.split, item.kv_head)
         few = refs.out.shape[3] < WARPGROUP_ROWS
         if few:
-            memory.out_smem[...] = acc
+            memory.out_smem.at[self.warpgroup][...] = acc
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(lse, refs.lse.at[(*place, rows)])
         if few:
             there = pl.ds(0, refs.out.shape[3])
             to = refs.out.at[(*place, there, columns)]
-            plgpu.copy_smem_to_gmem(memory.out_smem.at[there], to)
+            plgpu.copy_smem_to_gmem(memory.out_smem.at[self.warpgroup, there], to)
         else:
             refs.out[(*place, rows, columns)] = acc
         plgpu.wait_smem_to_gmem(0)

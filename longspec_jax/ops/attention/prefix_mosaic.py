@@ -36,8 +36,26 @@ from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.attention.widening import BLOCK, Ring
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 
-_WIDENED = {1: ("k", "v"), 2: ("kv",)}
-"""By how many warpgroups attend, what each of those widens that do: keys, values or both."""
+_APART, _TOGETHER = ("k", "v"), ("kv",)
+"""What each of the warpgroups widens that do: keys, values or both."""
+
+
+def widened(tile: MosaicTile) -> tuple[str, ...]:
+    """By how many warpgroups attend, to how many slots: larger scores leave less registers."""
+    return _TOGETHER if tile.warpgroups == 2 and tile.slots > BLOCK else _APART
+
+
+def registers(tile: MosaicTile, *, narrow: bool) -> tuple[int, ...]:
+    """Registers of a thread that attends, one that fetches, and one that widens if any does.
+
+    They are as at the launch if none are named. All of a program's are at most those of the
+    launch, 65,536 shared out evenly in eights: a warpgroup that asks for more waits forever.
+    """
+    if narrow:
+        if tile.warpgroups == 1:
+            return 232, 32, 120
+        return (160, 24, 64) if widened(tile) == _APART else (216, 32, 48)
+    return {1: (), 2: (232, 40), 3: (160, 32)}[tile.warpgroups]
 
 
 def split_attention(
@@ -110,7 +128,7 @@ def launch(
         scratch_types=memory,
         grid=(work.programs,),
         grid_names=("program",),
-        num_threads=tile.warpgroups + 1 + (len(_WIDENED[tile.warpgroups]) if narrow else 0),
+        num_threads=tile.warpgroups + 1 + (len(widened(tile)) if narrow else 0),
         thread_name="warpgroup",
         # No sum or maximum crosses warps; three stages of 128 slots leave no room for scratch.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -143,7 +161,7 @@ def _memory(work: Work, width: int, rows: int, dtype: Any, *, segmented: bool) -
 
     columns = width // work.parts
     copies = WARPGROUP_ROWS // SEGMENT if segmented else 1
-    few = (WARPGROUP_ROWS, columns) if rows < WARPGROUP_ROWS else (1, 1)
+    few = (tile.warpgroups, WARPGROUP_ROWS, columns) if rows < WARPGROUP_ROWS else (1, 1, 1)
     return dict(
         q_smem=shared(tile.warpgroups, WARPGROUP_ROWS, width),
         k_smem=shared(tile.stages, tile.slots, width),
@@ -163,9 +181,9 @@ def _memory(work: Work, width: int, rows: int, dtype: Any, *, segmented: bool) -
 def _narrow(work: Work) -> Work:
     """The work on a cache in 8 bits, with few places in 16 bits: what fills them is near."""
     tile = work.tile
-    if tile.warpgroups not in _WIDENED:
+    if tile.warpgroups == 3:
         raise NotImplementedError("of a cache in 8 bits, three warpgroups leave none to widen")
-    stages = 3 if tile.slots == BLOCK else 2
+    stages = 3 if tile.slots == BLOCK and tile.warpgroups == 1 else 2
     return dataclasses.replace(work, tile=dataclasses.replace(tile, stages=stages))
 
 
@@ -196,27 +214,25 @@ def _kernel(
     )
     attending = work.tile.warpgroups
     narrow = program.memory.k_codes is not None
-    registers = {1: None, 2: (232, 40), 3: (160, 32)}[attending]
-    if narrow:
-        registers = {1: (232, 32, 120), 2: (216, 32, 48)}[attending]
+    held = registers(work.tile, narrow=narrow)
 
     @pl.when(program.warpgroup < attending)
     def _() -> None:
-        if registers:
-            plgpu.set_max_registers(registers[0], action="increase")
+        if held:
+            plgpu.set_max_registers(held[0], action="increase")
         program.each_item(program.attend)
 
     @pl.when(program.warpgroup == attending)
     def _() -> None:
-        if registers:
-            plgpu.set_max_registers(registers[1], action="decrease")
+        if held:
+            plgpu.set_max_registers(held[1], action="decrease")
         bring = program.fetch_codes if narrow else program.fetch_block
         program.each_item(functools.partial(program.each_step, bring))
 
-    for index, kinds in enumerate(_WIDENED[attending] if narrow else ()):
+    for index, kinds in enumerate(widened(work.tile) if narrow else ()):
 
         @pl.when(program.warpgroup == attending + 1 + index)
         def _(kinds: str = kinds) -> None:
-            plgpu.set_max_registers(registers[2], action="decrease")
+            plgpu.set_max_registers(held[2], action="decrease")
             widen = functools.partial(program.widen_block, kinds)
             program.each_item(functools.partial(program.each_step, widen))

@@ -42,7 +42,8 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(1, 4, 1, 128, 300),  # Two programs share a split.
+    Case(1, 4, 1, 128, 300),
+    Case(8, 2, 2, 64, 300, batch=2),  # Two warpgroups have a split each.
     Case(40, 2, 1, 64, 150, "float16", batch=2, chain=12),
 ]
 
@@ -87,7 +88,7 @@ def test_interpreted_path_attention(case: Case, monkeypatch: pytest.MonkeyPatch)
 
     interpret(monkeypatch, case.dtype)
     for module in (path, path_kernels):
-        monkeypatch.setattr(module, "splits_of", lambda kv_heads, groups: 2)
+        monkeypatch.setattr(module, "splits_of", lambda kv_heads, groups, narrow: 2)
     tile = path_kernels.path_tile
     monkeypatch.setattr(
         path_kernels, "path_tile", lambda *a: dataclasses.replace(tile(*a), programs=1)
