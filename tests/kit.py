@@ -20,8 +20,7 @@ from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import Committed, Drafter, Params
+from longspec_jax.drafters.base import Committed, Drafter, Params, View
 from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecParams
@@ -107,10 +106,10 @@ def after_prompts(drafter: Drafter, params: Params, tokens: Any, lengths: Any) -
     return drafter.extend(params, state, Committed(tokens, jnp.zeros_like(lengths), lengths))
 
 
-def view_of(pending: jax.Array, length: jax.Array, keys: jax.Array, values: jax.Array) -> CacheView:
+def view_of(pending: jax.Array, length: jax.Array, keys: jax.Array, values: jax.Array) -> View:
     """What a drafter sees of a cache of one layer; there is nothing to run the target with."""
     cache, target = KVCache((keys,), (values,)), TargetModel(tiny_target_config())
-    return CacheView(target, None, cache, pending, length, length, jnp.zeros(len(pending), bool))
+    return View(target, None, cache, pending, length, length, jnp.zeros(len(pending), bool))
 
 
 def greedy_beliefs(rows: int, levels: int) -> RoundNoise:

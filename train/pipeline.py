@@ -236,7 +236,7 @@ def train_draft(run: TrainingRun) -> None:
     for plan, features in zip(plans, stored, strict=True):
         objectives = trainer.objectives(plan.config, loss_chunk, mlp_chunk_of(plan))
         params = _train_stage(plan, *objectives, frozen, params, features)
-    whole = gathered(cast(params, trainer.dtype))
+    whole = gathered(cast(params, given.dtype))
     folder = Path(config.export or run.workdir / "draft")
     by_first("draft", lambda: trainer.save(folder, whole))
 

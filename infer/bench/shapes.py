@@ -147,15 +147,8 @@ def _qwen(
 ) -> TargetConfig:
     """A Qwen2.5 or Qwen3 of other sizes: widths of model and MLP, heads and key/value heads."""
     base = TARGETS["qwen3-8b" if family == "Qwen3" else "qwq32b"].config
-    return dataclasses.replace(
-        base,
-        model_width=widths[0],
-        mlp_width=widths[1],
-        num_layers=layers,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        tied_embeddings=tied,
-    )
+    sizes = shape(family, base.vocab_size, widths, layers, heads)
+    return dataclasses.replace(base, **sizes, tied_embeddings=tied)
 
 
 SHAPES: dict[str, TargetConfig] = {

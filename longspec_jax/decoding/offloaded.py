@@ -88,11 +88,7 @@ class OffloadedCache(KVCache):
         at, keys = _once_read(at, keys)
         own = self._resident_of(keys), self._resident_of(values)
         here = self._here().append(*own, at, count, states)
-
-        def write(slots: CacheSlots, fresh: TreeRows) -> CacheSlots:
-            return _append_on_host(slots, fresh, at)
-
-        return self._joined(here, keys, values, write)
+        return self._joined(here, keys, values, at, lambda fresh: fresh)
 
     def commit(
         self,
@@ -107,11 +103,7 @@ class OffloadedCache(KVCache):
         at, keys = _once_read(at, keys)
         own = self._resident_of(keys), self._resident_of(values)
         here = self._here().commit(*own, path, at, count, rows)
-
-        def write(slots: CacheSlots, fresh: TreeRows) -> CacheSlots:
-            return _append_on_host(slots, along(path, fresh), at)
-
-        return self._joined(here, keys, values, write)
+        return self._joined(here, keys, values, at, lambda fresh: along(path, fresh))
 
     def _resident_of(self, layers: tuple[Any, ...]) -> tuple[Any, ...]:
         """The resident ones."""
@@ -128,16 +120,19 @@ class OffloadedCache(KVCache):
         here: KVCache,
         keys: tuple[TreeRows | None, ...],
         values: tuple[TreeRows | None, ...],
-        write: Callable[[CacheSlots, TreeRows], CacheSlots],
+        at: Lengths,
+        written: Callable[[TreeRows], TreeRows],
     ) -> "OffloadedCache":
-        """The resident layers, and the others with fresh tokens written to them."""
+        """The resident layers, and the others with the rows that are ``written`` of the fresh."""
 
         def layers(
             slots: tuple[Any, ...], fresh: tuple[Any, ...], own: tuple[Array | None, ...]
         ) -> tuple[Array | None, ...]:
             return tuple(
-                own[self.resident.index(index)] if index in self.resident else write(*pair)
-                for index, pair in enumerate(zip(slots, fresh, strict=True))
+                own[self.resident.index(index)]
+                if index in self.resident
+                else _append_on_host(layer, written(rows), at)
+                for index, (layer, rows) in enumerate(zip(slots, fresh, strict=True))
             )
 
         keys, values = layers(self.keys, keys, here.keys), layers(self.values, values, here.values)

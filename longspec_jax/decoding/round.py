@@ -32,8 +32,7 @@ from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind
 from longspec_jax.decoding.target import TargetModel, Verification
-from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import Committed, Drafter, Params, SamplingNoise
+from longspec_jax.drafters.base import Committed, Drafter, Params, SamplingNoise, View
 from longspec_jax.drafters.tree import (
     AcceptedPath,
     AcceptRule,
@@ -157,9 +156,9 @@ def propose_tree(
     return drafter.propose(params, rows.draft, _view(target, params, rows), noise)
 
 
-def _view(target: TargetModel, params: Params, rows: Rows) -> CacheView:
+def _view(target: TargetModel, params: Params, rows: Rows) -> View:
     at = rows.pending, rows.length, rows.attended, rows.done
-    return CacheView(target, params.target, rows.cache, *at)
+    return View(target, params.target, rows.cache, *at)
 
 
 def verify_tree(

@@ -19,16 +19,16 @@ class StepOutput:
 
     id: int
     """The request's, as :meth:`~longspec_jax.decoding.engine.Engine.submit` returned it."""
-    tokens: np.ndarray
-    """``[n]`` int32, at least one."""
-    drafted: np.ndarray
-    """``[n]`` whether each token was an accepted draft token."""
+    tokens: tuple[int, ...]
+    """At least one."""
+    drafted: tuple[bool, ...]
+    """Whether each token was an accepted draft token."""
     rounds: tuple[int, ...]
     """Accepted draft tokens of every round that the request took part in; none of the prefill."""
     finish: str | None = None
     """None while the request runs. ``stop`` after a stop token, ``length`` at the budget, ``error``
     where the target's logits were not finite, so that the last token is no token."""
-    cached: int = 0
+    cached_tokens: int = 0
     """Of the first output: tokens of the prompt that were not prefilled anew."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of every token; empty if the request does not ask."""
@@ -190,4 +190,6 @@ class Slots:
             if finish == "error":  # Its keys and values may be NaN.
                 self._prefixes.slots.put(slot, ())
             self.vacate(slot)
-        return StepOutput(id, tokens, drafted, rounds, finish, cached)
+        return StepOutput(
+            id, tuple(tokens.tolist()), tuple(drafted.tolist()), rounds, finish, cached
+        )

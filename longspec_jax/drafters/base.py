@@ -12,17 +12,18 @@ part of its cache to improve on it (:mod:`longspec_jax.drafters.retrieval.hierar
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths, Queries, TreeMask
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.drafters.tree import AcceptedPath, Tree, plant
-from longspec_jax.ops.attention.operands import Prefix, Reading
-from longspec_jax.ops.caches import Caches
+from longspec_jax.drafters.tree import Tree, plant
+from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.recurrence.operands import RecurrentRows
 
 
@@ -154,15 +155,6 @@ class PartialForward(NamedTuple):
     features: Features
 
 
-@runtime_checkable
-class ReadableCache(Protocol):
-    """A cache as a selection reads it; see :class:`longspec_jax.decoding.cache.KVCache`."""
-
-    def reading(self, length: Lengths) -> Reading:
-        """What attention reads in a forward: of every layer the slots up to ``length[b]``."""
-        ...
-
-
 ReadParts: TypeAlias = Callable[[int, Queries], tuple[Queries, Sequence[Prefix]]]
 """A :class:`Reading` of several prefixes, which attention reads one after the other."""
 
@@ -171,8 +163,8 @@ ReadParts: TypeAlias = Callable[[int, Queries], tuple[Queries, Sequence[Prefix]]
 class Selection(Protocol):
     """A part of every row's committed tokens; no token is in it twice."""
 
-    def reading(self, cache: ReadableCache) -> ReadParts:
-        """What attention reads in a forward."""
+    def reading(self, cache: Any) -> ReadParts:
+        """What attention reads of a target's cache in a forward."""
         ...
 
     def apart(self, layer: int) -> Prefix | None:
@@ -180,48 +172,53 @@ class Selection(Protocol):
         ...
 
 
-@runtime_checkable
-class View(Protocol):
-    """What a drafter sees when it proposes, and what the target can run for it."""
+class Between(NamedTuple):
+    """Tokens behind the committed ones and before the pending one, which are not in the cache."""
 
-    @property
-    def pending(self) -> Int[Array, " B"]:
-        """The last token of each row, not in the cache: the root of the tree."""
-        ...
+    rows: Uncommitted
+    there: Bool[Array, "B U"]
+    """Which of them exist in each row."""
 
-    @property
-    def position(self) -> Lengths:
-        """The pending token's position."""
-        ...
 
-    @property
-    def length(self) -> Lengths:
-        """Cache slots of each row that hold committed tokens.
+@dataclass(frozen=True, eq=False)
+class View:
+    """What a drafter sees when it proposes, and what the target can run for it.
 
-        Equal to the position, except in a view :meth:`ahead` of the committed tokens.
-        """
-        ...
+    It lives while a round is traced.
+    """
 
-    @property
-    def done(self) -> Bool[Array, " B"]:
-        """Rows that have ended: nothing more is emitted, so they are not worth a forward."""
-        ...
+    target: Any
+    """A :class:`longspec_jax.decoding.target.TargetModel`."""
+    params: Any
+    """The target's."""
+    cache: Any
+    """The target's keys and values, a :class:`longspec_jax.decoding.cache.KVCache`."""
+    pending: Int[Array, " B"]
+    """The last token of each row, not in the cache: the root of the tree."""
+    position: Lengths
+    """The pending token's position."""
+    length: Lengths
+    """Cache slots of each row that hold committed tokens.
 
-    @property
-    def cache(self) -> Caches:
-        """The target's keys and values."""
-        ...
+    Equal to the position, except in a view :meth:`ahead` of the committed tokens."""
+    done: Bool[Array, " B"]
+    """Rows that have ended: nothing more is emitted, so they are not worth a forward."""
+    between: Between | None = None
+    selected: Prefix | None = None
+    """What drafts read of their layer; all of it if absent."""
 
     def read_layer(self) -> Prefix:
         """What a draft reads of the target: all of one layer's cache, or the selection.
 
         The layer is :attr:`longspec_jax.config.target.TargetConfig.read_layer`.
         """
-        ...
+        if self.selected is not None:
+            return replace(self.selected, scales=self.cache.read_scales)
+        return self.cache.read(self.length)
 
     def uncommitted(self, tokens: int) -> Uncommitted:
         """Zeros for the keys and values of this many tokens outside the cache."""
-        ...
+        return self.cache.uncommitted(len(self.pending), tokens, self.target.dtype)
 
     def partial_forward(
         self,
@@ -244,11 +241,20 @@ class View(Protocol):
           at: index of the first of these tokens among the fresh ones.
           needs: what to return of them beside the logits.
         """
-        ...
-
-    def accept(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
-        """The path through a tree of ``levels`` levels that these draws accept."""
-        ...
+        run = partial(
+            self.target.partial_forward,
+            *(self.params, self.cache, tokens, positions, selection),
+            length=self.length,
+            needs=needs,
+        )
+        if self.between is None:
+            return run(fresh, mask, at)
+        before = self.between.there.shape[1]
+        shape = (*tokens.shape, before)
+        mask = jnp.concatenate([jnp.broadcast_to(self.between.there[:, None], shape), mask], axis=2)
+        forward = run(_joined(self.between.rows, fresh), mask, before + at)
+        fresh = jax.tree.map(lambda row: row[:, before:], forward.fresh)
+        return forward._replace(fresh=fresh)
 
     def ahead(self, pending: Int[Array, " B"], steps: Lengths, past: Uncommitted) -> "View":
         """The same cache, seen from ``steps[b]`` tokens further on, which are not in it.
@@ -258,7 +264,12 @@ class View(Protocol):
           steps: how many tokens further on; the pending token of this view is the first of them.
           past: their keys and values, garbage from ``steps[b]`` on; partial forwards see them.
         """
-        ...
+        there = jnp.arange(jax.tree.leaves(past)[0].shape[1]) < steps[:, None]
+        if self.between is not None:
+            there = jnp.concatenate([self.between.there, there], axis=1)
+            past = _joined(self.between.rows, past)
+        position = self.position + steps
+        return replace(self, pending=pending, position=position, between=Between(past, there))
 
     def within(self, selection: Selection) -> "View":
         """The same view, whose :meth:`read_layer` is the selection, if that is a copy.
@@ -266,7 +277,12 @@ class View(Protocol):
         Drafts inside a partial round use it: reading all of a long cache at every level of a tree
         would cost more than the partial forward does.
         """
-        ...
+        return replace(self, selected=selection.apart(self.cache.read_layer))
+
+
+def _joined(first: Uncommitted, second: Uncommitted) -> Uncommitted:
+    """The tokens of both, one behind the other."""
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
 
 
 class Drafter:

@@ -69,8 +69,8 @@ class Draft:
 
     @property
     def own_params(self) -> Any:
-        """The parameters that are not shared with the target."""
-        return self.params
+        """The parameters that are not shared with the target; ``params`` say so if they share."""
+        return getattr(self.params, "own_params", self.params)
 
     @property
     def default_trees(self) -> DefaultTrees:
@@ -78,7 +78,9 @@ class Draft:
         raise NotImplementedError
 
     def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if it does not belong to this target."""
+        """Raise ValueError if it does not belong to this target, as its ``config`` says."""
+        if (config := getattr(self, "config", None)) is not None:
+            config.check_fits(target)
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Drafter:
         """The drafter that grows this tree.

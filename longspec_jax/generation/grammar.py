@@ -98,16 +98,10 @@ class GrammarState:
                 raise ValueError(f"token {token} does not satisfy the row's grammar")
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> TokenBits:
-        """The tokens that may follow every node of a tree.
+        """As of :class:`~longspec_jax.decoding.constrained.Constraint`.
 
-        Args:
-          tokens: of the nodes; that of the root was taken in by :meth:`advance`, or is the last
-            one of the prompt.
-          parents: index of every node's parent, below the node's own; -1 for the root and for
-            nodes without a path.
-
-        Returns:
-          One line a node. All tokens at nodes that no path reaches.
+        The root may also be the last token of the prompt. Behind nodes that no path reaches all
+        tokens are allowed.
         """
         bits = np.full((len(tokens), self._words), -1, np.int32)
         if self._ended:

@@ -24,10 +24,10 @@ from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.choices import launch_sizes
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
+from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.prefixes import MOST_MOVING
 from longspec_jax.decoding.programs import RECENT
-from longspec_jax.decoding.report import Contents, RoundTree
+from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.slots import EngineStatus, StepOutput
@@ -47,33 +47,19 @@ STOP_WIDTH = 8
 
 
 @dataclass(frozen=True)
-class RequestOutput:
-    """The output of a request in a step."""
+class RequestOutput(StepOutput):
+    """The output of a request in a step: that of the engine, and its text.
 
-    id: int
-    """The request's, as :meth:`RequestEngine.submit` returned it."""
-    tokens: tuple[int, ...]
-    text: str
+    The request is named as :meth:`RequestEngine.submit` returned it, and ``finish`` is ``stop`` at
+    a stop string, too. Log-probabilities are of requests that ask with ``logprobs=`` and
+    ``prompt_logprobs=``, trees of an engine made with ``traced=True``.
+    """
+
+    text: str = ""
     """Text that became complete; empty without a tokenizer, while a character is incomplete, and
     while the text may be the beginning of a stop string."""
-    drafted: tuple[bool, ...]
-    """Whether each token was an accepted draft token."""
-    rounds: tuple[int, ...]
-    """Accepted draft tokens of every round; none for the first token, which the prefill draws."""
-    finish: str | None
-    """None while the request runs; ``stop`` after a stop token or at a stop string, ``length`` at
-    ``max_new_tokens``, ``error`` where the target's logits were not finite."""
-    cached_tokens: int = 0
-    """Of the first output: tokens of the prompt that were not prefilled anew."""
     pieces: tuple[Piece, ...] = ()
     """The text by the tokens that completed it, and whether each was an accepted draft token."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """Of every token; empty if the request did not ask with ``logprobs=``."""
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """Of the first output: of every token of the prompt but the first one, which has none. None if
-    the request did not ask with ``prompt_logprobs=``."""
-    trees: tuple[RoundTree, ...] = ()
-    """Of every round; empty in an engine made without ``traced=True``."""
 
 
 class RequestEngine:
@@ -319,19 +305,8 @@ class RequestEngine:
                 self.engine.cancel(output.id)
         if output.finish is not None:
             self._texts.pop(output.id, None)
-        return RequestOutput(
-            output.id,
-            tuple(output.tokens.tolist()),
-            "".join(piece.text for piece in pieces),
-            tuple(output.drafted.tolist()),
-            output.rounds,
-            output.finish,
-            cached_tokens=output.cached,
-            pieces=pieces,
-            logprobs=output.logprobs,
-            prompt_logprobs=output.prompt_logprobs,
-            trees=output.trees,
-        )
+        text = "".join(piece.text for piece in pieces)
+        return RequestOutput(**vars(output), text=text, pieces=pieces)
 
 
 def _of_one_row(batch: Batch, speculate: bool) -> Request:

@@ -84,8 +84,8 @@ class RowOutput:
         if self.text is not None:
             output, pieces = self.text.take(output)
             self.pieces += pieces
-        self.tokens += output.tokens.tolist()
-        self.drafted += output.drafted.tolist()
+        self.tokens += output.tokens
+        self.drafted += output.drafted
         self.logprobs += output.logprobs
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs

@@ -162,8 +162,8 @@ class RowText:
 
     def take(self, output: StepOutput) -> tuple[StepOutput, tuple[Piece, ...]]:
         """Add a step output; return what belongs to the row, and its text."""
-        said = output.tokens.tolist()[: -1 if output.finish == "error" else None]
-        drafted = output.drafted.tolist()[: len(said)]
+        said = output.tokens[: -1 if output.finish == "error" else None]
+        drafted = output.drafted[: len(said)]
         kept, pieces = self.add(said, drafted, output.finish is not None)
         return until(output, kept) if self.stopped else output, pieces
 

@@ -142,8 +142,8 @@ def run(engine: Engine, rows: int = 3) -> tuple[list[np.ndarray], Decoded]:
     histogram = np.zeros((rows, height), int)
     while engine.busy:
         for output in engine.step():
-            tokens[output.id] += output.tokens.tolist()
-            drafted[output.id] += output.drafted.tolist()
+            tokens[output.id] += output.tokens
+            drafted[output.id] += output.drafted
             for accepted in output.rounds:
                 histogram[output.id, accepted] += 1
     engine.finish()
@@ -187,7 +187,7 @@ def assert_a_trial_changes_nothing(target, drafter, params, given, plain, count:
     texts: list[list[int]] = [[] for _ in plain]
     while engine.prefilling:
         for output in engine.step(decode=False):
-            texts[output.id] += output.tokens.tolist()
+            texts[output.id] += output.tokens
     trial = branch(engine, [drafter], params, engine.rows.draft, own_cache=False, tokens=count)
     while trial.busy:
         trial.step()
@@ -241,8 +241,8 @@ def assert_rows_come_and_go(target, drafter, params, tokens, lengths, req, plain
 
     def serve() -> None:
         for output in engine.step():
-            texts.setdefault(output.id, []).extend(output.tokens.tolist())
-            cached.setdefault(output.id, output.cached)
+            texts.setdefault(output.id, []).extend(output.tokens)
+            cached.setdefault(output.id, output.cached_tokens)
 
     while len(texts.get(extra, ())) < 3:
         serve()

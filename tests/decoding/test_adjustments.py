@@ -176,7 +176,7 @@ def finished(engine: Engine) -> dict[int, list[int]]:
     tokens: dict[int, list[int]] = {}
     while engine.busy:
         for output in engine.step():
-            tokens.setdefault(output.id, []).extend(output.tokens.tolist())
+            tokens.setdefault(output.id, []).extend(output.tokens)
     return tokens
 
 
@@ -194,7 +194,7 @@ def test_adjusted_requests_share_slots_and_go_on_behind_what_they_emitted() -> N
     plain = engine.submit(one(2, 1.0)[0], replace(one(2, 1.0)[1], adjustments=None))
     tokens = finished(engine)
     assert engine.preemptions == 1
-    begun_tokens = [token for output in begun for token in output.tokens.tolist()]
+    begun_tokens = [token for output in begun for token in output.tokens]
     whole = [begun_tokens + tokens[first], *(tokens[id] for id in others)]
     assert_same(list(map(np.asarray, whole)), expected)
     assert (

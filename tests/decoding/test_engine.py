@@ -61,7 +61,7 @@ def test_requests_over_slots_are_those_of_single_runs(slots: int) -> None:
     assert [out.rounds for out in outputs].count(()) == len(rows)
     ends = [out.finish for out in outputs if out.finish is not None]
     assert len(ends) == len(rows) and set(ends) == {"stop", "length"}
-    assert any(out.drafted.any() for out in outputs), "nothing was speculated"
+    assert any(any(out.drafted) for out in outputs), "nothing was speculated"
     assert sum(total.tokens for total in engine.totals) == sum(map(len, shown)) - len(rows)
 
 

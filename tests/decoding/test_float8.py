@@ -141,8 +141,8 @@ def test_layers_with_windows_slots_and_prefixes_change_no_token() -> None:
         ]
         while engine.busy:
             for output in engine.step():
-                texts.setdefault(output.id, []).extend(output.tokens.tolist())
-                cached.setdefault(output.id, output.cached)
+                texts.setdefault(output.id, []).extend(output.tokens)
+                cached.setdefault(output.id, output.cached_tokens)
         engine.prefixes.collect(wait=True)
         return ids
 

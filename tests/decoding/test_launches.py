@@ -252,7 +252,7 @@ def clocked(
     tokens: list[list[int]] = [[] for _ in LENGTHS]
     while engine.busy:
         for out in engine.step():
-            tokens[out.id] += out.tokens.tolist()
+            tokens[out.id] += out.tokens
         now[0] += hold
     engine.finish()
     return engine, now[0], [np.asarray(row) for row in tokens]

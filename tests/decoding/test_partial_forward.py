@@ -14,8 +14,7 @@ import pytest
 
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import NOTHING, Features, Needs, PartialForward
+from longspec_jax.drafters.base import NOTHING, Features, Needs, PartialForward, View
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.operands import Fresh
@@ -38,7 +37,7 @@ class Setting(NamedTuple):
 
     params: Any
     tokens: np.ndarray
-    view: CacheView
+    view: View
     features: Features
     nodes: jax.Array
 
@@ -56,7 +55,7 @@ def setting() -> Setting:
     features = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *found)
     nodes = jnp.asarray(random.integers(0, CONFIG.vocab_size, (3, 7)), jnp.int32)
     length = jnp.asarray(LENGTHS)
-    view = CacheView(TARGET, params, cache, nodes[:, 0], length, length, length < 0)
+    view = View(TARGET, params, cache, nodes[:, 0], length, length, length < 0)
     return Setting(params, tokens, view, features, nodes)
 
 
@@ -111,7 +110,7 @@ def _partial_forward(
     params: Any, cache: KVCache, nodes: jax.Array, selection: Spans, needs: Needs
 ) -> PartialForward:
     length = jnp.asarray(LENGTHS)
-    view = CacheView(TARGET, params, cache, nodes[:, 0], length, length, length < 0)
+    view = View(TARGET, params, cache, nodes[:, 0], length, length, length < 0)
     return view.partial_forward(
         nodes[:, :4],
         view.position[:, None] + DEPTHS,

@@ -58,8 +58,8 @@ def serve_in_turn(
         while engine.busy:
             outputs += engine.step()
         texts.append(np.concatenate([out.tokens for out in outputs]))
-        cached.append(outputs[0].cached)
-        assert not any(out.cached for out in outputs[1:])
+        cached.append(outputs[0].cached_tokens)
+        assert not any(out.cached_tokens for out in outputs[1:])
     return texts, cached
 
 
@@ -182,7 +182,7 @@ def test_live_rows_share_their_prompts_too_and_equal_prompts_wait_for_the_first(
         outputs += engine.step()
     texts = [np.concatenate([out.tokens for out in outputs if out.id == id]) for id in ids]
     assert_all_equal(texts, cold(prompts))
-    first = {out.id: out.cached for out in reversed(outputs)}
+    first = {out.id: out.cached_tokens for out in reversed(outputs)}
     assert [first[id] for id in ids] == [0, 24, 0]
     assert [out.id for out in outputs if not out.rounds].index(ids[2]) < 2, "others overtake"
 

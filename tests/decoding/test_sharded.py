@@ -224,7 +224,7 @@ def test_rows_come_and_go_on_a_mesh(axes: dict[str, int], tables: tuple[Any, Any
             engine.submit(np.arange(3 * row + 1, dtype=np.int32), one)
         while engine.busy:
             for output in engine.step():
-                tokens[output.id] += output.tokens.tolist()
+                tokens[output.id] += output.tokens
         return tokens
 
     expected = served(*tables)

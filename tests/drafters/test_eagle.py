@@ -23,6 +23,7 @@ from longspec_jax.loading import choose_drafts
 from longspec_jax.models.layers import rotary_frequencies
 from longspec_jax.models.target import head_of
 from tests.decoding.lossless import CONFIG
+from tests.drafters.eagle3.toys import sizes_for
 from tests.drafters.kit import Given, assert_partitioned, assert_same_files, edit, random_tree
 from tests.kit import normal, random_target, relative_error, view_of
 
@@ -32,21 +33,8 @@ TARGET = Target(CONFIG, MODEL)
 
 def config_for(target: Any, **fields: Any) -> EagleConfig:
     """A draft for a target, of other heads and another MLP than the target's."""
-    given: dict[str, Any] = dict(
-        model_width=target.model_width,
-        target_width=target.model_width,
-        mlp_width=29,
-        num_heads=4,
-        num_kv_heads=2,
-        head_width=8,
-        vocab_size=target.vocab_size,
-        proposable=target.vocab_size,
-        features=(target.num_layers,),
-        max_positions=target.max_positions,
-        dtype=target.dtype,
-        normed_head=False,
-    )
-    return EagleConfig(**given | fields)
+    features = {"features": (target.num_layers,), "normed_head": False}
+    return EagleConfig(**sizes_for(target) | features | fields)
 
 
 def random_params(config: EagleConfig, target: Any = MODEL, own: bool = False) -> EagleParams:

@@ -11,8 +11,7 @@ import pytest
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import Committed, Params, SamplingNoise
+from longspec_jax.drafters.base import Committed, Params, SamplingNoise, View
 from longspec_jax.drafters.small_lm.drafter import (
     SPARE,
     SmallLMDrafter,
@@ -37,18 +36,14 @@ TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 32)).astype
 PENDING = jnp.asarray([61, 5])
 
 
-def view_at(position: Any, length: Any = None) -> CacheView:
+def view_at(position: Any, length: Any = None) -> View:
     """What the drafter sees: no cache of the target, which it does not read."""
     position = jnp.asarray(position)
     length = position if length is None else jnp.asarray(length)
-    return CacheView(
-        TargetModel(CONFIG), None, KVCache((), ()), PENDING, position, length, length < 0
-    )
+    return View(TargetModel(CONFIG), None, KVCache((), ()), PENDING, position, length, length < 0)
 
 
-def proposed(
-    drafter: SmallLMDrafter, state: SmallLMState, view: CacheView
-) -> tuple[Tree, list[Any]]:
+def proposed(drafter: SmallLMDrafter, state: SmallLMState, view: View) -> tuple[Tree, list[Any]]:
     """A drafter's tree, and the logits it scored at every level."""
 
     def propose(params: Params, state: SmallLMState) -> tuple[Tree, list[jax.Array]]:

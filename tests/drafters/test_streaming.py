@@ -10,7 +10,6 @@ import pytest
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import NOTHING, Drafter, Params, View
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
@@ -68,13 +67,12 @@ class Misled(StreamingDrafter):
     """Its own positions are one too high."""
 
     def propose(self, params, state, view: View, noise):
-        assert isinstance(view, CacheView)
         view = dataclasses.replace(view, position=view.position + 1)
         return super().propose(params, state, view, noise)
 
 
 @dataclass(frozen=True, eq=False)
-class Forgetful(CacheView):
+class Forgetful(View):
     """No token sees its ancestors."""
 
     def partial_forward(self, tokens, positions, selection, fresh, mask, at, needs=NOTHING):
@@ -86,7 +84,6 @@ class Orphaned(StreamingDrafter):
     """Draws what follows a token without its ancestors."""
 
     def propose(self, params, state, view: View, noise):
-        assert isinstance(view, CacheView)
         rows = view.pending, view.position, view.length, view.done
         view = Forgetful(view.target, view.params, view.cache, *rows)
         return super().propose(params, state, view, noise)

@@ -6,7 +6,6 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, StopStringCriteria
@@ -145,12 +144,12 @@ def test_the_time_is_linear_in_a_run_of_bytes_and_in_held_text() -> None:
 
 
 def test_what_is_left_of_a_step() -> None:
-    tokens, drafted = np.arange(9), np.asarray([1, 1, 0, 0, 1, 1, 1, 0, 1], bool)
+    tokens, drafted = tuple(range(9)), tuple(map(bool, (1, 1, 0, 0, 1, 1, 1, 0, 1)))
     output = StepOutput(7, tokens, drafted, (2, 0, 3, 1), None)
     for kept, rounds in {1: (1,), 3: (2,), 4: (2, 0), 6: (2, 0, 2), 9: (2, 0, 3, 1)}.items():
         left = until(output, kept)
         assert left.rounds == rounds and left.finish == "stop" and left.id == 7
-        assert left.tokens.tolist() == list(range(kept)) and len(left.drafted) == kept
+        assert left.tokens == tuple(range(kept)) and len(left.drafted) == kept
     assert until(StepOutput(0, tokens[:1], drafted[:1], ()), 1).rounds == ()
 
 

@@ -40,7 +40,7 @@ class Given:
     """All stages that the draft is trained in."""
     seed: int
     dtype: str
-    """Of parameters and activations in a step."""
+    """Of parameters and activations in a step, and of what is saved."""
     mesh: Mesh
     count_tokens: Callable[[], Int[np.ndarray, " V"]]
     """How often every token of the target is to be predicted in the data of all stages. A kind that
@@ -59,11 +59,6 @@ class Begun(NamedTuple):
 
 class DraftTrainer(Protocol):
     """A draft for a target, as the pipeline trains it."""
-
-    @property
-    def dtype(self) -> str:
-        """What the draft is saved in."""
-        ...
 
     def objectives(
         self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
@@ -93,7 +88,7 @@ class DraftTrainer(Protocol):
 
         Args:
           folder: made if absent.
-          params: the parameters, whole and of :attr:`dtype`.
+          params: the parameters, whole and of the run's dtype.
         """
         ...
 

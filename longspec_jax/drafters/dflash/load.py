@@ -3,7 +3,6 @@
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -50,11 +49,6 @@ class DFlashDraft(Draft):
     name: str = field(default="dflash", init=False)
 
     @property
-    def own_params(self) -> Any:
-        """The layers and heads, and the tables that are not the target's."""
-        return self.params.own_params
-
-    @property
     def default_trees(self) -> DefaultTrees:
         """As deep as the block, since levels are nearly free; narrow where nodes cost time."""
         levels = min(self.config.tokens, DEEPEST)
@@ -70,10 +64,6 @@ class DFlashDraft(Draft):
             settled=False,
             together=(whole, half, tree(4, 6, 12)),
         )
-
-    def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if it is no draft for this target."""
-        self.config.check_fits(target)
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> DFlashDrafter:
         """The drafter that grows this tree; raises ValueError if it is deeper than a block."""

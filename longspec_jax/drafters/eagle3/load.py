@@ -83,11 +83,6 @@ class Eagle3Draft(Draft):
     name: str = field(default="eagle3", init=False)
 
     @property
-    def own_params(self) -> Any:
-        """The layer, and the tables that are not the target's."""
-        return self.params.own_params
-
-    @property
     def default_trees(self) -> DefaultTrees:
         """Chains and small trees where nodes cost time; else about the authors' 60 nodes."""
         small = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((2, 2))
@@ -97,10 +92,6 @@ class Eagle3Draft(Draft):
         return DefaultTrees(
             small, (narrow, tree, chain), (tree, narrow), settled=False, together=(tree, *fewer)
         )
-
-    def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if it is no draft for this target."""
-        self.config.check_fits(target)
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Eagle3Drafter:
         """The drafter that grows this tree."""

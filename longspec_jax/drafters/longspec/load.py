@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
 from longspec_jax.drafters.longspec.checkpoint import load_draft
@@ -81,11 +80,6 @@ class LongSpecDraft(Draft):
         return cls(config, params, working=working)
 
     @property
-    def own_params(self) -> Any:
-        """The layer, and the rows of a reduced or int8 head."""
-        return self.params.own_params
-
-    @property
     def default_trees(self) -> DefaultTrees:
         """Chains and small trees where nodes cost time; the paper's where they are nearly free.
 
@@ -99,10 +93,6 @@ class LongSpecDraft(Draft):
             (DEFAULT_TREE,),
             together=(DEFAULT_TREE, *fewer),
         )
-
-    def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if it is no draft for this target."""
-        self.config.check_fits(target)
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> LongSpecDrafter:
         """The drafter that grows this tree."""

@@ -117,10 +117,6 @@ class MedusaDraft(Draft):
             (chain, small), (narrow, wide), (wide, narrow), settled=False, together=(wide, narrow)
         )
 
-    def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if these are no heads for this target."""
-        self.config.check_fits(target)
-
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> MedusaDrafter:
         """The drafter that grows this tree."""
         return MedusaDrafter(self.config, tree, attention)

@@ -6,7 +6,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
 from longspec_jax.drafters.parallel.checkpoint import load_draft
@@ -58,11 +57,6 @@ class ParallelDraft(Draft):
         return cls(config, bound)
 
     @property
-    def own_params(self) -> Any:
-        """The layers, the Markov head, and the rows of an int8 head."""
-        return self.params.own_params
-
-    @property
     def default_trees(self) -> DefaultTrees:
         """As deep as the block, since levels are nearly free; narrow where nodes cost time."""
 
@@ -77,10 +71,6 @@ class ParallelDraft(Draft):
             settled=False,
             together=(whole, half, tree(4, 6, 16)),
         )
-
-    def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if it is no draft for this target."""
-        self.config.check_fits(target)
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> ParallelDrafter:
         """The drafter that grows this tree; raises ValueError if it is deeper than a block."""

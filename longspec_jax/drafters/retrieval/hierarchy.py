@@ -38,7 +38,7 @@ from longspec_jax.drafters.base import (
 )
 from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.retrieval.selection import Selector, SinksAndRecent
-from longspec_jax.drafters.tree import Tree, at_end, branch, node_depths, plant
+from longspec_jax.drafters.tree import Tree, accept, at_end, branch, node_depths, plant
 from longspec_jax.ops.slicing import along, last_along
 
 
@@ -195,7 +195,7 @@ class Hierarchy(Drafter):
             0,
             self.inner.needs,
         )
-        accepted_path = view.accept(tree, noise.draw(forward.logits, depths), self._height - 1)
+        accepted_path = accept(tree, noise.draw(forward.logits, depths), self._height - 1)
         # From logits that are not finite the target draws -1, which must not become a candidate.
         tokens = jnp.maximum(accepted_path.tokens, 0)
         rows, features = jax.tree.map(

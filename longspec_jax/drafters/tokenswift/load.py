@@ -73,10 +73,6 @@ class TokenSwiftDraft(Draft):
         narrow = TreeConfig((1, 2, 4, 4)[:levels])
         return DefaultTrees((chain, narrow), (narrow, tree), (tree, narrow, chain), settled=False)
 
-    def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if these are no heads for this target."""
-        self.config.check_fits(target)
-
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> TokenSwiftDrafter:
         """The drafter that grows this tree."""
         selector = Quest(self.target, BlockBudget(self.context))

@@ -12,9 +12,9 @@ from longspec_jax.drafters.eagle3.model import Eagle3Params
 from tests.drafters.kit import random_tree
 
 
-def config_for(target: TargetConfig, **fields: Any) -> Eagle3Config:
-    """A draft for a target, of other heads and another MLP than the target's."""
-    given: dict[str, Any] = dict(
+def sizes_for(target: TargetConfig) -> dict[str, Any]:
+    """Of a draft for a target: other heads and another MLP than the target's."""
+    return dict(
         model_width=target.model_width,
         target_width=target.model_width,
         mlp_width=29,
@@ -23,11 +23,15 @@ def config_for(target: TargetConfig, **fields: Any) -> Eagle3Config:
         head_width=8,
         vocab_size=target.vocab_size,
         proposable=target.vocab_size,
-        features=(-1, 0, target.num_layers - 1),
         max_positions=target.max_positions,
         dtype=target.dtype,
     )
-    return Eagle3Config(**given | fields)
+
+
+def config_for(target: TargetConfig, **fields: Any) -> Eagle3Config:
+    """A draft for a target."""
+    features = {"features": (-1, 0, target.num_layers - 1)}
+    return Eagle3Config(**sizes_for(target) | features | fields)
 
 
 def random_params(

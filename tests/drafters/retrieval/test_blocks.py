@@ -12,8 +12,7 @@ import pytest
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
+from longspec_jax.drafters.base import Committed, Features, NoDraft, Params, View
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, LastQuery, Quest, Retriever
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import Selector, Spans, WorkingSet
@@ -162,7 +161,7 @@ def test_every_head_of_every_layer_reads_the_block_that_its_query_wants() -> Non
     state = jax.jit(quest.extend)(state, told._replace(features=Features({}, queries, keys)))
     cache = tuple(keys[layer].swapaxes(1, 2) for layer in layers)
     at = jnp.array([0]), jnp.array([slots]), jnp.array([slots]), jnp.array([False])
-    view = CacheView(TargetModel(CONFIG), None, KVCache(cache, cache), *at)
+    view = View(TargetModel(CONFIG), None, KVCache(cache, cache), *at)
     found = jax.jit(lambda state: quest.choose(state, view))(state)
     assert isinstance(found, WorkingSet) and int(found.length[0]) == 16
     for (layer, head), block in wanted.items():
@@ -186,9 +185,7 @@ def test_rows_of_a_larger_cache_choose_and_read_as_alone() -> None:
     length = jnp.array([41, 30])
     at = jnp.array([0, 0]), length, length, jnp.array([False, False])
     own, among = (
-        AttentionRetriever(CONFIG, TIGHT).choose(
-            state, CacheView(TargetModel(CONFIG), None, cache, *at)
-        )
+        AttentionRetriever(CONFIG, TIGHT).choose(state, View(TargetModel(CONFIG), None, cache, *at))
         for cache in caches
     )
     assert isinstance(own, WorkingSet)
@@ -221,7 +218,7 @@ def test_it_says_how_much_of_the_cache_it_copies() -> None:
         cache = TargetModel(CONFIG).allocate(1, capacity)
         at = jnp.array([0]), jnp.array([9]), jnp.array([9]), jnp.array([False])
         found = selector.choose(
-            selector.begin(1, capacity), CacheView(TargetModel(CONFIG), None, cache, *at)
+            selector.begin(1, capacity), View(TargetModel(CONFIG), None, cache, *at)
         )
         copied = found.keys[0].shape[2] if isinstance(found, WorkingSet) else 0
         assert selector.gathered_slots(capacity) == copied
@@ -231,5 +228,5 @@ def test_a_cache_within_the_budget_is_read_where_it_lies() -> None:
     quest = Quest(CONFIG, BlockBudget(32, 4, 8, 4))
     cache = TargetModel(CONFIG).allocate(1, 32)
     at = jnp.array([0]), jnp.array([9]), jnp.array([9]), jnp.array([False])
-    view = CacheView(TargetModel(CONFIG), None, cache, *at)
+    view = View(TargetModel(CONFIG), None, cache, *at)
     assert isinstance(quest.choose(quest.begin(1, 32), view), Spans)

@@ -156,11 +156,6 @@ class DFlashTrainer:
     draft: DFlashConfig
     settings: DFlashSettings
 
-    @property
-    def dtype(self) -> str:
-        """What the draft is saved in."""
-        return self.draft.trunk.dtype
-
     def objectives(
         self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
     ) -> tuple[DFlashObjective, None]:

@@ -204,11 +204,6 @@ class Eagle3Trainer:
     vocabulary: np.ndarray | None
     """The target's tokens that it can propose; all if None."""
 
-    @property
-    def dtype(self) -> str:
-        """What the draft is saved in."""
-        return self.draft.dtype
-
     def objectives(
         self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
     ) -> tuple[Eagle3Objective, None]:

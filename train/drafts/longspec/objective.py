@@ -135,11 +135,6 @@ class LongSpecTrainer:
     draft: DraftConfig
     settings: LongSpecSettings
 
-    @property
-    def dtype(self) -> str:
-        """What the draft is saved in."""
-        return self.draft.dtype
-
     def objectives(
         self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
     ) -> tuple[LongSpecObjective, LongSpecObjective | None]:

@@ -175,11 +175,6 @@ class ParallelTrainer:
     draft: ParallelConfig
     settings: ParallelSettings
 
-    @property
-    def dtype(self) -> str:
-        """What the draft is saved in."""
-        return self.draft.layer.dtype
-
     def objectives(
         self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
     ) -> tuple[ParallelObjective, None]:

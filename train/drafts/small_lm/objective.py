@@ -118,11 +118,6 @@ class SmallLMTrainer:
     draft: TargetConfig
     settings: SmallLMSettings
 
-    @property
-    def dtype(self) -> str:
-        """What the draft is saved in."""
-        return self.draft.dtype
-
     def objectives(
         self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
     ) -> tuple[SmallLMObjective, None]:
