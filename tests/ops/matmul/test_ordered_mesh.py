@@ -100,6 +100,23 @@ def test_shares_make_the_whole(axes: dict[str, int]) -> None:
         assert relative_error(ours, right) <= TOLERANCE["bfloat16"]
 
 
+def test_partials_are_those_of_the_devices_in_their_order() -> None:
+    """In 16 bits; where a mesh does not cut the contraction, the matmul itself."""
+    inner, down = rows(1, 8)[1], normal(3, INNER, WIDTH, dtype="bfloat16")
+
+    def partials(**axes: int) -> jax.Array:
+        with use_mesh(make_mesh(**axes).abstract_mesh):
+            return jax.jit(lambda *operands: ordered.matmul_partials(*operands))(inner, down)
+
+    found = partials(data=2, tp=4)
+    assert found.shape == (4, 1, 8, WIDTH) and found.dtype == jnp.bfloat16
+    for part, x, weights in zip(
+        found, jnp.split(inner, 4, axis=-1), jnp.split(down, 4), strict=True
+    ):
+        assert relative_error(part, exact(x, weights)) <= TOLERANCE["bfloat16"]
+    assert partials(data=2).shape == (1, 1, 8, WIDTH)
+
+
 def test_nothing_is_reduced_between_devices() -> None:
     """An all-reduce adds up in an order that its library chooses. Partials alone are gathered."""
     mesh = make_mesh(data=2, tp=4)
@@ -117,6 +134,7 @@ def test_nothing_is_reduced_between_devices() -> None:
     assert kinds(jnp.matmul, inner, held[3]) == {"all-reduce"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
 @pytest.mark.parametrize("axes", MESHES[2:], ids=str)
 def test_interpreted_kernels_keep_a_row_s_bits(
