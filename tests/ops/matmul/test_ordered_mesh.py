@@ -105,8 +105,10 @@ def test_partials_are_those_of_the_devices_in_their_order() -> None:
     inner, down = rows(1, 8)[1], normal(3, INNER, WIDTH, dtype="bfloat16")
 
     def partials(**axes: int) -> jax.Array:
-        with use_mesh(make_mesh(**axes).abstract_mesh):
-            return jax.jit(lambda *operands: ordered.matmul_partials(*operands))(inner, down)
+        mesh = make_mesh(**axes)
+        operands = jax.device_put((inner, down), NamedSharding(mesh, P()))
+        with use_mesh(mesh.abstract_mesh):
+            return jax.jit(lambda *each: ordered.matmul_partials(*each))(*operands)
 
     found = partials(data=2, tp=4)
     assert found.shape == (4, 1, 8, WIDTH) and found.dtype == jnp.bfloat16
