@@ -102,6 +102,7 @@ def test_devices_add_up_nothing_but_what_one_of_them_has(
     assert "dot_general" in sums(dataclasses.replace(target, same_bits=False))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_every_share_is_multiplied_by_the_kernels(
