@@ -54,7 +54,7 @@ def matmul(
       result, if the tile splits the contraction.
 
     Raises:
-      NotImplementedError: if ``K`` or ``N`` is no multiple of 64, or of the tile's columns.
+      NotImplementedError: if ``K`` or ``N`` is no multiple of 64, or of fewer columns of the tile.
     """
     contracted, columns = weights.shape[0], weights.shape[-1]
     refuse_uneven(contracted, columns, whole=min(WHOLE, tile.columns))
