@@ -73,13 +73,14 @@ def test_the_kernels_serve_meshes_of_hopper_gpus(monkeypatch: pytest.MonkeyPatch
     sizes = {"head_width": 64, "model_width": 128, "mlp_width": 192, "vocab_size": 104}
     config = tiny_target_config(dtype="bfloat16", **sizes)
 
-    def chosen(axes: dict[str, int], **other: Any) -> TargetModel:
+    def chosen(axes: dict[str, int], wanted: bool | None = True, **other: Any) -> TargetModel:
         mesh = make_mesh(**axes).abstract_mesh
         target = TargetModel(dataclasses.replace(config, **other), mesh=mesh)
-        return same_bits.choose_kernels(target, True)
+        return same_bits.choose_kernels(target, wanted)
 
-    for axes in ({"data": 2}, {"tp": 2}, {"data": 2, "fsdp": 2, "tp": 2}):
+    for axes, alone in (({"data": 2}, 0), ({"tp": 2}, 1), ({"data": 2, "fsdp": 2, "tp": 2}, 0)):
         assert chosen(axes).same_bits
+        assert chosen(axes, wanted=None).same_bits == bool(alone)  # Without being asked.
     with pytest.raises(NotImplementedError, match="weights in multiples of 32, not 48"):
         chosen({"tp": 4})
     experts = LayerConfig(experts=ExpertsConfig(count=8, chosen=2, width=64))
