@@ -172,16 +172,18 @@ POSITIONS = [0, 3, 15, 16, 17, 127, 128, 143, 144, 145, 400, 508, 512, 1023, 110
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
 @pytest.mark.parametrize("narrow", [False, True], ids=["16 bits", "8 bits"])
 def test_a_node_has_the_bits_of_plain_decoding(narrow, heads, kv_heads, width, nodes) -> None:
+    """With grouped heads those of a cache in 8 bits are the bits of one in 16 bits, too."""
     hopper_or_skip()
     text = Text.drawn(1280, heads, kv_heads, width)
-    wide = functools.partial(dispatch.path_attention, levels=16)
-    attend = jax.jit(wide)
+    attend = wide = jax.jit(functools.partial(dispatch.path_attention, levels=16))
     if narrow:
         text = text._replace(keys=rounded(text.keys), values=rounded(text.values))
         attend = jax.jit(lambda q, prefix, *tree: wide(q, in_8_bits(prefix), *tree))
     for length in POSITIONS:
         operands, along = text.tree(length, nodes, 5, seed=length)
         out = np.float32(attend(*operands))
+        if heads > kv_heads:  # With a query head a key/value head, splits are others in 8 bits.
+            np.testing.assert_array_equal(out, np.float32(wide(*operands)))
         q, own, *tree = operands
         among = (
             jnp.full((3, *cache.shape[1:]), jnp.nan, cache.dtype).at[2].set(cache[0])
