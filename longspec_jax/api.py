@@ -97,8 +97,8 @@ class LongSpec(Models):
         """Whether the output is promised to be that of plain decoding, token for token.
 
         It then depends on target, prompt, options and seed alone: not on draft, tree, batch, slots
-        or size of the cache. True in float32, and in 16 bits on Hopper GPUs with the
-        kernels of ``same_bits``.
+        or size of the cache. True in float32, and in 16 bits on Hopper GPUs with the kernels of
+        ``same_bits``.
         """
         return is_identical(self.target)
 
@@ -145,9 +145,8 @@ class LongSpec(Models):
           offload: keep the target's cache in the host's memory: for contexts larger than the
             device's, at the rate at which the cache is moved.
           same_bits: take the kernels with which text in 16 bits is that of plain decoding, bit for
-            bit (docs/kernels.md). If absent, they are taken on Hopper GPUs but for meshes with
-            ``data`` or ``fsdp``. False is some per
-            cent faster.
+            bit (docs/kernels.md). If absent, they are taken on Hopper GPUs, but for meshes with
+            ``data`` or ``fsdp``. False is some per cent faster.
           kv_dtype: ``fp8`` rounds keys and values to 8 bits before anything attends to them, by the
             checkpoint's scales where it has some, and halves the cache. Another text than without,
             which drafts do not change (docs/quantised.md).

@@ -37,7 +37,7 @@ REACH = 512
 def splits_of(kv_heads: int, groups: int, narrow: bool = False) -> int:
     """Most splits of a row, by its key/value heads and the query heads of each."""
     rows = REFERENCE_NODES * groups
-    return RowTiles(rows, _warpgroups(rows, groups, narrow)).most_splits(kv_heads)
+    return RowTiles(rows, attending_warpgroups(rows, groups, narrow)).most_splits(kv_heads)
 
 
 def path_tile(rows: int, width: int, groups: int, parts: int, narrow: bool = False) -> MosaicTile:
@@ -51,7 +51,7 @@ def path_tile(rows: int, width: int, groups: int, parts: int, narrow: bool = Fal
       parts: programs that share the values' columns.
       narrow: whether the cache is in 8 bits.
     """
-    warpgroups = _warpgroups(rows, groups, narrow)
+    warpgroups = attending_warpgroups(rows, groups, narrow)
     slots = SLOTS // 2 if groups == 1 else SLOTS
     out = 4 * warpgroups * WARPGROUP_ROWS * (width // parts) if rows < WARPGROUP_ROWS else 0
     held = 2 * warpgroups * WARPGROUP_ROWS * width + out
@@ -60,7 +60,7 @@ def path_tile(rows: int, width: int, groups: int, parts: int, narrow: bool = Fal
     return MosaicTile(warpgroups, slots, slots, min(stages, 6))
 
 
-def _warpgroups(rows: int, groups: int, narrow: bool) -> int:
+def attending_warpgroups(rows: int, groups: int, narrow: bool) -> int:
     """Warpgroups that attend.
 
     Of a cache in 8 bits two have a split each where rows are one warpgroup's: while one waits for

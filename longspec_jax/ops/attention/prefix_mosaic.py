@@ -40,8 +40,8 @@ _APART, _TOGETHER = ("k", "v"), ("kv",)
 """What each of the warpgroups widens that do: keys, values or both."""
 
 
-def widened(tile: MosaicTile) -> tuple[str, ...]:
-    """By how many warpgroups attend, to how many slots: larger scores leave less registers."""
+def widening_warpgroups(tile: MosaicTile) -> tuple[str, ...]:
+    """What each warpgroup widens that does; larger scores of two that attend leave room for one."""
     return _TOGETHER if tile.warpgroups == 2 and tile.slots > BLOCK else _APART
 
 
@@ -54,7 +54,7 @@ def registers(tile: MosaicTile, *, narrow: bool) -> tuple[int, ...]:
     if narrow:
         if tile.warpgroups == 1:
             return 232, 32, 120
-        return (160, 24, 64) if widened(tile) == _APART else (216, 32, 48)
+        return (160, 24, 64) if widening_warpgroups(tile) == _APART else (216, 32, 48)
     return {1: (), 2: (232, 40), 3: (160, 32)}[tile.warpgroups]
 
 
@@ -128,7 +128,7 @@ def launch(
         scratch_types=memory,
         grid=(work.programs,),
         grid_names=("program",),
-        num_threads=tile.warpgroups + 1 + (len(widened(tile)) if narrow else 0),
+        num_threads=tile.warpgroups + 1 + (len(widening_warpgroups(tile)) if narrow else 0),
         thread_name="warpgroup",
         # No sum or maximum crosses warps; three stages of 128 slots leave no room for scratch.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -229,7 +229,7 @@ def _kernel(
         bring = program.fetch_codes if narrow else program.fetch_block
         program.each_item(functools.partial(program.each_step, bring))
 
-    for index, kinds in enumerate(widened(work.tile) if narrow else ()):
+    for index, kinds in enumerate(widening_warpgroups(work.tile) if narrow else ()):
 
         @pl.when(program.warpgroup == attending + 1 + index)
         def _(kinds: str = kinds) -> None:

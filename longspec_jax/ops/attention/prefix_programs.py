@@ -13,8 +13,8 @@ shorter one goes on taking its turns and giving back, so that both take as many 
 
 Codes of a cache in 8 bits come into rings of their own
 (:mod:`longspec_jax.ops.attention.widening`). Further warpgroups widen them into the rings of
-16 bits: one for keys and one for values, or one for both beside two that attend. Those do what they
-do with a whole cache, in the same order.
+16 bits: one for keys and one for values, or one for both beside two that attend to 128 slots. Those
+do what they do with a whole cache, in the same order.
 """
 
 import dataclasses

@@ -62,7 +62,7 @@ def test_no_warpgroup_waits_for_registers_that_there_are_not(tile, narrow) -> No
     rows, groups = tile
     chosen = path.path_tile(rows, 128, groups, 1, narrow)
     attending, fetching, *widening = prefix_mosaic.registers(chosen, narrow=narrow) or (0, 0)
-    widening *= len(prefix_mosaic.widened(chosen))
+    widening *= len(prefix_mosaic.widening_warpgroups(chosen))
     warpgroups = chosen.warpgroups + 1 + len(widening)
     at_launch = 65_536 // (128 * warpgroups) // 8 * 8
     assert attending * chosen.warpgroups + fetching + sum(widening) <= at_launch * warpgroups
