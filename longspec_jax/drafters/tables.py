@@ -20,6 +20,7 @@ from longspec_jax.config.layers import LARGEST_FACTOR
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.layers import rounded
 from longspec_jax.models.target import head_logits, head_of, scaled, target_logits
+from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.matmul.packed import packed_params
 from longspec_jax.ops.matmul.quantised import quantised_matmul
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
@@ -192,7 +193,7 @@ class TableParams:
 
     def embedded(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
-        return scaled(jnp.take(self.embedding, tokens, axis=0), self.embedding_factor)
+        return scaled(look_up(self.embedding, tokens), self.embedding_factor)
 
     @classmethod
     def bound(

@@ -30,6 +30,7 @@ from longspec_jax.models.layers import (
     rotary_angles,
 )
 from longspec_jax.models.recurrence import Recur, Recurrence
+from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.layer import add, added, split_heads, wide_qk_norm
 from longspec_jax.ops.matmul.few_rows import head_matmul_xla
 from longspec_jax.ops.matmul.ordered import head_matmul
@@ -211,7 +212,7 @@ class Target(nn.Module):
 
     def look_up(self, tokens: Array) -> Array:
         """Rows of the embedding table."""
-        return jnp.take(self.embedding, tokens, axis=0)
+        return look_up(self.embedding, tokens)
 
     def __call__(
         self,

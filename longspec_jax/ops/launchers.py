@@ -5,8 +5,8 @@ over Vicuna-7B has 40 kernels and takes 4 s to lower, of which 3 are spent on ke
 last program had as well. A server compiles some hundred programs. So a launcher exports its kernel
 (:mod:`jax.export`) when it first meets a shape, and programs take in the exported module.
 
-On a mesh a kernel belongs to the program that cuts its operands, and a CPU interprets it: there a
-launcher is ``jax.jit``.
+On a mesh it is called in the share of a device (:func:`longspec_jax.ops.partitioned.partitioned`),
+which is as good as one device. A CPU interprets kernels: there a launcher is ``jax.jit``.
 """
 
 import functools
@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 import jax
 from jax import export
+from jax.sharding import AbstractMesh
 
 from longspec_jax.ops.hardware import compute_capability
-from longspec_jax.ops.partitioned import on_mesh
+from longspec_jax.ops.partitioned import one_device
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton", "triton_kernel_call")
@@ -38,7 +39,7 @@ def launcher(*static: str) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def launch(*operands: Any, **options: Any) -> Any:
-            if options.get("interpret") or compute_capability() is None or on_mesh():
+            if options.get("interpret") or compute_capability() is None or not one_device():
                 return jitted(*operands, **options)
             fixed = {name: options.pop(name) for name in static if name in options}
             leaves, structure = jax.tree.flatten((operands, options))
@@ -64,7 +65,10 @@ def _exported(
         return jitted(*operands, **options, **dict(fixed))
 
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
-    whole = export.export(jax.jit(flat), platforms=("cuda",), disabled_checks=checks)(*shapes)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    # Whoever calls it, it runs on one device.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        whole = export.export(jax.jit(flat), platforms=("cuda",), disabled_checks=checks)(*shapes)
 
     def call(*leaves: Any) -> Any:
         return whole.call(*leaves)

@@ -28,8 +28,8 @@ CACHES = 64
 """Caches of one launch: every cache is two pointers and a branch of the kernel."""
 
 
-@launcher("eps", "interpret")
 @partitioned("b t d, s b t d, d -> b t d")
+@launcher("eps", "interpret")
 def residual_norm(
     x: Array, partials: Array | None, scale: Array, *, eps: float, interpret: bool = False
 ) -> tuple[Array, Array]:
@@ -68,8 +68,8 @@ def residual_norm(
     return total.reshape(x.shape), out.reshape(x.shape)
 
 
-@launcher("eps", "interpret")
 @partitioned("b t k j h, b t c, b t c, h -> b t (k g) h, b t k h, b t k h")
+@launcher("eps", "interpret")
 def split_heads(
     qkv: Array,
     cos: Array,
@@ -206,8 +206,8 @@ def append_rows(
     return tuple(written)
 
 
-@launcher("ring", "interpret")
 @partitioned("b k s h, b u k h, b p, b, b -> b k s h")
+@launcher("ring", "interpret")
 def _append(
     caches: Sequence[CacheSlots],
     fresh: Sequence[CachedRows],

@@ -130,6 +130,16 @@ def width_shares(width: int) -> int:
     return _shares("f", width)
 
 
+def table_shares(vocabulary: int) -> int:
+    """How many groups of devices of the mesh in use share the rows of a table; 1 beside ``fsdp``.
+
+    Under ``fsdp`` the width of a table is cut, too, and a device has no whole row.
+    """
+    if one_device() or jax.sharding.get_abstract_mesh().shape["fsdp"] > 1:
+        return 1
+    return _shares("v", vocabulary)
+
+
 def one_device() -> bool:
     """Whether arrays are whole here: no mesh, one of one device, or inside a device's share."""
     return not on_mesh() or jax.sharding.get_abstract_mesh().are_all_axes_manual

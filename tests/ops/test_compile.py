@@ -19,8 +19,9 @@ from longspec_jax.ops.hardware import mosaic_is_supported
 from longspec_jax.ops.matmul import ordered_mosaic, quantised_pallas
 from longspec_jax.ops.matmul.packed import pack
 from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
+from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.ops.selection import continuations, continuations_pallas
-from tests.kit import lowered
+from tests.kit import hopper_mesh, lowered
 from tests.ops.attention.oracle import HEADS, TOKENS
 from tests.ops.matmul.published import PUBLISHED, SHARES, Weights
 from tests.ops.matmul.test_packed import LARGE, Case
@@ -110,9 +111,15 @@ def test_a_kernel_is_kept_under_one_text(tmp_path) -> None:
             jax.config.update(name, value)
 
 
-def test_a_kernel_is_lowered_once_for_all_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_kernel_is_lowered_once_for_all_programs(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two devices each has one of two rows."""
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    x, scale, partials = operand((1, 3, 192)), operand((192,)), operand((2, 1, 3, 192))
+    width = 64 * (2 + devices)  # A device's share would be known if it had the other case's shape.
+    x, scale = operand((devices, 3, width)), operand((width,))
+    partials, mesh = operand((2, devices, 3, width)), hopper_mesh(data=devices, fsdp=1, tp=1)
 
     def twice(x, partials, scale):
         total, normed = layer_pallas.residual_norm(x, partials, scale, eps=1e-6)
@@ -122,7 +129,9 @@ def test_a_kernel_is_lowered_once_for_all_programs(monkeypatch: pytest.MonkeyPat
         return layer_pallas.residual_norm(x + 1, partials, scale, eps=1e-6)
 
     def kernels_of(program) -> set[str]:
-        text = lowered(program, x, partials, scale)
+        with use_mesh(mesh):
+            traced = jax.jit(lambda *operands: program(*operands)).trace(x, partials, scale)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
         return set(re.findall(r'custom_call @.* ir = "(.*?)"', text))
 
     exports: list[None] = []

@@ -20,6 +20,7 @@ from longspec_jax.drafters.tables import BlockParams, stored_logits
 from longspec_jax.drafters.window import Rows
 from longspec_jax.models.layers import Projection, RMSNorm, rotary_angles
 from longspec_jax.models.target import HEADS, Attend, Layer
+from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.layer import split_heads
 from longspec_jax.ops.partitioned import with_sharding
 
@@ -112,7 +113,7 @@ class DFlashParams(BlockParams):
         """
         parts = [jnp.broadcast_to(hidden, (*tokens.shape, hidden.shape[-1]))]
         if config.confidence is not None and config.confidence.with_markov:
-            parts.append(jnp.take(self.markov["embedding"], tokens, axis=0))
+            parts.append(look_up(self.markov["embedding"], tokens))
         joint = jnp.concatenate(parts, axis=-1).astype(jnp.float32)
         kernel, bias = (self.confidence[name].astype(jnp.float32) for name in ("kernel", "bias"))
         return jax.nn.log_sigmoid((joint * kernel).sum(axis=-1) + bias)
@@ -137,7 +138,7 @@ def markov_step(
     Returns:
       What is added, ``[B, w, v]`` in float32, and the state behind the tokens.
     """
-    before = jnp.take(params["embedding"], tokens, axis=0)
+    before = look_up(params["embedding"], tokens)
     latent = before
     if config.gated or config.recurrent:
         slot = jnp.broadcast_to(hidden, (*tokens.shape, hidden.shape[-1]))

@@ -20,6 +20,7 @@ from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.tables import rounded_params, stored_logits
 from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU, rotary_angles
 from longspec_jax.models.target import HEADS, head_of, scaled
+from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.layer import add, rotate, split_heads
 from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import with_sharding
@@ -161,7 +162,7 @@ class LongSpecParams:
     ) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens ``[B, T]`` at positions ``[B, T]``."""
         layer: Any = LongSpecLayer(config)
-        embedded = jnp.take(self.embedding, tokens, axis=0)
+        embedded = look_up(self.embedding, tokens)
         return layer.apply(
             {"params": self.layer}, embedded, positions, method=LongSpecLayer.keys_values
         )
@@ -176,7 +177,7 @@ class LongSpecParams:
     ) -> Array:
         """What the LM head reads of tokens ``[B, T]``, ``[B, T, D]``."""
         layer: Any = LongSpecLayer(config)
-        embedded = jnp.take(self.embedding, tokens, axis=0)
+        embedded = look_up(self.embedding, tokens)
         params = {"params": self.layer}
         return layer.apply(params, embedded, positions, attend_self, attend_cross).hidden
 

@@ -28,6 +28,7 @@ from longspec_jax.drafters.tables import BlockParams, stored_logits
 from longspec_jax.drafters.window import Rows
 from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm
 from longspec_jax.models.target import head_of, scaled
+from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.partitioned import with_sharding
 
 
@@ -115,7 +116,7 @@ class ParallelParams(BlockParams):
 
     def correction(self, tokens: Int[Array, "B w"]) -> Float[Array, "B w V"]:
         """What the Markov head adds to the logits behind these tokens, float32."""
-        before = jnp.take(self.markov["embedding"], tokens, axis=0)
+        before = look_up(self.markov["embedding"], tokens)
         return stored_logits(self.markov["head"], before)
 
     def _apply(self, config: ParallelConfig, *args: Any, **options: Any) -> Any:

@@ -46,8 +46,8 @@ from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 
 
-@launcher("scale", "cap", "dtype", "tile", "interpret")
 @partitioned(TREE_AXES)
+@launcher("scale", "cap", "dtype", "tile", "interpret")
 def tree_attention(
     q: Queries,
     fresh: Fresh,

@@ -33,8 +33,8 @@ from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 
 
-@launcher("scale", "cap", "dtype", "tile", "hopper", "interpret")
 @partitioned(PREFIX_AXES)
+@launcher("scale", "cap", "dtype", "tile", "hopper", "interpret")
 def prefix_attention(
     q: Queries,
     prefix: Prefix,
@@ -66,8 +66,8 @@ def prefix_attention(
     return merge_splits(_partials(q, prefix, tile, problem), prefix, problem, dtype)
 
 
-@launcher("scale", "cap", "prefix_tile", "tree_tile", "hopper", "interpret")
 @partitioned(SPECULATIVE_AXES)
+@launcher("scale", "cap", "prefix_tile", "tree_tile", "hopper", "interpret")
 def speculative_attention(
     q: Queries,
     prefix: Prefix,
@@ -101,8 +101,8 @@ def speculative_attention(
     return _finished(found, sinks, q)
 
 
-@launcher("scale", "cap", "prefix_tile", "chunk_tile", "hopper", "interpret")
 @partitioned(CHUNK_AXES)
+@launcher("scale", "cap", "prefix_tile", "chunk_tile", "hopper", "interpret")
 def chunk_attention(
     q: Queries,
     prefix: Prefix,

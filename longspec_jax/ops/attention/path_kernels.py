@@ -41,8 +41,8 @@ from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 
 
-@launcher("scale")
 @partitioned(PATH_AXES)
+@launcher("scale")
 def path_attention(
     q: Queries,
     prefix: Prefix,
