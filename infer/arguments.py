@@ -105,7 +105,7 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "--same_bits",
         action=argparse.BooleanOptionalAction,
         help="kernels with which text in 16 bits is that of plain decoding, token for token: the "
-        "default on Hopper GPUs, one or tp=N. --no-same_bits is some per cent faster, and "
+        "default on Hopper GPUs. --no-same_bits is some per cent faster, and "
         "near-ties of two tokens may fall otherwise",
     )
     group.add_argument(

@@ -145,8 +145,8 @@ class LongSpec(Models):
           offload: keep the target's cache in the host's memory: for contexts larger than the
             device's, at the rate at which the cache is moved.
           same_bits: take the kernels with which text in 16 bits is that of plain decoding, bit for
-            bit (docs/kernels.md). If absent, they are taken on Hopper GPUs, but for meshes with
-            ``data`` or ``fsdp``. False is some per cent faster.
+            bit (docs/kernels.md). If absent, they are taken on Hopper GPUs. False is some per cent
+            faster.
           kv_dtype: ``fp8`` rounds keys and values to 8 bits before anything attends to them, by the
             checkpoint's scales where it has some, and halves the cache. Another text than without,
             which drafts do not change (docs/quantised.md).

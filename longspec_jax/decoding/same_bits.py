@@ -44,17 +44,13 @@ def choose_kernels(
 
     Args:
       target: the static part of the target, on the device of this process.
-      wanted: whether to take them; None takes them where they serve a target in 16 bits and no
-        mesh cuts batch rows: text of two GPUs with ``tp=2`` was compared, with ``data=2`` it was
-        not.
+      wanted: whether to take them; None takes them where they serve a target in 16 bits.
       quantised: whether some of its weights are, which no kernel multiplies in one order.
 
     Raises:
       NotImplementedError: if they are wanted and there are none; says why.
     """
     if wanted is False or target.config.dtype == "float32":
-        return target
-    if wanted is None and target.row_shares > 1:
         return target
     try:
         _require_kernels(target, quantised)

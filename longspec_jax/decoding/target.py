@@ -4,7 +4,6 @@
 ops. In tests a lookup table takes its place.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,6 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Lengths, TreeMask
-from longspec_jax.config.names import BATCH_AXES
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding import offloaded
@@ -103,11 +101,6 @@ class TargetModel:
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self.config.vocab_size
-
-    @property
-    def row_shares(self) -> int:
-        """Groups of devices that share batch rows."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
 
     @property
     def width_shares(self) -> int:

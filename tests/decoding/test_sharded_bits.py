@@ -56,7 +56,7 @@ def added(text: str) -> list[str]:
     calls = re.findall(r" all-reduce(?:-start)?\(.*", text)
     assert not re.search(r" reduce-scatter\(", text) and calls
     return [
-        re.search(r'op_name="([^"]*)"', call)[1].rsplit("/", 1)[-1]
+        "/".join(re.search(r'op_name="([^"]*)"', call)[1].split("/")[-2:])
         for call in calls
         if adds.search(bodies[re.search(r"to_apply=%?([\w.-]+)", call)[1]])
     ]
@@ -97,9 +97,11 @@ def test_devices_add_up_nothing_but_what_one_of_them_has(
         operands = SamplingKind.ANY, models[2], rows, np.int32(8)
         return added(many_rounds.lower(target, drafter, *operands).compile(ALL_PASSES).as_text())
 
-    assert set(sums(target)) == {"gather"}
+    exact = {"Target.look_up/reduce_sum", "jit(take_along_axis)/gather"}
+    assert set(sums(target)) == exact
     # Negative control: of XLA's matmuls every layer adds up the results.
-    assert "dot_general" in sums(dataclasses.replace(target, same_bits=False))
+    others = set(sums(dataclasses.replace(target, same_bits=False))) - exact
+    assert any(name.endswith("/dot_general") for name in others)
 
 
 @pytest.mark.slow
