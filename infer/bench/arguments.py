@@ -148,6 +148,7 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         type=one_of(ATTENTION),
         help=f"one of {', '.join(ATTENTION)}; automatic if absent",
     )
+    _add_mesh(parser)
     _add_outputs(parser)
 
 
@@ -183,12 +184,7 @@ def _match(parser: argparse.ArgumentParser) -> None:
     )
     _add_new_tokens(parser, ByMachine(160, 24), "tokens of every prompt")
     _add_same_bits(parser)
-    parser.add_argument(
-        "--mesh",
-        type=cli.mesh,
-        metavar="AXIS=N,...",
-        help=f"devices to spread the target over: {cli.MESH_GRAMMAR}; one if absent",
-    )
+    _add_mesh(parser)
     _add_outputs(parser)
 
 
@@ -321,6 +317,15 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
     _add_several(parser, "--context", COUNT, ByMachine([4096], [1024]), "cached tokens")
     _add_several(parser, "--batch", COUNT, [1], "rows")
+
+
+def _add_mesh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mesh",
+        type=cli.mesh,
+        metavar="AXIS=N,...",
+        help=f"devices to spread the target over: {cli.MESH_GRAMMAR}; one if absent",
+    )
 
 
 def _add_same_bits(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ number of accepted tokens is drawn, with mean ``acceptance_wanted``, instead of 
 the device's work, after one run that warms up; tokens per second are tokens over that time.
 
 ``acceptance length`` is emitted tokens over target forwards, the bonus included. The roofline of a
-plain step is its bytes (weights that are read, cached keys and values) over the bandwidth measured
-in this run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own;
+plain step is its bytes (weights that are read, cached keys and values; on a mesh those of one
+device) over the bandwidth measured in this run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own;
 ``rest`` is what they leave of it: accept, commit, bookkeeping, the loop. It can be negative, since
 programs of their own may be scheduled differently. ``--prefill`` also times the target's reading of
 a prompt as long as the context, in chunks, in a program of its own.
@@ -25,10 +25,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from longspec_jax import cli, make_mesh
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import as_options, counted, settled
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.cache import cache_bytes
+from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.longspec.load import LongSpecDraft
@@ -51,10 +53,12 @@ def main(arguments: argparse.Namespace) -> None:
     arguments = settled(arguments, cpu)
     settings = all_settings(arguments)
     for setting in settings:
-        check_memory(f"{setting.shape} with {setting.context} cached tokens", setting.device_bytes)
+        needed = setting.device_bytes // (arguments.mesh or {}).get("tp", 1)
+        check_memory(f"{setting.shape} with {setting.context} cached tokens", needed)
     if cpu:
         shapes = ", ".join(dict.fromkeys(setting.shape for setting in settings))
         announce(f"{counted(len(settings), 'case')} of the shape {shapes}")
+    mesh = make_mesh(**arguments.mesh) if arguments.mesh else None
     roofline = measure_roofline()
     header = run_header(jax.devices()[0].device_kind, __doc__ or "", **roofline.fields)
     options = as_options(arguments.draft_option)
@@ -68,9 +72,11 @@ def main(arguments: argparse.Namespace) -> None:
                 options=options,
                 same_bits=arguments.same_bits,
                 weights=arguments.weights,
+                mesh=mesh,
             )
             for setting in of_shape:
-                row = {"draft_options": options, **measure(setting, model, roofline.bytes_per_s)}
+                row = {"mesh": cli.mesh_text(arguments.mesh or {}), "draft_options": options}
+                row |= measure(setting, model, roofline.bytes_per_s)
                 report.add(row, line(row))
             del model  # Before the next one is drawn.
 
@@ -82,6 +88,8 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
       ValueError: naming the option that asks for what cannot be.
     """
     lengths = acceptance_lengths(arguments)
+    if arguments.mesh and arguments.weights != "whole":
+        raise ValueError(f"--mesh: spreads whole weights, and --weights={arguments.weights}")
     for shape in arguments.shape:
         if arguments.weights != "whole":
             refuse_experts(SHAPES[shape], arguments.weights)
@@ -167,6 +175,7 @@ def describe(bench: Bench) -> dict[str, Any]:
     read -= _idle(config, model.params.target, setting.batch)
     seen = cache_bytes(config, setting.batch, setting.context + setting.new_tokens // 2)
     state = draft_state(model, bench.drafter, setting.batch, setting.capacity)
+    shards = RowShardings.beside(model.params.target, setting.batch).cache_shards
     return {
         "shape": setting.shape,
         "context": setting.context,
@@ -184,7 +193,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "draft_bytes": tree_bytes(model.draft.own_params),
         "cache_bytes": cache_bytes(config, setting.batch, setting.capacity),
         "draft_state_bytes": tree_bytes(state),
-        "plain_step_bytes": read + seen,
+        "plain_step_bytes": read // model.target.width_shares + seen // shards,
     }
 
 
@@ -232,8 +241,9 @@ def results(
 def line(row: dict[str, Any]) -> str:
     """A row for people: what speculation gives, then where its time goes."""
     stored = "" if row["weights"] == "whole" else f" {row['weights']}"
+    spread = f" {row['mesh']}" if row["mesh"] else ""
     return (
-        f"{row['shape']}{stored} B={row['batch']} S={row['context']} tree={tree_of(row)}: "
+        f"{row['shape']}{stored}{spread} B={row['batch']} S={row['context']} tree={tree_of(row)}: "
         f"{row['tokens_per_second']} tokens/s, {row['plain_tokens_per_second']} without, "
         f"{row['speed_up']:.2f}x at acceptance {row['acceptance_length']} (drawn); "
         f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "

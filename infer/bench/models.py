@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
+from jax.sharding import AbstractMesh, Mesh
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config.target import TargetConfig
@@ -49,7 +50,8 @@ from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.float8 import CODES, codes, rounded
 from longspec_jax.ops.matmul.quantised_weights import has_unpacked
-from longspec_jax.sharding import path_name
+from longspec_jax.ops.partitioned import use_mesh
+from longspec_jax.sharding import param_shardings, path_name
 from longspec_jax.weights.tables import Table
 
 from .arguments import DTYPES, KINDS
@@ -88,6 +90,7 @@ def random_model(
     options: Mapping[str, Any] | None = None,
     same_bits: bool | None = None,
     weights: str = "whole",
+    mesh: Mesh | None = None,
 ) -> Model:
     """Random weights of target and draft, drawn on the device.
 
@@ -99,26 +102,28 @@ def random_model(
       options: of the draft.
       same_bits: as of ``longspec_jax.decoding.same_bits.choose_kernels``.
       weights: how the target's are stored: whole, or one of :data:`.arguments.GROUPS`.
+      mesh: what all of them are spread over; one device if absent.
     """
     chosen = draft_options(kind, options or {}, config)
-    target = _draw(_initializer(config), seed, weights)
+    target = _draw(_initializer(config), seed, weights, mesh)
     match chosen:
         case ChosenDraft():
-            draft: Draft = chosen.load(LoadedTarget(config, target))
+            draft: Draft = chosen.load(LoadedTarget(config, target), mesh)
         case LongSpecOptions():
-            draft = _random_longspec(config, target, chosen, seed + 1)
+            draft = _random_longspec(config, target, chosen, seed + 1, mesh)
         case Eagle3Options():
-            draft = _random_eagle3(config, target, chosen, seed + 1)
+            draft = _random_eagle3(config, target, chosen, seed + 1, mesh)
         case DFlashOptions():
-            draft = _random_dflash(config, target, chosen, seed + 1)
+            draft = _random_dflash(config, target, chosen, seed + 1, mesh)
         case ParallelOptions():
             parallel = ParallelConfig(DraftConfig.for_target(config), config.vocab_size)
-            drawn = _drawn(draft_table(parallel), config.dtype, seed + 1)
+            drawn = _drawn(draft_table(parallel), config.dtype, seed + 1, mesh)
             # In 8 bits only where it is named: a row says what it measured.
-            draft = ParallelDraft.bind(parallel, drawn, target, int8=bool(chosen.int8))
+            int8 = bool(chosen.int8)
+            draft = ParallelDraft.bind(parallel, drawn, target, int8=int8, mesh=mesh)
         case SmallLMOptions():
             small = _small(config, chosen)
-            drawn = _draw(_initializer(small), seed + 1)
+            drawn = _draw(_initializer(small), seed + 1, mesh=mesh)
             draft = SmallLM(small, drawn, working=chosen.working_cache(config))
         case _:
             draft = chosen
@@ -126,7 +131,8 @@ def random_model(
     if retrieval is not None and kind in KINDS:  # A loaded draft has it already.
         draft = RetrievalDraft(draft, config, retrieval)
     quantised = has_unpacked(target)
-    static = choose_kernels(TargetModel(config, attention), same_bits, quantised=quantised)
+    whole = TargetModel(config, attention, mesh=None if mesh is None else mesh.abstract_mesh)
+    static = choose_kernels(whole, same_bits, quantised=quantised)
     return Model(config, static, Params(target, draft.params), draft)
 
 
@@ -150,7 +156,7 @@ def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
 
 
 def _random_longspec(
-    config: TargetConfig, target: Any, options: LongSpecOptions, seed: int
+    config: TargetConfig, target: Any, options: LongSpecOptions, seed: int, mesh: Mesh | None
 ) -> LongSpecDraft:
     draft = DraftConfig.for_target(config)
     layer = _draw(
@@ -162,6 +168,7 @@ def _random_longspec(
             lambda q: q,
         )["params"],
         seed,
+        mesh=mesh,
     )
     size = options.vocabulary
     tokens = None if size is None else np.arange(size, dtype=np.int32)
@@ -172,11 +179,12 @@ def _random_longspec(
         vocabulary=tokens,
         int8=bool(options.int8),  # Only where it is named: a row says what it measured.
         working=options.working_cache(config),
+        mesh=mesh,
     )
 
 
 def _random_eagle3(
-    config: TargetConfig, target: Any, options: Eagle3Options, seed: int
+    config: TargetConfig, target: Any, options: Eagle3Options, seed: int, mesh: Mesh | None
 ) -> Eagle3Draft:
     """A layer as wide as the target's, with an LM head of its own, as drafts of 8B targets have."""
     layers, proposable = config.num_layers, min(EAGLE3_VOCABULARY, config.vocab_size)
@@ -196,17 +204,18 @@ def _random_eagle3(
     )
     if options.yarn is not None:
         draft = draft.stretched(options.yarn)
-    layer = _drawn(Format(SPECFORGE, embedding=False, head=True).table(draft), draft.dtype, seed)
+    table = Format(SPECFORGE, embedding=False, head=True).table(draft)
+    layer = _drawn(table, draft.dtype, seed, mesh)
     head, tokens = layer.pop("head"), jnp.arange(proposable, dtype=jnp.int32)
     params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
     if options.int8:  # Only where it is named: a row says what it measured.
-        params = params.in_int8()
+        params = params.in_int8(mesh)
     working = options.cache_options.working_cache(config)
     return Eagle3Draft(draft, params, seen(draft, config, options), working=working)
 
 
 def _random_dflash(
-    config: TargetConfig, target: Any, options: DFlashOptions, seed: int
+    config: TargetConfig, target: Any, options: DFlashOptions, seed: int, mesh: Mesh | None
 ) -> DFlashDraft:
     """Five layers as wide as the target's, and blocks of 16, as drafts of 8B targets have."""
     trunk = dataclasses.replace(
@@ -228,21 +237,21 @@ def _random_dflash(
     if options.yarn is not None:
         draft = draft.stretched(options.yarn)
     stored = DFlashFormat(ZLAB, embedding=False, head=False)
-    layer = _drawn(stored.table(draft), config.dtype, seed)
+    layer = _drawn(stored.table(draft), config.dtype, seed, mesh)
     params = DFlashParams.bound(layer, draft, config, target)
     if options.int8:  # Only where it is named: a row says what it measured.
-        params = params.in_int8()
+        params = params.in_int8(mesh)
     return DFlashDraft(draft, params, seen_by_dflash(draft, config, options))
 
 
-def _drawn(table: Table, dtype: str, seed: int) -> Any:
+def _drawn(table: Table, dtype: str, seed: int, mesh: Mesh | None) -> Any:
     """Random parameters of a name table."""
     kind = jnp.dtype(dtype)
 
     def zeros(key: jax.Array) -> dict[str, jax.Array]:
         return {leaf.path: jnp.zeros(leaf.shape, kind) for leaf in table.leaves}
 
-    return unflatten_dict(_draw(zeros, seed), sep="/")
+    return unflatten_dict(_draw(zeros, seed, mesh=mesh), sep="/")
 
 
 def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) -> Any:
@@ -294,8 +303,11 @@ def _initializer(config: TargetConfig) -> Callable[[jax.Array], Any]:
     return lambda key: Target(config).init(key, tokens, method="initialize")["params"]
 
 
-def _draw(init: Any, seed: int, weights: str = "whole") -> Any:
-    """Random leaves in the shapes of an initialiser that is traced and never run."""
+def _draw(init: Any, seed: int, weights: str = "whole", mesh: Mesh | None = None) -> Any:
+    """Random leaves in the shapes of an initialiser that is traced and never run.
+
+    On a mesh a leaf is drawn on one device and then spread, so that no device holds all of them.
+    """
     paths, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(init, jax.random.key(0)))
     leaves = []
     for number, (path, leaf) in enumerate(paths):
@@ -309,6 +321,9 @@ def _draw(init: Any, seed: int, weights: str = "whole") -> Any:
         else:
             fill = _filler(leaf.shape, leaf.dtype.name, WEIGHT_SCALE)
             leaves.append(fill(_key(seed, number)))
+        if mesh is not None:
+            place = param_shardings(mesh, {path_name(path): leaves[-1]})[path_name(path)]
+            leaves[-1] = jax.block_until_ready(jax.device_put(leaves[-1], place))
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -344,18 +359,25 @@ def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2)
 def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:
     """The draft state after a short random prompt, in caches of ``capacity`` tokens."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, 8))
-    return _after(model.config, drafter, capacity, model.params, jnp.asarray(prompt, jnp.int32))
+    tokens, mesh = jnp.asarray(prompt, jnp.int32), model.target.mesh
+    return _after(model.config, drafter, capacity, mesh, model.params, tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "drafter", "capacity"))
+@functools.partial(jax.jit, static_argnames=("config", "drafter", "capacity", "mesh"))
 def _after(
-    config: TargetConfig, drafter: Drafter, capacity: int, params: Params, tokens: jax.Array
+    config: TargetConfig,
+    drafter: Drafter,
+    capacity: int,
+    mesh: AbstractMesh | None,
+    params: Params,
+    tokens: jax.Array,
 ) -> Any:
     batch, prompt = tokens.shape
     none, all_ = (jnp.full((batch,), count, jnp.int32) for count in (0, prompt))
-    state = drafter.begin(params, batch, capacity)
-    features = random_features(config, drafter.needs, batch, prompt)
-    return drafter.extend(params, state, Committed(tokens, none, all_, features))
+    with use_mesh(mesh):
+        state = drafter.begin(params, batch, capacity)
+        features = random_features(config, drafter.needs, batch, prompt)
+        return drafter.extend(params, state, Committed(tokens, none, all_, features))
 
 
 def random_features(config: TargetConfig, needs: Needs, batch: int, tokens: int) -> Features:
@@ -374,5 +396,10 @@ def random_features(config: TargetConfig, needs: Needs, batch: int, tokens: int)
 
 
 def abstract(tree: Any) -> Any:
-    """Shapes and dtypes of a pytree: compiling from them neither holds nor donates its arrays."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    """What a pytree's arrays are like: compiling from it neither holds nor donates them."""
+
+    def like(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        place = leaf.sharding if leaf.committed else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    return jax.tree.map(like, tree)

@@ -33,11 +33,12 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
-from longspec_jax.decoding.rows import Rows
+from longspec_jax.decoding.rows import Rows, RowShardings
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import AcceptedPath, Tree, accept, node_depths, plant
+from longspec_jax.ops.partitioned import use_mesh
 
 from .arguments import SHAPES
 from .models import Model, abstract, draft_state, filled_cache, target_bytes
@@ -275,7 +276,13 @@ class Bench:
     @classmethod
     def prepare(cls, setting: Setting, model: Model) -> "Bench":
         """Fill a cache."""
-        return cls(setting, model, filled_cache(model.config, setting.batch, setting.capacity))
+        cache = filled_cache(model.config, setting.batch, setting.capacity)
+        places = cls._shardings(setting, model)
+        return cls(setting, model, jax.device_put(cache, cache.shardings(places.cache)))
+
+    @staticmethod
+    def _shardings(setting: Setting, model: Model) -> RowShardings:
+        return RowShardings.beside(model.params.target, setting.batch)
 
     @functools.cached_property
     def drafter(self) -> Any:
@@ -286,7 +293,8 @@ class Bench:
         """The rows before the first round; they take the cache along."""
         setting = self.setting
         draft = draft_state(self.model, drafter, setting.batch, setting.capacity)
-        return rows_at(self.cache, draft, setting.batch, setting.context, setting.new_tokens)
+        rows = rows_at(self.cache, draft, setting.batch, setting.context, setting.new_tokens)
+        return jax.device_put(rows, rows.shardings(self._shardings(setting, self.model)))
 
     def loop(self, drafter: Any, edges: Edges | None = None) -> Callable[[], Any]:
         """What compiles a decode, for later: a program of edges, parameters and rows."""
@@ -295,15 +303,25 @@ class Bench:
 
     def part(self, part: Callable[..., Part], drafter: Any) -> Callable[[], Any]:
         """What compiles a part of a round, for later: a program of parameters and rows."""
-        program = jax.jit(part(self.model.target, drafter, self.setting.turns))
+        program = jax.jit(self._on_mesh(part(self.model.target, drafter, self.setting.turns)))
         inputs = abstract((self.model.params, self.rows(drafter)))
         return lambda: program.lower(*inputs).compile()
 
     def prompt(self, chunk: int) -> Callable[[], Any]:
         """What compiles reading a prompt, for later: a program of parameters and a cache."""
-        program = jax.jit(prefill(self.model.target, self.setting, chunk), donate_argnums=1)
+        read = self._on_mesh(prefill(self.model.target, self.setting, chunk))
+        program = jax.jit(read, donate_argnums=1)
         inputs = abstract((self.model.params, self.cache))
         return lambda: program.lower(*inputs).compile()
+
+    def _on_mesh(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """The program as it is traced for the mesh of the target."""
+
+        def traced(*inputs: Any) -> Any:
+            with use_mesh(self.model.target.mesh):
+                return program(*inputs)
+
+        return traced
 
     def time_prompt(self, program: Any) -> float:
         """Seconds of reading a prompt, the less of two runs."""
