@@ -8,10 +8,11 @@ the device's work, after one run that warms up; tokens per second are tokens ove
 
 ``acceptance length`` is emitted tokens over target forwards, the bonus included. The roofline of a
 plain step is its bytes (weights that are read, cached keys and values; on a mesh those of one
-device) over the bandwidth measured in this run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own;
-``rest`` is what they leave of it: accept, commit, bookkeeping, the loop. It can be negative, since
-programs of their own may be scheduled differently. ``--prefill`` also times the target's reading of
-a prompt as long as the context, in chunks, in a program of its own.
+device) over the bandwidth measured in this run. ``draft`` and ``verify`` are timed apart from the
+round, in programs of their own; ``rest`` is what they leave of it: accept, commit, bookkeeping, the
+loop. It can be negative, since programs of their own may be scheduled differently. ``--prefill``
+also times the target's reading of a prompt as long as the context, in chunks, in a program of its
+own.
 """
 
 import argparse
