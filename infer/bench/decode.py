@@ -89,8 +89,6 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
       ValueError: naming the option that asks for what cannot be.
     """
     lengths = acceptance_lengths(arguments)
-    if arguments.mesh and arguments.weights != "whole":
-        raise ValueError(f"--mesh: spreads whole weights, and --weights={arguments.weights}")
     for shape in arguments.shape:
         if arguments.weights != "whole":
             refuse_experts(SHAPES[shape], arguments.weights)

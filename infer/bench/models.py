@@ -49,6 +49,7 @@ from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.float8 import CODES, codes, rounded
+from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.ops.matmul.quantised_weights import has_unpacked
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import param_shardings, path_name
@@ -324,6 +325,7 @@ def _draw(init: Any, seed: int, weights: str = "whole", mesh: Mesh | None = None
         if mesh is not None:
             place = param_shardings(mesh, {path_name(path): leaves[-1]})[path_name(path)]
             leaves[-1] = jax.block_until_ready(jax.device_put(leaves[-1], place))
+        leaves[-1] = packed_params(leaves[-1], leaf.dtype)
     return jax.tree.unflatten(tree, leaves)
 
 

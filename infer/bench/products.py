@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from longspec_jax.cli import counted, settled
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul import few_rows, ordered, quantised
-from longspec_jax.ops.matmul.packed import packed_params
+from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 
 from .arguments import SHAPES

@@ -1,4 +1,4 @@
-"""Random weights of a target as a quantised checkpoint stores them, packed for this machine."""
+"""Random weights of a target as a quantised checkpoint stores them."""
 
 import functools
 import math
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.ops.matmul.packed import packed_params
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import path_name
 
@@ -49,7 +48,7 @@ def is_quantised(path: Any) -> bool:
 def quantised_leaf(
     path: Any, leaf: jax.ShapeDtypeStruct, key: jax.Array, stored: str, scale: float
 ) -> Any:
-    """The packed matrix in place of a layer's ``kernel``; None for what stays in 16 bits.
+    """The matrix in place of a layer's ``kernel``; None for what stays in 16 bits.
 
     The last projection of attention contracts heads and their widths; all others one axis. Of
     experts in 4-bit floats they are the matrices.
@@ -58,13 +57,12 @@ def quantised_leaf(
     if stored == EXPERTS:
         if names[-1] not in ("expert_gate_up", "expert_down"):
             return None
-        return packed_params(_random_floats(key, shape=leaf.shape, scale=scale), leaf.dtype)
+        return _random_floats(key, shape=leaf.shape, scale=scale)
     if not is_quantised(path):
         return None
     contracted = 2 if path_name(path).endswith("out/kernel") else 1
     inputs, out_axes = math.prod(leaf.shape[:contracted]), tuple(leaf.shape[contracted:])
-    matrix = random_matrix(key, stored=stored, out_axes=out_axes, inputs=inputs, scale=scale)
-    return packed_params(matrix, leaf.dtype)
+    return random_matrix(key, stored=stored, out_axes=out_axes, inputs=inputs, scale=scale)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "scale"))

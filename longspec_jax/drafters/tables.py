@@ -21,7 +21,7 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.layers import rounded
 from longspec_jax.models.target import head_logits, head_of, scaled, target_logits
 from longspec_jax.ops.embedding import look_up
-from longspec_jax.ops.matmul.packed import packed_params
+from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.ops.matmul.quantised import quantised_matmul
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
 from longspec_jax.sharding import param_shardings
@@ -292,9 +292,9 @@ def rounded_params(params: Any, mesh: Mesh | None) -> Any:
 
 
 def _laid_out(parts: dict[str, Any], dtype: Any, mesh: Mesh | None) -> dict[str, Any]:
-    """Weights of 8 bits spread over a mesh, or in the order of one device's kernel."""
+    """Weights of 8 bits in the order of the kernel, spread over a mesh if there is one."""
     if mesh is not None:
-        return jax.device_put(parts, param_shardings(mesh, parts))
+        parts = jax.device_put(parts, param_shardings(mesh, parts))
     return packed_params(parts, dtype)
 
 

@@ -39,9 +39,9 @@ def partitioned(rule: str) -> Callable[[Function], Function]:
     Args:
       rule: a term for each positional argument, for each field of one that is a dataclass, and,
         after ``->``, for each result, or one for all of them: ``"b t (k g) h, b k s h -> b t (k g)
-        h"``. The term of a sequence of arrays holds for each of them; an argument or a field may
-        be None. Batch rows are ``b``, key/value heads ``k``, experts ``e``; each is somewhere an
-        array's whole axis.
+        h"``. The term of a sequence of arrays, or of a tree, holds for each of them; axes behind
+        ``...`` are whole. An argument or a field may be None. Batch rows are ``b``, key/value heads
+        ``k``, experts ``e``, what else ``tp`` cuts ``f``; each is somewhere an array's whole axis.
     """
     operands, results = (
         [_parse(term) for term in side.split(",")] for side in rule.split("->", maxsplit=1)
@@ -174,7 +174,7 @@ def _parts(argument: Any) -> Sequence[Any]:
 
 def _parse(term: str) -> Term:
     """``"b t (k g) h"`` as ``(("b",), ("t",), ("k", "g"), ("h",))``."""
-    dims = re.findall(r"\(([^)]*)\)|(\w+)", term)
+    dims = re.findall(r"\(([^)]*)\)|(\w+|\.\.\.)", term)
     return tuple(tuple((group or axis).split()) for group, axis in dims)
 
 
@@ -186,7 +186,7 @@ def _mesh_axes(
     sizes = {
         dim[0]: size
         for term, shape in zip(terms, shapes, strict=True)
-        for dim, size in zip(term, shape, strict=True)
+        for dim, size in zip(term, shape, strict=("...",) not in term)
         if len(dim) == 1
     }
     return {

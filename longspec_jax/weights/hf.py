@@ -13,7 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.ops.matmul.packed import packed_params
+from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import Tensors, open_tensors
 from longspec_jax.weights.hub import local_folder
@@ -63,8 +63,7 @@ def load_target(
         table, tensors, groups = _stored(folder, config, tensors)
         check_tensors(table, tensors, str(source), dtype=None if any_dtype else config.dtype)
         params = with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
-        # A mesh cuts the weights, which the kernel cannot follow.
-        return config, params if mesh is not None else packed_params(params, config.dtype)
+        return config, packed_params(params, config.dtype)
 
 
 def _stored(

@@ -20,7 +20,6 @@ from flax import struct
 from jaxtyping import Float, UInt32
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights, label_of
 
 BLOCK_BYTES = 64
@@ -37,11 +36,11 @@ LARGEST_SCALE = 2.0
 class PackedMatrix(QuantisedWeights):
     """A :class:`QuantisedMatrix` in the kernel's order."""
 
-    codes: Leaf[UInt32[Array, "blocks N 16"]]
+    codes: Leaf[UInt32[Array, "*shares blocks N 16"]]
     """Words of four codes of 8 bits or eight of 4."""
-    scale: Leaf[Float[Array, "G N"]]
+    scale: Leaf[Float[Array, "*shares G N"]]
     """In float32 where an output has one scale, otherwise in the dtype of the activations."""
-    zero: Leaf[Float[Array, "G N"]] | None
+    zero: Leaf[Float[Array, "*shares G N"]] | None
     """What is subtracted from integer codes, in the dtype of the activations; absent as there."""
     order: Leaf[Array] | None
     """As in :class:`QuantisedMatrix`."""
@@ -112,37 +111,6 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
     )
 
 
-def packed_params(params: Any, dtype: Any) -> Any:
-    """Parameters with every matrix packed that the kernel of this machine reads.
-
-    One matrix after the other takes the place of the one it was made of, which is deleted: there is
-    never a second copy of the model.
-
-    Args:
-      params: a tree of arrays and matrices, on one device.
-      dtype: of the activations.
-    """
-    if jnp.dtype(dtype).itemsize != 2:
-        return params
-
-    def packed(leaf: Any) -> Any:
-        if not isinstance(leaf, QuantisedMatrix):
-            return leaf
-        try:
-            hardware.require_hopper("the kernel for quantised weights")
-            if leaf.floating and leaf.scale.max() > LARGEST_SCALE:
-                raise NotImplementedError("the kernel multiplies such scales by 2^126")
-            packed = _pack(leaf, jnp.dtype(dtype))
-        except NotImplementedError:
-            return leaf
-        jax.block_until_ready(packed)
-        for array in jax.tree.leaves(leaf):
-            array.delete()
-        return packed
-
-    return jax.tree.map(packed, params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
-
-
 def refuse_unpackable(matrix: QuantisedMatrix) -> None:
     """Raise for weights that the kernel cannot read."""
     outputs = math.prod(matrix.out_axes)
@@ -187,9 +155,6 @@ def _unpacked(packed: PackedMatrix) -> QuantisedMatrix:
         packed.group,
         packed.floating,
     )
-
-
-_pack = jax.jit(pack, static_argnames="dtype")
 
 
 def _bytes(codes: Array) -> Array:

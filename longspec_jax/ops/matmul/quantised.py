@@ -24,9 +24,11 @@ from jaxtyping import Float
 from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
 from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.layer import added
 from longspec_jax.ops.matmul.few_rows import gate, matmul_precision
+from longspec_jax.ops.matmul.packed_shares import PackedShares
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
-from longspec_jax.ops.partitioned import one_device
+from longspec_jax.ops.partitioned import one_device, partitioned, with_sharding
 
 MOST_ROWS = 1024
 """Of the kernel, where XLA may multiply as well. With more rows, widening whole weights costs less
@@ -46,21 +48,70 @@ def quantised_matmul(
     ``ordered`` rows have the same bits whatever rows are beside them, where the Hopper kernel runs.
     The result has the dtype of ``x`` if none is given.
     """
-    return QUANTISED_MATMUL(x, weights, bias, ordered=ordered, dtype=dtype)
+    if not isinstance(weights, PackedShares):
+        return QUANTISED_MATMUL(x, weights, bias, ordered=ordered, dtype=dtype)
+    if weights.cuts_inputs:
+        total = added(quantised_matmul_partials(x, weights, ordered=ordered)).astype(x.dtype)
+        return total if bias is None else total + bias
+    share = _shared_outputs(len(weights.out_axes), weights.cut)
+    out = share(_three_axes(x), weights, bias, ordered=ordered, dtype=dtype)
+    return out.reshape(*x.shape[:-1], *weights.out_axes)
 
 
 def quantised_matmul_partials(
     x: Float[Array, "*rows C"], weights: QuantisedWeights, *, ordered: bool = False
 ) -> Float[Array, "S *rows N"]:
-    """Split-K partials, whose sum is the result: one of the dtype of ``x``, or several float32."""
-    return QUANTISED_MATMUL_PARTIALS(x, weights, ordered=ordered)
+    """Split-K partials, whose sum is the result: one of the dtype of ``x``, or several float32.
+
+    Where a mesh cuts the contraction there is one of the dtype of ``x`` for each part, as of
+    :func:`longspec_jax.ops.matmul.ordered.matmul_partials`; of a long chunk they are added up.
+    """
+    if not isinstance(weights, PackedShares):
+        return QUANTISED_MATMUL_PARTIALS(x, weights, ordered=ordered)
+    if not weights.cuts_inputs:
+        return quantised_matmul(x, weights, ordered=ordered)[None]
+    parts = _shared_inputs(_three_axes(x), weights, ordered=ordered)
+    if x.size // x.shape[-1] > MOST_ROWS:  # What is gathered of each device is as long, too.
+        return parts.sum(axis=0, dtype=parts.dtype).reshape(1, *x.shape[:-1], -1)
+    [parts] = with_sharding("s b t d", parts)
+    return parts.reshape(-1, *x.shape[:-1], *weights.out_axes)
 
 
 def quantised_gated_matmul(
     x: Float[Array, "*rows C"], weights: QuantisedWeights, *, ordered: bool = False
 ) -> Float[Array, "*rows F"]:
     """``silu`` of the first of two matmuls, ``out = (2, F)``, times the second."""
-    return QUANTISED_GATED_MATMUL(x, weights, ordered=ordered)
+    if not isinstance(weights, PackedShares):
+        return QUANTISED_GATED_MATMUL(x, weights, ordered=ordered)
+    return _shared_gate(_three_axes(x), weights, ordered=ordered).reshape(*x.shape[:-1], -1)
+
+
+@functools.cache
+def _shared_outputs(axes: int, cut: int) -> Callable[..., Array]:
+    """The matmul of which every device has some outputs, with ``axes`` axes of outputs."""
+    names = " ".join("f" if axis == cut else f"o{axis}" for axis in range(axes))
+
+    @partitioned(f"b t d, f ..., {names} -> b t {names}")
+    def matmul(x: Array, weights: PackedShares, bias: Array | None, **options: Any) -> Array:
+        return QUANTISED_MATMUL(x, weights.own, bias, **options)
+
+    return matmul
+
+
+@partitioned("b t f, f ... -> f b t d")
+def _shared_inputs(x: Array, weights: PackedShares, *, ordered: bool) -> Array:
+    """``[1, B, T, D]``: what a device's inputs add to every result."""
+    return QUANTISED_MATMUL(x, weights.own, ordered=ordered)[None]
+
+
+@partitioned("b t d, f ... -> b t f")
+def _shared_gate(x: Array, weights: PackedShares, *, ordered: bool) -> Array:
+    return QUANTISED_GATED_MATMUL(x, weights.own, ordered=ordered)
+
+
+def _three_axes(rows: Array) -> Array:
+    """``[B, T, D]`` of ``[*rows, D]``."""
+    return rows.reshape(rows.shape[0], -1, rows.shape[-1])
 
 
 def quantised_matmul_xla(

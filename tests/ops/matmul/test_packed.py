@@ -11,7 +11,8 @@ import pytest
 from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul import ordered_tiles, quantised
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
-from longspec_jax.ops.matmul.packed import PackedMatrix, pack, packed_params
+from longspec_jax.ops.matmul.packed import PackedMatrix, pack
+from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, quantised_tile, row_groups
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from tests.kit import TOLERANCE, hopper_or_skip, normal, relative_error
@@ -185,15 +186,20 @@ def test_warpgroups_share_the_sums_of_a_program() -> None:
         assert few.handed == few.warpgroups - few.halves
 
 
-def test_work_fits_the_machine() -> None:
+@pytest.mark.parametrize("shares", [1, 2, 4, 8])
+def test_work_fits_the_machine(shares: int) -> None:
+    """That of a device which has one of so many shares."""
     for weights in PUBLISHED:
-        sizes = weights.contracted, weights.columns
+        sizes = (
+            weights.contracted // (shares if weights.split else 1),
+            weights.columns // (1 if weights.split else shares),
+        )
         if weights.head or any(size % 128 for size in sizes):
             continue
         options = dict(gated=weights.gated, split=weights.split)
         for bits, rows in ((4, 1), (8, 64), (8, 128), (4, 1000)):
             tile = quantised_tile(*sizes, bits=bits, **options)
-            assert weights.columns % tile.columns == 0
+            assert sizes[1] % tile.columns == 0
             parts = 2 if weights.gated else 1
             work = QuantisedWork(rows, *sizes, tile, parts, bits=bits, group=128, zeros=True)
             assert work.programs <= hardware.MULTIPROCESSORS

@@ -1,6 +1,8 @@
 """A quantised target: the same text with and without speculation, and everything around it."""
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,7 +11,11 @@ import numpy as np
 import pytest
 
 from longspec_jax import LongSpec, make_mesh
+from longspec_jax.ops.matmul import packed_shares
+from longspec_jax.ops.matmul.packed_shares import PackedShares
+from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
 from longspec_jax.weights.hf import load_target
+from tests.kit import TOLERANCE, relative_error
 from tests.weights.quantised.files import CONFIG, write
 from train.target import run_target
 
@@ -81,3 +87,24 @@ def test_training_runs_the_dequantised_weights(spec: LongSpec, folder: Path) -> 
     for chunk in (0, 8):
         hidden = run(CONFIG, spec.target_params, tokens, positions, chunk).hidden
         np.testing.assert_allclose(hidden, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_on_a_mesh_every_device_packs_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads, gates, and two contractions whose partial results the norms add up."""
+    sizes: dict[str, Any] = {"head_width": 64, "mlp_width": 256}
+    folder = write(tmp_path, "FP8 by channel", config=dataclasses.replace(CONFIG, **sizes))
+
+    def logits() -> np.ndarray:
+        spec = LongSpec.from_pretrained(folder, dtype="bfloat16", mesh=make_mesh(data=2, tp=2))
+        shares = [isinstance(each, PackedShares) for each in quantised_matrices(spec.target_params)]
+        assert len(shares) == 8 and all(shares) == packs and any(shares) == packs
+        found = spec.generate(PROMPTS, max_new_tokens=1, output_logits=True)
+        return np.stack([np.asarray(row[0]) for row in found.logits])
+
+    packs = False
+    right = logits()
+    packs = True
+    monkeypatch.setattr(packed_shares, "hardware", SimpleNamespace(require_hopper=lambda _: None))
+    assert relative_error(logits(), right) < 4 * TOLERANCE["bfloat16"]

@@ -1,0 +1,159 @@
+"""Packing the quantised weights of a model: on one device, or on a mesh every device its share.
+
+The codes of a packed row are in the kernel's order, which no mesh can cut. So each device packs the
+part of a matrix that ``tp`` has given it. Either an axis of outputs is cut (heads, the width of an
+MLP, a vocabulary), and results stay where they are made; or the inputs are (the output of
+attention, the second matmul of an MLP), and every device has a part of each result.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from longspec_jax.ops import hardware
+from longspec_jax.ops.matmul.packed import LARGEST_SCALE, PackedMatrix, pack
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
+
+
+@struct.dataclass
+class PackedShares(QuantisedWeights):
+    """A matrix of which every device of ``tp`` has packed its share."""
+
+    share: PackedMatrix
+    """The sizes are those of one share. Arrays have one more axis in front, which ``tp`` cuts."""
+    cut: int = struct.field(pytree_node=False)
+    """The axis of ``[*out, C]`` that is cut; the last one are the inputs."""
+
+    @property
+    def out_axes(self) -> tuple[int, ...]:
+        """Sizes of the produced axes."""
+        return self._sizes[:-1]
+
+    @property
+    def inputs(self) -> int:
+        """The size of the contraction."""
+        return self._sizes[-1]
+
+    @property
+    def label(self) -> str:
+        """The kind of codes, as reports name it."""
+        return self.share.label
+
+    @property
+    def cuts_inputs(self) -> bool:
+        """Whether every device has a part of each result."""
+        return self.cut == len(self.share.out_axes)
+
+    @property
+    def own(self) -> PackedMatrix:
+        """The share of this device, inside of it."""
+        return jax.tree.map(lambda leaf: leaf[0], self.share)
+
+    def plain(self) -> QuantisedMatrix:
+        """The same weights in the order of their inputs, for the mesh in use."""
+        share = self.share
+        specs = QuantisedMatrix(
+            *_specs(self.cut, len(share.shape), grouped=share.group > 0),
+            P(),
+            group=share.group,
+            floating=share.floating,
+        )
+        missing = {name: None for name in ("zero", "order") if getattr(share, name) is None}
+        return jax.shard_map(
+            lambda weights: weights.own.plain(),
+            in_specs=P("tp"),
+            out_specs=specs.replace(**missing),
+            check_vma=False,
+        )(self)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """``[*out, C]``."""
+        shares = self.share.codes.shape[0]
+        sizes = enumerate(self.share.shape)
+        return tuple(size * (shares if axis == self.cut else 1) for axis, size in sizes)
+
+
+def packed_params(params: Any, dtype: Any) -> Any:
+    """Parameters with every matrix packed that the kernel of this machine reads.
+
+    One matrix after the other takes the place of the one it was made of, which is deleted: there is
+    never a second copy of the model.
+
+    Args:
+      params: a tree of arrays and matrices, on one device or spread over a mesh.
+      dtype: of the activations.
+    """
+    if jnp.dtype(dtype).itemsize != 2:
+        return params
+
+    def packed(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantisedMatrix):
+            return leaf
+        try:
+            hardware.require_hopper("the kernel for quantised weights")
+            if leaf.floating and leaf.scale.max() > LARGEST_SCALE:
+                raise NotImplementedError("the kernel multiplies such scales by 2^126")
+            spread = isinstance(leaf.codes.sharding, NamedSharding)
+            packed = (pack_shares if spread else _pack)(leaf, jnp.dtype(dtype))
+        except NotImplementedError:
+            return leaf
+        jax.block_until_ready(packed)
+        for array in jax.tree.leaves(leaf):
+            array.delete()
+        return packed
+
+    return jax.tree.map(packed, params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+
+
+def pack_shares(matrix: QuantisedMatrix, dtype: Any) -> PackedShares:
+    """Pack the share of every device, as the mesh has cut the codes.
+
+    Args:
+      matrix: weights that are spread over a mesh.
+      dtype: of the activations.
+
+    Raises:
+      NotImplementedError: if the kernel cannot read such shares.
+    """
+    sharding: Any = matrix.codes.sharding
+    mesh, spec = sharding.mesh, tuple(sharding.spec)
+    if mesh.shape["fsdp"] > 1 or mesh.shape["tp"] > 1 and "tp" not in spec:
+        raise NotImplementedError("only weights that tp alone cuts are packed on a mesh")
+    if matrix.floating:
+        raise NotImplementedError("experts in 4-bit floats are packed on one device alone")
+    cut = spec.index("tp") if "tp" in spec else 0
+    grouped = matrix.groups > 1
+    if cut == len(matrix.out_axes):
+        if matrix.order is not None:
+            raise NotImplementedError("inputs in another order belong to no share")
+        if grouped and matrix.inputs // mesh.shape["tp"] % matrix.group:
+            raise NotImplementedError("a share of the inputs is no whole number of groups")
+    codes, scale, zero = _specs(cut, matrix.codes.ndim, grouped=grouped)
+    specs = matrix.replace(
+        codes=codes,
+        scale=scale,
+        zero=None if matrix.zero is None else zero,
+        order=None if matrix.order is None else P(),
+    )
+
+    def share(matrix: QuantisedMatrix) -> PackedMatrix:
+        return jax.tree.map(lambda leaf: leaf[None], pack(matrix, dtype))
+
+    packing = jax.shard_map(share, mesh=mesh, in_specs=(specs,), out_specs=P("tp"), check_vma=False)
+    return PackedShares(jax.jit(packing)(matrix), cut)
+
+
+def _specs(cut: int, axes: int, *, grouped: bool) -> tuple[P, P, P]:
+    """How ``tp`` cuts the codes ``[*out, C]``, and scales and zero points ``[*out, G]``."""
+    codes = P(*("tp" if axis == cut else None for axis in range(axes)))
+    whole_groups = cut == axes - 1 and not grouped
+    scale = P() if whole_groups else codes
+    return codes, scale, scale
+
+
+_pack = jax.jit(pack, static_argnames="dtype")
