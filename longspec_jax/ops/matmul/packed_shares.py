@@ -6,12 +6,14 @@ MLP, a vocabulary), and results stay where they are made; or the inputs are (the
 attention, the second matmul of an MLP), and every device has a part of each result.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longspec_jax.ops import hardware
@@ -141,11 +143,19 @@ def pack_shares(matrix: QuantisedMatrix, dtype: Any) -> PackedShares:
         order=None if matrix.order is None else P(),
     )
 
+    return PackedShares(_packing(mesh, specs, dtype)(matrix), cut)
+
+
+@functools.cache
+def _packing(mesh: Mesh, specs: QuantisedMatrix, dtype: Any) -> Callable[..., PackedMatrix]:
+    """Packs shares that lie like this: one program for all layers."""
+
     def share(matrix: QuantisedMatrix) -> PackedMatrix:
         return jax.tree.map(lambda leaf: leaf[None], pack(matrix, dtype))
 
-    packing = jax.shard_map(share, mesh=mesh, in_specs=(specs,), out_specs=P("tp"), check_vma=False)
-    return PackedShares(jax.jit(packing)(matrix), cut)
+    return jax.jit(
+        jax.shard_map(share, mesh=mesh, in_specs=(specs,), out_specs=P("tp"), check_vma=False)
+    )
 
 
 def _specs(cut: int, axes: int, *, grouped: bool) -> tuple[P, P, P]:

@@ -147,10 +147,13 @@ def test_weights_that_no_kernel_reads_in_shares_stay_as_they_are(
     assert "belong to no share" in refused(Shared(sorted_down, 1), tp=2)
     monkeypatch.setattr(packed_shares, "hardware", SimpleNamespace(require_hopper=lambda _: None))
     mesh = make_mesh(tp=4)
-    kept, packed = packed_params(
-        [spread(CASES["sorted inputs"], mesh), spread(CASES["heads"], mesh)], "bfloat16"
-    )
-    assert isinstance(kept, QuantisedMatrix) and isinstance(packed, PackedShares)
+    packed_shares._packing.cache_clear()
+    some = [spread(CASES[name], mesh) for name in ("sorted inputs", "heads", "heads")]
+    kept, *packed = packed_params(some, "bfloat16")
+    assert isinstance(kept, QuantisedMatrix)
+    assert all(isinstance(each, PackedShares) for each in packed)
+    # One program for both, as for the layers of a model.
+    assert packed_shares._packing.cache_info()[:2] == (1, 2)
 
 
 @pytest.mark.slow
