@@ -1,13 +1,16 @@
 """Rows of an embedding table, whose vocabulary a mesh may cut."""
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.partitioned import partitioned, table_shares
 
 
-def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+def look_up(
+    table: Float[Array, "V D"], tokens: Int[Array | np.ndarray, "B T"]
+) -> Float[Array, "B T D"]:
     """The rows of the tokens.
 
     Where a mesh cuts the vocabulary, every device reads the rows that its share has, and zeros of
@@ -21,7 +24,7 @@ def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Arra
 
 
 @partitioned("v, v d, b t -> v b t d")
-def _held_rows(held: Array, table: Array, tokens: Array) -> Array:
+def _held_rows(held: Array, table: Array, tokens: Array | np.ndarray) -> Array:
     """``[1, B, T, D]``: rows of the tokens ``held``, which are consecutive; 0 for others."""
     rows = tokens - held[0]
     present = (rows >= 0) & (rows < len(table))

@@ -58,17 +58,10 @@ class PackedShares(QuantisedWeights):
     def plain(self) -> QuantisedMatrix:
         """The same weights in the order of their inputs, for the mesh in use."""
         share = self.share
-        specs = QuantisedMatrix(
-            *_specs(self.cut, len(share.shape), grouped=share.group > 0),
-            P(),
-            group=share.group,
-            floating=share.floating,
-        )
-        missing = {name: None for name in ("zero", "order") if getattr(share, name) is None}
         return jax.shard_map(
             lambda weights: weights.own.plain(),
             in_specs=P("tp"),
-            out_specs=specs.replace(**missing),
+            out_specs=_specs(share, self.cut, len(share.shape), grouped=share.group > 0),
             check_vma=False,
         )(self)
 
@@ -133,21 +126,15 @@ def pack_shares(matrix: QuantisedMatrix, dtype: Any) -> PackedShares:
     if cut == len(matrix.out_axes):
         if matrix.order is not None:
             raise NotImplementedError("inputs in another order belong to no share")
-        if grouped and matrix.inputs // mesh.shape["tp"] % matrix.group:
-            raise NotImplementedError("a share of the inputs is no whole number of groups")
-    codes, scale, zero = _specs(cut, matrix.codes.ndim, grouped=grouped)
-    specs = matrix.replace(
-        codes=codes,
-        scale=scale,
-        zero=None if matrix.zero is None else zero,
-        order=None if matrix.order is None else P(),
-    )
-
+        own = matrix.inputs // mesh.shape["tp"]
+        if grouped and (own % matrix.group or own == matrix.group):
+            raise NotImplementedError("a share of the inputs is not several whole groups")
+    specs: Any = _specs(matrix, cut, matrix.codes.ndim, grouped=grouped)
     return PackedShares(_packing(mesh, specs, dtype)(matrix), cut)
 
 
 @functools.cache
-def _packing(mesh: Mesh, specs: QuantisedMatrix, dtype: Any) -> Callable[..., PackedMatrix]:
+def _packing(mesh: Mesh, specs: Any, dtype: Any) -> Callable[..., PackedMatrix]:
     """Packs shares that lie like this: one program for all layers."""
 
     def share(matrix: QuantisedMatrix) -> PackedMatrix:
@@ -158,12 +145,22 @@ def _packing(mesh: Mesh, specs: QuantisedMatrix, dtype: Any) -> Callable[..., Pa
     )
 
 
-def _specs(cut: int, axes: int, *, grouped: bool) -> tuple[P, P, P]:
-    """How ``tp`` cuts the codes ``[*out, C]``, and scales and zero points ``[*out, G]``."""
+def _specs(
+    weights: QuantisedMatrix | PackedMatrix, cut: int, axes: int, *, grouped: bool
+) -> QuantisedMatrix:
+    """How ``tp`` cuts a matrix in the order of its inputs: an axis of the codes ``[*out, C]``.
+
+    Where that are the inputs, scales are cut if there are several of an output.
+    """
     codes = P(*("tp" if axis == cut else None for axis in range(axes)))
-    whole_groups = cut == axes - 1 and not grouped
-    scale = P() if whole_groups else codes
-    return codes, scale, scale
+    scale = codes if grouped or cut < axes - 1 else P()
+    leaves: Any = {
+        "codes": codes,
+        "scale": scale,
+        "zero": None if weights.zero is None else scale,
+        "order": None if weights.order is None else P(),
+    }
+    return QuantisedMatrix(**leaves, group=weights.group, floating=weights.floating)
 
 
 _pack = jax.jit(pack, static_argnames="dtype")
