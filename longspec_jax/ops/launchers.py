@@ -1,22 +1,30 @@
 """Functions that launch a kernel: each is lowered once for all programs that run it.
 
-Lowering a kernel is Python, 0.1 to 0.3 s of it, and jax does it again in every program: a round
-over Vicuna-7B has 40 kernels and takes 4 s to lower, of which 3 are spent on kernels that the
-last program had as well. A server compiles some hundred programs. So a launcher exports its kernel
-(:mod:`jax.export`) when it first meets a shape, and programs take in the exported module.
+Lowering a kernel is Python, 0.1 to 0.3 s of it and with Mosaic up to some seconds, and jax does it
+again in every program: a round over Vicuna-7B has 40 kernels and takes 4 s to lower, of which 3 are
+spent on kernels that the last program had as well. A server compiles some hundred programs. So a
+launcher exports its kernel (:mod:`jax.export`) when it first meets a shape, and programs take in
+the exported module. Where programs are kept between processes, so are these modules.
 
 On a mesh it is called in the share of a device (:func:`longspec_jax.ops.partitioned.partitioned`),
 which is as good as one device. A CPU interprets kernels: there a launcher is ``jax.jit``.
 """
 
+import contextlib
 import functools
+import hashlib
+import importlib.util
+import zlib
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jaxlib.version
 from jax import export
 from jax.sharding import AbstractMesh
 
+from longspec_jax.files import replace
 from longspec_jax.ops.hardware import compute_capability
 from longspec_jax.ops.partitioned import one_device
 
@@ -64,14 +72,57 @@ def _exported(
         operands, options = structure.unflatten(leaves)
         return jitted(*operands, **options, **dict(fixed))
 
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    # Whoever calls it, it runs on one device.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        whole = export.export(jax.jit(flat), platforms=("cuda",), disabled_checks=checks)(*shapes)
+    file = _file(jitted.__name__, structure, shapes, fixed)
+    whole = None if file is None else _read(file)
+    if whole is None:
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        exporting = export.export(jax.jit(flat), platforms=("cuda",), disabled_checks=checks)
+        # Whoever calls it, it runs on one device.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            whole = exporting(*shapes)
+        if file is not None:
+            _keep(file, whole)
 
     def call(*leaves: Any) -> Any:
         return whole.call(*leaves)
 
     call.__name__ = jitted.__name__  # Which profiles show.
     return jax.jit(call)  # Lowered once in a program, however many layers call it.
+
+
+def _file(name: str, *key: Any) -> Path | None:
+    """Where a kernel is kept; None where no programs are.
+
+    The name depends on all that a kernel follows from, the source of this library included.
+    """
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if not folder or "://" in folder or importlib.util.find_spec("flatbuffers") is None:
+        return None
+    machine = compute_capability(), jax.__version__, jaxlib.version.__version__
+    digest = hashlib.sha256(repr((*key, *machine, _sources())).encode()).hexdigest()
+    return Path(folder) / "kernels" / f"{name}-{digest}"
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the library's source."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path) -> export.Exported | None:
+    """A kernel that was kept; None if it was not, or the file is damaged."""
+    try:
+        return export.deserialize(bytearray(zlib.decompress(file.read_bytes())))
+    except (OSError, zlib.error):
+        return None
+
+
+def _keep(file: Path, whole: export.Exported) -> None:
+    """Keep a kernel, if the disk takes it."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+        replace(file, zlib.compress(whole.serialize()))

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +145,40 @@ def test_a_kernel_is_lowered_once_for_all_programs(
     assert found[0] == found[1] and len(found[0]) == 1 and len(exports) == 1
     monkeypatch.setattr(launchers, "compute_capability", lambda: None)
     assert len(kernels_of(other)) == 1 and len(exports) == 1
+
+
+def test_a_kernel_is_kept_for_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the programs, under all that it follows from; what is damaged is made again."""
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    x, scale = operand((1, 2, 96)), operand((96,))
+    exports: list[None] = []
+    export = launchers.export.export
+    monkeypatch.setattr(launchers, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(
+        launchers.export, "export", lambda *a, **k: (exports.append(None), export(*a, **k))[1]
+    )
+
+    def text() -> str:
+        """That of a process which has met no kernel yet."""
+        kernel = layer_pallas.residual_norm.__wrapped__.__wrapped__
+        launch = launchers.launcher("eps", "interpret")(kernel)
+        return lowered(lambda *operands: launch(*operands, eps=1e-6), x, None, scale)
+
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        first = text()
+        [file] = (tmp_path / "kernels").iterdir()
+        assert text() == first and len(exports) == 1
+        file.write_bytes(file.read_bytes()[:-9])
+        assert text() == first and len(exports) == 2
+        monkeypatch.setattr(launchers, "_sources", lambda: "another version")
+        assert text() == first and len(exports) == 3
+        assert len([*(tmp_path / "kernels").iterdir()]) == 2
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (28, 4)])
