@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "recipes": set(),
     "sharding": {"axes", "config"},
     "status_line": set(),
-    "ops": {"axes", "config"},
+    "ops": {"axes", "config", "files"},
     "models": {"axes", "config", "ops"},
     "drafters": {"axes", "checks", "config", "ops", "models", "sharding"},
     "compilation": {"files"},
