@@ -107,12 +107,7 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         help="mean tokens emitted per round, the bonus included; the default is the paper's 3.57 "
         "of 69 nodes",
     )
-    parser.add_argument(
-        "--weights",
-        choices=("whole", *GROUPS, EXPERTS),
-        default="whole",
-        help=f"how the target's weights are stored; {EXPERTS} are the experts of sparse targets",
-    )
+    _add_weights(parser)
     parser.add_argument(
         "--draft",
         type=draft_source,
@@ -158,6 +153,7 @@ def _match(parser: argparse.ArgumentParser) -> None:
         default="demo",
         help=f"demo, the folder of a checkpoint, or random weights of {', '.join(SHAPES)}",
     )
+    _add_weights(parser)
     _add_dtype(parser)
     _add_several(
         *(parser, "--drafter", str, ["oracle", "ngram"]),
@@ -317,6 +313,15 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
     _add_several(parser, "--context", COUNT, ByMachine([4096], [1024]), "cached tokens")
     _add_several(parser, "--batch", COUNT, [1], "rows")
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        choices=("whole", *GROUPS, EXPERTS),
+        default="whole",
+        help=f"how the target's weights are stored; {EXPERTS} are the experts of sparse targets",
+    )
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:

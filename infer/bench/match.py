@@ -33,11 +33,11 @@ from longspec_jax.drafters.ngram import NgramDrafter, NgramState
 from longspec_jax.drafters.tree import Tree, beam_search
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.loading import choose_drafts
-from longspec_jax.sharding import param_shardings
 
 from .arguments import SHAPES
 from .models import random_model
 from .report import Report, Row, run_header
+from .stored import refuse_experts
 from .timing import announce, step
 
 PERIOD = 61
@@ -68,7 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
         announce(counted(len(arguments.drafter) * len(arguments.tree), "combination"))
     step("loading the target")
     mesh = make_mesh(**arguments.mesh) if arguments.mesh else None
-    spec = load(arguments.target, arguments.dtype, same_bits=arguments.same_bits, mesh=mesh)
+    kernels = {"same_bits": arguments.same_bits, "mesh": mesh}
+    spec = load(arguments.target, arguments.dtype, arguments.weights, **kernels)
     header = run_header(
         jax.devices()[0].device_kind,
         __doc__ or "",
@@ -103,24 +104,30 @@ def main(arguments: argparse.Namespace) -> int:
     return cli.FAILED if different and spec.identical else cli.OK
 
 
-def load(target: str, dtype: str, **options: Any) -> LongSpec:
+def load(target: str, dtype: str, weights: str = "whole", **options: Any) -> LongSpec:
     """The demo, random weights of a known shape, or a checkpoint, without a draft.
 
     Args:
       target: its name.
       dtype: of weights and activations.
+      weights: how random ones are stored, as of :func:`.models.random_model`.
       options: of the model: its kernels, and the mesh that it is spread over.
+
+    Raises:
+      ValueError: for a target that is stored already.
     """
+    if target in SHAPES and target != "demo":
+        config = dataclasses.replace(SHAPES[target], dtype=dtype)
+        if weights != "whole":
+            refuse_experts(config, weights)
+        drawn = random_model(config, kind="ngram", weights=weights, mesh=options.get("mesh"))
+        chunk = 2048 if jax.default_backend() == "gpu" else 256
+        return LongSpec(config, drawn.params.target, prefill_chunk=chunk, **options)
+    if weights != "whole":
+        raise ValueError(f"--weights={weights}: of random weights alone; {target} has its own")
     if target == "demo":
         return LongSpec.demo(draft=None, dtype=dtype, **options)
-    if target not in SHAPES:
-        return LongSpec.from_pretrained(target, dtype=dtype, **options)
-    config = dataclasses.replace(SHAPES[target], dtype=dtype)
-    weights = random_model(config, kind="ngram").params.target
-    if options.get("mesh") is not None:
-        weights = jax.device_put(weights, param_shardings(options["mesh"], weights))
-    chunk = 2048 if jax.default_backend() == "gpu" else 256
-    return LongSpec(config, weights, prefill_chunk=chunk, **options)
+    return LongSpec.from_pretrained(target, dtype=dtype, **options)
 
 
 def prompts_of(spec: LongSpec, boundaries: Sequence[int]) -> list[Prompt]:

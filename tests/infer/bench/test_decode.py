@@ -137,6 +137,19 @@ def test_the_published_shapes_are_offered() -> None:
     assert SHAPES["llama3-8b"].vocab_size == 128256
 
 
+def test_rounds_on_a_mesh(tmp_path: Path) -> None:
+    """Of random drafts with their own weights, spread like the target's, and of quantised ones."""
+    short = "decode", "--shape=tiny", "--context=65", "--batch=2", "--tree=2,3@4", "--turns=1"
+    few = "--acceptance=2", "--new_tokens=9", "--repetitions=1", "--prefill=64"
+    file = tmp_path / "rows.json"
+    for mesh, more in (("tp=2", "--draft=eagle3"), ("data=2,tp=2", "--weights=w4a16")):
+        bench.main([*short, *few, f"--mesh={mesh}", more, f"--json={file}"])
+        [row] = json.loads(file.read_text())["rows"]
+        assert row["mesh"] == mesh and set(row) >= KEYS
+    # What one device reads in a plain step.
+    assert row["plain_step_bytes"] < row["target_bytes"]
+
+
 def test_random_models_are_random_and_seeded(model) -> None:
     again = random_model(SHAPES["tiny"])
     leaves = jax.tree.leaves(model.params)

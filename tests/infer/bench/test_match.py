@@ -41,6 +41,16 @@ def test_no_token_differs(tmp_path: Path) -> None:
     assert min(oracle) > 1.5, "the oracle knows the text"
 
 
+@pytest.mark.slow
+def test_quantised_weights_on_a_mesh(tmp_path: Path) -> None:
+    options = "--dtype=float32", "--weights=w4a16", "--mesh=data=2,tp=2", "--drafter=oracle"
+    status, rows = rows_of(tmp_path / "rows.json", *options)
+    assert status == 0 and {row["differing_tokens"] for row in rows} == {0}
+    assert {row["dtype"] for row in rows} == {"weights int4, activations float32"}
+    with pytest.raises(ValueError, match="of random weights alone; demo has its own"):
+        match.load("demo", "float32", "fp8")
+
+
 def spoil(monkeypatch: pytest.MonkeyPatch, shape: str, other: Callable[..., jax.Array]) -> None:
     """Have ``--target=control`` compute the gated matmuls of launches of several rows otherwise.
 
