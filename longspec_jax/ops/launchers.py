@@ -78,7 +78,7 @@ def _exported(
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
         device = jax.sharding.get_abstract_mesh().abstract_device
         exporting = export.export(jax.jit(flat), platforms=("cuda",), disabled_checks=checks)
-        # Whoever calls it, it runs on one device.
+        # Its caller may be on a mesh; the kernel runs on one device.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             whole = exporting(*shapes)
         if file is not None:

@@ -120,6 +120,11 @@ def use_mesh(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
+def three_axes(rows: Array) -> Array:
+    """``[B, T, D]`` of ``[*rows, D]``, as a rule names them."""
+    return rows.reshape(rows.shape[0], -1, rows.shape[-1])
+
+
 def row_shares(rows: int) -> int:
     """How many groups of devices of the mesh in use share this many batch rows."""
     return _shares("b", rows)

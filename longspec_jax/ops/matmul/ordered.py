@@ -25,7 +25,7 @@ from longspec_jax.ops.matmul.few_rows import (
     matmul_partials_xla,
     matmul_xla,
 )
-from longspec_jax.ops.partitioned import partitioned, width_shares, with_sharding
+from longspec_jax.ops.partitioned import partitioned, three_axes, width_shares, with_sharding
 
 
 def matmul(
@@ -36,7 +36,7 @@ def matmul(
     On a mesh ``*out`` are key/value heads and two more axes, or two and the width of an MLP.
     """
     share = _heads if weights.ndim == 4 else _gate_up
-    out = share(_three_axes(x), weights, bias)
+    out = share(three_axes(x), weights, bias)
     return out.reshape(*x.shape[:-1], *weights.shape[1:])
 
 
@@ -49,7 +49,7 @@ def matmul_partials(
     """
     cut = width_shares(len(weights)) > 1
     # One partial of a device: its 16 bits are half of what travels, and no launch adds up splits.
-    parts = (_cut_partials if cut else _whole_partials)(_three_axes(x), weights)
+    parts = (_cut_partials if cut else _whole_partials)(three_axes(x), weights)
     [parts] = with_sharding("s b t d", parts)
     return parts.reshape(-1, *x.shape[:-1], weights.shape[1])
 
@@ -58,14 +58,14 @@ def gated_matmul(
     x: Float[Array, "*rows K"], weights: Float[Array, "K 2 F"]
 ) -> Float[Array, "*rows F"]:
     """``silu(x @ weights[:, 0]) * (x @ weights[:, 1])``."""
-    return _gated(_three_axes(x), weights).reshape(*x.shape[:-1], -1)
+    return _gated(three_axes(x), weights).reshape(*x.shape[:-1], -1)
 
 
 def head_matmul(
     hidden: Float[Array, "*rows D"], table: Float[Array, "V D"]
 ) -> Float[Array, "*rows V"]:
     """Logits ``hidden @ table.T``, accumulated and returned in float32."""
-    return _head(_three_axes(hidden), table).reshape(*hidden.shape[:-1], -1)
+    return _head(three_axes(hidden), table).reshape(*hidden.shape[:-1], -1)
 
 
 @partitioned("b t d, d k j h, k j h -> b t k j h")
@@ -96,11 +96,6 @@ def _gated(x: Array, weights: Array) -> Array:
 @partitioned("b t d, v d -> b t v")
 def _head(hidden: Array, table: Array) -> Array:
     return HEAD_MATMUL(hidden, table)
-
-
-def _three_axes(rows: Array) -> Array:
-    """``[B, T, D]`` of ``[*rows, D]``."""
-    return rows.reshape(rows.shape[0], -1, rows.shape[-1])
 
 
 MATMUL = Op("matmul", {"mosaic": matmul_mosaic, "xla": matmul_xla})

@@ -28,7 +28,7 @@ from longspec_jax.ops.layer import added
 from longspec_jax.ops.matmul.few_rows import gate, matmul_precision
 from longspec_jax.ops.matmul.packed_shares import PackedShares
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
-from longspec_jax.ops.partitioned import one_device, partitioned, with_sharding
+from longspec_jax.ops.partitioned import one_device, partitioned, three_axes, with_sharding
 
 MOST_ROWS = 1024
 """Of the kernel, where XLA may multiply as well. With more rows, widening whole weights costs less
@@ -54,7 +54,7 @@ def quantised_matmul(
         total = added(quantised_matmul_partials(x, weights, ordered=ordered)).astype(x.dtype)
         return total if bias is None else total + bias
     share = _shared_outputs(len(weights.out_axes), weights.cut)
-    out = share(_three_axes(x), weights, bias, ordered=ordered, dtype=dtype)
+    out = share(three_axes(x), weights, bias, ordered=ordered, dtype=dtype)
     return out.reshape(*x.shape[:-1], *weights.out_axes)
 
 
@@ -70,7 +70,7 @@ def quantised_matmul_partials(
         return QUANTISED_MATMUL_PARTIALS(x, weights, ordered=ordered)
     if not weights.cuts_inputs:
         return quantised_matmul(x, weights, ordered=ordered)[None]
-    parts = _shared_inputs(_three_axes(x), weights, ordered=ordered)
+    parts = _shared_inputs(three_axes(x), weights, ordered=ordered)
     if x.size // x.shape[-1] > MOST_ROWS:  # What is gathered of each device is as long, too.
         return parts.sum(axis=0, dtype=parts.dtype).reshape(1, *x.shape[:-1], -1)
     [parts] = with_sharding("s b t d", parts)
@@ -83,7 +83,7 @@ def quantised_gated_matmul(
     """``silu`` of the first of two matmuls, ``out = (2, F)``, times the second."""
     if not isinstance(weights, PackedShares):
         return QUANTISED_GATED_MATMUL(x, weights, ordered=ordered)
-    return _shared_gate(_three_axes(x), weights, ordered=ordered).reshape(*x.shape[:-1], -1)
+    return _shared_gate(three_axes(x), weights, ordered=ordered).reshape(*x.shape[:-1], -1)
 
 
 @functools.cache
@@ -107,11 +107,6 @@ def _shared_inputs(x: Array, weights: PackedShares, *, ordered: bool) -> Array:
 @partitioned("b t d, f ... -> b t f")
 def _shared_gate(x: Array, weights: PackedShares, *, ordered: bool) -> Array:
     return QUANTISED_GATED_MATMUL(x, weights.own, ordered=ordered)
-
-
-def _three_axes(rows: Array) -> Array:
-    """``[B, T, D]`` of ``[*rows, D]``."""
-    return rows.reshape(rows.shape[0], -1, rows.shape[-1])
 
 
 def quantised_matmul_xla(

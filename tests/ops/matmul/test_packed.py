@@ -188,7 +188,7 @@ def test_warpgroups_share_the_sums_of_a_program() -> None:
 
 @pytest.mark.parametrize("shares", [1, 2, 4, 8])
 def test_work_fits_the_machine(shares: int) -> None:
-    """That of a device which has one of so many shares."""
+    """The work of a device that holds one share of the weights."""
     for weights in PUBLISHED:
         sizes = (
             weights.contracted // (shares if weights.split else 1),
