@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config.target import TargetConfig
@@ -124,7 +124,9 @@ def random_model(
             draft = ParallelDraft.bind(parallel, drawn, target, int8=int8, mesh=mesh)
         case SmallLMOptions():
             small = _small(config, chosen)
-            drawn = _draw(_initializer(small), seed + 1, mesh=mesh)
+            drawn = _draw(_initializer(small), seed + 1)
+            if mesh is not None:  # Whole on every device, as a small LM is loaded.
+                drawn = jax.device_put(drawn, NamedSharding(mesh, PartitionSpec()))
             draft = SmallLM(small, drawn, working=chosen.working_cache(config))
         case _:
             draft = chosen

@@ -83,7 +83,10 @@ def check_tree(target: TargetModel, tree: TreeConfig) -> None:
 def _require_kernels(target: TargetModel, quantised: bool) -> None:
     config = target.config
     if quantised:
-        raise NotImplementedError("same_bits needs weights in 16 bits; leave it out")
+        raise NotImplementedError(
+            "same_bits needs weights in 16 bits, or quantised ones that the Hopper kernel reads; "
+            "leave it out"
+        )
     if target.offload or target.attention is not None:
         raise NotImplementedError(
             "same_bits needs the cache on the device and the automatic attention; leave out "

@@ -33,6 +33,18 @@ _CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton", "triton_kernel_call")
 """What kernels become. jax does not promise to read them in later versions; they stay in here."""
 
 
+def _digest(folder: Path) -> str:
+    """A digest of the source below a folder."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+# When this is imported: it may be edited before the first kernel is lowered.
+_SOURCES = _digest(Path(__file__).parents[1])
+
+
 def launcher(*static: str) -> Callable[[Function], Function]:
     """``jax.jit`` for a function that launches a kernel.
 
@@ -72,7 +84,7 @@ def _exported(
         operands, options = structure.unflatten(leaves)
         return jitted(*operands, **options, **dict(fixed))
 
-    file = _file(jitted.__name__, structure, shapes, fixed)
+    file = _file(jitted.__name__, jitted.__module__, structure, shapes, fixed)
     whole = None if file is None else _read(file)
     if whole is None:
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
@@ -100,17 +112,9 @@ def _file(name: str, *key: Any) -> Path | None:
     if not folder or "://" in folder or importlib.util.find_spec("flatbuffers") is None:
         return None
     machine = compute_capability(), jax.__version__, jaxlib.version.__version__
-    digest = hashlib.sha256(repr((*key, *machine, _sources())).encode()).hexdigest()
+    followed = *key, *machine, jax.config.values["jax_enable_x64"], _SOURCES
+    digest = hashlib.sha256(repr(followed).encode()).hexdigest()
     return Path(folder) / "kernels" / f"{name}-{digest}"
-
-
-@functools.cache
-def _sources() -> str:
-    """A digest of the library's source."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _read(file: Path) -> export.Exported | None:
@@ -123,6 +127,7 @@ def _read(file: Path) -> export.Exported | None:
 
 def _keep(file: Path, whole: export.Exported) -> None:
     """Keep a kernel, if the disk takes it."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(exist_ok=True)
+    # ValueError: its results are of a type that jax cannot write.
+    with contextlib.suppress(OSError, ValueError):
+        file.parent.mkdir(parents=True, exist_ok=True)
         replace(file, zlib.compress(whole.serialize()))

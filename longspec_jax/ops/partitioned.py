@@ -39,9 +39,10 @@ def partitioned(rule: str) -> Callable[[Function], Function]:
     Args:
       rule: a term for each positional argument, for each field of one that is a dataclass, and,
         after ``->``, for each result, or one for all of them: ``"b t (k g) h, b k s h -> b t (k g)
-        h"``. The term of a sequence of arrays, or of a tree, holds for each of them; axes behind
-        ``...`` are whole. An argument or a field may be None. Batch rows are ``b``, key/value heads
-        ``k``, experts ``e``, what else ``tp`` cuts ``f``; each is somewhere an array's whole axis.
+        h"``. The term of a sequence of arrays, or of a tree, holds for each of them; the axes that
+        ``...`` at its end stands for are whole. An argument or a field may be None. Batch rows are
+        ``b``, key/value heads ``k``, experts ``e``, what else ``tp`` cuts ``f``; each is somewhere
+        an array's whole axis.
     """
     operands, results = (
         [_parse(term) for term in side.split(",")] for side in rule.split("->", maxsplit=1)

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -147,12 +148,32 @@ def test_a_kernel_is_lowered_once_for_all_programs(
     assert len(kernels_of(other)) == 1 and len(exports) == 1
 
 
+def norm() -> tuple:
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    options = {"eps": 1e-6}
+    return (
+        layer_pallas.residual_norm,
+        ("eps",),
+        options,
+        (operand((1, 2, 96)), None, operand((96,))),
+    )
+
+
+def tree_part() -> tuple:
+    """Its results are a class of their own."""
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    q, rows = operand((1, 8, 4, 64)), operand((1, 8, 2, 64))
+    fresh = Fresh(rows, rows, jax.ShapeDtypeStruct((1, 8, 8), bool))
+    options = {"tile": TreeTile(16, 16, 4, 4, 2)}
+    return fresh_pallas.tree_attention, ("tile", "dtype"), options, (q, fresh)
+
+
+@pytest.mark.parametrize("launched", [norm, tree_part])
 def test_a_kernel_is_kept_for_other_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launched: Callable[[], tuple], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the programs, under all that it follows from; what is damaged is made again."""
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    x, scale = operand((1, 2, 96)), operand((96,))
+    op, static, options, operands = launched()
     exports: list[None] = []
     export = launchers.export.export
     monkeypatch.setattr(launchers, "compute_capability", lambda: (9, 0))
@@ -162,21 +183,21 @@ def test_a_kernel_is_kept_for_other_processes(
 
     def text() -> str:
         """That of a process which has met no kernel yet."""
-        kernel = layer_pallas.residual_norm.__wrapped__.__wrapped__
-        launch = launchers.launcher("eps", "interpret")(kernel)
-        return lowered(lambda *operands: launch(*operands, eps=1e-6), x, None, scale)
+        launch = launchers.launcher(*static)(op.__wrapped__.__wrapped__)
+        return lowered(lambda *operands: launch(*operands, **options), *operands)
 
+    folder = tmp_path / "of programs"
     before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     try:
         first = text()
-        [file] = (tmp_path / "kernels").iterdir()
+        [file] = (folder / "kernels").iterdir()
         assert text() == first and len(exports) == 1
         file.write_bytes(file.read_bytes()[:-9])
         assert text() == first and len(exports) == 2
-        monkeypatch.setattr(launchers, "_sources", lambda: "another version")
+        monkeypatch.setattr(launchers, "_SOURCES", "another version")
         assert text() == first and len(exports) == 3
-        assert len([*(tmp_path / "kernels").iterdir()]) == 2
+        assert len([*(folder / "kernels").iterdir()]) == 2
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import export
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
@@ -121,6 +122,10 @@ class Partial(NamedTuple):
     def in_dtype(self, dtype: DTypeLike) -> "Partial":
         """The same with an output of this type."""
         return self._replace(out=self.out.astype(dtype))
+
+
+# What a kernel returns is named in the file that keeps it (longspec_jax.ops.launchers).
+export.register_namedtuple_serialization(Partial, serialized_name="longspec_jax.Partial")
 
 
 def merge(a: Partial, b: Partial) -> Partial:

@@ -28,7 +28,7 @@ class PackedShares(QuantisedWeights):
     share: PackedMatrix
     """The sizes are those of one share. Arrays have one more axis in front, which ``tp`` cuts."""
     cut: int = struct.field(pytree_node=False)
-    """The axis of ``[*out, C]`` that is cut; the last one are the inputs."""
+    """The axis of ``[*out, C]`` that is cut; the last one is that of the inputs."""
 
     @property
     def out_axes(self) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def pack_shares(matrix: QuantisedMatrix, dtype: Any) -> PackedShares:
         raise NotImplementedError("only weights that tp alone cuts are packed on a mesh")
     if matrix.floating:
         raise NotImplementedError("experts in 4-bit floats are packed on one device alone")
-    cut = spec.index("tp") if "tp" in spec else 0
+    cut = spec.index("tp") if mesh.shape["tp"] > 1 else 0  # One share may be of any axis.
     grouped = matrix.groups > 1
     if cut == len(matrix.out_axes):
         if matrix.order is not None:
@@ -150,7 +150,7 @@ def _specs(
 ) -> QuantisedMatrix:
     """How ``tp`` cuts a matrix in the order of its inputs: an axis of the codes ``[*out, C]``.
 
-    Where that are the inputs, scales are cut if there are several of an output.
+    If it is that of the inputs, scales are cut where an output has several.
     """
     codes = P(*("tp" if axis == cut else None for axis in range(axes)))
     scale = codes if grouped or cut < axes - 1 else P()

@@ -51,8 +51,8 @@ def quantised_matmul(
     if not isinstance(weights, PackedShares):
         return QUANTISED_MATMUL(x, weights, bias, ordered=ordered, dtype=dtype)
     if weights.cuts_inputs:
-        total = added(quantised_matmul_partials(x, weights, ordered=ordered)).astype(x.dtype)
-        return total if bias is None else total + bias
+        total = added(quantised_matmul_partials(x, weights, ordered=ordered))
+        return (total if bias is None else total + bias).astype(dtype or x.dtype)
     share = _shared_outputs(len(weights.out_axes), weights.cut)
     out = share(three_axes(x), weights, bias, ordered=ordered, dtype=dtype)
     return out.reshape(*x.shape[:-1], *weights.out_axes)
@@ -71,7 +71,7 @@ def quantised_matmul_partials(
     if not weights.cuts_inputs:
         return quantised_matmul(x, weights, ordered=ordered)[None]
     parts = _shared_inputs(three_axes(x), weights, ordered=ordered)
-    if x.size // x.shape[-1] > MOST_ROWS:  # What is gathered of each device is as long, too.
+    if x.size // x.shape[-1] > most_rows(ordered):  # As much would be gathered of each device.
         return parts.sum(axis=0, dtype=parts.dtype).reshape(1, *x.shape[:-1], -1)
     [parts] = with_sharding("s b t d", parts)
     return parts.reshape(-1, *x.shape[:-1], *weights.out_axes)
@@ -107,6 +107,11 @@ def _shared_inputs(x: Array, weights: PackedShares, *, ordered: bool) -> Array:
 @partitioned("b t d, f ... -> b t f")
 def _shared_gate(x: Array, weights: PackedShares, *, ordered: bool) -> Array:
     return QUANTISED_GATED_MATMUL(x, weights.own, ordered=ordered)
+
+
+def most_rows(ordered: bool) -> int:
+    """Rows that the Hopper kernel takes; with more, XLA multiplies."""
+    return hardware.DECODE_ROWS if ordered else MOST_ROWS
 
 
 def quantised_matmul_xla(
@@ -211,10 +216,9 @@ def _launch_mosaic(
     if not one_device():
         raise NotImplementedError("a mesh cuts the weights, which only XLA's matmuls follow")
     rows = x.size // x.shape[-1]
-    most = hardware.DECODE_ROWS if ordered else MOST_ROWS
-    if not 0 < rows <= most:
+    if not 0 < rows <= most_rows(ordered):
         raise NotImplementedError(
-            f"the kernel for quantised weights takes 1 to {most} rows, not {rows}"
+            f"the kernel for quantised weights takes 1 to {most_rows(ordered)} rows, not {rows}"
         )
     from longspec_jax.ops.matmul import quantised_mosaic  # Older versions of jax lack its needs.
     from longspec_jax.ops.matmul.quantised_tiles import quantised_tile

@@ -17,7 +17,7 @@ from longspec_jax.ops.matmul.packed_shares import PackedShares, pack_shares, pac
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh
-from tests.kit import ALL_PASSES, TOLERANCE, relative_error
+from tests.kit import ALL_PASSES, TOLERANCE, normal, relative_error
 from tests.ops.attention.interpreted import interpret_devices_apart
 from tests.ops.matmul.test_packed import Case
 from tests.ops.test_partitioned import collectives
@@ -36,6 +36,7 @@ CASES = {
     "whole gate and up": Shared(Case("int8", 128, (2, 128)), 1),
     "sorted inputs": Shared(Case("uint8", 256, (128,), group=64, order=True), 0),
     "down": Shared(Case("float8_e4m3fn", 512, (64,), split=True), 1),
+    "down with edges": Shared(Case("int8", 384, (64,), zeros=True, split=True), 1),
     "down in groups": Shared(Case("uint8", 512, (128,), group=128, zeros=True, split=True), 1),
 }
 MESHES = [{"data": 2}, {"tp": 2}, {"data": 2, "tp": 2}]
@@ -113,23 +114,50 @@ def test_shares_make_the_whole(
         assert relative_error(found, right[: len(found)]) <= most
 
 
-def test_what_travels_between_devices() -> None:
-    mesh = make_mesh(data=2, tp=2)
-    for name, kinds in (("heads", set()), ("down", {"all-gather"})):
-        shared = CASES[name]
-        weights = pack_shares(spread(shared, mesh), jnp.dtype("bfloat16"))
-        inner = P(("data", "fsdp"), None, "tp" if weights.cuts_inputs else None)
-        x = shared.case.operands(8)[0].reshape(4, 2, -1)
-        x = jax.device_put(x, NamedSharding(mesh, inner))
+@pytest.mark.parametrize(
+    ("name", "rows", "ordered", "kinds"),
+    [
+        ("heads", 4, False, set()),
+        ("down", 4, False, {"all-gather"}),
+        ("down", 16, False, {"all-reduce"}),
+        # In an order of its own, which an all-reduce has not.
+        ("down", 16, True, {"all-gather"}),
+    ],
+)
+def test_what_travels_between_devices(
+    name: str, rows: int, ordered: bool, kinds: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised, "MOST_ROWS", 8)
+    mesh, shared = make_mesh(data=2, tp=2), CASES[name]
+    weights = pack_shares(spread(shared, mesh), jnp.dtype("bfloat16"))
+    inner = P(("data", "fsdp"), None, "tp" if weights.cuts_inputs else None)
+    x = shared.case.operands(rows)[0].reshape(2, rows // 2, -1)
+    x = jax.device_put(x, NamedSharding(mesh, inner))
 
-        def op(x: jax.Array, weights: PackedShares) -> jax.Array:
-            if weights.cuts_inputs:
-                return layer.added(quantised.quantised_matmul_partials(x, weights))
-            return quantised.quantised_matmul(x, weights)
+    def op(x: jax.Array, weights: PackedShares) -> jax.Array:
+        if weights.cuts_inputs:
+            parts = quantised.quantised_matmul_partials(x, weights, ordered=ordered)
+            return layer.added(parts)
+        return quantised.quantised_matmul(x, weights, ordered=ordered)
 
-        with use_mesh(mesh.abstract_mesh):
-            text = jax.jit(op).lower(x, weights).compile(ALL_PASSES).as_text()
-        assert collectives(text) == kinds, name
+    with use_mesh(mesh.abstract_mesh):
+        text = jax.jit(op).lower(x, weights).compile(ALL_PASSES).as_text()
+    assert collectives(text) == kinds
+
+
+def test_a_whole_matmul_of_cut_inputs_has_a_bias_and_any_dtype() -> None:
+    mesh, shared = make_mesh(tp=2), CASES["down"]
+    x, matrix, _ = shared.case.operands(6)
+    bias = normal(3, 64, dtype="bfloat16")
+    weights = pack_shares(spread(shared, mesh), jnp.dtype("bfloat16"))
+    operands = jax.device_put((x[None], bias), NamedSharding(mesh, P()))
+    with use_mesh(mesh.abstract_mesh):
+        found = jax.jit(
+            lambda x, weights, bias: quantised.quantised_matmul(x, weights, bias, dtype=jnp.float32)
+        )(operands[0], weights, operands[1])
+    assert found.dtype == jnp.float32
+    right = shared.case.expected()[:6] + np.float64(bias)
+    assert relative_error(found[0], right) <= TOLERANCE["bfloat16"]
 
 
 def test_weights_that_no_kernel_reads_in_shares_stay_as_they_are(
@@ -146,6 +174,8 @@ def test_weights_that_no_kernel_reads_in_shares_stay_as_they_are(
     assert "multiples of 64, not 32" in refused(CASES["sorted inputs"], tp=4)
     sorted_down = Case("uint8", 512, (64,), group=64, order=True, split=True)
     assert "belong to no share" in refused(Shared(sorted_down, 1), tp=2)
+    one = pack_shares(spread(Shared(sorted_down, 1), make_mesh(data=2)), jnp.dtype("bfloat16"))
+    assert one.out_axes == (64,) and not one.cuts_inputs
     monkeypatch.setattr(packed_shares, "hardware", SimpleNamespace(require_hopper=lambda _: None))
     mesh = make_mesh(tp=4)
     packed_shares._packing.cache_clear()
