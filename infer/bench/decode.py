@@ -31,7 +31,6 @@ from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import as_options, counted, settled
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.cache import cache_bytes
-from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.longspec.load import LongSpecDraft
@@ -174,7 +173,7 @@ def describe(bench: Bench) -> dict[str, Any]:
     read -= _idle(config, model.params.target, setting.batch)
     seen = cache_bytes(config, setting.batch, setting.context + setting.new_tokens // 2)
     state = draft_state(model, bench.drafter, setting.batch, setting.capacity)
-    shards = RowShardings.beside(model.params.target, setting.batch).cache_shards
+    own = read // model.target.width_shares + seen // bench.shardings.cache_shards
     return {
         "shape": setting.shape,
         "context": setting.context,
@@ -192,7 +191,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "draft_bytes": tree_bytes(model.draft.own_params),
         "cache_bytes": cache_bytes(config, setting.batch, setting.capacity),
         "draft_state_bytes": tree_bytes(state),
-        "plain_step_bytes": read // model.target.width_shares + seen // shards,
+        "plain_step_bytes": own,
     }
 
 

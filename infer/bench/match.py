@@ -68,8 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
         announce(counted(len(arguments.drafter) * len(arguments.tree), "combination"))
     step("loading the target")
     mesh = make_mesh(**arguments.mesh) if arguments.mesh else None
-    kernels = {"same_bits": arguments.same_bits, "mesh": mesh}
-    spec = load(arguments.target, arguments.dtype, arguments.weights, **kernels)
+    stored = arguments.target, arguments.dtype, arguments.weights
+    spec = load(*stored, same_bits=arguments.same_bits, mesh=mesh)
     header = run_header(
         jax.devices()[0].device_kind,
         __doc__ or "",

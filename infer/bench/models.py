@@ -314,20 +314,18 @@ def _draw(init: Any, seed: int, weights: str = "whole", mesh: Mesh | None = None
     paths, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(init, jax.random.key(0)))
     leaves = []
     for number, (path, leaf) in enumerate(paths):
-        matrix = None
+        name, key = path_name(path), _key(seed, number)
+        drawn = None
         if weights != "whole":
-            matrix = quantised_leaf(path, leaf, _key(seed, number), weights, WEIGHT_SCALE)
-        if matrix is not None:
-            leaves.append(matrix)
-        elif path_name(path).endswith("scale"):
-            leaves.append(jnp.ones(leaf.shape, leaf.dtype))
-        else:
-            fill = _filler(leaf.shape, leaf.dtype.name, WEIGHT_SCALE)
-            leaves.append(fill(_key(seed, number)))
+            drawn = quantised_leaf(path, leaf, key, weights, WEIGHT_SCALE)
+        if drawn is None and name.endswith("scale"):
+            drawn = jnp.ones(leaf.shape, leaf.dtype)
+        elif drawn is None:
+            drawn = _filler(leaf.shape, leaf.dtype.name, WEIGHT_SCALE)(key)
         if mesh is not None:
-            place = param_shardings(mesh, {path_name(path): leaves[-1]})[path_name(path)]
-            leaves[-1] = jax.block_until_ready(jax.device_put(leaves[-1], place))
-        leaves[-1] = packed_params(leaves[-1], leaf.dtype)
+            placed = jax.device_put(drawn, param_shardings(mesh, {name: drawn})[name])
+            drawn = jax.block_until_ready(placed)
+        leaves.append(packed_params(drawn, leaf.dtype))
     return jax.tree.unflatten(tree, leaves)
 
 

@@ -276,13 +276,15 @@ class Bench:
     @classmethod
     def prepare(cls, setting: Setting, model: Model) -> "Bench":
         """Fill a cache."""
-        cache = filled_cache(model.config, setting.batch, setting.capacity)
-        places = cls._shardings(setting, model)
-        return cls(setting, model, jax.device_put(cache, cache.shardings(places.cache)))
+        bench = cls(setting, model, filled_cache(model.config, setting.batch, setting.capacity))
+        places = bench.cache.shardings(bench.shardings.cache)
+        bench.cache = jax.device_put(bench.cache, places)
+        return bench
 
-    @staticmethod
-    def _shardings(setting: Setting, model: Model) -> RowShardings:
-        return RowShardings.beside(model.params.target, setting.batch)
+    @property
+    def shardings(self) -> RowShardings:
+        """How the rows lie beside the target's parameters."""
+        return RowShardings.beside(self.model.params.target, self.setting.batch)
 
     @functools.cached_property
     def drafter(self) -> Any:
@@ -294,7 +296,7 @@ class Bench:
         setting = self.setting
         draft = draft_state(self.model, drafter, setting.batch, setting.capacity)
         rows = rows_at(self.cache, draft, setting.batch, setting.context, setting.new_tokens)
-        return jax.device_put(rows, rows.shardings(self._shardings(setting, self.model)))
+        return jax.device_put(rows, rows.shardings(self.shardings))
 
     def loop(self, drafter: Any, edges: Edges | None = None) -> Callable[[], Any]:
         """What compiles a decode, for later: a program of edges, parameters and rows."""
