@@ -47,6 +47,8 @@ class Words(string.Formatter):
                 return ", ".join(f"`{name}={each}`" for name, each in (value or {}).items())
             case "mesh":
                 return ", ".join(f"`{axis}={size}`" for axis, size in value.items()) or "one GPU"
+            case "axes":
+                return f"`{value}`" if value else "one GPU"
         if value is None:
             raise KeyError(format_spec)
         match format_spec:
