@@ -7,7 +7,7 @@ it has none itself.
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +143,7 @@ class TableParams:
     """A draft's layers and its tables, of which some may be the target's."""
 
     layer: Any
-    """Parameters of the draft's module."""
+    """Parameters of :attr:`module`."""
     embedding: Leaf[Float[Array, "V D"]]
     """The embedding table."""
     head: Leaf[Float[Array, "v D"]] | QuantisedWeights
@@ -161,6 +161,8 @@ class TableParams:
     """Logits are divided by it, as the target's, where the draft stores no LM head."""
     logit_cap: float | None = struct.field(pytree_node=False, default=None)
     """Bounds logits softly after the division, likewise."""
+    module: ClassVar[Any] = None
+    """Class of the draft's module, which a configuration makes."""
 
     @property
     def int8(self) -> bool:
@@ -176,7 +178,12 @@ class TableParams:
         Raises:
           ValueError: if the draft is in 8 bits already.
         """
-        return dataclasses.replace(rounded_params(self, mesh), own_head=True)
+        if self.int8:
+            raise ValueError("the draft is in 8 bits already; call in_int8 once")
+        head: Any = self.head
+        parts = {"layer": rounded(self.layer), "head": QuantisedMatrix.rounded(head)}
+        laid_out = _laid_out(parts, self.embedding.dtype, mesh)
+        return dataclasses.replace(self, own_head=True, **laid_out)
 
     @property
     def own_params(self) -> Any:
@@ -194,6 +201,15 @@ class TableParams:
     def embedded(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
         return scaled(look_up(self.embedding, tokens), self.embedding_factor)
+
+    def _apply(self, config: Any, *args: Any, **options: Any) -> Any:
+        return self.module(config).apply({"params": self.layer}, *args, **options)
+
+    @classmethod
+    def beside(cls: type[P], target_params: Any, layer: Any) -> P:
+        """Parameters of a draft's module with the tables of their target."""
+        tables = target_params["embedding"], head_of(target_params)
+        return cls(layer, *tables, own_embedding=False, own_head=False)
 
     @classmethod
     def bound(
@@ -277,18 +293,6 @@ def stored_logits(table: Array | QuantisedWeights, hidden: Array) -> Array:
     if isinstance(table, QuantisedWeights):
         return quantised_matmul(hidden, table, dtype=jnp.float32)
     return head_logits(table, hidden)
-
-
-def rounded_params(params: Any, mesh: Mesh | None) -> Any:
-    """A draft's parameters with ``layer`` and ``head`` in 8 bits, on one device or a mesh.
-
-    Raises:
-      ValueError: if they have 8 bits already.
-    """
-    if params.int8:
-        raise ValueError("the draft is in 8 bits already; call in_int8 once")
-    parts = {"layer": rounded(params.layer), "head": QuantisedMatrix.rounded(params.head)}
-    return dataclasses.replace(params, **_laid_out(parts, params.embedding.dtype, mesh))
 
 
 def _laid_out(parts: dict[str, Any], dtype: Any, mesh: Mesh | None) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Needs, Params
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.load import EagleOptions, draft_table, load, save
-from longspec_jax.drafters.eagle.model import EagleConfig, EagleDrafter, EagleParams
+from longspec_jax.drafters.eagle.model import EagleConfig, EagleParams
+from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.registry import EAGLE
 from longspec_jax.loading import choose_drafts
 from longspec_jax.models.layers import rotary_frequencies
@@ -117,7 +118,7 @@ def chain_by_hand(
 
 
 @partial(jax.jit, static_argnums=0)
-def _chain(drafter: EagleDrafter, params: Params, text: Any, hidden: Any, following: Any) -> Any:
+def _chain(drafter: Eagle3Drafter, params: Params, text: Any, hidden: Any, following: Any) -> Any:
     """The logits of a chain behind a text that comes in two blocks."""
     rows, length = text.shape[0], text.shape[1] - 1
     state, zeros = drafter.begin(params, rows, 16), jnp.zeros(rows, int)
@@ -139,7 +140,7 @@ def test_chains_by_hand(name: str, tmp_path: Path) -> None:
     text = random.integers(0, CONFIG.vocab_size, (1, 9)).astype(np.int32)
     following = random.integers(0, CONFIG.vocab_size, (1, 3)).astype(np.int32)
     hidden = normal(8, 1, 8, CONFIG.model_width)
-    drafter = EagleDrafter(config, TreeConfig((1, 1, 1)))
+    drafter = Eagle3Drafter(config, TreeConfig((1, 1, 1)))
     found = _chain(drafter, Params(None, params), text, hidden, following)
     stored = published(params, config, tmp_path)
     expected = chain_by_hand(
@@ -153,7 +154,7 @@ def test_chains_by_hand(name: str, tmp_path: Path) -> None:
 
 def test_what_it_needs() -> None:
     """The oldest entry of a window has the hidden state of the token before it."""
-    drafter, hidden = EagleDrafter(DRAFT, window=6), (CONFIG.num_layers,)
+    drafter, hidden = Eagle3Drafter(DRAFT, window=6), (CONFIG.num_layers,)
     assert drafter.needs == Needs(hidden=hidden, recent=7)
     assert replace(drafter, sinks=2).needs == Needs(hidden=hidden, recent=7, first=3)
 

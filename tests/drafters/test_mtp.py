@@ -17,8 +17,9 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.mtp.load import MIMO, SPECULATORS, Dialect, MtpDraft, load, save
-from longspec_jax.drafters.mtp.model import MtpConfig, MtpDrafter, MtpParams
+from longspec_jax.drafters.eagle3.load import Eagle3Draft
+from longspec_jax.drafters.mtp.load import MIMO, SPECULATORS, Dialect, load, save
+from longspec_jax.drafters.mtp.model import MtpConfig, MtpParams
 from longspec_jax.drafters.registry import MTP, SMALL_LM
 from longspec_jax.loading import choose_drafts
 from longspec_jax.weights.hf import load_target, save_target
@@ -62,16 +63,16 @@ def config_for(target: TargetConfig, dialect: Dialect) -> MtpConfig:
     )
 
 
-def random_draft(name: str, model: Any) -> MtpDraft:
+def random_draft(name: str, model: Any) -> Eagle3Draft:
     """Random parameters, in which every tensor matters."""
     dialect = DIALECTS[name]
     config = config_for(TARGETS[name], dialect)
     layer = random_tree(dialect.table(config), config.dtype, 6)
     params = MtpParams.bound(layer, config, TARGETS[name], model)
-    return MtpDraft(config, params, stored=dialect)
+    return Eagle3Draft(config, params, stored=dialect, name="mtp")
 
 
-def config_of(draft: MtpDraft) -> MtpConfig:
+def config_of(draft: Eagle3Draft) -> MtpConfig:
     """The configuration of a draft, whose declared type is that of all EAGLE drafts."""
     config: Any = draft.config
     return config
@@ -181,7 +182,7 @@ def test_files_in_and_out(name: str, tmp_path: Path) -> None:
     [chosen] = choose_drafts([tmp_path / "one"], {"window": 64})
     assert chosen.kind is MTP
     found = load(tmp_path / "one", target)
-    assert found.config == draft.config and isinstance(found.drafter(TreeConfig()), MtpDrafter)
+    assert found.config == draft.config and found.drafter(TreeConfig()).name == found.name == "mtp"
     jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
     save(tmp_path / "two", found, target)
     assert_same_files(tmp_path / "one", tmp_path / "two")

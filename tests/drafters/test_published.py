@@ -14,10 +14,9 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.eagle import load as eagle
-from longspec_jax.drafters.eagle.model import EagleDrafter
+from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.medusa import load as medusa
 from longspec_jax.drafters.medusa.drafter import MedusaConfig
-from longspec_jax.drafters.mtp.model import MtpDrafter
 from longspec_jax.drafters.parallel.model import ParallelParams
 from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.suffix import SuffixDrafter
@@ -70,7 +69,7 @@ def texts_of(rows: list[np.ndarray]) -> list[list[int]]:
 
 def test_eagle_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     """With a window that wraps, and sinks."""
-    drafter = EagleDrafter(test_eagle.DRAFT, TREE, window=6, sinks=2)
+    drafter = Eagle3Drafter(test_eagle.DRAFT, TREE, window=6, sinks=2)
     decoded(drafter, test_eagle.random_params(test_eagle.DRAFT), plain)
 
 
@@ -79,7 +78,7 @@ def test_an_mtp_layer_changes_no_token(name: str, plain: list[list[np.ndarray]])
     """With a window that wraps, and sinks; and over all entries."""
     draft = test_mtp.DRAFTS[name]
     window: dict[str, int] = {"window": 6, "sinks": 2} if name == "mimo" else {}
-    drafter = MtpDrafter(test_mtp.config_of(draft), TREE, **window)
+    drafter = Eagle3Drafter(draft.config, TREE, **window)
     # Another model of the same shape, whose tables these are not.
     decoded(drafter, replace(draft.params, embedding=MODEL["embedding"]), plain)
 

@@ -85,6 +85,7 @@ class DFlashLayers(nn.Module):
 class DFlashParams(BlockParams):
     """The draft's layers, its heads, and its tables, of which some may be the target's."""
 
+    module = DFlashLayers
     confidence: Any = None
     """``kernel [1, C]`` and ``bias [1]`` of the confidence head; None without one."""
 
@@ -117,10 +118,6 @@ class DFlashParams(BlockParams):
         joint = jnp.concatenate(parts, axis=-1).astype(jnp.float32)
         kernel, bias = (self.confidence[name].astype(jnp.float32) for name in ("kernel", "bias"))
         return jax.nn.log_sigmoid((joint * kernel).sum(axis=-1) + bias)
-
-    def _apply(self, config: DFlashConfig, *args: Any, **options: Any) -> Any:
-        layers: Any = DFlashLayers(config)
-        return layers.apply({"params": self.layer}, *args, **options)
 
 
 def markov_step(

@@ -4,17 +4,15 @@
 and hidden state has one. What is stored in which shape says the rest.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
 from longspec_jax.config.layers import Rotary, YarnRopeScaling
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle.model import EagleConfig, EagleDrafter, EagleParams
+from longspec_jax.drafters.eagle.model import EagleConfig, EagleParams
 from longspec_jax.drafters.eagle3.dialects import AUTHORS_BASE, FIRST_LAYER, USUAL_POSITIONS
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, bound
 from longspec_jax.drafters.vocabulary import without_prefix
@@ -56,7 +54,7 @@ _EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
 
 @dataclass(frozen=True)
 class EagleOptions(Eagle3Options):
-    """Options of an EAGLE-1 or 2 draft; none changes a token."""
+    """Options of an EAGLE-1 or 2 draft, or of an MTP layer; none changes a token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,18 +65,6 @@ class EagleOptions(Eagle3Options):
             )
 
 
-@dataclass(frozen=True, eq=False)
-class EagleDraft(Eagle3Draft):
-    """A draft layer, the tables it shares with its target, and what it sees of a text."""
-
-    name: str = field(default="eagle", init=False)
-
-    def drafter(self, tree: TreeConfig, attention: str | None = None) -> EagleDrafter:
-        """The drafter that grows this tree."""
-        config: Any = self.config
-        return EagleDrafter(config, tree, attention, *self.seen, self.working)
-
-
 def load(
     source: str | Path,
     target: Target,
@@ -86,7 +72,7 @@ def load(
     *,
     mesh: Mesh | None = None,
     revision: str | None = None,
-) -> EagleDraft:
+) -> Eagle3Draft:
     """Load an EAGLE-1 or 2 draft.
 
     Raises:
@@ -101,7 +87,7 @@ def load(
         table = draft_table(config, embedding="embed_tokens.weight" in tensors)
         layer = folder.params(table, tensors, config.dtype)
     params = EagleParams.bound(layer, config, target.config, target.params)
-    return bound(EagleDraft, source, target, options, mesh, None, config, params)
+    return bound("eagle", source, target, options, mesh, config, params)
 
 
 def save(folder: str | Path, config: EagleConfig, params: EagleParams) -> None:

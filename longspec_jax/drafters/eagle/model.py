@@ -1,4 +1,4 @@
-"""The layer of EAGLE-1 and 2, and its drafter, which is EAGLE-3's with another layer.
+"""The layer of EAGLE-1 and 2; the drafter is EAGLE-3's.
 
 The target's hidden state of a token, behind the final norm, and the embedding of the token behind
 it are projected to one vector of the model's width. The layer reads it without a norm before its
@@ -11,8 +11,7 @@ all drafters here grow.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from flax import struct
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.model import Eagle3Params, LevelOutput
 from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU
@@ -111,13 +109,4 @@ class EagleLayer(nn.Module):
 class EagleParams(Eagle3Params):
     """The draft's layer and its tables; the LM head is the target's."""
 
-    def _apply(self, config: Any, *args: Any, **options: Any) -> Any:
-        layer: Any = EagleLayer(config)
-        return layer.apply({"params": self.layer}, *args, **options)
-
-
-@dataclass(frozen=True)
-class EagleDrafter(Eagle3Drafter):
-    """Proposes trees by beam search over the draft's cumulative log-probability."""
-
-    name: str = field(default="eagle", init=False)
+    module = EagleLayer

@@ -11,7 +11,7 @@ first few beside it (:mod:`longspec_jax.drafters.window`), in constant memory. O
 may read what the target attends to (:mod:`longspec_jax.drafters.retrieval.working_cache`).
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -59,7 +59,8 @@ class Eagle3Drafter(Drafter):
     """First entries that it sees as well, where there is a window."""
     working: WorkingCache | None = None
     """What it reads of all entries, where there is no window; all of them if absent."""
-    name: str = field(default="eagle3", init=False)
+    name: str = "eagle3"
+    """Or ``eagle`` or ``mtp``, by the layer that the parameters bring."""
 
     def __post_init__(self) -> None:
         self.seen.checked()

@@ -3,14 +3,14 @@
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
-from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft
+from longspec_jax.drafters.eagle3.checkpoint import load_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.model import Eagle3Params
@@ -76,11 +76,12 @@ class Eagle3Draft(Draft):
     config: Eagle3Config
     params: Eagle3Params = field(repr=False)
     seen: Seen = Seen(None, 0)
-    stored: Format | None = None
+    stored: Any = None
     """How it was stored, for :func:`longspec_jax.drafters.eagle3.checkpoint.save_draft`."""
     working: WorkingCache | None = None
     """What it reads of all entries; all of them if absent."""
-    name: str = field(default="eagle3", init=False)
+    name: str = "eagle3"
+    """Or ``eagle`` or ``mtp``, which bring another layer."""
 
     @property
     def default_trees(self) -> DefaultTrees:
@@ -95,7 +96,7 @@ class Eagle3Draft(Draft):
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Eagle3Drafter:
         """The drafter that grows this tree."""
-        return Eagle3Drafter(self.config, tree, attention, *self.seen, self.working)
+        return Eagle3Drafter(self.config, tree, attention, *self.seen, self.working, name=self.name)
 
 
 def load(
@@ -122,33 +123,30 @@ def load(
         mesh=mesh,
         revision=revision,
     )
-    return bound(Eagle3Draft, source, target, options, mesh, stored, config, params)
-
-
-D = TypeVar("D", bound=Eagle3Draft)
+    return bound("eagle3", source, target, options, mesh, config, params, stored)
 
 
 def bound(
-    kind: type[D],
+    name: str,
     source: str | Path,
     target: Target,
     options: Eagle3Options,
     mesh: Mesh | None,
-    stored: Any,
     config: Eagle3Config,
     params: Eagle3Params,
-) -> D:
+    stored: Any = None,
+) -> Eagle3Draft:
     """A draft with its options applied; says which tokens it sees where nobody named them.
 
     Args:
-      kind: class of the draft.
+      name: of its kind.
       source: its folder or hub id, for the message.
       target: what it drafts for.
       options: its options.
       mesh: devices that it is spread over.
-      stored: how it was stored.
       config: its configuration.
       params: its parameters, not in 8 bits.
+      stored: how it was stored.
     """
     if options.yarn is not None:
         config = config.stretched(options.yarn)
@@ -163,4 +161,4 @@ def bound(
             stacklevel=3,
         )
     working = options.cache_options.working_cache(target.config)
-    return kind(config, params, reach, stored, working)
+    return Eagle3Draft(config, params, reach, stored, working, name)

@@ -10,7 +10,7 @@ one layer. So a prompt costs one matmul a token, and a window of the last entrie
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -133,6 +133,8 @@ class Eagle3Layer(nn.Module):
 class Eagle3Params(TableParams):
     """The draft's layer and its tables, of which some may be the target's."""
 
+    module = Eagle3Layer
+
     def fused(self, config: Eagle3Config, hidden: Sequence[Array]) -> Array:
         """As of :meth:`Eagle3Layer.fused`."""
         return self._apply(config, hidden, method="fused")
@@ -154,7 +156,3 @@ class Eagle3Params(TableParams):
     ) -> LevelOutput:
         """The layer over tokens ``[B, T]``; arguments as of :class:`Eagle3Layer`."""
         return self._apply(config, self.embedded(tokens), feature, positions, attend)
-
-    def _apply(self, config: Eagle3Config, *args: Any, **options: Any) -> Any:
-        layer: Any = Eagle3Layer(config)
-        return layer.apply({"params": self.layer}, *args, **options)

@@ -7,20 +7,18 @@ norm. Self-attention comes first, so its keys and values depend on (token, posit
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from longspec_jax.axes import Array, Leaf
+from longspec_jax.axes import Array
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.tables import rounded_params, stored_logits
+from longspec_jax.drafters.tables import TableParams
 from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU, rotary_angles
-from longspec_jax.models.target import HEADS, head_of, scaled
-from longspec_jax.ops.embedding import look_up
+from longspec_jax.models.target import HEADS, scaled
 from longspec_jax.ops.layer import add, rotate, split_heads
 from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import with_sharding
@@ -101,22 +99,10 @@ class LongSpecLayer(nn.Module):
 
 
 @struct.dataclass
-class LongSpecParams:
+class LongSpecParams(TableParams):
     """The draft's own parameters and the two tables it shares with the target."""
 
-    layer: Any
-    """Parameters of :class:`LongSpecLayer`."""
-    embedding: Leaf[Float[Array, "V D"]]
-    """The target's embedding table."""
-    head: Leaf[Float[Array, "v D"]] | QuantisedWeights
-    """The target's LM head, the embedding itself where they are tied, or rows of it."""
-    vocabulary: Leaf[Int[Array, " v"]] | None = None
-    """Tokens that can be proposed, ``head`` being their rows; all of them if absent."""
-
-    @classmethod
-    def beside(cls, target_params: Any, layer: Any) -> "LongSpecParams":
-        """A layer with the tables of its target's parameters."""
-        return cls(layer, target_params["embedding"], head_of(target_params))
+    module = LongSpecLayer
 
     def restricted(self, vocabulary: Int[Array, " v"]) -> "LongSpecParams":
         """Propose only these tokens, the most frequent ones: a cheaper LM head at every level.
@@ -127,20 +113,7 @@ class LongSpecParams:
         if isinstance(self.head, QuantisedWeights):
             raise ValueError("the draft is in 8 bits already; restrict it before in_int8")
         rows = jnp.take(self.head, vocabulary, axis=0)
-        return dataclasses.replace(self, head=rows, vocabulary=vocabulary)
-
-    def in_int8(self, mesh: Mesh | None = None) -> "LongSpecParams":
-        """Copies of the layer's matmuls and of the head in 8 bits; the target keeps its own.
-
-        Half the bytes at every level. Each row of the head is rounded by itself.
-
-        Args:
-          mesh: what they are spread over; one device if absent.
-
-        Raises:
-          ValueError: if the draft is in 8 bits already.
-        """
-        return rounded_params(self, mesh)
+        return dataclasses.replace(self, head=rows, vocabulary=vocabulary, own_head=True)
 
     @property
     def proposable(self) -> int:
@@ -148,24 +121,11 @@ class LongSpecParams:
         head = self.head
         return head.out_axes[0] if isinstance(head, QuantisedWeights) else head.shape[0]
 
-    @property
-    def int8(self) -> bool:
-        """Whether this is the result of :meth:`in_int8`."""
-        return isinstance(self.head, QuantisedWeights)
-
-    def logits(self, hidden: Array) -> Array:
-        """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
-        return stored_logits(self.head, hidden)
-
     def keys_values(
         self, config: DraftConfig, tokens: Array, positions: Array
     ) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens ``[B, T]`` at positions ``[B, T]``."""
-        layer: Any = LongSpecLayer(config)
-        embedded = look_up(self.embedding, tokens)
-        return layer.apply(
-            {"params": self.layer}, embedded, positions, method=LongSpecLayer.keys_values
-        )
+        return self._apply(config, self.embedded(tokens), positions, method="keys_values")
 
     def hidden(
         self,
@@ -176,17 +136,8 @@ class LongSpecParams:
         attend_cross: Callable[[Array], Array],
     ) -> Array:
         """What the LM head reads of tokens ``[B, T]``, ``[B, T, D]``."""
-        layer: Any = LongSpecLayer(config)
-        embedded = look_up(self.embedding, tokens)
-        params = {"params": self.layer}
-        return layer.apply(params, embedded, positions, attend_self, attend_cross).hidden
-
-    @property
-    def own_params(self) -> Any:
-        """Those not shared with the target: the layer, and the rows of a reduced or int8 head."""
-        if self.vocabulary is None and not self.int8:
-            return self.layer
-        return self.layer, self.head, self.vocabulary
+        embedded = self.embedded(tokens)
+        return self._apply(config, embedded, positions, attend_self, attend_cross).hidden
 
 
 def _angles(config: DraftConfig, positions: Array) -> tuple[Array, Array]:

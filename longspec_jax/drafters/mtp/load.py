@@ -6,7 +6,7 @@ that may have been published without (FastMTP). Others are refused with the reas
 have experts, or a gate beside their attention, as their targets do.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ from jax.sharding import Mesh
 
 from longspec_jax.config.layers import LayerConfig
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle.load import EagleDraft, EagleOptions
-from longspec_jax.drafters.eagle3.load import bound
-from longspec_jax.drafters.mtp.model import MtpConfig, MtpDrafter, MtpParams
+from longspec_jax.drafters.eagle.load import EagleOptions
+from longspec_jax.drafters.eagle3.load import Eagle3Draft, bound
+from longspec_jax.drafters.mtp.model import MtpConfig, MtpParams
 from longspec_jax.drafters.vocabulary import DROPPED
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
@@ -84,33 +83,14 @@ MIMO = Dialect("model.mtp_layers.0.", beside_target=True, hidden_first=True)
 SPECULATORS = Dialect("mtp_layers.0.", beside_target=False, hidden_first=False)
 
 
-@dataclass(frozen=True)
-class MtpOptions(EagleOptions):
-    """Options of an MTP layer, those of EAGLE-1; none changes a token."""
-
-
-@dataclass(frozen=True, eq=False)
-class MtpDraft(EagleDraft):
-    """An MTP layer, the tables it shares with its target, and what it sees of a text."""
-
-    stored: Any = None
-    """The :class:`Dialect` that it was stored in."""
-    name: str = field(default="mtp", init=False)
-
-    def drafter(self, tree: TreeConfig, attention: str | None = None) -> MtpDrafter:
-        """The drafter that grows this tree."""
-        config: Any = self.config
-        return MtpDrafter(config, tree, attention, *self.seen, self.working)
-
-
 def load(
     source: str | Path,
     target: Target,
-    options: MtpOptions = MtpOptions(),
+    options: EagleOptions = EagleOptions(),  # noqa: B008 - frozen.
     *,
     mesh: Mesh | None = None,
     revision: str | None = None,
-) -> MtpDraft:
+) -> Eagle3Draft:
     """Load an MTP layer, from the folder of its target or from one of its own.
 
     Raises:
@@ -128,10 +108,10 @@ def load(
             tensors = {name: each for name, each in tensors.items() if ".mtp_layers." in name}
         layer = folder.params(dialect.table(config), tensors, config.dtype)
     params = MtpParams.bound(layer, config, target.config, target.params)
-    return bound(MtpDraft, source, target, options, mesh, dialect, config, params)
+    return bound("mtp", source, target, options, mesh, config, params, dialect)
 
 
-def save(folder: str | Path, draft: MtpDraft, target: Target) -> None:
+def save(folder: str | Path, draft: Eagle3Draft, target: Target) -> None:
     """Save an MTP layer as published: MiMo's with its target, speculators' alone.
 
     Args:

@@ -1,4 +1,4 @@
-"""The layer of multi-token prediction (MTP), and its drafter, which is EAGLE's with another layer.
+"""The layer of multi-token prediction (MTP); the drafter is EAGLE-3's.
 
 The target's hidden state of a token, behind the final norm, and the embedding of the token behind
 it are normed, each by itself, and projected to one vector of the model's width. A layer like the
@@ -7,7 +7,7 @@ section 2.2; arXiv 2509.18362). The normed output stands in for the hidden state
 target knows, so one layer serves all levels of a tree.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from longspec_jax.axes import Array
-from longspec_jax.drafters.eagle.model import EagleConfig, EagleDrafter, EagleLayer, EagleParams
+from longspec_jax.drafters.eagle.model import EagleConfig, EagleLayer, EagleParams
 from longspec_jax.models.layers import RMSNorm
 from longspec_jax.models.target import HEADS
 from longspec_jax.ops.layer import split_heads
@@ -65,13 +65,4 @@ class MtpLayer(EagleLayer):
 class MtpParams(EagleParams):
     """The layer and the target's tables."""
 
-    def _apply(self, config: Any, *args: Any, **options: Any) -> Any:
-        layer: Any = MtpLayer(config)
-        return layer.apply({"params": self.layer}, *args, **options)
-
-
-@dataclass(frozen=True)
-class MtpDrafter(EagleDrafter):
-    """Proposes trees by beam search over the layer's cumulative log-probability."""
-
-    name: str = field(default="mtp", init=False)
+    module = MtpLayer

@@ -27,7 +27,7 @@ from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.tables import BlockParams, stored_logits
 from longspec_jax.drafters.window import Rows
 from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm
-from longspec_jax.models.target import head_of, scaled
+from longspec_jax.models.target import scaled
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.partitioned import with_sharding
 
@@ -89,13 +89,14 @@ class ParallelLayers(nn.Module):
 class ParallelParams(BlockParams):
     """The draft's own parameters and the two tables it shares with the target."""
 
+    module = ParallelLayers
+
     @classmethod
-    def beside(cls, target_params: Any, params: Any) -> "ParallelParams":
+    def beside(cls, target_params: Any, layer: Any) -> "ParallelParams":
         """Loaded or trained parameters with the tables of their target."""
-        layer = {**params}
+        layer = {**layer}
         markov = layer.pop("markov", None)
-        tables = target_params["embedding"], head_of(target_params)
-        return cls(layer, *tables, own_embedding=False, own_head=False, markov=markov)
+        return dataclasses.replace(super().beside(target_params, layer), markov=markov)
 
     def keys_values(self, config: ParallelConfig, tokens: Array, positions: Array) -> Rows:
         """As of :meth:`ParallelLayers.keys_values`, of tokens ``[B, T]``."""
@@ -118,7 +119,3 @@ class ParallelParams(BlockParams):
         """What the Markov head adds to the logits behind these tokens, float32."""
         before = look_up(self.markov["embedding"], tokens)
         return stored_logits(self.markov["head"], before)
-
-    def _apply(self, config: ParallelConfig, *args: Any, **options: Any) -> Any:
-        layers: Any = ParallelLayers(config)
-        return layers.apply({"params": self.layer}, *args, **options)
