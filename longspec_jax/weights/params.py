@@ -184,14 +184,12 @@ def write_model(
     dtype: str,
     raw: dict[str, Any],
     more: Mapping[str, np.ndarray] = {},
-    file: str = "model.safetensors",
 ) -> None:
     """Write a model folder, replacing the weights it may hold.
 
     Args:
       raw: the ``config.json``.
       more: tensors that are no parameters, by their stored names.
-      file: what the weights are called.
 
     Raises:
       ValueError: if the parameters are not those of the table, or are not finite.
@@ -203,7 +201,7 @@ def write_model(
             stale.unlink()
     tensors = {name: t for leaf in table.leaves for name, t in _stored(leaf, found[leaf.path])}
     tensors |= {name: np.zeros(shape, jnp.dtype(dtype)) for name, shape in table.dead.items()}
-    save_file(tensors | dict(more), folder / file, metadata={"format": "pt"})
+    save_file(tensors | dict(more), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 

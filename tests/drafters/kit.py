@@ -1,6 +1,7 @@
 """What tests of drafts share: random parameters, stored files, chains that go a given way."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from longspec_jax.drafters.base import Committed, Features, Params, SamplingNoise
 from longspec_jax.sharding import partition_spec, path_name
@@ -28,6 +29,71 @@ def random_tree(table: Table, dtype: str, seed: int = 3, width: float = 0.2) -> 
     return unflatten_dict(drawn, sep="/")
 
 
+def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int = 6) -> dict[str, np.ndarray]:
+    """Random tensors of stored names and shapes, float32; weights of norms are near 1."""
+    random, tensors = np.random.default_rng(seed), {}
+    for name, shape in shapes.items():
+        normal = random.normal(size=shape)
+        values = 1 + 0.3 * normal if name.endswith("norm.weight") else 0.2 * normal
+        tensors[name] = values.astype(np.float32)
+    return tensors
+
+
+def llama_layer(config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """A draft's layer as published: names and shapes, and keys of ``config.json``."""
+    width, mlp, head = config.model_width, config.mlp_width, config.head_width
+    heads, groups = config.num_heads * head, config.num_kv_heads * head
+    rows: dict[str, int] = {"q": heads, "k": groups, "v": groups}
+    shapes: dict[str, tuple[int, ...]] = {
+        **{f"self_attn.{part}_proj.weight": (size, width) for part, size in rows.items()},
+        **{f"self_attn.{part}_proj.bias": (rows[part],) for part in "qkv" * config.qkv_bias},
+        **{f"self_attn.{part}_norm.weight": (head,) for part in "qk" * config.qk_norm},
+        "self_attn.o_proj.weight": (width, heads),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (mlp, width),
+        "mlp.up_proj.weight": (mlp, width),
+        "mlp.down_proj.weight": (width, mlp),
+    }
+    keys = {
+        "head_dim": head,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "max_position_embeddings": config.max_positions,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+    }
+    return shapes, keys
+
+
+def publish(
+    folder: Path,
+    tensors: Mapping[str, np.ndarray],
+    raw: Mapping[str, Any],
+    file: str = "model.safetensors",
+) -> None:
+    """Write a draft's tensors and ``config.json``; those of a model in the folder stay beside."""
+    folder.mkdir(exist_ok=True)
+    config, weights = folder / "config.json", folder / file
+    keys = json.loads(config.read_text()) if config.exists() else {}
+    others = load_file(weights) if weights.exists() else {}
+    config.write_text(json.dumps({**keys, **raw}))
+    save_file({**others, **tensors}, weights)
+
+
+def assert_holds(params: Any, tensors: Mapping[str, np.ndarray]) -> None:
+    """Parameters are the stored numbers, all of them and no others, in whatever layout."""
+    ours, stored = (
+        np.sort(np.concatenate([np.ravel(each) for each in parts]))
+        for parts in (jax.tree.leaves(params), tensors.values())
+    )
+    np.testing.assert_array_equal(ours, stored)
+
+
 def edit(folder: Path, **changes: Any) -> Path:
     """Change keys of a ``config.json``, or take them away by None; returns the folder."""
     file = folder / "config.json"
@@ -36,9 +102,9 @@ def edit(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def assert_same_tensors(one: Path, two: Path, file: str = "model.safetensors") -> None:
+def assert_same_tensors(one: Path, two: Path) -> None:
     """Two folders hold the same tensors."""
-    first, second = load_file(one / file), load_file(two / file)
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, two))
     assert first.keys() == second.keys()
     for name in first:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)

@@ -1,4 +1,4 @@
-"""EAGLE-1 and 2: the layer by hand, and the published files."""
+"""EAGLE-1 and 2: the layer by hand, of files as they are published."""
 
 import re
 from dataclasses import replace
@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from longspec_jax.config.layers import LinearRopeScaling, Rotary
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Needs, Params
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle.load import EagleOptions, draft_table, load, save
+from longspec_jax.drafters.eagle.load import EagleOptions, load
 from longspec_jax.drafters.eagle.model import EagleConfig, EagleParams
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.registry import EAGLE
@@ -25,7 +24,15 @@ from longspec_jax.models.layers import rotary_frequencies
 from longspec_jax.models.target import head_of
 from tests.decoding.lossless import CONFIG
 from tests.drafters.eagle3.toys import sizes_for
-from tests.drafters.kit import Given, assert_partitioned, assert_same_files, edit, random_tree
+from tests.drafters.kit import (
+    Given,
+    assert_holds,
+    assert_partitioned,
+    drawn,
+    edit,
+    llama_layer,
+    publish,
+)
 from tests.kit import normal, random_target, relative_error, view_of
 
 MODEL = random_target(CONFIG)
@@ -38,28 +45,42 @@ def config_for(target: Any, **fields: Any) -> EagleConfig:
     return EagleConfig(**sizes_for(target) | features | fields)
 
 
-def random_params(config: EagleConfig, target: Any = MODEL, own: bool = False) -> EagleParams:
-    """Random parameters, maybe with an embedding of their own."""
-    layer = random_tree(draft_table(config, embedding=own), config.dtype, 6)
-    return EagleParams.bound(layer, config, CONFIG, target)
-
-
 DRAFT = config_for(CONFIG)
-VARIANTS: dict[str, EagleConfig] = {
-    "usual": config_for(CONFIG, rope_scaling=LinearRopeScaling(2.0)),
-    "other biases": config_for(
-        CONFIG, fuse_bias=False, qkv_bias=True, num_kv_heads=4, rope_theta=5e5, norm_eps=1e-5
+VARIANTS: dict[str, tuple[EagleConfig, dict[str, Any]]] = {
+    "usual": (
+        config_for(CONFIG, rope_scaling=LinearRopeScaling(2.0)),
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "other biases": (
+        config_for(
+            CONFIG, fuse_bias=False, qkv_bias=True, num_kv_heads=4, rope_theta=5e5, norm_eps=1e-5
+        ),
+        {"rope_theta": 5e5},
     ),
 }
 
 
-def published(params: EagleParams, config: EagleConfig, folder: Path) -> dict[str, np.ndarray]:
-    """The stored tensors of a draft, in float64."""
-    save(folder, config, params)
-    stored = load_file(folder / "model.safetensors")
-    return {
-        name.removeprefix("layers.0."): value.astype(np.float64) for name, value in stored.items()
-    }
+def published(
+    folder: Path, config: EagleConfig = DRAFT, own: bool = False, **raw: Any
+) -> dict[str, np.ndarray]:
+    """A draft as the authors leave it, with random tensors, which are returned.
+
+    Args:
+      own: whether an embedding of its own is stored.
+      raw: other keys of ``config.json``.
+    """
+    width = config.model_width
+    layer, keys = llama_layer(config)
+    shapes = {f"layers.0.{name}": layer[name] for name in layer} | {"fc.weight": (width, 2 * width)}
+    if config.fuse_bias:
+        shapes["fc.bias"] = (width,)
+    if own:
+        shapes["embed_tokens.weight"] = (config.vocab_size, width)
+    keys |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    keys |= {"bias": config.fuse_bias, "torch_dtype": "float16"}
+    tensors = drawn(shapes)
+    publish(folder, tensors, keys | raw)
+    return tensors
 
 
 def chain_by_hand(
@@ -72,7 +93,7 @@ def chain_by_hand(
     """The logits of a chain behind a text, the whole sequence anew at every step.
 
     Args:
-      w: the stored tensors.
+      w: the stored tensors, without the prefix of the layer.
       config: the draft's.
       tokens: of the text and the pending one.
       hidden: the target's states at all but the pending one.
@@ -134,15 +155,16 @@ def _chain(drafter: Eagle3Drafter, params: Params, text: Any, hidden: Any, follo
 @pytest.mark.parametrize("name", VARIANTS)
 def test_chains_by_hand(name: str, tmp_path: Path) -> None:
     """From the stored tensors: layer, positions, and what is fed back; 8 bits compute nearly it."""
-    config = VARIANTS[name]
-    params = random_params(config)
+    config, raw = VARIANTS[name]
+    tensors = published(tmp_path, config, **raw)
+    params = load(tmp_path, TARGET).params
     random = np.random.default_rng(7)
     text = random.integers(0, CONFIG.vocab_size, (1, 9)).astype(np.int32)
     following = random.integers(0, CONFIG.vocab_size, (1, 3)).astype(np.int32)
     hidden = normal(8, 1, 8, CONFIG.model_width)
     drafter = Eagle3Drafter(config, TreeConfig((1, 1, 1)))
     found = _chain(drafter, Params(None, params), text, hidden, following)
-    stored = published(params, config, tmp_path)
+    stored = {name.removeprefix("layers.0."): t.astype(float) for name, t in tensors.items()}
     expected = chain_by_hand(
         stored, config, text[0].tolist(), np.asarray(hidden[0]), following[0, :2].tolist()
     )
@@ -161,41 +183,28 @@ def test_what_it_needs() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_files_in_and_out(name: str, own: bool, tmp_path: Path) -> None:
-    config = VARIANTS[name]
-    params = random_params(config, own=own)
-    save(tmp_path / "one", config, params)
-    [chosen] = choose_drafts([tmp_path / "one"], {"window": 64})
+def test_files_as_published(name: str, own: bool, tmp_path: Path) -> None:
+    config, raw = VARIANTS[name]
+    tensors = published(tmp_path, config, own, **raw)
+    [chosen] = choose_drafts([tmp_path], {"window": 64})
     assert chosen.kind is EAGLE
-    draft = load(tmp_path / "one", TARGET)
-    read = load(tmp_path / "one", TARGET, EagleOptions(working=1024)).drafter(PLAIN)
+    draft = load(tmp_path, TARGET)
+    read = load(tmp_path, TARGET, EagleOptions(working=1024)).drafter(PLAIN)
     assert read.working is not None and read.working.budget.slots == 1024
     assert draft.config == config and draft.name == draft.drafter(PLAIN).name == "eagle"
-    jax.tree.map(np.testing.assert_array_equal, draft.params, params)
+    table = tensors.pop("embed_tokens.weight") if own else MODEL["embedding"]
+    np.testing.assert_array_equal(draft.params.embedding, table)
+    assert draft.params.own_embedding == own and draft.params.head is head_of(MODEL)
+    assert_holds(draft.params.layer, tensors)
     assert isinstance(draft.params, EagleParams) and isinstance(draft.config, EagleConfig)
-    save(tmp_path / "two", draft.config, draft.params)
-    assert_same_files(tmp_path / "one", tmp_path / "two")
     assert_partitioned(draft.params.in_int8().layer)
 
 
 def test_files_as_the_authors_leave_them(tmp_path: Path) -> None:
-    """Their names and shapes, the target's own embedding stored again, and pickles."""
+    """Pickles, and the target's own embedding stored again."""
     torch = pytest.importorskip("torch", reason="writes the pickles of the authors")
-    params = random_params(DRAFT)
-    save(tmp_path, DRAFT, params)
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert {name: tensor.shape for name, tensor in tensors.items()} == {
-        "fc.weight": (36, 72),
-        "fc.bias": (36,),
-        "layers.0.post_attention_layernorm.weight": (36,),
-        "layers.0.self_attn.q_proj.weight": (32, 36),
-        "layers.0.self_attn.k_proj.weight": (16, 36),
-        "layers.0.self_attn.v_proj.weight": (16, 36),
-        "layers.0.self_attn.o_proj.weight": (36, 32),
-        "layers.0.mlp.gate_proj.weight": (29, 36),
-        "layers.0.mlp.up_proj.weight": (29, 36),
-        "layers.0.mlp.down_proj.weight": (36, 29),
-    }
+    tensors = published(tmp_path)
+    params = load(tmp_path, TARGET).params
     tensors["embed_tokens.weight"] = np.array(MODEL["embedding"])
     (tmp_path / "model.safetensors").unlink()
     state = {name: torch.from_numpy(value) for name, value in tensors.items()}
@@ -218,21 +227,16 @@ def test_files_as_the_authors_leave_them(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    save(tmp_path, DRAFT, random_params(DRAFT))
-    edit(tmp_path, **changes)
+    published(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(words)):
         load(tmp_path, TARGET)
 
 
 def test_what_is_no_eagle_draft(tmp_path: Path) -> None:
     """A norm before the layer is another network; and no layers can be named."""
-    save(tmp_path, DRAFT, random_params(DRAFT))
-    file = tmp_path / "model.safetensors"
-    extra = {"layers.0.input_layernorm.weight": np.ones(36, np.float32)}
-    save_file(load_file(file) | extra, file)
+    published(tmp_path)
+    publish(tmp_path, {"layers.0.input_layernorm.weight": np.ones(36, np.float32)}, {})
     with pytest.raises(ValueError, match="unexpected layers.0.input_layernorm.weight"):
         load(tmp_path, TARGET)
     with pytest.raises(ValueError, match="reads the last hidden state; leave layers out"):
         EagleOptions(layers="1,2")
-    with pytest.raises(ValueError, match="in 8 bits"):
-        save(tmp_path, DRAFT, random_params(DRAFT).in_int8())

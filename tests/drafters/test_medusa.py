@@ -17,12 +17,12 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.medusa.drafter import MedusaConfig, MedusaDrafter, MedusaParams
-from longspec_jax.drafters.medusa.load import AUTHORS, VLLM, MedusaDraft, load, save
+from longspec_jax.drafters.medusa.load import AUTHORS, MedusaDraft, load
 from longspec_jax.drafters.registry import MEDUSA
 from longspec_jax.loading import choose_drafts
 from longspec_jax.models import target as models
 from tests.decoding.lossless import CONFIG
-from tests.drafters.kit import assert_partitioned, assert_same_tensors, edit
+from tests.drafters.kit import assert_partitioned, edit, publish
 from tests.kit import greedy_beliefs, random_target, view_of
 
 MODEL = random_target(CONFIG)
@@ -39,8 +39,7 @@ def random_heads(config: MedusaConfig, target: Any = MODEL, known: Any = None) -
     table = np.asarray(models.head_of(target))
     tokens = None if known is None else jax.numpy.asarray(known, "int32")
     table = table if known is None else table[known]
-    stored = VLLM if known is not None or not config.bias else AUTHORS
-    for leaf in stored.heads_table(config).leaves:
+    for leaf in AUTHORS.heads_table(config).leaves:
         head, rest = leaf.path.split("/", 1)
         values = 0.1 * random.normal(size=leaf.shape)
         values = values + table if rest == "head" else values
@@ -50,7 +49,42 @@ def random_heads(config: MedusaConfig, target: Any = MODEL, known: Any = None) -
             inner = inner.setdefault(part, {})
         inner[last] = jax.numpy.asarray(values, config.dtype)
     shared = models.head_of(target) if known is None else jax.numpy.asarray(table)
-    return MedusaDraft(config, MedusaParams(params, shared, tokens), stored)
+    return MedusaDraft(config, MedusaParams(params, shared, tokens))
+
+
+def published(folder: Path, draft: MedusaDraft) -> Path:
+    """Heads as the authors leave them, or as vLLM asks for them where they have no biases."""
+    config, tensors, of_vllm = draft.config, {}, not draft.config.bias
+    for head in range(config.heads):
+        own: Any = jax.tree.map(np.array, draft.params.heads[f"heads_{head}"])
+        for block in range(config.blocks):
+            linear = own[f"block_{block}"]
+            name = f"blocks.{head}.layers.{block}" if of_vllm else f"{head}.{block}.linear"
+            tensors[f"{name}.weight"] = linear["kernel"].T.copy()
+            if config.bias:
+                tensors[f"{name}.bias"] = linear["bias"]
+        if config.own_tables:
+            name = f"lm_heads.{head}" if of_vllm else f"{head}.{config.blocks}"
+            tensors[f"{name}.weight"] = own["head"]
+    if not of_vllm:
+        raw = {"medusa_num_heads": config.heads, "medusa_num_layers": config.blocks}
+        publish(folder, tensors, raw, "medusa_lm_head.safetensors")
+        return folder
+    raw: dict[str, Any] = {
+        "architectures": ["MedusaModel"],
+        "hidden_size": config.model_width,
+        "medusa_fc_bias": False,
+        "model_type": "medusa",
+        "num_heads": config.heads,
+        "num_hidden_layers": config.blocks,
+        "original_lm_head": not config.own_tables,
+        "vocab_size": config.vocab_size,
+    }
+    if draft.params.vocabulary is not None:
+        tensors["token_map"] = np.array(draft.params.vocabulary, np.int64)
+        raw["truncated_vocab_size"] = len(tensors["token_map"])
+    publish(folder, tensors, raw)
+    return folder
 
 
 KNOWN = np.random.default_rng(1).permutation(CONFIG.vocab_size)[:60]
@@ -104,56 +138,31 @@ def test_heads_and_trees_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_files_in_and_out(name: str, tmp_path: Path) -> None:
+def test_files_of_the_authors(name: str, tmp_path: Path) -> None:
     draft = DRAFTS[name]
-    save(tmp_path / "one", draft)
-    names = {
-        f"{head}.{block}.linear.{part}"
-        for head in range(3)
-        for block in range(draft.config.blocks)
-        for part in ("weight", "bias")
-    }
-    names |= {f"{head}.1.weight" for head in range(3)} if draft.config.own_tables else set()
-    stored = load_file(tmp_path / "one" / "medusa_lm_head.safetensors")
-    assert stored.keys() == names
-    block = draft.params.heads["heads_1"]["block_0"]["kernel"]
-    np.testing.assert_array_equal(stored["1.0.linear.weight"], np.asarray(block).T)
-    [chosen] = choose_drafts([tmp_path / "one"], {})
+    [chosen] = choose_drafts([published(tmp_path, draft)], {})
     assert chosen.kind is MEDUSA
-    found = load(tmp_path / "one", TARGET)
+    found = load(tmp_path, TARGET)
     assert found.config == draft.config
     jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
-    save(tmp_path / "two", found)
-    assert_same_tensors(tmp_path / "one", tmp_path / "two", "medusa_lm_head.safetensors")
     assert_partitioned(found.params.heads)
 
 
 @pytest.mark.parametrize("name", OF_VLLM)
-def test_files_of_vllm_in_and_out(name: str, tmp_path: Path) -> None:
+def test_files_of_vllm(name: str, tmp_path: Path) -> None:
     """Called as its loader asks for them; the target's LM head may be stored with them."""
     draft = OF_VLLM[name]
-    save(tmp_path / "one", draft)
-    file = tmp_path / "one" / "model.safetensors"
-    stored = load_file(file)
-    names = {f"blocks.{head}.layers.{block}.weight" for head in range(2) for block in range(2)}
-    names |= set() if name == "original" else {f"lm_heads.{head}.weight" for head in range(2)}
-    assert stored.keys() == names | ({"token_map"} if name != "whole" else set())
-    kernel = draft.params.heads["heads_1"]["block_0"]["kernel"]
-    np.testing.assert_array_equal(stored["blocks.1.layers.0.weight"], np.asarray(kernel).T)
+    published(tmp_path, draft)
     if name == "original":
-        save_file(stored | {"lm_heads.0.weight": np.array(MODEL["head"])}, file)
-    [chosen] = choose_drafts([tmp_path / "one"], {})
+        publish(tmp_path, {"lm_heads.0.weight": np.array(MODEL["head"])}, {})
+    [chosen] = choose_drafts([tmp_path], {})
     assert chosen.kind is MEDUSA
-    found = load(tmp_path / "one", TARGET)
-    assert (found.config, found.stored) == (draft.config, VLLM)
+    found = load(tmp_path, TARGET)
+    assert found.config == draft.config
     jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
-    save(tmp_path / "two", found)
-    again = load_file(tmp_path / "two" / "model.safetensors")
-    assert again.keys() == stored.keys()
-    assert all(np.array_equal(again[each], stored[each]) for each in stored)
-    edit(tmp_path / "one", logit_scale=0.5)
+    edit(tmp_path, logit_scale=0.5)
     with pytest.raises(ValueError, match="logit_scale=0.5 is not supported"):
-        load(tmp_path / "one", TARGET)
+        load(tmp_path, TARGET)
 
 
 def _edited(folder: Path, change: Callable[[dict[str, np.ndarray]], Any], **raw: Any) -> Path:
@@ -171,7 +180,7 @@ def _prefixed(tensors: dict[str, np.ndarray]) -> None:
 
 def test_files_as_they_are_published(tmp_path: Path) -> None:
     """More heads than the file names, names of a whole model, and pickles."""
-    save(tmp_path, DRAFTS["own"])
+    published(tmp_path, DRAFTS["own"])
     _edited(tmp_path, _prefixed, medusa_num_heads=2, base_model_name_or_path="a/b", version="2")
     assert load(tmp_path, TARGET).config == OWN
     torch = pytest.importorskip("torch", reason="writes the pickles of the authors")
@@ -194,13 +203,13 @@ def test_files_as_they_are_published(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(change: Any, raw: dict[str, Any], words: str, tmp_path: Path) -> None:
-    save(tmp_path, DRAFTS["own"])
+    published(tmp_path, DRAFTS["own"])
     with pytest.raises(ValueError, match=re.escape(words)):
         load(_edited(tmp_path, change, **raw), TARGET)
 
 
 def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, DRAFTS["own"])
+    published(tmp_path, DRAFTS["own"])
     for field, size, words in (
         ("model_width", 40, "target of hidden_size=36, the target has hidden_size=40"),
         ("vocab_size", 103, "target of vocab_size=101, the target has vocab_size=103"),

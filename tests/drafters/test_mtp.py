@@ -1,4 +1,4 @@
-"""MTP layers: chains equal PyTorch's layers, and the published files."""
+"""MTP layers: chains equal PyTorch's layers, of files as they are published."""
 
 import json
 import re
@@ -12,19 +12,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax import LongSpec
-from longspec_jax.config.layers import YarnRopeScaling
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle3.load import Eagle3Draft
-from longspec_jax.drafters.mtp.load import MIMO, SPECULATORS, Dialect, load, save
+from longspec_jax.drafters.mtp.load import load
 from longspec_jax.drafters.mtp.model import MtpConfig, MtpParams
 from longspec_jax.drafters.registry import MTP, SMALL_LM
 from longspec_jax.loading import choose_drafts
 from longspec_jax.weights.hf import load_target, save_target
 from tests.decoding.lossless import CONFIG
-from tests.drafters.kit import assert_partitioned, assert_same_files, edit, random_tree
+from tests.drafters.kit import assert_holds, assert_partitioned, drawn, llama_layer, publish
 from tests.drafters.test_eagle import _chain
 from tests.kit import normal, random_target, relative_error
 
@@ -34,13 +32,13 @@ TARGETS: dict[str, TargetConfig] = {
     "mimo": replace(CONFIG, architecture="MiMoForCausalLM", qkv_bias=True),
     "speculators": replace(CONFIG, rope_theta=5e5),
 }
-DIALECTS: dict[str, Dialect] = {"mimo": MIMO, "speculators": SPECULATORS}
+PREFIXES = {"mimo": "model.mtp_layers.0.", "speculators": "mtp_layers.0."}
 CLASSES = {"mimo": ("Qwen2", "qwen2"), "speculators": ("Qwen3", "qwen3")}
 
 
-def config_for(target: TargetConfig, dialect: Dialect) -> MtpConfig:
+def config_for(name: str) -> MtpConfig:
     """A layer as wide as the target's; alone it has another MLP and norms of heads."""
-    alone = not dialect.beside_target
+    target, alone = TARGETS[name], name == "speculators"
     return MtpConfig(
         model_width=target.model_width,
         target_width=target.model_width,
@@ -59,28 +57,39 @@ def config_for(target: TargetConfig, dialect: Dialect) -> MtpConfig:
         qk_norm=alone,
         normed_head=False,
         fuse_bias=False,
-        hidden_first=dialect.hidden_first,
+        hidden_first=not alone,
     )
-
-
-def random_draft(name: str, model: Any) -> Eagle3Draft:
-    """Random parameters, in which every tensor matters."""
-    dialect = DIALECTS[name]
-    config = config_for(TARGETS[name], dialect)
-    layer = random_tree(dialect.table(config), config.dtype, 6)
-    params = MtpParams.bound(layer, config, TARGETS[name], model)
-    return Eagle3Draft(config, params, stored=dialect, name="mtp")
-
-
-def config_of(draft: Eagle3Draft) -> MtpConfig:
-    """The configuration of a draft, whose declared type is that of all EAGLE drafts."""
-    config: Any = draft.config
-    return config
 
 
 MODELS = {name: random_target(target) for name, target in TARGETS.items()}
 GIVEN = {name: Target(TARGETS[name], MODELS[name]) for name in TARGETS}
-DRAFTS = {name: random_draft(name, MODELS[name]) for name in TARGETS}
+
+
+def published(folder: Path, name: str, **raw: Any) -> dict[str, np.ndarray]:
+    """A layer as its trainers leave it, MiMo's with its target; returns its random tensors.
+
+    Args:
+      raw: other keys of ``config.json``.
+    """
+    config = config_for(name)
+    shapes, layer = llama_layer(config)
+    for kind in ("token", "hidden", "final", "input"):
+        shapes[f"{kind}_layernorm.weight"] = (config.model_width,)
+    shapes["input_proj.weight"] = config.model_width, 2 * config.model_width
+    keys: dict[str, Any] = {"num_nextn_predict_layers": 1}
+    if name == "mimo":
+        save_target(folder, TARGETS[name], MODELS[name])
+    else:
+        keys |= {
+            "architectures": ["MTPDraftModel"],
+            "speculators_config": {"algorithm": "mtp", "proposal_methods": []},
+            "speculators_model_type": "mtp",
+            "torch_dtype": "float32",
+            "transformer_layer_config": layer | {"model_type": "qwen3", "rope_theta": 5e5},
+        }
+    tensors = drawn({f"{PREFIXES[name]}{each}": shape for each, shape in shapes.items()})
+    publish(folder, tensors, keys | raw)
+    return tensors
 
 
 class Oracle(torch.nn.Module):
@@ -124,31 +133,30 @@ class Oracle(torch.nn.Module):
         x = self.layer(x, attention_mask=mask, position_embeddings=angles)
         return self.final_layernorm(x[0] if isinstance(x, tuple) else x)
 
-    def read(self, folder: Path, prefix: str) -> None:
+    def read(self, tensors: dict[str, np.ndarray], prefix: str) -> None:
         """Take the stored tensors; every one of them, and no other."""
         own = "token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj"
         state = {}
-        for stored, value in load_file(folder / "model.safetensors").items():
-            if stored.startswith(prefix):
-                name = stored.removeprefix(prefix)
-                name = name if name.startswith(own) else f"layer.{name}"
-                state[name] = torch.from_numpy(value)
+        for stored, value in tensors.items():
+            name = stored.removeprefix(prefix)
+            name = name if name.startswith(own) else f"layer.{name}"
+            state[name] = torch.from_numpy(value)
         self.load_state_dict(state)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_chains_equal_pytorch(name: str, tmp_path: Path) -> None:
     """Of the stored tensors: order of the projection, norms, positions, what is fed back."""
-    draft, config = DRAFTS[name], TARGETS[name]
-    save(tmp_path, draft, GIVEN[name])
+    config, tensors = TARGETS[name], published(tmp_path, name)
+    draft = load(tmp_path, GIVEN[name])
     random = np.random.default_rng(7)
     text, following = (random.integers(0, config.vocab_size, (1, n)) for n in (9, 3))
     hidden = normal(8, 1, 8, config.model_width)
     drafter: Any = draft.drafter(TreeConfig((1, 1, 1)))
     given = text.astype(np.int32), hidden, following.astype(np.int32)
     found = _chain(drafter, Params(None, draft.params), *given)
-    oracle: Any = Oracle(name, config_of(draft))
-    oracle.read(tmp_path, DIALECTS[name].prefix)
+    oracle: Any = Oracle(name, config_for(name))
+    oracle.read(tensors, PREFIXES[name])
     table, head = (torch.from_numpy(np.array(MODELS[name][each])) for each in ("embedding", "head"))
     features, behind = torch.from_numpy(np.array(hidden)), [*text[0, 1:]]
     with torch.no_grad():
@@ -161,41 +169,24 @@ def test_chains_equal_pytorch(name: str, tmp_path: Path) -> None:
     assert 0 < relative_error(rounded[0], found[0]) < 0.1
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-def test_files_in_and_out(name: str, tmp_path: Path) -> None:
-    """Called as published; MiMo's lie among the target's, which loads without them."""
-    draft, target = DRAFTS[name], GIVEN[name]
-    save(tmp_path / "one", draft, target)
-    stored = load_file(tmp_path / "one" / "model.safetensors")
-    prefix, width = DIALECTS[name].prefix, draft.config.model_width
-    own = {each for each in stored if each.startswith(prefix)}
-    norms = {"q_norm.weight", "k_norm.weight"} if name == "speculators" else set()
-    biases = set() if name == "speculators" else {f"{each}_proj.bias" for each in "qkv"}
-    assert {each.removeprefix(prefix) for each in own} == {
-        *(f"{kind}_layernorm.weight" for kind in ("token", "hidden", "final", "input")),
-        *("post_attention_layernorm.weight", "input_proj.weight"),
-        *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
-        *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
-        *(f"self_attn.{each}" for each in norms | biases),
-    }
-    assert stored[f"{prefix}input_proj.weight"].shape == (width, 2 * width)
-    [chosen] = choose_drafts([tmp_path / "one"], {"window": 64})
+@pytest.mark.parametrize("name", TARGETS)
+def test_files_as_published(name: str, tmp_path: Path) -> None:
+    """MiMo's lie among the target's, which loads without them."""
+    tensors = published(tmp_path, name)
+    [chosen] = choose_drafts([tmp_path], {"window": 64})
     assert chosen.kind is MTP
-    found = load(tmp_path / "one", target)
-    assert found.config == draft.config and found.drafter(TreeConfig()).name == found.name == "mtp"
-    jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
-    save(tmp_path / "two", found, target)
-    assert_same_files(tmp_path / "one", tmp_path / "two")
+    found = load(tmp_path, GIVEN[name])
+    assert found.config == config_for(name) and isinstance(found.params, MtpParams)
+    assert found.drafter(TreeConfig()).name == found.name == "mtp"
+    assert_holds(found.params.layer, tensors)
+    assert found.params.embedding is MODELS[name]["embedding"]
     assert_partitioned(found.params.in_int8().layer)
-    with pytest.raises(ValueError, match="in 8 bits"):
-        save(tmp_path / "two", replace(found, params=found.params.in_int8()), target)
 
 
 def test_target_and_draft_are_one_folder(tmp_path: Path) -> None:
     """And a MiMo without its MTP layer still is a small model for another target."""
-    save(tmp_path / "both", DRAFTS["mimo"], GIVEN["mimo"])
-    published = {"auto_map": {"AutoModel": "modeling_mimo.Model"}, "use_sliding_window": False}
-    edit(tmp_path / "both", **published)
+    code = {"AutoModel": "modeling_mimo.Model"}
+    published(tmp_path / "both", "mimo", auto_map=code, use_sliding_window=False)
     spec = LongSpec.from_pretrained(tmp_path / "both", tmp_path / "both", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, spec.target_params, MODELS["mimo"])
     assert spec.target_config == TARGETS["mimo"] and [each.name for each in spec.drafts] == ["mtp"]
@@ -217,9 +208,9 @@ def test_a_mimo_is_a_qwen2_of_other_name(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, params, MODELS["mimo"])
 
 
-def _edited(folder: Path, raw: dict[str, Any], renamed: tuple[str, str] = ("", "")) -> Path:
-    """The folder with other keys, and other beginnings of names."""
-    (old, new), weights = renamed, edit(folder, **raw) / "model.safetensors"
+def _renamed(folder: Path, old: str, new: str) -> Path:
+    """The folder with other beginnings of names."""
+    weights = folder / "model.safetensors"
     tensors = load_file(weights)
     save_file({re.sub(f"^{old}", new, name): value for name, value in tensors.items()}, weights)
     return folder
@@ -227,19 +218,24 @@ def _edited(folder: Path, raw: dict[str, Any], renamed: tuple[str, str] = ("", "
 
 NOT_COMPUTED = "has experts or a gate beside its attention"
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, str], str]] = {
-    "Qwen3-Next": ("mimo", {}, (re.escape(MIMO.prefix), "mtp."), NOT_COMPUTED),
+    "Qwen3-Next": ("mimo", {}, (re.escape(PREFIXES["mimo"]), "mtp."), NOT_COMPUTED),
     "GLM-4.5": (
-        *("mimo", {}, (re.escape(f"{MIMO.prefix}input_proj"), "model.layers.4.eh_proj")),
+        *("mimo", {}, (re.escape(f"{PREFIXES['mimo']}input_proj"), "model.layers.4.eh_proj")),
         NOT_COMPUTED,
     ),
-    "published without": ("mimo", {}, (re.escape(MIMO.prefix), "model.layers.9."), "no MTP layer"),
+    "published without": (
+        "mimo",
+        {},
+        (re.escape(PREFIXES["mimo"]), "model.layers.9."),
+        "no MTP layer",
+    ),
     "two layers": ("mimo", {"num_nextn_predict_layers": 2}, ("", ""), "one layer for all levels"),
     "another class": (
         *("speculators", {"transformer_layer_config": {"model_type": "qwen3_next"}}, ("", "")),
         "only 'qwen3'",
     ),
     "an own embedding": (
-        *("mimo", {}, (re.escape(f"{MIMO.prefix}token_"), f"{MIMO.prefix}other_")),
+        *("mimo", {}, (re.escape(f"{PREFIXES['mimo']}token_"), f"{PREFIXES['mimo']}other_")),
         "missing model.mtp_layers.0.token_layernorm.weight",
     ),
     "a window": (
@@ -254,21 +250,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, str], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case: str, tmp_path: Path) -> None:
     name, raw, renamed, words = REFUSED[case]
-    save(tmp_path, DRAFTS[name], GIVEN[name])
+    published(tmp_path, name, **raw)
     with pytest.raises(ValueError, match=re.escape(words)):
-        load(_edited(tmp_path, raw, renamed), GIVEN[name])
+        load(_renamed(tmp_path, *renamed), GIVEN[name])
 
 
 def test_layers_of_another_target_are_refused(tmp_path: Path) -> None:
-    draft, target = DRAFTS["speculators"], GIVEN["speculators"]
-    save(tmp_path, draft, target)
+    target = GIVEN["speculators"]
+    published(tmp_path, "speculators")
     for changed, words in (
         ({"model_width": 40}, "target of hidden_size=36, the target has hidden_size=40"),
         ({"vocab_size": 103}, "target of vocab_size=101, the target has vocab_size=103"),
     ):
         with pytest.raises(ValueError, match=words):
             load(tmp_path, Target(replace(target.config, **changed), target.params))
-    yarn = YarnRopeScaling.usual(2.0, 64)
-    stretched = replace(DRAFTS["mimo"], config=replace(DRAFTS["mimo"].config, rope_scaling=yarn))
-    with pytest.raises(ValueError, match="differs from its target's in rope_scaling"):
-        save(tmp_path, stretched, GIVEN["mimo"])

@@ -14,12 +14,12 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.eagle import load as eagle
-from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
-from longspec_jax.drafters.medusa import load as medusa
 from longspec_jax.drafters.medusa.drafter import MedusaConfig
+from longspec_jax.drafters.mtp import load as mtp
 from longspec_jax.drafters.parallel.model import ParallelParams
 from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.suffix import SuffixDrafter
+from longspec_jax.drafters.tokenswift import load as tokenswift
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.selection.blocks import BlockBudget
@@ -67,20 +67,24 @@ def texts_of(rows: list[np.ndarray]) -> list[list[int]]:
     return [[*prompt[:length], *row[:-1]] for prompt, length, row in starts]
 
 
-def test_eagle_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+def test_eagle_changes_no_token(plain: list[list[np.ndarray]], tmp_path: Path) -> None:
     """With a window that wraps, and sinks."""
-    drafter = Eagle3Drafter(test_eagle.DRAFT, TREE, window=6, sinks=2)
-    decoded(drafter, test_eagle.random_params(test_eagle.DRAFT), plain)
+    test_eagle.published(tmp_path)
+    draft = eagle.load(tmp_path, test_eagle.TARGET, eagle.EagleOptions(window=6, sinks=2))
+    decoded(draft.drafter(TREE), draft.params, plain)
 
 
-@pytest.mark.parametrize("name", test_mtp.DRAFTS)
-def test_an_mtp_layer_changes_no_token(name: str, plain: list[list[np.ndarray]]) -> None:
+@pytest.mark.parametrize("name", test_mtp.TARGETS)
+def test_an_mtp_layer_changes_no_token(
+    name: str, plain: list[list[np.ndarray]], tmp_path: Path
+) -> None:
     """With a window that wraps, and sinks; and over all entries."""
-    draft = test_mtp.DRAFTS[name]
-    window: dict[str, int] = {"window": 6, "sinks": 2} if name == "mimo" else {}
-    drafter = Eagle3Drafter(draft.config, TREE, **window)
+    test_mtp.published(tmp_path, name)
+    window = eagle.EagleOptions(window=6, sinks=2)
+    options = window if name == "mimo" else eagle.EagleOptions()
+    draft = mtp.load(tmp_path, test_mtp.GIVEN[name], options)
     # Another model of the same shape, whose tables these are not.
-    decoded(drafter, replace(draft.params, embedding=MODEL["embedding"]), plain)
+    decoded(draft.drafter(TREE), replace(draft.params, embedding=MODEL["embedding"]), plain)
 
 
 def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
@@ -123,11 +127,12 @@ def test_medusa_heads_of_some_tokens_change_no_token(plain: list[list[np.ndarray
     decoded(draft.drafter(TreeConfig((4, 5), budget=9)), draft.params, plain)
 
 
-def test_tokenswift_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+def test_tokenswift_changes_no_token(plain: list[list[np.ndarray]], tmp_path: Path) -> None:
     """Where its forward sees the whole cache, the first level is what the target draws."""
-    whole = Quest(CONFIG, BlockBudget(64, 4, 8, 4))
-    drafter = replace(test_tokenswift.DRAFT.drafter(TREE), selector=whole)
-    rows, state = decoded(drafter, test_tokenswift.DRAFT.params, plain)
+    test_tokenswift.published(tmp_path)
+    draft = tokenswift.load(tmp_path, test_tokenswift.TARGET)
+    drafter = replace(draft.drafter(TREE), selector=Quest(CONFIG, BlockBudget(64, 4, 8, 4)))
+    rows, state = decoded(drafter, draft.params, plain)
     assert int(state.record.histogram[:, 0].sum()) <= 3, "rounds that a budget cut"
     for kept, text in zip(np.asarray(state.rows.draft.row.tokens), texts_of(rows), strict=True):
         np.testing.assert_array_equal(kept[: len(text)], text)
@@ -153,11 +158,10 @@ def test_suffix_decoding_changes_no_token(plain: list[list[np.ndarray]]) -> None
 def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     target, _ = save_toy(tmp_path)
     config, params = toy_spec().target_config, toy_spec().target_params
-    draft = test_eagle.config_for(config)
-    eagle.save(tmp_path / "eagle", draft, test_eagle.random_params(draft, params))
+    test_eagle.published(tmp_path / "eagle", test_eagle.config_for(config))
     sizes = config.model_width, config.vocab_size, config.num_layers
     heads = MedusaConfig(2, 1, *sizes, own_tables=False, dtype="float32")
-    medusa.save(tmp_path / "medusa", test_medusa.random_heads(heads, params))
+    test_medusa.published(tmp_path / "medusa", test_medusa.random_heads(heads, params))
     drafts = [tmp_path / "eagle", tmp_path / "medusa", "suffix"]
     found = LongSpec.from_pretrained(target, drafts).drafts
     assert [each.name for each in found] == ["eagle", "medusa", "suffix"]

@@ -1,16 +1,13 @@
 """TokenSwift's heads: their arithmetic, and the published files."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
@@ -18,7 +15,6 @@ from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.tokenswift.drafter import (
     TokenSwiftConfig,
-    TokenSwiftParams,
     continuations,
     followers,
     reused,
@@ -26,15 +22,13 @@ from longspec_jax.drafters.tokenswift.drafter import (
 from longspec_jax.drafters.tokenswift.load import (
     TokenSwiftDraft,
     TokenSwiftOptions,
-    heads_table,
     load,
-    save,
 )
 from longspec_jax.drafters.tree import Tree
-from longspec_jax.models.target import head_of
 from longspec_jax.ops.selection.blocks import BlockBudget
+from longspec_jax.weights.hf import save_target
 from tests.decoding.lossless import CONFIG
-from tests.drafters.kit import assert_partitioned, assert_same_tensors, random_tree
+from tests.drafters.kit import assert_holds, assert_partitioned, drawn, edit, publish
 from tests.kit import random_target
 
 MODEL = random_target(CONFIG)
@@ -44,14 +38,24 @@ HEADS = TokenSwiftConfig(
 )
 
 
-HEAD_PARAMS = TokenSwiftParams(random_tree(heads_table(HEADS), "float32", 9), head_of(MODEL))
-DRAFT = TokenSwiftDraft(HEADS, HEAD_PARAMS, CONFIG)
+def published(folder: Path) -> dict[str, np.ndarray]:
+    """A target with random heads among its tensors, which are returned."""
+    width, shapes = CONFIG.model_width, {}
+    for head in range(HEADS.heads):
+        name = f"model.medusa_layers.{head}"
+        shapes[f"{name}.linear.weight"] = width, width
+        shapes[f"{name}.input_layernorm.weight"] = (width,)
+        shapes[f"{name}.post_layernorm.weight"] = (width,)
+    tensors = drawn(shapes, seed=9)
+    save_target(folder, CONFIG, MODEL)
+    publish(folder, tensors, {"medusa_heads": HEADS.heads})
+    return tensors
 
 
 def test_heads_by_hand(tmp_path: Path) -> None:
     """From the stored tensors: a chain of linear maps, each behind a norm and before another."""
-    save(tmp_path, DRAFT, TARGET)
-    stored = load_file(tmp_path / "model.safetensors")
+    stored, table = published(tmp_path), np.asarray(MODEL["head"], np.float64)
+    params = load(tmp_path, TARGET).params
     hidden = np.random.default_rng(10).normal(size=(2, CONFIG.model_width)).astype(np.float32)
     stream, expected = hidden.astype(np.float64), []
 
@@ -62,8 +66,8 @@ def test_heads_by_hand(tmp_path: Path) -> None:
     for head in range(3):
         linear = stored[f"model.medusa_layers.{head}.linear.weight"].astype(np.float64)
         stream = stream + normed(stream, "input") @ linear.T
-        expected.append(normed(stream, "post") @ stored["lm_head.weight"].T)
-    found = jax.jit(partial(DRAFT.params.logits, HEADS, heads=3))(hidden)
+        expected.append(normed(stream, "post") @ table.T)
+    found = jax.jit(partial(params.logits, HEADS, heads=3))(hidden)
     np.testing.assert_allclose(found, np.stack(expected, 1), atol=2e-4)
 
 
@@ -104,26 +108,21 @@ def test_what_followed_a_path_by_search() -> None:
 
 
 def test_target_and_draft_are_one_folder(tmp_path: Path) -> None:
-    """It loads as either, and its heads come out as they went in."""
-    save(tmp_path / "one", DRAFT, TARGET)
-    options = {"context": 1024}
-    spec = LongSpec.from_pretrained(
-        tmp_path / "one", tmp_path / "one", dtype="float32", draft_options=options
-    )
+    """It loads as either."""
+    tensors, options = published(tmp_path), {"context": 1024}
+    spec = LongSpec.from_pretrained(tmp_path, tmp_path, dtype="float32", draft_options=options)
     jax.tree.map(np.testing.assert_array_equal, spec.target_params, MODEL)
     [draft] = spec.drafts
     assert isinstance(draft, TokenSwiftDraft) and draft.config == HEADS
-    jax.tree.map(np.testing.assert_array_equal, draft.params, DRAFT.params)
+    assert_holds(draft.params.heads, tensors)
     selector = Quest(spec.target_config, BlockBudget(1024))
     assert draft.drafter(PLAIN).selector == selector and draft.drafter(PLAIN).needs.keys
     assert {tree.num_levels for tree in draft.default_trees.large} == {4}
-    save(tmp_path / "two", draft, Target(spec.target_config, spec.target_params))
-    assert_same_tensors(tmp_path / "one", tmp_path / "two")
     assert_partitioned(draft.params.heads)
 
 
 def test_refusals(tmp_path: Path) -> None:
-    save(tmp_path, DRAFT, TARGET)
+    published(tmp_path)
     for field, size, words in (
         ("model_width", 40, "target of hidden_size=36, the target has hidden_size=40"),
         ("vocab_size", 103, "target of vocab_size=101, the target has vocab_size=103"),
@@ -131,17 +130,13 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             load(tmp_path, Target(replace(CONFIG, **{field: size}), MODEL))
     with pytest.raises(ValueError, match="5 levels, and the draft has 3 heads"):
-        DRAFT.drafter(TreeConfig((1,) * 5))
+        load(tmp_path, TARGET).drafter(TreeConfig((1,) * 5))
     with pytest.raises(ValueError, match="context=100: 100 slots must be whole blocks of 32"):
         TokenSwiftOptions(100)
-    file = tmp_path / "config.json"
-    raw: dict[str, Any] = json.loads(file.read_text())
-    file.write_text(json.dumps(raw | {"medusa_heads": 4}))
+    edit(tmp_path, medusa_heads=4)
     with pytest.raises(ValueError, match=r"missing model.medusa_layers.3.input_layernorm.weight"):
         load(tmp_path, TARGET)
-    file.write_text(json.dumps(raw))
-    weights = tmp_path / "model.safetensors"
     extra = {"model.medusa_layers.0.linear.bias": np.ones(36, np.float32)}
-    save_file(load_file(weights) | extra, weights)
+    publish(tmp_path, extra, {"medusa_heads": 3})
     with pytest.raises(ValueError, match="unexpected model.medusa_layers.0.linear.bias"):
         load(tmp_path, TARGET)

@@ -1,4 +1,4 @@
-"""EAGLE-1 and 2 drafts as they are published, in and out, and the draft bound to its target.
+"""EAGLE-1 and 2 drafts as they are published, and the draft bound to its target.
 
 ``config.json`` is that of a Llama of one layer; ``bias`` tells whether the projection of embedding
 and hidden state has one. What is stored in which shape says the rest.
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from longspec_jax.config.layers import Rotary, YarnRopeScaling
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.model import EagleConfig, EagleParams
@@ -24,11 +23,9 @@ from longspec_jax.weights.hf_config import (
     check_refused,
     head_width,
     norm_eps,
-    raw_layer,
 )
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.params import write_model
-from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta
+from longspec_jax.weights.rope import rope_scaling, rope_theta
 from longspec_jax.weights.tables import (
     MLP,
     QKV_BIAS_PARTS,
@@ -90,36 +87,6 @@ def load(
     return bound("eagle", source, target, options, mesh, config, params)
 
 
-def save(folder: str | Path, config: EagleConfig, params: EagleParams) -> None:
-    """Save a draft as published, with its embedding where that is its own.
-
-    Args:
-      folder: made if absent; weights in it are replaced, other files stay.
-      config: the draft's configuration.
-      params: its parameters, of any sharding; not in 8 bits.
-
-    Raises:
-      ValueError: for parameters in 8 bits.
-    """
-    if params.int8:
-        raise ValueError("the draft is in 8 bits; load it with int8=False to save it")
-    stored = {"embedding": params.embedding} if params.own_embedding else {}
-    raw = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "num_hidden_layers": 1,
-        **raw_layer(config),
-        "max_position_embeddings": config.max_positions,
-        "bias": config.fuse_bias,
-        "qkv_bias": config.qkv_bias,
-        "torch_dtype": config.dtype,
-        **raw_rope(_unstretched(config), config.head_width),
-    }
-    table = draft_table(config, embedding=params.own_embedding)
-    write_model(Path(folder).expanduser(), table, params.layer | stored, config.dtype, raw)
-
-
 def draft_table(config: EagleConfig, *, embedding: bool) -> Table:
     """The tensors of a draft, maybe with an embedding of its own."""
     sizes = layer_sizes(config) | {"C": 2 * config.model_width, "V": config.vocab_size}
@@ -162,10 +129,3 @@ def _config(
         normed_head=False,
         fuse_bias="fc.bias" in tensors,
     )
-
-
-def _unstretched(config: EagleConfig) -> Rotary:
-    """The rotation that a file can hold."""
-    if not isinstance(config.rope_scaling, YarnRopeScaling):
-        return Rotary(config.rope_theta, config.rope_scaling)
-    raise ValueError("the draft's positions are stretched; load it without yarn= to save it")

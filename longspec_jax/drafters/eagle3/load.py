@@ -3,14 +3,13 @@
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
-from longspec_jax.drafters.eagle3.checkpoint import load_draft
+from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.model import Eagle3Params
@@ -76,7 +75,7 @@ class Eagle3Draft(Draft):
     config: Eagle3Config
     params: Eagle3Params = field(repr=False)
     seen: Seen = Seen(None, 0)
-    stored: Any = None
+    stored: Format | None = None
     """How it was stored, for :func:`longspec_jax.drafters.eagle3.checkpoint.save_draft`."""
     working: WorkingCache | None = None
     """What it reads of all entries; all of them if absent."""
@@ -134,7 +133,7 @@ def bound(
     mesh: Mesh | None,
     config: Eagle3Config,
     params: Eagle3Params,
-    stored: Any = None,
+    stored: Format | None = None,
 ) -> Eagle3Draft:
     """A draft with its options applied; says which tokens it sees where nobody named them.
 

@@ -1,4 +1,4 @@
-"""Medusa heads as they are published, in and out, and the draft bound to its target.
+"""Medusa heads as they are published, and the draft bound to its target.
 
 The authors' ``medusa_lm_head.safetensors`` or ``.pt`` has the tensors of all heads, by the number
 of the head and of the module in it: residual blocks, and behind them an LM head of its own where it
@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
@@ -34,7 +33,7 @@ from longspec_jax.weights.checkpoint import (
 )
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
-from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.params import load_params
 from longspec_jax.weights.tables import Rule, Table, bind, check_tensors
 
 _PREFIXES = "medusa_heads.", "medusa_head."
@@ -98,8 +97,6 @@ class MedusaDraft(Draft):
 
     config: MedusaConfig
     params: MedusaParams
-    stored: Dialect = AUTHORS
-    """How they are stored."""
     name: str = field(default="medusa", init=False)
 
     @property
@@ -154,29 +151,7 @@ def load(
     head = head_of(target.params)
     if tokens is not None:
         head = jnp.take(head, tokens, axis=0)
-    return MedusaDraft(config, MedusaParams(heads, head, tokens), dialect)
-
-
-def save(folder: str | Path, draft: MedusaDraft) -> None:
-    """Save Medusa heads as they were stored.
-
-    Args:
-      folder: made if absent; heads in it are replaced.
-      draft: the heads, of any sharding.
-    """
-    config, dialect = draft.config, draft.stored
-    raw: dict[str, Any] = {dialect.heads_key: config.heads, dialect.blocks_key: config.blocks}
-    more = {}
-    if dialect is VLLM:
-        raw |= {"architectures": ["MedusaModel"], "model_type": "medusa"}
-        raw |= {"hidden_size": config.model_width, "vocab_size": config.vocab_size}
-        raw |= {"medusa_fc_bias": config.bias, "original_lm_head": not config.own_tables}
-        if draft.params.vocabulary is not None:
-            more[TOKEN_MAP] = np.asarray(draft.params.vocabulary, np.int64)
-            raw["truncated_vocab_size"] = len(more[TOKEN_MAP])
-    where = Path(folder).expanduser()
-    table, heads = dialect.heads_table(config), draft.params.heads
-    write_model(where, table, heads, config.dtype, raw, more, file=dialect.files[0])
+    return MedusaDraft(config, MedusaParams(heads, head, tokens))
 
 
 def _renamed(tensors: Tensors) -> Tensors:

@@ -1,4 +1,4 @@
-"""MTP layers as they are published, in and out, and the draft bound to its target.
+"""MTP layers as they are published, and the draft bound to its target.
 
 Two families of files have a layer that is computed here. MiMo's lie among the target's own tensors,
 so target and draft are one folder. speculators' are a folder of their own, trained for a target
@@ -21,9 +21,8 @@ from longspec_jax.drafters.mtp.model import MtpConfig, MtpParams
 from longspec_jax.drafters.vocabulary import DROPPED
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
-from longspec_jax.weights.hf_config import hf_config, target_config
+from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.params import write_model
 from longspec_jax.weights.tables import (
     MLP,
     QKV_BIAS_PARTS,
@@ -32,7 +31,6 @@ from longspec_jax.weights.tables import (
     Table,
     bind,
     layer_sizes,
-    target_table,
 )
 
 LAYERS = "num_nextn_predict_layers"
@@ -108,51 +106,7 @@ def load(
             tensors = {name: each for name, each in tensors.items() if ".mtp_layers." in name}
         layer = folder.params(dialect.table(config), tensors, config.dtype)
     params = MtpParams.bound(layer, config, target.config, target.params)
-    return bound("mtp", source, target, options, mesh, config, params, dialect)
-
-
-def save(folder: str | Path, draft: Eagle3Draft, target: Target) -> None:
-    """Save an MTP layer as published: MiMo's with its target, speculators' alone.
-
-    Args:
-      folder: made if absent; weights in it are replaced, other files stay.
-      draft: the layer, of any sharding; not in 8 bits, its positions not stretched.
-      target: what it was trained for.
-
-    Raises:
-      ValueError: for parameters in 8 bits, or a layer whose positions no file describes.
-    """
-    if draft.params.int8:
-        raise ValueError("the draft is in 8 bits; load it with int8=False to save it")
-    config: Any = draft.config
-    dialect: Any = draft.stored
-    layer, table = _as_target(config, target.config, dialect), dialect.table(config)
-    if dialect.beside_target:
-        whole = target_table(target.config)
-        raw = hf_config(target.config) | {LAYERS: 1}
-        table, params = (
-            Table((*whole.leaves, *table.leaves), {}),
-            target.params | draft.params.layer,
-        )
-    else:
-        raw, params = _raw_speculators(layer), draft.params.layer
-    write_model(Path(folder).expanduser(), table, params, config.dtype, raw)
-
-
-def _as_target(config: MtpConfig, target: TargetConfig, dialect: Dialect) -> TargetConfig:
-    """The target whose file describes the layer; raises ValueError if there is none."""
-    fields = {name: getattr(config, name) for name in _COMMON}
-    if dialect.beside_target:
-        others = {name: value for name, value in fields.items() if getattr(target, name) != value}
-        if others:
-            raise ValueError(
-                f"the layer differs from its target's in {', '.join(others)}, and one file "
-                "describes both; load it without options to save it"
-            )
-        return target
-    return TargetConfig(
-        _SPECULATORS_LAYER, num_layers=target.num_layers, qk_norm=True, dtype=config.dtype, **fields
-    )
+    return bound("mtp", source, target, options, mesh, config, params)
 
 
 _COMMON = (
@@ -160,24 +114,6 @@ _COMMON = (
     *("max_positions", "rope_theta", "rope_scaling", "norm_eps", "qkv_bias"),
 )
 """Fields that an MTP layer has as a target has them."""
-
-
-def _raw_speculators(layer: TargetConfig) -> dict[str, Any]:
-    """The ``config.json`` of a folder of speculators."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
-    return {
-        "architectures": ["MTPDraftModel"],
-        "speculators_model_type": "mtp",
-        "speculators_config": {
-            "algorithm": "mtp",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": None, "architectures": []},
-        },
-        "transformer_layer_config": hf_config(layer),
-        LAYERS: 1,
-        "torch_dtype": layer.dtype,
-    }
 
 
 def _dialect_of(raw: JsonObject, tensors: Tensors) -> Dialect:

@@ -1,4 +1,4 @@
-"""TokenSwift's heads as they are published, in and out, and the draft bound to its target.
+"""TokenSwift's heads as they are published, and the draft bound to its target.
 
 They lie among the target's own tensors, as ``model.medusa_layers.{head}.*``, and ``medusa_heads``
 of the target's ``config.json`` counts them. So target and draft may be one folder.
@@ -22,9 +22,7 @@ from longspec_jax.drafters.tokenswift.drafter import (
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.weights.folder import open_folder
-from longspec_jax.weights.hf_config import hf_config
-from longspec_jax.weights.params import write_model
-from longspec_jax.weights.tables import Rule, Table, bind, target_table
+from longspec_jax.weights.tables import Rule, Table, bind
 
 _PREFIX = "model.medusa_layers."
 _HEAD = (
@@ -111,22 +109,6 @@ def load(
         params = folder.params(heads_table(config), tensors, config.dtype)
     bound = TokenSwiftParams(params, head_of(target.params))
     return TokenSwiftDraft(config, bound, target.config, options.context)
-
-
-def save(folder: str | Path, draft: TokenSwiftDraft, target: Target) -> None:
-    """Save a target with TokenSwift's heads among its tensors, as published.
-
-    Args:
-      folder: made if absent; weights in it are replaced, other files stay.
-      draft: the heads, of any sharding.
-      target: the model they are stored with.
-    """
-    own, config = heads_table(draft.config), target.config
-    whole = target_table(config)
-    raw = hf_config(config) | {"medusa_heads": draft.config.heads}
-    everything = {**target.params, **draft.params.heads}
-    table = Table((*whole.leaves, *own.leaves), {})
-    write_model(Path(folder).expanduser(), table, everything, config.dtype, raw)
 
 
 def heads_table(config: TokenSwiftConfig) -> Table:
