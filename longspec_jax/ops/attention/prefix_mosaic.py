@@ -35,6 +35,7 @@ from longspec_jax.ops.attention.prefix_programs import Memory, Operands
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.attention.widening import BLOCK, Ring
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
+from longspec_jax.ops.mosaic import swizzled
 
 _APART, _TOGETHER = ("k", "v"), ("kv",)
 """What each of the warpgroups widens that do: keys, values or both."""
@@ -152,20 +153,13 @@ def _refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) ->
 def _memory(work: Work, width: int, rows: int, dtype: Any, *, segmented: bool) -> dict[str, Any]:
     """Shared memory and barriers of a program: the fields of :class:`Memory`."""
     tile = work.tile
-    # By the types of newer jax these are abstract; they are not.
-    tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
-    swizzled = (tiling, plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-
-    def shared(*shape: int) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=swizzled)
-
     columns = width // work.parts
     copies = WARPGROUP_ROWS // SEGMENT if segmented else 1
     few = (tile.warpgroups, WARPGROUP_ROWS, columns) if rows < WARPGROUP_ROWS else (1, 1, 1)
     return dict(
-        q_smem=shared(tile.warpgroups, WARPGROUP_ROWS, width),
-        k_smem=shared(tile.stages, tile.slots, width),
-        v_smem=shared(tile.stages, tile.slots, columns),
+        q_smem=swizzled((tile.warpgroups, WARPGROUP_ROWS, width), dtype),
+        k_smem=swizzled((tile.stages, tile.slots, width), dtype),
+        v_smem=swizzled((tile.stages, tile.slots, columns), dtype),
         lse_smem=plgpu.SMEM((tile.warpgroups, WARPGROUP_ROWS), jnp.float32),
         out_smem=plgpu.SMEM(few, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=tile.warpgroups),
