@@ -56,7 +56,7 @@ def registers(tile: MosaicTile, *, narrow: bool) -> tuple[int, ...]:
         if tile.warpgroups == 1:
             return 232, 32, 120
         return (160, 24, 64) if widening_warpgroups(tile) == _APART else (216, 32, 48)
-    return {1: (), 2: (232, 40), 3: (160, 32)}[tile.warpgroups]
+    return () if tile.warpgroups == 1 else (232, 40)
 
 
 def split_attention(
@@ -175,8 +175,6 @@ def _memory(work: Work, width: int, rows: int, dtype: Any, *, segmented: bool) -
 def _narrow(work: Work) -> Work:
     """The work on a cache in 8 bits, with few places in 16 bits: what fills them is near."""
     tile = work.tile
-    if tile.warpgroups == 3:
-        raise NotImplementedError("of a cache in 8 bits, three warpgroups leave none to widen")
     stages = 3 if tile.slots == BLOCK and tile.warpgroups == 1 else 2
     return dataclasses.replace(work, tile=dataclasses.replace(tile, stages=stages))
 
