@@ -196,7 +196,8 @@ class TableParams:
 
     def logits(self, hidden: Array) -> Array:
         """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
-        return target_logits(self, stored_logits(self.head, hidden))
+        products = stored_logits(self.head, hidden)
+        return target_logits(products, self.logits_divisor, self.logit_cap)
 
     def embedded(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""

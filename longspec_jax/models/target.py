@@ -10,7 +10,7 @@ layer's. The recurrence of recurrent layers is the caller's, too.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -260,7 +260,7 @@ class Target(nn.Module):
         """Logits ``[..., V]`` of hidden states ``[..., D]``, float32."""
         table = self.embedding if self.config.tied_embeddings else self.head
         logits = head_matmul(hidden, table) if self.ordered else head_logits(table, hidden)
-        return target_logits(self.config, logits)
+        return target_logits(logits, self.config.logits_divisor, self.config.logit_cap)
 
     def initialize(self, tokens: Array) -> None:
         """Touch every parameter; the method ``init`` runs, since the passes above share them."""
@@ -286,24 +286,9 @@ def scaled(x: Array, factor: float) -> Array:
     return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-class LogitFactors(Protocol):
-    """What makes logits of the products of hidden states with an LM head."""
-
-    @property
-    def logits_divisor(self) -> float:
-        """As of :class:`TargetConfig`."""
-        ...
-
-    @property
-    def logit_cap(self) -> float | None:
-        """As of :class:`TargetConfig`."""
-        ...
-
-
-def target_logits(config: LogitFactors, products: Array) -> Array:
-    """A target's logits of the products of hidden states with its LM head."""
-    logits = products if config.logits_divisor == 1 else products / config.logits_divisor
-    return capped(logits, config.logit_cap)
+def target_logits(products: Array, divisor: float, cap: float | None) -> Array:
+    """Logits of the products of hidden states with an LM head: divided, and softly bounded."""
+    return capped(products if divisor == 1 else products / divisor, cap)
 
 
 def capped(logits: Array, cap: float | None) -> Array:

@@ -33,7 +33,8 @@ def test_tables_of_the_target_have_its_factors() -> None:
     assert relative_error(draft.embedded(TOKENS), embedded) < 1e-6
     expected = 0.5 * jnp.tanh(products(WEIGHTS["head"]) / 4 / 0.5)
     assert relative_error(draft.logits(HIDDEN), expected) < 1e-5
-    assert relative_error(target_logits(TARGET, products(WEIGHTS["head"])), expected) < 1e-6
+    found = target_logits(products(WEIGHTS["head"]), TARGET.logits_divisor, TARGET.logit_cap)
+    assert relative_error(found, expected) < 1e-6
     small = draft.in_int8()
     assert small.own_head and relative_error(small.logits(HIDDEN), expected) < 0.02
 

@@ -1,11 +1,23 @@
-"""Tiny random models of the families beyond Llama's, made by transformers."""
+"""Tiny random models of every family, made by transformers: the independent oracle."""
 
 from pathlib import Path
 from typing import Any
 
-from longspec_jax.weights.hf import load_target
-from tests.models.hf_models import torch, transformers
+import pytest
 
+from longspec_jax.weights.hf import load_target
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers' PyTorch models")
+transformers = pytest.importorskip("transformers", reason="the oracle is transformers' own models")
+
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+    rope_theta=5e5,
+)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e4)
 MULTIPLIERS = dict(
     embedding_multiplier=12.0,
@@ -16,6 +28,27 @@ MULTIPLIERS = dict(
 _MIXED = ("full", "sliding")
 _WINDOW = dict(sliding_window=7, head_dim=16)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-linear": (
+        "Llama",
+        dict(
+            num_key_value_heads=4,
+            rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4),
+        ),
+    ),
+    "llama3": ("Llama", dict(rope_parameters=LLAMA3)),
+    "llama-tied": ("Llama", dict(num_key_value_heads=1, tie_word_embeddings=True)),
+    "mistral": ("Mistral", dict(sliding_window=None, head_dim=16)),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        dict(
+            head_dim=10,
+            num_experts=7,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],  # Its last layer is dense.
+        ),
+    ),
     "qwen2-yarn": ("Qwen2", dict(rope_parameters=YARN)),
     "qwen3-yarn": ("Qwen3", dict(rope_parameters=YARN | dict(truncate=False), head_dim=16)),
     "ministral3": (

@@ -14,7 +14,7 @@ from longspec_jax.models.layers import rotary_angles
 from longspec_jax.ops.layer import rotate
 from longspec_jax.weights.hf_config import rope_scaling, rope_theta
 from longspec_jax.weights.json_files import JsonObject
-from tests.models.hf_models import torch, transformers
+from tests.models.families import torch, transformers
 
 POSITIONS = np.array([[0, 1, 31, 4095, 32767, 131071, 262143]])
 LLAMA3 = dict(

@@ -98,13 +98,6 @@ def test_missing_config(folder):
         load_target(folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_invalid_config(folder, text):
-    (folder / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="config.json"):
-        load_target(folder)
-
-
 def test_missing_weights(folder):
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     message = "holds no weights: expected one of model.safetensors.*found.*weights.safetensors"
@@ -121,12 +114,6 @@ def test_other_formats_are_told(folder, file, remedy, missing):
     (folder / missing).unlink()
     (folder / file).touch()
     with pytest.raises(FileNotFoundError, match=remedy):
-        load_target(folder)
-
-
-def test_unknown_architecture(folder):
-    _edit_config(folder, architectures=["GPTNeoXForCausalLM"])
-    with pytest.raises(ValueError, match="'GPTNeoXForCausalLM' is not supported; supported are"):
         load_target(folder)
 
 

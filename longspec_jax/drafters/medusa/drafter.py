@@ -90,7 +90,8 @@ class MedusaParams:
                 logits.append(head_logits(head["head"], state))
         if config.own_tables:
             return jnp.stack(logits, axis=1)
-        return target_logits(config, head_logits(self.table, jnp.stack(states, axis=1)))
+        products = head_logits(self.table, jnp.stack(states, axis=1))
+        return target_logits(products, config.logits_divisor, config.logit_cap)
 
 
 @dataclass(frozen=True)

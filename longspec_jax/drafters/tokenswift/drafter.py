@@ -86,7 +86,8 @@ class TokenSwiftParams:
             hidden = hidden + matmul(normed.astype(hidden.dtype), head["block_0"]["kernel"])
             normed = rms_norm(hidden, head["output_norm"]["scale"], config.norm_eps)
             states.append(normed.astype(hidden.dtype))
-        return target_logits(config, head_logits(self.table, jnp.stack(states, axis=1)))
+        products = head_logits(self.table, jnp.stack(states, axis=1))
+        return target_logits(products, config.logits_divisor, config.logit_cap)
 
 
 @struct.dataclass

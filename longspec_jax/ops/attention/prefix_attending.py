@@ -17,8 +17,7 @@ from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.prefix_items import Item
 from longspec_jax.ops.attention.prefix_programs import Program, Share
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
-
-_ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+from longspec_jax.ops.mosaic import ACC, load
 
 _State = tuple[Any, Any, Any]
 """Unnormalised output, running maximum and running sum of a warpgroup's rows."""
@@ -41,10 +40,7 @@ class Attention(Program):
         column = plgpu.Layout.WGMMA.reduce(1)
         limit = None
         if self.refs.limit is not None:
-            # From jax 0.11 on, which this kernel needs, load takes no index.
-            limit = plgpu.load(  # pyright: ignore[reportCallIssue]
-                self.refs.limit.at[item.batch, rows], layout=column, optimized=False
-            )
+            limit = load(self.refs.limit.at[item.batch, rows], column)
         plgpu.barrier_wait(memory.q_ready.at[warpgroup])
         top = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), column)
         total = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), column)
@@ -100,7 +96,7 @@ class Attention(Program):
             self.give_back_keys(item, share, step + share.lane)
             self.wait_for_keys(item, share, step + 1)
 
-        acc = pl.run_state(multiply_values)(_ACC.init(acc))
+        acc = pl.run_state(multiply_values)(ACC.init(acc))
         plgpu.barrier_arrive(memory.v_free.at[stage])
         return acc, new_top, total
 
@@ -166,14 +162,14 @@ class Attention(Program):
                 def multiply_values(acc_ref: Any) -> None:
                     plgpu.wgmma(acc_ref, half, memory.v_smem.at[stage])
 
-                acc = pl.run_state(multiply_values)(_ACC.init(acc))
+                acc = pl.run_state(multiply_values)(ACC.init(acc))
                 plgpu.barrier_arrive(memory.v_free.at[stage])
                 pl.when(step + 1 < part.steps)(lambda: release_keys(step + 1))
                 return jax.lax.optimization_barrier(ref[...]), (acc, top, total)
 
-            return pl.run_scoped(with_next, _ACC(shape, jnp.float32))
+            return pl.run_scoped(with_next, ACC(shape, jnp.float32))
 
-        scores = pl.run_scoped(first, _ACC(shape, jnp.float32))
+        scores = pl.run_scoped(first, ACC(shape, jnp.float32))
         pl.when(part.steps > 0)(lambda: release_keys(0))
         carry = scores, state
         carry = jax.lax.fori_loop(0, part.whole, functools.partial(visit, edge=False), carry)
@@ -191,7 +187,7 @@ class Attention(Program):
             self.take_turn()
             return scores_ref[...]
 
-        scores = pl.run_scoped(multiply_keys, _ACC((WARPGROUP_ROWS, tile.slots), jnp.float32))
+        scores = pl.run_scoped(multiply_keys, ACC((WARPGROUP_ROWS, tile.slots), jnp.float32))
         plgpu.barrier_arrive(memory.k_free.at[stage])
         return scores
 
@@ -216,7 +212,7 @@ class Attention(Program):
 
         @pl.when(jnp.logical_or(self.warpgroup == 0, item.light))
         def _() -> None:
-            block = plgpu.load(values, layout=plgpu.Layout.WGMMA)  # pyright: ignore
+            block = load(values, plgpu.Layout.WGMMA, optimized=True)
             row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
             seen = row + step * self.tile.slots < share.part.seen
             values[...] = jnp.where(seen, block, jnp.zeros_like(block))

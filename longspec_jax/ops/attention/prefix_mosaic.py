@@ -35,6 +35,7 @@ from longspec_jax.ops.attention.prefix_programs import Memory, Operands
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.attention.widening import BLOCK, Ring
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
+from longspec_jax.ops.mosaic import swizzled
 
 _APART, _TOGETHER = ("k", "v"), ("kv",)
 """What each of the warpgroups widens that do: keys, values or both."""
@@ -55,7 +56,7 @@ def registers(tile: MosaicTile, *, narrow: bool) -> tuple[int, ...]:
         if tile.warpgroups == 1:
             return 232, 32, 120
         return (160, 24, 64) if widening_warpgroups(tile) == _APART else (216, 32, 48)
-    return {1: (), 2: (232, 40), 3: (160, 32)}[tile.warpgroups]
+    return () if tile.warpgroups == 1 else (232, 40)
 
 
 def split_attention(
@@ -152,20 +153,13 @@ def _refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) ->
 def _memory(work: Work, width: int, rows: int, dtype: Any, *, segmented: bool) -> dict[str, Any]:
     """Shared memory and barriers of a program: the fields of :class:`Memory`."""
     tile = work.tile
-    # By the types of newer jax these are abstract; they are not.
-    tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
-    swizzled = (tiling, plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-
-    def shared(*shape: int) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=swizzled)
-
     columns = width // work.parts
     copies = WARPGROUP_ROWS // SEGMENT if segmented else 1
     few = (tile.warpgroups, WARPGROUP_ROWS, columns) if rows < WARPGROUP_ROWS else (1, 1, 1)
     return dict(
-        q_smem=shared(tile.warpgroups, WARPGROUP_ROWS, width),
-        k_smem=shared(tile.stages, tile.slots, width),
-        v_smem=shared(tile.stages, tile.slots, columns),
+        q_smem=swizzled((tile.warpgroups, WARPGROUP_ROWS, width), dtype),
+        k_smem=swizzled((tile.stages, tile.slots, width), dtype),
+        v_smem=swizzled((tile.stages, tile.slots, columns), dtype),
         lse_smem=plgpu.SMEM((tile.warpgroups, WARPGROUP_ROWS), jnp.float32),
         out_smem=plgpu.SMEM(few, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=tile.warpgroups),
@@ -181,8 +175,6 @@ def _memory(work: Work, width: int, rows: int, dtype: Any, *, segmented: bool) -
 def _narrow(work: Work) -> Work:
     """The work on a cache in 8 bits, with few places in 16 bits: what fills them is near."""
     tile = work.tile
-    if tile.warpgroups == 3:
-        raise NotImplementedError("of a cache in 8 bits, three warpgroups leave none to widen")
     stages = 3 if tile.slots == BLOCK and tile.warpgroups == 1 else 2
     return dataclasses.replace(work, tile=dataclasses.replace(tile, stages=stages))
 

@@ -20,16 +20,15 @@ from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.path import FETCHED
 from longspec_jax.ops.attention.prefix_items import Bounds
 from longspec_jax.ops.attention.recent_programs import (
-    ACC,
     CONTRACTED,
     WINDOWS,
     Memory,
     Operands,
     Program,
-    load,
 )
 from longspec_jax.ops.attention.widening import shared_codes
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
+from longspec_jax.ops.mosaic import ACC, load, swizzled
 
 COLUMNS = 16
 """Columns of the values that a program adds up; twice as many of a cache in 8 bits, which are
@@ -129,12 +128,8 @@ def _memory(
 ) -> dict[str, Any]:
     """What :class:`Memory` names, but ``ready``; as many splits as the rest leaves room for."""
 
-    def shared(*shape: int, bytes: int = 128, dtype: Any = dtype) -> Any:
-        # By the types of newer jax these are abstract; they are not.
-        size = bytes // jnp.dtype(dtype).itemsize
-        tiling = plgpu.TilingTransform((8, size))  # pyright: ignore[reportAbstractUsage]
-        swizzle = plgpu.SwizzleTransform(bytes)  # pyright: ignore[reportAbstractUsage]
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+    def shared(*shape: int, row_bytes: int = 128) -> Any:
+        return swizzled(shape, dtype, row_bytes)
 
     held = 2 * (
         WARPGROUP_ROWS * width
@@ -150,7 +145,7 @@ def _memory(
         room -= FETCHED * width + WARPGROUP_ROWS * columns
     at_once = min(splits, _MOST_AT_ONCE, room // (4 * WARPGROUP_ROWS * columns))
     # A matmul contracts whole swizzles.
-    values = functools.partial(shared, bytes=2 * CONTRACTED)
+    values = functools.partial(shared, row_bytes=2 * CONTRACTED)
     return dict(
         q=shared(WARPGROUP_ROWS, width),
         cached_k=shared(FETCHED, width),
@@ -159,7 +154,7 @@ def _memory(
         fresh_k=shared(tokens, width),
         fresh_v=values(node_rows, columns),
         fresh_alone=values(levels, node_rows, columns),
-        partial=shared(at_once, WARPGROUP_ROWS, columns, bytes=4 * columns, dtype=jnp.float32),
+        partial=swizzled((at_once, WARPGROUP_ROWS, columns), jnp.float32, 4 * columns),
         lse=plgpu.SMEM((pl.cdiv(splits, at_once) * at_once, WARPGROUP_ROWS), jnp.float32),
         out=plgpu.SMEM((WARPGROUP_ROWS, columns), dtype),
         lse_ready=plgpu.Barrier(),

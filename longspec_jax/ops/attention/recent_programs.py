@@ -18,6 +18,7 @@ from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT
 from longspec_jax.ops.attention.widening import widen
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
+from longspec_jax.ops.mosaic import ACC, load
 
 CONTRACTED = 16
 """Keys or nodes of one matrix instruction."""
@@ -26,7 +27,6 @@ WINDOWS = WARPGROUP_ROWS // CONTRACTED
 TO_MULTIPLES = np.float32(2.0**5)
 """Weights, which are at most 1, are rounded to multiples of 2^-18 by adding it: a float32 of this
 size has no smaller ones. Its last bits then count them."""
-ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,8 +368,3 @@ class Program:
 def _kept(block: jax.Array, rows: jax.Array) -> jax.Array:
     """These rows of some numbers, and zeros. A product takes one instruction for two numbers."""
     return block * rows.astype(block.dtype)
-
-
-def load(ref: Any, layout: Any, optimized: bool = False) -> Any:
-    """An array in registers. From jax 0.11 on, which these kernels need, load takes no index."""
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]

@@ -8,17 +8,15 @@ import math
 
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
-_POWERS = (16, 32, 64, 128)
-
 
 @dataclasses.dataclass(frozen=True)
 class PrefixTile:
     """How one program of the prefix kernel works.
 
     Attributes:
-      rows: packed query rows of one program, as power-of-two parts that share every key and value
-        read; ``(64, 16)`` serves 69 rows with 80 where one power of two would take 128.
-      slots: cache slots per step of the inner loop.
+      rows: packed query rows of one program, as power-of-two parts of 16 to 128 that share every
+        key and value read; ``(64, 16)`` serves 69 rows with 80 where one power would take 128.
+      slots: cache slots per step of the inner loop, likewise a power of two.
       split: cache slots per program; a multiple of ``slots``. It depends on the capacity, never on
         the lengths, so a row's order of summation does not depend on its neighbours.
       warps: warps per program.
@@ -31,15 +29,6 @@ class PrefixTile:
     warps: int
     stages: int
 
-    def __post_init__(self) -> None:
-        """Refuse tiles the hardware cannot take."""
-        if not self.rows or any(part not in _POWERS for part in self.rows):
-            raise ValueError(f"row parts {self.rows} must be chosen from {_POWERS}")
-        if self.slots not in _POWERS or self.split % self.slots:
-            raise ValueError(
-                f"slots {self.slots} must be one of {_POWERS} and divide the split {self.split}"
-            )
-
     @property
     def total_rows(self) -> int:
         """Packed query rows one program covers."""
@@ -51,10 +40,10 @@ class MosaicTile:
     """How one program of the Hopper prefix kernel works.
 
     Attributes:
-      warpgroups: warpgroups that attend, with 64 packed rows each; one more fetches.
-      slots: cache slots per step of the inner loop.
+      warpgroups: one or two warpgroups that attend, with 64 packed rows each; one more fetches.
+      slots: cache slots per step of the inner loop, 64 or 128.
       split: cache slots per program, as in :class:`PrefixTile`.
-      stages: depth of the ring of key and value blocks in shared memory.
+      stages: depth of the ring of key and value blocks in shared memory, 2 or more.
       programs: programs that share the work, one a multiprocessor; 132 on H100 and H200.
     """
 
@@ -63,19 +52,6 @@ class MosaicTile:
     split: int
     stages: int
     programs: int = MULTIPROCESSORS
-
-    def __post_init__(self) -> None:
-        """Refuse tiles the hardware cannot take."""
-        if self.warpgroups not in (1, 2, 3) or self.slots not in (64, 128):
-            raise ValueError(
-                f"{self.warpgroups} warpgroups and {self.slots} slots: there are 1, 2 or 3 of the "
-                "first and 64 or 128 of the second"
-            )
-        if self.split % self.slots or self.stages < 2:
-            raise ValueError(
-                f"the split {self.split} must be a multiple of {self.slots} slots, and the "
-                f"{self.stages} stages at least 2"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +97,7 @@ class TreeTile:
     """How one program of the tree kernel, or of the one for chunks, works.
 
     Attributes:
-      rows: packed query rows of one program.
+      rows: packed query rows of one program; these three are powers of two.
       keys: fresh keys per step, or per program where they are split over programs.
       partials: prefix splits merged per step of the epilogue.
       warps: warps per program.
@@ -133,13 +109,6 @@ class TreeTile:
     partials: int
     warps: int
     stages: int
-
-    def __post_init__(self) -> None:
-        """Refuse tiles the hardware cannot take."""
-        if self.rows not in _POWERS or self.keys not in _POWERS:
-            raise ValueError(f"rows {self.rows} and keys {self.keys} must be chosen from {_POWERS}")
-        if self.partials & (self.partials - 1) or self.partials < 1:
-            raise ValueError(f"partials {self.partials} must be a power of two")
 
 
 def prefix_tile(

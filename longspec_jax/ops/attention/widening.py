@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.attention.float8 import CODES
+from longspec_jax.ops.mosaic import load, swizzled
 
 BLOCK = 64
 """Slots that are brought and widened at once."""
@@ -26,11 +27,7 @@ _THREAD_CODES = 8
 
 def shared_codes(*shape: int) -> Any:
     """Shared memory for codes ``[..., slots, width]``."""
-    # By the types of newer jax these are abstract; they are not.
-    row = min(shape[-1], _ROW_BYTES)
-    tiling = plgpu.TilingTransform((8, row))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(row)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, CODES, transforms=(tiling, swizzle))
+    return swizzled(shape, CODES, min(shape[-1], _ROW_BYTES))
 
 
 class Ring(NamedTuple):
@@ -74,9 +71,7 @@ def widen(codes: Any, to: Any, swizzle: int = 128) -> None:
       swizzle: likewise.
     """
     layout = plgpu.Layout.SMEM_GMEM_COPY(to.shape, to.dtype, swizzle)
-    # From jax 0.11 on, which this needs, load takes no index.
-    there = plgpu.load(codes, layout=layout, optimized=False)  # pyright: ignore
-    to[...] = widened(there, to.dtype, layout)
+    to[...] = widened(load(codes, layout), to.dtype, layout)
 
 
 def widened(codes: Array, dtype: Any, layout: Any) -> Array:

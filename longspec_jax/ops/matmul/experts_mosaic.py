@@ -37,13 +37,10 @@ from longspec_jax.ops.matmul.widening import (
     arranged,
     arrive,
     lines,
-    load,
     scaled_floats,
     widened_floats,
 )
-
-# Pallas documents ACC and does not re-export it in the way that type checkers ask for.
-_ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+from longspec_jax.ops.mosaic import ACC, load, swizzled
 
 
 @launcher("height", "gated", "limit", "interpret")
@@ -82,8 +79,8 @@ def tile_matmul(
     columns, depth = work.tile.columns, work.tile.depth
     memory = dict(
         # A matmul contracts whole swizzles, and those of packed weights have one scale.
-        x_smem=_swizzled((work.stages, height, depth), x.dtype, FLOAT_GROUP if packed else 64),
-        out_smem=_swizzled((work.warpgroups, height, WARPGROUP_ROWS), x.dtype, 64),
+        x_smem=swizzled((work.stages, height, depth), x.dtype, 2 * FLOAT_GROUP if packed else 128),
+        out_smem=swizzled((work.warpgroups, height, WARPGROUP_ROWS), x.dtype),
         ready=plgpu.Barrier(num_arrivals=1 + work.copies * work.parts, num_barriers=work.stages),
         free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
     )
@@ -99,7 +96,7 @@ def tile_matmul(
             memory["operand_smem"] = plgpu.SMEM(shape, x.dtype)
     else:
         given = dict(weights=weights.reshape(-1, contracted))
-        memory["weights_smem"] = _swizzled((*stages, columns, depth), x.dtype, 64)
+        memory["weights_smem"] = swizzled((*stages, columns, depth), x.dtype)
     if bias is not None:
         given["bias"] = bias.reshape(-1, outputs)
     kernel = persistent(
@@ -111,14 +108,6 @@ def tile_matmul(
         interpret=interpret,
     )
     return kernel(expert, count, x, *given.values())
-
-
-def _swizzled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
-    """Shared memory whose last two axes are cut into rows of some columns, eight at a time."""
-    # By the types of newer jax these are abstract; they are not.
-    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(2 * columns)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def _kernel(
@@ -233,7 +222,7 @@ class _Experts(Program):
 
     def multiply(self, unit: Any, past: jax.Array) -> None:
         """Multiply this warpgroup's 64 outputs and write the result."""
-        accumulators = [_ACC((WARPGROUP_ROWS, self.work.rows), jnp.float32)] * self.work.parts
+        accumulators = [ACC((WARPGROUP_ROWS, self.work.rows), jnp.float32)] * self.work.parts
         parts = pl.run_scoped(functools.partial(self.accumulate, past), *accumulators)
         self.write(unit, self.finished(unit, *parts))
 

@@ -31,9 +31,7 @@ from longspec_jax.ops.matmul.ordered_tiles import (
     refuse_uneven,
     refuse_uneven_head,
 )
-
-# Pallas documents ACC and does not re-export it in the way that type checkers ask for.
-_ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+from longspec_jax.ops.mosaic import ACC, load, swizzled
 
 
 @launcher("tile", "interpret")
@@ -99,21 +97,14 @@ def _launch(
     block = (tile.columns, tile.depth) if work.head else (tile.depth, tile.columns)
     parts = (2,) if work.parts == 2 else ()
     # The tensor cores read blocks of both in swizzled rows of one length.
-    row = min(WHOLE, tile.columns)
-    # By the types of newer jax these are abstract; they are not.
-    tiling = plgpu.TilingTransform((8, row))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(2 * row)  # pyright: ignore[reportAbstractUsage]
-
-    def shared(*shape: int) -> Any:
-        return plgpu.SMEM(shape, x.dtype, transforms=(tiling, swizzle))
-
+    row_bytes = 2 * min(WHOLE, tile.columns)
     kernel = persistent(
         functools.partial(_kernel, work=work, has_bias=bias is not None),
         work,
         jax.ShapeDtypeStruct((tile.splits, len(x), work.columns), dtype),
         dict(
-            x_smem=shared(work.stages, height, tile.depth),
-            weights_smem=shared(work.stages, *parts, *block),
+            x_smem=swizzled((work.stages, height, tile.depth), x.dtype, row_bytes),
+            weights_smem=swizzled((work.stages, *parts, *block), x.dtype, row_bytes),
             out_smem=plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, tile.columns), dtype),
             ready=plgpu.Barrier(num_arrivals=1 + work.parts, num_barriers=work.stages),
             free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
@@ -191,7 +182,7 @@ class _Matmul(Program):
     def multiply(self, unit: Unit, past: jax.Array) -> None:
         """Multiply this warpgroup's 64 rows and write the result."""
         shape = (WARPGROUP_ROWS, self.work.tile.columns)
-        accumulators = [_ACC(shape, jnp.float32)] * self.work.parts
+        accumulators = [ACC(shape, jnp.float32)] * self.work.parts
         parts = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
         self.write(unit, self.finished(unit, *parts))
 
@@ -226,12 +217,7 @@ class _Matmul(Program):
             gate, factor = (each.astype(dtype).astype(jnp.float32) for each in (out, *up))
             out = gate / (1.0 + jnp.exp(-gate)) * factor
         if self.bias is not None:
-            # From jax 0.11 on, which this kernel needs, load takes no index.
-            row = plgpu.load(  # pyright: ignore[reportCallIssue]
-                self.bias.at[self.columns(unit)],
-                layout=plgpu.Layout.WGMMA.reduce(0),
-                optimized=False,
-            )
+            row = load(self.bias.at[self.columns(unit)], plgpu.Layout.WGMMA.reduce(0))
             out += jax.lax.broadcast_in_dim(row.astype(jnp.float32), out.shape, [1])
         return out
 

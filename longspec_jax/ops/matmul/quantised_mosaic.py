@@ -48,12 +48,9 @@ from longspec_jax.ops.matmul.widening import (
     WORDS,
     arrive,
     lines,
-    load,
     widened,
 )
-
-# Pallas documents ACC and does not re-export it in the way that type checkers ask for.
-_ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+from longspec_jax.ops.mosaic import ACC, load, swizzled
 
 
 @launcher("tile", "gated", "dtype", "interpret")
@@ -104,9 +101,9 @@ def matmul(
     x = x.reshape(work.groups, -1, x.shape[-1])
     dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else dtype
     memory = dict(
-        x_smem=_swizzled((work.stages, work.height, tile.depth), x.dtype),
+        x_smem=swizzled((work.stages, work.height, tile.depth), x.dtype),
         words_smem=plgpu.SMEM((work.stages, work.blocks, parts, *lines(tile.columns)), jnp.uint32),
-        out_smem=_swizzled((work.halves, work.height, WARPGROUP_ROWS), dtype),
+        out_smem=swizzled((work.halves, work.height, WARPGROUP_ROWS), dtype),
         ready=plgpu.Barrier(num_arrivals=work.copies, num_barriers=work.stages),
         free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
     )
@@ -136,14 +133,6 @@ def matmul(
     )
     out = kernel(x, *given.values()).reshape(tile.splits, -1, work.columns)[:, :rows]
     return out if tile.splits > 1 else out[0]
-
-
-def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory whose last two axes are cut into rows of 128 bytes, eight at a time."""
-    # By the types of newer jax these are abstract; they are not.
-    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # pyright: ignore
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def _kernel(
@@ -232,7 +221,7 @@ class _Quantised(Program):
         """Multiply with this warpgroup's weights, and write the result of a whole team."""
         work = self.work
         last = self.last(unit)
-        accumulators = [_ACC((WARPGROUP_ROWS, work.height), jnp.float32)] * work.held
+        accumulators = [ACC((WARPGROUP_ROWS, work.height), jnp.float32)] * work.held
         sums = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
         if work.team == 1:
             self.write(unit, self.finished(last, self.parts(sums)))

@@ -36,14 +36,6 @@ def lines(outputs: int) -> tuple[int, int]:
     return outputs // 16, 256
 
 
-def load(source: Any, layout: Any) -> Array:
-    """Numbers in registers; of a layout that no wide load serves, one by one."""
-    # From jax 0.11 on, which this kernel needs, load takes no index.
-    return plgpu.load(  # pyright: ignore[reportCallIssue]
-        source, layout=layout, optimized=False
-    )
-
-
 def widened(
     words: Array, stored: Any, dtype: Any, zero: Array | None, *, chosen: range, interpreted: bool
 ) -> Array:

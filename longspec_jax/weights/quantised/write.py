@@ -86,8 +86,6 @@ def quantise(
         tensors = open_tensors(folder, stack)
         check_layers(config, tensors, folder / "config.json")
         table = target_table(config)
-        if any("expert" in leaf.path for leaf in table.leaves):
-            raise ValueError(f"{raw.origin}: experts are not quantised; name a target without them")
         check_tensors(table, tensors, str(source))
         linears = {
             part.source

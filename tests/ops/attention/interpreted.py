@@ -74,7 +74,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(plgpu, "kernel", kernel)
     monkeypatch.setattr(plgpu, "wgmma", wgmma)
     monkeypatch.setattr(pl, "run_state", run_state)
-    monkeypatch.setattr(prefix_attending, "_ACC", Accumulator)
+    monkeypatch.setattr(prefix_attending, "ACC", Accumulator)
     monkeypatch.setattr(
         widening, "widened", lambda codes, dtype, layout: float8.widened(codes, dtype)
     )

@@ -42,17 +42,6 @@ def test_the_programs_of_the_hopper_kernel_have_one_item_each() -> None:
         assert row_tiles.items(splits + 1) > tile.programs // kv_heads
 
 
-def test_tiles_refuse_what_the_hardware_cannot_take() -> None:
-    with pytest.raises(ValueError, match="row parts"):
-        tiles.PrefixTile((48,), 64, 128, 4, 3)
-    with pytest.raises(ValueError, match="divide the split"):
-        tiles.PrefixTile((64,), 64, 96, 4, 3)
-    with pytest.raises(ValueError, match="warpgroups"):
-        tiles.MosaicTile(4, 64, 128, 3)
-    with pytest.raises(ValueError, match="power of two"):
-        tiles.TreeTile(16, 64, 3, 4, 2)
-
-
 def items(warpgroups: int, groups: int, slots: int, lengths: list[int]) -> tuple[Work, list[Item]]:
     """All items of three key/value heads, and one number more than there are."""
     tile, batch = MosaicTile(warpgroups, 128, SPLIT, 2), len(lengths)
@@ -67,7 +56,7 @@ def items(warpgroups: int, groups: int, slots: int, lengths: list[int]) -> tuple
 
 
 @pytest.mark.parametrize("slots", [256, 1000, 1280])
-@pytest.mark.parametrize(("warpgroups", "groups"), [(1, 1), (2, 1), (2, 2), (2, 3), (2, 5), (3, 4)])
+@pytest.mark.parametrize(("warpgroups", "groups"), [(1, 1), (2, 1), (2, 2), (2, 3), (2, 5)])
 def test_every_row_attends_to_every_split_once(warpgroups: int, groups: int, slots: int) -> None:
     work, found = items(warpgroups, groups, slots, [slots, slots + 7])
     assert int(found.pop().steps) == 0

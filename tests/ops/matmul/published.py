@@ -1,7 +1,4 @@
-"""Weights of published models; as a program, how the Hopper kernel shares them out.
-
-``python -m tests.ops.matmul.published`` prints a line for each.
-"""
+"""Weights of published models, and what the Hopper kernel makes of them."""
 
 from typing import NamedTuple
 
@@ -127,23 +124,3 @@ def product(weights: Weights, x: jax.Array, other: jax.Array, bias: jax.Array | 
     if weights.split:
         return ordered.MATMUL_PARTIALS(x, other, implementation="mosaic")
     return ordered.MATMUL(x, other, bias, implementation="mosaic")
-
-
-def main() -> None:
-    """Print how every model's weights are shared out among the programs."""
-    print(
-        f"{'model':16}{'weights':9}{'shape':>16}  columns splits units turns programs   KiB share"
-    )
-    for model in MODELS:
-        for name, weights in weights_of(model).items():
-            work = weights.work(rows=8)
-            shape = f"{weights.contracted} x {weights.columns}"
-            print(
-                f"{model:16}{name:9}{shape:>16}  {work.tile.columns:7}{work.tile.splits:7}"
-                f"{work.units:6}{work.turns:6}{work.programs:9}{work.program_bytes >> 10:6}"
-                f"{100 * work.share:5.0f}%"
-            )
-
-
-if __name__ == "__main__":
-    main()

@@ -64,8 +64,7 @@ def test_other_tensors_are_refused() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny gpt-oss as it is published: experts in MXFP4, everything else in bfloat16."""
-    from tests.models.families import make_model
-    from tests.models.hf_models import torch
+    from tests.models.families import make_model, torch
 
     folder = tmp_path_factory.mktemp("gpt-oss")
     model = make_model("gpt-oss", hidden_size=64)
@@ -86,7 +85,7 @@ def _edit(folder: Path, **changes: object) -> None:
 
 
 def test_a_checkpoint_is_the_model_that_transformers_dequantises(folder: Path) -> None:
-    from tests.models.hf_models import torch, transformers
+    from tests.models.families import torch, transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=transformers.Mxfp4Config(dequantize=True)
