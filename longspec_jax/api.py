@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.arguments import (
@@ -38,10 +37,10 @@ from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.autotune import KnownTimings
 from longspec_jax.generation.call import Plan, plan_call
 from longspec_jax.generation.grammar import Grammar, compile_grammar, vocabulary_of
-from longspec_jax.generation.inputs import Batch, Inputs, check_positions, read_batch
+from longspec_jax.generation.inputs import Batch, Inputs, read_batch
 from longspec_jax.generation.memory import MemoryPlan, check_fits
 from longspec_jax.generation.models import Models
-from longspec_jax.generation.options import CallOptions, GenerateOptions, resolve
+from longspec_jax.generation.options import CallOptions, GenerateOptions
 from longspec_jax.generation.requests import RequestEngine
 from longspec_jax.generation.result import (
     GenerateResult,
@@ -454,24 +453,6 @@ class LongSpec(Models):
         """
         plan, _ = self._prepare(inputs, generation_config, options, adaptive)
         return plan.memory
-
-    def memory_plan(
-        self,
-        rows: int,
-        prompt_tokens: int,
-        max_new_tokens: int,
-        tree: TreeConfig | Sequence[int] | str | None = None,
-    ) -> MemoryPlan:
-        """What :meth:`generate` takes on the device for rows of ``prompt_tokens`` tokens."""
-        sizes = {"rows": rows, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
-        for name, value in sizes.items():
-            whole_number(name, value)
-        vocabulary, positions = self.target_config.vocab_size, self.target_config.max_positions
-        lengths, given = [prompt_tokens] * rows, {"max_new_tokens": max_new_tokens}
-        check_positions([prompt_tokens], np.asarray([max_new_tokens]), positions)
-        request = resolve(given, None, lengths, (), vocabulary)
-        batch = Batch((np.zeros(prompt_tokens, np.int32),) * rows, request)
-        return plan_call(self, batch, None if tree is None else as_tree(tree)).memory
 
     def _prepare(
         self, inputs: Inputs, generation_config: Any, options: CallOptions, adaptive: bool = False

@@ -61,13 +61,6 @@ STACK_BYTES = 64 * 2**20
 """Stack of the working thread: tracing nests deeply, and threads have less than a process."""
 PATIENCE = 1.5
 """Seconds that a stopped command has to save and print before its process ends."""
-RENAMED = {
-    "--drafter": "--draft",
-    "--drafters": "--draft",
-    "--drafter_option": "--draft_option",
-    "--drafter_revision": "--draft_revision",
-}
-"""Options by their names of earlier releases, which still work and are not documented."""
 
 
 def command_name(package: str | None, module: str = "") -> str:
@@ -345,18 +338,10 @@ class Parser(argparse.ArgumentParser):
         Raises:
           ValueError: for a mistake, with the nearest option if there is one.
         """
-        given = [self._renamed(word) for word in (sys.argv[1:] if args is None else args)]
-        found, unknown = super().parse_known_args(given, namespace)
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._about_unknown(unknown[0]))
         return found, unknown
-
-    def _renamed(self, word: str) -> str:
-        """An option of an earlier release by its present name, if this parser has that."""
-        name, equals, value = word.partition("=")
-        now = RENAMED.get(name, name)
-        known = self._option_string_actions
-        return f"{now}{equals}{value}" if now in known and name not in known else word
 
     def _about_unknown(self, word: str) -> str:
         name = word.partition("=")[0]

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import math
 from importlib import metadata
+from typing import Any
 
 import jax
 import numpy as np
@@ -287,7 +288,7 @@ def test_a_draft_in_8_bits_changes_the_speed_alone(spec, batch, few) -> None:
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(bound_draft(rounded).own_params))
     assert again.stats.memory.draft_bytes == own != batch.stats.memory.draft_bytes
     assert again.stats.memory.target_bytes == batch.stats.memory.target_bytes
-    planned = rounded.memory_plan(3, 9, 24).draft_bytes
+    planned = rounded.check([[3] * 9] * 3, max_new_tokens=24).draft_bytes
     assert planned == again.stats.memory.draft_bytes
 
 
@@ -381,18 +382,20 @@ def test_what_partial_passes_copy_is_planned(spec) -> None:
     [draft], config = spec.drafts, spec.target_config
     options = RetrievalOptions(96, retrieve_recent=64)
     retrieving = dataclasses.replace(spec, draft=RetrievalDraft(draft, config, options))
-    plans = [each.memory_plan(2, 600, 1, "chain:2") for each in (retrieving, spec)]
+    call: Any = dict(inputs=[[3] * 600] * 2, max_new_tokens=1)
+    plans = [each.check(**call, tree="chain:2") for each in (retrieving, spec)]
     slot = plans[1].cache_bytes // (2 * plans[1].capacity)
     assert plans[0].working_bytes - plans[1].working_bytes == 2 * 96 * slot
     assert plans[0].draft_state_bytes - plans[1].draft_state_bytes > plans[0].cache_bytes / 32
-    short = [each.memory_plan(2, 600, 1, "chain:0/chain:2") for each in (retrieving, spec)]
+    short = [each.check(**call, tree="chain:0/chain:2") for each in (retrieving, spec)]
     assert short[0].working_bytes == short[1].working_bytes, "one level reads it where it lies"
 
 
 def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:
-    plan = spec.memory_plan(rows=2, prompt_tokens=600, max_new_tokens=1)
+    plan = spec.check([[3] * 600] * 2, max_new_tokens=1)
     assert plan.cache_bytes == 2 * plan.capacity * 2 * 2 * 6 * 4
-    assert spec.memory_plan(1, 4, 3) == spec.generate([3, 4, 5, 6], max_new_tokens=3).stats.memory
+    call: Any = dict(inputs=[3, 4, 5, 6], max_new_tokens=3)
+    assert spec.check(**call) == spec.generate(**call).stats.memory
     enough = plan.needed_bytes
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: enough)
     memory.check_fits(plan)
@@ -475,7 +478,10 @@ def test_the_plan_of_slots_on_a_mesh() -> None:
     mesh = make_mesh(data=2)
     params = jax.device_put(target.target_params, param_shardings(mesh, target.target_params))
     spread = dataclasses.replace(target, target_params=params, draft=None, mesh=mesh, tree=None)
-    one = spread.memory_plan(1, 20, 5)
-    flowing = dataclasses.replace(spread, row_slots=4).memory_plan(64, 20, 5)
+
+    def planned(spec: Any, rows: int) -> Any:
+        return spec.check([[3] * 20] * rows, max_new_tokens=5)
+
+    one, flowing = planned(spread, 1), planned(dataclasses.replace(spread, row_slots=4), 64)
     assert flowing.cache_bytes == (4 // 2 + 1) * one.cache_bytes
-    assert spread.memory_plan(4, 20, 5).cache_bytes == 2 * one.cache_bytes
+    assert planned(spread, 4).cache_bytes == 2 * one.cache_bytes

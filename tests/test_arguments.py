@@ -92,15 +92,6 @@ def test_arguments_of_a_call_that_are_fine() -> None:
     check_arguments(streamer=None, on_round=None, on_activity=[].append, adaptive=False)
 
 
-@pytest.mark.parametrize("name", ["rows", "prompt_tokens", "max_new_tokens"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "8", None, [8]])
-def test_sizes_of_a_plan(name, value) -> None:
-    sizes = dict(rows=1, prompt_tokens=1, max_new_tokens=1)
-    assert toy_spec().memory_plan(**sizes).batch == 1
-    with pytest.raises(ValueError, match=f"^{name}=.* must be a whole number from 1"):
-        toy_spec().memory_plan(**{**sizes, name: value})
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -279,9 +270,7 @@ def test_a_call_is_checked_before_anything_runs() -> None:
         spec.score_gap([3, 4], 17, 3)
     with pytest.raises(ValueError, match="^tokens=3 must be the token ids of one row"):
         spec.score_gap(3, 1, 2)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="^rows=0 must be a whole number"):
-        spec.memory_plan(0, 4, 3)
     with pytest.raises(ValueError, match="lower max_new_tokens to at most 24"):
-        spec.memory_plan(1, 1000, 25)
+        spec.check([3] * 1000, max_new_tokens=25)
     with pytest.raises(TypeError, match="a LongSpec cannot be pickled or copied"):
         pickle.dumps(spec)

@@ -53,11 +53,6 @@ def test_mistakes_are_answered_with_the_nearest_option(argv: list[str], message:
     assert message in str(error.value)
 
 
-def test_names_of_earlier_releases_work_and_are_not_shown() -> None:
-    assert parser().parse_args(["--drafter", "x", "--drafter=y"]).draft == ["x", "y"]
-    assert "drafter" not in parser().format_help()
-
-
 def test_help_shows_defaults_and_what_is_repeated() -> None:
     text = " ".join(parser().format_help().split())
     assert "default 0.5" in text and "default 64; repeat for several" in text

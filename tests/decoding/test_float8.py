@@ -11,7 +11,6 @@ import pytest
 
 from longspec_jax.config.layers import HeadScales
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -28,7 +27,7 @@ from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding import test_compiled as compiled
-from tests.decoding import test_windows as windows
+from tests.decoding.layers import WINDOWS
 from tests.decoding.lossless import (
     CONFIG,
     DRAFT,
@@ -38,12 +37,12 @@ from tests.decoding.lossless import (
     SHORT,
     TREES,
     assert_lossless,
+    assert_rows_come_and_go,
     assert_same,
     emitted_in_rounds,
     generate,
     prompts,
     request,
-    two_slots,
 )
 from tests.kit import draft_params, random_draft, random_target
 
@@ -122,34 +121,13 @@ def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params) -> None:
 
 
 def test_layers_with_windows_slots_and_prefixes_change_no_token() -> None:
-    """Five requests in two slots; two prompts return, with chunks that slots and host kept."""
-    config = dataclasses.replace(windows.CONFIG, kv_dtype="fp8")
+    """Two prompts return, with chunks that the host kept."""
+    config = dataclasses.replace(WINDOWS.config, kv_dtype="fp8")
     params = random_target(config)
     models, target = Params(params, ()), TargetModel(config)
-    drafter = NgramDrafter(TreeConfig((3, 2)))
-    mixed: Request = windows.MIXED
-    given = windows.PROMPTS, windows.LENGTHS
-    plain, _ = generate(target, NoDraft(), models, *given, mixed)
-    engine = two_slots(target, drafter, models)
-    texts: dict[int, list[int]] = {}
-    cached: dict[int, int] = {}
-
-    def serve(rows: list[int]) -> list[int]:
-        ids = [
-            engine.submit(windows.PROMPTS[row, : windows.LENGTHS[row]], mixed.row(row))
-            for row in rows
-        ]
-        while engine.busy:
-            for output in engine.step():
-                texts.setdefault(output.id, []).extend(output.tokens)
-                cached.setdefault(output.id, output.cached_tokens)
-        engine.prefixes.collect(wait=True)
-        return ids
-
-    ids = serve([1, 0, 2]) + serve([0, 1])
-    engine.finish()
-    assert_same([np.asarray(texts[id]) for id in ids], [plain[row] for row in (1, 0, 2, 0, 1)])
-    assert cached[ids[3]] > 0 and cached[ids[4]] > 0
+    drafter, given = NgramDrafter(TreeConfig((3, 2))), WINDOWS.given
+    plain, _ = generate(target, NoDraft(), models, *given)
+    assert_rows_come_and_go(target, drafter, models, *given, plain)
 
 
 def test_cached_decoding_equals_running_the_whole_text_again(models: Params) -> None:

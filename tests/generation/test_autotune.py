@@ -124,7 +124,7 @@ def test_a_call_that_was_timed_is_not_lost_to_what_later_calls_need(
         prepared.append(plan.drafter.tree)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for a second cache")
 
-    needed = spec.memory_plan(1, len(PROMPT.encode()), 40)
+    needed = spec.check(PROMPT, **OPTIONS)
     beside = needed.needed_bytes + needed.draft_state_bytes + 1
     frees = iter([beside, needed.needed_bytes + room])
     for module in (autotune, run_lib):
@@ -332,7 +332,7 @@ def test_timing_takes_no_second_cache_and_leaves_the_first_as_it_was(
 ) -> None:
     """Of many rows two would not fit: with room for one and a draft state everything is timed."""
     rows = [PROMPT]  # Of the shapes of the other tests.
-    needed = spec.memory_plan(1, len(PROMPT.encode()), 40)
+    needed = spec.check(PROMPT, **OPTIONS)
     free = needed.needed_bytes + needed.draft_state_bytes
     for module in (autotune, run_lib):
         monkeypatch.setattr(module, "free_bytes", lambda: free)

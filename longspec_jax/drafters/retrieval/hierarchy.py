@@ -164,11 +164,6 @@ class Hierarchy(Drafter):
         return with_tree(drafter, self.tree.end).propose(params, state, view, noise)
 
     @property
-    def shortest(self) -> int:
-        """Fewest tokens of a chain: a row goes on while there is slack for a whole round."""
-        return max(1, self.levels - self._height + 1) if self.levels else 0
-
-    @property
     def _height(self) -> int:
         """The most tokens that one round yields."""
         return self.inner.tree.num_levels + 1

@@ -48,7 +48,7 @@ BAD = {
     ),
     "--draft_option int8 is given twice": "decode --draft_option=int8 --draft_option=int8=false",
     "--draft_option: unknown option 'int8' for ngram": (
-        "decode --shape=tiny --drafter=ngram --drafter_option=int8"
+        "decode --shape=tiny --draft=ngram --draft_option=int8"
     ),
     "--draft_option: recent='many' must be a whole number": (
         "decode --shape=tiny --draft=streaming --draft_option=recent=many"

@@ -1,0 +1,335 @@
+"""Layers with windows, states, sinks or experts: text that is the same however it is decoded.
+
+The oracle is one dense pass over the whole text, whose windows are masks of positions, whose sinks
+are keys, and whose recurrence is its definition, token by token.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
+from longspec_jax.decoding import cache as cache_lib
+from longspec_jax.decoding import same_bits
+from longspec_jax.decoding.target import TargetModel
+from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.dflash.drafter import DFlashDrafter
+from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.ngram import NgramDrafter
+from longspec_jax.drafters.retrieval.blocks import Quest
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.selection import SinksAndRecent
+from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.ops.placement import tree_bytes
+from longspec_jax.ops.recurrence.operands import RecurrentState
+from longspec_jax.ops.selection.blocks import BlockBudget
+from longspec_jax.sharding import make_mesh, param_shardings
+from tests.decoding.layers import GPT_OSS, LENGTHS, RECURRENT, SIZES, WINDOWS, Family, W
+from tests.decoding.lossless import (
+    SHORT,
+    assert_a_trial_changes_nothing,
+    assert_lossless,
+    assert_rows_come_and_go,
+    assert_same,
+    dense,
+    generate,
+)
+from tests.drafters.dflash import toys as dflash
+from tests.drafters.eagle3 import toys as eagle3
+from tests.kit import TOLERANCE, relative_error
+
+RING = cache_lib.ring_slots(W)
+
+
+@pytest.mark.parametrize(
+    ("family", "distinct"), [(WINDOWS, 5), (RECURRENT, 5), (GPT_OSS, 2)], ids=str
+)
+def test_plain_decoding_is_the_dense_model(family: Family, distinct: int) -> None:
+    """The greedy row draws the largest logit at every one of its tokens."""
+    own = family.plain[0]
+    text = np.concatenate([family.prompts[0], own])[None]
+    logits = np.asarray(dense(family.config, family.models.target, text, family.recur))[0, 60:-1]
+    np.testing.assert_array_equal(logits.argmax(axis=1), own)
+    assert len(set(own.tolist())) > distinct
+
+
+def test_sinks_and_biases_change_logits() -> None:
+    text = np.concatenate([GPT_OSS.prompts[0], GPT_OSS.plain[0]])[None]
+    weights, config = GPT_OSS.models.target, GPT_OSS.config
+    logits = np.asarray(dense(config, weights, text))[0, 60:-1]
+    assert len({*np.concatenate(GPT_OSS.plain)}) > 20
+    for change in (
+        lambda layer: layer["attention"].update(sinks=layer["attention"]["sinks"] - 30),
+        lambda layer: layer["attention"]["out"].update(bias=jnp.zeros(config.model_width)),
+    ):
+        other = jax.tree.map(lambda leaf: leaf, weights)
+        for index in range(config.num_layers):
+            change(other[f"layers_{index}"])
+        changed = np.asarray(dense(config, other, text))[0, 60:-1]
+        assert np.abs(changed - logits).max() > 0.1
+
+
+SOME = BlockBudget(slots=20, sinks=4, recent=8, block=4)
+
+
+def narrow(family: Family) -> LongSpecDrafter:
+    return LongSpecDrafter(family.draft, TreeConfig((3, 2)))
+
+
+def blocks(family: Family) -> Hierarchy:
+    return Hierarchy(narrow(family), Quest(family.config, SOME), TreeConfig((1,) * 7))
+
+
+STREAMING = StreamingDrafter(TreeConfig((3, 2)), SHORT)
+BEHIND_A_CHAIN = TreeConfig((1, 1, 1, 1, 3, 2), chain=4)
+DRAFTERS = {
+    "blocks beside windows": (WINDOWS, blocks(WINDOWS)),
+    "streaming beside states": (RECURRENT, STREAMING),
+    "blocks beside states": (RECURRENT, blocks(RECURRENT)),
+    "a tree behind a chain beside states": (
+        RECURRENT,
+        Hierarchy(narrow(RECURRENT), SinksAndRecent(4, 16), BEHIND_A_CHAIN),
+    ),
+    "a tree deeper than the window beside sinks": (GPT_OSS, GPT_OSS.longspec),
+    "blocks beside sinks": (GPT_OSS, blocks(GPT_OSS)),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_drafter_changes_a_token(name: str) -> None:
+    family, drafter = DRAFTERS[name]
+    assert_lossless(family.target, drafter, family.models, *family.given, family.plain)
+
+
+EAGLE3 = eagle3.config_for(GPT_OSS.config)
+PLAIN_LAYERS = dict(kinds=(), pattern=(), rope_scaling=None, out_bias=False, attention_sinks=False)
+DFLASH = dflash.config_for(GPT_OSS.config, PLAIN_LAYERS)
+RANDOM: dict[str, Any] = {
+    "eagle3": (Eagle3Drafter(EAGLE3, TreeConfig((3, 2))), eagle3.random_params, EAGLE3),
+    "dflash": (DFlashDrafter(DFLASH, TreeConfig((3, 2))), dflash.random_params, DFLASH),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_nor_does_a_random_draft_beside_sinks(name: str) -> None:
+    """Of which no token need be accepted."""
+    drafter, draw, config = RANDOM[name]
+    params = Params(GPT_OSS.models.target, draw(config))
+    assert_same(generate(GPT_OSS.target, drafter, params, *GPT_OSS.given)[0], GPT_OSS.plain)
+
+
+def test_blocks_are_chosen_in_the_layers_without_a_window() -> None:
+    assert blocks(WINDOWS).needs.keys == WINDOWS.config.full_layers == (1, 2)
+
+
+PAIR = TreeConfig((1, 1))
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [(RECURRENT, StreamingDrafter(PAIR, SHORT)), (GPT_OSS, NgramDrafter(PAIR))],
+    ids=["states", "sinks"],
+)
+def test_a_chain_on_a_mesh_changes_no_token(family: Family, drafter: Drafter) -> None:
+    """Each of two devices has half of the heads, of their states, sinks and biases, and experts."""
+    mesh = make_mesh(tp=2)
+    weights = jax.device_put(family.models.target, param_shardings(mesh, family.models.target))
+    target = TargetModel(family.config, mesh=mesh.abstract_mesh)
+    state = assert_lossless(target, drafter, Params(weights, ()), *family.given, family.plain)
+    for memory, _ in map(jax.tree.leaves, state.rows.cache.states.values()):
+        assert memory.addressable_shards[0].data.shape[1] == SIZES.key_heads // 2
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        (WINDOWS, "device pinned_host device device"),
+        (RECURRENT, "device"),
+        (GPT_OSS, "device device"),
+    ],
+    ids=str,
+)
+def test_nor_does_a_cache_in_the_hosts_memory(family: Family, kinds: str) -> None:
+    """Of which spans are read in place, layer by layer; rings and states stay on the device.
+
+    So does the last layer without a window, which drafts read.
+    """
+    target = TargetModel(family.config, offload=True)
+    state = assert_lossless(target, STREAMING, family.models, *family.given, family.plain)
+    found = jax.tree.leaves(state.rows.cache.keys)
+    assert [leaf.sharding.memory_kind for leaf in found] == kinds.split()
+
+
+@pytest.mark.parametrize(("family", "tokens"), [(WINDOWS, 45), (RECURRENT, 9)], ids=str)
+def test_a_trial_that_shares_the_cache_leaves_windows_and_states(
+    family: Family, tokens: int
+) -> None:
+    """Though one goes on for longer than the slots that a ring has beside the window."""
+    given = family.given, family.plain, tokens
+    assert_a_trial_changes_nothing(family.target, family.longspec, family.models, *given)
+
+
+@pytest.mark.parametrize("family", [WINDOWS, RECURRENT], ids=str)
+def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(family: Family) -> None:
+    """Five requests in two slots, one of them cancelled. Slots alone share nothing.
+
+    The first prompt returns with the chunks that the host kept, and the window or the states behind
+    them.
+    """
+    given = *family.given, family.plain
+    assert_rows_come_and_go(family.target, family.longspec, family.models, *given)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (RECURRENT.config, "no kernel for recurrent layers"),
+        (
+            dataclasses.replace(GPT_OSS.config, kinds=(), pattern=(), out_bias=False),
+            "attention sinks",
+        ),
+    ],
+    ids=["recurrent", "sinks"],
+)
+def test_the_kernels_of_one_order_refuse_them(config: Any, words: str) -> None:
+    sixteen = TargetModel(dataclasses.replace(config, dtype="bfloat16"))
+    assert not same_bits.choose_kernels(sixteen, None).same_bits
+    with pytest.raises(NotImplementedError, match=words):
+        same_bits.choose_kernels(sixteen, True)
+
+
+# What windows keep.
+
+
+def test_a_ring_holds_the_window_of_every_row() -> None:
+    """After chunks longer than it, of which rows own some tokens, and commits in some rows."""
+    assert RING == 40 and RING >= W - 1 + MAX_TREE_LEVELS + 1
+    random, lengths = np.random.default_rng(0), np.array([97, 35, 0, 60])
+    text = random.normal(size=(2, 4, 4, 160, 2, 6)).astype(np.float32)
+    cache = cache_lib.allocate(WINDOWS.config, 4, 160)
+    assert [keys.shape[2] for keys in cache.keys] == [RING, 160, 160, RING]
+    append = jax.jit(lambda cache, rows, at, count: cache.append(*rows, at, count))
+
+    def rows_of(part: np.ndarray) -> tuple[tuple[Any, ...], ...]:
+        return tuple(tuple(map(jnp.asarray, layers)) for layers in part)
+
+    for offset in range(0, 128, 64):
+        count = np.clip(lengths - offset, 0, 64)
+        chunk = text[:, :, :, offset : offset + 64].copy()
+        for row, own in enumerate(count):
+            chunk[:, :, row, own:] = 99.0
+        cache = append(cache, rows_of(chunk), jnp.full(4, offset), jnp.asarray(count))
+    commit = jax.jit(lambda cache, rows, path, at: cache.commit(*rows, path, at))
+    for _ in range(3):
+        path = random.permuted(np.tile(np.arange(33), (2, 1)), axis=1)
+        live, tree = [3, 0], np.full((2, 4, 2, 33, 2, 6), 99.0, np.float32)
+        for row, (slot, order) in enumerate(zip(live, path, strict=True)):
+            at = lengths[slot]
+            tree[:, :, row, order[:5]] = text[:, :, slot, at : at + 5]
+        some = dataclasses.replace(cache, cache_rows=jnp.asarray(live))
+        some = commit(some, rows_of(tree), jnp.asarray(path), jnp.asarray(lengths[live]))
+        cache, lengths[live] = dataclasses.replace(some, cache_rows=None), lengths[live] + 5
+    for part, layers in enumerate((cache.keys, cache.values)):
+        for index, layer in enumerate(layers):
+            for row, length in enumerate(lengths):
+                window = length if index in (1, 2) else min(length, W)
+                at = np.arange(length - window, length)
+                found = np.asarray(layer)[row, :, at % layer.shape[2]]
+                np.testing.assert_array_equal(found, text[part, index, row, at])
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+def test_the_bytes_of_rings_are_known(offload: bool) -> None:
+    config = WINDOWS.config
+    target = TargetModel(config, offload=offload)
+    cache, planned = target.allocate(3, 160), target.cache_bytes(3, 160)
+    row = 3 * 2 * config.num_kv_heads * config.head_width * 4
+    assert tree_bytes(cache) == (2 * 160 + 2 * RING) * row
+    # A layer that is moved is on the device for a time, too.
+    assert planned.device == tree_bytes(cache)
+    assert planned.host == (160 * row if offload else 0)
+
+
+def test_trees_deeper_than_the_window_see_their_own_paths() -> None:
+    """Behind a prompt that wrapped the ring, and one that did not fill the window."""
+    target, params, prompts = WINDOWS.target, WINDOWS.models.target, WINDOWS.prompts
+    length, random = np.array([61, 4]), np.random.default_rng(1)
+    cache, logits = target.allocate(2, 96), jnp.zeros(())
+    prefill = jax.jit(target.prefill_chunk)
+    for offset in range(0, 64, 16):
+        start, last = jnp.full(2, offset), jnp.asarray(length - 1 - offset)
+        chunk = jnp.pad(jnp.asarray(prompts[:2]), ((0, 0), (0, 3)))[:, offset : offset + 16]
+        logits, cache, *_ = prefill(params, cache, chunk, start, last)
+    parents = np.array([-1, *range(10), 2, 11, 0, 13])
+    nodes = len(parents)
+    mask, depth = np.eye(nodes, dtype=bool), np.zeros(nodes, int)
+    for node in range(1, nodes):
+        mask[node] |= mask[parents[node]]
+        depth[node] = depth[parents[node]] + 1
+    tokens = random.integers(0, WINDOWS.config.vocab_size, (2, nodes)).astype(np.int32)
+    found = jax.jit(partial(target.verify, levels=10))(
+        *(params, cache, jnp.asarray(tokens), jnp.asarray(length[:, None] + depth)),
+        *(jnp.broadcast_to(mask, (2, nodes, nodes)), jnp.asarray(length)),
+    )
+    for node in (0, 5, 10, 12, 14):
+        path = tokens[:, mask[node]]
+        text, ends = np.zeros((2, 80), np.int32), length + path.shape[1]
+        for row, end in enumerate(ends):
+            text[row, :end] = [*prompts[row, : length[row]], *path[row]]
+        expected = np.asarray(dense(WINDOWS.config, params, text))[[0, 1], ends - 1]
+        error = np.abs(found.logits[:, node] - expected).max()
+        assert error <= 20 * TOLERANCE["float32"], (node, error)
+        assert np.abs(expected).max() > 1
+    expected = np.asarray(dense(WINDOWS.config, params, text))[0, 60]
+    np.testing.assert_allclose(logits[0], expected, atol=20 * TOLERANCE["float32"])
+
+
+# What recurrent layers keep.
+
+
+def test_a_state_is_that_of_the_committed_tokens() -> None:
+    """Of rows of unlike lengths, behind trees that were accepted in part."""
+    target, models, plain = RECURRENT.target, RECURRENT.models, RECURRENT.plain
+    state = assert_lossless(target, RECURRENT.longspec, models, *RECURRENT.given, plain)
+    for row, own in enumerate(plain):
+        # The last token is emitted, and not committed.
+        text = np.concatenate([RECURRENT.prompts[row, : LENGTHS[row]], own[:-1]])[None]
+        cache, at = target.allocate(1, 128), jnp.zeros(1, jnp.int32)
+        last = jnp.asarray([text.shape[1] - 1])
+        padded = jnp.pad(jnp.asarray(text), ((0, 0), (0, 110 - text.shape[1])))
+        _, cache, *_ = jax.jit(target.prefill_chunk)(models.target, cache, padded, at, last)
+        for layer, expected in cache.states.items():
+            found: RecurrentState = state.rows.cache.states[layer]
+            for mine, theirs in ((found.memory, expected.memory), (found.inputs, expected.inputs)):
+                assert relative_error(mine[row], theirs[0]) <= 20 * TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+def test_the_bytes_of_states_are_known(offload: bool) -> None:
+    """They do not grow with the capacity, which the one layer of attention has."""
+    config = RECURRENT.config
+    target = TargetModel(config, offload=offload)
+    planned = [target.cache_bytes(3, capacity) for capacity in (160, 320)]
+    assert [tree_bytes(target.allocate(3, slots)) for slots in (160, 320)] == [
+        each.device for each in planned
+    ]
+    row = 2 * config.num_kv_heads * config.head_width * 4
+    assert planned[1].device - planned[0].device == 3 * 160 * row
+    assert all(each.host == 0 for each in planned)
+
+
+def test_the_layer_of_attention_may_have_a_cache_in_8_bits() -> None:
+    """Its keys and values are 8 bits wide, and the states are not."""
+    target = TargetModel(dataclasses.replace(RECURRENT.config, kv_dtype="fp8"))
+    cache, given = target.allocate(2, 64), jnp.zeros((2, 5), jnp.int32)
+    at, last, params = jnp.zeros(2, jnp.int32), jnp.full(2, 4), RECURRENT.models.target
+    found = jax.eval_shape(target.prefill_chunk, params, cache, given, at, last).cache
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, cache)
+    assert found.keys[1].dtype.itemsize == 1
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(found.states)} == {"float32"}
