@@ -56,7 +56,7 @@ from .arguments import CHAIN, SHAPES
 from .load import Stream
 from .models import check_memory, draft_options, random_model, target_bytes
 from .report import Report, Row, run_header
-from .rounds import GOLDEN, AcceptanceLengths
+from .rounds import GOLDEN, acceptance_edges
 from .timing import announce, rounded, step
 
 STREAMS = 4
@@ -114,7 +114,7 @@ def check(arguments: argparse.Namespace) -> None:
         )
     check_memory(f"the shape {arguments.target}", target_bytes(config))
     try:
-        AcceptanceLengths.geometric(arguments.acceptance, DEFAULT_TREE)
+        acceptance_edges(arguments.acceptance, DEFAULT_TREE)
     except ValueError as error:
         raise ValueError(f"--acceptance: {error}") from None
 
@@ -145,7 +145,7 @@ class AgreeingTarget(TargetModel):
             return run
         share = float(np.interp(nodes, NODES, KEPT))
         mean = 1 + share * (self.acceptance - 1)
-        edges = AcceptanceLengths.geometric(mean, DEFAULT_TREE).edges
+        edges = acceptance_edges(mean, DEFAULT_TREE)
         return run._replace(logits=agreeing(run, *tree, edges))
 
 
@@ -159,7 +159,7 @@ def agreeing(
       tokens: ``[B, T]`` of the nodes.
       positions: ``[B, T]`` of the nodes.
       mask: ``[B, T, T]`` which nodes are on the path to each.
-      edges: of :class:`AcceptanceLengths`.
+      edges: of :func:`acceptance_edges`.
     """
     depth = positions - positions[:, :1]
     rows = jnp.arange(tokens.shape[0], dtype=jnp.uint32)
