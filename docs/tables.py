@@ -71,9 +71,7 @@ class Words(string.Formatter):
 def rows_of(name: str) -> list[Row]:
     """All rows of a raw file, each with its ``header``, its ``run`` and its place (``row``)."""
     data = json.loads((RESULTS / f"{name}.json").read_text())
-    if "drafts" in data:  # of ``train.reproduce``
-        found = _studied(data["drafts"])
-    elif "runs" in data:
+    if "runs" in data:
         found = []
         for run, part in enumerate(data["runs"]):
             # A run of ``infer.decode`` is a row itself, and its rows are texts.
@@ -85,38 +83,8 @@ def rows_of(name: str) -> list[Row]:
         found = [{**row, "header": data["headers"][row["run"]]} for row in data["rows"]]
     else:
         rows = data.get("summary", data["rows"])
-        found = [{**row, "header": data["header"]} for row in rows]
+        found = [{**row, "header": data.get("header", data)} for row in rows]
     return [{"header": data, **row, "row": place, "file": name} for place, row in enumerate(found)]
-
-
-def _studied(drafts: Mapping[str, Any]) -> list[Row]:
-    """Drafts of a target, with what differs (``d_``) from ``plain`` of the same seed."""
-    figures = {name: _figures(draft) for name, draft in drafts.items()}
-    rows = []
-    for name, of_draft in figures.items():
-        variant, seed = name.rsplit("-", 1)
-        plain = figures[f"plain-{seed}"] if variant != "plain" else {}
-        differences = {f"d_{each}": of_draft[each] - plain[each] for each in plain}
-        rows.append({"draft": name, "variant": variant, **of_draft, **differences})
-    return rows
-
-
-def _figures(draft: Mapping[str, Any]) -> dict[str, float]:
-    """Losses, and tokens per target forward and shares accepted by depth, by temperature."""
-    found = {"training": fmean(draft["curve"]["draft_long"]["loss"])}
-    for context, scores in draft["scores"]["contexts"].items():
-        found[f"loss_{context}"] = fmean(map(fmean, scores["loss"]))
-    for kind, copies in draft["scores"]["copies"].items():
-        found[kind] = fmean(copies["loss"]) / copies["tokens"]
-    for temperature, contexts in draft["decoding"].items():
-        for context, counts in contexts.items():
-            found[f"T{temperature[0]}_{context}"] = counts["tokens"] / counts["target_passes"]
-        histograms = (counts["histogram"] for counts in contexts.values())
-        rounds = [sum(each) for each in zip(*histograms, strict=True)]
-        for depth in range(1, len(rounds)):
-            accepted, reached = sum(rounds[depth:]), sum(rounds[depth - 1 :])
-            found[f"T{temperature[0]}_depth_{depth}"] = accepted / reached
-    return found
 
 
 def _matches(row: Row, where: Where) -> bool:

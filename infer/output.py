@@ -26,12 +26,7 @@ def write(path: Path, values: dict[str, Any]) -> bool:
     Returns:
       Whether they are where they were wanted.
     """
-    try:
-        data = _encoded(values, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        problem = f"--json {path}: not all of it can be written as JSON: {error}"
-        _rescue(_encoded(values, default=repr), problem)
-        return False
+    data = encoded(values)
     if path == STDOUT:
         sys.stdout.write(data.decode("utf-8"))
         sys.stdout.flush()
@@ -44,8 +39,9 @@ def write(path: Path, values: dict[str, Any]) -> bool:
     return True
 
 
-def _encoded(values: dict[str, Any], **options: Any) -> bytes:
-    text = json.dumps(values, indent=2, ensure_ascii=False, **options) + "\n"
+def encoded(values: dict[str, Any]) -> bytes:
+    """The values as JSON; of what is none, Python's text."""
+    text = json.dumps(values, indent=2, ensure_ascii=False, default=repr) + "\n"
     # Half a character (from the name of a file) becomes the escape that JSON has for it.
     return text.encode("utf-8", "backslashreplace")
 

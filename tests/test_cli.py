@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from infer.bench.arguments import BENCHMARKS
 from longspec_jax import cli, files
 from longspec_jax.checks import Real
 from longspec_jax.config.tree import TreeConfig
@@ -193,6 +194,33 @@ def test_closed_streams_are_empty_ones(closed: str, tmp_path: Path) -> None:
     found = subprocess.run(["sh", "-c", command], env={**os.environ, "CODE": code}, check=False)
     assert found.returncode == 2
     assert (tmp_path / "done").read_text() == "x"  # And not the text of a stream beside it.
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("module", "calls", "said"),
+    [
+        ("decode", ["--help", "--seed=-1", "--prompt_file=absent"], "--seed: -1"),
+        ("eval.__main__", ["--help", "--task=demo --samples=0 --out=x"], "--samples: 0 must be"),
+        ("bench.__main__", ["--help", *(f"{name} --help" for name in BENCHMARKS), "fly"], "'fly'"),
+    ],
+)
+def test_help_and_a_typing_error_import_nothing_slow(module, calls, said) -> None:
+    """Such as jax, which takes a second and more; only tasks of evaluations need NumPy."""
+    slow = ["jax", "flax", "torch", "transformers", "matplotlib"]
+    slow += [] if module == "eval.__main__" else ["numpy"]
+    script = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({slow}))\n"
+        f"from infer.{module} import main\n"
+        f"for call in {calls}:\n"
+        "    try: main(call.split())\n"
+        "    except SystemExit: pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and said in done.stderr, done.stderr
+    helps = done.stdout.count(f"usage: python -m infer.{module.removesuffix('.__main__')}")
+    assert helps == sum(call.endswith("--help") for call in calls)
 
 
 def test_libraries_are_quiet_unless_the_user_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:

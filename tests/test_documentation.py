@@ -22,6 +22,7 @@ from infer.bench import arguments as bench_arguments
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
+from longspec_jax.cli import ByMachine, typed
 from train import arguments as train_arguments
 from train import bench, plot, prepare, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
@@ -159,10 +160,17 @@ def test_options_exist(page: Path) -> None:
         assert not missing, f"{page.name}: {piece}"
 
 
-def test_every_option_says_what_it_does() -> None:
+def test_every_option_says_what_it_does_and_its_default() -> None:
     for command, parser in parsers().items():
+        text = "".join(parser.format_help().split())
         for action in parser._actions:
-            assert action.help, f"{command}: {action.option_strings or action.dest}"
+            where = f"{command}: {action.option_strings or action.dest}"
+            assert action.help, where
+            default = action.default
+            if action.nargs == 0 or default in (None, False, argparse.SUPPRESS):
+                continue  # A flag, or what happens without it, which its help says in words.
+            words = str(default) if isinstance(default, ByMachine) else f"default {typed(default)}"
+            assert words.replace(" ", "") in text, where
 
 
 def _named(piece: str) -> set[str]:

@@ -28,12 +28,17 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert link.is_symlink() and file.read_bytes() == b"one"
 
 
-def test_what_fails_leaves_the_file_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError("the disk is full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
+def test_what_fails_leaves_the_file_before(tmp_path: Path, monkeypatch, step, error) -> None:
+    def fail(*_, **__) -> None:
+        raise error
+
     file = tmp_path / "x"
     file.write_text("before")
-    with pytest.raises(OSError, match="full"), files.replacing(file) as unfinished:
-        unfinished.write_text("half")
-        raise OSError("the disk is full")
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(type(error)):
+        files.replace(file, b"after")
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
     with pytest.raises(FileNotFoundError):
         files.replace(tmp_path / "none" / "x", b"")
@@ -59,3 +64,12 @@ def test_a_file_that_is_read_only_is_not_replaced(tmp_path: Path, monkeypatch) -
     monkeypatch.setattr(files.os, "access", lambda path, mode: mode != os.W_OK)
     with pytest.raises(ValueError, match="out.json is read-only; name another file"):
         files.writable(path, str(path))
+
+
+def test_a_folder_that_cannot_be_written_is_noticed(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_, **__) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(ValueError, match=r"x cannot be written \(Permission denied\)"):
+        files.writable(tmp_path / "x", "x")

@@ -41,7 +41,7 @@ from ..wording import command_words
 from .arguments import SHAPES
 from .models import Model, check_memory, draft_options, draft_state, random_model
 from .report import Report, run_header
-from .rounds import PARTS, AcceptanceLengths, Bench, LoopTime, Setting
+from .rounds import PARTS, Bench, LoopTime, Setting, acceptance_edges
 from .stored import refuse_experts
 from .timing import announce, measure_roofline, rounded, step
 
@@ -87,7 +87,10 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
     Raises:
       ValueError: naming the option that asks for what cannot be.
     """
-    lengths = acceptance_lengths(arguments)
+    try:
+        acceptance_edges(arguments.acceptance, arguments.tree)
+    except ValueError as error:
+        raise ValueError(f"--acceptance: {error}") from None
     for shape in arguments.shape:
         if arguments.weights != "whole":
             refuse_experts(SHAPES[shape], arguments.weights)
@@ -100,7 +103,7 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
             draft_options(arguments.draft, as_options(arguments.draft_option), SHAPES[shape])
     return [
         Setting(
-            *(shape, context, batch, arguments.tree, arguments.new_tokens, lengths),
+            *(shape, context, batch, arguments.tree, arguments.new_tokens, arguments.acceptance),
             *(arguments.repetitions, arguments.turns, arguments.weights, arguments.prefill),
         )
         for shape in dict.fromkeys(arguments.shape)
@@ -109,22 +112,11 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
     ]
 
 
-def acceptance_lengths(arguments: argparse.Namespace) -> AcceptanceLengths:
-    """How often a round emits each number of tokens.
-
-    Raises:
-      ValueError: if the tree cannot emit as many.
-    """
-    try:
-        return AcceptanceLengths.geometric(arguments.acceptance, arguments.tree)
-    except ValueError as error:
-        raise ValueError(f"--acceptance: {error}") from None
-
-
 def measure(setting: Setting, model: Model, bytes_per_s: float) -> dict[str, Any]:
     """All figures of one setting."""
     bench = Bench.prepare(setting, model)
-    drafter, plain, edges = bench.drafter, NoDraft(), setting.lengths.edges
+    drafter, plain = bench.drafter, NoDraft()
+    edges = acceptance_edges(setting.acceptance, setting.tree)
     place = f"{setting.shape}, {setting.context} cached tokens, batch {setting.batch}"
     step(f"{place}: compiling")
     begin = time.perf_counter()
@@ -232,7 +224,7 @@ def results(
         "speed_up": rounded(speed / plain_speed),
         **{f"{name}_ms": rounded(1e3 * seconds) for name, seconds in times.items()},
         "rest_ms": rounded(1e3 * (round_ - sum(times.values()))),
-        "acceptance_wanted": rounded(setting.lengths.mean),
+        "acceptance_wanted": rounded(setting.acceptance),
     }
 
 

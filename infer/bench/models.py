@@ -36,10 +36,10 @@ from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.dialects import SPECFORGE
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, seen
 from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.drafters.longspec.checkpoint import draft_table as longspec_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft, LongSpecOptions
-from longspec_jax.drafters.longspec.model import LongSpecLayer
-from longspec_jax.drafters.parallel.checkpoint import draft_table
+from longspec_jax.drafters.parallel.checkpoint import draft_table as parallel_table
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.load import ParallelDraft, ParallelOptions
 from longspec_jax.drafters.registry import options_of, separated
@@ -118,7 +118,7 @@ def random_model(
             draft = _random_dflash(config, target, chosen, seed + 1, mesh)
         case ParallelOptions():
             parallel = ParallelConfig(DraftConfig.for_target(config), config.vocab_size)
-            drawn = _drawn(draft_table(parallel), config.dtype, seed + 1, mesh)
+            drawn = _drawn(parallel_table(parallel), config.dtype, seed + 1, mesh)
             # In 8 bits only where it is named: a row says what it measured.
             int8 = bool(chosen.int8)
             draft = ParallelDraft.bind(parallel, drawn, target, int8=int8, mesh=mesh)
@@ -162,17 +162,7 @@ def _random_longspec(
     config: TargetConfig, target: Any, options: LongSpecOptions, seed: int, mesh: Mesh | None
 ) -> LongSpecDraft:
     draft = DraftConfig.for_target(config)
-    layer = _draw(
-        lambda key: LongSpecLayer(draft).init(
-            key,
-            jnp.zeros((1, 2, config.model_width), jnp.dtype(config.dtype)),
-            jnp.zeros((1, 2), jnp.int32),
-            lambda q, k, v: q,
-            lambda q: q,
-        )["params"],
-        seed,
-        mesh=mesh,
-    )
+    layer = _drawn(longspec_table(draft), config.dtype, seed, mesh)
     size = options.vocabulary
     tokens = None if size is None else np.arange(size, dtype=np.int32)
     return LongSpecDraft.bind(

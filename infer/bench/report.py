@@ -3,13 +3,14 @@
 A file is written anew after every row: a run that is cut short keeps what it measured.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from longspec_jax import files
 from longspec_jax.provenance import provenance
+
+from .. import output
 
 Row = dict[str, Any]
 
@@ -31,8 +32,7 @@ class Report:
     def __init__(self, header: Row, path: Path | None = None):
         """Print the header."""
         self.rows: list[Row] = []
-        self._header, self._path = header, path
-        self._failure: OSError | None = None
+        self._path, self._whole = path, {"header": header, "rows": self.rows}
         print(header_line(header), flush=True)
 
     def __enter__(self) -> "Report":
@@ -40,41 +40,22 @@ class Report:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        """Print the rows that could not be written.
+        """Write the rows once more, or to another file; they took time to measure.
 
         Raises:
-          OSError: if the file could not be written to the end.
+          OSError: if they are not where they were wanted.
         """
-        if self._failure:
-            self._write()
-        if self._failure:  # The rows took time to measure: better printed than lost.
-            print(json.dumps(self._whole), flush=True)
-        if self._failure and kind is None:
-            raise OSError(
-                f"--json={self._path} could not be written ({self._failure.strerror}); its content "
-                "is the last line printed"
-            )
+        if self._path and self.rows and not output.write(self._path, self._whole) and kind is None:
+            raise OSError(f"--json={self._path} could not be written; its content is kept as said")
 
     def add(self, row: Row, line: str) -> None:
         """Print a row's line and write the file with the row."""
         self.rows.append(row)
         print(line, flush=True)
-        self._write()
-
-    @property
-    def _whole(self) -> Row:
-        return {"header": self._header, "rows": self.rows}
-
-    def _write(self) -> None:
-        """Bring the file up to date; a full disk does not end the measurement."""
-        if self._path is None:
-            return
-        failed_before, self._failure = self._failure, None
-        try:
-            write(self._path, self._whole)
-        except OSError as error:
-            self._failure = error
-            if not failed_before:
+        if self._path:
+            try:
+                files.replace(self._path, output.encoded(self._whole))
+            except OSError as error:  # A full disk does not end the measurement.
                 print(f"--json={self._path}: {error.strerror}; going on", file=sys.stderr)
 
 
@@ -86,8 +67,3 @@ def header_line(header: Row) -> str:
     measured = [f"{header[name]:.3g} {unit}" for name, unit in roofs.items() if name in header]
     roof = [f"measured roofs {' and '.join(measured)}"] if measured else []
     return "; ".join(filter(None, [device, ", ".join(packages), *roof]))
-
-
-def write(path: Path, report: Row) -> None:
-    """Replace a result file; being killed halfway leaves the file before."""
-    files.replace(path, (json.dumps(report, indent=1) + "\n").encode())

@@ -15,8 +15,6 @@ target's.
 
 import dataclasses
 import functools
-import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -53,57 +51,32 @@ GOLDEN = 2654435769
 """2**32 divided by the golden ratio: multiples of it, modulo 2**32, fill the range evenly."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AcceptanceLengths:
-    """How often a round emits 1, 2, ... tokens, the bonus included."""
+def acceptance_edges(mean: float, tree: TreeConfig) -> Edges:
+    """How often a round emits 1, 2, ... tokens, for evenly drawn numbers of 32 bits.
 
-    probabilities: tuple[float, ...]
-    """Entry ``i`` is the probability of ``i + 1`` emitted tokens."""
+    A round emits one token, and one more for every edge that the number is not below. Every level
+    is accepted with the same probability, given the one before.
 
-    def __post_init__(self) -> None:
-        if min(self.probabilities) < 0 or not math.isclose(sum(self.probabilities), 1.0):
-            raise ValueError(
-                f"probabilities must be non-negative and sum to 1, got {self.probabilities}"
-            )
+    Args:
+      mean: the acceptance length: emitted tokens per target forward, the bonus included.
+      tree: of which it is; a budget of N nodes verifies at most N - 1 levels.
 
-    @property
-    def mean(self) -> float:
-        """The acceptance length: emitted tokens per target forward."""
-        return sum((i + 1) * p for i, p in enumerate(self.probabilities))
-
-    @property
-    def edges(self) -> Edges:
-        """The acceptance lengths as an array, for evenly drawn numbers of 32 bits.
-
-        A round emits one token, and one more for every edge that the number is not below.
-        """
-        passed = itertools.accumulate(self.probabilities[:-1])
-        return jnp.asarray([min(round(share * 2**32), 2**32 - 1) for share in passed], jnp.uint32)
-
-    @classmethod
-    def geometric(cls, mean: float, tree: TreeConfig) -> "AcceptanceLengths":
-        """Every level accepted with the same probability, given the one before.
-
-        Args:
-          mean: the acceptance length.
-          tree: of which it is; a budget of N nodes verifies at most N - 1 levels.
-
-        Raises:
-          ValueError: for a mean that the tree cannot emit.
-        """
-        deepest = min(tree.num_levels, tree.num_nodes - 1)
-        if not 1 <= mean <= deepest + 1:
-            raise ValueError(
-                f"a round of tree {tree} emits 1 to {deepest + 1} tokens, and their mean cannot be "
-                f"{mean}; choose another, or a deeper tree"
-            )
-        depths = range(deepest + 1)
-        rate = root_scalar(
-            lambda rate: sum(rate**depth for depth in depths) - mean, bracket=(0.0, 1.0)
-        ).root
-        reached = [rate**depth for depth in depths]
-        reached += [0.0] * (tree.num_levels + 2 - len(reached))
-        return cls(tuple(a - b for a, b in itertools.pairwise(reached)))
+    Raises:
+      ValueError: for a mean that the tree cannot emit.
+    """
+    deepest = min(tree.num_levels, tree.num_nodes - 1)
+    if not 1 <= mean <= deepest + 1:
+        raise ValueError(
+            f"a round of tree {tree} emits 1 to {deepest + 1} tokens, and their mean cannot be "
+            f"{mean}; choose another, or a deeper tree"
+        )
+    depths = range(deepest + 1)
+    rate = root_scalar(
+        lambda rate: sum(rate**depth for depth in depths) - mean, bracket=(0.0, 1.0)
+    ).root
+    reached = [rate**depth for depth in depths[1:]] + [0.0] * (tree.num_levels - deepest)
+    edges = [min(round((1 - share) * 2**32), 2**32 - 1) for share in reached]
+    return jnp.asarray(edges, jnp.uint32)
 
 
 def drawn_count(edges: Edges, rounds: Lengths) -> Lengths:
@@ -173,7 +146,8 @@ class Setting:
     batch: int
     tree: TreeConfig
     new_tokens: int
-    lengths: AcceptanceLengths
+    acceptance: float
+    """Mean tokens of a round, the bonus included."""
     repetitions: int
     turns: int = 1
     """Repeats of a part inside its program."""
@@ -215,8 +189,8 @@ def decode(
     Args:
       target: the target's static part.
       drafter: the drafter's static part.
-      edges: of the :class:`AcceptanceLengths` that rounds draw from; without them the target's
-        draws accept.
+      edges: of :func:`acceptance_edges`, that rounds draw from; without them the target's draws
+        accept.
       params: parameters of both.
       rows: before the first round; donated.
     """

@@ -15,8 +15,6 @@ round. ``acceptance`` is the mean of 64 nodes; fewer keep the share that the dem
 ``http_and_scheduling_percent`` is what a stream that is alone takes beyond the same rounds launched
 behind one another without a server. ``worst_gap_ms`` is the longest pause of four running streams
 while a long prompt is prefilled beside them, from ``max_gap_ms`` for which the server was started.
-``behind_long_percent`` is by how much a round of three short rows takes longer once every slot has
-held a long prompt than it did in the fresh engine.
 """
 
 import argparse
@@ -58,15 +56,13 @@ from .arguments import CHAIN, SHAPES
 from .load import Stream
 from .models import check_memory, draft_options, random_model, target_bytes
 from .report import Report, Row, run_header
-from .rounds import GOLDEN, AcceptanceLengths
+from .rounds import GOLDEN, acceptance_edges
 from .timing import announce, rounded, step
 
 STREAMS = 4
 """That run while a long prompt is admitted."""
 STREAM_CONTEXT = 256
 """Tokens of their prompts."""
-SHORT_TOKENS = 128
-"""New tokens of each row whose rounds are timed before and behind long ones."""
 BEHIND = 16
 """Rounds that are launched behind one another to time one."""
 TURNS = 2
@@ -118,7 +114,7 @@ def check(arguments: argparse.Namespace) -> None:
         )
     check_memory(f"the shape {arguments.target}", target_bytes(config))
     try:
-        AcceptanceLengths.geometric(arguments.acceptance, DEFAULT_TREE)
+        acceptance_edges(arguments.acceptance, DEFAULT_TREE)
     except ValueError as error:
         raise ValueError(f"--acceptance: {error}") from None
 
@@ -149,7 +145,7 @@ class AgreeingTarget(TargetModel):
             return run
         share = float(np.interp(nodes, NODES, KEPT))
         mean = 1 + share * (self.acceptance - 1)
-        edges = AcceptanceLengths.geometric(mean, DEFAULT_TREE).edges
+        edges = acceptance_edges(mean, DEFAULT_TREE)
         return run._replace(logits=agreeing(run, *tree, edges))
 
 
@@ -163,7 +159,7 @@ def agreeing(
       tokens: ``[B, T]`` of the nodes.
       positions: ``[B, T]`` of the nodes.
       mask: ``[B, T, T]`` which nodes are on the path to each.
-      edges: of :class:`AcceptanceLengths`.
+      edges: of :func:`acceptance_edges`.
     """
     depth = positions - positions[:, :1]
     rows = jnp.arange(tokens.shape[0], dtype=jnp.uint32)
@@ -375,12 +371,11 @@ def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
     limit = {"tree": tree, "max_gap_ms": float(arguments.max_gap_ms)}
     engine, seconds = prepared_engine(spec, STREAMS + 1, max_len=max_len, **limit)
     random, chunk = np.random.default_rng(2), engine.engine.prompts.chunk
-    step(f"rounds before and behind prompts of {arguments.long_context} tokens")
-    rounds = behind_long_rows(spec, engine, arguments.long_context, random)
     with serving(spec, engine, max_len) as client:
         step(f"a prompt of {arguments.long_context} tokens beside {STREAMS} streams")
         short = drawn(random, STREAMS, min(STREAM_CONTEXT, arguments.long_context // 4), spec)
-        [long_prompt] = drawn(random, 1, arguments.long_context, spec)
+        [first, long_prompt] = drawn(random, 2, arguments.long_context, spec)
+        client(load.ask, first, 2)  # What it pays is not counted.
         most = max_len - len(short[0])
         streams, admitted = client(load.beside, short, most, long_prompt)
     begun, ended = admitted.begun, admitted.arrivals[0]
@@ -402,38 +397,8 @@ def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
         "usual_gap_ms": rounded(1e3 * statistics.median(gaps[False])),
         "ttft_ms": rounded(1e3 * admitted.first),
         "chunk": chunk,
-        **rounds,
         "prepare_seconds": rounded(seconds),
     }
-
-
-def behind_long_rows(
-    spec: LongSpec, engine: RequestEngine, context: int, random: np.random.Generator
-) -> Row:
-    """Rounds of short rows before any other request, and once long ones have left every slot."""
-    short = drawn(random, STREAMS - 1, min(STREAM_CONTEXT, context // 4), spec)
-    fresh = median_round(engine, short, SHORT_TOKENS)
-    median_round(engine, drawn(random, engine.engine.slots, context, spec), 2)
-    later = median_round(engine, short, SHORT_TOKENS)
-    return {
-        "fresh_round_ms": rounded(1e3 * fresh),
-        "behind_long_round_ms": rounded(1e3 * later),
-        "behind_long_percent": rounded(100 * (later / fresh - 1)),
-    }
-
-
-def median_round(engine: RequestEngine, prompts: Sequence[list[int]], new_tokens: int) -> float:
-    """The median seconds of a round while all of these requests are decoded, from first to last."""
-    for prompt in prompts:
-        engine.submit(prompt, max_new_tokens=new_tokens, eos_token_id=[])
-    found = []
-    while engine.busy:
-        [before] = engine.trees
-        engine.step()
-        [after] = engine.trees
-        if after.rounds > before.rounds:
-            found.append((after.seconds - before.seconds) / (after.rounds - before.rounds))
-    return statistics.median(found)
 
 
 def line(row: Row) -> str:
@@ -452,10 +417,8 @@ def line(row: Row) -> str:
 
 def gap_line(row: Row) -> str:
     """The row of the long prompt for people."""
-    behind = f"{row['behind_long_round_ms']} ms, {row['behind_long_percent']:+} %"
     return (
         f"{row['shape']} S={row['context']} beside {row['concurrency']} streams: worst gap "
         f"{row['worst_gap_ms']} ms at --max_gap_ms={row['max_gap_ms']} (usual "
-        f"{row['usual_gap_ms']}), first token {row['ttft_ms']} ms, chunks of {row['chunk']}; "
-        f"a round behind long rows {behind}"
+        f"{row['usual_gap_ms']}), first token {row['ttft_ms']} ms, chunks of {row['chunk']}"
     )

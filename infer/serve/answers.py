@@ -8,10 +8,12 @@ import json
 import secrets
 import time
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .gains import LONGEST_RUN, Answer, Gain, TokenText, metrics_of, rounds_of
+from longspec_jax.generation.requests import RequestOutput
+
+from .gains import LONGEST_RUN, Answer, TokenText, metrics_of, rounds_of
 from .protocol import Call
 
 DONE = b"data: [DONE]\n\n"
@@ -43,18 +45,18 @@ class TextFormat:
         """Text, log-probabilities and finish reason."""
         gain = answer.gain
         if call.max_tokens == 0:  # One token was generated, because no fewer can be.
-            gain = Gain(prompt_logprobs=gain.prompt_logprobs, finish="length")
+            gain = replace(gain, tokens=(), logprobs=(), text="", finish="length")
         found = self._choice(index, answer.echoed + gain.text, gain.finish)
         return {**found, "logprobs": self._logprobs(answer, gain, call)}
 
     def opening(self, index: int, answer: Answer) -> None:
         """None: an echoed prompt comes with the first tokens."""
 
-    def delta(self, index: int, answer: Answer, gain: Gain, call: Call) -> dict[str, Any]:
+    def delta(self, index: int, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any]:
         """Text and log-probabilities."""
         first = len(answer.gains) == 1
         if call.max_tokens == 0:
-            gain = Gain(prompt_logprobs=gain.prompt_logprobs)
+            gain = replace(gain, tokens=(), logprobs=(), text="")
         found = self._choice(index, answer.echoed * first + gain.text, None)
         return {**found, "logprobs": self._logprobs(answer, gain, call)}
 
@@ -65,7 +67,7 @@ class TextFormat:
     def _choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "finish_reason": finish}
 
-    def _logprobs(self, answer: Answer, gain: Gain, call: Call) -> dict[str, Any] | None:
+    def _logprobs(self, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any] | None:
         """Lists with an entry a token; the prompt's come first where it is echoed."""
         if call.logprobs is None:
             return None
@@ -115,7 +117,7 @@ class ChatFormat:
         """The role."""
         return self._delta(index, {"role": "assistant", "content": ""})
 
-    def delta(self, index: int, answer: Answer, gain: Gain, call: Call) -> dict[str, Any]:
+    def delta(self, index: int, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any]:
         """Text and log-probabilities."""
         found = self._delta(index, {"content": gain.text})
         return {**found, "logprobs": self._logprobs(gain, call)}
@@ -127,7 +129,7 @@ class ChatFormat:
     def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, gain: Gain, call: Call) -> dict[str, Any] | None:
+    def _logprobs(self, gain: RequestOutput, call: Call) -> dict[str, Any] | None:
         if call.logprobs is None:
             return None
         content = [
@@ -188,7 +190,7 @@ class Writer:
         choices = [self.format.opening(*one) for one in enumerate(self.answers)]
         return b"".join(self._chunk(choice) for choice in choices if choice is not None)
 
-    def events(self, row: int, gain: Gain) -> bytes:
+    def events(self, row: int, gain: RequestOutput) -> bytes:
         """The events of what a row has gained, which its answer already holds.
 
         A token whose text is not complete makes none, unless there is something else to say.
@@ -231,7 +233,7 @@ class Writer:
         prompts = self.answers[:: self.call.n]
         new = 0 if self.call.max_tokens == 0 else sum(one.new for one in self.answers)
         prompt = sum(len(one.prompt) for one in prompts)
-        cached = sum(gain.cached for one in prompts for gain in one.gains[:1])
+        cached = sum(gain.cached_tokens for one in prompts for gain in one.gains[:1])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,

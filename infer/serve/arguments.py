@@ -1,14 +1,13 @@
 """The options of ``python -m infer.serve``."""
 
 import argparse
-from pathlib import Path
 
 import longspec_jax
-from longspec_jax import cli, files
+from longspec_jax import cli
 from longspec_jax.checks import Real, Whole
 
 from ..arguments import add_models
-from ..prompts import STYLES
+from ..prompts import STYLES, read_text
 
 EPILOG = """\
 Without options it serves the embedded demo model on this machine alone. It speaks OpenAI's protocol
@@ -148,7 +147,7 @@ def read_key(arguments: argparse.Namespace) -> str | None:
     """
     if arguments.api_key_file is None:
         return arguments.api_key
-    key = _text(arguments.api_key_file, "--api_key_file").strip()
+    key = read_text(arguments.api_key_file, "--api_key_file").strip()
     if not key or "\n" in key:
         raise ValueError(f"--api_key_file={arguments.api_key_file} must hold the key on one line")
     return key
@@ -163,12 +162,4 @@ def read_template(arguments: argparse.Namespace) -> str | None:
     named = arguments.chat_template
     if named is None or named in STYLES:
         return named
-    return _text(Path(named), "--chat_template")
-
-
-def _text(path: Path, option: str) -> str:
-    try:
-        return files.expanded(str(path)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise OSError(f"{option}={path} cannot be read: {reason}") from None
+    return read_text(named, "--chat_template")

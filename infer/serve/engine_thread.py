@@ -18,7 +18,7 @@ from typing import Any
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 
-from .gains import Answer, Gain, Ticket, wake
+from .gains import Answer, Ticket, proposed_tokens, wake
 from .metrics import Metrics
 from .protocol import Row
 from .rules import Refused
@@ -269,23 +269,23 @@ class EngineThread:
             if output.id not in self._rows:
                 continue
             ticket, index = self._rows[output.id]
-            row, times = ticket.rows[index], ticket.answers[index].times
-            gain = self._gain(output, row)
+            answer = ticket.answers[index]
+            times, prompt = answer.times, len(answer.prompt)
             if times.first is None:
-                self._count_first(len(row.tokens))
-                self._metrics.first(now - ticket.arrived, len(row.tokens))
+                self._count_first(prompt)
+                self._metrics.first(now - ticket.arrived, prompt)
                 times.first = now
             else:
-                self._metrics.between(now - (times.last or now), len(gain.tokens))
+                self._metrics.between(now - (times.last or now), len(output.tokens))
             times.last = now
-            self._metrics.gained(now, gain)
-            ticket.put(index, gain)
+            self._metrics.gained(now, output, proposed_tokens(output, answer.speculates))
+            ticket.put(index, output)
             woken.add(ticket)
-            if gain.finish is not None:
+            if output.finish is not None:
                 del self._rows[output.id]
                 ticket.open -= 1
                 self._ended.append(now)
-                self._metrics.ended(gain.finish, now - ticket.arrived)
+                self._metrics.ended(output.finish, now - ticket.arrived)
             if not ticket.open:
                 self._forget(ticket)
         wake(woken)
@@ -297,22 +297,6 @@ class EngineThread:
             for ticket, index in (self._rows[id] for id in started if id in self._rows):
                 ticket.answers[index].times.started = begun
             self._unstarted -= started
-
-    def _gain(self, output: RequestOutput, row: Row) -> Gain:
-        proposed = sum(len(tree.tokens) - 1 for tree in output.trees)
-        return Gain(
-            tokens=output.tokens,
-            text=output.text,
-            drafted=output.drafted,
-            rounds=output.rounds,
-            # A row that does not speculate accepts none of what its neighbours' tree proposes.
-            proposed=proposed if row.options.get("speculate", True) else 0,
-            finish=output.finish,
-            logprobs=output.logprobs,
-            prompt_logprobs=output.prompt_logprobs,
-            trees=output.trees,
-            cached=output.cached_tokens,
-        )
 
     def _count_first(self, tokens: int) -> None:
         """A row waits no longer; ``tokens`` is the length of its prompt."""

@@ -8,11 +8,12 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
-from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.decoding.report import RoundTree
+from longspec_jax.generation.requests import RequestOutput
 
 from .protocol import Row
 from .rules import Refused
@@ -25,49 +26,24 @@ LONGEST_RUN = 4
 """Most tokens of a character: UTF-8 has four bytes."""
 
 
-@dataclass(frozen=True)
-class Gain:
-    """What a row has gained: one step of the engine, or several that a slow reader reads at once.
+def joined(gains: Sequence[RequestOutput]) -> RequestOutput:
+    """What a row has gained in steps one after the other, as if it were one."""
+    if len(gains) == 1:
+        return gains[0]
+    chained = {
+        name: tuple(chain.from_iterable(getattr(gain, name) for gain in gains))
+        for name in ("tokens", "drafted", "rounds", "logprobs", "trees", "pieces")
+    }
+    text = "".join(gain.text for gain in gains)
+    return replace(gains[0], text=text, finish=gains[-1].finish, **chained)
 
-    The fields are those of the engine's outputs.
+
+def proposed_tokens(gain: RequestOutput, speculates: bool) -> int:
+    """Draft tokens that the target has verified for a row.
+
+    A row that does not speculate accepts none of what its neighbours' tree proposes.
     """
-
-    tokens: tuple[int, ...] = ()
-    text: str = ""
-    drafted: tuple[bool, ...] = ()
-    rounds: tuple[int, ...] = ()
-    """Accepted draft tokens of every round."""
-    proposed: int = 0
-    """Draft tokens that the target has verified in these rounds."""
-    finish: str | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    trees: tuple[RoundTree, ...] = ()
-    cached: int = 0
-    """Tokens of the prompt that were not prefilled anew."""
-
-    @classmethod
-    def joined(cls, gains: Sequence["Gain"]) -> "Gain":
-        """One after the other."""
-        if len(gains) == 1:
-            return gains[0]
-        scored = [gain.prompt_logprobs for gain in gains if gain.prompt_logprobs is not None]
-        return cls(
-            tokens=_chained(gain.tokens for gain in gains),
-            text="".join(gain.text for gain in gains),
-            drafted=_chained(gain.drafted for gain in gains),
-            rounds=_chained(gain.rounds for gain in gains),
-            proposed=sum(gain.proposed for gain in gains),
-            finish=gains[-1].finish,
-            logprobs=_chained(gain.logprobs for gain in gains),
-            prompt_logprobs=scored[0] if scored else None,
-            trees=_chained(gain.trees for gain in gains),
-            cached=sum(gain.cached for gain in gains),
-        )
-
-
-def _chained(parts: Iterable[tuple]) -> tuple:
-    return tuple(one for part in parts for one in part)
+    return sum(len(tree.tokens) - 1 for tree in gain.trees) if speculates else 0
 
 
 @dataclass
@@ -91,13 +67,14 @@ class Answer:
     times: Times = field(default_factory=lambda: Times(0.0))
     levels: int = 0
     """Of the tree: the most draft tokens that a round may accept."""
-    gains: list[Gain] = field(default_factory=list)
+    speculates: bool = True
+    gains: list[RequestOutput] = field(default_factory=list)
     new: int = 0
     """Generated tokens."""
     offset: int = 0
     """Characters of the tokens whose log-probabilities were written."""
 
-    def add(self, gain: Gain) -> None:
+    def add(self, gain: RequestOutput) -> None:
         """Take in what the row has gained."""
         self.gains.append(gain)
         self.new += len(gain.tokens)
@@ -113,9 +90,9 @@ class Answer:
         return bool(self.gains) and self.gains[-1].finish is not None
 
     @property
-    def gain(self) -> Gain:
+    def gain(self) -> RequestOutput:
         """Everything so far."""
-        return Gain.joined(self.gains or [Gain()])
+        return joined(self.gains)
 
 
 class Ticket:
@@ -131,7 +108,13 @@ class Ticket:
         self.rows, self.deadline = tuple(rows), deadline
         self.arrived = time.monotonic()
         self.answers = [
-            Answer(row.tokens, times=Times(self.arrived), levels=levels) for row in rows
+            Answer(
+                row.tokens,
+                times=Times(self.arrived),
+                levels=levels,
+                speculates=row.options.get("speculate", True),
+            )
+            for row in rows
         ]
         """Filled by the reader; the thread writes their times."""
         self.ids: list[int] = []
@@ -139,7 +122,7 @@ class Ticket:
         self.open = len(self.rows)
         """Rows that have not ended."""
         self.loop = asyncio.get_running_loop()
-        self._arrived: deque[tuple[int, Gain]] = deque()
+        self._arrived: deque[tuple[int, RequestOutput]] = deque()
         self._ready, self._begun = asyncio.Event(), asyncio.Event()
         self._failure: Refused | None = None
         self._submitted = False
@@ -148,7 +131,7 @@ class Ticket:
         """The engine has taken all rows."""
         self._submitted = True
 
-    def put(self, row: int, gain: Gain) -> None:
+    def put(self, row: int, gain: RequestOutput) -> None:
         """A row has gained something."""
         self._arrived.append((row, gain))
 
@@ -172,7 +155,7 @@ class Ticket:
         if self._failure is not None and not self._arrived:
             raise self._failure
 
-    async def gains(self) -> AsyncIterator[tuple[int, Gain]]:
+    async def gains(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """What rows gain, until all have ended; what was not read meanwhile is joined.
 
         Raises:
@@ -182,12 +165,12 @@ class Ticket:
         while left:
             await self._ready.wait()
             self._ready.clear()
-            by_row: dict[int, list[Gain]] = {}
+            by_row: dict[int, list[RequestOutput]] = {}
             while self._arrived:
                 row, gain = self._arrived.popleft()
                 by_row.setdefault(row, []).append(gain)
             for row, gains in by_row.items():
-                gain = Gain.joined(gains)
+                gain = joined(gains)
                 if gain.finish == "error":
                     raise Refused(
                         "the model's logits were not finite, so the text cannot go on; the model "
@@ -218,13 +201,13 @@ def _wake_all(tickets: Iterable[Ticket]) -> None:
 
 def metrics_of(answer: Answer) -> dict[str, Any]:
     """Acceptance and times of a row that has ended."""
-    gain, times = answer.gain, answer.times
+    times = answer.times
     first = _milliseconds(times.arrived, times.first)
     decode = _milliseconds(times.first, times.last)
     whole = _milliseconds(times.arrived, times.last)
     between = answer.new - 1
     return {
-        "speculative_decoding": acceptance_of(gain, answer.levels),
+        "speculative_decoding": acceptance_of(answer),
         "time_to_first_token_ms": first,
         "queue_time_ms": _milliseconds(times.arrived, times.started),
         "mean_itl_ms": decode / between if decode is not None and between > 0 else None,
@@ -236,19 +219,21 @@ def _milliseconds(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else round(1000 * (end - begin), 3)
 
 
-def acceptance_of(gain: Gain, levels: int) -> dict[str, Any] | None:
-    """What the draft has given a row, with the levels of its tree; None if it drafted nothing."""
+def acceptance_of(answer: Answer) -> dict[str, Any] | None:
+    """What the draft has given a row; None if it drafted nothing."""
+    gain, levels = answer.gain, answer.levels
     rounds, accepted = len(gain.rounds), sum(gain.rounds)
-    if not rounds or not gain.proposed:
+    proposed = proposed_tokens(gain, answer.speculates)
+    if not rounds or not proposed:
         return None
     counts = Counter(gain.rounds)
     return {
         "mean_acceptance_length": 1 + accepted / rounds,
-        "draft_acceptance_rate": accepted / gain.proposed,
+        "draft_acceptance_rate": accepted / proposed,
         "acceptance_histogram": [counts[n] for n in range(max(levels, *counts) + 1)],
         "num_spec_steps": rounds,
         "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": gain.proposed,
+        "num_draft_tokens": proposed,
         "num_spec_tokens": levels,
     }
 
@@ -265,7 +250,7 @@ def completed_text(text_of: TokenText, tokens: Sequence[int]) -> str:
 
 
 def rounds_of(
-    gain: Gain, text_of: TokenText, row: int, before: Sequence[int] = ()
+    gain: RequestOutput, text_of: TokenText, row: int, before: Sequence[int] = ()
 ) -> dict[str, Any]:
     """The tokens of a row's gain and the rounds that they came from, for the page.
 

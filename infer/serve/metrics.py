@@ -20,8 +20,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from longspec_jax.decoding.slots import EngineStatus
-
-from .gains import Gain
+from longspec_jax.generation.requests import RequestOutput
 
 TYPE = CONTENT_TYPE_LATEST
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -78,16 +77,16 @@ class Metrics:
         for _ in range(tokens):
             self._between.observe(seconds / tokens)
 
-    def gained(self, now: float, gain: Gain) -> None:
-        """Count tokens and rounds."""
+    def gained(self, now: float, gain: RequestOutput, proposed: int) -> None:
+        """Count tokens and rounds, and the draft tokens that were proposed in them."""
         self._generated.inc(len(gain.tokens))
         with self._lock:
             self._recent.append((now, len(gain.tokens)))
             self._forget(now)
-        if not gain.proposed:
+        if not proposed:
             return
         self._drafts.inc(len(gain.rounds))
-        self._proposed.inc(gain.proposed)
+        self._proposed.inc(proposed)
         self._accepted.inc(sum(gain.rounds))
         for accepted in gain.rounds:
             for level in range(accepted):

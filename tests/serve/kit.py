@@ -20,6 +20,7 @@ from infer.serve.protocol import ServedModel
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.slots import EngineStatus
+from longspec_jax.generation.requests import RequestOutput
 from longspec_jax.generation.result import TreeUse
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -109,9 +110,15 @@ class ScriptedEngine:
             finish = self.finish if left == 0 else None
             options = self.submitted[id][1]
             wanted, prompt = options.get("logprobs"), options.get("prompt_logprobs")
-            scored = None if not first or prompt is None else [None, *map(logprob, tokens[1:])]
+            scored = None if not first or prompt is None else (None, *map(logprob, tokens[1:]))
+            tree: Any = SimpleNamespace(
+                tokens=(tokens[-1], *new[:-1], 0),
+                parents=(-1, 0, 1, 2)[: len(new)] + (0,),
+                draws=(*new, 1),
+                path=(0,),
+            )
             found.append(
-                SimpleNamespace(
+                RequestOutput(
                     id=id,
                     tokens=tuple(new),
                     text="".join(LETTERS[token] for token in new),
@@ -120,16 +127,7 @@ class ScriptedEngine:
                     finish=finish,
                     logprobs=() if wanted is None else tuple(map(logprob, new)),
                     prompt_logprobs=scored,
-                    trees=()
-                    if first
-                    else (
-                        SimpleNamespace(
-                            tokens=(tokens[-1], *new[:-1], 0),
-                            parents=(-1, 0, 1, 2)[: len(new)] + (0,),
-                            draws=(*new, 1),
-                            path=(0,),
-                        ),
-                    ),
+                    trees=() if first else (tree,),
                     cached_tokens=4 if first else 0,
                 )
             )
@@ -164,17 +162,13 @@ class GeneratingEngine(ScriptedEngine):
             [tokens], [drafted] = one.sequences, one.drafted
             stops = options.get("eos_token_id", self.spec.stop_tokens)
             found.append(
-                SimpleNamespace(
+                RequestOutput(
                     id=id,
                     tokens=tokens,
-                    text=one.text[0],
+                    text=one.text[0] or "",
                     drafted=drafted,
                     rounds=by_round(drafted)[1],
                     finish="stop" if tokens[-1] in stops else "length",
-                    logprobs=(),
-                    prompt_logprobs=None,
-                    trees=(),
-                    cached_tokens=0,
                 )
             )
         return found

@@ -2,11 +2,13 @@
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from infer.serve.gains import Gain, rounds_of, token_text
+from infer.serve.gains import rounds_of, token_text
+from longspec_jax.generation.requests import RequestOutput
 
 
 @pytest.mark.parametrize("piece, text", [("▁one", " one"), ("two", "two"), ("<0xE2>", "\ufffd")])
@@ -21,8 +23,8 @@ def test_a_token_has_its_text_inside_a_text(piece: str, text: str) -> None:
 
 
 def test_rounds_are_as_documented() -> None:
-    tree = SimpleNamespace(tokens=(0, 1, 2), parents=(-1, 0, 0), draws=(1, 3, 0), path=(0, 1))
-    gain = Gain(tokens=(0, 1, 3), drafted=(False, True, False), rounds=(1,), trees=(tree,))
+    tree: Any = SimpleNamespace(tokens=(0, 1, 2), parents=(-1, 0, 0), draws=(1, 3, 0), path=(0, 1))
+    gain = RequestOutput(0, (0, 1, 3), (False, True, False), (1,), trees=(tree,))
     told = rounds_of(gain, "abcd".__getitem__, 2)
     assert told == {
         "index": 2,
@@ -51,11 +53,11 @@ def test_a_character_of_several_tokens_is_the_last_one_s() -> None:
         token_text, lambda ids: b"".join(tokens[id] for id in ids).decode(errors="replace")
     )
     ids = range(len(tokens))
-    whole = Gain(tokens=tuple(ids), drafted=(False,) * len(ids))
+    whole = RequestOutput(0, tuple(ids), (False,) * len(ids), ())
     texts = [token["text"] for token in rounds_of(whole, text_of, 0)["tokens"]]
     assert texts == ["a", "", "é", "", "", "€", "", "b"]
     # In chunks of one token, each with those before it.
     for id in ids:
-        one = Gain(tokens=(id,), drafted=(False,))
+        one = RequestOutput(0, (id,), (False,), ())
         [told] = rounds_of(one, text_of, 0, range(id))["tokens"]
         assert told["text"] == texts[id]

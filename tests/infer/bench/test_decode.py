@@ -14,7 +14,7 @@ from infer.bench import arguments as bench_arguments
 from infer.bench import decode as bench_decode
 from infer.bench.arguments import SHAPES
 from infer.bench.models import draft_state, random_model
-from infer.bench.rounds import AcceptanceLengths, Bench, Setting
+from infer.bench.rounds import Bench, Setting
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.dflash.checkpoint import Format, save_draft
@@ -121,9 +121,8 @@ def test_the_state_of_a_draft_with_a_window_does_not_grow(
 
 def test_bytes_of_a_plain_step_count_every_row(model) -> None:
     """K and V of a token are 2 layers x 2 heads x 16 float32 numbers each."""
-    lengths = AcceptanceLengths.geometric(2.0, TREE)
     one, five = (
-        Bench.prepare(Setting("tiny", 64, batch, TREE, 8, lengths, 1, 1), model) for batch in (1, 5)
+        Bench.prepare(Setting("tiny", 64, batch, TREE, 8, 2.0, 1, 1), model) for batch in (1, 5)
     )
     assert five.rows(NoDraft()).length.tolist() == [64] * 5
     read = [bench_decode.describe(each)["plain_step_bytes"] for each in (one, five)]

@@ -13,7 +13,14 @@ import pytest
 from infer.bench import rounds as bench_rounds
 from infer.bench.arguments import SHAPES
 from infer.bench.models import draft_state, filled_cache, random_model
-from infer.bench.rounds import GREEDY, AcceptanceLengths, accept_drawn, decode, drawn_count, rows_at
+from infer.bench.rounds import (
+    GREEDY,
+    accept_drawn,
+    acceptance_edges,
+    decode,
+    drawn_count,
+    rows_at,
+)
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.rows import Rows
@@ -27,7 +34,7 @@ VOCABULARY = 13
 NEW = 61
 TARGET, DRAFTER = LookupTarget(VOCABULARY), LookupDrafter(TREE)
 PARAMS = table_params(random_table(0, 97, VOCABULARY), random_table(1, 97, VOCABULARY))
-LENGTHS = AcceptanceLengths.geometric(2.6, TREE)
+EDGES = acceptance_edges(2.6, TREE)
 
 
 def start(drafter=DRAFTER) -> Rows:
@@ -38,38 +45,33 @@ def start(drafter=DRAFTER) -> Rows:
 
 @pytest.mark.parametrize("mean", [1.0, 1.7, 3.57, 5.2, 6.0])
 def test_geometric_lengths_have_the_mean(mean: float) -> None:
-    lengths = AcceptanceLengths.geometric(mean, FIVE_LEVELS)
-    assert len(lengths.probabilities) == 6
-    assert lengths.mean == pytest.approx(mean, abs=1e-9)
-    counts = jax.vmap(lambda r: drawn_count(lengths.edges, jnp.full((3,), r)))(jnp.arange(500))
+    edges = acceptance_edges(mean, FIVE_LEVELS)
+    reached = np.asarray([1, *(1 - np.asarray(edges, float) / 2**32), 0])
+    assert len(edges) == 5 and reached.sum() == pytest.approx(mean, abs=1e-8)
+    np.testing.assert_allclose(reached[1:-1], reached[:-2] * reached[1], atol=1e-8)
+    counts = jax.vmap(lambda r: drawn_count(edges, jnp.full((3,), r)))(jnp.arange(500))
     for row in np.asarray(counts).T:
         share = np.bincount(row, minlength=7)[1:] / len(row)
-        np.testing.assert_allclose(share, lengths.probabilities, atol=0.01)
+        np.testing.assert_allclose(share, -np.diff(reached), atol=0.01)
         # Any stretch has the mean, so that a short benchmark is not off by luck.
         stretches = row[:480].reshape(-1, 40).mean(axis=1)
-        np.testing.assert_allclose(stretches, lengths.mean, atol=0.15)
+        np.testing.assert_allclose(stretches, mean, atol=0.15)
     assert mean in (1.0, 6.0) or not np.array_equal(counts[:, 0], counts[:, 1])
 
 
-def test_a_budget_limits_the_levels() -> None:
-    assert AcceptanceLengths.geometric(1.9, TreeConfig((2, 3), 2)).probabilities[2] == 0
+def test_a_mean_is_one_that_the_tree_can_emit() -> None:
+    assert int(acceptance_edges(1.9, TreeConfig((2, 3), 2))[1]) == 2**32 - 1
     with pytest.raises(ValueError, match="emits 1 to 2 tokens"):
-        AcceptanceLengths.geometric(2.1, TreeConfig((2, 3), 2))
-
-
-def test_impossible_lengths_are_refused() -> None:
+        acceptance_edges(2.1, TreeConfig((2, 3), 2))
     with pytest.raises(ValueError, match="emits 1 to 6 tokens"):
-        AcceptanceLengths.geometric(6.5, FIVE_LEVELS)
-    with pytest.raises(ValueError, match="sum to 1"):
-        AcceptanceLengths((0.5, 0.4))
+        acceptance_edges(6.5, FIVE_LEVELS)
 
 
 def test_rounds_emit_the_wanted_mean_along_existing_paths() -> None:
     """One program serves every acceptance length."""
-    program = decode.lower(TARGET, DRAFTER, LENGTHS.edges, PARAMS, start()).compile()
+    program = decode.lower(TARGET, DRAFTER, EDGES, PARAMS, start()).compile()
     for mean in (2.6, 1.4):
-        edges = AcceptanceLengths.geometric(mean, TREE).edges
-        end = program(edges, PARAMS, start())
+        end = program(acceptance_edges(mean, TREE), PARAMS, start())
         np.testing.assert_array_equal(end.emitted, [NEW - 1] * 2)
         np.testing.assert_array_equal(end.rows.length, [NEW - 1] * 2)
         np.testing.assert_allclose(end.emitted / end.rounds, mean, atol=0.2)
@@ -85,9 +87,9 @@ def test_rounds_emit_the_wanted_mean_along_existing_paths() -> None:
 def test_a_budget_that_left_no_node_so_deep_ends_the_path(budget: int) -> None:
     """The wanted mean is kept: a benchmark's rounds do the same work, whatever they commit."""
     drafter = LookupDrafter(TreeConfig(TREE.widths, budget))
-    end = decode(TARGET, drafter, LENGTHS.edges, PARAMS, start(drafter))
+    end = decode(TARGET, drafter, EDGES, PARAMS, start(drafter))
     np.testing.assert_array_equal(end.emitted, [NEW - 1] * 2)
-    np.testing.assert_allclose(end.emitted / end.rounds, LENGTHS.mean, atol=0.2)
+    np.testing.assert_allclose(end.emitted / end.rounds, 2.6, atol=0.2)
 
 
 def test_a_simulated_round_costs_what_a_real_one_does() -> None:
@@ -99,9 +101,7 @@ def test_a_simulated_round_costs_what_a_real_one_does() -> None:
         )
         return step.lower(PARAMS, start()).compile().cost_analysis()["flops"]
 
-    drawn = functools.partial(
-        accept_drawn, shape=TREE, edges=LENGTHS.edges, rounds=jnp.zeros(2, jnp.int32)
-    )
+    drawn = functools.partial(accept_drawn, shape=TREE, edges=EDGES, rounds=jnp.zeros(2, jnp.int32))
     real, simulated = flops(None), flops(drawn)
     # A lookup table computes next to nothing: what the simulation adds would vanish in a model.
     assert real <= simulated <= real + 2000

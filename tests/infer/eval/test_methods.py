@@ -1,8 +1,5 @@
 """Which methods run with which drafts, how rounds are counted, and what contradicts itself."""
 
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +32,6 @@ def test_rounds_end_with_tokens_that_no_draft_proposed(
     assert by_round([letter == "1" for letter in drafted]) == (emitted, accepted)
 
 
-ROOT = Path(__file__).parents[3]
 DRAFTS = [NgramDraft(), StreamingDraft()]
 
 
@@ -161,19 +157,3 @@ def test_rounds_are_kept_as_trees_that_end_with_the_text() -> None:
     )
     assert (cut.path, cut.stop) == ((0, 1), "ended")
     assert (rejected.path, rejected.stop) == ((0,), "not proposed")
-
-
-@pytest.mark.parametrize("typed", [["--help"], ["--task=demo", "--samples=0", "--out=x"]])
-def test_help_and_a_typing_error_need_no_jax(typed: list[str]) -> None:
-    """Nothing slow is imported for them, so that they take no second."""
-    script = (
-        "import sys\n"
-        "for slow in ('jax', 'flax', 'torch', 'transformers'):\n"
-        "    sys.modules[slow] = None\n"
-        "from infer.eval import __main__ as command\n"
-        f"command.main({typed})\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert "usage: python -m infer.eval" in done.stdout or "--samples: 0 must be" in done.stderr
