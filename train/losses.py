@@ -56,8 +56,8 @@ def cross_entropy_sum(
       head_gradient: give the head a gradient; a frozen one saves the matmul.
       cap: bounds the logits softly, ``cap * tanh(logits / cap)``, as the target's (Gemma 2).
     """
-    options: Any = dict(chunk=chunk, head_gradient=head_gradient, cap=cap)
-    return chunked_loss(_text_loss, hidden, head, (labels, weights), **options)[0]
+    options: Any = dict(chunk=chunk, head_gradients=(head_gradient,), cap=cap)
+    return chunked_loss(_text_loss, ((hidden, head),), (labels, weights), **options)[0]
 
 
 class Distillation(NamedTuple):
@@ -100,10 +100,11 @@ def distillation_sums(
       teacher_head: the teacher's own LM head; no gradient.
     """
     criterion = functools.partial(_distillation_loss, share, cap)
-    options: Any = dict(chunk=max(1, chunk // 2), whole=head, cap=cap)
+    options: Any = dict(chunk=max(1, chunk // 2), whole=head, cap=cap, head_gradients=(False,))
     if teacher_head is not None:
-        options.update(whole=teacher_head, cap=None, head_gradient=True)
-    loss, sums = chunked_loss(criterion, hidden, head, (labels, weights, teacher), **options)
+        options.update(whole=teacher_head, cap=None, head_gradients=(True,))
+    about = labels, weights, teacher
+    loss, sums = chunked_loss(criterion, ((hidden, head),), about, **options)
     return Distillation(loss, *sums)
 
 
@@ -121,6 +122,10 @@ class ChunkLoss(NamedTuple):
 Criterion: TypeAlias = Callable[[Array, Array, Any], ChunkLoss]
 """``(logits[B, t, V], whole, parts) -> ChunkLoss``; ``parts`` are the chunk's, ``whole`` belongs to
 all chunks."""
+
+Products: TypeAlias = tuple[tuple[Array, Array], ...]
+"""Hidden states and a head each, ``[B, T, D]`` and ``[V, D]``, whose products sum up to the logits.
+Several states of each token, ``[B, T, n, D]``, give the logits the same axes."""
 
 
 def _text_loss(logits: Array, whole: Any, parts: tuple[Array, Array]) -> ChunkLoss:
@@ -161,12 +166,11 @@ def before_cap(error: Array, logits: Array, cap: float | None) -> Array:
 
 def chunked_loss(
     criterion: Criterion,
-    hidden: Float[Array, "B T ... D"],
-    head: Float[Array, "V D"],
+    products: Products,
     parts: Any,
     *,
     chunk: int,
-    head_gradient: bool = False,
+    head_gradients: tuple[bool, ...],
     whole: Any = (),
     cap: float | None = None,
 ) -> tuple[Float[Array, ""], Any]:
@@ -175,112 +179,95 @@ def chunked_loss(
     Args:
       criterion: static; computes a chunk. Where all parts of a token are 0 its loss must be 0,
         because the last chunk may be padded with such tokens.
-      hidden: final hidden states, one of each token or several, ``[B, T, n, D]``; the logits have
-        the same axes.
-      head: the LM head.
+      products: what the logits are made of.
       parts: arrays ``[B, T, ...]`` that the criterion reads beside the logits; no gradient.
       chunk: most tokens of a device whose logits exist at once.
-      head_gradient: give the head a gradient, too; a frozen one saves the matmul.
+      head_gradients: of each product, give its head a gradient, too; a frozen one saves the matmul.
       whole: arrays that the criterion reads for every chunk; no gradient.
       cap: as of :func:`cross_entropy_sum`; the criterion reads bounded logits.
 
     Returns:
       The loss, which alone is differentiable, and the other sums.
     """
-    rows, length = hidden.shape[:2]
+    rows, length = products[0][0].shape[:2]
     size = chunk_length(rows // row_shares(rows), length, chunk)
-    hidden = whole_chunks(hidden, size)
+    products = tuple((whole_chunks(hidden, size), head) for hidden, head in products)
     parts = jax.lax.stop_gradient(jax.tree.map(lambda part: whole_chunks(part, size), parts))
-    whole = jax.lax.stop_gradient(whole)
-    found: Any = _chunked(criterion, size, head_gradient, cap, hidden, head, whole, parts)
+    how = _How(criterion, size, head_gradients, cap)
+    found: Any = _chunked(how, products, jax.lax.stop_gradient(whole), parts)
     return found[0], jax.lax.stop_gradient(found[1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _chunked(
-    criterion: Criterion,
-    size: int,
-    head_gradient: bool,
-    cap: float | None,
-    hidden: Array,
-    head: Array,
-    whole: Any,
-    parts: Any,
-) -> tuple[Array, Any]:
-    total, _ = _loop(criterion, size, cap, hidden, head, whole, parts, ())
-    return total
+class _How(NamedTuple):
+    """What is static, by the names of :func:`chunked_loss`."""
+
+    criterion: Criterion
+    size: int
+    """Tokens of a row in a chunk."""
+    head_gradients: tuple[bool, ...]
+    cap: float | None
 
 
-def _forward(
-    criterion: Criterion,
-    size: int,
-    head_gradient: bool,
-    cap: float | None,
-    hidden: Array,
-    head: Array,
-    whole: Any,
-    parts: Any,
-) -> tuple[Any, tuple[Array, Array | None]]:
-    wide = jnp.zeros(head.shape, jnp.float32) if head_gradient else None
-    first = jnp.zeros_like(hidden), wide
-    total, (gradient, head_sum) = _loop(criterion, size, cap, hidden, head, whole, parts, first)
-    return total, (gradient, None if head_sum is None else head_sum.astype(head.dtype))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(how: _How, products: Products, whole: Any, parts: Any) -> tuple[Array, Any]:
+    return _loop(how, products, whole, parts, ())[0]
 
 
-def _backward(
-    criterion: Criterion,
-    size: int,
-    head_gradient: bool,
-    cap: float | None,
-    saved: Any,
-    cotangents: Any,
-) -> tuple[Any, ...]:
+def _forward(how: _How, products: Products, whole: Any, parts: Any) -> tuple[Any, Any]:
+    first = tuple(
+        (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32) if learns else None)
+        for (hidden, head), learns in zip(products, how.head_gradients, strict=True)
+    )
+    total, gradients = _loop(how, products, whole, parts, first)
+    return total, tuple(
+        (gradient, None if head_sum is None else head_sum.astype(head.dtype))
+        for (gradient, head_sum), (_, head) in zip(gradients, products, strict=True)
+    )
+
+
+def _backward(how: _How, gradients: Any, cotangents: Any) -> tuple[Any, None, None]:
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * cotangents[0]).astype(gradient.dtype)
 
-    gradient, head_sum = saved
-    return scaled(gradient), None if head_sum is None else scaled(head_sum), None, None
+    return jax.tree.map(scaled, gradients), None, None
 
 
 _chunked.defvjp(_forward, _backward)
 
 
 def _loop(
-    criterion: Criterion,
-    size: int,
-    cap: float | None,
-    hidden: Array,
-    head: Array,
-    whole: Any,
-    parts: Any,
-    first: Any,
+    how: _How, products: Products, whole: Any, parts: Any, first: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """Loss and sums, and the gradients if there are any to begin with.
 
-    Gradients are of hidden states and, if it is not None, of the head.
+    Gradients are, of each product, of its hidden states and, if it is not None, of its head.
     """
+    hidden, heads = zip(*products, strict=True)
 
-    def computed(start: Array) -> tuple[ChunkLoss, Array]:
-        x, mine = jax.tree.map(lambda part: cut(part, start, size), (hidden, parts))
-        logits = capped(head_logits(head, x), cap)
-        found = criterion(logits, whole, mine)
-        return found._replace(error=before_cap(found.error, logits, cap)), x
+    def computed(start: Array) -> tuple[ChunkLoss, tuple[Array, ...]]:
+        xs, mine = jax.tree.map(lambda part: cut(part, start, how.size), (hidden, parts))
+        logits = capped(functools.reduce(jnp.add, map(head_logits, heads, xs)), how.cap)
+        found = how.criterion(logits, whole, mine)
+        return found._replace(error=before_cap(found.error, logits, how.cap)), xs
 
     def step(carry: tuple[Any, Any], start: Array) -> tuple[tuple[Any, Any], None]:
         total, gradients = carry
-        found, x = computed(start)
+        found, xs = computed(start)
         if gradients:
-            gradients = _add_gradients(gradients, found.error, x, head, start)
+            gradients = tuple(
+                _add_gradients(so_far, found.error, x, head, start)
+                for so_far, x, head in zip(gradients, xs, heads, strict=True)
+            )
         return (jax.tree.map(jnp.add, total, (found.loss, found.sums)), gradients), None
 
     shapes, _ = jax.eval_shape(computed, jnp.int32(0))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (shapes.loss, shapes.sums))
-    return jax.lax.scan(step, (zeros, first), jnp.arange(0, hidden.shape[1], size))[0]
+    return jax.lax.scan(step, (zeros, first), jnp.arange(0, hidden[0].shape[1], how.size))[0]
 
 
-def _add_gradients(gradients: Any, error: Array, x: Array, head: Array, start: Array) -> Any:
-    """The gradients with those of a chunk put in and added."""
-    gradient, head_sum = gradients
+def _add_gradients(so_far: Any, error: Array, x: Array, head: Array, start: Array) -> Any:
+    """The gradients of a product with those of a chunk put in and added."""
+    gradient, head_sum = so_far
     precision, error = matmul_precision(head.dtype), error.astype(head.dtype)
     tokens = "BTn"[: x.ndim - 1]
     dx = jnp.einsum(f"{tokens}V,VD->{tokens}D", error, head, precision=precision)

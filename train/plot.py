@@ -4,8 +4,8 @@
     python -m train.plot runs/a/metrics.jsonl runs/b/metrics.jsonl --png a_and_b.png
 
 A column is a stage, a colour is a run. Acceptance is simulated, in tokens per target pass
-(train/drafts/longspec/acceptance.py defines it). A run that is under way can be drawn. The exit
-status is 0, or 2 for bad input.
+(train/acceptance.py defines it). A run that is under way can be drawn. The exit status is 0, or 2
+for bad input.
 """
 
 import sys

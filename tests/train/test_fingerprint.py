@@ -13,17 +13,12 @@ from safetensors.numpy import save_file
 
 from configs import demo, vicuna7b
 from configs.vicuna7b import get_config
-from tests.train.tiny import save_tiny_target, write_documents
+from tests.train.tiny import write_documents
 from train import fingerprint
 from train.arguments import from_config
 from train.config import RunConfig
 from train.data.source import Source
 from train.fingerprint import check_same_run, draft_settings, model_digest, target_settings
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_target(tmp_path_factory.mktemp("target"))
 
 
 def of(target: Path, files: str, workdir: Path = Path("absent"), **options: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 from longspec_jax.ops.slicing import chunk_length
 from tests.kit import ALL_PASSES, relative_error
 from train.acceptance import count_hits
-from train.drafts.parallel.loss import About, Learned, block_loss
+from train.drafts.parallel.loss import About, block_loss
 from train.losses import cross_entropy_sum, distillation_sums, next_token_labels
 
 
@@ -122,10 +122,8 @@ def test_capped_logits_have_the_gradients_of_the_definition(head_gradient: bool)
             *(hidden, head, labels, weights), head_gradient=head_gradient, **about
         )
         of_both = distillation_sums(hidden, teacher, head, labels, weights, share=share, **about)
-        none = jnp.zeros((3, 12, 0)), jnp.zeros((37, 0))
-        slots = block_loss(
-            Learned(hidden, *none), head, About(labels, weights, teacher), share=share, **about
-        )
+        of_slots = About(labels, weights, teacher)
+        slots = block_loss(((hidden, head),), of_slots, share=share, **about)
         return text, of_both.loss, slots.loss
 
     for which, name in enumerate(("text", "distillation", "blocks")):

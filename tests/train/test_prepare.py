@@ -8,17 +8,12 @@ import datasets
 import pytest
 
 from longspec_jax.sharding import make_mesh
-from tests.train.tiny import ROOT, arguments, save_tiny_target, write_documents
+from tests.train.tiny import ROOT, arguments, write_documents
 from train import prepare
 from train.arguments import parse
 from train.data import loading, tokens
 from train.data.documents import Turn
 from train.data.source import Source
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -28,10 +23,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.multiproc
 def test_several_processes_make_the_tokens_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(tokens, "SHARE", 7)
-    target = save_tiny_target(tmp_path / "target")
     files = write_documents(tmp_path / "documents.jsonl", 60)
     files.write_text(files.read_text() + "\n5\n")
     chat = {"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": ""}]}
@@ -57,9 +54,8 @@ def rows_of(given: list[str]) -> list[tuple[Any, ...]]:
 
 
 def test_prepared_rows_are_the_rows_of_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = save_tiny_target(tmp_path / "target")
     files = write_documents(tmp_path / "documents.jsonl", 20)
     expected = rows_of(arguments(target, files, tmp_path / "alone", "sft"))
     assert {length for *_, length in expected} > {40}
@@ -75,9 +71,8 @@ def test_prepared_rows_are_the_rows_of_training(
 
 
 def test_a_stages_own_bad_rows_are_allowed_by_its_own_option(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = save_tiny_target(tmp_path / "target")
     files = write_documents(tmp_path / "documents.jsonl", 3)
     files.write_text(files.read_text() + "5\n6\n")
     given = [f"--config={ROOT}/configs/vicuna7b.py", f"--config.target={target}", "--workers=1"]

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from tests.children import environment
 from tests.kit import relative_error
-from tests.train.tiny import ROOT, arguments, command, records, save_tiny_target, write_documents
+from tests.train.tiny import ROOT, arguments, command, records, write_documents
 from train.loop import TRY_AGAIN
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
@@ -67,12 +67,8 @@ def finish(both: list[subprocess.Popen]) -> list[Ended]:
 
 
 def test_two_processes_train_like_one_and_stop_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, tmp_path: Path, datasets_cache: Path
 ) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    target = save_tiny_target(tmp_path / "target")
     files = write_documents(tmp_path / "documents.jsonl", 90)
     steps = ["--config.stages.short.steps=12", "--config.stages.short.epochs=0"]
     steps += ["--config.data.buckets=2"]
@@ -81,7 +77,7 @@ def test_two_processes_train_like_one_and_stop_together(
     assert command(*arguments(target, files, alone), *steps) == 0
 
     given = [*arguments(target, files, shared), *steps]
-    both = start(given, tmp_path / "cache")
+    both = start(given, datasets_cache)
     metrics = shared / "metrics.jsonl"
     while all(process.poll() is None for process in both):
         if metrics.is_file() and metrics.read_text().count("loss"):
@@ -92,7 +88,7 @@ def test_two_processes_train_like_one_and_stop_together(
         assert status == TRY_AGAIN and "the same command resumes it" in error, error
     assert not (shared / "draft").exists()
 
-    for status, _, error in finish(start(given, tmp_path / "cache")):
+    for status, _, error in finish(start(given, datasets_cache)):
         assert status == 0, error
     one, two = (
         [record for record in records(folder) if "loss" in record] for folder in (alone, shared)

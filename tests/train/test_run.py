@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import jax
 import numpy as np
 import pytest
@@ -28,16 +27,6 @@ from tests.train.tiny import (
 )
 from train import pipeline, run
 from train.drafts.longspec import objective
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def losses(workdir: Path) -> list[float]:

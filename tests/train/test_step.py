@@ -117,11 +117,12 @@ def assert_same(actual: tuple[TrainState, Any], expected: tuple[TrainState, Any]
         assert relative_error(one, other) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["draft", "target"])
-def test_devices_do_not_change_the_step(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "whole"), [("chunked", "draft"), ("target", "target")])
+def test_devices_and_chunks_of_the_mlp_do_not_change_the_step(kind: str, whole: str) -> None:
+    """A chunk is cut besides."""
     sharded = Trainer(kind, (2, 2, 2))
     result = sharded.run(batch(), 2)
-    assert_same(result, single(kind))
+    assert_same(result, single(whole))
     assert_placed(result[0], sharded.shardings)
 
 
@@ -165,11 +166,6 @@ def test_accumulation_does_not_change_the_step(kind: str) -> None:
     assert_same(trainer(kind, ONE).run(split, 2), single(kind))
 
 
-def test_chunks_of_the_mlp_do_not_change_the_step() -> None:
-    """Of several devices, where a chunk is cut besides."""
-    assert_same(trainer("chunked", (2, 2, 2)).run(batch(), 2), single("draft"))
-
-
 def test_a_step_learns_the_same_without_the_targets_loss() -> None:
     state, metrics = trainer("silent", ONE).run(batch(), 2)
     told_state, told = single("draft")
@@ -189,33 +185,6 @@ def test_the_targets_loss_costs_nothing_where_it_is_not_told() -> None:
 
     # Scores, their values, output, gate and value, their product, and the head.
     assert products("draft") - products("silent") == 6
-
-
-@pytest.mark.parametrize("kind", ["draft", "target"])
-def test_a_batch_is_learned_by_heart(kind: str) -> None:
-    first = trainer(kind, ONE).run(batch(), 1)[1]["loss"]
-    assert trainer(kind, ONE).run(batch(), 60)[1]["loss"] < 0.8 * first
-
-
-def test_the_target_gets_no_gradient_and_its_loss_is_reported() -> None:
-    objective = replace(DRAFT, max_offset=0)
-    micro = jax.tree.map(lambda part: part[0], batch())
-    frozen = frozen_params()
-    params = jax.jit(objective.initialize)(jax.random.key(0))
-    draws = jax.tree.map(lambda leaf: leaf[0], objective.draw(jax.random.key(1), (1, 8), 13))
-
-    @jax.jit
-    def both(frozen: Any) -> Any:
-        def loss(frozen: Any) -> Any:
-            sums = objective.sums(params, frozen, micro, draws)
-            return sums["loss"], sums
-
-        alone = OBJECTIVES["target"].sums(frozen, (), micro, ())["loss"]
-        return *jax.grad(loss, has_aux=True)(frozen), alone
-
-    gradient, sums, alone = both(frozen)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient))
-    assert relative_error(sums["target_loss"], alone) < 1e-5
 
 
 def test_a_mixed_loss_is_the_mixture_of_its_parts() -> None:

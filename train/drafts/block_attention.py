@@ -44,7 +44,7 @@ def block_attention(
       Zeros where a block sees nothing.
     """
     if past is None or window is not None:
-        out = _in_chunks(q, past, anchors, every, window, own)
+        out = _in_chunks(q, past, anchors, every, window or 0, own)
     else:
         out = _to_all(q, past, anchors, every, own)
     [out] = with_sharding("b t n h", out)
@@ -157,7 +157,7 @@ def _in_chunks(
     past: tuple[Array, Array] | None,
     anchors: Int[Array, "B M"],
     every: int,
-    window: int | None,
+    window: int,
     own: tuple[Array, Array] | None,
 ) -> Float[Array, "B slots N H"]:
     """Blocks that see a window of the text or nothing of it, some at a time."""
@@ -165,10 +165,10 @@ def _in_chunks(
     heads, width = q.shape[2:]
     shape = rows, blocks, q.shape[1] // blocks
     length = past[0].shape[1] if past else 0
-    reads = length if window is None else min(length, 2 * window + every)
+    reads = min(length, 2 * window + every)
     per_block = rows // row_shares(rows) * shape[2] * heads * (reads + shape[2])
     size = max(1, min(blocks, SCORES // per_block))
-    if past and window is not None:
+    if past:
         size = min(size, max(1, window // every))
         reads = min(length, window + size * every)
 
@@ -183,13 +183,10 @@ def _in_chunks(
         mine = cut(queries, start, size)
         parts = []
         if past:
-            first = jnp.clip(start * every - (window or length), 0, length - reads)
+            first = jnp.clip(start * every - window, 0, length - reads)
             keys, values = (cut(each, first, reads) for each in past)
             index, end = first + jnp.arange(reads), cut(ends, start, size)[:, :, None]
-            seen = index < end
-            if window is not None:
-                seen &= index >= end - window
-            parts.append((keys, values, seen))
+            parts.append((keys, values, (index < end) & (index >= end - window)))
         if fresh:
             keys, values = (cut(each, start, size) for each in fresh)
             parts.append((keys, values, jnp.ones((1, 1, shape[2]), bool)))

@@ -10,15 +10,10 @@ import pyarrow
 import pytest
 
 from longspec_jax.recipes import base_config
-from tests.train.tiny import arguments, command, save_tiny_target, write_documents
+from tests.train.tiny import arguments, command, write_documents
 from train.config import DataConfig
 from train.data.documents import BadRows
 from train.data.loading import Documents
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def load(files: Path | str, max_bad_rows: int = 0, turn: int = 0) -> tuple[list[str], str]:
@@ -116,9 +111,8 @@ def test_a_damaged_packed_file_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_run_refuses_a_bad_row_before_its_first_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = save_tiny_target(tmp_path / "target")
     files = write_documents(tmp_path / "documents.jsonl", 38)
     files.write_text("\n\n" + files.read_text() + '{"text": \n')
     given = arguments(target, files, tmp_path / "work")

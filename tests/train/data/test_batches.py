@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
-from tests.train.tiny import ROOT, SyntheticRows, save_tiny_target, write_documents
+from tests.train.tiny import ROOT, SyntheticRows, write_documents
 from train.arguments import from_config
 from train.config import RunConfig, StageConfig
 from train.data.batches import Batches, Plan, bucket_lengths, prefetch
@@ -139,13 +139,7 @@ def run_on(folder: Path, pack: bool) -> RunConfig:
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_measured_rows_are_never_trained_on(
-    pack: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    target = save_tiny_target(tmp_path / "target")
+def test_measured_rows_are_never_trained_on(pack: bool, target: Path, tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).integers(1000, size=(20, 20))
     texts = [" ".join(map(str, row)) for row in numbers]
     lines = [json.dumps({"text": text}) for text in texts]
@@ -280,8 +274,9 @@ def test_documented_padding_is_that_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_lengths_of_documents_are_those_of_their_rows(mask: bool, tmp_path: Path) -> None:
-    target = save_tiny_target(tmp_path / "target")
+def test_lengths_of_documents_are_those_of_their_rows(
+    mask: bool, target: Path, tmp_path: Path
+) -> None:
     config = get_config("short")
     files = str(write_documents(tmp_path / "a.jsonl", 40))
     config.data.update(files=files, mask_prompts=mask, answer_room=9, buckets=3)

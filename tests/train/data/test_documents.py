@@ -216,21 +216,15 @@ def test_a_masked_question_leaves_room_for_the_answer(tokenizer: Any) -> None:
     assert len(tokens) == 100 and weights.all()
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
-def test_lines_of_mixed_formats(folder: Path, tokenizer: Any) -> None:
+def test_lines_of_mixed_formats(tmp_path: Path, tokenizer: Any) -> None:
     # Line separators of Unicode are no line ends.
     rows = [*(row for row, _ in ROWS.values()), {"text": "one\u2028line"}]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n  \n")
-    documents = documents_of(files=str(folder / "*.jsonl"))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n  \n")
+    documents = documents_of(files=str(tmp_path / "*.jsonl"))
     assert list(documents) == [to_turns(row) for row in rows]
-    write_encoded(folder / "tokens", encode(documents, tokenizer, settings().turn), 280, str)
-    encoded = read_encoded(folder / "tokens")
+    write_encoded(tmp_path / "tokens", encode(documents, tokenizer, settings().turn), 280, str)
+    encoded = read_encoded(tmp_path / "tokens")
     made = DocumentRows(encoded, settings(), 40, tokenizer.pad_token_id)
     for index in range(len(made)):
         tokens, weights, _ = made[index]
@@ -240,23 +234,23 @@ def test_lines_of_mixed_formats(folder: Path, tokenizer: Any) -> None:
     assert set(tokens[weights == 0]) == {tokenizer.pad_token_id} and weights[-1] == 0
 
 
-def test_json_lines_need_no_other_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "a.jsonl").write_text('{"text": "x"}\n')
+def test_json_lines_need_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert list(documents_of(files=str(folder / "a.jsonl")).texts()) == ["x"]
+    assert list(documents_of(files=str(tmp_path / "a.jsonl")).texts()) == ["x"]
 
 
-def test_files_of_several_kinds_follow_each_other(folder: Path) -> None:
-    (folder / "a.txt").write_text("first\nparagraph\n\n\n\nsecond\n")
-    (folder / "b.json").write_text(json.dumps([{"text": "third"}, {"text": "fourth"}], indent=1))
-    (folder / "b_lines.json").write_text('{"text": "fifth"}\n')
+def test_files_of_several_kinds_follow_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first\nparagraph\n\n\n\nsecond\n")
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "third"}, {"text": "fourth"}], indent=1))
+    (tmp_path / "b_lines.json").write_text('{"text": "fifth"}\n')
     table = datasets.Dataset.from_list([{"problem": "p", "qwq": "q"}])
-    table.to_parquet(str(folder / "c.parquet"))
-    files = f"{folder}/a.txt, {folder}/b*.json, {folder}/c.*"
+    table.to_parquet(str(tmp_path / "c.parquet"))
+    files = f"{tmp_path}/a.txt, {tmp_path}/b*.json, {tmp_path}/c.*"
     contents = [turns[-1].content for turns in documents_of(files=files)]
     assert contents == ["first\nparagraph", "second", "third", "fourth", "fifth", "q"]
     packed = list(documents_of(files=files, pack=True).texts())
-    assert packed[0] == (folder / "a.txt").read_text() and packed[-1].endswith("\n\np\n\nq")
+    assert packed[0] == (tmp_path / "a.txt").read_text() and packed[-1].endswith("\n\np\n\nq")
 
 
 @pytest.mark.parametrize(
@@ -273,15 +267,17 @@ def test_files_of_several_kinds_follow_each_other(folder: Path) -> None:
         ("a.parquet", "not parquet", "a.parquet cannot be read"),
     ],
 )
-def test_unreadable_files_are_refused(name: str, content: str, sentence: str, folder: Path) -> None:
-    (folder / name).write_text(content)
+def test_unreadable_files_are_refused(
+    name: str, content: str, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=sentence):
-        list(documents_of(files=str(folder / name)))
+        list(documents_of(files=str(tmp_path / name)))
 
 
-def test_absent_files_and_hub_data_are_refused(folder: Path) -> None:
+def test_absent_files_and_hub_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no file matches .*absent"):
-        list(documents_of(files=str(folder / "absent*.jsonl")))
+        list(documents_of(files=str(tmp_path / "absent*.jsonl")))
     for hub in ("owner/absent", "owner/absent/rows.jsonl"):
         with pytest.raises(ValueError, match=f"the data of {hub} cannot be read"):
             list(documents_of(files="", hub=hub))

@@ -4,28 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 
 from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
-from tests.train.tiny import save_tiny_target, write_documents
+from tests.train.tiny import write_documents
 from train.arguments import from_config
 from train.config import RunConfig
 from train.data.rows import Rows
 from train.data.source import Source
 from train.data.tokens import EncodedTurn, load_tokenizer, read_encoded, write_encoded
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def config_of(files: Path, **options: Any) -> RunConfig:

@@ -13,25 +13,13 @@ import pytest
 
 from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
-from tests.train.tiny import save_tiny_target, write_documents
+from tests.train.tiny import write_documents
 from train.arguments import from_config
 from train.data import loading
 from train.data.documents import BadRows
 from train.data.loading import Documents, stream_digest, stream_revision
 from train.data.source import Source
 from train.data.tokens import EncodedDocuments, read_encoded
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_target(tmp_path_factory.mktemp("tiny") / "target")
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "cache"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder))
-    return folder
 
 
 def source(target: Path, workdir: Path, **data: Any) -> Source:
@@ -65,7 +53,7 @@ def chats(count: int) -> list[dict[str, Any]]:
 
 
 def test_a_stream_gives_the_tokens_of_the_files(
-    target: Path, tmp_path: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, tmp_path: Path, datasets_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.data.tokens.SHARE", 3)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
@@ -76,7 +64,7 @@ def test_a_stream_gives_the_tokens_of_the_files(
     )
     folder = local_set(tmp_path / "set", chats(11))
     streamed = source(target, tmp_path / "one", hub=str(folder), stream=True).prepare(workers=1)
-    assert not any(private_cache.glob("**/*.arrow"))  # Nothing was kept.
+    assert not any(datasets_cache.glob("**/*.arrow"))  # Nothing was kept.
     by_two = source(target, tmp_path / "two", hub=str(folder), stream=True).prepare(workers=2)
     loaded = source(target, tmp_path / "three", files=f"{folder}/*.parquet").prepare(workers=1)
     assert tokens(streamed) == tokens(by_two) == tokens(loaded) and len(loaded) == 11

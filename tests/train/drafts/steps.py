@@ -26,7 +26,12 @@ TARGET = tiny_target_config(
 FROZEN = random_target(TARGET)
 UNREAD = {
     *("d2t", "t2d"),
-    *(f"cross_attn.{each}_proj.{kind}" for each in "kv" for kind in ("weight", "bias")),
+    *(
+        f"{layer}cross_attn.{each}_proj.{kind}"
+        for layer in ("", "layers.0.", "layers.1.")
+        for each in "kv"
+        for kind in ("weight", "bias")
+    ),
 }
 """Tensors of an exported file that are not learned."""
 
@@ -108,7 +113,7 @@ def assert_learns_as_pytorch(
         found.backward()
         norm = torch.nn.utils.clip_grad_norm_(draft.values(), ADAMW.clip)
         optimizer.step()
-        assert relative_error(values["loss"], found.item()) < 2e-5
+        assert relative_error(values["loss"], found.item()) < 1e-5
         assert relative_error(values["grad_norm"], float(norm)) < 1e-4
     learned = tensors(one.begun, one.last, folder)
     assert learned.keys() - UNREAD == draft.keys()

@@ -15,7 +15,6 @@ from tests.train.tiny import (
     flip_a_bit,
     interrupted,
     records,
-    save_tiny_target,
 )
 from train.checkpoint import _named
 
@@ -60,11 +59,14 @@ CASES = {
 
 @pytest.mark.parametrize("kind", CASES)
 def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Stopped, and a bit of its newest checkpoint flipped: it learns the same bits all the same."""
     case = CASES[kind]
-    target = save_tiny_target(tmp_path / "target")
     files = conversations(tmp_path / "chats.jsonl", 34)
     *earlier, last = case.stages
     of_stages = [f"stages.{each}.data" for each in case.stages] if earlier else ["data"]

@@ -99,11 +99,10 @@ class Eagle3Objective:
         sizes = self.target.vocab_size, self.steps * self.draft.proposable
         loss, (target_loss, known) = chunked_loss(
             partial(_soft_loss, self.target.logit_cap),
-            hidden,
-            self._head(params),
+            ((hidden, self._head(params)),),
             (labels, weights, step_weights, view.hidden),
             chunk=max(1, self.loss_chunk * sizes[0] // sum(sizes)),
-            head_gradient=True,
+            head_gradients=(True,),
             whole=(target_head, frozen.vocabulary, frozen.places),
         )
         sums = {"loss": loss, "target_loss": target_loss}

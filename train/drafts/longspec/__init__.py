@@ -1,1 +1,1 @@
-"""Training of the LongSpec draft: settings, passes, objective, simulated acceptance."""
+"""Training of the LongSpec draft: settings, passes, objective."""

@@ -5,6 +5,7 @@ a few tokens behind (:mod:`.passes`), and learns the text, or the target's own d
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.partitioned import with_sharding
 
+from ...acceptance import agreement_report, count_hits, counted_tokens
 from ...config import StageConfig
 from ...losses import cross_entropy_sum, distillation_sums, next_token_labels
 from ...step import Batch
@@ -30,12 +32,13 @@ from ...target import (
     head_flops,
     matmul_flops,
     mlp_flops,
+    plain_positions,
     projection_flops,
+    run_target,
     target_flops,
 )
 from ...views import Reads, target_view
 from ..base import Begun, Given
-from .acceptance import Pair, simulated_acceptance
 from .passes import Draws, noisy_shifts, run_draft
 from .settings import LongSpecSettings
 
@@ -98,11 +101,8 @@ class LongSpecObjective:
         return {"loss": sums.loss, "target_loss": sums.teacher_loss, **(parts if share else {})}
 
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
-        """Simulated acceptance."""
-        pair = Pair(
-            self.target, self.draft, self.settings.max_shift, self.loss_chunk, self.mlp_chunk
-        )
-        return simulated_acceptance(pair, params, frozen, batch.tokens, batch.weights)
+        """Simulated acceptance, for every number of tokens behind the target's keys."""
+        return agreement_report(*_hits(self, params, frozen, batch))
 
     def flops_per_token(self, length: int) -> float:
         """Operations that a token of a row of this length needs.
@@ -116,6 +116,25 @@ class LongSpecObjective:
         learned = FORWARD_AND_BACKWARD * draft_flops(self.draft, length) + 2 * head
         imitated = head + rest if self.settings.distillation else 0.0
         return target_flops(self.target, length) - rest + learned + imitated
+
+
+@partial(jax.jit, static_argnums=0)
+def _hits(
+    objective: LongSpecObjective, params: Any, frozen: Any, batch: Batch
+) -> tuple[Array, Array, Array]:
+    """What :func:`train.acceptance.agreement_report` reads."""
+    rows, length = batch.tokens.shape
+    positions, chunk = plain_positions((1, rows), length)[0], objective.mlp_chunk
+    view = run_target(objective.target, frozen, batch.tokens, positions, chunk)
+    counted, head = counted_tokens(batch.weights), head_of(frozen)
+
+    def at_shift(shift: Array) -> tuple[Array, Array]:
+        draws = Draws(positions, jnp.full((rows,), shift))
+        hidden = run_draft(objective.draft, params, frozen, batch.tokens, draws, view, chunk)
+        return count_hits(hidden, head, view.hidden, head, counted, chunk=objective.loss_chunk)
+
+    shifts = jnp.arange(1, objective.settings.max_shift + 1)
+    return *jax.lax.map(at_shift, shifts), jnp.sum(counted, (1, 2))
 
 
 def draft_flops(config: DraftConfig, length: int) -> float:

@@ -29,6 +29,7 @@ from longspec_jax.weights.json_files import read_json
 
 from ...acceptance import agreement_report
 from ...config import StageConfig
+from ...losses import Products
 from ...step import Batch
 from ...target import (
     FORWARD_AND_BACKWARD,
@@ -45,7 +46,7 @@ from ...target import (
 from ...views import Reads, target_view
 from ..base import Begun, Given
 from ..blocks import drawn_anchors, even_anchors, places, slot_hits, slot_weights
-from .loss import About, Learned, block_loss
+from .loss import About, block_loss
 from .passes import Draws, run_blocks
 from .settings import ParallelSettings
 
@@ -94,10 +95,10 @@ class ParallelObjective:
 
         Slots weigh so that a row's sum is that of its tokens: figures are means over tokens.
         """
-        learned, head, about = self._run(params, frozen, batch, draws)
+        products, about = self._run(params, frozen, batch, draws)
         share, chunk = self.settings.distillation, self.loss_chunk
         options: Any = dict(share=share, chunk=chunk, cap=self.target.logit_cap)
-        loss, text, distance, target = block_loss(learned, head, about, **options)
+        loss, text, distance, target = block_loss(products, about, **options)
         parts = {"cross_entropy": text, "distance": distance}
         return {"loss": loss, "target_loss": target, **parts}
 
@@ -122,10 +123,8 @@ class ParallelObjective:
         learned = FORWARD_AND_BACKWARD * (draft + keys_values_flops(layer))
         return target_flops(self.target, length) + learned + head + markov
 
-    def _run(
-        self, params: Any, frozen: Any, batch: Batch, draws: Draws
-    ) -> tuple[Learned, Array, About]:
-        """Forwards of target and draft; the target's head; what is known of the slots."""
+    def _run(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> tuple[Products, About]:
+        """Forwards of target and draft: what the loss reads."""
         s, c, tokens, weights = self.settings, self.draft, batch.tokens, batch.weights
         view = target_view(self.target, frozen, batch, draws.positions, self.mlp_chunk)
         hidden = run_blocks(
@@ -138,13 +137,14 @@ class ParallelObjective:
         counts = jnp.where(index < last, along(follows, weights), 0)
         counts *= jnp.tile(slots, draws.anchors.shape[1])
         about = About(along(follows, tokens), counts, along(at, view.hidden))
+        [head] = with_sharding("v d", head_of(frozen))
+        if not c.markov_rank:
+            return ((hidden, head),), about
+        markov = params["markov"]
         # From the float32 table: the gradients of frequent tokens are sums of thousands.
-        empty = jnp.zeros((c.vocab_size, 0), jnp.float32)
-        markov = params.get("markov", {"embedding": empty, "head": empty})
         before = jnp.take(markov["embedding"], along(at, tokens), axis=0).astype(hidden.dtype)
-        table = markov["head"].astype(hidden.dtype)
-        head, table = with_sharding("v d, v r", head_of(frozen), table)
-        return Learned(hidden, before, table), head, about
+        [table] = with_sharding("v r", markov["head"].astype(hidden.dtype))
+        return ((hidden, head), (before, table)), about
 
 
 @partial(jax.jit, static_argnums=0)
@@ -155,16 +155,16 @@ def _agreement(
     rows, length = batch.tokens.shape
     anchors = even_anchors(rows, length, objective.settings.anchor_every)
     draws = Draws(plain_positions((1, rows), length)[0], anchors)
-    learned, head, about = objective._run(params, frozen, batch, draws)
+    products, about = objective._run(params, frozen, batch, draws)
 
     def in_blocks(each: Array) -> Array:
         return each.reshape(*anchors.shape, objective.draft.block, *each.shape[2:])
 
     # The Markov head as more columns of the LM head.
-    wide = in_blocks(jnp.concatenate([learned.hidden, learned.before], axis=-1))
-    table = jnp.concatenate([head, learned.table.astype(head.dtype)], axis=-1)
-    wanted, weights = in_blocks(about.teacher), in_blocks(about.weights)
-    return slot_hits(wide, table, wanted, head, weights, chunk=objective.loss_chunk)
+    hidden, table = (jnp.concatenate(each, axis=-1) for each in zip(*products, strict=True))
+    hidden, wanted, weights = map(in_blocks, (hidden, about.teacher, about.weights))
+    head = products[0][1]
+    return slot_hits(hidden, table, wanted, head, weights, chunk=objective.loss_chunk)
 
 
 @dataclass(frozen=True)

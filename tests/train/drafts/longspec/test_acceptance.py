@@ -10,9 +10,9 @@ import pytest
 
 from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import tiny_target_config
-from train.drafts.longspec.acceptance import Pair, simulated_acceptance
 from train.drafts.longspec.objective import LongSpecObjective
 from train.drafts.longspec.settings import LongSpecSettings
+from train.step import Batch
 from train.target import TargetObjective
 
 TARGET = dataclasses.replace(
@@ -23,21 +23,20 @@ TARGET = dataclasses.replace(
     dtype="float32",
 )  # fmt: skip
 DRAFT = dataclasses.replace(DraftConfig.for_target(TARGET), window=5)
-PAIR = Pair(TARGET, DRAFT, max_shift=2, chunk=8)
+SETTINGS = LongSpecSettings("longspec", "", 5, False, 0, 2)
+OBJECTIVE = LongSpecObjective(TARGET, DRAFT, SETTINGS, 0, 8)
 
 
 @pytest.fixture(scope="module")
 def models() -> tuple[Any, Any]:
     """Parameters of draft and target."""
-    settings = LongSpecSettings("longspec", "", 5, False, 0, 2)
-    draft = LongSpecObjective(TARGET, DRAFT, settings, 0, 8)
-    target = TargetObjective(TARGET, 8)
-    return tuple(jax.jit(each.initialize)(jax.random.key(1)) for each in (draft, target))
+    both = OBJECTIVE, TargetObjective(TARGET, 8)
+    return tuple(jax.jit(each.initialize)(jax.random.key(1)) for each in both)
 
 
 def measured(models: tuple[Any, Any], weights: np.ndarray) -> dict[str, float]:
     tokens = jax.random.randint(jax.random.key(3), weights.shape, 0, TARGET.vocab_size)
-    return simulated_acceptance(PAIR, *models, tokens, jnp.asarray(weights, jnp.float32))
+    return OBJECTIVE.measure(*models, Batch(tokens, jnp.asarray(weights, jnp.float32)))
 
 
 def spoiled(params: Any) -> Any:

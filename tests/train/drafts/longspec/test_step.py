@@ -1,5 +1,6 @@
 """A LongSpec draft's steps are those of PyTorch's, token by token from the definition."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ SETTINGS = LongSpecSettings("longspec", "", WINDOW, True, 4, 4)
 DATA = tiny.random_batch((2, 2), STAGE.seq_len)
 
 
+@functools.cache
+def whole(share: float) -> tiny.Trained:
+    return tiny.four_steps(replace(SETTINGS, distillation=share), tiny.given(STAGE), DATA, 30)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.7], ids=["text", "distilled"])
 def test_four_steps_are_those_of_pytorch(share: float, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters, at moved positions and with every shift."""
     from tests.models.parallel_oracle import ParallelOracle, torch
 
-    settings = replace(SETTINGS, distillation=share)
-    one = tiny.four_steps(settings, tiny.given(STAGE), DATA, 30)
+    one = whole(share)
     objective, _ = one.begun.trainer.objectives(STAGE, 30, 0)
     assert isinstance(objective, LongSpecObjective)
     layer = objective.draft
@@ -89,3 +94,9 @@ def test_four_steps_are_those_of_pytorch(share: float, tmp_path: Path) -> None:
 
     tiny.assert_learns_as_pytorch(one, draft, loss, tmp_path / "last")
     assert any(moved) and shifts == {1, 2, 3, 4}
+
+
+def test_devices_and_chunks_do_not_change_the_steps() -> None:
+    """Few tokens of the loss, of which the last are no whole chunk, and MLPs in pieces."""
+    cut = tiny.four_steps(SETTINGS, tiny.given(STAGE, fsdp=2, tp=2), DATA, 10, 8)
+    tiny.assert_same_steps(cut, whole(0.0))

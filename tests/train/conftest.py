@@ -1,0 +1,22 @@
+"""What tests of training share: one tiny target, and a cache of data sets for each test."""
+
+from pathlib import Path
+
+import datasets
+import pytest
+
+from .tiny import save_tiny_target
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a one-layer target that nobody changes."""
+    return save_tiny_target(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture(autouse=True)
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where ``datasets`` keeps what it reads."""
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder))
+    return folder
