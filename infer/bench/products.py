@@ -45,17 +45,18 @@ TURNS = 16
 
 Op = Callable[..., jax.Array]
 """``(x, weights) -> product``."""
+GATED_XLA = functools.partial(few_rows.matmul_xla, gated=True)
 OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (few_rows.matmul, few_rows.matmul_xla),
     "out": (few_rows.matmul_partials, few_rows.matmul_xla),
-    "gate_up": (few_rows.gated_matmul, few_rows.gated_matmul_xla),
+    "gate_up": (few_rows.gated_matmul, GATED_XLA),
     "down": (few_rows.matmul_partials, few_rows.matmul_xla),
 }
 """Ours and XLA's, by the product's place in a layer."""
 ORDERED_OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (ordered.matmul, few_rows.matmul_xla),
     "out": (ordered.matmul_partials, few_rows.matmul_xla),
-    "gate_up": (ordered.gated_matmul, few_rows.gated_matmul_xla),
+    "gate_up": (ordered.gated_matmul, GATED_XLA),
     "down": (ordered.matmul_partials, few_rows.matmul_xla),
     "head": (ordered.head_matmul, few_rows.head_matmul_xla),
 }
@@ -63,7 +64,10 @@ ORDERED_OPS: dict[str, tuple[Op, Op]] = {
 QUANTISED_OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (quantised.quantised_matmul, quantised.quantised_matmul_xla),
     "out": (quantised.quantised_matmul_partials, quantised.quantised_matmul_xla),
-    "gate_up": (quantised.quantised_gated_matmul, quantised.quantised_gated_matmul_xla),
+    "gate_up": (
+        quantised.quantised_gated_matmul,
+        functools.partial(quantised.quantised_matmul_xla, gated=True),
+    ),
     "down": (quantised.quantised_matmul_partials, quantised.quantised_matmul_xla),
 }
 """The same with the weights of a quantised target."""

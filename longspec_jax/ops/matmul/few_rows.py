@@ -7,7 +7,7 @@ result next adds up as it goes (:func:`longspec_jax.ops.layer.residual_norm`). A
 are XLA's matmuls, which also define the ops and their gradients.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,15 +27,13 @@ WORTH_A_KERNEL = 2**21
 """Elements of the smallest weights that keep half of a Hopper GPU's multiprocessors reading."""
 
 
-@jax.custom_jvp
 def matmul(
     x: Float[Array, "*rows K"], weights: Float[Array, "K ..."], bias: Array | None = None
 ) -> Array:
     """``[*rows, *out]`` of ``weights[K, *out]``, plus ``bias[*out]``; differentiable."""
-    return MATMUL(x, weights, bias)
+    return _matmul(x, weights, bias)
 
 
-@jax.custom_jvp
 def matmul_partials(
     x: Float[Array, "*rows K"], weights: Float[Array, "K N"]
 ) -> Float[Array, "S *rows N"]:
@@ -43,34 +41,44 @@ def matmul_partials(
 
     Differentiable.
     """
-    return MATMUL_PARTIALS(x, weights)
+    return _matmul(x, weights, split=True)
 
 
-@jax.custom_jvp
 def gated_matmul(
     x: Float[Array, "*rows K"], weights: Float[Array, "K 2 F"]
 ) -> Float[Array, "*rows F"]:
     """``silu(x @ weights[:, 0]) * (x @ weights[:, 1])``; differentiable."""
-    return GATED_MATMUL(x, weights)
+    return _matmul(x, weights, gated=True)
 
 
-def matmul_xla(x: Array, weights: Array, bias: Array | None = None) -> Array:
-    """The matmul in plain JAX; float32 is exact, not TF32."""
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _matmul(
+    x: Array, weights: Array, bias: Array | None = None, gated: bool = False, split: bool = False
+) -> Array:
+    return MATMUL(x, weights, bias, gated=gated, split=split)
+
+
+@_matmul.defjvp
+def _differentiate(gated: bool, split: bool, primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(partial(matmul_xla, gated=gated, split=split), primals, tangents)
+
+
+def matmul_xla(
+    x: Array,
+    weights: Array,
+    bias: Array | None = None,
+    *,
+    gated: bool = False,
+    split: bool = False,
+) -> Array:
+    """The matmul in plain JAX, the only one of its partials; float32 is exact, not TF32."""
     # The produced axes stay apart: [2, F] in one axis could not be sharded over F. It is one plain
     # matmul all the same.
     over = ((x.ndim - 1,), (0,)), ((), ())
     out = jax.lax.dot_general(x, weights, over, precision=matmul_precision(weights.dtype))
-    return out if bias is None else out + bias
-
-
-def matmul_partials_xla(x: Array, weights: Array) -> Array:
-    """The whole result as the only partial."""
-    return matmul_xla(x, weights)[None]
-
-
-def gated_matmul_xla(x: Array, weights: Array) -> Array:
-    """The gated matmul in plain JAX."""
-    return gate(matmul_xla(x, weights))
+    out = out if bias is None else out + bias
+    out = gate(out) if gated else out
+    return out[None] if split else out
 
 
 def head_matmul_xla(hidden: Array, table: Array) -> Array:
@@ -106,22 +114,26 @@ def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
-def matmul_mosaic(x: Array, weights: Array, bias: Array | None = None) -> Array:
-    """The matmul by the kernel for Hopper GPUs."""
-    flat = weights.reshape(weights.shape[0], -1)
+def matmul_mosaic(
+    x: Array,
+    weights: Array,
+    bias: Array | None = None,
+    *,
+    gated: bool = False,
+    split: bool = False,
+) -> Array:
+    """The matmul by the kernel for Hopper GPUs; partials are one, or several in float32."""
+    _require_kernel(x, weights)
+    from longspec_jax.ops.matmul import ordered_mosaic
+
+    contracted = x.shape[-1]
+    flat = weights if gated else weights.reshape(contracted, -1)
     flat_bias = None if bias is None else bias.reshape(-1)
-    return _launch(x, flat, flat_bias).reshape(*x.shape[:-1], *weights.shape[1:])
-
-
-def matmul_partials_mosaic(x: Array, weights: Array) -> Array:
-    """The kernel's partials: the whole result, or several in float32."""
-    out = _launch(x, weights, split=True)
-    return out if out.ndim > x.ndim else out[None]
-
-
-def gated_matmul_mosaic(x: Array, weights: Array) -> Array:
-    """The gated matmul by the kernel."""
-    return _launch(x, weights)
+    tile = ordered_tiles.matmul_tile(contracted, flat.shape[-1], gated=gated, split=split)
+    out = ordered_mosaic.matmul(x.reshape(-1, contracted), flat, flat_bias, tile=tile)
+    if split:
+        return out.reshape(-1, *x.shape[:-1], flat.shape[-1])
+    return out.reshape(*x.shape[:-1], *weights.shape[2 if gated else 1 :])
 
 
 def head_matmul_mosaic(hidden: Array, table: Array) -> Array:
@@ -138,17 +150,6 @@ def head_matmul_mosaic(hidden: Array, table: Array) -> Array:
     return out.reshape(*hidden.shape[:-1], vocabulary)
 
 
-def _launch(x: Array, weights: Array, bias: Array | None = None, *, split: bool = False) -> Array:
-    """``[*rows, N]``, or the kernel's split-K partials ``[S, *rows, N]``."""
-    _require_kernel(x, weights)
-    from longspec_jax.ops.matmul import ordered_mosaic
-
-    contracted, columns, gated = x.shape[-1], weights.shape[-1], weights.ndim == 3
-    tile = ordered_tiles.matmul_tile(contracted, columns, gated=gated, split=split)
-    out = ordered_mosaic.matmul(x.reshape(-1, contracted), weights, bias, tile=tile)
-    return out.reshape(*out.shape[:-2], *x.shape[:-1], columns)
-
-
 def _require_kernel(x: Array, weights: Array) -> None:
     """Raise for machines, dtypes and rows that the kernel does not serve."""
     hardware.require_hopper("the Mosaic matmul")
@@ -163,43 +164,18 @@ def _require_kernel(x: Array, weights: Array) -> None:
         raise NotImplementedError("the Mosaic matmul takes one row or more")
 
 
-def _of_few_rows(kernel: Callable[..., Array]) -> Callable[..., Array]:
+def _few_rows_mosaic(x: Array, weights: Array, bias: Array | None = None, **options: bool) -> Array:
     """The kernel where it is faster than XLA's matmuls, or makes the same time of fewer launches.
 
     One row costs as much in either.
     """
-
-    def launch(x: Array, weights: Array, bias: Array | None = None) -> Array:
-        rows = x.size // x.shape[-1]
-        if rows % 8 or not 0 < rows <= WARPGROUP_ROWS or weights.size < WORTH_A_KERNEL:
-            raise NotImplementedError(
-                f"the Mosaic matmul takes whole groups of 8 rows up to {WARPGROUP_ROWS}, not "
-                f"{rows}, and weights of {WORTH_A_KERNEL} elements or more, not {weights.size}"
-            )
-        return kernel(x, weights) if bias is None else kernel(x, weights, bias)
-
-    return launch
+    rows = x.size // x.shape[-1]
+    if rows % 8 or not 0 < rows <= WARPGROUP_ROWS or weights.size < WORTH_A_KERNEL:
+        raise NotImplementedError(
+            f"the Mosaic matmul takes whole groups of 8 rows up to {WARPGROUP_ROWS}, not "
+            f"{rows}, and weights of {WORTH_A_KERNEL} elements or more, not {weights.size}"
+        )
+    return matmul_mosaic(x, weights, bias, **options)
 
 
-MATMUL = Op("matmul", {"mosaic": _of_few_rows(matmul_mosaic), "xla": matmul_xla})
-MATMUL_PARTIALS = Op(
-    "matmul_partials", {"mosaic": _of_few_rows(matmul_partials_mosaic), "xla": matmul_partials_xla}
-)
-GATED_MATMUL = Op(
-    "gated_matmul", {"mosaic": _of_few_rows(gated_matmul_mosaic), "xla": gated_matmul_xla}
-)
-
-
-@matmul.defjvp
-def _differentiate(primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(matmul_xla, primals, tangents)
-
-
-@matmul_partials.defjvp
-def _differentiate_partials(primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(matmul_partials_xla, primals, tangents)
-
-
-@gated_matmul.defjvp
-def _differentiate_gated(primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(gated_matmul_xla, primals, tangents)
+MATMUL = Op("matmul", {"mosaic": _few_rows_mosaic, "xla": matmul_xla})

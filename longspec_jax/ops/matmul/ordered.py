@@ -16,13 +16,9 @@ from jaxtyping import Float
 from longspec_jax.axes import Array
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.matmul.few_rows import (
-    gated_matmul_mosaic,
-    gated_matmul_xla,
     head_matmul_mosaic,
     head_matmul_xla,
     matmul_mosaic,
-    matmul_partials_mosaic,
-    matmul_partials_xla,
     matmul_xla,
 )
 from longspec_jax.ops.partitioned import partitioned, three_axes, width_shares, with_sharding
@@ -80,7 +76,7 @@ def _gate_up(x: Array, weights: Array, bias: Array | None) -> Array:
 
 @partitioned("b t f, f d -> s b t d")
 def _whole_partials(x: Array, weights: Array) -> Array:
-    return MATMUL_PARTIALS(x, weights)
+    return MATMUL(x, weights, split=True)
 
 
 @partitioned("b t f, f d -> f b t d")
@@ -90,7 +86,7 @@ def _cut_partials(x: Array, weights: Array) -> Array:
 
 @partitioned("b t d, d u f -> b t f")
 def _gated(x: Array, weights: Array) -> Array:
-    return GATED_MATMUL(x, weights)
+    return MATMUL(x, weights, gated=True)
 
 
 @partitioned("b t d, v d -> b t v")
@@ -99,8 +95,4 @@ def _head(hidden: Array, table: Array) -> Array:
 
 
 MATMUL = Op("matmul", {"mosaic": matmul_mosaic, "xla": matmul_xla})
-MATMUL_PARTIALS = Op(
-    "matmul_partials", {"mosaic": matmul_partials_mosaic, "xla": matmul_partials_xla}
-)
-GATED_MATMUL = Op("gated_matmul", {"mosaic": gated_matmul_mosaic, "xla": gated_matmul_xla})
 HEAD_MATMUL = Op("head_matmul", {"mosaic": head_matmul_mosaic, "xla": head_matmul_xla})

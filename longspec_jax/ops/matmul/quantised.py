@@ -67,7 +67,7 @@ def quantised_matmul_partials(
     :func:`longspec_jax.ops.matmul.ordered.matmul_partials`; of a long chunk they are added up.
     """
     if not isinstance(weights, PackedShares):
-        return QUANTISED_MATMUL_PARTIALS(x, weights, ordered=ordered)
+        return QUANTISED_MATMUL(x, weights, ordered=ordered, split=True)
     if not weights.cuts_inputs:
         return quantised_matmul(x, weights, ordered=ordered)[None]
     parts = _shared_inputs(three_axes(x), weights, ordered=ordered)
@@ -82,7 +82,7 @@ def quantised_gated_matmul(
 ) -> Float[Array, "*rows F"]:
     """``silu`` of the first of two matmuls, ``out = (2, F)``, times the second."""
     if not isinstance(weights, PackedShares):
-        return QUANTISED_GATED_MATMUL(x, weights, ordered=ordered)
+        return QUANTISED_MATMUL(x, weights, ordered=ordered, gated=True)
     return _shared_gate(three_axes(x), weights, ordered=ordered).reshape(*x.shape[:-1], -1)
 
 
@@ -106,7 +106,7 @@ def _shared_inputs(x: Array, weights: PackedShares, *, ordered: bool) -> Array:
 
 @partitioned("b t d, f ... -> b t f")
 def _shared_gate(x: Array, weights: PackedShares, *, ordered: bool) -> Array:
-    return QUANTISED_GATED_MATMUL(x, weights.own, ordered=ordered)
+    return QUANTISED_MATMUL(x, weights.own, ordered=ordered, gated=True)
 
 
 def most_rows(ordered: bool) -> int:
@@ -120,9 +120,11 @@ def quantised_matmul_xla(
     bias: Array | None = None,
     *,
     ordered: bool = False,
+    gated: bool = False,
+    split: bool = False,
     dtype: Any = None,
 ) -> Array:
-    """The matmul in plain JAX, in XLA's order; differentiable in ``x``."""
+    """The matmul in plain JAX, the only one of its partials; differentiable in ``x``."""
     x, weights = in_turn(x, weights)
     plain = weights.plain()
     if plain.order is not None:
@@ -131,21 +133,9 @@ def quantised_matmul_xla(
     over = ((x.ndim - 1,), (matrix.ndim - 1,)), ((), ())
     precision = matmul_precision(x.dtype)
     out = jax.lax.dot_general(x, matrix, over, precision, preferred_element_type=dtype)
-    return out if bias is None else out + bias
-
-
-def quantised_matmul_partials_xla(
-    x: Array, weights: QuantisedWeights, *, ordered: bool = False
-) -> Array:
-    """The whole result as the only partial."""
-    return quantised_matmul_xla(x, weights)[None]
-
-
-def quantised_gated_matmul_xla(
-    x: Array, weights: QuantisedWeights, *, ordered: bool = False
-) -> Array:
-    """The gated matmul in plain JAX."""
-    return gate(quantised_matmul_xla(x, weights))
+    out = out if bias is None else out + bias
+    out = gate(out) if gated else out
+    return out[None] if split else out
 
 
 def in_turn(x: Array, weights: Any) -> tuple[Array, Any]:
@@ -164,46 +154,17 @@ def in_turn(x: Array, weights: Any) -> tuple[Array, Any]:
     return x, dataclasses.replace(weights, codes=codes.astype(weights.codes.dtype))
 
 
-def _matmul(
-    launch: Callable[..., Array],
+def _mosaic(
     x: Array,
     weights: QuantisedWeights,
     bias: Array | None = None,
     *,
     ordered: bool = False,
-    dtype: Any = None,
-) -> Array:
-    """The matmul by a kernel of our own."""
-    flat_bias = None if bias is None else bias.reshape(-1)
-    out = launch(x, weights, flat_bias, ordered=ordered, dtype=dtype)[0]
-    return out.reshape(*x.shape[:-1], *weights.out_axes)
-
-
-def _partials(
-    launch: Callable[..., Array], x: Array, weights: QuantisedWeights, *, ordered: bool = False
-) -> Array:
-    """A kernel's partials."""
-    return launch(x, weights, ordered=ordered, split=True)
-
-
-def _gated_matmul(
-    launch: Callable[..., Array], x: Array, weights: QuantisedWeights, *, ordered: bool = False
-) -> Array:
-    """The gated matmul by a kernel."""
-    return launch(x, weights, ordered=ordered, gated=True)[0]
-
-
-def _launch_mosaic(
-    x: Array,
-    weights: QuantisedWeights,
-    bias: Array | None = None,
-    *,
-    ordered: bool,
     gated: bool = False,
     split: bool = False,
     dtype: Any = None,
 ) -> Array:
-    """Split-K partials ``[S, *rows, N]`` of the Hopper kernel; refuses what it cannot do."""
+    """The matmul by the Hopper kernel; refuses what that cannot do."""
     hardware.require_hopper("the kernel for quantised weights")
     from longspec_jax.ops.matmul.packed import PackedMatrix
 
@@ -225,24 +186,26 @@ def _launch_mosaic(
 
     columns = weights.out_axes[-1] if gated else math.prod(weights.out_axes)
     tile = quantised_tile(x.shape[-1], columns, bits=weights.bits, gated=gated, split=split)
-    flat = x.reshape(rows, x.shape[-1])
     out = quantised_mosaic.matmul(
-        flat, weights, bias, tile=tile, gated=gated, dtype=jnp.dtype(dtype or x.dtype)
+        *(x.reshape(rows, -1), weights, None if bias is None else bias.reshape(-1)),
+        tile=tile,
+        gated=gated,
+        dtype=jnp.dtype(dtype or x.dtype),
     )
-    return out.reshape(tile.splits, *x.shape[:-1], columns)
+    return _shaped(out, x, weights, gated=gated, split=split)
 
 
-def _launch_triton(
+def _triton(
     x: Array,
     weights: QuantisedWeights,
     bias: Array | None = None,
     *,
-    ordered: bool,
+    ordered: bool = False,
     gated: bool = False,
     split: bool = False,
     dtype: Any = None,
 ) -> Array:
-    """Split-K partials ``[S, *rows, N]`` of Triton's kernel; refuses what it does not serve."""
+    """The matmul by Triton's kernel; refuses what that does not serve."""
     rows = x.size // x.shape[-1]
     hardware.require_decode_step("Triton's kernel for quantised weights", rows, x.dtype)
     if x.dtype == jnp.float32:
@@ -257,35 +220,22 @@ def _launch_triton(
         x = jnp.take(x, weights.order, axis=-1)
     tile = quantised_pallas.triton_tile(rows, weights, gated=gated, split=split)
     out = quantised_pallas.matmul(
-        *(x.reshape(rows, -1), weights.flat(), bias),
+        *(x.reshape(rows, -1), weights.flat(), None if bias is None else bias.reshape(-1)),
         tile=tile,
         gated=gated,
         dtype=jnp.dtype(dtype or x.dtype),
     )
-    return out.reshape(len(out), *x.shape[:-1], out.shape[-1])
+    return _shaped(out, x, weights, gated=gated, split=split)
+
+
+def _shaped(out: Array, x: Array, weights: QuantisedWeights, *, gated: bool, split: bool) -> Array:
+    """A kernel's result with all axes of rows and outputs; or partials ``[S, *rows, N]``."""
+    if split:
+        return out.reshape(-1, *x.shape[:-1], out.shape[-1])
+    return out.reshape(*x.shape[:-1], *weights.out_axes[gated:])
 
 
 QUANTISED_MATMUL = Op(
     "quantised_matmul",
-    {
-        "mosaic": functools.partial(_matmul, _launch_mosaic),
-        "pallas": functools.partial(_matmul, _launch_triton),
-        "xla": quantised_matmul_xla,
-    },
-)
-QUANTISED_MATMUL_PARTIALS = Op(
-    "quantised_matmul_partials",
-    {
-        "mosaic": functools.partial(_partials, _launch_mosaic),
-        "pallas": functools.partial(_partials, _launch_triton),
-        "xla": quantised_matmul_partials_xla,
-    },
-)
-QUANTISED_GATED_MATMUL = Op(
-    "quantised_gated_matmul",
-    {
-        "mosaic": functools.partial(_gated_matmul, _launch_mosaic),
-        "pallas": functools.partial(_gated_matmul, _launch_triton),
-        "xla": quantised_gated_matmul_xla,
-    },
+    {"mosaic": _mosaic, "pallas": _triton, "xla": quantised_matmul_xla},
 )

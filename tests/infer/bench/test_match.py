@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from infer.bench.arguments import SHAPES
 from longspec_jax import LongSpec, cli, make_mesh
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.models import layers
-from longspec_jax.ops.matmul.few_rows import gated_matmul_xla
+from longspec_jax.ops.matmul.few_rows import matmul_xla
 
 SHORT = ("--target=tiny", "--tree=3,4@6", "--context=40", "--new_tokens=9", "--batch=1,3")
 
@@ -86,7 +87,7 @@ def test_a_rounding_that_depends_on_the_rows_beside_it_is_found(
     """Negative control, promised or not: one more rounding of one matmul of every layer."""
 
     def rounded(x: jax.Array, weights: jax.Array) -> jax.Array:
-        return gated_matmul_xla(x, weights).astype(jnp.bfloat16).astype(x.dtype)
+        return matmul_xla(x, weights, gated=True).astype(jnp.bfloat16).astype(x.dtype)
 
     spoil(monkeypatch, "tiny", rounded)
     for promised, batches in ((True, "1,3"), (False, "1")):
@@ -105,7 +106,7 @@ def test_one_matmul_by_xla_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Negative control of the proof in 16 bits."""
     if not match.load("demo", "bfloat16").identical:
         pytest.skip("needs the kernels of same_bits")
-    spoil(monkeypatch, "demo", gated_matmul_xla)
+    spoil(monkeypatch, "demo", partial(matmul_xla, gated=True))
     options = "--dtype=bfloat16", *CONTROL, "--new_tokens=400"
     status, rows = rows_of(tmp_path / "rows.json", *options)
     different = {(row["drafter"], row["batch"]) for row in rows if row["differing_tokens"]}

@@ -119,8 +119,5 @@ def product(weights: Weights, x: jax.Array, other: jax.Array, bias: jax.Array | 
     """The Hopper kernel's result, its partials not added up."""
     if weights.head:
         return ordered.HEAD_MATMUL(x, other, implementation="mosaic")
-    if weights.gated:
-        return ordered.GATED_MATMUL(x, other, implementation="mosaic")
-    if weights.split:
-        return ordered.MATMUL_PARTIALS(x, other, implementation="mosaic")
-    return ordered.MATMUL(x, other, bias, implementation="mosaic")
+    options = dict(gated=weights.gated, split=weights.split)
+    return ordered.MATMUL(x, other, bias, implementation="mosaic", **options)

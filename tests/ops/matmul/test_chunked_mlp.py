@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from longspec_jax.config.names import BATCH_AXES
 from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
-from longspec_jax.ops.matmul.few_rows import gated_matmul_xla, matmul_xla
+from longspec_jax.ops.matmul.few_rows import matmul_xla
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh
 from tests.kit import ALL_PASSES, relative_error
@@ -26,7 +26,7 @@ def inputs(rows: int, length: int, dtype: Any = jnp.float32) -> tuple[jax.Array,
 
 
 def plain(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    return matmul_xla(gated_matmul_xla(x, gate_up), down)
+    return matmul_xla(matmul_xla(x, gate_up, gated=True), down)
 
 
 def plain_gelu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ def test_what_the_kernel_does_not_serve_is_refused(monkeypatch: pytest.MonkeyPat
     x, nothing = (jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16) for rows in (4, 0))
     weights = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    for op in (ordered.MATMUL, ordered.MATMUL_PARTIALS, ordered.HEAD_MATMUL):
+    for op in (ordered.MATMUL, partial(ordered.MATMUL, split=True), ordered.HEAD_MATMUL):
         call = partial(op, implementation="mosaic")
         with pytest.raises(NotImplementedError, match="one row or more"):
             jax.eval_shape(call, nothing, weights)

@@ -261,20 +261,13 @@ LARGE = [
 def test_hopper_kernel(case: Case) -> None:
     """Right for any number of rows, which keep their bits and know nothing of each other."""
     hopper_or_skip()
-    op = (
-        quantised.QUANTISED_GATED_MATMUL
-        if case.gated
-        else quantised.QUANTISED_MATMUL_PARTIALS
-        if case.split
-        else quantised.QUANTISED_MATMUL
-    )
+    options = dict(gated=case.gated, split=case.split, implementation="mosaic")
     packed, right = pack(case.drawn(), jnp.dtype(case.dtype)), case.expected()
     found = {}
     for rows in (1, 8, 10, 33, 64, 128, 200):
         x, _, bias = case.operands(rows)
         x = x.at[7].set(jnp.nan) if rows == 64 else x
-        operands = (x, packed) if bias is None else (x, packed, bias)
-        out = np.float64(op(*operands, implementation="mosaic"))
+        out = np.float64(quantised.QUANTISED_MATMUL(x, packed, bias, **options))
         found[rows] = out.sum(0) if case.split else out
     broken = found.pop(64)
     assert np.isnan(broken[7]).all() and np.isfinite(np.delete(broken, 7, axis=0)).all()
