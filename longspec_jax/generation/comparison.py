@@ -82,7 +82,6 @@ def run_both(run: Run, on_round: OnRound | None = None) -> Comparison:
         compiled = run.known.warm.prepare(plan, streams, run.on_activity)
         plain_run = run.branch(plan, own_cache=True)
         plain_run.compile_seconds = compiled
-        plain_run.engine.round_seconds = run.known.warm.round_seconds(plan)
     speculative = follow(run, on_round)
     run.engine.close()  # Its cache makes room for plain decoding's.
     if plain_run is None:

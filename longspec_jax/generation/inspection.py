@@ -175,9 +175,7 @@ def _commit(
 ) -> tuple[Rows, Emitted]:
     """The rows after the round."""
     with use_mesh(target.mesh):
-        accepted_path = round_lib.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
-        reach = target.reach(rows.length)
-        return round_lib.commit_accepted(drafter, params, rows, verified, accepted_path, reach)
+        return round_lib.conclude(target, drafter, params, rows, tree, verified, draws)
 
 
 def _seen(plan: Plan, rows: Rows) -> dict[str, Array]:

@@ -147,6 +147,7 @@ class Run:
             *(self.engine, plan.drafters, plan.params, draft), own_cache=own_cache, **options
         )
         engine.seconds_of_prefill = self.engine.seconds_of_prefill
+        engine.round_seconds = self.known.warm.round_seconds(plan)
         rows = [
             RowOutput(
                 *(_no_rounds(plan), None, list(row.tokens), list(row.drafted)),
@@ -328,7 +329,6 @@ def _start_after_timing(
     settled = run.branch(plan, own_cache=False)
     run.engine.close()
     settled.compile_seconds, settled.timing_key = seconds, key
-    settled.engine.round_seconds = known.warm.round_seconds(plan)
     return settled
 
 

@@ -22,7 +22,17 @@ from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
-from tests.decoding.lossless import LENGTHS, NEW, engine_of, generate, prompts
+from tests.decoding.lossless import (
+    LENGTHS,
+    NEW,
+    TABLE,
+    VOCABULARY,
+    engine_of,
+    generate,
+    outputs_of,
+    prompts,
+    texts_of,
+)
 from tests.kit import (
     draft_params,
     random_draft,
@@ -31,10 +41,8 @@ from tests.kit import (
 )
 from tests.lookup import LookupDrafter, LookupTarget, random_table
 
-VOCABULARY = 13
 TREE = TreeConfig((4, 5, 3))
 SMALL_TREE = TreeConfig((3, 2))
-TABLE = random_table(0, 97, VOCABULARY)
 NEAR = TABLE + 0.5 * random_table(1, 97, VOCABULARY)
 TARGET, DRAFTER, PARAMS = LookupTarget(VOCABULARY), LookupDrafter(TREE), Params(TABLE, NEAR)
 CONFIG = tiny_target_config(num_layers=1)
@@ -120,16 +128,22 @@ def open_engine(
     return Engine(target, drafters, params, slots=slots, **{**SIZES, **options})
 
 
+def launched(engine: Engine) -> list[tuple[Any, ...]]:
+    """What the launches of rounds are given from now on: choice, kind, slots and constraints."""
+    found: list[tuple[Any, ...]] = []
+    launch = engine._launch
+    engine._launch = lambda *given: (found.append(given), launch(*given))[1]  # type: ignore[method-assign]
+    return found
+
+
 def serve(
     engine: Engine, rows: Sequence[int], vocabulary: int = VOCABULARY
 ) -> tuple[list[np.ndarray], list[StepOutput]]:
     """Submit the rows in this order; their tokens by number, and all outputs."""
-    ids = {engine.submit(prompt(row, vocabulary), asked(row)): row for row in rows}
-    outputs: list[StepOutput] = []
-    while engine.busy:
-        outputs += engine.step()
-    parts = [[out.tokens for out in outputs if ids[out.id] == row] for row in sorted(rows)]
-    return [np.concatenate(part) for part in parts], outputs
+    ids = {row: engine.submit(prompt(row, vocabulary), asked(row)) for row in rows}
+    outputs = outputs_of(engine)
+    texts = texts_of(outputs)
+    return [texts[ids[row]] for row in sorted(rows)], outputs
 
 
 def alone(target: Any, params: Any, rows: Sequence[int], vocabulary: int) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
+from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.trials import branch, rejoin
 from longspec_jax.drafters.base import Drafter
 from longspec_jax.drafters.longspec.config import DraftConfig
@@ -134,18 +135,31 @@ def engine_of(
     return engine
 
 
+def outputs_of(engine: Engine) -> list[StepOutput]:
+    """All outputs from now on, to the end of all requests."""
+    outputs: list[StepOutput] = []
+    while engine.busy:
+        outputs += engine.step()
+    return outputs
+
+
+def texts_of(outputs: Sequence[StepOutput]) -> dict[int, np.ndarray]:
+    """The tokens of every request."""
+    ids = dict.fromkeys(output.id for output in outputs)
+    return {id: np.concatenate([out.tokens for out in outputs if out.id == id]) for id in ids}
+
+
 def run(engine: Engine, rows: int = 3) -> tuple[list[np.ndarray], Decoded]:
     """Emitted tokens of every row, and the end of the run."""
     height = engine.drafter.tree.num_levels + 1
     tokens: list[list[int]] = [[] for _ in range(rows)]
     drafted: list[list[bool]] = [[] for _ in range(rows)]
     histogram = np.zeros((rows, height), int)
-    while engine.busy:
-        for output in engine.step():
-            tokens[output.id] += output.tokens
-            drafted[output.id] += output.drafted
-            for accepted in output.rounds:
-                histogram[output.id, accepted] += 1
+    for output in outputs_of(engine):
+        tokens[output.id] += output.tokens
+        drafted[output.id] += output.drafted
+        for accepted in output.rounds:
+            histogram[output.id, accepted] += 1
     engine.finish()
     emitted = np.asarray(list(map(len, tokens)))
     record = Counts(
@@ -214,46 +228,25 @@ def dense(config: TargetConfig, params: Any, tokens: jax.Array, recur: Any = Non
     return model.apply(variables, output.hidden, method="unembed")  # pyright: ignore
 
 
-def two_slots(target, drafter, params) -> Engine:
-    """An engine of two slots, whose prompts the host's memory keeps."""
-    return Engine(
-        *(target, [drafter], params),
-        slots=2,
-        capacity=128,
-        chunk=8,
-        stop_width=1,
-        streams=True,
-        prefixes=True,
-        host_bytes=1 << 20,
-    )
-
-
 def assert_rows_come_and_go(target, drafter, params, tokens, lengths, req, plain) -> None:
     """Five requests in two slots, one of them cancelled, have the texts of plain decoding.
 
     The first prompt returns, with the chunks that the host kept; slots alone share nothing.
     """
-    engine = two_slots(target, drafter, params)
-    order, texts = [1, 0, 2, 0, 1], {}
+    sizes: Any = dict(slots=2, capacity=128, chunk=8, stop_width=1)
+    engine = Engine(target, [drafter], params, **sizes, prefixes=True, host_bytes=1 << 20)
+    order, outputs = [1, 0, 2, 0, 1], []
     ids = [engine.submit(tokens[row, : lengths[row]], req.row(row)) for row in order[:3]]
     extra = engine.submit(tokens[0, :50], req.row(2))
-    cached = {}
-
-    def serve() -> None:
-        for output in engine.step():
-            texts.setdefault(output.id, []).extend(output.tokens)
-            cached.setdefault(output.id, output.cached_tokens)
-
-    while len(texts.get(extra, ())) < 3:
-        serve()
+    while sum(len(output.tokens) for output in outputs if output.id == extra) < 3:
+        outputs += engine.step()
     engine.cancel(extra)
-    while engine.busy:
-        serve()
+    outputs += outputs_of(engine)
     engine.prefixes.collect(wait=True)
     ids += [engine.submit(tokens[row, : lengths[row]], req.row(row)) for row in order[3:]]
-    while engine.busy:
-        serve()
-    assert_same([np.asarray(texts[id]) for id in ids], [plain[row] for row in order])
+    outputs += outputs_of(engine)
+    texts, cached = texts_of(outputs), {out.id: out.cached_tokens for out in reversed(outputs)}
+    assert_same([texts[id] for id in ids], [plain[row] for row in order])
     assert [cached[id] for id in ids] == [0, 0, 0, 56, 24]
     engine.finish()
 

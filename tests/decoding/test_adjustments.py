@@ -28,8 +28,10 @@ from tests.decoding.lossless import (
     VOCABULARY,
     assert_same,
     generate,
+    outputs_of,
     prompts,
     request,
+    texts_of,
 )
 from tests.lookup import LookupDrafter, LookupTarget, token_hash
 
@@ -172,14 +174,6 @@ def one(row: int, temperature: float, priority: int = 0) -> Any:
     return prompts(VOCABULARY)[row, : LENGTHS[row]], jax.device_get(several).row(row)
 
 
-def finished(engine: Engine) -> dict[int, list[int]]:
-    tokens: dict[int, list[int]] = {}
-    while engine.busy:
-        for output in engine.step():
-            tokens.setdefault(output.id, []).extend(output.tokens)
-    return tokens
-
-
 def test_adjusted_requests_share_slots_and_go_on_behind_what_they_emitted() -> None:
     """A better request takes the slot of one that then counts its own text as emitted."""
     options: Any = dict(slots=1, capacity=64, chunk=8, stop_width=1, adjusted=True)
@@ -192,15 +186,11 @@ def test_adjusted_requests_share_slots_and_go_on_behind_what_they_emitted() -> N
         begun += engine.step()
     others = [engine.submit(*one(row, 1.0), priority=0) for row in (1, 2)]
     plain = engine.submit(one(2, 1.0)[0], replace(one(2, 1.0)[1], adjustments=None))
-    tokens = finished(engine)
+    tokens = texts_of([*begun, *outputs_of(engine)])
     assert engine.preemptions == 1
-    begun_tokens = [token for output in begun for token in output.tokens]
-    whole = [begun_tokens + tokens[first], *(tokens[id] for id in others)]
-    assert_same(list(map(np.asarray, whole)), expected)
-    assert (
-        tokens[plain]
-        == run(NoDraft(), Params(TABLE, ()), request(1.0, new=(17, 13, 9)))[2].tolist()
-    )
+    assert_same([tokens[id] for id in (first, *others)], expected)
+    unadjusted = run(NoDraft(), Params(TABLE, ()), request(1.0, new=(17, 13, 9)))
+    np.testing.assert_array_equal(tokens[plain], unadjusted[2])
 
 
 def test_an_engine_without_tables_refuses_penalties() -> None:

@@ -32,13 +32,14 @@ from tests.decoding.engines import (
     alone,
     asked,
     endless,
+    launched,
     lookup_engine,
     open_engine,
     plainly,
     prompt,
     serve,
 )
-from tests.decoding.lossless import assert_same
+from tests.decoding.lossless import assert_same, outputs_of, texts_of
 from tests.decoding.lossless import request as requested
 from tests.kit import (
     compilations,
@@ -50,12 +51,11 @@ from tests.lookup import LookupDrafter
 @pytest.mark.parametrize("slots", [1, 8])
 def test_requests_over_slots_are_those_of_single_runs(slots: int) -> None:
     """Also where a launch is of the live rows and few others, as rows come and go."""
-    rows, taken = range(14), set()
-    engine = open_engine(slots=slots)
+    rows, engine = range(14), open_engine(slots=slots)
     engine.launch_sizes = tuple(size for size in (1, 2, 4, 8) if size <= slots)
-    launch = engine._launch
-    engine._launch = lambda *given: (taken.add(len(given[2])), launch(*given))[1]  # type: ignore[method-assign]
+    launches = launched(engine)
     shown, outputs = serve(engine, rows)
+    taken = {len(given[2]) for given in launches}
     assert taken == {*engine.launch_sizes} - {8}, "at most four rows are live together"
     assert_same(shown, alone(TARGET, TABLE, rows, VOCABULARY))
     assert [out.rounds for out in outputs].count(()) == len(rows)
@@ -189,20 +189,17 @@ def test_later_requests_compile_nothing() -> None:
 
 def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
     """The kind of a launch is that of the live rows alone."""
-    engine, kinds = open_engine(), []
-    launch = engine._launch
-    engine._launch = lambda *given: (kinds.append(given[1]), launch(*given))[1]  # type: ignore[method-assign]
+    engine = open_engine()
+    launches = launched(engine)
     greedy = SamplingKind.GREEDY
     plain = replace(endless(6), sampling=asked(0).sampling.of_kind(greedy))
     engine.submit(prompt(1), plain)
-    while engine.busy:
-        engine.step()
-    assert set(kinds) == {greedy}
+    outputs_of(engine)
+    assert {kind for _, kind, *_ in launches} == {greedy}
     engine.submit(prompt(1), plain)
     engine.submit(prompt(3), endless(20))
-    while engine.busy:
-        engine.step()
-    assert kinds[-1] == SamplingKind.ANY
+    outputs_of(engine)
+    assert launches[-1][1] == SamplingKind.ANY
 
 
 def test_a_cancelled_request_makes_room_and_disturbs_nobody() -> None:
@@ -227,14 +224,9 @@ def test_one_of_several_prompts_prefilled_together_can_be_cancelled() -> None:
     engine = lookup_engine(req)
     engine.step()
     engine.cancel(1)
-    outputs: list[StepOutput] = []
-    while engine.busy:
-        outputs += engine.step()
-    assert {out.id for out in outputs} == {0, 2}
-    for row in (0, 2):
-        np.testing.assert_array_equal(
-            np.concatenate([out.tokens for out in outputs if out.id == row]), expected[row]
-        )
+    texts = texts_of(outputs_of(engine))
+    assert texts.keys() == {0, 2}
+    assert_same([texts[0], texts[2]], [expected[0], expected[2]])
 
 
 def test_requests_that_do_not_fit_are_refused() -> None:

@@ -44,6 +44,7 @@ from tests.decoding.engines import (
     TREE,
     VOCABULARY,
     Cycle,
+    launched,
     lookup_engine,
     open_engine,
     plainly,
@@ -96,33 +97,25 @@ def test_a_round_asks_the_host_nothing(temperature: float) -> None:
     assert "stablehlo.while" in looped.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def launched(engine: Engine) -> list[Choice]:
-    """The launches of an engine from now on."""
-    found: list[Choice] = []
-    launch = engine._launch
-    engine._launch = lambda *given: (found.append(given[0]), launch(*given))[1]  # type: ignore[method-assign]
-    return found
-
-
 def test_a_stream_is_one_launch_ahead_of_what_was_read() -> None:
     engine = lookup_engine(requested(), streams=True)
-    choices, shown = launched(engine), 0
+    launches, shown = launched(engine), 0
     while engine.busy:
         outputs = engine.step()
         shown += any(out.rounds for out in outputs)
         if engine.live and shown:
-            assert len(choices) == shown + 1
+            assert len(launches) == shown + 1
     # When the last round was read, one more was under way. Nobody waits for it.
-    assert len(choices) - shown <= 1 and all(choice.rounds == 1 for choice in choices)
+    assert len(launches) - shown <= 1 and all(choice.rounds == 1 for choice, *_ in launches)
 
 
 def test_no_round_is_launched_behind_the_budget() -> None:
     """Every round emits a token at least, so that the end of plain decoding is known."""
     engine = lookup_engine(requested(new=(9, 5, 1)), streams=True)
     engine.drafters = (NoDraft(),)
-    choices = launched(engine)
+    launches = launched(engine)
     run(engine)
-    assert len(choices) == 8
+    assert len(launches) == 8
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["one round", "many rounds"])
@@ -178,9 +171,9 @@ def test_a_choice_is_one_launch_late_in_a_stream() -> None:
 
     def order(cycle: tuple[Choice, ...]) -> list[int]:
         engine = lookup_engine(requested(new=(31, 31, 31)), Cycle(cycle), streams=True)
-        choices = launched(engine)
+        launches = launched(engine)
         run(engine)
-        return [choice.candidate for choice in choices[:7]]
+        return [choice.candidate for choice, *_ in launches[:7]]
 
     assert order((Choice(2, 3), Choice(0, 2))) == [2, 2, 2, 0, 0, 2, 2]
     # At the second choice the extra round of the first one has been read.

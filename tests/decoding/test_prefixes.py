@@ -14,7 +14,6 @@ from longspec_jax.decoding.copies import copy_prefix, read_chunk, write_chunk
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.prefixes import HostChunks, Match, SlotPrefixes, chunk_names
 from longspec_jax.decoding.rows import RowShardings
-from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NOTHING, Needs, NoDraft, Params
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
@@ -33,7 +32,7 @@ from tests.decoding.engines import (
     asked,
     open_engine,
 )
-from tests.decoding.lossless import generate
+from tests.decoding.lossless import assert_same, generate, outputs_of, texts_of
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.kit import random_target, tiny_target_config
 from tests.lookup import LookupDrafter
@@ -54,9 +53,7 @@ def serve_in_turn(
     texts, cached = [], []
     for row, prompt in enumerate(prompts, first_row):
         engine.submit(prompt, asked(row))
-        outputs: list[StepOutput] = []
-        while engine.busy:
-            outputs += engine.step()
+        outputs = outputs_of(engine)
         texts.append(np.concatenate([out.tokens for out in outputs]))
         cached.append(outputs[0].cached_tokens)
         assert not any(out.cached_tokens for out in outputs[1:])
@@ -70,11 +67,6 @@ def cold(prompts: list[np.ndarray], first_row: int = 0) -> list[np.ndarray]:
         generate(*models, prompt[None], [len(prompt)], asked(row), CAPACITY, CHUNK)[0][0]
         for row, prompt in enumerate(prompts, first_row)
     ]
-
-
-def assert_all_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    for row, (own, its) in enumerate(zip(found, expected, strict=True)):
-        np.testing.assert_array_equal(own, its, err_msg=f"request {row}")
 
 
 # Names and holders, without arrays.
@@ -165,7 +157,7 @@ def test_warm_text_is_cold_text(slots: int) -> None:
     ]
     engine = open_engine(slots=slots, prefixes=True)
     texts, cached = serve_in_turn(engine, prompts)
-    assert_all_equal(texts, cold(prompts))
+    assert_same(texts, cold(prompts))
     # One slot knows the last prompt alone. Of three, the two prompts that go on from the first
     # take its slot and an empty one.
     assert cached == ([0, 16, 16, 0, 0, 8, 8] if slots == 1 else [0, 16, 16, 0, 24, 8, 16])
@@ -177,11 +169,9 @@ def test_live_rows_share_their_prompts_too_and_equal_prompts_wait_for_the_first(
     engine = open_engine(slots=3, prefixes=True, prefills=2)
     prompts = [begin((A, 25)), begin((A, 25)), begin((B, 9))]
     ids = [engine.submit(prompt, asked(row)) for row, prompt in enumerate(prompts)]
-    outputs: list[StepOutput] = []
-    while engine.busy:
-        outputs += engine.step()
-    texts = [np.concatenate([out.tokens for out in outputs if out.id == id]) for id in ids]
-    assert_all_equal(texts, cold(prompts))
+    outputs = outputs_of(engine)
+    texts = texts_of(outputs)
+    assert_same([texts[id] for id in ids], cold(prompts))
     first = {out.id: out.cached_tokens for out in reversed(outputs)}
     assert [first[id] for id in ids] == [0, 24, 0]
     assert [out.id for out in outputs if not out.rounds].index(ids[2]) < 2, "others overtake"
@@ -198,7 +188,7 @@ def test_chunks_come_back_from_the_hosts_memory() -> None:
     more, again = serve_in_turn(engine, prompts[2:3], first_row=2)
     engine.prefixes.collect(wait=True)
     last, end = serve_in_turn(engine, prompts[3:], first_row=3)
-    assert_all_equal(texts + more + last, cold(prompts))
+    assert_same(texts + more + last, cold(prompts))
     # The fourth chunk of the first text took the place of one of the second's.
     assert cached + again + end == [0, 0, 24, 8, 8]
     assert engine.status.host_bytes <= 5 * chunk_bytes
@@ -208,7 +198,7 @@ def test_slots_and_the_hosts_memory_serve_one_prompt_together() -> None:
     engine = open_engine(slots=1, prefixes=True, host_bytes=1 << 20)
     prompts = [begin((A, 33)), begin((A, 16), (B, 3)), begin((A, 33))]
     texts, cached = serve_in_turn(engine, prompts)
-    assert_all_equal(texts, cold(prompts))
+    assert_same(texts, cold(prompts))
     assert cached == [0, 16, 32]
 
 
@@ -299,5 +289,5 @@ def test_warm_text_is_cold_text_on_a_mesh_that_spreads_rows() -> None:
     assert engine.rows.cache.keys[0].sharding.shard_shape((4, 1, 48, 2))[0] == 2
     prompts = [begin((A, 26)), begin((A, 16), (B, 9)), begin((A, 26))]
     texts, cached = serve_in_turn(engine, prompts)
-    assert_all_equal(texts, cold(prompts))
+    assert_same(texts, cold(prompts))
     assert cached == [0, 16, 24]

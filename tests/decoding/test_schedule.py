@@ -30,6 +30,7 @@ from tests.decoding.engines import (
     open_engine,
     prompt,
 )
+from tests.decoding.lossless import outputs_of, texts_of
 from tests.lookup import LookupDrafter
 
 # The pure plan of a step.
@@ -77,13 +78,12 @@ def test_a_request_that_is_held_back_is_overtaken() -> None:
 
 def collected(engine: Engine, outputs: list[StepOutput]) -> dict[int, np.ndarray]:
     """The tokens of all requests, run to their end."""
-    while engine.busy:
-        outputs += engine.step()
-    ids = {out.id for out in outputs}
-    for id in ids:
+    outputs += outputs_of(engine)
+    texts = texts_of(outputs)
+    for id in texts:
         ends = [out.finish for out in outputs if out.id == id]
         assert ends[-1] is not None and not any(ends[:-1]), "an end comes once, at the end"
-    return {id: np.concatenate([out.tokens for out in outputs if out.id == id]) for id in ids}
+    return texts
 
 
 @pytest.mark.parametrize("prefixes", [False, True])
@@ -171,8 +171,7 @@ def test_a_second_fault_within_a_minute_ends_the_engine() -> None:
         engine.step()
     faults.now += FAULTS_APART - 1
     with pytest.raises(RuntimeError, match="on fire"):
-        while engine.busy:
-            engine.step()
+        outputs_of(engine)
     with pytest.raises(RuntimeError, match="cannot go on: the device is on fire"):
         engine.step()
 
@@ -186,8 +185,7 @@ def test_an_interruption_is_no_fault() -> None:
     engine._launch = interrupted  # type: ignore[method-assign]
     engine.submit(prompt(1), endless(9))
     with pytest.raises(KeyboardInterrupt):
-        while engine.busy:
-            engine.step()
+        outputs_of(engine)
 
 
 def test_a_row_without_finite_logits_ends_alone() -> None:

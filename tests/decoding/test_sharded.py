@@ -29,6 +29,7 @@ from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops import layer, layer_pallas
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
+from tests.decoding.lossless import outputs_of, texts_of
 from tests.kit import (
     ALL_PASSES,
     draft_params,
@@ -219,13 +220,10 @@ def test_rows_come_and_go_on_a_mesh(axes: dict[str, int], tables: tuple[Any, Any
         )
         models = target_beside(target), [longspec(None)], params
         engine = Engine(*models, slots=2, capacity=CAPACITY, chunk=8, stop_width=1)
-        tokens: list[list[int]] = [[] for _ in range(4)]
         for row in range(4):
             engine.submit(np.arange(3 * row + 1, dtype=np.int32), one)
-        while engine.busy:
-            for output in engine.step():
-                tokens[output.id] += output.tokens
-        return tokens
+        texts = texts_of(outputs_of(engine))
+        return [texts[row].tolist() for row in range(4)]
 
     expected = served(*tables)
     assert served(*spread(make_mesh(**axes), tables)) == expected
