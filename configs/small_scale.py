@@ -68,7 +68,6 @@ def _common() -> ConfigDict:
     config.target = TARGET
     config.mesh = dict(data=1, fsdp=1, tp=1)
     config.save_every = 0
-    config.target_loss_every = 1
     config.accept_every = 0
     config.accept_rows = 8
     config.accept_seq_len = CONTEXT

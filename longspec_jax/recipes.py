@@ -122,7 +122,6 @@ def base_config() -> "ConfigDict":
             title="LongSpec draft",
             loss_chunk=0,
             mlp_chunk=0,
-            target_loss_every=20,
             log_every=1,
             save_every=200,
             accept_every=100,

@@ -125,7 +125,7 @@ def measure(
     given = Given(config, target, run.stages, run.seed, config.dtype, mesh, count_tokens)
     # Drawn below, and laid out as a step wants them, like those of a run.
     trainer, frozen, _ = KINDS[arguments.draft].begin(run.draft, given)
-    objective, _ = trainer.objectives(run.stages[0], loss_chunk, mlp_chunk)
+    objective = trainer.objective(run.stages[0], loss_chunk, mlp_chunk)
     optimizer = make_optimizer(run.optimizer)
     shardings = state_shardings(mesh, objective, optimizer)
     state = initial_state(objective, optimizer, shardings, seed=0)

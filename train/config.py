@@ -338,9 +338,6 @@ class RunConfig:
     mlp_chunk: ZeroOrMore
     """Most tokens of a device whose MLP activations exist at once; 0: all of up to 16384, 8192 of
     more. The draft's MLP, which has a backward pass, goes in chunks of half as many."""
-    target_loss_every: ZeroOrMore
-    """Steps between log steps that report the target's own loss, a check on the positions that
-    costs 4 to 7 % of such a step; 0 for none. With distillation every step reports it, for free."""
     log_every: AtLeastOne
     """Steps from one record of the metrics to the next."""
     save_every: ZeroOrMore

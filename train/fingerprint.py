@@ -25,7 +25,7 @@ Fingerprint = dict[str, Any]
 
 _NOT_COUNTED = (
     "target", "revision", "export", "title", "loss_chunk", "mlp_chunk",
-    "target_loss_every", "log_every", "save_every",
+    "log_every", "save_every",
     "accept_every", "accept_rows", "accept_seq_len", "max_to_keep", "mesh", "stages", "pretraining",
     "log", "features",
 )  # fmt: skip

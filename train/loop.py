@@ -58,19 +58,11 @@ class Stage:
     """A checkpoint must agree in all of it for the stage to resume from it."""
     peak_tokens_per_second: Callable[[int], float | None] = lambda length: None
     """Tokens a second at which rows of a length would fully use the devices; None if unknown."""
-    log_step: Step | None = None
-    """A step that learns the same and reports more, taken every ``target_loss_every`` steps."""
 
     @property
     def steps(self) -> int:
         """Steps after which it ends even if time is left; 0 if time alone ends it."""
         return self.config.limit(self.batches.per_epoch)
-
-    def program(self, step: int, run: RunConfig) -> tuple[Step, bool]:
-        """The program of a step, and whether it is that of log steps."""
-        if self.log_step is not None and _is_turn(step, run.target_loss_every):
-            return self.log_step, True
-        return self.step, False
 
     def progress(self, step: int, elapsed: float) -> float:
         """How much of it is done, 0 to 1."""
@@ -117,22 +109,21 @@ def run_stage(
                 warmup=run.optimizer.warmup,
                 floor=run.optimizer.floor,
             )
-            take, logs = stage.program(step, run)
             started = time.monotonic()
             batch, real = next(batches)
             waited = time.monotonic() - started
             shape = batch.tokens.shape
             padded = 1 - real / batch.tokens.size
-            compiles = (shape, logs) not in compiled
+            compiles = shape not in compiled
             if compiles:  # The step before must not be timed with it.
                 report.flush()
-            state, values = take(state, stage.frozen, batch, np.float32(rate))
+            state, values = stage.step(state, stage.frozen, batch, np.float32(rate))
             more = {"lr": rate, "data_wait": waited, "padding": padded, "row_tokens": shape[-1]}
             peak = stage.peak_tokens_per_second(shape[-1])
-            report.add(step, {**values, **more}, real, peak, always=logs)
+            report.add(step, {**values, **more}, real, peak)
             step += 1
             if compiles:  # Compilation is not training time.
-                compiled.add((shape, logs))
+                compiled.add(shape)
                 jax.block_until_ready(values)
                 report.skip()
             measures, saves = _is_turn(step, run.accept_every), _is_turn(step, run.save_every)

@@ -145,9 +145,9 @@ def _distillation_loss(
     learned, wanted = logits - lse[..., None], teacher_logits - teacher_lse[..., None]
     probable = jnp.exp(wanted)
     divergence = jnp.sum(probable * (wanted - learned), axis=-1)
-    aim = (1 - share) * label + share * probable if share else label
+    aim = (1 - share) * label + share * probable
     sums = tuple(jnp.sum(weights * each) for each in (surprise, divergence, teacher_surprise))
-    loss = (1 - share) * sums[0] + share * sums[1] if share else sums[0]
+    loss = (1 - share) * sums[0] + share * sums[1]
     return ChunkLoss(loss, (jnp.exp(learned) - aim) * weights[..., None], sums)
 
 

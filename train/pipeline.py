@@ -43,7 +43,6 @@ from .report import peak_tokens_per_second
 from .step import (
     Batch,
     Objective,
-    Step,
     cast,
     initial_state,
     make_optimizer,
@@ -215,7 +214,7 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
     objective = TargetObjective(shape, run.config.loss_chunk or tokens_at_once(shape.vocab_size))
     params = None
     for plan in plans:
-        params = _train_stage(plan, objective, None, (), params)
+        params = _train_stage(plan, objective, (), params)
     whole, end = gathered(cast(params, shape.dtype)), (tokenizer.eos_token_id,)
 
     def save() -> None:
@@ -234,8 +233,8 @@ def train_draft(run: TrainingRun) -> None:
     stored = [stored_features(plan, trainer, given.target) for plan in plans]
     loss_chunk = config.loss_chunk or tokens_at_once(given.target.vocab_size)
     for plan, features in zip(plans, stored, strict=True):
-        objectives = trainer.objectives(plan.config, loss_chunk, mlp_chunk_of(plan))
-        params = _train_stage(plan, *objectives, frozen, params, features)
+        objective = trainer.objective(plan.config, loss_chunk, mlp_chunk_of(plan))
+        params = _train_stage(plan, objective, frozen, params, features)
     whole = gathered(cast(params, given.dtype))
     folder = Path(config.export or run.workdir / "draft")
     by_first("draft", lambda: trainer.save(folder, whole))
@@ -327,15 +326,13 @@ def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
 def _train_stage(
     plan: PlannedStage,
     objective: Objective,
-    reporting: Objective | None,
     frozen: Any,
     params: Any,
     features: Features | None = None,
 ) -> Any:
     """Masters after a stage that starts from the given ones, or from fresh ones.
 
-    ``reporting`` is the objective of log steps; None if it has no more to report. With stored
-    ``features`` there is nothing to report of the target, and operations are not counted.
+    With stored ``features`` operations are not counted.
     """
     run, config = plan.run, plan.run.config
     optimizer = make_optimizer(config.optimizer)
@@ -344,9 +341,6 @@ def _train_stage(
     seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{plan.config.name}".encode()).digest()[:4])
     state = initial_state(objective, optimizer, shardings, seed, params)
 
-    def step_of(objective: Objective) -> Step:
-        return make_step(objective, optimizer, seed, run.mesh, shardings)
-
     def peak(length: int) -> float | None:
         flops, devices = objective.flops_per_token(length), [*run.mesh.devices.flat]
         return None if features else peak_tokens_per_second(flops, config.dtype, devices)
@@ -354,7 +348,7 @@ def _train_stage(
     stage = Stage(
         dataclasses.replace(plan.config, name=plan.name),
         objective,
-        step_of(objective),
+        make_step(objective, optimizer, seed, run.mesh, shardings),
         frozen,
         Batches(
             *(plan.rows, plan.config.batch, plan.config.accumulation, seed, config.data.buckets),
@@ -363,7 +357,6 @@ def _train_stage(
         plan.held_out,
         plan.fingerprint,
         peak,
-        None if reporting is None or features else step_of(reporting),
     )
     checkpoints = Checkpoints(_checkpoints(plan), config.max_to_keep)
     try:

@@ -59,7 +59,6 @@ class _Pending:
     values: dict[str, Any]
     tokens: int
     peak: float | None
-    always: bool
     timed: bool = True
     seconds: float = 0.0
 
@@ -81,8 +80,7 @@ def _speed(steps: Sequence[_Pending]) -> dict[str, float]:
 class Report:
     """The metrics of a stage's steps.
 
-    Speeds are means over the timed steps since the last record, because steps differ: log steps
-    that report the target's loss take longer.
+    Speeds are means over the timed steps since the last record.
     """
 
     stage: str
@@ -96,21 +94,15 @@ class Report:
     _timed: list[_Pending] = field(default_factory=list)
 
     def add(
-        self,
-        step: int,
-        values: Mapping[str, Any],
-        real_tokens: int,
-        peak: float | None = None,
-        *,
-        always: bool = False,
+        self, step: int, values: Mapping[str, Any], real_tokens: int, peak: float | None = None
     ) -> None:
         """Take a step's metrics, and write those of the step before.
 
-        ``real_tokens`` are without padding, ``peak`` tokens a second would fully use the devices,
-        and ``always`` writes a step that has not its turn.
+        ``real_tokens`` are without padding, and ``peak`` tokens a second would fully use the
+        devices.
         """
         self.flush()
-        self._pending = _Pending(step, dict(values), real_tokens, peak, always)
+        self._pending = _Pending(step, dict(values), real_tokens, peak)
 
     def skip(self) -> None:
         """Do not count the time since the last tick; a pending step, part of it, has no speed."""
@@ -133,7 +125,7 @@ class Report:
         wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
         if pending.timed:
             self._timed.append(pending)
-        if wrong or pending.always or pending.step % self.every == 0:
+        if wrong or pending.step % self.every == 0:
             more = {**_speed(self._timed), **_memory(), "elapsed": self.clock.elapsed}
             self._timed.clear()
             self.metrics.write(self.stage, pending.step, {**values, **more})

@@ -367,7 +367,7 @@ def test_a_micro_batch_fits_the_shapes(name: str, variant: str) -> None:
     batch = Batch(jax.ShapeDtypeStruct(shape, np.int32), jax.ShapeDtypeStruct(shape, np.float32))
     frozen = abstract(target_table(target), target.dtype)
     sums = jax.eval_shape(objective.sums, params, frozen, batch, micro)
-    assert {name: leaf.shape for name, leaf in sums.items()} == {"loss": (), "target_loss": ()}
+    assert {name: leaf.shape for name, leaf in sums.items()} == {"loss": ()}
     assert all(leaf.dtype == jnp.float32 for leaf in sums.values())
 
     # Masters, optimiser and rows spread over eight devices, as the configuration says.

@@ -32,7 +32,7 @@ PROMPT, CHUNK = 44, 11
 """Longer than the range before a scaling, which is 16 or 32 tokens."""
 TOLERANCE = 1e-4
 """Largest absolute error of a logit, the bar of the project."""
-SETTINGS = LongSpecSettings("longspec", "", 11, False, 0, 1)
+SETTINGS = LongSpecSettings("longspec", "", 11, False, 0, 1, distillation=0.5)
 COVERED = {"phi3", "granite"}
 """Of these only the files are tested: the arithmetic is that of other cases."""
 UNTRAINED = COVERED | {"llama-linear", "llama3", "mistral", "qwen2-yarn"}

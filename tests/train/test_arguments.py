@@ -231,7 +231,7 @@ ODD: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "seed", "save_every", "accept_every", "accept_seq_len", "loss_chunk", "mlp_chunk",
-            "target_loss_every", "stages.short.steps", "stages.short.epochs",
+            "stages.short.steps", "stages.short.epochs",
             "stages.short.accumulation", "stages.short.max_offset", "data.answer_room",
             "data.max_bad_rows", "draft.max_sinks", "data.corpus.max_bytes",
             "pretraining.stages.short.steps",

@@ -18,7 +18,7 @@ from train.views import Reads, parts_of_rows, target_view
 
 SMALL = [
     *("--config.data.answer_room=16", "--config.accept_rows=2", "--config.accept_every=0"),
-    *("--config.dtype=float32", "--config.mesh.fsdp=2", "--config.target_loss_every=2"),
+    *("--config.dtype=float32", "--config.mesh.fsdp=2"),
 ]
 KINDS = {
     "sft": ["--config.draft.window=7", "--config.draft.init=", "--config.draft.distillation=0.5"],

@@ -133,7 +133,6 @@ def test_what_changes_training_is_named_as_it_is_typed(field: str, value: Any) -
         ("mesh__tp", 2),
         ("loss_chunk", 64),
         ("mlp_chunk", 64),
-        ("target_loss_every", 3),
         ("save_every", 1),
         ("log_every", 5),
         ("log__wandb", "drafts"),

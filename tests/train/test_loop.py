@@ -43,21 +43,8 @@ class Toy:
     measured: dict[str, float] = field(default_factory=dict)
     slow: dict[int, float] = field(default_factory=dict)
     """Seconds that the second step takes to compile, by the length of its rows."""
-    compilation: float = 0.0
-    """Seconds that the first call of either step takes."""
-    compiled: set[str] = field(default_factory=set)
 
-    def log_step(self, *arguments: Any) -> Any:
-        state, values = self._step("log", *arguments)
-        return state, {**values, "target_loss": jnp.float32(2)}
-
-    def step(self, *arguments: Any) -> Any:
-        return self._step("plain", *arguments)
-
-    def _step(self, kind: str, state: TrainState, frozen: Any, batch: Batch, rate: Any) -> Any:
-        if kind not in self.compiled:
-            time.sleep(self.compilation)
-            self.compiled.add(kind)
+    def step(self, state: TrainState, frozen: Any, batch: Batch, rate: Any) -> Any:
         at = int(state.step)
         time.sleep(self.slow.get(batch.tokens.shape[-1], 0.0) if at == 1 else 0.0)
         w = state.params["w"] + float(np.asarray(batch.tokens).sum()) * 1e-3
@@ -91,7 +78,6 @@ class Run:
 
     folder: Path
     padding: int = 0
-    tells: bool = False
     config: StageConfig = CONFIG
     fingerprint: dict[str, Any] = field(default_factory=lambda: {"--config.seed": 1})
     rows: Any = None
@@ -105,8 +91,6 @@ class Run:
         batches = Batches(rows, self.config.batch, self.config.accumulation, 0, self.buckets)
         toy_: Any = toy
         stage = Stage(self.config, toy_, toy.step, (), batches, batches(0), self.fingerprint)
-        if self.tells:
-            stage = dataclasses.replace(stage, log_step=toy.log_step)
         checkpoints = Checkpoints(self.folder / "checkpoints", run.max_to_keep)
         metrics = Metrics(self.folder / "metrics.jsonl")
         mesh = make_mesh(1, 1, 1)
@@ -276,35 +260,3 @@ def test_a_signal_stops_before_the_next_step(number: signal.Signals, status: int
         os.kill(os.getpid(), number)
         assert stop(1) == status
     assert signal.getsignal(number) is before
-
-
-def test_the_step_that_says_more_is_taken_at_its_turns_and_logged_there(run: Run) -> None:
-    """Whatever else is logged, after a resume as without one; nothing else changes."""
-    other = Run(run.folder / "plain")
-    other.folder.mkdir()
-    plain = other.go(Toy())
-    run.tells = True
-    with pytest.raises(FloatingPointError):
-        run.go(Toy(losses={5: math.nan}), target_loss_every=3, log_every=4)
-    assert run.go(Toy(), target_loss_every=3, log_every=4) == plain
-    steps = [record for record in read_records(run.folder / "metrics.jsonl") if "loss" in record]
-    assert [record["step"] for record in steps] == [0, 3, 4, 6, 8, 9]
-    assert [r["step"] for r in steps if "target_loss" in r] == [0, 3, 6, 9]
-
-
-@pytest.mark.parametrize(("every", "kinds"), [(0, {"plain"}), (1, {"log"})])
-def test_a_step_that_is_never_taken_is_never_compiled(
-    run: Run, every: int, kinds: set[str]
-) -> None:
-    run.tells, toy = True, Toy()
-    run.go(toy, target_loss_every=every)
-    assert toy.compiled == kinds
-
-
-def test_the_compilation_of_neither_step_is_training_time(run: Run) -> None:
-    run.tells = True
-    run.go(Toy(compilation=0.7), target_loss_every=4)
-    steps = [record for record in read_records(run.folder / "metrics.jsonl") if "loss" in record]
-    timed = ["tokens_per_second" in step for step in steps]
-    assert timed == 2 * [False] + 8 * [True]
-    assert steps[-1]["elapsed"] < 0.6 and max(step.get("step_time", 0) for step in steps) < 0.6

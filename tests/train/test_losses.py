@@ -139,22 +139,6 @@ def test_capped_logits_have_the_gradients_of_the_definition(head_gradient: bool)
             assert relative_error(ours[1][1], theirs[1][1]) < 1e-5
 
 
-@pytest.mark.parametrize("chunk", [1, 9, 1000])
-def test_of_two_models_in_one_pass_one_learns(chunk: int) -> None:
-    hidden, head, labels, weights = inputs(jnp.float32)
-    other = hidden[::-1] + 1
-
-    def both(hidden: jax.Array, other: jax.Array) -> Any:
-        found = distillation_sums(hidden, other, head, labels, weights, share=0.0, chunk=chunk)
-        return found.loss + found.teacher_loss, (found.loss, found.teacher_loss)
-
-    gradients, sums = jax.jit(jax.grad(both, (0, 1), has_aux=True))(hidden, other)
-    expected, wanted = jax.value_and_grad(dense)(hidden, head, labels, weights)
-    assert relative_error(sums[0], expected) < 1e-5
-    assert relative_error(sums[1], dense(other, head, labels, weights)) < 1e-5
-    assert relative_error(gradients[0], wanted) < 1e-5 and not jnp.any(gradients[1])
-
-
 def products(function: Any, hidden: jax.Array) -> int:
     """How many a compiled function has; those of a loop count once."""
     return jax.jit(function).lower(hidden).compile(ALL_PASSES).as_text().count(" dot(")

@@ -73,7 +73,7 @@ def test_two_processes_train_like_one_and_stop_together(
     steps = ["--config.stages.short.steps=12", "--config.stages.short.epochs=0"]
     steps += ["--config.data.buckets=2"]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    steps += ["--config.mesh.fsdp=4", "--config.accept_rows=4", "--config.target_loss_every=1"]
+    steps += ["--config.mesh.fsdp=4", "--config.accept_rows=4", "--config.draft.distillation=0.5"]
     assert command(*arguments(target, files, alone), *steps) == 0
 
     given = [*arguments(target, files, shared), *steps]

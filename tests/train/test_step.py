@@ -14,7 +14,7 @@ from longspec_jax.config.layers import ExpertsConfig, LayerConfig, RecurrenceCon
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.models.target import head_of
 from longspec_jax.sharding import make_mesh, param_shardings, path_name
-from tests.kit import ALL_PASSES, random_target, relative_error, tiny_target_config
+from tests.kit import random_target, relative_error, tiny_target_config
 from train.config import OptimizerConfig
 from train.drafts.longspec.objective import LongSpecObjective
 from train.drafts.longspec.settings import LongSpecSettings
@@ -33,6 +33,7 @@ from train.target import TargetObjective, _lookup, run_target
 
 ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 1.0, 0.1, False, 0.1, 1e-4)
 SETTINGS = LongSpecSettings("longspec", "", 5, True, 4, 4)
+STILL = replace(SETTINGS, anchor_offset=False, distillation=0.5)
 TARGET = tiny_target_config(
     vocab_size=104, model_width=32, mlp_width=48, num_layers=1, num_heads=4, head_width=8
 )
@@ -55,11 +56,8 @@ OBJECTIVES: dict[str, Any] = {
     "draft": DRAFT,
     "target": TargetObjective(TARGET, 16),
     "chunked": replace(DRAFT, mlp_chunk=24),
-    "silent": replace(DRAFT, target_loss=False),
-    "experts": replace(
-        DRAFT, target=SPARSE, mlp_chunk=24, settings=replace(SETTINGS, anchor_offset=False)
-    ),
-    "hybrid": replace(DRAFT, target=HYBRID, settings=replace(SETTINGS, anchor_offset=False)),
+    "experts": replace(DRAFT, target=SPARSE, mlp_chunk=24, settings=STILL),
+    "hybrid": replace(DRAFT, target=HYBRID, settings=STILL),
 }
 ONE = (1, 1, 1)
 
@@ -166,27 +164,6 @@ def test_accumulation_does_not_change_the_step(kind: str) -> None:
     assert_same(trainer(kind, ONE).run(split, 2), single(kind))
 
 
-def test_a_step_learns_the_same_without_the_targets_loss() -> None:
-    state, metrics = trainer("silent", ONE).run(batch(), 2)
-    told_state, told = single("draft")
-    assert told.keys() - metrics.keys() == {"target_loss"}
-    assert_same((state, metrics), (told_state, {name: told[name] for name in metrics}))
-
-
-def test_the_targets_loss_costs_nothing_where_it_is_not_told() -> None:
-    """Of its last layer, here the only one, the keys and values are made and nothing else."""
-    micro = jax.tree.map(lambda part: part[0], batch())
-    params = jax.eval_shape(DRAFT.initialize, jax.random.key(0))
-    draws = jax.tree.map(lambda leaf: leaf[0], DRAFT.draw(jax.random.key(1), (1, 8), 13))
-
-    def products(kind: str) -> int:
-        sums = jax.jit(OBJECTIVES[kind].sums).lower(params, frozen_params(), micro, draws)
-        return sums.compile(ALL_PASSES).as_text().count(" dot(")
-
-    # Scores, their values, output, gate and value, their product, and the head.
-    assert products("draft") - products("silent") == 6
-
-
 def test_a_mixed_loss_is_the_mixture_of_its_parts() -> None:
     micro = jax.tree.map(lambda part: part[0], batch())
     params = jax.jit(DRAFT.initialize)(jax.random.key(0))
@@ -197,7 +174,7 @@ def test_a_mixed_loss_is_the_mixture_of_its_parts() -> None:
         return jax.jit(mixed.sums)(params, frozen_params(), micro, draws)
 
     plain, mixed, imitated = sums(0.0), sums(0.25), sums(1.0)
-    assert set(plain) == {"loss", "target_loss"}
+    assert set(plain) == {"loss"}
     assert mixed["cross_entropy"] == plain["loss"] and mixed["divergence"] > 0
     expected = 0.75 * mixed["cross_entropy"] + 0.25 * mixed["divergence"]
     assert relative_error(mixed["loss"], expected) < 1e-6
@@ -249,10 +226,11 @@ def test_padding_changes_no_sum() -> None:
     data, draws = batch(), DRAFT.draw(jax.random.key(2), (1, 8), 13)
     data.weights[..., 7:] = 0
     params, frozen = jax.jit(DRAFT.initialize)(jax.random.key(1)), frozen_params()
+    mixed = replace(DRAFT, settings=STILL)
 
     @jax.jit
     def sums(micro: Batch, drawn: Any) -> dict[str, jax.Array]:
-        return DRAFT.sums(params, frozen, micro, drawn)
+        return mixed.sums(params, frozen, micro, drawn)
 
     def cut(length: int) -> dict[str, jax.Array]:
         drawn = draws._replace(positions=draws.positions[0, ..., :length], shift=draws.shift[0])

@@ -60,10 +60,8 @@ class Begun(NamedTuple):
 class DraftTrainer(Protocol):
     """A draft for a target, as the pipeline trains it."""
 
-    def objectives(
-        self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
-    ) -> tuple[Objective, Objective | None]:
-        """What a stage learns, and the same with more to report at log steps, if there is more.
+    def objective(self, stage: StageConfig, loss_chunk: int, mlp_chunk: int) -> Objective:
+        """What a stage learns.
 
         Args:
           stage: the stage.

@@ -65,7 +65,7 @@ def four_steps(
 ) -> Trained:
     """A draft of these settings after four steps on one batch."""
     begun, [stage], mesh = KINDS[settings.kind].begin(settings, given), given.stages, given.mesh
-    objective, _ = begun.trainer.objectives(stage, loss_chunk, mlp_chunk)
+    objective = begun.trainer.objective(stage, loss_chunk, mlp_chunk)
     optimizer = make_optimizer(ADAMW)
     shardings = state_shardings(mesh, objective, optimizer)
     state = initial_state(objective, optimizer, shardings, 1, begun.params)

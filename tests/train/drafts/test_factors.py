@@ -41,7 +41,7 @@ def test_factors_are_those_of_tables_multiplied(kind: str) -> None:
         counts = lambda: np.arange(PLAIN.vocab_size)  # noqa: E731
         given = Given(target, params, (STAGE,), 3, "float32", make_mesh(), counts)
         begun = begin(settings, given)
-        objective, _ = begun.trainer.objectives(STAGE, 30, 0)
+        objective = begun.trainer.objective(STAGE, 30, 0)
         draft = objective.initialize(jax.random.key(1))
         draws = objective.draw(jax.random.key(2), (1, 2), STAGE.seq_len)
         draws = jax.tree.map(lambda leaf: leaf[0], draws)

@@ -156,17 +156,15 @@ class DFlashTrainer:
     draft: DFlashConfig
     settings: DFlashSettings
 
-    def objectives(
-        self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
-    ) -> tuple[DFlashObjective, None]:
-        """What a stage learns; every step reports all there is.
+    def objective(self, stage: StageConfig, loss_chunk: int, mlp_chunk: int) -> DFlashObjective:
+        """What a stage learns.
 
         Raises:
           ValueError: for a stage of anchor-offset positions.
         """
         refuse_offsets(stage, "a DFlash draft")
         blocks = self.settings.anchor_every, self.settings.decay
-        return DFlashObjective(self.target, self.draft, *blocks, loss_chunk, mlp_chunk), None
+        return DFlashObjective(self.target, self.draft, *blocks, loss_chunk, mlp_chunk)
 
     def reads(self, stage: StageConfig) -> Reads:
         """The hidden states that it fuses."""

@@ -203,10 +203,8 @@ class Eagle3Trainer:
     vocabulary: np.ndarray | None
     """The target's tokens that it can propose; all if None."""
 
-    def objectives(
-        self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
-    ) -> tuple[Eagle3Objective, None]:
-        """What a stage learns; every step reports all there is.
+    def objective(self, stage: StageConfig, loss_chunk: int, mlp_chunk: int) -> Eagle3Objective:
+        """What a stage learns.
 
         Raises:
           ValueError: for a stage of anchor-offset positions.
@@ -214,7 +212,7 @@ class Eagle3Trainer:
         refuse_offsets(stage, "an EAGLE-3 draft")
         settings = self.settings
         sizes = settings.steps, settings.decay, loss_chunk, mlp_chunk
-        return Eagle3Objective(self.target, self.draft, *sizes), None
+        return Eagle3Objective(self.target, self.draft, *sizes)
 
     def reads(self, stage: StageConfig) -> Reads:
         """The hidden states that it fuses, and those of the distribution that it learns."""

@@ -54,9 +54,6 @@ class LongSpecObjective:
     loss_chunk: int
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0: all."""
-    target_loss: bool = True
-    """Report the target's own cross-entropy, which costs its last layer and a pass of the head.
-    With distillation it is free, and always reported."""
 
     def initialize(self, key: Array) -> Any:
         """Fresh parameters."""
@@ -79,11 +76,10 @@ class LongSpecObjective:
         return Draws(positions, noisy_shifts(shift_key, rows, max_shift=s.max_shift))
 
     def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:
-        """The draft's loss and, as a check on the positions, the target's cross-entropy.
+        """The draft's loss; with distillation its parts, and the target's own cross-entropy.
 
-        Without the latter nothing reads the target behind the keys and values of one layer, and the
-        compiler leaves out the rest. With distillation ``loss`` is the mixture, and its parts are
-        named beside it.
+        Without it nothing reads the target behind the keys and values of one layer, and the
+        compiler leaves out the rest.
         """
         view = target_view(self.target, frozen, batch, draws.positions, self.mlp_chunk)
         labels, weights = next_token_labels(batch.tokens, batch.weights)
@@ -94,15 +90,20 @@ class LongSpecObjective:
         about: Any = {"labels": labels, "weights": weights, "chunk": self.loss_chunk}
         about["cap"] = self.target.logit_cap
         share = self.settings.distillation
-        if not (share or self.target_loss):
+        if not share:
             return {"loss": cross_entropy_sum(hidden, head, **about)}
         sums = distillation_sums(hidden, view.hidden, head, share=share, **about)
         parts = {"cross_entropy": sums.cross_entropy, "divergence": sums.divergence}
-        return {"loss": sums.loss, "target_loss": sums.teacher_loss, **(parts if share else {})}
+        return {"loss": sums.loss, "target_loss": sums.teacher_loss, **parts}
 
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
-        """Simulated acceptance, for every number of tokens behind the target's keys."""
-        return agreement_report(*_hits(self, params, frozen, batch))
+        """Simulated acceptance, for every number of tokens behind the target's keys.
+
+        Beside it the target's own cross-entropy, which says whether it fits the data.
+        """
+        *found, target_loss = _measured(self, params, frozen, batch)
+        report = agreement_report(*found)
+        return {**report, "target_loss": float(target_loss)} if report else {}
 
     def flops_per_token(self, length: int) -> float:
         """Operations that a token of a row of this length needs.
@@ -110,7 +111,6 @@ class LongSpecObjective:
         The target's forward pass as far as the draft reads it, which is the keys and values of one
         layer; the draft's forward and backward pass; the head once forward and once for the
         gradient of its input. Distillation needs the rest of the target and the head once more.
-        The target's loss is a diagnostic and does not count.
         """
         head, rest = head_flops(self.target), flops_after_read_keys(self.target, length)
         learned = FORWARD_AND_BACKWARD * draft_flops(self.draft, length) + 2 * head
@@ -119,10 +119,10 @@ class LongSpecObjective:
 
 
 @partial(jax.jit, static_argnums=0)
-def _hits(
+def _measured(
     objective: LongSpecObjective, params: Any, frozen: Any, batch: Batch
-) -> tuple[Array, Array, Array]:
-    """What :func:`train.acceptance.agreement_report` reads."""
+) -> tuple[Array, Array, Array, Array]:
+    """What :func:`train.acceptance.agreement_report` reads, and the target's cross-entropy."""
     rows, length = batch.tokens.shape
     positions, chunk = plain_positions((1, rows), length)[0], objective.mlp_chunk
     view = run_target(objective.target, frozen, batch.tokens, positions, chunk)
@@ -133,8 +133,12 @@ def _hits(
         hidden = run_draft(objective.draft, params, frozen, batch.tokens, draws, view, chunk)
         return count_hits(hidden, head, view.hidden, head, counted, chunk=objective.loss_chunk)
 
+    labels, weights = next_token_labels(batch.tokens, batch.weights)
+    about: Any = {"chunk": objective.loss_chunk, "cap": objective.target.logit_cap}
+    loss = cross_entropy_sum(view.hidden, head, labels, weights, **about)
     shifts = jnp.arange(1, objective.settings.max_shift + 1)
-    return *jax.lax.map(at_shift, shifts), jnp.sum(counted, (1, 2))
+    hits = jax.lax.map(at_shift, shifts)
+    return *hits, jnp.sum(counted, (1, 2)), loss / jnp.maximum(jnp.sum(weights), 1.0)
 
 
 def draft_flops(config: DraftConfig, length: int) -> float:
@@ -154,15 +158,11 @@ class LongSpecTrainer:
     draft: DraftConfig
     settings: LongSpecSettings
 
-    def objectives(
-        self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
-    ) -> tuple[LongSpecObjective, LongSpecObjective | None]:
-        """What a stage learns, and the same with more to report at log steps, if there is more."""
-        reporting = LongSpecObjective(
+    def objective(self, stage: StageConfig, loss_chunk: int, mlp_chunk: int) -> LongSpecObjective:
+        """What a stage learns."""
+        return LongSpecObjective(
             self.target, self.draft, self.settings, stage.max_offset, loss_chunk, mlp_chunk
         )
-        quiet = replace(reporting, target_loss=False)
-        return quiet, None if self.settings.distillation else reporting
 
     def reads(self, stage: StageConfig) -> Reads | None:
         """Keys and values of one layer, and what distillation imitates."""

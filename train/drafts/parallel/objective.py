@@ -175,14 +175,11 @@ class ParallelTrainer:
     draft: ParallelConfig
     settings: ParallelSettings
 
-    def objectives(
-        self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
-    ) -> tuple[ParallelObjective, None]:
-        """What a stage learns; every step reports all there is."""
-        chunks = loss_chunk, mlp_chunk
+    def objective(self, stage: StageConfig, loss_chunk: int, mlp_chunk: int) -> ParallelObjective:
+        """What a stage learns."""
         return ParallelObjective(
-            self.target, self.draft, self.settings, stage.max_offset, *chunks
-        ), None
+            self.target, self.draft, self.settings, stage.max_offset, loss_chunk, mlp_chunk
+        )
 
     def reads(self, stage: StageConfig) -> Reads | None:
         """Keys and values of one layer, and what the loss imitates."""

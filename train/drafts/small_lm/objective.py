@@ -118,17 +118,15 @@ class SmallLMTrainer:
     draft: TargetConfig
     settings: SmallLMSettings
 
-    def objectives(
-        self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
-    ) -> tuple[SmallLMObjective, None]:
-        """What a stage learns; every step reports all there is.
+    def objective(self, stage: StageConfig, loss_chunk: int, mlp_chunk: int) -> SmallLMObjective:
+        """What a stage learns.
 
         Raises:
           ValueError: for a stage of anchor-offset positions.
         """
         refuse_offsets(stage, "a small language model")
         share = self.settings.distillation
-        return SmallLMObjective(self.target, self.draft, share, loss_chunk, mlp_chunk), None
+        return SmallLMObjective(self.target, self.draft, share, loss_chunk, mlp_chunk)
 
     def reads(self, stage: StageConfig) -> Reads | None:
         """The final hidden states, of which the target's distribution is made."""

@@ -60,7 +60,7 @@ def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> N
     from .plain import DFlashOracle
 
     begun, first, _, last = one
-    objective, _ = begun.trainer.objectives(STAGE, 90, 0)
+    objective = begun.trainer.objective(STAGE, 90, 0)
     data, seen, root = batch(), views(), jax.random.key(tiny.SEED)
     stored = tiny.tensors(begun, first, tmp_path / "first")
     draft = {name: torch.tensor(value, requires_grad=True) for name, value in stored.items()}
@@ -125,7 +125,7 @@ def test_what_is_exported_is_a_published_file_that_goes_on_learning(
 def test_what_cannot_be_trained_is_refused(one: tiny.Trained, tmp_path: Path) -> None:
     begun, _, _, _ = one
     with pytest.raises(ValueError, match="stages.short.max_offset=0"):
-        begun.trainer.objectives(replace(STAGE, max_offset=5), 30, 0)
+        begun.trainer.objective(replace(STAGE, max_offset=5), 30, 0)
     for settings, said in (
         (replace(SETTINGS, mask_token=48), "mask_token=48 must be one of the target's 48 tokens"),
         (replace(SETTINGS, features=""), "3 layers, too few .*--config.draft.features=0,1"),

@@ -178,7 +178,7 @@ def test_a_fresh_head_is_the_targets(one: tiny.Trained) -> None:
 def test_acceptance_is_that_of_the_logits(one: tiny.Trained) -> None:
     """Counted one by one, over tokens that every step reaches."""
     begun, _, _, params = one
-    objective, _ = begun.trainer.objectives(STAGE, 30, 0)
+    objective = begun.trainer.objective(STAGE, 30, 0)
     micro = jax.tree.map(lambda part: jnp.asarray(part[0]), batch())
     report = objective.measure(params, begun.frozen, micro)
     hidden, view = jax.jit(objective._passes)(params, begun.frozen, micro)
@@ -198,7 +198,7 @@ def test_acceptance_is_that_of_the_logits(one: tiny.Trained) -> None:
 def test_what_cannot_be_trained_is_refused(one: tiny.Trained, tmp_path: Path) -> None:
     begun = one.begun
     with pytest.raises(ValueError, match="stages.short.max_offset=0"):
-        begun.trainer.objectives(replace(STAGE, max_offset=5), 30, 0)
+        begun.trainer.objective(replace(STAGE, max_offset=5), 30, 0)
     for settings, said in (
         (replace(SETTINGS, vocabulary=49), "vocabulary=49 is above the target's 48 tokens"),
         (replace(SETTINGS, layers=""), "3 layers, too few .*--config.draft.layers=0,1"),

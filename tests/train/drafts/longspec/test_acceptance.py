@@ -57,11 +57,19 @@ def test_scores_that_are_no_numbers_agree_with_nothing(models: tuple[Any, Any]) 
         measured((draft, table), weights)
 
 
+def test_the_targets_loss_is_that_of_the_target_alone(models: tuple[Any, Any]) -> None:
+    weights = jnp.asarray([8 * [1.0], 4 * [1.0, 0.0]])
+    tokens = jax.random.randint(jax.random.key(3), weights.shape, 0, TARGET.vocab_size)
+    alone = TargetObjective(TARGET, 8).measure(models[1], (), Batch(tokens, weights))
+    found = measured(models, np.asarray(weights))["target_loss"]
+    assert found == pytest.approx(alone["heldout_loss"], rel=1e-5)
+
+
 def test_what_no_token_counts_for_is_left_out(models: tuple[Any, Any]) -> None:
     full = measured(models, np.ones((2, 8)))
     assert list(full) == [
         "agree_top1_shift1", "agree_top4_shift1", "agree_top1_shift2", "agree_top4_shift2",
-        "tau_chain", "tau_chain_far", "tau_top4",
+        "tau_chain", "tau_chain_far", "tau_top4", "target_loss",
     ]  # fmt: skip
     short = measured(models, np.repeat([[1.0, 0.0]], 4, 1).reshape(1, 8).repeat(2, 0))
     assert list(short) == [name for name in full if name != "tau_chain_far"]

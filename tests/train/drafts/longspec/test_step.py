@@ -33,7 +33,7 @@ def test_four_steps_are_those_of_pytorch(share: float, tmp_path: Path) -> None:
     from tests.models.parallel_oracle import ParallelOracle, torch
 
     one = whole(share)
-    objective, _ = one.begun.trainer.objectives(STAGE, 30, 0)
+    objective = one.begun.trainer.objective(STAGE, 30, 0)
     assert isinstance(objective, LongSpecObjective)
     layer = objective.draft
     stored = tiny.tensors(one.begun, one.first, tmp_path / "first")

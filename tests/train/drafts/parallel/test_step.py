@@ -75,7 +75,7 @@ def test_four_steps_are_those_of_an_implementation_in_pytorch(
     """Loss, norm of the gradient, and parameters."""
     from tests.models.parallel_oracle import ParallelOracle, torch
 
-    objective: Any = one.begun.trainer.objectives(STAGE, 16, 0)[0]
+    objective: Any = one.begun.trainer.objective(STAGE, 16, 0)
     layer = objective.draft.layer
     draft = {
         name: torch.tensor(each).requires_grad_()

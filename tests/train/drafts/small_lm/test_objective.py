@@ -62,7 +62,7 @@ def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> N
     assert all(("divergence" in values) == bool(share) for values in one.metrics)
 
     # What is measured: agreement with the target's choice, which is one for all distances.
-    objective, _ = begun.trainer.objectives(STAGE, 90, 0)
+    objective = begun.trainer.objective(STAGE, 90, 0)
     more = jax.tree.map(lambda part: part[0], tiny.random_batch((1, 8), 50))
     report = objective.measure(one.last, begun.frozen, more)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_the_target_runs_only_for_its_distribution() -> None:
     for settings, reads in ((SETTINGS, True), (text, False)):
         trainer = begin(settings, tiny.given(STAGE)).trainer
         assert bool(trainer.reads(STAGE)) == reads
-        objective, _ = trainer.objectives(STAGE, 90, 0)
+        objective = trainer.objective(STAGE, 90, 0)
         params = jax.eval_shape(objective.initialize, jax.random.key(0))
         data = jax.tree.map(lambda part: jnp.asarray(part[0]), DATA)
         made: Any = jax.make_jaxpr(objective.sums)(params, tiny.FROZEN, data, ())
@@ -120,7 +120,7 @@ def test_the_target_runs_only_for_its_distribution() -> None:
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     trainer = begin(SETTINGS, tiny.given(STAGE)).trainer
     with pytest.raises(ValueError, match="stages.text.max_offset=0"):
-        trainer.objectives(replace(STAGE, max_offset=5), 30, 0)
+        trainer.objective(replace(STAGE, max_offset=5), 30, 0)
     for change in (dict(width=12), dict(heads=2, kv_heads=4)):
         with pytest.raises(ValueError, match="do not fit each other: width must be a multiple"):
             begin(replace(SETTINGS, **change), tiny.given(STAGE))
