@@ -5,9 +5,9 @@ one to be complete, of several that end together the longest, so that it does no
 text is split into tokens. The row's text ends before the match.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from longspec_jax.checks import shown
@@ -30,42 +30,60 @@ class Match(NamedTuple):
 
 
 class StopStrings:
-    """A search for several strings at once, in a text that arrives in pieces.
+    """A search for several strings at once, character by character (Aho and Corasick, 1975).
 
-    The state of a search is the longest end of the text so far with which a stop string begins. No
-    beginning is tried twice that failed once, so the time is linear in the text for each string.
+    The state of a search is a number: the node of the longest end of the text so far with which a
+    stop string begins. The time is linear in the text, whatever the strings.
     """
 
     def __init__(self, strings: Sequence[str]):
-        """Take the strings, none of which is empty."""
-        self._strings = tuple(strings)
-        self._longest = max(map(len, strings), default=0)
+        """Build the automaton of the strings, none of which is empty."""
+        self._next: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._found = [0]
+        for string in strings:
+            node = 0
+            for character in string:
+                if character not in self._next[node]:
+                    self._next[node][character] = len(self._next)
+                    self._depth.append(self._depth[node] + 1)
+                    self._next.append({})
+                    self._found.append(0)
+                node = self._next[node][character]
+            self._found[node] = len(string)
+        self._shorter = [0] * len(self._next)
+        """The node of the longest proper end of a node's text with which a stop string begins."""
+        waiting = deque(self._next[0].values())
+        while waiting:
+            node = waiting.popleft()
+            for character, child in self._next[node].items():
+                self._shorter[child] = self._step(self._shorter[node], character)
+                self._found[child] = self._found[child] or self._found[self._shorter[child]]
+                waiting.append(child)
 
-    def read(self, state: str, text: str) -> tuple[str, Match | None]:
+    def read(self, state: int, text: str) -> tuple[int, Match | None]:
         """Go on with a search, up to the first match.
 
         Args:
-          state: behind the text before; empty at the beginning.
+          state: behind the text before; 0 at the beginning.
 
         Returns:
-          The state behind them, and the match if one ends among them. The search ends with it.
+          The state behind them, and the match if one ends among them.
         """
-        whole, matches = state + text, []
-        for string in self._strings:
-            # What ended before the new text was found then.
-            begin = whole.find(string, max(len(state) + 1 - len(string), 0))
-            if begin >= 0:
-                matches.append(Match(begin + len(string) - len(state), len(string)))
-        if matches:
-            return whole, min(matches, key=lambda match: (match.end, -match.length))
-        for begin in range(max(len(whole) + 1 - self._longest, 0), len(whole)):
-            if any(map(str.startswith, self._strings, repeat(whole[begin:]))):
-                return whole[begin:], None
-        return "", None
+        for index, character in enumerate(text):
+            state = self._step(state, character)
+            if self._found[state]:
+                return state, Match(index + 1, self._found[state])
+        return state, None
 
-    def held(self, state: str) -> int:
+    def held(self, state: int) -> int:
         """Characters at the end of the text with which a stop string may begin."""
-        return len(state)
+        return self._depth[state]
+
+    def _step(self, node: int, character: str) -> int:
+        while node and character not in self._next[node]:
+            node = self._shorter[node]
+        return self._next[node].get(character, 0)
 
 
 def until(output: StepOutput, kept: int) -> StepOutput:

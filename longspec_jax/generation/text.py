@@ -131,7 +131,7 @@ class RowText:
             text, is met with that token.
         """
         self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._search, self._state = StopStrings(stop_strings), ""
+        self._search, self._state = StopStrings(stop_strings), 0
         self._held: deque[Piece] = deque()
         self._held_length = 0
         self._searches = bool(stop_strings)

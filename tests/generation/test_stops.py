@@ -49,7 +49,7 @@ def test_a_match_is_that_of_a_naive_search_however_the_text_is_split() -> None:
         strings = ["".join(choose.choices("ab", k=choose.randrange(1, 6))) for _ in range(3)]
         strings = strings[: choose.randrange(1, 4)]
         text = "".join(choose.choices("abc", weights=[4, 4, 1], k=choose.randrange(1, 14)))
-        search, state, before = StopStrings(strings), "", ""
+        search, state, before = StopStrings(strings), 0, ""
         expected = first_match(text, strings)
         for part in split(text, choose):
             state, match = search.read(state, part)
