@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoint import TableFormat
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.dialects import Dialect, dialect_of, draft_config, hf_draft_config
 from longspec_jax.drafters.dflash.model import DFlashParams
@@ -28,8 +29,6 @@ _TRUNK = (
     Rule("hidden_norm/scale", "D", (("hidden_norm.weight", "D"),)),
     Rule("final_norm/scale", "D", (("norm.weight", "D"),)),
 )
-_EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
-_HEAD = (Rule("head", "v D", (("lm_head.weight", "v D"),)),)
 _CONFIDENCE = (
     Rule("confidence/kernel", "O I", (("confidence_head.proj.weight", "O I"),)),
     Rule("confidence/bias", "O", (("confidence_head.proj.bias", "O"),)),
@@ -37,14 +36,10 @@ _CONFIDENCE = (
 
 
 @dataclass(frozen=True)
-class Format:
+class Format(TableFormat):
     """How a draft is stored."""
 
     dialect: Dialect
-    embedding: bool
-    """Whether its own embedding is stored."""
-    head: bool
-    """Whether its own LM head is stored."""
 
     def table(self, config: DFlashConfig) -> Table:
         """The tensors of a draft."""
@@ -55,7 +50,7 @@ class Format:
             "O": 1,
             "I": config.confidence_width,
         }
-        rules = _TRUNK + _EMBEDDING * self.embedding + _HEAD * self.head
+        rules = _TRUNK + self.tables
         if config.markov is not None:
             rules += MARKOV
             inputs, outputs = config.markov.joint_shape(config.model_width)
@@ -86,19 +81,7 @@ def load_draft(
 ) -> tuple[Format, DFlashConfig, DFlashParams]:
     """Load a draft in any of the published dialects.
 
-    Args:
-      source: a folder with ``config.json`` and weights, or a hub id.
-      target: the configuration of its target.
-      target_params: the target's parameters, of which the draft may share tables.
-      layers: layers of the target after which it takes the hidden states, -1 for the embedding; as
-        its file says if absent.
-      mesh: devices to shard over by the project's rules; the first device if absent.
-      revision: branch, tag or commit of a hub id.
-
-    Raises:
-      FileNotFoundError: if the draft or one of its files is missing.
-      ValueError: if the draft does not belong to the target, or its files are damaged or do not fit
-        together.
+    Arguments and errors as of :func:`longspec_jax.drafters.eagle3.checkpoint.load_draft`.
     """
     with open_folder(source, mesh, revision) as folder:
         tensors, dialect = without_prefix(folder.tensors), dialect_of(folder.raw)
@@ -127,14 +110,10 @@ def save_draft(
     Raises:
       ValueError: for parameters in 8 bits.
     """
-    if params.int8:
-        raise ValueError("the draft is in 8 bits; load it with int8=False to save it")
     raw = hf_draft_config(config, stored.dialect)
-    everything = {**params.layer}
-    tables = {"embedding": stored.embedding, "head": stored.head}
-    everything |= {name: getattr(params, name) for name, kept in tables.items() if kept}
     heads = {"markov": params.markov, "confidence": params.confidence}
-    everything |= {name: head for name, head in heads.items() if head is not None}
+    own = {name: head for name, head in heads.items() if head is not None}
     more = vocabulary_tensors(params.vocabulary, config.vocab_size)
     table, dtype = stored.table(config), config.trunk.dtype
+    everything = stored.stored(params) | own
     write_model(Path(folder).expanduser(), table, everything, dtype, raw, more)

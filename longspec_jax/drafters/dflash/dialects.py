@@ -12,6 +12,7 @@ from typing import Any
 
 from longspec_jax.checks import is_whole
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoint import proposals
 from longspec_jax.drafters.dflash.config import Confidence, DFlashConfig, Markov
 from longspec_jax.weights.hf_config import REFUSED, build, check_refused, hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject
@@ -199,7 +200,7 @@ def hf_draft_config(config: DFlashConfig, dialect: Dialect) -> dict[str, Any]:
         return {
             "architectures": ["DSparkDraftModel" if heads else "DFlashDraftModel"],
             "speculators_model_type": kind,
-            "speculators_config": _proposals(config, kind),
+            "speculators_config": proposals(kind, config.tokens),
             "transformer_layer_config": layer,
             "aux_hidden_state_layer_ids": ids,
             "draft_vocab_size": config.proposable,
@@ -248,14 +249,3 @@ def _raw_heads(config: DFlashConfig) -> dict[str, Any]:
     if config.confidence is not None:
         found["confidence_head_with_markov"] = config.confidence.with_markov
     return found
-
-
-def _proposals(config: DFlashConfig, kind: str) -> dict[str, Any]:
-    """How speculators would decode with a draft; its loader asks for it."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.tokens}
-    return {
-        "algorithm": kind,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [proposal],
-        "verifier": {"name_or_path": None, "architectures": []},
-    }

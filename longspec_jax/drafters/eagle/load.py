@@ -10,6 +10,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoint import EMBEDDING, QKV, llama_rules
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.model import EagleConfig, EagleParams
 from longspec_jax.drafters.eagle3.dialects import AUTHORS_BASE, FIRST_LAYER, USUAL_POSITIONS
@@ -17,36 +18,13 @@ from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, bound
 from longspec_jax.drafters.vocabulary import without_prefix
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
-from longspec_jax.weights.hf_config import (
-    REFUSED,
-    build,
-    check_refused,
-    head_width,
-    norm_eps,
-)
+from longspec_jax.weights.hf_config import REFUSED, build, check_refused, head_width, norm_eps
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import rope_scaling, rope_theta
-from longspec_jax.weights.tables import (
-    MLP,
-    QKV_BIAS_PARTS,
-    QKV_KERNEL,
-    ROTARY,
-    Rule,
-    Table,
-    bind,
-    layer_sizes,
-)
+from longspec_jax.weights.tables import ROTARY, Rule, Table, bind, layer_sizes
 
-_LAYER = (
-    Rule("self_qkv/fused/kernel", "D K * H", QKV_KERNEL),
-    Rule("self_out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
-    Rule("mlp_norm/scale", "D", (("post_attention_layernorm.weight", "D"),)),
-    *MLP,
-)
-_QKV_BIAS = (Rule("self_qkv/fused/bias", "K * H", QKV_BIAS_PARTS),)
 _FUSE = (Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),)
 _FUSE_BIAS = (Rule("fuse/bias", "D", (("fc.bias", "D"),)),)
-_EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
 
 
 @dataclass(frozen=True)
@@ -90,8 +68,8 @@ def load(
 def draft_table(config: EagleConfig, *, embedding: bool) -> Table:
     """The tensors of a draft, maybe with an embedding of its own."""
     sizes = layer_sizes(config) | {"C": 2 * config.model_width, "V": config.vocab_size}
-    layer = _LAYER + _QKV_BIAS * config.qkv_bias
-    others = _FUSE + _FUSE_BIAS * config.fuse_bias + _EMBEDDING * embedding
+    layer = QKV, *llama_rules(config)
+    others = _FUSE + _FUSE_BIAS * config.fuse_bias + EMBEDDING * embedding
     leaves = [bind(rule, sizes, theirs=FIRST_LAYER) for rule in layer]
     return Table((*leaves, *(bind(rule, sizes) for rule in others)), ROTARY)
 

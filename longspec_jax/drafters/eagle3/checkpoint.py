@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoint import QKV, TableFormat, llama_rules
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.dialects import Dialect, dialect_of, draft_config, hf_draft_config
 from longspec_jax.drafters.eagle3.model import Eagle3Params
@@ -21,48 +22,23 @@ from longspec_jax.drafters.vocabulary import (
 )
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.params import write_model
-from longspec_jax.weights.tables import (
-    MLP,
-    QKV_BIAS_PARTS,
-    QKV_KERNEL,
-    ROTARY,
-    Rule,
-    Table,
-    bind,
-    layer_sizes,
-)
+from longspec_jax.weights.tables import ROTARY, Rule, Table, bind, layer_sizes
 
-_QKV = Rule("self_qkv/fused/kernel", "D K * H", QKV_KERNEL)
-"""Of the embedding and the feature side by side: here ``D`` is twice the width."""
-_LAYER = (
+_NORMS = (
     Rule("embedding_norm/scale", "D", (("input_layernorm.weight", "D"),)),
     Rule("hidden_norm/scale", "D", (("hidden_norm.weight", "D"),)),
-    Rule("self_out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
-    Rule("mlp_norm/scale", "D", (("post_attention_layernorm.weight", "D"),)),
-    *MLP,
-)
-_QKV_BIAS = (Rule("self_qkv/fused/bias", "K * H", QKV_BIAS_PARTS),)
-_QK_NORM = tuple(
-    Rule(f"{name}/scale", "H", ((f"self_attn.{name}.weight", "H"),))
-    for name in ("q_norm", "k_norm")
 )
 _FUSE = (Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),)
 _FUSE_NORM = (Rule("fuse_norm/scale", "C", (("input_norm.weight", "C"),)),)
 _FINAL_NORM = (Rule("final_norm/scale", "D", (("norm.weight", "D"),)),)
-_EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
-_HEAD = (Rule("head", "v D", (("lm_head.weight", "v D"),)),)
 _DROPPED = ROTARY | DROPPED
 
 
 @dataclass(frozen=True)
-class Format:
+class Format(TableFormat):
     """How a draft is stored."""
 
     dialect: Dialect
-    embedding: bool
-    """Whether its own embedding is stored."""
-    head: bool
-    """Whether its own LM head is stored."""
 
     def table(self, config: Eagle3Config) -> Table:
         """The tensors of a draft."""
@@ -72,7 +48,6 @@ class Format:
             "V": config.vocab_size,
             "v": config.proposable,
         }
-        layer = _LAYER + _QKV_BIAS * config.qkv_bias + _QK_NORM * config.qk_norm
         norms = _FUSE_NORM * config.norm_before_fuse
         if config.feature_norms:
             norms += tuple(
@@ -84,11 +59,12 @@ class Format:
             norms += _FINAL_NORM
         else:
             dead["norm.weight"] = (config.model_width,)
-        tables = _EMBEDDING * self.embedding + _HEAD * self.head
+        # q, k and v read the embedding and the feature side by side.
         prefix, wide = self.dialect.layer, sizes | {"D": 2 * config.model_width}
-        leaves = [bind(_QKV, wide, theirs=prefix)]
+        leaves = [bind(QKV, wide, theirs=prefix)]
+        layer = _NORMS + llama_rules(config)
         leaves += [bind(rule, sizes, theirs=prefix) for rule in layer]
-        leaves += [bind(rule, sizes) for rule in (*_FUSE, *norms, *tables)]
+        leaves += [bind(rule, sizes) for rule in (*_FUSE, *norms, *self.tables)]
         return Table(tuple(leaves), _DROPPED, dead)
 
 
@@ -147,14 +123,6 @@ def save_draft(
     Raises:
       ValueError: for parameters in 8 bits.
     """
-    if params.int8:
-        raise ValueError("the draft is in 8 bits; load it with int8=False to save it")
-    tables: dict[str, Any] = {"embedding": params.embedding} if stored.embedding else {}
-    if stored.head:
-        tables["head"] = params.head
     more = vocabulary_tensors(params.vocabulary, config.vocab_size)
-    raw = hf_draft_config(config, stored.dialect)
-    everything = {**params.layer, **tables}
-    write_model(
-        Path(folder).expanduser(), stored.table(config), everything, config.dtype, raw, more
-    )
+    raw, where = hf_draft_config(config, stored.dialect), Path(folder).expanduser()
+    write_model(where, stored.table(config), stored.stored(params), config.dtype, raw, more)

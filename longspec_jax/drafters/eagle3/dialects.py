@@ -20,6 +20,7 @@ from longspec_jax.config.layers import (
     yarn_magnitude,
 )
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoint import proposals
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.weights.hf_config import (
     REFUSED,
@@ -41,14 +42,6 @@ AUTHORS_BASE = 10000.0
 """Rotary base of the authors' code where positions are scaled, whatever ``rope_theta`` says."""
 USUAL_POSITIONS = 2048
 """Positions of a draft whose file does not say: what the authors train on."""
-
-_PROPOSALS = {
-    "algorithm": "eagle3",
-    "default_proposal_method": "greedy",
-    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-    "verifier": {"name_or_path": None, "architectures": []},
-}
-"""How speculators would decode with a draft; its loader asks for it."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +286,7 @@ def hf_draft_config(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
         return {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
-            "speculators_config": _PROPOSALS,
+            "speculators_config": proposals("eagle3"),
             "transformer_layer_config": layer,
             IDS: ids,
             **sizes,

@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoint import QKV, QKV_BIAS, SELF_OUT
 from longspec_jax.drafters.longspec.config import DraftConfig, check_vocabulary
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.families import FAMILIES
@@ -24,26 +25,16 @@ from longspec_jax.weights.hf_config import (
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.params import write_model
 from longspec_jax.weights.rope import ROPE_KEYS, raw_rope, rope_scaling, rope_theta, rotary_width
-from longspec_jax.weights.tables import (
-    MLP,
-    QKV_BIAS_PARTS,
-    QKV_KERNEL,
-    ROTARY,
-    Rule,
-    Table,
-    bind,
-    layer_sizes,
-    stored_shape,
-)
+from longspec_jax.weights.tables import MLP, ROTARY, Rule, Table, bind, layer_sizes, stored_shape
 
 ARCHITECTURE = "LongSpecDraft"
 """What our exports name as their architecture. The published drafts carry their target's file."""
 
 LAYER_RULES = (
     Rule("self_norm/scale", "D", (("input_layernorm.weight", "D"),)),
-    Rule("self_qkv/fused/kernel", "D K * H", QKV_KERNEL),
-    Rule("self_qkv/fused/bias", "K * H", QKV_BIAS_PARTS),
-    Rule("self_out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
+    QKV,
+    QKV_BIAS,
+    SELF_OUT,
     Rule("cross_norm/scale", "D", (("post_self_attention_layernorm.weight", "D"),)),
     Rule("cross_q/kernel", "D N H", (("cross_attn.q_proj.weight", "(N H) D"),)),
     Rule("cross_q/bias", "N H", (("cross_attn.q_proj.bias", "(N H)"),)),

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from longspec_jax.config.layers import LayerConfig
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoint import QKV, llama_rules
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.load import EagleOptions
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, bound
@@ -23,39 +24,20 @@ from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.tables import (
-    MLP,
-    QKV_BIAS_PARTS,
-    QKV_KERNEL,
-    Rule,
-    Table,
-    bind,
-    layer_sizes,
-)
+from longspec_jax.weights.tables import Rule, Table, bind, layer_sizes
 
 LAYERS = "num_nextn_predict_layers"
 """How many layers a file says that it has."""
 _SPECULATORS_LAYER = "Qwen3ForCausalLM"
 _FUSE = (Rule("fuse/kernel", "C D", (("input_proj.weight", "D C"),)),)
-_LAYER = (
-    Rule("self_qkv/fused/kernel", "D K * H", QKV_KERNEL),
-    Rule("self_out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
-    *MLP,
-    *(
-        Rule(f"{ours}/scale", "D", ((f"{theirs}.weight", "D"),))
-        for ours, theirs in {
-            "embedding_norm": "token_layernorm",
-            "hidden_norm": "hidden_layernorm",
-            "attention_norm": "input_layernorm",
-            "mlp_norm": "post_attention_layernorm",
-            "output_norm": "final_layernorm",
-        }.items()
-    ),
-)
-_QKV_BIAS = (Rule("self_qkv/fused/bias", "K * H", QKV_BIAS_PARTS),)
-_QK_NORM = tuple(
-    Rule(f"{name}/scale", "H", ((f"self_attn.{name}.weight", "H"),))
-    for name in ("q_norm", "k_norm")
+_NORMS = tuple(
+    Rule(f"{ours}/scale", "D", ((f"{theirs}.weight", "D"),))
+    for ours, theirs in {
+        "embedding_norm": "token_layernorm",
+        "hidden_norm": "hidden_layernorm",
+        "attention_norm": "input_layernorm",
+        "output_norm": "final_layernorm",
+    }.items()
 )
 
 
@@ -73,7 +55,7 @@ class Dialect:
     def table(self, config: MtpConfig) -> Table:
         """The tensors of the layer."""
         sizes = layer_sizes(config) | {"C": 2 * config.model_width}
-        rules = _FUSE + _LAYER + _QKV_BIAS * config.qkv_bias + _QK_NORM * config.qk_norm
+        rules = *_FUSE, QKV, *_NORMS, *llama_rules(config)
         return Table(tuple(bind(rule, sizes, theirs=self.prefix) for rule in rules), DROPPED)
 
 
