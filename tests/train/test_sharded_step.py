@@ -29,7 +29,8 @@ ROWS_, TOKENS, WIDTH, MLP = 8, 26, 64, 144
 CONFIG = tiny_target_config(
     vocab_size=112, model_width=WIDTH, mlp_width=MLP, num_heads=4, num_kv_heads=2, head_width=16
 )
-SETTINGS = LongSpecSettings("longspec", "", 5, True, 4, 4)
+SETTINGS = LongSpecSettings("longspec", "", 5, True, 4, 4, distillation=0.5)
+"""With distillation a step reads all of the target."""
 ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 1.0, 0.1, False, 0.1, 1e-4)
 COLLECTIVE = r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
