@@ -40,8 +40,12 @@ def write(path: Path, values: dict[str, Any]) -> bool:
 
 
 def encoded(values: dict[str, Any]) -> bytes:
-    """The values as JSON; of what is none, Python's text."""
-    text = json.dumps(values, indent=2, ensure_ascii=False, default=repr) + "\n"
+    """The values as JSON: a number of NumPy is a number, and of what is none Python's text."""
+
+    def plain(value: Any) -> Any:
+        return value.item() if getattr(value, "shape", None) == () else repr(value)
+
+    text = json.dumps(values, indent=2, ensure_ascii=False, default=plain) + "\n"
     # Half a character (from the name of a file) becomes the escape that JSON has for it.
     return text.encode("utf-8", "backslashreplace")
 

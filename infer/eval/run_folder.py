@@ -157,7 +157,7 @@ def _lines(path: Path, kind: type[Any]) -> tuple[Sequence[Any], int]:
         where = f"{path}, line {number}"
         try:
             records.append(from_json(kind, json.loads(line)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             what = f" is not JSON ({error})" if isinstance(error, ValueError) else f": {error}"
             raise ValueError(
                 f"{where}{what}; remove the line, and the run measures it again"
