@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -67,18 +68,26 @@ def partitioned(rule: str) -> Callable[[Function], Function]:
             out_specs = tuple(_spec(term, axes) for term in results)
             results_structure = None
 
-            def share(*arrays: Any) -> Any:
+            def share(*full: Any) -> Any:
                 nonlocal results_structure
-                shares = op(*structure.unflatten(arrays), **bound.kwargs)
+                given = iter(full)
+                own = [
+                    next(given) if array.size else _empty_share(array, term, axes)
+                    for array, term in zip(arrays, terms, strict=True)
+                ]
+                shares = op(*structure.unflatten(own), **bound.kwargs)
                 leaves, results_structure = jax.tree.flatten(shares)
                 return tuple(leaves)
 
+            # Empty arrays are made in the shares: where nothing reads one, jaxlib 0.11.2 (Shardy)
+            # crashes.
+            taken = [index for index, array in enumerate(arrays) if array.size]
             leaves = jax.shard_map(
                 share,
-                in_specs=tuple(_spec(term, axes) for term in terms),
+                in_specs=tuple(_spec(terms[index], axes) for index in taken),
                 out_specs=out_specs if len(results) > 1 else out_specs[0],
                 check_vma=False,  # A kernel does not say along which axes its results vary.
-            )(*arrays)
+            )(*(arrays[index] for index in taken))
             return jax.tree.unflatten(results_structure, leaves)
 
         return cast(Function, call)
@@ -200,6 +209,15 @@ def _mesh_axes(
         for axis, over in CUT.items()
         if sizes.get(axis, 1) % math.prod(mesh.shape[name] for name in over) == 0
     }
+
+
+def _empty_share(array: Array, term: Term, axes: dict[str, tuple[str, ...]]) -> Array:
+    """A device's share of an array without elements."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = [math.prod(mesh.shape[name] for name in axes.get(dim[0], ())) for dim in term]
+    whole = array.shape[len(parts) :]
+    cut = tuple(size // part for size, part in zip(array.shape, parts, strict=False))
+    return jnp.zeros(cut + whole, array.dtype)
 
 
 def _spec(term: Term, axes: dict[str, tuple[str, ...]]) -> P:
