@@ -26,7 +26,12 @@ def write(path: Path, values: dict[str, Any]) -> bool:
     Returns:
       Whether they are where they were wanted.
     """
-    data = encoded(values)
+    try:
+        data = encoded(values, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        problem = f"--json {path}: not all of it can be written as JSON: {error}"
+        _rescue(encoded(values, default=repr), problem)
+        return False
     if path == STDOUT:
         sys.stdout.write(data.decode("utf-8"))
         sys.stdout.flush()
@@ -39,13 +44,9 @@ def write(path: Path, values: dict[str, Any]) -> bool:
     return True
 
 
-def encoded(values: dict[str, Any]) -> bytes:
-    """The values as JSON: a number of NumPy is a number, and of what is none Python's text."""
-
-    def plain(value: Any) -> Any:
-        return value.item() if getattr(value, "shape", None) == () else repr(value)
-
-    text = json.dumps(values, indent=2, ensure_ascii=False, default=plain) + "\n"
+def encoded(values: dict[str, Any], **options: Any) -> bytes:
+    """The values as JSON; options as of ``json.dumps``."""
+    text = json.dumps(values, indent=2, ensure_ascii=False, **options) + "\n"
     # Half a character (from the name of a file) becomes the escape that JSON has for it.
     return text.encode("utf-8", "backslashreplace")
 

@@ -33,6 +33,7 @@ class Report:
         """Print the header."""
         self.rows: list[Row] = []
         self._path, self._whole = path, {"header": header, "rows": self.rows}
+        self._kept = True
         print(header_line(header), flush=True)
 
     def __enter__(self) -> "Report":
@@ -40,22 +41,28 @@ class Report:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        """Write the rows once more, or to another file; they took time to measure.
+        """Write rows that could not be written, or to another file; they took time to measure.
 
         Raises:
           OSError: if they are not where they were wanted.
         """
-        if self._path and self.rows and not output.write(self._path, self._whole) and kind is None:
+        if self._path is None or self._kept or output.write(self._path, self._whole):
+            return
+        if kind is None:
             raise OSError(f"--json={self._path} could not be written; its content is kept as said")
 
     def add(self, row: Row, line: str) -> None:
         """Print a row's line and write the file with the row."""
         self.rows.append(row)
         print(line, flush=True)
-        if self._path:
-            try:
-                files.replace(self._path, output.encoded(self._whole))
-            except OSError as error:  # A full disk does not end the measurement.
+        if self._path is None:
+            return
+        kept_before, self._kept = self._kept, True
+        try:
+            files.replace(self._path, output.encoded(self._whole))
+        except OSError as error:  # A full disk does not end the measurement.
+            self._kept = False
+            if kept_before:
                 print(f"--json={self._path}: {error.strerror}; going on", file=sys.stderr)
 
 

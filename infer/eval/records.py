@@ -5,7 +5,10 @@ target's forward passes, the bonus included, the prefill and its first token exc
 second are the same tokens / the seconds of the rounds.
 """
 
+import dataclasses
 import math
+import types
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +17,8 @@ SCHEMA = 1
 """Version of the files; raised when an older reader would misread newer ones."""
 PLAIN_METHOD = "plain"
 """The method that all others are compared with."""
+MEASURED = "_s", "_tokens", "_passes"
+"""How the names of fields end that hold seconds or counts."""
 
 End = Literal["eos", "length"]
 Stop = Literal["not proposed", "nothing below", "ended"]
@@ -193,15 +198,6 @@ class Header:
     """Provenance of every later start."""
 
 
-NESTED: Mapping[str, type[Any]] = {
-    "setting": Setting,
-    "breakdown": Breakdown,
-    "divergence": Divergence,
-    "rounds": RoundTree,
-}
-"""Fields that hold records of their own."""
-
-
 def acceptance_length(records: Iterable[SampleRecord]) -> float:
     """Tokens of the decode rounds / target passes of all records; NaN without a pass."""
     records = list(records)
@@ -290,22 +286,54 @@ def figures_in_words(records: Sequence[SampleRecord]) -> list[str]:
     return found
 
 
-def from_json(kind: type[Any], value: Any) -> Any:
+def from_json(kind: type[Any], value: Any, where: str) -> Any:
     """A record from its JSON values.
 
     Raises:
-      TypeError: if it is no object, or a field is missing or unknown.
+      ValueError: if a field is missing, unknown or of another type, or a measure is negative.
     """
     if not isinstance(value, dict):
-        raise TypeError(f"{kind.__name__} must be an object")
-    return kind(**{name: _field(name, item) for name, item in value.items()})
+        raise ValueError(f"{where}: {kind.__name__} must be an object")
+    hints = typing.get_type_hints(kind)
+    required = {
+        field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING
+    }
+    missing, unknown = sorted(required - set(value)), sorted(set(value) - set(hints))
+    if missing or unknown:
+        words = [f"lacks {', '.join(missing)}"] if missing else []
+        words += [f"has unknown {', '.join(unknown)}"] if unknown else []
+        raise ValueError(f"{where}: {kind.__name__} {' and '.join(words)}")
+    fields = {name: _typed(hints[name], item, f"{where}: {name}") for name, item in value.items()}
+    for name, item in fields.items():
+        if name.endswith(MEASURED) and not item >= 0:  # NaN is not, either.
+            raise ValueError(f"{where}: {name}: {item} must be 0 or more")
+    return kind(**fields)
 
 
-def _field(name: str, item: Any) -> Any:
-    """A field of a record, whose lists become tuples."""
-    if name == "methods":
-        return {method: from_json(Setting, setting) for method, setting in item.items()}
-    kind = NESTED.get(name)
-    if isinstance(item, list):
-        return tuple(from_json(kind, each) for each in item) if kind else tuple(item)
-    return from_json(kind, item) if kind and isinstance(item, dict) else item
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """A value of the annotated type, tuples and records built from lists and objects."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is types.UnionType:
+        if value is None and types.NoneType in parts:
+            return None
+        [hint] = [part for part in parts if part is not types.NoneType]
+        return _typed(hint, value, where)
+    if origin is Literal:
+        if value not in parts:
+            raise ValueError(f"{where}: {value!r} is none of {', '.join(map(repr, parts))}")
+        return value
+    if origin is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        if parts[0] is int and {*map(type, value)} <= {int}:  # Thousands in every record.
+            return tuple(value)
+        return tuple(_typed(parts[0], item, where) for item in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
+        return {key: _typed(parts[1], item, where) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return from_json(typing.cast(type[Any], hint), value, where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if origin is None and isinstance(value, hint) and (hint is not int or value is not True):
+        return value
+    raise ValueError(f"{where}: {value!r} has the wrong type")

@@ -72,10 +72,7 @@ def read_header(folder: Path) -> Header:
             f"{path} is of schema {schema} and this version reads {SCHEMA}; repeat the run, or "
             "read it with the version of its commit"
         )
-    try:
-        return from_json(Header, value)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}; start the run again in another folder") from None
+    return from_json(Header, value, str(path))
 
 
 def write_header(folder: Path, header: Header) -> None:
@@ -156,10 +153,10 @@ def _lines(path: Path, kind: type[Any]) -> tuple[Sequence[Any], int]:
     for number, line in enumerate(whole, start=1):
         where = f"{path}, line {number}"
         try:
-            records.append(from_json(kind, json.loads(line)))
-        except (ValueError, TypeError, AttributeError) as error:
-            what = f" is not JSON ({error})" if isinstance(error, ValueError) else f": {error}"
+            value = json.loads(line)
+        except ValueError as error:
             raise ValueError(
-                f"{where}{what}; remove the line, and the run measures it again"
+                f"{where} is not JSON ({error}); remove the line, and the run measures it again"
             ) from None
+        records.append(from_json(kind, value, where))
     return records, len(rest)

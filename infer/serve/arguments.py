@@ -158,6 +158,7 @@ def read_template(arguments: argparse.Namespace) -> str | None:
 
     Raises:
       OSError: for a file that cannot be read.
+      ValueError: for one that is too large or no UTF-8 text.
     """
     named = arguments.chat_template
     if named is None or named in STYLES:

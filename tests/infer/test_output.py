@@ -62,10 +62,15 @@ def test_numbers_are_rescued(tmp_path, monkeypatch, capsys) -> None:
     assert json.loads(said.split("the numbers follow\n")[1]) == {"a": 1}
 
 
-def test_numbers_that_are_no_json_are_kept(tmp_path) -> None:
+def test_numbers_that_are_no_json_are_rescued(tmp_path, monkeypatch, capsys) -> None:
+    path = tmp_path / "out.json"
+    monkeypatch.setattr(output.tempfile, "tempdir", str(tmp_path))
     values = {"gap": math.inf, "what": {1}}
-    assert write(tmp_path / "out.json", values)
-    assert json.loads((tmp_path / "out.json").read_text()) == {"gap": math.inf, "what": "{1}"}
+    assert not write(output_file(str(path)), values) and not path.exists()
+    [rescued] = tmp_path.glob("longspec_*.json")
+    assert json.loads(rescued.read_text()) == {"gap": math.inf, "what": "{1}"}
+    said = capsys.readouterr().err
+    assert f"--json {path}: not all of it can be written as JSON: " in said and str(rescued) in said
 
 
 def test_half_characters_are_escaped(tmp_path) -> None:

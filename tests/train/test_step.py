@@ -14,7 +14,7 @@ from longspec_jax.config.layers import ExpertsConfig, LayerConfig, RecurrenceCon
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.models.target import head_of
 from longspec_jax.sharding import make_mesh, param_shardings, path_name
-from tests.kit import random_target, relative_error, tiny_target_config
+from tests.kit import ALL_PASSES, random_target, relative_error, tiny_target_config
 from train.config import OptimizerConfig
 from train.drafts.longspec.objective import LongSpecObjective
 from train.drafts.longspec.settings import LongSpecSettings
@@ -113,6 +113,21 @@ def assert_same(actual: tuple[TrainState, Any], expected: tuple[TrainState, Any]
     for one, other in zip(*leaves, strict=True):
         # Adam divides tiny gradients by themselves: rounding shows a little more than in the loss.
         assert relative_error(one, other) < 1e-4
+
+
+def test_the_target_runs_no_further_than_is_read() -> None:
+    """Of its last layer, here the only one, the keys and values are made and nothing else."""
+    micro = jax.tree.map(lambda part: part[0], batch())
+    params = jax.eval_shape(DRAFT.initialize, jax.random.key(0))
+    draws = jax.tree.map(lambda leaf: leaf[0], DRAFT.draw(jax.random.key(1), (1, 8), 13))
+
+    def products(settings: LongSpecSettings) -> int:
+        objective = replace(DRAFT, settings=settings)
+        sums = jax.jit(objective.sums).lower(params, frozen_params(), micro, draws)
+        return sums.compile(ALL_PASSES).as_text().count(" dot(")
+
+    # Scores, their values, output, gate and value, their product, and the head.
+    assert products(replace(SETTINGS, distillation=0.5)) - products(SETTINGS) == 6
 
 
 @pytest.mark.parametrize(("kind", "whole"), [("chunked", "draft"), ("target", "target")])

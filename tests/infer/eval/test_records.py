@@ -151,9 +151,15 @@ def test_a_partial_write_is_continued(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"colour": 1}, "samples.jsonl, line 1: .*SampleRecord.* 'colour'; remove the line"),
-        ({"setting": {"drafter": None}}, "line 1: .*Setting.* missing .* 'tree', 'nodes'"),
-        ({"rounds": [3]}, "line 1: RoundTree must be an object; remove the line, and the run"),
+        ({"new_tokens": "8"}, "line 1: new_tokens: '8' has the wrong type"),
+        ({"new_tokens": True}, "new_tokens: True has the wrong type"),
+        ({"decode_s": -0.5}, "line 1: decode_s: -0.5 must be 0 or more"),
+        ({"prefill_s": math.nan}, "prefill_s: nan must be 0 or more"),
+        ({"target_passes": -1}, "target_passes: -1 must be 0 or more"),
+        ({"ended": "stop"}, "ended: 'stop' is none of 'eos', 'length'"),
+        ({"tokens": [1, "2"]}, "tokens: '2' has the wrong type"),
+        ({"colour": 1}, "SampleRecord has unknown colour"),
+        ({"setting": {"drafter": None}}, "setting: Setting lacks nodes, options, tree"),
     ],
 )
 def test_what_is_no_record_is_refused(folder: Path, change: dict, words: str) -> None:
