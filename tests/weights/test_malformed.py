@@ -176,6 +176,36 @@ def _check_sound(config):
         assert type(config.tied_embeddings) is bool
 
 
+REFUSED = {
+    "no heads": ("num_attention_heads", 0, "must be a whole number from 1 to 2147483647"),
+    "size as text": ("hidden_size", "4096", "hidden_size='4096' must be a whole number"),
+    "billion layers": ("num_hidden_layers", 10**9, "must be a whole number from 1 to 1024"),
+    "scaling as text": ("rope_scaling", "linear", "rope_scaling='linear' must be an object"),
+    "architecture as text": ("architectures", "LlamaForCausalLM", "must be a list of texts"),
+    "architecture as numbers": ("architectures", [5], "must be a list of texts"),
+    "eps NaN": ("rms_norm_eps", math.nan, "rms_norm_eps=nan is not a finite number"),
+    "eps negative": ("rms_norm_eps", -1, "rms_norm_eps=-1 must be a number from 1e-30 to 1"),
+    "theta 0": ("rope_theta", 0, "rope_theta=0 must be a number from 1 to"),
+    "tie": ("tie_word_embeddings", "yes", "tie_word_embeddings='yes' must be true or false"),
+    "positions": ("max_position_embeddings", "1k", "max_position_embeddings='1k' must be a whole"),
+    "head width": ("head_dim", 7, "head_width=7 must be even.*head_dim"),
+    "code": ("auto_map", {"AutoModel": "a.B"}, "code that comes with a model is never run"),
+    "window": ("longspec_window", 0, "longspec_window=0 must be a whole number from 1"),
+}
+OF_THE_DRAFT = {"window"}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_file_key_value_and_rule(tmp_path, case):
+    key, value, message = REFUSED[case]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BASE | {key: value}))
+    with pytest.raises(ValueError, match=message) as error:
+        (_draft if case in OF_THE_DRAFT else _target)(read_json(path))
+    assert str(error.value).startswith(f"{path}: ")
+    assert len(str(error.value).split("; ")) > 1, "a remedy"
+
+
 def test_widths_that_heads_do_not_divide(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(BASE | {"head_dim": None, "num_attention_heads": 5}))
