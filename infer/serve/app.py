@@ -1,7 +1,7 @@
 """The routes: requests in, answers and streams out, and what guards them.
 
 The application knows the engine's thread by its tickets alone. It never blocks the event loop:
-texts are tokenised by a few threads of their own.
+bodies are parsed by one thread of their own, and texts are tokenised by a few.
 """
 
 import asyncio
@@ -25,20 +25,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
 from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes
+from .bodies import MOST_BYTES, most_bytes, read_json, too_large
 from .documents import describe, read_page
 from .engine_thread import EngineThread, State
 from .gains import Ticket, token_text
 from .metrics import Metrics
 from .protocol import (
-    MOST_BYTES,
     Call,
+    Row,
     ServedModel,
     read_call,
     read_detokenize,
-    read_json,
     read_tokenize,
     rows_of,
-    too_large,
 )
 from .rules import Refused
 
@@ -48,6 +47,8 @@ CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
 BODY_SECONDS = 60.0
 """In which a client must have sent its request."""
+MOST_HELD = 8 * MOST_BYTES
+"""Bytes of bodies that are read and not yet parsed, of all requests together."""
 PULSE = 15.0
 """Seconds without an event after which a stream sends a comment: proxies cut what is silent."""
 TOKENISERS = 2
@@ -196,13 +197,15 @@ class Routes:
         self._served, self._model, self._thread = served, served.model, served.thread
         self._text_of = functools.cache(partial(token_text, served.model.decode))
         self._pool = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenize")
+        # One: parsing keeps all other threads waiting, the event loop's too.
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
+        self._held = 0
 
     async def complete(self, request: Request, chat: bool) -> Response:
         """Completions of both kinds, whole or as a stream."""
         self._thread.check_room()
         given = await self._body(request)
-        call = read_call(given, self._model, chat=chat)
-        rows = await self._in_pool(rows_of, call, self._model)
+        call, rows = await self._in_pool(self._read_call, given, chat)
         if self._served.log_prompts:
             LOG.info("prompt: %s", call.messages or call.prompts)
         ticket = self._thread.submit(rows)
@@ -224,6 +227,10 @@ class Routes:
         finally:
             if ticket is not None:
                 self._thread.cancel(ticket)
+
+    def _read_call(self, given: dict[str, Any], chat: bool) -> tuple[Call, tuple[Row, ...]]:
+        call = read_call(given, self._model, chat=chat)
+        return call, rows_of(call, self._model)
 
     def _writer(self, call: Call, ticket: Ticket) -> Writer:
         if call.echo:
@@ -289,15 +296,22 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of messages."""
         given = await self._body(request)
-        tokens, texts = await self._in_pool(read_tokenize, given, self._model)
-        found = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
-        return as_json({**found, "token_strs": [*map(self._text_of, tokens)]} if texts else found)
+
+        def found() -> Response:
+            tokens, texts = read_tokenize(given, self._model)
+            own = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
+            return as_json({**own, "token_strs": [*map(self._text_of, tokens)]} if texts else own)
+
+        return await self._in_pool(found)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         given = await self._body(request)
-        tokens = read_detokenize(given, self._model)
-        return as_json({"prompt": await self._in_pool(self._model.decode, tokens)})
+
+        def found() -> Response:
+            return as_json({"prompt": self._model.decode(read_detokenize(given, self._model))})
+
+        return await self._in_pool(found)
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken, else 503."""
@@ -340,16 +354,29 @@ class Routes:
                 "uncompressed, without this header",
                 status=415,
             )
-        body = bytearray()
+        most, body = most_bytes(self._model.max_len), bytearray()
+        if int(request.headers.get("content-length", 0)) > most:
+            raise too_large(self._model.max_len)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     body += part
-                    if len(body) > MOST_BYTES:
-                        raise too_large()
+                    self._held += len(part)
+                    if len(body) > most:
+                        raise too_large(self._model.max_len)
+                    if self._held > MOST_HELD:
+                        raise Refused(
+                            f"{MOST_HELD} bytes of other requests are being read; try again later",
+                            status=429,
+                            code="queue_full",
+                            retry_after=1,
+                        )
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._parser, read_json, body, self._model.max_len)
         except TimeoutError:
             raise Refused(f"the body took longer than {BODY_SECONDS:g} s", status=408) from None
-        return read_json(bytes(body))
+        finally:
+            self._held -= len(body)
 
     async def _in_pool(self, work: Callable[..., Found], *arguments: Any) -> Found:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
