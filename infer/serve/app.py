@@ -5,10 +5,8 @@ bodies are parsed by one thread of their own, and texts are tokenised by a few.
 """
 
 import asyncio
-import base64
 import contextlib
 import functools
-import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +27,7 @@ from .bodies import MOST_BYTES, most_bytes, read_json, too_large
 from .documents import describe, read_page
 from .engine_thread import EngineThread, State
 from .gains import Ticket, token_text
+from .guards import HEALTH, PAGE, HostGuard, KeyGuard, as_json, refusal
 from .metrics import Metrics
 from .protocol import (
     Call,
@@ -42,7 +41,6 @@ from .protocol import (
 from .rules import Refused
 
 LOG = logging.getLogger("longspec.serve")
-HEALTH, PAGE = "/health", "/"
 CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
 BODY_SECONDS = 60.0
@@ -68,6 +66,8 @@ class Served:
     slots: int = 1
     created: int = 0
     api_key: str | None = None
+    host: str = ""
+    """That the server was started with."""
     log_prompts: bool = False
 
 
@@ -95,53 +95,9 @@ def make_app(served: Served) -> ASGIApp:
             Exception: _failed,
         },
     )
-    return app if served.api_key is None else KeyGuard(app, served.api_key)
-
-
-class KeyGuard:
-    """Lets requests pass that carry the key, and those to ``/health``.
-
-    As ``Bearer KEY``, or as the password of any user, for which a browser asks when it opens the
-    page, and which it then sends along with the page's own requests.
-    """
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 without the key."""
-        if scope["type"] != "http" or scope["path"] == HEALTH or self._has_key(scope):
-            await self._app(scope, receive, send)
-            return
-        refused = Refused(
-            "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-            status=401,
-            code="invalid_api_key",
-        )
-        response = refusal(refused)
-        page = scope["path"] == PAGE
-        response.headers["www-authenticate"] = 'Basic realm="API key"' if page else "Bearer"
-        await response(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        if scheme.lower() == b"basic":
-            with contextlib.suppress(ValueError):
-                scheme, key = b"bearer", base64.b64decode(key).partition(b":")[2]
-        # compare_digest takes a time that does not tell how much of the key was right.
-        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
-
-
-def refusal(refused: Refused) -> Response:
-    """A refusal in OpenAI's error shape."""
-    headers = {} if refused.retry_after is None else {"retry-after": str(refused.retry_after)}
-    return as_json(refused.body, refused.status, headers)
-
-
-def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
-    return Response(json_bytes(value), status, headers, "application/json")
+    if served.api_key is None:
+        return HostGuard(app, served.host)
+    return KeyGuard(app, served.api_key)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
