@@ -97,6 +97,32 @@ def make_folder(folder: Path, option: str) -> None:
         ) from error
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that is not there, and those above it, for this user alone.
+
+    Raises:
+      OSError: if it cannot be made.
+    """
+    for each in (*reversed(folder.parents), folder):
+        if not each.is_dir():
+            each.mkdir(mode=0o700, exist_ok=True)
+
+
+def not_private(folder: Path) -> str | None:
+    """Why what lies in a folder may be another user's; None if it cannot be, or nothing is there.
+
+    Root may do anything anyway. Folders above this one are not looked at.
+    """
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    if found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {found.st_uid}"
+    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return f"others may write to it, mode {stat.S_IMODE(found.st_mode):o}" if writers else None
+
+
 @contextlib.contextmanager
 def alone(folder: Path, option: str) -> Iterator[None]:
     """Keep other processes from writing the same run; a process that dies lets them.

@@ -1,14 +1,12 @@
 """The routes: requests in, answers and streams out, and what guards them.
 
 The application knows the engine's thread by its tickets alone. It never blocks the event loop:
-texts are tokenised by a few threads of their own.
+bodies are parsed by one thread of their own, and texts are tokenised by a few.
 """
 
 import asyncio
-import base64
 import contextlib
 import functools
-import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,29 +23,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
 from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes
+from .bodies import MOST_BYTES, most_bytes, read_json, too_large
 from .documents import describe, read_page
 from .engine_thread import EngineThread, State
 from .gains import Ticket, token_text
+from .guards import HEALTH, PAGE, HostGuard, KeyGuard, as_json, refusal
 from .metrics import Metrics
 from .protocol import (
-    MOST_BYTES,
     Call,
+    Row,
     ServedModel,
     read_call,
     read_detokenize,
-    read_json,
     read_tokenize,
     rows_of,
-    too_large,
 )
 from .rules import Refused
 
 LOG = logging.getLogger("longspec.serve")
-HEALTH, PAGE = "/health", "/"
 CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
 BODY_SECONDS = 60.0
 """In which a client must have sent its request."""
+MOST_HELD = 8 * MOST_BYTES
+"""Bytes of bodies that are read and not yet parsed, of all requests together."""
 PULSE = 15.0
 """Seconds without an event after which a stream sends a comment: proxies cut what is silent."""
 TOKENISERS = 2
@@ -67,6 +66,8 @@ class Served:
     slots: int = 1
     created: int = 0
     api_key: str | None = None
+    host: str = ""
+    """That the server was started with."""
     log_prompts: bool = False
 
 
@@ -94,53 +95,9 @@ def make_app(served: Served) -> ASGIApp:
             Exception: _failed,
         },
     )
-    return app if served.api_key is None else KeyGuard(app, served.api_key)
-
-
-class KeyGuard:
-    """Lets requests pass that carry the key, and those to ``/health``.
-
-    As ``Bearer KEY``, or as the password of any user, for which a browser asks when it opens the
-    page, and which it then sends along with the page's own requests.
-    """
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 without the key."""
-        if scope["type"] != "http" or scope["path"] == HEALTH or self._has_key(scope):
-            await self._app(scope, receive, send)
-            return
-        refused = Refused(
-            "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-            status=401,
-            code="invalid_api_key",
-        )
-        response = refusal(refused)
-        page = scope["path"] == PAGE
-        response.headers["www-authenticate"] = 'Basic realm="API key"' if page else "Bearer"
-        await response(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        if scheme.lower() == b"basic":
-            with contextlib.suppress(ValueError):
-                scheme, key = b"bearer", base64.b64decode(key).partition(b":")[2]
-        # compare_digest takes a time that does not tell how much of the key was right.
-        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
-
-
-def refusal(refused: Refused) -> Response:
-    """A refusal in OpenAI's error shape."""
-    headers = {} if refused.retry_after is None else {"retry-after": str(refused.retry_after)}
-    return as_json(refused.body, refused.status, headers)
-
-
-def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
-    return Response(json_bytes(value), status, headers, "application/json")
+    if served.api_key is None:
+        return HostGuard(app, served.host)
+    return KeyGuard(app, served.api_key)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -196,13 +153,15 @@ class Routes:
         self._served, self._model, self._thread = served, served.model, served.thread
         self._text_of = functools.cache(partial(token_text, served.model.decode))
         self._pool = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenize")
+        # One: parsing keeps all other threads waiting, the event loop's too.
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
+        self._held = 0
 
     async def complete(self, request: Request, chat: bool) -> Response:
         """Completions of both kinds, whole or as a stream."""
         self._thread.check_room()
         given = await self._body(request)
-        call = read_call(given, self._model, chat=chat)
-        rows = await self._in_pool(rows_of, call, self._model)
+        call, rows = await self._in_pool(self._read_call, given, chat)
         if self._served.log_prompts:
             LOG.info("prompt: %s", call.messages or call.prompts)
         ticket = self._thread.submit(rows)
@@ -224,6 +183,10 @@ class Routes:
         finally:
             if ticket is not None:
                 self._thread.cancel(ticket)
+
+    def _read_call(self, given: dict[str, Any], chat: bool) -> tuple[Call, tuple[Row, ...]]:
+        call = read_call(given, self._model, chat=chat)
+        return call, rows_of(call, self._model)
 
     def _writer(self, call: Call, ticket: Ticket) -> Writer:
         if call.echo:
@@ -289,15 +252,22 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of messages."""
         given = await self._body(request)
-        tokens, texts = await self._in_pool(read_tokenize, given, self._model)
-        found = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
-        return as_json({**found, "token_strs": [*map(self._text_of, tokens)]} if texts else found)
+
+        def found() -> Response:
+            tokens, texts = read_tokenize(given, self._model)
+            own = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
+            return as_json({**own, "token_strs": [*map(self._text_of, tokens)]} if texts else own)
+
+        return await self._in_pool(found)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         given = await self._body(request)
-        tokens = read_detokenize(given, self._model)
-        return as_json({"prompt": await self._in_pool(self._model.decode, tokens)})
+
+        def found() -> Response:
+            return as_json({"prompt": self._model.decode(read_detokenize(given, self._model))})
+
+        return await self._in_pool(found)
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken, else 503."""
@@ -340,16 +310,29 @@ class Routes:
                 "uncompressed, without this header",
                 status=415,
             )
-        body = bytearray()
+        most, body = most_bytes(self._model.max_len), bytearray()
+        if int(request.headers.get("content-length", 0)) > most:
+            raise too_large(self._model.max_len)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     body += part
-                    if len(body) > MOST_BYTES:
-                        raise too_large()
+                    self._held += len(part)
+                    if len(body) > most:
+                        raise too_large(self._model.max_len)
+                    if self._held > MOST_HELD:
+                        raise Refused(
+                            f"{MOST_HELD} bytes of other requests are being read; try again later",
+                            status=429,
+                            code="queue_full",
+                            retry_after=1,
+                        )
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._parser, read_json, body, self._model.max_len)
         except TimeoutError:
             raise Refused(f"the body took longer than {BODY_SECONDS:g} s", status=408) from None
-        return read_json(bytes(body))
+        finally:
+            self._held -= len(body)
 
     async def _in_pool(self, work: Callable[..., Found], *arguments: Any) -> Found:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)

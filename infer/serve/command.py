@@ -7,6 +7,7 @@ when everything is compiled.
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 import json
 import shlex
@@ -18,7 +19,7 @@ from typing import Any
 
 import jax
 
-from longspec_jax import LongSpec, TreeConfig
+from longspec_jax import LongSpec, TreeConfig, cli
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
 from longspec_jax.embedded import DEMO_NAME
@@ -152,17 +153,30 @@ class Service:
             request_seconds=arguments.request_seconds,
             template=self._template,
             api_key=self._key,
+            host=arguments.host,
             log_prompts=arguments.log_prompts,
         )
 
     def _announce(self) -> None:
         """One line with the address, one to type, one with the page."""
         assert self._listener is not None, "it listens"
-        host, port = self._listener.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
+        address, port = self._listener.getsockname()[:2]
+        host = f"[{address}]" if ":" in address else address
         base = f"http://{host}:{port}"
         for line in (f"ready: {base}/v1", f"try:   {curl(base, self._key)}", f"page:  {base}/"):
             print(line, flush=True)
+        if warning := open_to_all(address, self._key):
+            cli.say(warning)
+
+
+def open_to_all(address: str, key: str | None) -> str | None:
+    """What to say of a server that others reach without a key; None where they do not."""
+    if key is not None or ipaddress.ip_address(address).is_loopback:
+        return None
+    return (
+        f"WARNING: there is no API key, and the server listens at {address}: whoever reaches this "
+        "machine can use it. Start it with --api_key_file=FILE, or with --host=127.0.0.1"
+    )
 
 
 @contextlib.contextmanager
@@ -261,6 +275,7 @@ def served_over(
     request_seconds: float | None = None,
     template: str | None = None,
     api_key: str | None = None,
+    host: str = "",
     log_prompts: bool = False,
 ) -> Served:
     """What the routes answer with, over a prepared engine.
@@ -275,6 +290,7 @@ def served_over(
       request_seconds: after which a call is ended; None for no limit.
       template: as in :func:`chat_encoder`.
       api_key: that clients must send, if any.
+      host: that requests may name where there is no key, beside addresses and private names.
       log_prompts: whether prompts are written to the log.
     """
     model = served_model(
@@ -305,6 +321,7 @@ def served_over(
         slots=engine.engine.slots,
         created=int(time.time()),
         api_key=api_key,
+        host=host,
         log_prompts=log_prompts,
     )
 

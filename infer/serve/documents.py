@@ -33,6 +33,7 @@ GETS = {
 REFUSALS = {
     "400": "a field is wrong; the message names it",
     "401": "the API key is missing or wrong",
+    "403": "the server has no API key, and the header Host names another site",
     "404": "there is no such model",
     "408": "the body took too long to send",
     "413": "the body is too large",
@@ -71,7 +72,7 @@ def describe(has_key: bool) -> dict[str, Any]:
     paths: dict[str, Any] = {path: {"post": _post(path)} for path in POSTS}
     for path, (summary, kind) in GETS.items():
         ok = {"description": summary, "content": {kind: {"schema": {}}}}
-        responses = {"200": ok, **_refusals("401", "503")}
+        responses = {"200": ok, **_refusals("401", "403", "503")}
         paths[path] = {"get": {"summary": summary, "responses": responses}}
     for path in ("/", "/health"):
         paths[path]["get"]["security"] = []

@@ -31,7 +31,8 @@ MOST_STOP_TOKENS = 8
 MOST_BIASES = 1024
 MOST_ALTERNATIVES = 20
 """Of ``top_logprobs``."""
-MOST_MESSAGES = 4096
+MOST_MESSAGES, MOST_PARTS = 4096, 1024
+"""Of a request, and of each message."""
 
 _PART = Object(
     {
@@ -40,7 +41,7 @@ _PART = Object(
     }
 )
 _CONTENT = Either(
-    (Text(), ListOf(_PART, least=1)),
+    (Text(), ListOf(_PART, MOST_PARTS, 1)),
     'must be text, or a list of parts {"type": "text", "text": ...}; images and sound are not '
     "supported",
 )

@@ -1,10 +1,9 @@
 """Requests of OpenAI's protocol, read, checked and turned into rows for the engine.
 
-Nothing here knows HTTP or jax. Every bound is checked before work begins: the size and nesting of
-the body, the number of rows, and the tokens of prompt and answer.
+Nothing here knows HTTP or jax. Every bound is checked before work begins: the number of rows, and
+the tokens of prompt and answer.
 """
 
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +12,10 @@ from typing import Any, TypeVar
 
 from longspec_jax.checks import shown
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.weights.json_files import unique_keys
 
 from .fields import CHAT, COMPLETIONS, DETOKENIZE, MOST_STOP_TOKENS, TOKENIZE
 from .rules import Field, Refused, read_fields
 
-MOST_BYTES = 32 * 2**20
-"""Of the body of a request."""
-DEEPEST = 40
-"""Objects and lists within each other; a JSON schema takes two for each level of its texts."""
 SEEDS = 2**32
 OPTIONS = (
     "temperature",
@@ -99,48 +93,6 @@ class Call:
     special: bool = True
     form: dict[str, Any] | None = None
     """Of the text, as the model's ``grammar`` takes it; None for any text."""
-
-
-def read_json(body: bytes) -> dict[str, Any]:
-    """The object that a body holds.
-
-    Raises:
-      Refused: for anything else, and for an object that is nested too deeply.
-    """
-    if len(body) > MOST_BYTES:
-        raise too_large()
-    try:
-        found = json.loads(body, parse_constant=_no_constant, object_pairs_hook=unique_keys)
-    except RecursionError:
-        raise _too_deep() from None
-    except ValueError as error:  # UnicodeDecodeError is one, and a number of too many digits, too.
-        raise Refused(f"the body is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise Refused(f"the body must be a JSON object, got {shown(found)}")
-    level: list[Any] = [found]
-    for _ in range(DEEPEST):
-        level = [
-            inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return found
-    raise _too_deep()
-
-
-def too_large() -> Refused:
-    """The refusal of a body of too many bytes."""
-    return Refused(f"the body has more than {MOST_BYTES} bytes; send less", status=413)
-
-
-def _too_deep() -> Refused:
-    return Refused(f"the body is nested more than {DEEPEST} levels deep; flatten it")
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def read_call(given: dict[str, Any], model: ServedModel, *, chat: bool) -> Call:

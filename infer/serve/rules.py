@@ -281,7 +281,7 @@ class Biases:
             raise ValueError(f"must have at most {self.most} entries, got {len(value)}")
         found = {}
         for key, bias in value.items():
-            if not (key.isascii() and key.isdigit() and len(key) < 10):
+            if not (len(key) < 10 and key.isascii() and key.isdigit()):
                 raise ValueError(f"has the name {shown(key)}, which is no token id")
             try:
                 found[int(key)] = self.value.read(bias)

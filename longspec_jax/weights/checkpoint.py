@@ -49,6 +49,9 @@ WEIGHT_FILES = (
 MEDUSA_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 """What Medusa heads are called."""
 
+SAFE_TORCH = 2, 6
+"""Least version of torch that reads old pickles: before it, ``weights_only`` does not keep a file
+from running code (CVE-2025-32434)."""
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _FLOAT8 = "F8_E4M3"
 """Safetensors' names of the floating dtypes; other names are passed on, for the error message."""
@@ -217,6 +220,12 @@ def _open_old_torch(path: Path) -> Tensors:
             f"{path} is a torch pickle of an old format and torch is not installed; install torch, "
             "or convert the model to safetensors"
         ) from error
+    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_TORCH:
+        raise ValueError(
+            f"{path} is a torch pickle of an old format, and torch {torch.__version__} runs code "
+            "that such a file may hold (CVE-2025-32434); install torch "
+            f"{SAFE_TORCH[0]}.{SAFE_TORCH[1]} or later, or convert the model to safetensors"
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:

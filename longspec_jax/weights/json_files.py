@@ -6,6 +6,7 @@ the same, as in transformers.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,9 +161,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"the key {shown(twice)} is given {names.count(twice)} times")
+        twice, times = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {shown(twice)} is given {times} times")
     return found
 
 

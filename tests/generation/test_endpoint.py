@@ -1,6 +1,8 @@
 """Texts by a server's requests: what is read of its answers, and what is said of its refusals."""
 
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -64,3 +66,49 @@ def test_what_a_server_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
             endpoint.generate([[1]], max_new_tokens=[13], seed=0)
     with pytest.raises(OSError, match=r"--endpoint=http.*refused; is it the address of a server"):
         endpoint.generate([[1]], max_new_tokens=[2], seed=0)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("asked", ["GET", "POST"])
+def test_the_key_follows_no_redirect(
+    monkeypatch: pytest.MonkeyPatch, status: int, asked: str
+) -> None:
+    seen: list[str | None] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("Authorization"))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "toy"}]}')
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Redirecting(Elsewhere):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Location", f"http://localhost:{elsewhere.server_port}/v1/models")
+            self.end_headers()
+
+        do_POST = do_GET
+
+    elsewhere, first = (HTTPServer(("127.0.0.1", 0), one) for one in (Elsewhere, Redirecting))
+    monkeypatch.setenv(KEY, "secret")
+    spec = toy_spec()
+    try:
+        for server in (elsewhere, first):
+            threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        url = f"http://127.0.0.1:{first.server_port}/v1"
+        endpoint = Endpoint(url, spec.target_config, spec.tokenizer, (25,))
+        with pytest.raises(ValueError, match="redirects to 'http://localhost.* nor the API key"):
+            if asked == "GET":
+                endpoint.reached(url, spec.target_config, spec.tokenizer, (25,))
+            endpoint.generate([[1]], max_new_tokens=[2], seed=0)
+    finally:
+        for server in (elsewhere, first):
+            server.shutdown()
+            server.server_close()
+    assert seen == []

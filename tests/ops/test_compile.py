@@ -198,6 +198,10 @@ def test_a_kernel_is_kept_for_other_processes(
         monkeypatch.setattr(launchers, "_SOURCES", "another version")
         assert text() == first and len(exports) == 3
         assert len([*(folder / "kernels").iterdir()]) == 2
+        assert (folder / "kernels").stat().st_mode & 0o777 == 0o700
+        (folder / "kernels").chmod(0o777)  # Kernels of others would run here.
+        assert text() == first and len(exports) == 4
+        assert len([*(folder / "kernels").iterdir()]) == 2
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 

@@ -245,7 +245,9 @@ def serving(
     request_seconds: float | None = None,
     drain_seconds: float = 20.0,
     api_key: str | None = None,
+    host: str = "",
     levels: int = LEVELS,
+    send_buffer: int | None = None,
 ) -> Iterator[Client]:
     """A server on a port of its own, in a thread; ended in the end."""
     metrics = Metrics(levels)
@@ -257,8 +259,11 @@ def serving(
         request_seconds=request_seconds,
         levels=levels,
     )
-    served = Served(model or scripted_model(), thread, metrics, {"chat": True}, api_key=api_key)
+    model, about = model or scripted_model(), {"chat": True}
+    served = Served(model, thread, metrics, about, api_key=api_key, host=host)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:  # Which connections inherit.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server, ready = HttpServer(served, listener, drain_seconds), threading.Event()
     client = Client(listener.getsockname()[1], server, thread, api_key)
 

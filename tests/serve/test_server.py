@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from openai import APIError, AuthenticationError, BadRequestError, OpenAI
 
+from infer.serve import app
 from infer.serve.documents import GETS, POSTS
 from infer.serve.http_server import log_to_stderr
 from infer.serve.protocol import ServedModel
@@ -425,6 +426,57 @@ def test_a_stream_that_waits_sends_comments(monkeypatch: pytest.MonkeyPatch) -> 
         engine.single.release(1000)  # type: ignore[union-attr]
         *_, done = events(stream)
         assert done == "[DONE]"
+
+
+def test_the_event_loop_does_no_work_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing, rules, tokens and texts of 31 MB kept streams and probes waiting for 38 seconds."""
+    going, held, loops = threading.Event(), threading.Event(), []
+
+    def holding(work: Any) -> Any:
+        def held_back(*given: Any, **named: Any) -> Any:
+            loops.append(threading.current_thread().name)
+            held.set()
+            assert going.wait(30)
+            return work(*given, **named)
+
+        return held_back
+
+    model = scripted_model(decode=holding(scripted_model().decode))
+    asked = {
+        "/v1/completions": {"prompt": "ab", "max_tokens": 2},
+        "/tokenize": {"prompt": "ab", "return_token_strs": True},
+        "/detokenize": {"tokens": [1]},
+    }
+    for name in ("read_json", "read_call", "rows_of", "read_tokenize", "read_detokenize"):
+        monkeypatch.setattr(app, name, holding(getattr(app, name)))
+    with serving(ScriptedEngine(), model) as server, ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(server.post, path, **body) for path, body in asked.items()]
+        assert held.wait(30)
+        begun = time.monotonic()
+        for _ in range(10):
+            assert server.ask("GET", "/health")[0] == 200
+        assert time.monotonic() - begun < 5
+        going.set()
+        assert [one.result()[0] for one in found] == [200] * 3
+    assert "server" not in loops and len(loops) > 6
+
+
+def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MOST_HELD", 100_000)
+    going, read = threading.Event(), app.read_json
+
+    def slow(*given: Any) -> Any:
+        going.wait(30)
+        return read(*given)
+
+    monkeypatch.setattr(app, "read_json", slow)
+    with serving(ScriptedEngine()) as server, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "ab", "max_tokens": 1, "user": "x" * 90_000}
+        first = pool.submit(server.post, "/v1/completions", **body)
+        until(lambda: server.post("/v1/completions", **body)[0] == 429)
+        going.set()
+        assert first.result()[0] == 200
+        assert server.post("/v1/completions", **body)[0] == 200
 
 
 # The end.
