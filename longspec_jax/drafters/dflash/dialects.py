@@ -12,10 +12,11 @@ from typing import Any
 
 from longspec_jax.checks import is_whole
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoint import proposals
+from longspec_jax.drafters.checkpoint import LAYER_CONFIG, proposals
 from longspec_jax.drafters.dflash.config import Confidence, DFlashConfig, Markov
 from longspec_jax.weights.hf_config import REFUSED, build, check_refused, hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.rope import inner_layers
 
 LAYERS = "Qwen3ForCausalLM"
 """The family whose layers all of these drafts have, whatever the target's."""
@@ -80,7 +81,7 @@ def draft_config(
     Raises:
       ValueError: if the file describes what is not computed here.
     """
-    part = raw.part("transformer_layer_config") if dialect is SPECULATORS else raw
+    part = inner_layers(raw, LAYER_CONFIG) if dialect is SPECULATORS else raw
     own = raw.part("dflash_config") if dialect is ZLAB else raw
     for key in _REFUSED:
         if own.values.get(key):
@@ -201,7 +202,7 @@ def hf_draft_config(config: DFlashConfig, dialect: Dialect) -> dict[str, Any]:
             "architectures": ["DSparkDraftModel" if heads else "DFlashDraftModel"],
             "speculators_model_type": kind,
             "speculators_config": proposals(kind, config.tokens),
-            "transformer_layer_config": layer,
+            LAYER_CONFIG: layer,
             "aux_hidden_state_layer_ids": ids,
             "draft_vocab_size": config.proposable,
             "block_size": config.block,

@@ -147,10 +147,15 @@ def test_files_as_their_trainers_leave_them(tmp_path: Path) -> None:
     assert config.features == (1, 3, 4) and config.rope_theta == 10000
     scaled = {"type": "linear", "factor": 2.0}
     edit(folder, rope_scaling=scaled, rope_theta=5e5)
-    config = load(folder, TARGET).config
+    with pytest.warns(UserWarning, match="rope_theta=500000 is not used.* draft option rope_theta"):
+        config = load(folder, TARGET).config
     # The authors' code forgets rope_theta where it scales; SpecForge's does not.
     assert (config.rope_theta, config.rope_scaling) == (10000, LinearRopeScaling(2.0))
     assert load(folder, TARGET, Eagle3Options(rope_theta=7e5)).config.rope_theta == 7e5
+    # Of a base in the entry it knows nothing: another trainer wrote it.
+    edit(folder, rope_scaling=scaled | {"rope_theta": 5e5})
+    assert load(folder, TARGET).config.rope_theta == 5e5
+    edit(folder, rope_scaling=scaled)
     edit(folder, architectures=["Eagle3LlamaForCausalLM"])
     assert load(folder, TARGET).config.rope_theta == 5e5
     folder = _saved(tmp_path / "speculators", "speculators")
