@@ -143,10 +143,12 @@ def draft_config(
     who = "an EAGLE-3 draft"
     part.require(("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), who)
     check_refused(part, REFUSED)
-    if part.whole("num_hidden_layers", 1) != 1:
-        raise part.error(
-            "num_hidden_layers", "is not supported: one layer is", "load another draft"
-        )
+    # Some files have their target's number. The tensors tell how many layers there are.
+    others = {name.split(".")[1] for name in tensors if name.startswith("layers.")} - {"0"}
+    if others or part.whole("num_hidden_layers", 1) not in (1, target.num_layers):
+        found = f"layers.{min(others)}.*" if others else "one layer"
+        rule = f"is not supported: one layer is, and the weights have {found}"
+        raise part.error("num_hidden_layers", rule, "load another draft")
     if part.flag("mlp_bias", False):
         raise part.error(
             "mlp_bias", "is not supported: no biases are added in the MLP", "load another"
