@@ -10,6 +10,7 @@
 """
 
 import sys
+import warnings
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
@@ -23,6 +24,7 @@ from longspec_jax.decoding import trials
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.choices import launch_sizes
+from longspec_jax.decoding.chunks import most_reusable
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.prefixes import MOST_MOVING
@@ -31,7 +33,7 @@ from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.slots import EngineStatus, StepOutput
-from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.call import Shape
 from longspec_jax.generation.grammar import Grammar, GrammarState
 from longspec_jax.generation.inputs import Batch, Inputs, read_batch
@@ -101,6 +103,8 @@ class RequestEngine:
         levels = tallest(drafters).tree.num_levels
         alone = has_same_bits(models.target)
         shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
+        if prefixes:
+            _say_if_nothing_is_reused(drafters[0], max_tokens, shape.chunk)
         batches = [slots, *[1] * prefills]
         memory = plan_memory(
             *(models, drafters, draft, batches, shape.capacity, shape.chunk), adjusted=adjusted
@@ -312,6 +316,18 @@ class RequestEngine:
 def _of_one_row(batch: Batch, speculate: bool) -> Request:
     """The options of a request."""
     return replace(batch.request, speculate=np.asarray([speculate]))
+
+
+def _say_if_nothing_is_reused(drafter: Drafter, longest: int, chunk: int) -> None:
+    """Warn if a drafter needs all of every prompt to be run, though prefixes may be reused."""
+    if longest > chunk and not most_reusable(drafter.needs, longest, chunk):
+        warnings.warn(
+            "no prefix of a prompt is reused (prefixes=True): the draft reads what the target "
+            "computes at every token of a prompt, so all of it is run again. With a window it "
+            "reads the last tokens alone: the draft option window=N, where the draft has one, with "
+            f"N below {longest - chunk}, lets chunks of {chunk} tokens be reused",
+            stacklevel=4,
+        )
 
 
 def _check_prefixes(models: Models, prefixes: bool, host_bytes: int) -> None:

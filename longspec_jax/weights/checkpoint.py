@@ -46,6 +46,7 @@ WEIGHT_FILES = (
     "draft_model_weights.pth",
 )
 """What weights are called, in the order of preference."""
+LM_HEAD = "lm_head.weight"
 MEDUSA_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 """What Medusa heads are called."""
 
@@ -95,6 +96,9 @@ def _open_indexed(index: Path, stack: ExitStack) -> Tensors:
     for shard in shards:
         opened = _open_file(index.parent / shard, stack)
         listed = {name for name, file in files.items() if file == shard}
+        # The index of a tied target may name the LM head, which its file leaves out. A target that
+        # needs the head is refused for lack of it.
+        listed -= {name for name in listed - set(opened) if name.endswith(LM_HEAD)}
         if listed != set(opened):
             raise ValueError(
                 f"{shard} and {index.name} disagree about {_some(listed ^ set(opened))}; the files "

@@ -6,16 +6,18 @@ exactly, the tensors must be exactly those it describes, and every value must be
 
 import dataclasses
 import re
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.weights import hf_config
-from longspec_jax.weights.checkpoint import Tensors, open_tensors
+from longspec_jax.weights.checkpoint import LM_HEAD, Tensor, Tensors, open_tensors
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.params import load_params, write_model
@@ -23,6 +25,10 @@ from longspec_jax.weights.quantised.cached import cached_scales
 from longspec_jax.weights.quantised.formats import quantisation
 from longspec_jax.weights.quantised.table import as_stored, stored_bytes, with_matrices
 from longspec_jax.weights.tables import Table, check_layers, check_tensors, target_table
+
+EMBEDDING = "model.embed_tokens.weight"
+ROWS = 4096
+"""Rows of a table that are compared at once."""
 
 
 def load_target(
@@ -52,9 +58,16 @@ def load_target(
       ValueError: if the model is not supported, or its files are damaged or do not fit together.
     """
     folder = local_folder(source, revision)
-    config = load_target_config(source, dtype=dtype, revision=revision)
+    described = hf_config.target_config(read_json(folder / "config.json"), dtype)
     with ExitStack() as stack:
-        tensors = _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
+        config, tensors = _as_tied(described, _stored_tensors(folder, stack))
+        if config != described:
+            warnings.warn(
+                f"{folder / 'config.json'}: tie_word_embeddings=true, and the weights hold an LM "
+                "head that differs from the embeddings; as in transformers 5 the stored head is "
+                "used. Write false into the file if that is right",
+                stacklevel=2,
+            )
         check_layers(config, tensors, folder / "config.json")
         if kv_dtype is not None:
             scales = cached_scales(config, tensors)
@@ -78,11 +91,44 @@ def _stored(
 def target_bytes(source: str | Path, *, dtype: str, revision: str | None = None) -> int:
     """Bytes of a target's parameters as they are loaded; arguments as of :func:`load_target`."""
     folder = local_folder(source, revision)
-    config = load_target_config(source, dtype=dtype, revision=revision)
+    described = hf_config.target_config(read_json(folder / "config.json"), dtype)
     with ExitStack() as stack:
-        tensors = _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
+        config, tensors = _as_tied(described, _stored_tensors(folder, stack))
         table, _, _ = _stored(folder, config, tensors)
     return stored_bytes(table, config.dtype)
+
+
+def _stored_tensors(folder: Path, stack: ExitStack) -> Tensors:
+    """The tensors of the target in a folder, open until ``stack`` closes."""
+    return _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
+
+
+def _as_tied(config: TargetConfig, tensors: Tensors) -> tuple[TargetConfig, Tensors]:
+    """Configuration and tensors of a target whose file ties its tables, as transformers 5 has them.
+
+    A stored LM head that differs from the embeddings is used, and the tables are not tied. A head
+    that is stored alone is both tables.
+    """
+    head = tensors.get(LM_HEAD)
+    if not config.tied_embeddings or head is None:
+        return config, tensors
+    if EMBEDDING not in tensors:
+        others = {name: tensor for name, tensor in tensors.items() if name != LM_HEAD}
+        return config, others | {EMBEDDING: head}
+    if _equal(head, tensors[EMBEDDING]):
+        return config, tensors
+    return dataclasses.replace(config, tied_embeddings=False), tensors
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two stored tables hold the same values; reads no more than shows that they differ."""
+    if one.shape != other.shape:
+        return False
+    for row in range(0, one.shape[0], ROWS):
+        piece = slice(row, min(row + ROWS, one.shape[0])), slice(None)
+        if not np.array_equal(one.read(piece), other.read(piece)):
+            return False
+    return True
 
 
 def _of_target(tensors: Tensors, raw: JsonObject) -> Tensors:
@@ -108,7 +154,11 @@ def load_target_config(
 ) -> TargetConfig:
     """A target's configuration alone; arguments and errors as of :func:`load_target`."""
     folder = local_folder(source, revision)
-    return hf_config.target_config(read_json(folder / "config.json"), dtype)
+    config = hf_config.target_config(read_json(folder / "config.json"), dtype)
+    if not config.tied_embeddings:
+        return config
+    with ExitStack() as stack:  # The tensors tell whether they are.
+        return _as_tied(config, _stored_tensors(folder, stack))[0]
 
 
 def save_target(

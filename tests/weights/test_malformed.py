@@ -80,7 +80,7 @@ FILES = {
     "plain": BASE,
     "linear": BASE | {"rope_scaling": LINEAR},
     "llama3": BASE | {"rope_scaling": LLAMA3},
-    "five": BASE | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    "five": BASE | {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
     "window": BASE
     | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True},
     "mistral": BASE | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},

@@ -188,8 +188,10 @@ class Gptq:
         packed = _named(tensors, name, "qzeros", (WORD,), (groups, out // each))
         zeros = _unpacked(packed.read((slice(None), slice(None))), self.bits).T
         # The packed word may have overflowed when one was subtracted: each is masked by itself.
-        zeros = (zeros.astype(np.int32) + self.offset) & (2**self.bits - 1)
-        middle = 2 ** (self.bits - 1)
+        offset, middle = self.offset, 2 ** (self.bits - 1)
+        if self.symmetric and (zeros == middle).all():
+            offset = 0  # Some files of the second version bear the name of the first.
+        zeros = (zeros.astype(np.int32) + offset) & (2**self.bits - 1)
         if self.symmetric and (zeros != middle).any():
             raise ValueError(
                 f"{packed.file}: {name}.qzeros holds zero points other than {middle}, but "
