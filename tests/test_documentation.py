@@ -276,6 +276,37 @@ def test_a_changed_figure_is_rendered_anew(tmp_path: Path) -> None:
         module.written(page)
 
 
+def test_gains_are_over_the_fastest_plain_decoding() -> None:
+    """README's, as a short computation of its own has them, for one shape."""
+    module = tables()
+    own = {"shape": "llama3-8b", "context": 131072}
+    [fastest] = (
+        row["plain_ms_per_token"]
+        for row in module.rows_of("same_bits_speed_h200")
+        if row.items() >= own.items() and not row["same_bits"]
+    )
+    [round_] = (
+        row
+        for row in module.rows_of("rounds_h200")
+        if row.items() >= own.items() and row["draft"] == "longspec"
+    )
+    gain = fastest * round_["acceptance_length"] / round_["round_ms"]
+    assert fastest < round_["plain_ms_per_token"]
+    [line] = (x for x in module.render("speed", ROOT / "README.md").splitlines() if "128k" in x)
+    assert line.endswith(f"| {gain:.1f}× |")
+    assert f"({gain:.1f}×)" in module.chart()
+
+
+def test_an_origin_has_the_dates_and_devices_of_its_rows() -> None:
+    header = {"device": "GPU", "commit": "a" * 40, "date": "2026-11-24T17:12"}
+    rows = [
+        {"file": "f", "header": header},
+        {"file": "f", "header": {**header, "devices": 2}, "commit": "b" * 40, "date": "2026-11-26"},
+    ]
+    origin = " ".join(tables()._origin(rows, ROOT / "README.md"))
+    assert "1 to 2 x GPU, 2026-11-24 at aaaaaaa; 2026-11-26 at bbbbbbb." in origin
+
+
 def test_differences_of_drafts_are_means_over_pairs() -> None:
     """As a short computation of its own has them, for one figure."""
     names = ("reproduction_h200", "reproduction_second_target_h200")
