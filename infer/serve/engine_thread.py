@@ -7,8 +7,8 @@ What is queued is bounded, in requests and in tokens.
 Who owns what:
 
 * The thread alone uses the engine, and what it knows of rows in it (``_rows``, ``_unstarted``, a
-  ticket's ``ids`` and ``open``). ``RequestEngine.trees`` is the exception: it is made of tuples that
-  the thread replaces whole, so any thread may read it.
+  ticket's ``ids`` and ``open``). ``RequestEngine.trees`` is the exception: it is made of tuples
+  that the thread replaces whole, so any thread may read it.
 * Both sides use the inbox, the open tickets, the counts of the queue, the ends of rows and the
   state. All of them are read and written under one lock, ``_changed``. Nobody calls the engine or
   waits for anything else while he holds it.
@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -142,7 +143,7 @@ class EngineThread:
                 {
                     "prompt_tokens": len(answer.prompt),
                     "tokens": answer.new,
-                    "accepted": answer.last_rounds(RECENT),
+                    "accepted": answer.rounds[-RECENT:],
                 }
                 for answer in rows
             ],
@@ -155,7 +156,7 @@ class EngineThread:
                 answer
                 for ticket in self._tickets
                 for answer in ticket.answers
-                if answer.times.first is not None and not answer.ended
+                if answer.times.first is not None and answer.finish is None
             ]
 
     def check_ready(self) -> None:
@@ -310,8 +311,11 @@ class EngineThread:
             else:
                 self._metrics.between(now - (times.last or now), len(output.tokens))
             times.last = now
-            self._metrics.gained(now, output, proposed_tokens(output, answer.speculates))
-            ticket.put(index, output)
+            proposed = proposed_tokens(output, answer.speculates)
+            self._metrics.gained(now, output, proposed)
+            # A tree has hundreds of numbers: 50 MB of them in a text of 32,000 tokens.
+            kept = output if ticket.rows[index].traced else replace(output, trees=())
+            ticket.put(index, kept, proposed)
             woken.add(ticket)
             if output.finish is not None:
                 del self._rows[output.id]

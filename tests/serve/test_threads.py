@@ -86,8 +86,7 @@ async def client(thread: EngineThread, ended: list[str]) -> None:
 
 
 def test_calls_come_leave_and_run_late_while_the_engine_steps(switching: None) -> None:
-    """Every call ends, none of another's doing; the counts are those of nothing, and the thread
-    lives."""
+    """Every call ends, none by another's doing, and nothing is counted as open in the end."""
     metrics, failures = Metrics(LEVELS), list[BaseException]()
     thread = EngineThread(
         OneRowAStep(),  # pyright: ignore[reportArgumentType]
