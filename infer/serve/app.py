@@ -6,7 +6,6 @@ bodies are parsed by one thread of their own, and texts are tokenised by a few.
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +21,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
-from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes
+from .answers import DONE, ChatFormat, TextFormat, Writer, event, long_json_bytes
 from .bodies import MOST_BYTES, most_bytes, read_json, too_large
 from .documents import describe, read_page
 from .engine_thread import EngineThread, State
-from .gains import Ticket, token_text
+from .gains import Ticket
 from .guards import HEALTH, PAGE, HostGuard, KeyGuard, as_json, refusal
 from .metrics import Metrics
 from .protocol import (
@@ -39,6 +38,7 @@ from .protocol import (
     rows_of,
 )
 from .rules import Refused
+from .token_texts import TokenTexts
 
 LOG = logging.getLogger("longspec.serve")
 CLIENT_GONE = 499
@@ -151,7 +151,8 @@ class Routes:
     def __init__(self, served: Served) -> None:
         """Bind what they answer with."""
         self._served, self._model, self._thread = served, served.model, served.thread
-        self._text_of = functools.cache(partial(token_text, served.model.decode))
+        model = served.model
+        self._texts = TokenTexts(model.decode, model.stored_bytes, model.special)
         self._pool = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenize")
         # One: parsing keeps all other threads waiting, the event loop's too.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
@@ -178,7 +179,7 @@ class Routes:
             if gone:
                 return Response(status_code=CLIENT_GONE)
             # Log-probabilities of a long prompt take a while to write.
-            body = await self._in_pool(lambda: json_bytes(writer.body()))
+            body = await self._in_pool(lambda: long_json_bytes(writer.body()))
             return Response(body, media_type="application/json")
         finally:
             if ticket is not None:
@@ -194,16 +195,19 @@ class Routes:
                 prompt = call.prompts[index // call.n]
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
-        text_of = self._text_of
-        form = ChatFormat(text_of) if call.chat else TextFormat(text_of, self._model.special)
-        return Writer(call, form, self._model.names[0], ticket.answers, self._text_of)
+        form = (ChatFormat if call.chat else TextFormat)(self._texts)
+        return Writer(call, form, self._model.names[0], ticket.answers, self._texts)
 
     async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
         """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""
         try:
             yield writer.opening()
             async for row, gain in ticket.gains():
-                if events := writer.events(row, gain):
+                if gain.prompt_logprobs is None:
+                    events = writer.events(row, gain)
+                else:
+                    events = await self._in_pool(writer.events, row, gain)
+                if events:
                     yield events
             yield writer.ending()
         except Refused as refused:
@@ -256,7 +260,7 @@ class Routes:
         def found() -> Response:
             tokens, texts = read_tokenize(given, self._model)
             own = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
-            return as_json({**own, "token_strs": [*map(self._text_of, tokens)]} if texts else own)
+            return as_json({**own, "token_strs": [*map(self._texts, tokens)]} if texts else own)
 
         return await self._in_pool(found)
 
@@ -357,8 +361,8 @@ async def pulsing(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _read_all(ticket: Ticket) -> None:
-    async for _ in ticket.gains():
-        pass
+    async for row, gain in ticket.gains():
+        ticket.answers[row].gains.append(gain)
 
 
 async def until_gone(request: Request, work: Awaitable[None]) -> bool:

@@ -27,6 +27,7 @@ from longspec_jax.extras import missing_packages
 from longspec_jax.generation.chat import encode_chat, encode_text
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.requests import RequestEngine
+from longspec_jax.generation.text import stored_bytes
 from longspec_jax.status_line import StatusLine
 
 from ..arguments import is_demo
@@ -337,6 +338,10 @@ def served_model(
 ) -> ServedModel:
     """What requests are checked against; arguments as of :func:`served_over`."""
     tokenizer, drafter = spec.tokenizer, engine.engine.drafter
+    if tokenizer is not None:
+        # The first call may change the tokenizer's own settings, beside which no other thread may
+        # use it ("Already borrowed").
+        tokenizer("")
 
     def encode(text: str, special: bool) -> list[int]:
         return encode_text(tokenizer, text, special=special, max_positions=max_len)
@@ -351,6 +356,7 @@ def served_model(
         max_len=max_len,
         vocab_size=spec.target_config.vocab_size,
         stop_tokens=tuple(spec.stop_tokens),
+        stored_bytes=stored_bytes(tokenizer),
         special=frozenset(getattr(tokenizer, "all_special_ids", ())),
         most_rows=most_rows,
         encode=encode,

@@ -52,6 +52,8 @@ class ServedModel:
     """Text of token ids, special tokens included."""
     encode_chat: Callable[[list[dict[str, Any]]], list[int]] | None = None
     """Token ids of messages; None without a chat template."""
+    stored_bytes: Callable[[int], bytes | None] = lambda token: None
+    """The bytes of a token as the tokenizer stores it; None where that is not known."""
     special: frozenset[int] = frozenset()
     """Tokens that are no part of a text."""
     trees: tuple[TreeConfig, ...] = ()
@@ -69,6 +71,8 @@ class Row:
 
     tokens: tuple[int, ...]
     options: dict[str, Any]
+    traced: bool = False
+    """Whether its answer shows the trees of its rounds."""
 
 
 @dataclass(frozen=True)
@@ -342,6 +346,7 @@ def rows_of(call: Call, model: ServedModel) -> tuple[Row, ...]:
             Row(
                 tuple(tokens),
                 {**options, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS},
+                call.rounds,
             )
             for index in range(call.n)
         ]

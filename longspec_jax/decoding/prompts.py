@@ -15,7 +15,7 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of, run_again
 from longspec_jax.decoding.constrained import Constraint, first_tokens
-from longspec_jax.decoding.logprobs import TokenLogprob, unpacked_logprobs
+from longspec_jax.decoding.logprobs import PromptLogprobs
 from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.prefixes import Names, PrefixCache, chunk_names, known_chunks
 from longspec_jax.decoding.rows import Request, Rows, stack
@@ -143,13 +143,13 @@ class Prefill:
                 self.rows = end.value
         return launched
 
-    def prompt_logprobs(self, row: int) -> tuple[TokenLogprob | None, ...] | None:
+    def prompt_logprobs(self, row: int) -> PromptLogprobs | None:
         """Of the tokens of a prompt, the first one None; None if the request does not ask."""
         one = self.waiting[row]
         if one.prompt_alternatives < 0:
             return None
-        found = np.concatenate([each[row] for each in self.logprobs])[: len(one.tokens) - 1]
-        return None, *unpacked_logprobs(found, one.prompt_alternatives)
+        found = [each[row] for each in self.logprobs]
+        return PromptLogprobs(found, len(one.tokens) - 1, one.prompt_alternatives)
 
     @property
     def asks_logprobs(self) -> bool:

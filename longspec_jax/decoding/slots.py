@@ -32,9 +32,9 @@ class StepOutput:
     """Of the first output: tokens of the prompt that were not prefilled anew."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of every token; empty if the request does not ask."""
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     """Of the first output: of every token of the prompt but the first one, which has none. None if
-    the request does not ask."""
+    the request does not ask. Read it in the thread that needs it: a long prompt's take seconds."""
     trees: tuple[RoundTree, ...] = ()
     """Of every round, where the engine reports them."""
 

@@ -88,7 +88,7 @@ class RowOutput:
         self.drafted += output.drafted
         self.logprobs += output.logprobs
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
+            self.prompt_logprobs = tuple(output.prompt_logprobs)
         for accepted in output.rounds:
             self.histogram[accepted] += 1
         self.done = output.finish is not None

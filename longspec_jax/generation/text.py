@@ -212,6 +212,33 @@ def continuation(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -
     return _beyond(_decode(tokenizer, [*context, *tokens]), _decode(tokenizer, context))
 
 
+def stored_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
+    """What tells the bytes of a token, as the tokenizer stores it; None where that is not known.
+
+    Known are tokens of byte fallback, and those of byte-level tokenizers: their alphabet has a
+    character for every byte (GPT-2's; Radford et al., 2019).
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
+    byte_of = _byte_alphabet() if b'"ByteLevel"' in state else {}
+
+    def stored(token: int) -> bytes | None:
+        name = tokenizer.convert_ids_to_tokens(int(token)) or ""
+        if BYTE.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        known = bool(name) and all(character in byte_of for character in name)
+        return bytes(byte_of[character] for character in name) if known else None
+
+    return stored
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character stands for: itself where it can be seen, else one from 256."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return dict(zip(map(chr, [*seen, *range(256, 256 + len(unseen))]), seen + unseen, strict=True))
+
+
 def _beyond(text: str, shown: str) -> str:
     """The rest of ``text`` behind the beginning that both share."""
     return text[len(os.path.commonprefix([text, shown])) :]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from infer.serve.command import served_model
-from infer.serve.gains import token_text
 from infer.serve.protocol import ServedModel
+from infer.serve.token_texts import token_text
 from longspec_jax import PLAIN
 from tests.infer.toys import TREE, toy_spec
 from tests.kit import compilations
@@ -191,6 +191,29 @@ def test_log_probabilities_are_the_models_own(server: Client) -> None:
     assert read["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(own[1:], abs=1e-4)
     _, last = server.post("/v1/completions", **{**request, "prompt": [3, 4, 5]}, logprobs=17)
     assert sum(map(math.exp, last["choices"][0]["logprobs"]["top_logprobs"][0].values())) <= 1.001
+
+
+def test_the_bytes_of_a_chat_are_its_text_s_and_offsets_do_not_drift(server: Client) -> None:
+    """The toy keeps emitting parts of characters, also such as never become whole ones."""
+    incomplete = 0
+    for seed in range(4):
+        asked = {"seed": seed, "ignore_eos": True, "max_tokens": 40}
+        more = {"logprobs": True, "top_logprobs": 17}
+        _, body = server.post("/v1/chat/completions", messages=TALK, **asked, **more)
+        text = body["choices"][0]["message"]["content"]
+        content = body["choices"][0]["logprobs"]["content"]
+        emitted = b"".join(bytes(one["bytes"] or ()) for one in content)
+        assert emitted.decode(errors="replace") == text
+        incomplete += sum(one["token"] == "\ufffd" for one in content)
+        for one in content:  # No two alternatives with one text have the same bytes.
+            parts = [other["bytes"] for other in one["top_logprobs"] if other["bytes"]]
+            assert len({*map(tuple, parts)}) == len(parts) >= 14
+        _, body = server.post("/v1/completions", prompt="ab\ncd\n", **asked, logprobs=0, echo=True)
+        text, found = body["choices"][0]["text"], body["choices"][0]["logprobs"]
+        for token, at in zip(found["tokens"], found["text_offset"], strict=True):
+            shown = "" if token == "<end>" else token
+            assert "\ufffd" in token or text[at : at + len(shown)] == shown
+    assert incomplete > 20
 
 
 def test_the_rounds_of_a_text_explain_it(server: Client) -> None:
