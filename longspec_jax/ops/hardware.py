@@ -4,7 +4,6 @@ The ``require_...`` functions refuse with a sentence, as :mod:`longspec_jax.ops.
 """
 
 import importlib.util
-import warnings
 from typing import Any
 
 import jax
@@ -93,17 +92,3 @@ def has_kernels(dtype: Any) -> bool:
 def mosaic_is_supported() -> bool:
     """Whether this jax has the Mosaic GPU interface that the Hopper kernels are written for."""
     return jax.__version_info__ >= (0, 11)
-
-
-def triton_params(warps: int, stages: int) -> Any:
-    """Compiler parameters of a Pallas kernel that is written for Triton.
-
-    They choose Triton by name, and silence the warning about its announced removal. The successor
-    for that day is :mod:`longspec_jax.ops.attention.prefix_triton`.
-    """
-    from jax.experimental.pallas import triton as pltriton  # Later versions of jax may lack it.
-
-    warnings.filterwarnings(
-        "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
-    )
-    return pltriton.CompilerParams(num_warps=warps, num_stages=stages)
