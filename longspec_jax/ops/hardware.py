@@ -116,17 +116,3 @@ def warn_of_missing_kernels() -> None:
     """Warn once a process of what :func:`missing_hopper_kernels` says."""
     if missing := missing_hopper_kernels():
         warnings.warn(missing, stacklevel=3)
-
-
-def triton_params(warps: int, stages: int) -> Any:
-    """Compiler parameters of a Pallas kernel that is written for Triton.
-
-    They choose Triton by name, and silence the warning about its announced removal. The successor
-    for that day is :mod:`longspec_jax.ops.attention.prefix_triton`.
-    """
-    from jax.experimental.pallas import triton as pltriton  # Later versions of jax may lack it.
-
-    warnings.filterwarnings(
-        "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
-    )
-    return pltriton.CompilerParams(num_warps=warps, num_stages=stages)
