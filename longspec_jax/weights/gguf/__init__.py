@@ -1,0 +1,1 @@
+"""GGUF files as targets: header, configuration, tensors and tokenizer of llama.cpp's format."""
