@@ -15,7 +15,7 @@ from longspec_jax.compilation import keep_programs
 from longspec_jax.drafters.registry import is_name
 from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.status_line import StatusLine
-from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.hub import local_model
 
 from .arguments import DTYPES, drafts, is_demo
 from .wording import command_words
@@ -75,7 +75,7 @@ def fetch(arguments: argparse.Namespace) -> tuple[Path, list[str | Path]]:
 
 def _fetched(option: str, source: str, revision: str | None) -> Path:
     try:
-        return local_folder(source, revision)
+        return local_model(source, revision)
     except (OSError, ValueError) as error:
         raise type(error)(f"--{option}: {error}") from error
 

@@ -32,10 +32,12 @@ from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptio
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.weights import hf
-from longspec_jax.weights.checkpoint import names_of_tensors
+from longspec_jax.weights.gguf.file import read_gguf
+from longspec_jax.weights.gguf.tokenizer import gguf_tokenizer
 from longspec_jax.weights.hf_config import FAMILIES
-from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.json_files import JsonObject, read_json
+from longspec_jax.weights.model_files import names_of_tensors, read_config
 
 _SETTINGS = "tokenizer_config.json"
 _GENERIC = "PreTrainedTokenizerFast"
@@ -135,20 +137,20 @@ def choose_drafts(
         named = is_name(source)
         given = {} if named and len(sources) > 1 else options
         own, retrieval = separated(given, str(source))
-        kind = NAMED[str(source)] if named else _kind_of(local_folder(source, revision))
+        kind = NAMED[str(source)] if named else _kind_of(local_model(source, revision))
         found = options_of(kind, own, str(source))
         chosen.append(ChosenDraft(source, None if named else revision, kind, found, retrieval))
     return tuple(chosen)
 
 
-def _kind_of(folder: Path) -> Kind:
-    """The kind of a folder's draft."""
-    raw = read_json(folder / "config.json")
+def _kind_of(model: Path) -> Kind:
+    """The kind of a draft in a folder, or in a GGUF file."""
+    raw = read_config(model)
     names = raw.texts("architectures")
     kinds = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
     if kinds := kinds + [kind for key, kind in MARKS.items() if raw.values.get(key)]:
         return kinds[0]
-    tensors = names_of_tensors(folder)
+    tensors = names_of_tensors(model)
     # The published LongSpec drafts may name their target's architecture; they have no embedding.
     whole = any(name in FAMILIES for name in names)
     if whole and "model.embed_tokens.weight" in tensors:
@@ -167,12 +169,14 @@ def best_dtype() -> str:
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
-    """The tokenizer beside a target; None if there is none.
+    """The tokenizer beside a target, or in its GGUF file; None if there is none.
 
     Raises:
       ValueError: if it is damaged, or comes with code of its own, which is never run.
     """
-    folder = local_folder(source, revision)
+    folder = local_model(source, revision)
+    if folder.is_file():
+        return gguf_tokenizer(read_gguf(folder))
     if not any(folder.glob("tokenizer*")):
         return None
     name = "AutoTokenizer"

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "drafters": {"axes", "checks", "config", "ops", "models", "sharding"},
     "compilation": {"files"},
     "decoding": {"axes", "config", "ops", "models", "drafters", "sharding"},
-    "weights": {"axes", "checks", "config", "models", "ops", "sharding"},
+    "weights": {"axes", "checks", "config", "extras", "models", "ops", "sharding"},
     "loading": {"axes", "checks", "config", "drafters", "generation", "models", "ops", "weights"},
     "generation": {
         "axes",

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.gguf.file import parts_of
+from longspec_jax.weights.hub import local_model
 
 from .config import RunConfig, StageConfig
 
@@ -52,7 +53,9 @@ def target_settings(config: RunConfig, shape: TargetConfig, stage: StageConfig) 
 
 def model_digest(source: str | Path, revision: str | None = None) -> str:
     """A digest of a model's files; of large ones, evenly spaced parts count."""
-    folder = local_folder(source, revision)
+    folder = local_model(source, revision)
+    if folder.is_file():
+        return files_digest(parts_of(folder))
     found = {path for pattern in _MODEL_FILES for path in folder.glob(pattern)}
     return files_digest(sorted(found))
 
@@ -124,7 +127,9 @@ def files_digest(paths: Iterable[Path]) -> str:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """A digest of the files in a folder that make tokens of text."""
+    """A digest of the files in a folder that make tokens of text, or of a GGUF file."""
+    if folder.is_file():
+        return files_digest(parts_of(folder)[:1])
     found = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)}
     return files_digest(sorted(path for path in found if path.is_file()))
 

@@ -23,8 +23,8 @@ from longspec_jax.embedded import DEMO, DEMO_NAME, DRAFTS
 from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.hub import local_model
+from longspec_jax.weights.model_files import read_config
 
 from .answering import Answering, Conversation, Counts, Limits, Questions, is_text
 from .config import DataConfig
@@ -210,15 +210,15 @@ def _summary(work: Answering, output: Output) -> str:
 
 
 def _target(arguments: argparse.Namespace) -> Path:
-    """The folder of the target."""
+    """The folder of the target, or its GGUF file."""
     if arguments.target == DEMO_NAME:
         return DEMO / "target"
-    return local_folder(arguments.target, arguments.revision)
+    return local_model(arguments.target, arguments.revision)
 
 
 def _limits(arguments: argparse.Namespace, source: Path) -> Limits:
     """How long rows may be; the target sets the maximum."""
-    most = target_config(read_json(source / "config.json"), "float32").max_positions
+    most = target_config(read_config(source), "float32").max_positions
     limits = Limits(
         arguments.max_new_tokens, arguments.max_row_tokens or most, arguments.prefix_tokens
     )
@@ -260,7 +260,7 @@ def _load(arguments: argparse.Namespace, source: Path) -> LongSpec | Endpoint:
     if arguments.endpoint:
         return Endpoint.reached(
             arguments.endpoint,
-            target_config(read_json(source / "config.json"), "float32"),
+            target_config(read_config(source), "float32"),
             load_tokenizer(source),
             load_stop_tokens(source),
             concurrency=arguments.row_slots,

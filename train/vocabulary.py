@@ -24,11 +24,11 @@ from longspec_jax.drafters.longspec.checkpoint import draft_config
 from longspec_jax.drafters.vocabulary import most_frequent, save_draft_vocabulary
 from longspec_jax.extras import missing_packages
 from longspec_jax.files import expanded
-from longspec_jax.weights.checkpoint import names_of_tensors
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
-from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.model_files import names_of_tensors, read_config
 
 from .config import DataConfig, add_documents
 from .data.documents import BadRows
@@ -57,8 +57,8 @@ def _command(argv: Sequence[str] | None) -> int:
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
     """Count, save, and report what a smaller vocabulary would cover."""
-    target = local_folder(arguments.target, arguments.revision)
-    config = target_config(read_json(target / "config.json"), "float32")
+    target = local_model(arguments.target, arguments.revision)
+    config = target_config(read_config(target), "float32")
     folder, vocab_size = _draft_folder(arguments.draft, config), config.vocab_size
     tokenizer = load_tokenizer(target)
     texts = Documents(DataConfig.whole(arguments), BadRows(0)).texts()

@@ -23,8 +23,8 @@ from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.hub import local_model
+from longspec_jax.weights.model_files import read_config
 
 from ..arguments import is_demo
 from .arguments import LONGSPEC
@@ -269,10 +269,10 @@ def endpoint(arguments: argparse.Namespace) -> Endpoint:
     """The server, with what prompts depend on in the target, whose weights are not read."""
     folder = DEMO / "target"
     if not is_demo(arguments):
-        folder = local_folder(arguments.target, arguments.revision)
+        folder = local_model(arguments.target, arguments.revision)
     return Endpoint.reached(
         arguments.endpoint,
-        target_config(read_json(folder / "config.json"), "float32"),
+        target_config(read_config(folder), "float32"),
         load_tokenizer(folder),
         load_stop_tokens(folder),
         concurrency=arguments.batch,

@@ -186,12 +186,6 @@ def _some(names: set[str]) -> str:
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
-def names_of_tensors(folder: Path) -> set[str]:
-    """The names of the tensors of a folder's weights."""
-    with ExitStack() as stack:
-        return set(open_tensors(folder, stack))
-
-
 def _open_torch(path: Path) -> Tensors:
     """The tensors of one file of ``torch.save``.
 

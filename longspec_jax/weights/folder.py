@@ -9,9 +9,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.weights.checkpoint import Tensors, open_tensors
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import JsonObject, read_json
+from longspec_jax.weights.checkpoint import Tensors
+from longspec_jax.weights.hub import local_model
+from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.model_files import open_model, read_config
 from longspec_jax.weights.params import load_params
 from longspec_jax.weights.tables import Table, check_tensors
 
@@ -31,8 +32,8 @@ class OpenFolder:
 
     @cached_property
     def tensors(self) -> Tensors:
-        """All that are stored; raises as :func:`.checkpoint.open_tensors` does."""
-        return open_tensors(self.path, self.stack)
+        """All that are stored; raises as :func:`.model_files.open_model` does."""
+        return open_model(self.path, self.stack)
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -63,7 +64,7 @@ def open_folder(
       FileNotFoundError: if there is no such folder, or it has no ``config.json``.
       ValueError: if that file is damaged.
     """
-    folder = local_folder(source, revision)
-    raw = read_json(folder / "config.json")
+    model = local_model(source, revision)
+    raw = read_config(model)
     with ExitStack() as stack:
-        yield OpenFolder(source, raw, mesh, folder, stack)
+        yield OpenFolder(source, raw, mesh, model, stack)

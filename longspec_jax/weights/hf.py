@@ -1,4 +1,4 @@
-"""Load targets from Hugging Face folders or hub ids, and save them as such.
+"""Load targets from Hugging Face folders, GGUF files or hub ids, and save them as folders.
 
 Nothing is guessed, skipped or cast in silence: the configuration must be one this library computes
 exactly, the tensors must be exactly those it describes, and every value must be finite.
@@ -17,9 +17,15 @@ from jax.sharding import Mesh
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.weights import hf_config
-from longspec_jax.weights.checkpoint import LM_HEAD, Tensor, Tensors, open_tensors
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import JsonObject, read_json
+from longspec_jax.weights.checkpoint import LM_HEAD, Tensor, Tensors
+from longspec_jax.weights.hub import local_model
+from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.model_files import (
+    open_model,
+    read_config,
+    read_generation_config,
+    stored_types,
+)
 from longspec_jax.weights.params import load_params, write_model
 from longspec_jax.weights.quantised.cached import cached_scales
 from longspec_jax.weights.quantised.formats import quantisation
@@ -42,7 +48,7 @@ def load_target(
     """Load a target.
 
     Args:
-      source: a folder with ``config.json`` and weights, or a hub id.
+      source: a folder with ``config.json`` and weights, a GGUF file, or a hub id.
       dtype: ``bfloat16``, ``float16`` or ``float32``, to which the weights are cast; if absent,
         what ``config.json`` says, in which the weights must then be stored.
       mesh: devices to shard over by the project's rules; the first device if absent.
@@ -57,50 +63,46 @@ def load_target(
       FileNotFoundError: if the model or one of its files is missing.
       ValueError: if the model is not supported, or its files are damaged or do not fit together.
     """
-    folder = local_folder(source, revision)
-    described = hf_config.target_config(read_json(folder / "config.json"), dtype)
+    model = local_model(source, revision)
+    raw = read_config(model)
+    described = hf_config.target_config(raw, dtype)
     with ExitStack() as stack:
-        config, tensors = _as_tied(described, _stored_tensors(folder, stack))
+        config, tensors = _as_tied(described, _of_target(open_model(model, stack), raw))
         if config != described:
             warnings.warn(
-                f"{folder / 'config.json'}: tie_word_embeddings=true, and the weights hold an LM "
-                "head that differs from the embeddings; as in transformers 5 the stored head is "
-                "used. Write false into the file if that is right",
+                f"{raw.origin}: tie_word_embeddings=true, and the weights hold an LM head that "
+                "differs from the embeddings; as in transformers 5 the stored head is used. Write "
+                "false into the file if that is right",
                 stacklevel=2,
             )
-        check_layers(config, tensors, folder / "config.json")
+        check_layers(config, tensors, raw.origin)
         if kv_dtype is not None:
             scales = cached_scales(config, tensors)
             config = dataclasses.replace(config, kv_dtype=kv_dtype, kv_scales=scales)
-        any_dtype = dtype is not None or quantisation(read_json(folder / "config.json"))
-        table, tensors, groups = _stored(folder, config, tensors)
+        any_dtype = dtype is not None or quantisation(raw) or model.is_file()
+        table, tensors, groups = _stored(raw, config, tensors)
         check_tensors(table, tensors, str(source), dtype=None if any_dtype else config.dtype)
         params = with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
         return config, packed_params(params, config.dtype)
 
 
 def _stored(
-    folder: Path, config: TargetConfig, tensors: Tensors
+    raw: JsonObject, config: TargetConfig, tensors: Tensors
 ) -> tuple[Table, Tensors, dict[str, int]]:
     """The table and tensors of a target, and the group sizes of its quantised kernels, by path."""
-    raw = read_json(folder / "config.json")
     table, quantised = target_table(config), quantisation(hf_config.text_part(raw))
     return (table, tensors, {}) if quantised is None else as_stored(table, tensors, quantised)
 
 
 def target_bytes(source: str | Path, *, dtype: str, revision: str | None = None) -> int:
     """Bytes of a target's parameters as they are loaded; arguments as of :func:`load_target`."""
-    folder = local_folder(source, revision)
-    described = hf_config.target_config(read_json(folder / "config.json"), dtype)
+    model = local_model(source, revision)
+    raw = read_config(model)
+    described = hf_config.target_config(raw, dtype)
     with ExitStack() as stack:
-        config, tensors = _as_tied(described, _stored_tensors(folder, stack))
-        table, _, _ = _stored(folder, config, tensors)
+        config, tensors = _as_tied(described, _of_target(open_model(model, stack), raw))
+        table, _, _ = _stored(raw, config, tensors)
     return stored_bytes(table, config.dtype)
-
-
-def _stored_tensors(folder: Path, stack: ExitStack) -> Tensors:
-    """The tensors of the target in a folder, open until ``stack`` closes."""
-    return _of_target(open_tensors(folder, stack), read_json(folder / "config.json"))
 
 
 def _as_tied(config: TargetConfig, tensors: Tensors) -> tuple[TargetConfig, Tensors]:
@@ -153,12 +155,13 @@ def load_target_config(
     source: str | Path, *, dtype: str | None = None, revision: str | None = None
 ) -> TargetConfig:
     """A target's configuration alone; arguments and errors as of :func:`load_target`."""
-    folder = local_folder(source, revision)
-    config = hf_config.target_config(read_json(folder / "config.json"), dtype)
+    model = local_model(source, revision)
+    raw = read_config(model)
+    config = hf_config.target_config(raw, dtype)
     if not config.tied_embeddings:
         return config
     with ExitStack() as stack:  # The tensors tell whether they are.
-        return _as_tied(config, _stored_tensors(folder, stack))[0]
+        return _as_tied(config, _of_target(open_model(model, stack), raw))[0]
 
 
 def save_target(
@@ -175,9 +178,11 @@ def save_target(
 
 
 def load_stop_tokens(source: str | Path, *, revision: str | None = None) -> tuple[int, ...]:
-    """Tokens that end a generation, from ``generation_config.json`` or ``config.json``."""
-    folder = local_folder(source, revision)
-    generation = folder / "generation_config.json"
-    return hf_config.stop_tokens(
-        read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None
-    )
+    """Tokens that end a generation: of ``generation_config.json``, ``config.json`` or a GGUF."""
+    model = local_model(source, revision)
+    return hf_config.stop_tokens(read_config(model), read_generation_config(model))
+
+
+def dequantised_types(source: str | Path, *, revision: str | None = None) -> tuple[str, ...]:
+    """The types that a GGUF file's matrices are dequantised from; empty for other targets."""
+    return stored_types(local_model(source, revision))

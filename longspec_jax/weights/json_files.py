@@ -147,7 +147,7 @@ def what_to_do(folder: Path) -> str:
     """What helps where a folder lacks a file of a model, by what it holds instead."""
     names = [path.name for path in folder.glob("*")]
     if any(name.endswith(".gguf") for name in names):
-        return "GGUF is not read, take the model's safetensors checkpoint"
+        return "name the .gguf file itself"
     if "adapter_config.json" in names:
         return "an adapter is not read alone, merge it into its model and name that folder"
     return "download the whole model again, or name the folder that has both"

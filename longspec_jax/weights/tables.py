@@ -13,7 +13,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -378,12 +377,12 @@ MOST_REPORTED = 8
 """Problems of one kind that are spelled out; the others are counted."""
 
 
-def check_layers(config: TargetConfig, tensors: Tensors, file: Path) -> None:
+def check_layers(config: TargetConfig, tensors: Tensors, origin: str) -> None:
     """Raise if a configuration has more layers than files could hold, before they are listed."""
     if config.num_layers > len(tensors):
         layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
         raise ValueError(
-            f"{file}: num_hidden_layers={config.num_layers}, but the weights beside it hold "
+            f"{origin}: num_hidden_layers={config.num_layers}, but the weights beside it hold "
             f"{len(tensors)} tensors of {len(layers)} layers; use the file that was saved with them"
         )
 

@@ -105,15 +105,19 @@ def test_missing_weights(folder):
         load_target(folder)
 
 
-@pytest.mark.parametrize(
-    ("file", "remedy"),
-    [("model-q4.gguf", "GGUF is not read"), ("adapter_config.json", "merge it into its model")],
-)
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_other_formats_are_told(folder, file, remedy, missing):
+def test_an_adapter_is_told(folder, missing):
     (folder / missing).unlink()
-    (folder / file).touch()
-    with pytest.raises(FileNotFoundError, match=remedy):
+    (folder / "adapter_config.json").touch()
+    with pytest.raises(FileNotFoundError, match="merge it into its model"):
+        load_target(folder)
+
+
+def test_a_gguf_file_beside_weights_is_told(folder):
+    """The folder's own weights count, and their config.json is missing."""
+    (folder / "config.json").unlink()
+    (folder / "model-q4.gguf").touch()
+    with pytest.raises(FileNotFoundError, match="name the .gguf file itself"):
         load_target(folder)
 
 

@@ -103,7 +103,7 @@ def prepare_corpus(
         build_corpus(config, folder)
         shutil.copy(folder / "sources.json", workdir / "sources.json")
     if not own.is_dir():
-        if (target / "tokenizer.json").is_file():
+        if target.is_file() or (target / "tokenizer.json").is_file():
             tokenizer = load_tokenizer(target)
         else:
             texts = _sample(folder / "train.jsonl", config.tokenizer_bytes)

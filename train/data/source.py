@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.hub import local_model
 
 from ..config import RunConfig, StageConfig
 from ..fingerprint import files_digest, fingerprint, tokenizer_digest
@@ -113,7 +113,7 @@ class Source:
     @cached_property
     def _digests(self) -> dict[str, str]:
         """What the data and the tokenizer are; of a stream, which is not read, its revision."""
-        data, folder = self.config.data, local_folder(self.target, self.config.revision or None)
+        data, folder = self.config.data, local_model(self.target, self.config.revision or None)
         digest = stream_digest(data, self.workdir) if data.stream else data_digest(data)
         return {"data": digest, "tokenizer": tokenizer_digest(folder)}
 

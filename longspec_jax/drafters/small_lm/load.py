@@ -21,10 +21,12 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.weights.gguf.file import read_gguf
+from longspec_jax.weights.gguf.tokenizer import gguf_tokenizer
 from longspec_jax.weights.hf import load_target
 from longspec_jax.weights.hf_config import target_config
-from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.hub import local_model
+from longspec_jax.weights.model_files import read_config
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ def load(
       FileNotFoundError: if the model or one of its files is missing.
       ValueError: if it is not supported, damaged, of another tokenizer or of too short a range.
     """
-    folder, dtype = local_folder(source, revision), options.dtype or target.config.dtype
-    config = target_config(read_json(folder / "config.json"), dtype)
+    folder, dtype = local_model(source, revision), options.dtype or target.config.dtype
+    config = target_config(read_config(folder), dtype)
     check_range(source, config, options.context or target.config.max_positions)
     tokens = _stored_tokens(folder), _tokens_of(target.tokenizer)
     check_vocabulary(source, config, target.config, *tokens)
@@ -192,9 +194,11 @@ def _difference(ours: Tokens, theirs: Tokens) -> str | None:
 
 
 def _stored_tokens(folder: Path) -> Tokens | None:
-    """What a folder's ``tokenizer.json`` knows."""
+    """What a folder's ``tokenizer.json`` knows, or a GGUF file."""
     from tokenizers import Tokenizer
 
+    if folder.is_file():
+        return _tokens_of(gguf_tokenizer(read_gguf(folder)))
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None

@@ -23,10 +23,13 @@ from jaxtyping import Float, Int
 from safetensors.numpy import save_file
 
 from longspec_jax.axes import Array
-from longspec_jax.weights.checkpoint import Tensor, open_tensors
+from longspec_jax.weights.checkpoint import Tensor
+from longspec_jax.weights.gguf.file import read_gguf
+from longspec_jax.weights.gguf.tokenizer import gguf_tokenizer
 from longspec_jax.weights.hf_config import target_config, wrapped
-from longspec_jax.weights.hub import FILES, local_folder
-from longspec_jax.weights.json_files import QUANTISATION, read_json
+from longspec_jax.weights.hub import FILES, local_model
+from longspec_jax.weights.json_files import QUANTISATION
+from longspec_jax.weights.model_files import open_model, read_config
 from longspec_jax.weights.params import is_finite
 from longspec_jax.weights.quantised.table import KERNEL, WEIGHT
 from longspec_jax.weights.tables import check_layers, check_tensors, target_table
@@ -57,7 +60,7 @@ def quantise(
     """Write a quantised copy of a target, its tokenizer and settings beside it.
 
     Args:
-      source: a folder or hub id of a target in 16 or 32 bits.
+      source: a folder or hub id of a target in 16 or 32 bits, or a GGUF file of any type.
       format: one of :data:`FORMATS`.
       out: a folder that does not exist yet.
       revision: branch, tag or commit of a hub id.
@@ -66,10 +69,10 @@ def quantise(
       FileExistsError: if the folder exists.
       ValueError: if the target is quantised already, is not supported, or is damaged.
     """
-    folder, out = local_folder(source, revision), Path(out).expanduser()
+    model, out = local_model(source, revision), Path(out).expanduser()
     if out.exists():
         raise FileExistsError(f"{out} exists; name a folder that does not, or remove it first")
-    raw = read_json(folder / "config.json")
+    raw = read_config(model)
     if wrapped(raw):
         raise ValueError(
             f"{raw.origin}: the target is part of a model that also sees; name one alone"
@@ -79,12 +82,12 @@ def quantise(
     config = target_config(raw, "float32")
     if config.is_sparse:
         raise ValueError(
-            f"{folder} has layers of experts, which are not quantised here; load a checkpoint that "
+            f"{model} has layers of experts, which are not quantised here; load a checkpoint that "
             "is published in 8 or 4 bits"
         )
     with ExitStack() as stack:
-        tensors = open_tensors(folder, stack)
-        check_layers(config, tensors, folder / "config.json")
+        tensors = open_model(model, stack)
+        check_layers(config, tensors, raw.origin)
         table = target_table(config)
         check_tensors(table, tensors, str(source))
         linears = {
@@ -103,8 +106,10 @@ def quantise(
                 files.source_bytes += whole.nbytes
                 files.add(_quantised(name, whole, group) if name in linears else {name: whole})
         files.close()
+        if model.is_file() and (tokenizer := gguf_tokenizer(read_gguf(model))) is not None:
+            tokenizer.save_pretrained(out)
         for pattern in FILES:
-            for path in folder.glob(pattern):
+            for path in model.glob(pattern):
                 if path.is_file() and not (out / path.name).exists() and path.name != "config.json":
                     if not path.name.endswith(".index.json"):
                         shutil.copyfile(path, out / path.name)

@@ -1,0 +1,525 @@
+"""Which GGUF architectures are read: their keys as a ``config.json``, their tensors' names.
+
+An architecture is an entry of :data:`ARCHITECTURES`. What it says is handed to the readers of
+Hugging Face's folders, which refuse what is not computed. A key or a tensor that no entry names is
+refused by :mod:`longspec_jax.weights.gguf.model`: another reader may pass over it and compute
+another model.
+
+Source: llama.cpp's ``conversion/*.py``, which write these files, and its ``src/models``.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from longspec_jax.config.layers import yarn_magnitude
+from longspec_jax.weights.checkpoint import Tensor
+from longspec_jax.weights.gguf import layouts
+from longspec_jax.weights.gguf.blocks import decoded, packed
+from longspec_jax.weights.gguf.file import StoredTensor
+from longspec_jax.weights.gguf.layouts import Change
+from longspec_jax.weights.json_files import JsonObject
+
+Raw: TypeAlias = dict[str, Any]
+"""Keys of a ``config.json``."""
+
+KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+"""What all architectures have, and Hugging Face's name of it."""
+SHAPES = (
+    "vocab_size",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.finetuned",
+)
+"""Further keys of all, which :mod:`longspec_jax.weights.gguf.model` reads."""
+
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_PRE = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_QK = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_LAYER = _PRE | _ATTENTION | _MLP
+MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+"""Tensors that are no layer's; the names are without ``.weight`` and ``.bias``."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The keys of an architecture, and what else a configuration is read from."""
+
+    file: JsonObject
+    """All keys of the file."""
+    prefix: str
+    """What its own keys begin with, and a full stop."""
+    factors: Mapping[str, np.ndarray]
+    """Tensors that divide the frequencies of the rotation, by name."""
+
+    def has(self, key: str) -> bool:
+        """Whether the file gives a value of the architecture's."""
+        return self.file.has(self.prefix + key)
+
+    def whole(self, key: str, default: int | None = None, least: int = 0) -> int:
+        """A whole number of the architecture's."""
+        return self.file.whole(self.prefix + key, default, least)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number of the architecture's."""
+        return self.file.number(self.prefix + key, default)
+
+    def value(self, key: str) -> Any:
+        """Any value of the architecture's; None if absent."""
+        return self.file.values.get(self.prefix + key)
+
+    def error(self, key: str, rule: str) -> ValueError:
+        """What is wrong with a value, to be raised."""
+        return self.file.error(self.prefix + key, rule, "load another file")
+
+    def only(self, key: str, supported: Any) -> None:
+        """Refuse any other value than the one that is computed."""
+        if self.has(key) and self.value(key) != supported:
+            raise self.error(key, f"is not supported, only {supported!r}")
+
+
+Reader: TypeAlias = Callable[[Metadata, Raw], Raw]
+"""Further keys of a ``config.json``, given the metadata and what is known of it."""
+Stacked: TypeAlias = Callable[[Mapping[str, StoredTensor]], dict[str, Tensor]]
+"""The tensors of a layer's experts by Hugging Face's names, from those of the file's."""
+
+
+def _no_more(metadata: Metadata, known: Raw) -> Raw:
+    return {}
+
+
+def _no_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What an architecture's name implies."""
+
+    name: str
+    """Hugging Face's class."""
+    keys: tuple[str, ...] = ()
+    """Keys of its own that ``read`` asks for."""
+    read: Reader = _no_more
+    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    """The tensors of a layer, in the file and in Hugging Face's folder."""
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    """What is laid out otherwise, by the file's name."""
+    unnamed: frozenset[str] = frozenset()
+    """Those that Hugging Face names without ``.weight`` or ``.bias``."""
+    experts: tuple[str, ...] = ()
+    """The tensors of a layer's experts, which :attr:`stacked` reads."""
+    stacked: Stacked = _no_experts
+    factors: tuple[str, ...] = ()
+    """Tensors that belong to the configuration."""
+
+
+_HALVES: dict[str, Change] = {
+    "attn_q": layouts.halves("num_attention_heads"),
+    "attn_k": layouts.halves("num_key_value_heads"),
+}
+
+
+def _llama(metadata: Metadata, known: Raw) -> Raw:
+    """Llama 3.1's scaling is a tensor of divisors; its numbers are found where they explain it."""
+    metadata.only("expert_count", 0)
+    metadata.only("expert_used_count", 0)
+    factors = metadata.factors.get("rope_freqs")
+    if factors is None or (factors == 1).all():
+        return {}
+    low, high, original = 1.0, 4.0, 8192
+    theta, width = known.get("rope_theta", 10000.0), 2 * len(factors)
+    lengths = 2 * math.pi * theta ** (np.arange(0, width, 2) / width)
+    factor = float(factors.max())
+    smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
+    if np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-5):
+        scaling: Raw = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low}
+        scaling |= {"high_freq_factor": high, "original_max_position_embeddings": original}
+    else:
+        each = [float(str(number)) for number in factors]
+        scaling = {"rope_type": "longrope", "short_factor": each, "long_factor": each}
+        scaling |= {"attention_factor": 1.0}
+    return {"rope_scaling": scaling}
+
+
+def _phi3(metadata: Metadata, known: Raw) -> Raw:
+    """LongRoPE's factors are tensors; a window of 0 is none, which marks Phi-4."""
+    raw: Raw = {"sliding_window": metadata.whole("attention.sliding_window", 0) or None}
+    long, short = (metadata.factors.get(f"rope_factors_{kind}") for kind in ("long", "short"))
+    if (long is None) != (short is None):
+        raise ValueError(f"{metadata.file.origin} has only one set of the two of LongRoPE")
+    if long is None or short is None:
+        metadata.only("rope.scaling.type", "none")
+        metadata.only("rope.scaling.attn_factor", 1.0)
+        return {**raw, "rope_scaling": None}
+    numbers = ([float(str(each)) for each in factors] for factors in (short, long))
+    scaling: Raw = dict(zip(("short_factor", "long_factor"), numbers, strict=True))
+    original = metadata.whole("rope.scaling.original_context_length")
+    if metadata.has("rope.scaling.attn_factor"):
+        scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor")
+    scaling = {"rope_type": "longrope", **scaling}
+    return {**raw, "rope_scaling": scaling, "original_max_position_embeddings": original}
+
+
+_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
+"""Those of Gemma whose scores are scaled by the width of all heads, not of one: by the number of
+layers, as llama.cpp tells them."""
+
+
+def _gemma(metadata: Metadata, known: Raw) -> Raw:
+    architecture = metadata.prefix.removesuffix(".")
+    heads, width = known["num_attention_heads"], known["hidden_size"]
+    is_27b = known["num_hidden_layers"] == _LAYERS_27B[architecture]
+    return {
+        "query_pre_attn_scalar": width // heads if is_27b else known["head_dim"],
+        "sliding_window": metadata.whole("attention.sliding_window", None, 1),
+    }
+
+
+def _gemma2(metadata: Metadata, known: Raw) -> Raw:
+    caps = {f"{name}_logit_softcapping": None for name in ("attn", "final")}
+    for name in caps:
+        caps[name] = metadata.number(name) if metadata.has(name) else None
+    metadata.only("attention.sliding_window_pattern", 2)
+    return _gemma(metadata, known) | caps
+
+
+def _gemma3(metadata: Metadata, known: Raw) -> Raw:
+    """The local base and the pattern of layers are not in older files."""
+    metadata.only("final_logit_softcapping", 0.0)
+    raw = _gemma(metadata, known)
+    raw["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10000.0)
+    return raw | _pattern(metadata, known["num_hidden_layers"])
+
+
+def _pattern(metadata: Metadata, layers: int) -> Raw:
+    """Which layers have the window: a list, or that every so many-th has none."""
+    key = "attention.sliding_window_pattern"
+    pattern = metadata.value(key)
+    if not isinstance(pattern, list):
+        return {} if pattern is None else {"sliding_window_pattern": metadata.whole(key, least=1)}
+    if len(pattern) != layers or not all(isinstance(each, bool) for each in pattern):
+        raise metadata.error(key, f"must be true or false for each of the {layers} layers")
+    return {"layer_types": [f"{'sliding' if each else 'full'}_attention" for each in pattern]}
+
+
+def _olmo(metadata: Metadata, known: Raw) -> Raw:
+    """OLMo 3 is written as OLMo 2 with a window."""
+    if not metadata.has("attention.sliding_window"):
+        return {}
+    raw = {"architectures": ["Olmo3ForCausalLM"]}
+    raw |= {"sliding_window": metadata.whole("attention.sliding_window", least=1)}
+    return raw | _pattern(metadata, known["num_hidden_layers"])
+
+
+def _mistral3(metadata: Metadata, known: Raw) -> Raw:
+    """Ministral 3: YaRN whose magnitude is divided by another, and queries that grow."""
+    scaling = known.get("rope_scaling")
+    if not scaling:
+        return {}
+    if over := metadata.number("rope.scaling.yarn_log_multiplier", 0.0):
+        factor = scaling["factor"]
+        scaling["attention_factor"] = yarn_magnitude(factor) / yarn_magnitude(factor, over)
+    original = scaling.get("original_max_position_embeddings")
+    metadata.only("attention.temperature_length", original)
+    if beta := metadata.number("attention.temperature_scale", 0.0):
+        scaling["llama_4_scaling_beta"] = beta
+    return {"rope_scaling": scaling}
+
+
+def _softmax_experts(metadata: Metadata, known: Raw) -> Raw:
+    """The number of experts, and that the weights of the chosen ones are those of a softmax."""
+    metadata.only("expert_gating_func", 1)
+    metadata.only("expert_weights_scale", 1.0)
+    metadata.only("expert_shared_count", 0)
+    chosen = metadata.whole("expert_used_count", least=1)
+    return {"num_experts_per_tok": chosen}
+
+
+def _qwen3moe(metadata: Metadata, known: Raw) -> Raw:
+    """llama.cpp always lets the weights of the chosen experts add up to 1."""
+    metadata.only("expert_weights_norm", True)
+    return _softmax_experts(metadata, known) | {
+        "num_experts": metadata.whole("expert_count", least=1),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length", least=1),
+        "norm_topk_prob": True,
+    }
+
+
+def _gpt_oss(metadata: Metadata, known: Raw) -> Raw:
+    metadata.only("expert_gating_func", 3)  # A softmax over the chosen ones.
+    scaling = known.get("rope_scaling")
+    return {
+        "num_local_experts": metadata.whole("expert_count", least=1),
+        "num_experts_per_tok": metadata.whole("expert_used_count", least=1),
+        "intermediate_size": metadata.whole("expert_feed_forward_length", least=1),
+        "sliding_window": metadata.whole("attention.sliding_window", least=1),
+        # The ramp begins and ends within a pair, which no key says.
+        "rope_scaling": {**scaling, "truncate": False} if scaling else None,
+    } | _pattern(metadata, known["num_hidden_layers"])
+
+
+def _qwen35(metadata: Metadata, known: Raw) -> Raw:
+    """Recurrent layers; the blocks that predict several tokens are counted among the layers."""
+    values = metadata.whole("ssm.time_step_rank", least=1)
+    drafts = metadata.whole("nextn_predict_layers", 0)
+    return {
+        "num_hidden_layers": known["num_hidden_layers"] - drafts,
+        "full_attention_interval": metadata.whole("full_attention_interval", 4, 1),
+        "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel", least=1),
+        "linear_key_head_dim": metadata.whole("ssm.state_size", least=1),
+        "linear_num_key_heads": metadata.whole("ssm.group_count", least=1),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": metadata.whole("ssm.inner_size", least=1) // values,
+    }
+
+
+def _each_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Experts of Qwen's, which Hugging Face has one by one."""
+    return {
+        f"mlp.experts.{index}.{name}_proj.weight": layouts.part(decoded(stored), index)
+        for name in ("gate", "up", "down")
+        if (stored := tensors.get(f"ffn_{name}_exps.weight")) is not None
+        for index in range(stored.shape[0] if len(stored.shape) == 3 else 0)
+    }
+
+
+def _all_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """gpt-oss's experts, stacked, gate and up by turns; those of MXFP4 in their own bits."""
+    found: dict[str, Tensor] = {}
+    for kind, named in (("weight", ""), ("bias", "_bias")):
+        each = [tensors.get(f"ffn_{name}_exps.{kind}") for name in ("gate", "up", "down")]
+        if None in each:
+            continue  # Reported as missing.
+        gate, up, down = (stored for stored in each if stored is not None)
+        if gate.shape != up.shape:
+            continue
+        ours = f"mlp.experts.{{}}{named}".format
+        if kind == "weight" and is_mxfp4(tensors):
+            for change, suffix in ((layouts.blocks, "blocks"), (layouts.block_scales, "scales")):
+                halves = (change(packed(stored)) for stored in (gate, up))
+                found[f"{ours('gate_up_proj')}_{suffix}"] = layouts.by_turns(*halves, axis=1)
+                found[f"{ours('down_proj')}_{suffix}"] = change(packed(down))
+            continue
+        one, other, last = map(decoded, (gate, up, down))
+        if kind == "weight":
+            one, other, last = map(layouts.inputs_first, (one, other, last))
+        found[ours("gate_up_proj")] = layouts.by_turns(one, other, axis=-1)
+        found[ours("down_proj")] = last
+    return found
+
+
+def is_mxfp4(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether the matrices of all experts are of MXFP4, and there are some."""
+    kinds = {stored.type.name for name, stored in tensors.items() if name.endswith("_exps.weight")}
+    return kinds == {"MXFP4"}
+
+
+def _offset(*names: str) -> dict[str, Change]:
+    return dict.fromkeys((*names, "output_norm"), layouts.without_one)
+
+
+_GEMMA: dict[str, Any] = dict(
+    layer=_LAYER
+    | _QK
+    | {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    changes=_offset(
+        "attn_norm",
+        "ffn_norm",
+        "post_attention_norm",
+        "post_ffw_norm",
+        "attn_q_norm",
+        "attn_k_norm",
+    ),
+)
+_EXPERTS = tuple(f"ffn_{name}_exps" for name in ("gate", "up", "down"))
+_EXPERT_KEYS = (
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+    "expert_gating_func",
+)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
+        "LlamaForCausalLM",
+        keys=("expert_count", "expert_used_count"),
+        read=_llama,
+        changes=_HALVES,
+        factors=("rope_freqs",),
+    ),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM", layer=_LAYER | _QK),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        keys=(
+            *_EXPERT_KEYS,
+            "expert_weights_norm",
+            "expert_weights_scale",
+            "expert_shared_count",
+        ),
+        read=_qwen3moe,
+        layer=_PRE | _ATTENTION | _QK | {"ffn_gate_inp": "mlp.gate"},
+        experts=_EXPERTS,
+        stacked=_each_expert,
+    ),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        keys=(
+            "attention.sliding_window",
+            "attention.sliding_window_pattern",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+        ),
+        read=_gemma2,
+        **_GEMMA,
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        keys=(
+            "attention.sliding_window",
+            "attention.sliding_window_pattern",
+            "final_logit_softcapping",
+            "rope.freq_base_swa",
+        ),
+        read=_gemma3,
+        **_GEMMA,
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        keys=("attention.sliding_window", "rope.scaling.attn_factor"),
+        read=_phi3,
+        layer=_PRE
+        | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
+        | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        factors=("rope_factors_long", "rope_factors_short"),
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        keys=("attention.sliding_window", "attention.sliding_window_pattern"),
+        read=_olmo,
+        layer=_ATTENTION
+        | _MLP
+        | _QK
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+    "mistral3": Architecture(
+        "Ministral3ForCausalLM",
+        keys=(
+            "attention.temperature_length",
+            "attention.temperature_scale",
+            "rope.scaling.yarn_log_multiplier",
+        ),
+        read=_mistral3,
+        changes=_HALVES,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        keys=(
+            *_EXPERT_KEYS,
+            "attention.sliding_window",
+            "attention.sliding_window_pattern",
+        ),
+        read=_gpt_oss,
+        layer=_ATTENTION
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        unnamed=frozenset({"attn_sinks"}),
+        experts=_EXPERTS,
+        stacked=_all_experts,
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        keys=(
+            "full_attention_interval",
+            "nextn_predict_layers",
+            "rope.dimension_sections",
+            *(
+                f"ssm.{name}"
+                for name in (
+                    "conv_kernel",
+                    "state_size",
+                    "group_count",
+                    "time_step_rank",
+                    "inner_size",
+                )
+            ),
+        ),
+        read=_qwen35,
+        layer=_ATTENTION
+        | _MLP
+        | _QK
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_alpha": "linear_attn.in_proj_a",
+            "ssm_beta": "linear_attn.in_proj_b",
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
+            "ssm_a": "linear_attn.A_log",
+            "ssm_dt": "linear_attn.dt_bias",
+        },
+        changes=_offset("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")
+        | {
+            "attn_qkv": layouts.behind_keys,
+            "attn_gate": layouts.value_heads,
+            "ssm_alpha": layouts.value_heads,
+            "ssm_beta": layouts.value_heads,
+            "ssm_conv1d": layouts.taps,
+            "ssm_out": layouts.value_columns,
+            "ssm_a": layouts.log_of_negative,
+            "ssm_dt": layouts.value_heads,
+        },
+        unnamed=frozenset({"ssm_a", "ssm_dt"}),
+    ),
+}
+"""The architectures that are read, by llama.cpp's names."""
+NOT_TARGETS = {
+    "clip": "what a model sees with (mmproj), without a language model; name the other file",
+    "eagle3": "a draft without its target, in a format that is not read; take its safetensors "
+    "checkpoint",
+    "dflash": "a draft without its target, in a format that is not read; take its safetensors "
+    "checkpoint",
+}
+"""Architectures that are no language models, in words."""
