@@ -24,7 +24,7 @@ from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
 from longspec_jax.cli import ByMachine, typed
 from train import arguments as train_arguments
-from train import bench, plot, prepare, regenerate, vocabulary
+from train import bench, plot, prepare, questions, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
 from train.drafts.kinds import KINDS
 
@@ -122,6 +122,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         **{f"infer.bench {name}": parser for name, parser in benchmarks.items()},
         **{module.__name__: module._parser() for module in (bench, plot, quantise, vocabulary)},
         "train.prepare": prepare.parser(),
+        "train.questions": questions.parser(),
         "train.regenerate": regenerate.parser(),
         "train.run": train_arguments.training_parser(),
     }
