@@ -197,7 +197,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
             error = _sentencepiece_error(culprit) or error
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
-            f"{culprit}: the tokenizer cannot be read ({reason}); download it again, or pass "
+            f"{culprit}: the tokenizer cannot be read ({reason}); download it again, or, if it is "
+            "newer than the packages here, pip install --upgrade transformers tokenizers, or pass "
             "tokenizer="
         ) from error
 

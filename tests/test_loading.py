@@ -287,6 +287,15 @@ def test_a_damaged_tokenizer_of_sentencepiece_is_named(vicuna) -> None:
     assert "tiktoken" not in str(error.value)
 
 
+def test_a_tokenizer_that_is_newer_than_the_packages(folder) -> None:
+    """Its reader says that nothing matched; another download would not."""
+    file = folder / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"model": raw["model"] | {"type": "Newer"}}))
+    with pytest.raises(ValueError, match="pip install --upgrade transformers tokenizers"):
+        load_tokenizer(folder)
+
+
 def test_no_tokenizer(folder) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()

@@ -89,3 +89,11 @@ def test_what_is_no_tensor_is_refused(
     with ExitStack() as stack, pytest.raises(ValueError, match=words[kind]):
         open_tensors(tmp_path, stack)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_that_holds_more_is_not_downloaded_again(tmp_path: Path) -> None:
+    """It would be the same: safetensors, or its tensors alone, are what can be loaded."""
+    torch.save({"a": torch.ones(4), "epoch": torch.device("cpu")}, tmp_path / FILE)
+    words = "download it again if it is damaged, else take the model's safetensors"
+    with ExitStack() as stack, pytest.raises(ValueError, match=words):
+        open_tensors(tmp_path, stack)

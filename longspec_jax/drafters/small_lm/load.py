@@ -201,7 +201,8 @@ def _stored_tokens(folder: Path) -> Tokens | None:
         return readers[name](str(folder / name))
     except Exception as error:  # They raise bare Exceptions for what they cannot read.
         raise ValueError(
-            f"{folder / name}: the tokenizer cannot be read ({error}); download it again"
+            f"{folder / name}: the tokenizer cannot be read ({error}); download it again, or, if "
+            "it is newer than the packages here, pip install --upgrade tokenizers"
         ) from error
 
 
