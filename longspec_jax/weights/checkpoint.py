@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -102,7 +103,8 @@ def _open_indexed(index: Path, stack: ExitStack) -> Tensors:
         if listed != set(opened):
             raise ValueError(
                 f"{shard} and {index.name} disagree about {_some(listed ^ set(opened))}; the files "
-                "come from different saves: download the model again"
+                "come from different saves: download the model again, or, if they were published "
+                "so, write into weight_map what each file holds"
             )
         tensors |= opened
     return tensors
@@ -139,6 +141,11 @@ def _open_safetensors(path: Path, stack: ExitStack) -> Tensors:
         tensors = {name: _tensor(path, file.get_slice(name)) for name in file.keys()}
         return tensors | _open_float8(path, tensors)
     except SafetensorError as error:
+        if "unknown variant" in str(error):  # Of a whole header.
+            raise ValueError(
+                f"{path} holds numbers of a kind that safetensors {version('safetensors')} does "
+                f"not know ({error}); pip install --upgrade safetensors"
+            ) from error
         size = path.stat().st_size
         raise ValueError(
             f"{path} ({size} bytes) is truncated or not a safetensors file ({error}); "
@@ -238,7 +245,8 @@ def _damaged(path: Path, reason: Exception | None = None) -> ValueError:
     words = f" ({first_line(reason)})" if reason else ""
     return ValueError(
         f"{path} ({path.stat().st_size} bytes) is damaged, or holds more than tensors, which is "
-        f"never loaded{words}; download it again, or use safetensors"
+        f"never loaded{words}; download it again if it is damaged, else take the model's "
+        "safetensors, or save its tensors alone"
     )
 
 

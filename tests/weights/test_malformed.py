@@ -248,6 +248,13 @@ def test_files_that_are_no_json_objects(tmp_path, text):
         read_json(tmp_path / "config.json")
 
 
+def test_a_file_that_was_edited_is_corrected(tmp_path):
+    """The documentation tells to edit it, so a comma too many is no damage of a download."""
+    (tmp_path / "config.json").write_text('{"rope_theta": 5e5,}')
+    with pytest.raises(ValueError, match="correct what was changed in it, or download it again"):
+        read_json(tmp_path / "config.json")
+
+
 def test_bytes_that_are_no_text(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="config.json is not valid JSON"):

@@ -114,3 +114,11 @@ def test_an_old_torch_reads_no_old_pickle(tmp_path: Path, monkeypatch: pytest.Mo
             ValueError, match="torch 2.5.1.* may hold .* install torch 2.6 or later"
         ):
             open_tensors(tmp_path, stack)
+
+
+def test_a_file_that_holds_more_is_not_downloaded_again(tmp_path: Path) -> None:
+    """It would be the same: safetensors, or its tensors alone, are what can be loaded."""
+    torch.save({"a": torch.ones(4), "epoch": torch.device("cpu")}, tmp_path / FILE)
+    words = "download it again if it is damaged, else take the model's safetensors"
+    with ExitStack() as stack, pytest.raises(ValueError, match=words):
+        open_tensors(tmp_path, stack)

@@ -18,7 +18,16 @@ from longspec_jax.ops.matmul.quantised_weights import MIDDLE, QuantisedMatrix
 from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
 from longspec_jax.weights.quantised import mxfp4
 from longspec_jax.weights.quantised.formats import REMEDY, Quantisation
-from longspec_jax.weights.quantised.stored import FLOATS, Awq, Bytes, Format, Gptq, Packed, Stored
+from longspec_jax.weights.quantised.stored import (
+    FLOATS,
+    MISMATCH,
+    Awq,
+    Bytes,
+    Format,
+    Gptq,
+    Packed,
+    Stored,
+)
 from longspec_jax.weights.tables import Leaf, Part, Table
 
 SCALE_DTYPE = "float32"
@@ -144,8 +153,7 @@ def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation)
         says = "whole" if format is None else f"quantised as {format.label}"
         holds = ", ".join(found) or "none of the tensors of a quantised linear"
         raise ValueError(
-            f"{quantised.origin}: {name} is {says}, and the weights hold {holds} of it; the files "
-            "belong to different saves: download the model again"
+            f"{quantised.origin}: {name} is {says}, and the weights hold {holds} of it; {MISMATCH}"
         )
     return format
 
@@ -174,7 +182,7 @@ def _stacked_leaves(leaf: Leaf, tensors: Tensors, quantised: Quantisation) -> li
     if blocks is None or scales is None:
         raise ValueError(
             f"{quantised.origin}: {source} is of MXFP4, and the weights lack its blocks or "
-            "scales; the files belong to different saves: download the model again"
+            f"scales; {MISMATCH}"
         )
     found = mxfp4.stored(blocks, scales)
     leaves = []

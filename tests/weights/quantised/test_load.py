@@ -201,6 +201,19 @@ def test_the_tensors_tell_which_linears_are_whole(tmp_path: Path) -> None:
         load_target(file.parent)
 
 
+def test_scales_of_fp8_have_either_name(tmp_path: Path) -> None:
+    """AutoFP8 names them as compressed-tensors does."""
+    folder = write(tmp_path, "fp8 by tensor", ignored_layers=["lm_head"])
+    with ExitStack() as stack:
+        tensors = {
+            name.replace("_scale_inv", "_scale"): tensor.read((slice(None),) * len(tensor.shape))
+            for name, tensor in open_tensors(folder, stack).items()
+        }
+    save_file(tensors, folder / "model.safetensors")
+    _, params = load_target(folder)
+    assert_stands_for(params, tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["GPTQ v1", "GPTQ v1 act-order"])
 def test_biases_of_zeros_are_those_of_the_tool(tmp_path: Path, kind: str) -> None:
     """AutoGPTQ gives all linears one; any other number is a model with biases."""
