@@ -23,6 +23,8 @@ from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
 from longspec_jax.cli import ByMachine, typed
+from longspec_jax.drafters import registry
+from longspec_jax.drafters.retrieval.draft import RetrievalOptions
 from train import arguments as train_arguments
 from train import bench, plot, prepare, questions, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
@@ -341,6 +343,22 @@ def test_lines_end_at_100_characters() -> None:
 def test_every_benchmark_is_described() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert [name for name in bench_arguments.BENCHMARKS if f"| `{name}` |" not in page] == []
+
+
+def test_every_option_of_a_draft_is_described() -> None:
+    page = (ROOT / "docs" / "usage.md").read_text()
+    [table] = re.findall(r"^## Draft options$(.*?)^### ", page, re.DOTALL | re.MULTILINE)
+    named = set(re.findall(r"[`,] ?`?([a-z][a-z_0-9]*)[=`]", table))
+    kinds = [kind for kind in vars(registry).values() if isinstance(kind, registry.Kind)]
+    types = [kind.options_type for kind in (*kinds, *registry.NAMED.values())]
+    every = {
+        field.name
+        for options in (*types, RetrievalOptions)
+        for field in dataclasses.fields(options)
+        if field.init
+    }
+    assert len(every) > 15
+    assert every - named == set()
 
 
 def test_every_raw_file_is_listed() -> None:

@@ -77,7 +77,7 @@ def test_no_extra_of_a_gpu_contradicts_torch() -> None:
     declared = PROJECT["optional-dependencies"]
     asks = {extra for extra, lines in declared.items() if any("triton" in line for line in lines)}
     assert asks == {"triton"}
-    assert not any("triton==" in line or "triton<" in line for line in declared["triton"])
+    assert not any(line.startswith(("triton", "torch")) for line in declared["triton"])
 
 
 @pytest.mark.slow
@@ -97,8 +97,9 @@ def test_all_extras_can_be_installed_together(cuda: str) -> None:
         for each in json.loads(found.stdout)["install"]
     }
     print({name: chosen.get(name) for name in ("jax", "flax", "torch", "triton", "jax-triton")})
-    release = tuple(int(part) for part in chosen["jax"].split(".")[:2])
-    assert release >= ((0, 11) if sys.version_info >= (3, 12) else (0, 10))
-    if sys.version_info >= (3, 12):  # jax-triton 0.4 works with triton 3.7 and later, 0.3 with 3.6.
-        old = chosen["jax-triton"].startswith("0.3.")
-        assert old == chosen["triton"].startswith("3.6.")
+    if sys.version_info < (3, 12):
+        assert chosen["jax"].startswith("0.10.") and "jax-triton" not in chosen
+        return
+    assert chosen["jax"].startswith("0.11.")  # jax-triton 0.4 fails with jax 0.12.
+    # It works with triton 3.7 and later, 0.3 with 3.6.
+    assert chosen["jax-triton"].startswith("0.3.") == chosen["triton"].startswith("3.6.")

@@ -76,8 +76,9 @@ def _prefix_triton(
         return prefix_triton.prefix_attention(q, prefix, **options)
     except ImportError as error:
         raise NotImplementedError(
-            f"the jax-triton prefix kernel cannot be imported ({error}); install jax-triton 0.3.1 "
-            "and triton 3.6 beside jax with GPU support, or choose another implementation"
+            f"the jax-triton prefix kernel cannot be imported ({error}); install the extra "
+            "triton (Python 3.12 or newer) beside jax with GPU support, or choose another "
+            "implementation"
         ) from error
 
 
