@@ -9,7 +9,7 @@ import base64
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +44,8 @@ from .token_texts import TokenTexts
 
 LOG = logging.getLogger("longspec.serve")
 HEALTH, PAGE = "/health", "/"
+CLIENT = "longspec.client"
+"""In the scope of a request: the place of its key among the server's."""
 CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
 BODY_SECONDS = 60.0
@@ -66,7 +68,8 @@ class Served:
     """Of the model, for ``/v1/models`` and the page."""
     slots: int = 1
     created: int = 0
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    """What clients may send; none for no key. The first one is the operator's."""
     log_prompts: bool = False
 
 
@@ -94,23 +97,26 @@ def make_app(served: Served) -> ASGIApp:
             Exception: _failed,
         },
     )
-    return app if served.api_key is None else KeyGuard(app, served.api_key)
+    return KeyGuard(app, served.api_keys) if served.api_keys else app
 
 
 class KeyGuard:
-    """Lets requests pass that carry the key, and those to ``/health``.
+    """Lets requests pass that carry a key, and those to ``/health``; notes which key it is.
 
     As ``Bearer KEY``, or as the password of any user, for which a browser asks when it opens the
     page, and which it then sends along with the page's own requests.
     """
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 without the key."""
-        if scope["type"] != "http" or scope["path"] == HEALTH or self._has_key(scope):
+        if scope["type"] != "http" or scope["path"] == HEALTH:
             await self._app(scope, receive, send)
+            return
+        if (place := self._place_of_key(scope)) is not None:
+            await self._app({**scope, CLIENT: place}, receive, send)
             return
         refused = Refused(
             "the API key is missing or wrong; send the header Authorization: Bearer KEY",
@@ -122,14 +128,16 @@ class KeyGuard:
         response.headers["www-authenticate"] = 'Basic realm="API key"' if page else "Bearer"
         await response(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _place_of_key(self, scope: Scope) -> int | None:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         if scheme.lower() == b"basic":
             with contextlib.suppress(ValueError):
                 scheme, key = b"bearer", base64.b64decode(key).partition(b":")[2]
-        # compare_digest takes a time that does not tell how much of the key was right.
-        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+        # compare_digest takes a time that does not tell how much of the key was right; and all keys
+        # are compared, whichever it is.
+        same = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return same.index(True) if any(same) and scheme.lower() == b"bearer" else None
 
 
 def refusal(refused: Refused) -> Response:
@@ -203,7 +211,8 @@ class Routes:
         self._thread.check_room()
         given = await self._body(request)
         call = read_call(given, self._model, chat=chat)
-        rows = await self._in_pool(rows_of, call, self._model)
+        client = str(request.scope[CLIENT]) if len(self._served.api_keys) > 1 else ""
+        rows = await self._in_pool(rows_of, call, self._model, client)
         if self._served.log_prompts:
             LOG.info("prompt: %s", call.messages or call.prompts)
         ticket = self._thread.submit(rows)
@@ -233,7 +242,8 @@ class Routes:
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
         form = (ChatFormat if call.chat else TextFormat)(self._texts)
-        return Writer(call, form, self._model.names[0], ticket.answers, self._texts)
+        name, only = self._model.names[0], self._model.shared
+        return Writer(call, form, name, ticket.answers, self._texts, accepted_only=only)
 
     async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
         """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""
@@ -310,15 +320,30 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         """All counts, for Prometheus."""
+        self._check_operator(request)
         return Response(self._served.metrics.text(), headers={"content-type": metrics_lib.TYPE})
 
     async def stats(self, request: Request) -> Response:
         """What the page shows: rows and tokens per second, without texts."""
+        self._check_operator(request)
         return as_json({**self._thread.stats(), "slots": self._served.slots})
+
+    def _check_operator(self, request: Request) -> None:
+        """Refuse what tells of everybody's requests to all keys but the first.
+
+        Raises:
+          Refused: for another one.
+        """
+        if request.scope.get(CLIENT, 0) > 0:
+            raise Refused(
+                f"{request.url.path} tells of the requests of all keys; ask with the first key of "
+                "--api_key_file, which is the operator's",
+                status=403,
+            )
 
     async def openapi(self, request: Request) -> Response:
         """The description of all routes."""
-        return as_json(describe(self._served.api_key is not None))
+        return as_json(describe(bool(self._served.api_keys)))
 
     async def page(self, request: Request) -> Response:
         """The page: one file, which talks to no other server."""

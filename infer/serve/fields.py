@@ -138,6 +138,7 @@ SHARED = {
     "user": Field(Text(), "has no effect"),
     "safety_identifier": Field(Text(), "has no effect"),
     "prompt_cache_key": Field(Text(), "has no effect: prompts are met again by their tokens"),
+    "cache_salt": Field(Text(256, 1), "prompts of different ones are not reused for each other"),
     "response_format": Field(_FORMAT, "tokens that would break the form are never drawn"),
     "min_tokens": Field(Neutral((0,))),
     "length_penalty": Field(Neutral((1.0,))),

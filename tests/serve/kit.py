@@ -245,6 +245,7 @@ def serving(
     request_seconds: float | None = None,
     drain_seconds: float = 20.0,
     api_key: str | None = None,
+    other_keys: tuple[str, ...] = (),
     levels: int = LEVELS,
 ) -> Iterator[Client]:
     """A server on a port of its own, in a thread; ended in the end."""
@@ -257,7 +258,8 @@ def serving(
         request_seconds=request_seconds,
         levels=levels,
     )
-    served = Served(model or scripted_model(), thread, metrics, {"chat": True}, api_key=api_key)
+    keys = () if api_key is None else (api_key, *other_keys)
+    served = Served(model or scripted_model(), thread, metrics, {"chat": True}, api_keys=keys)
     listener = socket.create_server(("127.0.0.1", 0))
     server, ready = HttpServer(served, listener, drain_seconds), threading.Event()
     client = Client(listener.getsockname()[1], server, thread, api_key)
