@@ -122,7 +122,7 @@ class Service:
         draft = f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.widths else "no draft"
         yield f"  {self._names[0]}: {draft}; {spec.precision}"
         if any(draft.shares_texts for draft in spec.drafts):
-            yield "  shared=true: requests draft from each other's texts, which clients can so guess"
+            yield "  shared=true: requests draft from each other's texts; clients can so guess them"
         yield f"  {memory_plan_line(engine.memory)}"
         free = free_bytes(spec.mesh)
         slots = counted(engine.engine.slots, "slot")

@@ -58,6 +58,7 @@ _MESSAGE = Object(
         "content": Field(_CONTENT, "the text", True),
         "name": Field(Text(256), "given to the chat template, which may use it"),
         "refusal": Field(Neutral((), "leave it out")),
+        "annotations": Field(Neutral(([],), "leave it out")),
         "audio": Field(Neutral((), "send text")),
         "tool_calls": Field(Neutral(([],), _NO_TOOLS)),
         "function_call": Field(Neutral((), _NO_TOOLS)),
