@@ -90,8 +90,9 @@ SAMPLING: dict[str, Whole | Real] = {
     "top_k": Whole(0, note=" (0 keeps all tokens)"),
     "top_p": Real(0.0, 1.0, "in (0, 1] (1 keeps all tokens)", includes_least=False),
     "min_p": Real(0.0, 1.0, "in [0, 1] (0 keeps all tokens)"),
+    # It divides and multiplies logits, which must stay finite.
     "repetition_penalty": Real(
-        0.0, LARGEST_NUMBER, "above 0 (1 is none) and finite", includes_least=False
+        1 / LARGEST_NUMBER, LARGEST_NUMBER, "above 0 (1 is none), from 1e-30 to 1e30"
     ),
     "presence_penalty": Real(-2.0, 2.0, "from -2 to 2 (0 is none)"),
     "frequency_penalty": Real(-2.0, 2.0, "from -2 to 2 (0 is none)"),

@@ -26,7 +26,7 @@ from .bodies import MOST_BYTES, most_bytes, read_json, too_large
 from .documents import describe, read_page
 from .engine_thread import EngineThread, State
 from .gains import Ticket
-from .guards import HEALTH, PAGE, HostGuard, KeyGuard, as_json, refusal
+from .guards import CLIENT, HEALTH, PAGE, HostGuard, KeyGuard, as_json, refusal
 from .metrics import Metrics
 from .protocol import (
     Call,
@@ -65,7 +65,8 @@ class Served:
     """Of the model, for ``/v1/models`` and the page."""
     slots: int = 1
     created: int = 0
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    """What clients may send; none for no key. The first one is the operator's."""
     host: str = ""
     """That the server was started with."""
     log_prompts: bool = False
@@ -95,9 +96,9 @@ def make_app(served: Served) -> ASGIApp:
             Exception: _failed,
         },
     )
-    if served.api_key is None:
+    if not served.api_keys:
         return HostGuard(app, served.host)
-    return KeyGuard(app, served.api_key)
+    return KeyGuard(app, served.api_keys)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -162,7 +163,8 @@ class Routes:
         """Completions of both kinds, whole or as a stream."""
         self._thread.check_room()
         given = await self._body(request)
-        call, rows = await self._in_pool(self._read_call, given, chat)
+        client = str(request.scope[CLIENT]) if len(self._served.api_keys) > 1 else ""
+        call, rows = await self._in_pool(self._read_call, given, chat, client)
         if self._served.log_prompts:
             LOG.info("prompt: %s", call.messages or call.prompts)
         ticket = self._thread.submit(rows)
@@ -185,9 +187,11 @@ class Routes:
             if ticket is not None:
                 self._thread.cancel(ticket)
 
-    def _read_call(self, given: dict[str, Any], chat: bool) -> tuple[Call, tuple[Row, ...]]:
+    def _read_call(
+        self, given: dict[str, Any], chat: bool, client: str
+    ) -> tuple[Call, tuple[Row, ...]]:
         call = read_call(given, self._model, chat=chat)
-        return call, rows_of(call, self._model)
+        return call, rows_of(call, self._model, client)
 
     def _writer(self, call: Call, ticket: Ticket) -> Writer:
         if call.echo:
@@ -196,7 +200,8 @@ class Routes:
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
         form = (ChatFormat if call.chat else TextFormat)(self._texts)
-        return Writer(call, form, self._model.names[0], ticket.answers, self._texts)
+        name, only = self._model.names[0], self._model.shared
+        return Writer(call, form, name, ticket.answers, self._texts, accepted_only=only)
 
     async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
         """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""
@@ -280,15 +285,30 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         """All counts, for Prometheus."""
+        self._check_operator(request)
         return Response(self._served.metrics.text(), headers={"content-type": metrics_lib.TYPE})
 
     async def stats(self, request: Request) -> Response:
         """What the page shows: rows and tokens per second, without texts."""
+        self._check_operator(request)
         return as_json({**self._thread.stats(), "slots": self._served.slots})
+
+    def _check_operator(self, request: Request) -> None:
+        """Refuse what tells of everybody's requests to all keys but the first.
+
+        Raises:
+          Refused: for another one.
+        """
+        if request.scope.get(CLIENT, 0) > 0:
+            raise Refused(
+                f"{request.url.path} tells of the requests of all keys; ask with the first key of "
+                "--api_key_file, which is the operator's",
+                status=403,
+            )
 
     async def openapi(self, request: Request) -> Response:
         """The description of all routes."""
-        return as_json(describe(self._served.api_key is not None))
+        return as_json(describe(bool(self._served.api_keys)))
 
     async def page(self, request: Request) -> Response:
         """The page: one file, which talks to no other server."""

@@ -61,19 +61,22 @@ class Service:
     """A server from its arguments to its end."""
 
     def __init__(
-        self, arguments: argparse.Namespace, listener: socket.socket | None, key: str | None
+        self,
+        arguments: argparse.Namespace,
+        listener: socket.socket | None,
+        keys: tuple[str, ...] = (),
     ):
         """Begin with nothing loaded.
 
         Args:
           arguments: of the command, settled.
           listener: has the address; None where others listen.
-          key: that clients must send, if any.
+          keys: of which clients must send one, if there are any.
         """
         if is_demo(arguments) and arguments.draft is None:
             # Of two drafts every tree would be compiled, twice as long a start.
             arguments = argparse.Namespace(**{**vars(arguments), "draft": [DEMO_NAME]})
-        self._arguments, self._listener, self._key = arguments, listener, key
+        self._arguments, self._listener, self._keys = arguments, listener, keys
         self._template = read_template(arguments)
         self.status = StatusLine(sys.stderr)
         self._spec: LongSpec | None = None
@@ -119,6 +122,8 @@ class Service:
         drafter = engine.engine.drafter
         draft = f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.widths else "no draft"
         yield f"  {self._names[0]}: {draft}; {spec.precision}"
+        if any(draft.shares_texts for draft in spec.drafts):
+            yield "  shared=true: requests draft from each other's texts; clients can so guess them"
         yield f"  {memory_plan_line(engine.memory)}"
         free = free_bytes(spec.mesh)
         slots = counted(engine.engine.slots, "slot")
@@ -153,7 +158,7 @@ class Service:
             queue_tokens=arguments.queue_tokens,
             request_seconds=arguments.request_seconds,
             template=self._template,
-            api_key=self._key,
+            api_keys=self._keys,
             host=arguments.host,
             log_prompts=arguments.log_prompts,
         )
@@ -163,10 +168,10 @@ class Service:
         assert self._listener is not None, "it listens"
         address, port = self._listener.getsockname()[:2]
         host = f"[{address}]" if ":" in address else address
-        base = f"http://{host}:{port}"
-        for line in (f"ready: {base}/v1", f"try:   {curl(base, self._key)}", f"page:  {base}/"):
+        base, key = f"http://{host}:{port}", self._keys[0] if self._keys else None
+        for line in (f"ready: {base}/v1", f"try:   {curl(base, key)}", f"page:  {base}/"):
             print(line, flush=True)
-        if warning := open_to_all(address, self._key):
+        if warning := open_to_all(address, key):
             cli.say(warning)
 
 
@@ -275,7 +280,7 @@ def served_over(
     queue_tokens: int | None = None,
     request_seconds: float | None = None,
     template: str | None = None,
-    api_key: str | None = None,
+    api_keys: tuple[str, ...] = (),
     host: str = "",
     log_prompts: bool = False,
 ) -> Served:
@@ -290,7 +295,7 @@ def served_over(
       queue_tokens: most tokens of their prompts; :data:`WHOLE_QUEUE` contexts if absent.
       request_seconds: after which a call is ended; None for no limit.
       template: as in :func:`chat_encoder`.
-      api_key: that clients must send, if any.
+      api_keys: of which clients must send one, if there are any.
       host: that requests may name where there is no key, beside addresses and private names.
       log_prompts: whether prompts are written to the log.
     """
@@ -318,10 +323,11 @@ def served_over(
             "trees": [*map(str, model.trees)],
             "drafter": model.drafter,
             "identical": spec.identical,
+            "shared": model.shared,
         },
         slots=engine.engine.slots,
         created=int(time.time()),
-        api_key=api_key,
+        api_keys=api_keys,
         host=host,
         log_prompts=log_prompts,
     )
@@ -365,6 +371,7 @@ def served_model(
         trees=tuple(each.tree for each in engine.engine.drafters),
         tree=str(drafter.tree) if drafter.tree.widths else None,
         drafter=drafter.name if drafter.tree.widths else None,
+        shared=any(draft.shares_texts for draft in spec.drafts),
         grammar=spec.grammar if _knows_grammars(spec) else None,
     )
 

@@ -33,7 +33,8 @@ GETS = {
 REFUSALS = {
     "400": "a field is wrong; the message names it",
     "401": "the API key is missing or wrong",
-    "403": "the server has no API key, and the header Host names another site",
+    "403": "of several keys this is not the operator's; or there is no key, and the header Host "
+    "names another site",
     "404": "there is no such model",
     "408": "the body took too long to send",
     "413": "the body is too large",
@@ -76,6 +77,8 @@ def describe(has_key: bool) -> dict[str, Any]:
         paths[path] = {"get": {"summary": summary, "responses": responses}}
     for path in ("/", "/health"):
         paths[path]["get"]["security"] = []
+    for path in ("/metrics", "/stats"):
+        paths[path]["get"]["responses"] |= _refusals("403")
     paths["/health"]["get"]["responses"]["503"] = {
         "description": "the server is shutting down, or has failed",
         "content": {"application/json": {"schema": {"type": "object"}}},
@@ -100,7 +103,7 @@ def _post(path: str) -> dict[str, Any]:
         "requestBody": {"required": True, "content": body},
         "responses": {
             "200": {"description": POSTS[path], "content": content},
-            **_refusals(*REFUSALS),
+            **_refusals(*(REFUSALS.keys() - {"403"})),
         },
     }
 

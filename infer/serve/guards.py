@@ -10,7 +10,7 @@ import base64
 import contextlib
 import hmac
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -22,6 +22,8 @@ from .answers import json_bytes
 from .rules import Refused
 
 HEALTH, PAGE = "/health", "/"
+CLIENT = "longspec.client"
+"""In the scope of a request: the place of its key among the server's."""
 PRIVATE = ".localhost", ".local", ".internal"
 """Ends of names that no public DNS has, beside those without a dot."""
 
@@ -38,19 +40,22 @@ def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = N
 
 
 class KeyGuard:
-    """Lets requests pass that carry the key, and those to ``/health``.
+    """Lets requests pass that carry a key, and those to ``/health``; notes which key it is.
 
     As ``Bearer KEY``, or as the password of any user, for which a browser asks when it opens the
     page, and which it then sends along with the page's own requests.
     """
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 without the key."""
-        if scope["type"] != "http" or scope["path"] == HEALTH or self._has_key(scope):
+        """Answer 401 without a key."""
+        if scope["type"] != "http" or scope["path"] == HEALTH:
             await self._app(scope, receive, send)
+            return
+        if (place := self._place_of_key(scope)) is not None:
+            await self._app({**scope, CLIENT: place}, receive, send)
             return
         refused = Refused(
             "the API key is missing or wrong; send the header Authorization: Bearer KEY",
@@ -62,13 +67,15 @@ class KeyGuard:
         response.headers["www-authenticate"] = 'Basic realm="API key"' if page else "Bearer"
         await response(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _place_of_key(self, scope: Scope) -> int | None:
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
         if scheme.lower() == b"basic":
             with contextlib.suppress(ValueError):
                 scheme, key = b"bearer", base64.b64decode(key).partition(b":")[2]
-        # compare_digest takes a time that does not tell how much of the key was right.
-        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+        # compare_digest takes a time that does not tell how much of the key was right; and all keys
+        # are compared, whichever it is.
+        same = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return same.index(True) if any(same) and scheme.lower() == b"bearer" else None
 
 
 class HostGuard:

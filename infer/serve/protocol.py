@@ -61,6 +61,8 @@ class ServedModel:
     tree: str | None = None
     """The tallest of them; None for plain decoding."""
     drafter: str | None = None
+    shared: bool = False
+    """Whether requests draft from each other's texts, so that rounds show accepted tokens alone."""
     grammar: Callable[..., Any] | None = None
     """Makes a grammar of ``json_schema=`` or ``regex=``; None if requests can have none."""
 
@@ -95,6 +97,8 @@ class Call:
     """Alternatives of each token in the answer; None for no log-probabilities."""
     rounds: bool = False
     special: bool = True
+    cache_salt: str = ""
+    """What keeps its prompts apart from others; empty for nothing."""
     form: dict[str, Any] | None = None
     """Of the text, as the model's ``grammar`` takes it; None for any text."""
 
@@ -136,6 +140,7 @@ def read_call(given: dict[str, Any], model: ServedModel, *, chat: bool) -> Call:
         include_usage=streamed.get("include_usage", False),
         continuous_usage=streamed.get("continuous_usage_stats", False),
         rounds=about.get("rounds", False),
+        cache_salt=values.get("cache_salt", ""),
         form=_form(values, model),
         **own,
     )
@@ -322,8 +327,11 @@ def read_detokenize(given: dict[str, Any], model: ServedModel) -> tuple[int, ...
     return values["tokens"]
 
 
-def rows_of(call: Call, model: ServedModel) -> tuple[Row, ...]:
+def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]:
     """The rows of a call, in the order of its choices. Tokenises, which may take a while.
+
+    Args:
+      client: a word for the key that the client has, of several; prompts of others are not found.
 
     Raises:
       Refused: for a text that is no prompt, and for what exceeds the context.
@@ -335,6 +343,8 @@ def rows_of(call: Call, model: ServedModel) -> tuple[Row, ...]:
     else:
         prompts = [_tokens(prompt, call, model) for prompt in call.prompts]
     rows, options = [], dict(call.options)
+    if client or call.cache_salt:
+        options["cache_salt"] = f"{client} {call.cache_salt}"  # The word has no space.
     if call.form is not None and (grammar := model.grammar) is not None:
         options["grammar"] = _made(partial(grammar, **call.form), "response_format")
     for tokens in prompts:

@@ -227,6 +227,7 @@ class Engine:
         priority: int = 0,
         constraint: Constraint | None = None,
         candidate: int | None = None,
+        cache_salt: str = "",
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
@@ -238,6 +239,7 @@ class Engine:
             host waits for every round's tree.
           candidate: the drafter whose rounds run while the request holds a slot, in all rows; of
             several such requests the last of the drafters. The policy's choice if absent.
+          cache_salt: its prompt finds nothing of prompts that had another one.
 
         Returns:
           The number that names the request in what :meth:`step` returns.
@@ -257,8 +259,15 @@ class Engine:
         check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
         own = self.as_it_takes(request)
         id, self._next_id = self._next_id, self._next_id + 1
-        more: dict[str, Any] = {"constraint": constraint, "candidate": candidate}
-        waiting = Waiting(priority, id, np.asarray(tokens), own, **more)
+        waiting = Waiting(
+            priority=priority,
+            id=id,
+            tokens=np.asarray(tokens),
+            request=own,
+            constraint=constraint,
+            candidate=candidate,
+            cache_salt=cache_salt,
+        )
         self.prompts.add(waiting)
         return id
 

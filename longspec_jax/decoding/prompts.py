@@ -46,6 +46,8 @@ class Waiting(NamedTuple):
     """What it may emit; it has taken in all that was read of the request."""
     candidate: int | None = None
     """What runs while it holds a slot; the policy's choice if absent."""
+    cache_salt: str = ""
+    """Its prompt shares nothing with prompts of another one."""
 
     @property
     def alternatives(self) -> int:
@@ -246,7 +248,8 @@ class Prompts:
     def add(self, waiting: Waiting) -> None:
         """Queue a request."""
         if self._reuse:
-            names = chunk_names(waiting.tokens, self.chunk_of(len(waiting.tokens)))
+            chunk = self.chunk_of(len(waiting.tokens))
+            names = chunk_names(waiting.tokens, chunk, waiting.cache_salt)
             waiting = waiting._replace(names=names)
         bisect.insort(self.queue, waiting, key=lambda one: one.rank)
 

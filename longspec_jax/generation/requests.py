@@ -67,7 +67,9 @@ class RequestOutput(StepOutput):
 class RequestEngine:
     """Requests that come and go; made by :meth:`longspec_jax.LongSpec.engine`. A context manager.
 
-    The text of a request depends on target, prompt, options and seed, not on its neighbours.
+    The text of a request depends on target, prompt, options and seed, not on its neighbours. These
+    may be other people's: no request drafts from their texts, unless the draft's option ``shared``
+    asks for it.
     """
 
     def __init__(
@@ -96,8 +98,9 @@ class RequestEngine:
             raise ValueError(f"max_gap_ms={shown(max_gap_ms)} must be a number of milliseconds")
         if logprobs is not None:
             whole_number("logprobs", logprobs, 0, MOST_ALTERNATIVES)
+        apart = replace(models, draft=tuple(draft.apart for draft in models.drafts))
         drafters, draft = drafters_for(
-            models, tree, slots, adaptive=adaptive, choices=candidates_by_load
+            apart, tree, slots, adaptive=adaptive, choices=candidates_by_load
         )
         drafters = drafters if adaptive else drafters[:1]
         levels = tallest(drafters).tree.num_levels
@@ -164,6 +167,7 @@ class RequestEngine:
         speculate: bool = True,
         tree: TreeConfig | None = None,
         grammar: Grammar | None = None,
+        cache_salt: str = "",
         **options: Unpack[GenerateOptions],
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
@@ -173,7 +177,9 @@ class RequestEngine:
         whose text goes on later as if nothing had happened. Without ``speculate`` the row accepts
         no draft token, and its text is the same. A ``tree`` of :attr:`trees` runs while the request
         holds a slot, instead of the one that is fastest. A ``grammar``
-        (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone.
+        (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone. Prompts of different
+        ``cache_salt`` are not reused for each other: it keeps apart people who must not learn what
+        the others ask.
 
         Returns:
           The number of the request.
@@ -194,11 +200,14 @@ class RequestEngine:
             raise ValueError(
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
+        if not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt={shown(cache_salt)} must be text")
         request = _of_one_row(batch, speculate)
         more = {
             "priority": priority,
             "constraint": self._constraint(grammar, request),
             "candidate": None if tree is None else self._candidate(tree),
+            "cache_salt": cache_salt,
         }
         id = self.engine.submit(prompt, request, **more)
         if (text := batch.text(0)) is not None:

@@ -245,6 +245,7 @@ def serving(
     request_seconds: float | None = None,
     drain_seconds: float = 20.0,
     api_key: str | None = None,
+    other_keys: tuple[str, ...] = (),
     host: str = "",
     levels: int = LEVELS,
     send_buffer: int | None = None,
@@ -259,8 +260,9 @@ def serving(
         request_seconds=request_seconds,
         levels=levels,
     )
+    keys = () if api_key is None else (api_key, *other_keys)
     model, about = model or scripted_model(), {"chat": True}
-    served = Served(model, thread, metrics, about, api_key=api_key, host=host)
+    served = Served(model, thread, metrics, about, api_keys=keys, host=host)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:  # Which connections inherit.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 from openai import APIError, AuthenticationError, BadRequestError, OpenAI
+from openai.types.chat.completion_create_params import (
+    CompletionCreateParamsNonStreaming as ChatParams,
+)
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 
 from infer.serve import app
 from infer.serve.documents import GETS, POSTS
@@ -265,6 +269,39 @@ def test_openai_completions_and_chats(shared: Client) -> None:
     with pytest.raises(BadRequestError, match="unknown field 'colour'") as caught:
         client.completions.create(model="toy", prompt="ab", extra_body={"colour": 1})
     assert caught.value.param == "colour"
+
+
+def test_null_is_as_absent_of_every_field_that_openai_knows(shared: Client) -> None:
+    """A conversation goes on with the answers as the client holds and dumps them."""
+    client = client_of(shared)
+    messages: list[Any] = [{"role": "user", "content": "ab"}]
+    for sent_back in (lambda message: message, lambda message: message.model_dump()):
+        [choice] = client.chat.completions.create(
+            model="toy", messages=messages, max_tokens=2
+        ).choices
+        messages += [sent_back(choice.message), {"role": "user", "content": "c"}]
+    dumped = messages[-2]
+    assert dumped["annotations"] is dumped["function_call"] is dumped["tool_calls"] is None
+    nothing: dict[str, Any] = {"annotations": [], "tool_calls": [], "parsed": None}
+    messages += [{**dumped, **nothing}, {"role": "user", "content": "c"}]
+    nulls = {name: None for name in ChatParams.__annotations__ if name not in ("messages", "model")}
+    assert len(nulls) > 25
+    chat = client.chat.completions.create(
+        model="toy", messages=messages, extra_body={**nulls, "max_tokens": 2}
+    )
+    assert chat.choices[0].message.content == "de"
+    of_parts = [{"type": "text", "text": "ab", "prompt_cache_breakpoint": None}]
+    messages = [{"role": "user", "content": of_parts, "name": None}]
+    assert client.chat.completions.create(model="toy", messages=messages, max_tokens=1).choices
+    nulls = {name: None for name in TextParams.__annotations__ if name not in ("prompt", "model")}
+    text = client.completions.create(
+        model="toy", prompt="ab", extra_body={**nulls, "max_tokens": 2}
+    )
+    assert text.choices[0].text == "cd"
+    for name in ("prompt", "messages"):
+        path = "/v1/completions" if name == "prompt" else "/v1/chat/completions"
+        status, body = shared.post(path, **{name: None})
+        assert status == 400 and body["error"]["param"] == name, "what is required is no null"
 
 
 def test_an_error_in_a_stream_raises_in_the_openai_client() -> None:
