@@ -33,7 +33,9 @@ BUSY = (429, 503)
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows no redirect: urllib would send the key along, to whatever host is named."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(
+        self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any
+    ) -> None:
         """None: the redirect is an error of the request."""
 
 

@@ -133,10 +133,10 @@ class TensorFile:
 
 def _read(described: bytes) -> Any:
     """What a pickle describes."""
-    for operation, argument, _ in pickletools.genops(described):
+    for operation, place, _ in pickletools.genops(described):
         # The unpickler makes a table of as many places as the largest number says.
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(described):
-            raise pickle.UnpicklingError(f"it keeps {argument} values, more than it has bytes")
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(place or 0) > len(described):
+            raise pickle.UnpicklingError(f"it keeps {place} values, more than it has bytes")
     return _Reader(io.BytesIO(described)).load()
 
 
