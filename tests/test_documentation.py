@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -17,12 +18,14 @@ import numpy as np
 import pytest
 import yaml
 
+import longspec_jax
 from infer import arguments, chat, quantise
 from infer.bench import arguments as bench_arguments
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
-from longspec_jax.cli import ByMachine, typed
+from longspec_jax import LongSpec
+from longspec_jax.cli import SCRIPTS, ByMachine, typed
 from longspec_jax.drafters import registry
 from longspec_jax.drafters.retrieval.draft import RetrievalOptions
 from train import arguments as train_arguments
@@ -150,6 +153,8 @@ def test_options_exist(page: Path) -> None:
     """In commands, and where they stand alone; the changelog may name some that are gone."""
     every = set().union(*map(options_of, parsers()))
     text = page.read_text()
+    for module, script in SCRIPTS.items():
+        text = re.sub(rf"\b{script}\b(?![-.])", f"python -m {module}", text)
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     words = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
@@ -359,6 +364,27 @@ def test_every_option_of_a_draft_is_described() -> None:
     }
     assert len(every) > 15
     assert every - named == set()
+
+
+def test_every_public_name_is_described() -> None:
+    """Of the library, and the methods of its main class."""
+    methods = [name for name, _ in inspect.getmembers(LongSpec, callable) if name[0] != "_"]
+    code = " ".join(
+        piece
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for piece in re.findall(r"`[^`\n]+`|```python.*?```", page.read_text(), re.DOTALL)
+    )
+    words = set(re.findall(r"\w+", code))
+    assert {"generate", "engine"} <= set(methods)
+    assert set(longspec_jax.__all__).union(methods) - words == set()
+
+
+def test_every_extra_is_described() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    words = set(re.findall(r"`-e '\.\[(\w+)\]'`", (ROOT / "README.md").read_text()))
+    words |= set(re.findall(r"`(\w+)`", (ROOT / "README.md").read_text()))
+    assert project["optional-dependencies"].keys() - words == set()
 
 
 def test_every_raw_file_is_listed() -> None:
