@@ -66,7 +66,8 @@ class ServedModel:
     """The tallest of them; None for plain decoding."""
     drafter: str | None = None
     grammar: Callable[..., Any] | None = None
-    """Makes a grammar of ``json_schema=`` or ``regex=``; None if requests can have none."""
+    """Makes a grammar of ``json_schema=`` or ``regex=``, whose ``state`` a row takes; None if
+    requests can have none."""
 
 
 @dataclass(frozen=True)
@@ -378,21 +379,19 @@ def rows_of(call: Call, model: ServedModel) -> tuple[Row, ...]:
         prompts = [_made(lambda: encode(list(call.messages)), param)]
     else:
         prompts = [_tokens(prompt, call, model) for prompt in call.prompts]
-    rows, options = [], dict(call.options)
+    rows, form = [], None
     if call.form is not None and (grammar := model.grammar) is not None:
-        options["grammar"] = _made(partial(grammar, **call.form), "response_format")
+        form = _made(partial(grammar, **call.form), "response_format")
     for tokens in prompts:
         if not tokens:
             raise Refused("the prompt is empty; pass at least one token", param)
         _check_vocabulary(tokens, model, param)
         new = _new_tokens(call, len(tokens), model, param)
-        rows += [
-            Row(
-                tuple(tokens),
-                {**options, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS},
-            )
-            for index in range(call.n)
-        ]
+        for index in range(call.n):
+            options = {**call.options, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS}
+            if form is not None:  # Compiled here, and not while others wait for the engine.
+                options["grammar"] = _made(form.state, "response_format")
+            rows.append(Row(tuple(tokens), options))
     return tuple(rows)
 
 

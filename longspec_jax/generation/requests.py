@@ -23,6 +23,7 @@ from longspec_jax.decoding import trials
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.choices import launch_sizes
+from longspec_jax.decoding.constrained import reason_of
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.prefixes import MOST_MOVING
@@ -159,7 +160,7 @@ class RequestEngine:
         priority: int = 0,
         speculate: bool = True,
         tree: TreeConfig | None = None,
-        grammar: Grammar | None = None,
+        grammar: Grammar | GrammarState | None = None,
         **options: Unpack[GenerateOptions],
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
@@ -169,7 +170,8 @@ class RequestEngine:
         whose text goes on later as if nothing had happened. Without ``speculate`` the row accepts
         no draft token, and its text is the same. A ``tree`` of :attr:`trees` runs while the request
         holds a slot, instead of the one that is fastest. A ``grammar``
-        (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone.
+        (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone; a ``state`` of it is
+        this request's, and was compiled before.
 
         Returns:
           The number of the request.
@@ -190,14 +192,14 @@ class RequestEngine:
             raise ValueError(
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
-        request = _of_one_row(batch, speculate)
+        request, text = _of_one_row(batch, speculate), batch.text(0)
         more = {
             "priority": priority,
             "constraint": self._constraint(grammar, request),
             "candidate": None if tree is None else self._candidate(tree),
         }
         id = self.engine.submit(prompt, request, **more)
-        if (text := batch.text(0)) is not None:
+        if text is not None:
             self._texts[id] = text
         return id
 
@@ -208,7 +210,9 @@ class RequestEngine:
             raise ValueError(f"tree={tree} is none of this engine's trees, which are {known}")
         return trees.index(tree)
 
-    def _constraint(self, grammar: Grammar | None, request: Request) -> GrammarState | None:
+    def _constraint(
+        self, grammar: Grammar | GrammarState | None, request: Request
+    ) -> GrammarState | None:
         if grammar is None:
             return None
         if not self._grammars:
@@ -218,7 +222,7 @@ class RequestEngine:
                 f"a text of this grammar ends with token {sorted(grammar.stop_tokens)}, which "
                 "eos_token_id does not name; leave out eos_token_id"
             )
-        return grammar.state()
+        return grammar.state() if isinstance(grammar, Grammar) else grammar
 
     def step(self) -> list[RequestOutput]:
         """Launch the next rounds and return new output; call it while :attr:`busy`."""
@@ -300,9 +304,12 @@ class RequestEngine:
     def _output(self, output: StepOutput) -> RequestOutput:
         pieces: tuple[Piece, ...] = ()
         if (own := self._texts.get(output.id)) is not None:
-            output, pieces = own.take(output)
-            if own.stopped:
-                self.engine.cancel(output.id)
+            try:
+                output, pieces = own.take(output)
+            except Exception as error:  # The tokenizer's, and this request's alone.
+                output = replace(output, finish="error", reason=reason_of(error))
+        if output.finish is not None:
+            self.engine.cancel(output.id)
         if output.finish is not None:
             self._texts.pop(output.id, None)
         text = "".join(piece.text for piece in pieces)
