@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from longspec_jax.checks import shown
 from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.generation.chat import check_no_open_thought
 from longspec_jax.weights.json_files import unique_keys
 
 from .fields import CHAT, COMPLETIONS, DETOKENIZE, MOST_STOP_TOKENS, TOKENIZE
@@ -381,6 +382,8 @@ def rows_of(call: Call, model: ServedModel) -> tuple[Row, ...]:
         prompts = [_tokens(prompt, call, model) for prompt in call.prompts]
     rows, form = [], None
     if call.form is not None and (grammar := model.grammar) is not None:
+        if call.chat:
+            _made(lambda: check_no_open_thought(model.decode, prompts[0]), "response_format")
         form = _made(partial(grammar, **call.form), "response_format")
     for tokens in prompts:
         if not tokens:

@@ -34,8 +34,9 @@ from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.slots import EngineStatus, StepOutput
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.call import Shape
+from longspec_jax.generation.chat import check_no_open_thought
 from longspec_jax.generation.grammar import Grammar, GrammarState
-from longspec_jax.generation.inputs import Batch, Inputs, read_batch
+from longspec_jax.generation.inputs import Batch, Inputs, is_chat, read_batch
 from longspec_jax.generation.memory import check_fits, plan_memory
 from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
@@ -188,6 +189,8 @@ class RequestEngine:
                 f"a request is one row and {len(batch.prompts)} were given; submit each"
             )
         [prompt] = batch.prompts
+        if grammar is not None and batch.tokenizer is not None and is_chat(inputs):
+            check_no_open_thought(batch.tokenizer.decode, prompt.tolist())
         if not is_whole(priority):
             raise ValueError(
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
