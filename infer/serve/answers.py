@@ -7,7 +7,7 @@
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
@@ -77,6 +77,14 @@ def event(value: Any, *, long: bool = False) -> bytes:
     return b"data: " + (long_json_bytes if long else json_bytes)(value) + b"\n\n"
 
 
+def ending(finish: str | None, reason: str | None) -> dict[str, Any]:
+    """How a choice has ended; with ``error`` it says why, as OpenRouter's choices do."""
+    return {"finish_reason": finish, **({"error": {"message": reason}} if reason else {})}
+
+
+GOES_ON = ending(None, None)
+
+
 class TextFormat:
     """Choices of ``/v1/completions``."""
 
@@ -91,7 +99,7 @@ class TextFormat:
         gain = answer.gain
         if call.max_tokens == 0:  # One token was generated, because no fewer can be.
             gain = replace(gain, tokens=(), logprobs=(), text="", finish="length")
-        found = self._choice(index, answer.echoed + gain.text, gain.finish)
+        found = self._choice(index, answer.echoed + gain.text, ending(gain.finish, gain.reason))
         return {**found, "logprobs": self._logprobs(answer, gain, call)}
 
     def opening(self, index: int, answer: Answer) -> None:
@@ -102,15 +110,15 @@ class TextFormat:
         first = answer.begins_with(gain)
         if call.max_tokens == 0:
             gain = replace(gain, tokens=(), logprobs=(), text="")
-        found = self._choice(index, answer.echoed * first + gain.text, None)
+        found = self._choice(index, answer.echoed * first + gain.text)
         return {**found, "logprobs": self._logprobs(answer, gain, call)}
 
-    def closing(self, index: int, finish: str) -> dict[str, Any]:
-        """The finish reason."""
-        return {**self._choice(index, "", finish), "logprobs": None}
+    def closing(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
+        """The end, as of :func:`ending`."""
+        return {**self._choice(index, "", end), "logprobs": None}
 
-    def _choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "finish_reason": finish}
+    def _choice(self, index: int, text: str, end: Mapping[str, Any] = GOES_ON) -> dict[str, Any]:
+        return {"index": index, "text": text, **end}
 
     def _logprobs(self, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any] | None:
         """Lists with an entry a token; the prompt's come first where it is echoed."""
@@ -171,7 +179,7 @@ class ChatFormat:
             "index": index,
             "message": {"role": "assistant", "content": gain.text, "refusal": None},
             "logprobs": self._logprobs(gain, call),
-            "finish_reason": gain.finish,
+            **ending(gain.finish, gain.reason),
         }
 
     def opening(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -183,12 +191,12 @@ class ChatFormat:
         found = self._delta(index, {"content": gain.text})
         return {**found, "logprobs": self._logprobs(gain, call)}
 
-    def closing(self, index: int, finish: str) -> dict[str, Any]:
-        """The finish reason."""
-        return {**self._delta(index, {}), "finish_reason": finish}
+    def closing(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
+        """The end, as of :func:`ending`."""
+        return {**self._delta(index, {}), **end}
 
     def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": index, "delta": delta, "logprobs": None, **GOES_ON}
 
     def _logprobs(self, gain: RequestOutput, call: Call) -> dict[str, Any] | None:
         if call.logprobs is None:
@@ -270,7 +278,7 @@ class Writer:
             found += self._chunk(self.format.delta(row, answer, gain, self.call), more, long=long)
         if gain.finish is not None:
             finish = "length" if self.call.max_tokens == 0 else gain.finish
-            found += self._chunk(self.format.closing(row, finish))
+            found += self._chunk(self.format.closing(row, ending(finish, gain.reason)))
         return found
 
     def ending(self) -> bytes:

@@ -168,8 +168,8 @@ class Routes:
         if self._served.log_prompts:
             LOG.info("prompt: %s", call.messages or call.prompts)
         ticket = self._thread.submit(rows)
-        writer = self._writer(call, ticket)
         try:
+            writer = self._writer(call, ticket)
             if await until_gone(request, ticket.begun()):
                 return Response(status_code=CLIENT_GONE)
             if call.stream:

@@ -18,6 +18,7 @@ Who owns what:
 """
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -36,6 +37,7 @@ from .metrics import Metrics
 from .protocol import Row
 from .rules import Refused
 
+LOG = logging.getLogger("longspec.serve")
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or later"
 LONGEST_RETRY = 60
 """Seconds."""
@@ -289,6 +291,11 @@ class EngineThread:
                 id = self._engine.submit([*row.tokens], **row.options)
             except (*USER_ERRORS, TypeError) as error:
                 self._end(ticket, "refused", Refused(str(error)))
+                return
+            except Exception as error:  # This request's alone: the engine has taken nothing.
+                LOG.exception("a request could not be submitted")
+                words = f"the server has a defect: {type(error).__name__}"
+                self._end(ticket, "refused", Refused(words, status=500))
                 return
             ticket.ids.append(id)
             self._rows[id] = ticket, index

@@ -29,7 +29,8 @@ def joined(gains: Sequence[RequestOutput]) -> RequestOutput:
         for name in ("tokens", "drafted", "rounds", "logprobs", "trees", "pieces")
     }
     text = "".join(gain.text for gain in gains)
-    return replace(gains[0], text=text, finish=gains[-1].finish, **chained)
+    end = {"finish": gains[-1].finish, "reason": gains[-1].reason}
+    return replace(gains[0], text=text, **end, **chained)
 
 
 def proposed_tokens(gain: RequestOutput, speculates: bool) -> int:
@@ -174,7 +175,7 @@ class Ticket:
                 proposed[row] += verified
             for row, gains in by_row.items():
                 gain = joined(gains)
-                if gain.finish == "error":
+                if gain.finish == "error" and gain.reason is None:
                     raise Refused(
                         "the model's logits were not finite, so the text cannot go on; the model "
                         "overflows in its number format",

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from longspec_jax.checks import shown
 from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.generation.chat import check_no_open_thought
 
 from .fields import CHAT, COMPLETIONS, DETOKENIZE, MOST_STOP_TOKENS, TOKENIZE
 from .rules import Field, Refused, read_fields
@@ -64,7 +65,8 @@ class ServedModel:
     shared: bool = False
     """Whether requests draft from each other's texts, so that rounds show accepted tokens alone."""
     grammar: Callable[..., Any] | None = None
-    """Makes a grammar of ``json_schema=`` or ``regex=``; None if requests can have none."""
+    """Makes a grammar of ``json_schema=`` or ``regex=``, whose ``state`` a row takes; None if
+    requests can have none."""
 
 
 @dataclass(frozen=True)
@@ -342,24 +344,23 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
         prompts = [_made(lambda: encode(list(call.messages)), param)]
     else:
         prompts = [_tokens(prompt, call, model) for prompt in call.prompts]
-    rows, options = [], dict(call.options)
+    rows, common, form = [], dict(call.options), None
     if client or call.cache_salt:
-        options["cache_salt"] = f"{client} {call.cache_salt}"  # The word has no space.
+        common["cache_salt"] = f"{client} {call.cache_salt}"  # The word has no space.
     if call.form is not None and (grammar := model.grammar) is not None:
-        options["grammar"] = _made(partial(grammar, **call.form), "response_format")
+        if call.chat:
+            _made(lambda: check_no_open_thought(model.decode, prompts[0]), "response_format")
+        form = _made(partial(grammar, **call.form), "response_format")
     for tokens in prompts:
         if not tokens:
             raise Refused("the prompt is empty; pass at least one token", param)
         _check_vocabulary(tokens, model, param)
         new = _new_tokens(call, len(tokens), model, param)
-        rows += [
-            Row(
-                tuple(tokens),
-                {**options, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS},
-                call.rounds,
-            )
-            for index in range(call.n)
-        ]
+        for index in range(call.n):
+            options = {**common, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS}
+            if form is not None:  # Compiled here, and not while others wait for the engine.
+                options["grammar"] = _made(form.state, "response_format")
+            rows.append(Row(tuple(tokens), options, call.rounds))
     return tuple(rows)
 
 

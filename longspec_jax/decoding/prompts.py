@@ -14,7 +14,7 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of, run_again
-from longspec_jax.decoding.constrained import Constraint, first_tokens
+from longspec_jax.decoding.constrained import Guarded, first_tokens
 from longspec_jax.decoding.logprobs import PromptLogprobs
 from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.prefixes import Names, PrefixCache, chunk_names, known_chunks
@@ -42,7 +42,7 @@ class Waiting(NamedTuple):
     """How many of the tokens, the last ones, it has emitted itself."""
     names: Names = ()
     """Of its whole chunks, where prefixes are reused."""
-    constraint: Constraint | None = None
+    constraint: Guarded | None = None
     """What it may emit; it has taken in all that was read of the request."""
     candidate: int | None = None
     """What runs while it holds a slot; the policy's choice if absent."""

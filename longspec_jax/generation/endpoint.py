@@ -128,6 +128,10 @@ class Endpoint:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        for choice in (answer["choices"][0] for answer in answers):
+            if choice.get("finish_reason") == "error":
+                said = choice.get("error", {}).get("message", "a text ended with an error")
+                raise OSError(f"--endpoint={self.url}: {said}")
         tokens = [answer["longspec"][0]["tokens"] for answer in answers]
         rounds = tuple(len(answer["longspec"][0]["rounds"]) for answer in answers)
         times = [answer["metrics"] for answer in answers]

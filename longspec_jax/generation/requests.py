@@ -25,6 +25,7 @@ from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.choices import launch_sizes
 from longspec_jax.decoding.chunks import most_reusable
+from longspec_jax.decoding.constrained import reason_of
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.prefixes import MOST_MOVING
@@ -35,8 +36,9 @@ from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.slots import EngineStatus, StepOutput
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.call import Shape
+from longspec_jax.generation.chat import check_no_open_thought
 from longspec_jax.generation.grammar import Grammar, GrammarState
-from longspec_jax.generation.inputs import Batch, Inputs, read_batch
+from longspec_jax.generation.inputs import Batch, Inputs, is_chat, read_batch
 from longspec_jax.generation.memory import check_fits, plan_memory
 from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
@@ -166,7 +168,7 @@ class RequestEngine:
         priority: int = 0,
         speculate: bool = True,
         tree: TreeConfig | None = None,
-        grammar: Grammar | None = None,
+        grammar: Grammar | GrammarState | None = None,
         cache_salt: str = "",
         **options: Unpack[GenerateOptions],
     ) -> int:
@@ -177,9 +179,9 @@ class RequestEngine:
         whose text goes on later as if nothing had happened. Without ``speculate`` the row accepts
         no draft token, and its text is the same. A ``tree`` of :attr:`trees` runs while the request
         holds a slot, instead of the one that is fastest. A ``grammar``
-        (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone. Prompts of different
-        ``cache_salt`` are not reused for each other: it keeps apart people who must not learn what
-        the others ask.
+        (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone; a ``state`` of it is
+        this request's, and was compiled before. Prompts of different ``cache_salt`` are not reused
+        for each other: it keeps apart people who must not learn what the others ask.
 
         Returns:
           The number of the request.
@@ -196,13 +198,15 @@ class RequestEngine:
                 f"a request is one row and {len(batch.prompts)} were given; submit each"
             )
         [prompt] = batch.prompts
+        if grammar is not None and batch.tokenizer is not None and is_chat(inputs):
+            check_no_open_thought(batch.tokenizer.decode, prompt.tolist())
         if not is_whole(priority):
             raise ValueError(
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt={shown(cache_salt)} must be text")
-        request = _of_one_row(batch, speculate)
+        request, text = _of_one_row(batch, speculate), batch.text(0)
         more = {
             "priority": priority,
             "constraint": self._constraint(grammar, request),
@@ -210,7 +214,7 @@ class RequestEngine:
             "cache_salt": cache_salt,
         }
         id = self.engine.submit(prompt, request, **more)
-        if (text := batch.text(0)) is not None:
+        if text is not None:
             self._texts[id] = text
         return id
 
@@ -221,7 +225,9 @@ class RequestEngine:
             raise ValueError(f"tree={tree} is none of this engine's trees, which are {known}")
         return trees.index(tree)
 
-    def _constraint(self, grammar: Grammar | None, request: Request) -> GrammarState | None:
+    def _constraint(
+        self, grammar: Grammar | GrammarState | None, request: Request
+    ) -> GrammarState | None:
         if grammar is None:
             return None
         if not self._grammars:
@@ -231,7 +237,7 @@ class RequestEngine:
                 f"a text of this grammar ends with token {sorted(grammar.stop_tokens)}, which "
                 "eos_token_id does not name; leave out eos_token_id"
             )
-        return grammar.state()
+        return grammar.state() if isinstance(grammar, Grammar) else grammar
 
     def step(self) -> list[RequestOutput]:
         """Launch the next rounds and return new output; call it while :attr:`busy`."""
@@ -313,9 +319,12 @@ class RequestEngine:
     def _output(self, output: StepOutput) -> RequestOutput:
         pieces: tuple[Piece, ...] = ()
         if (own := self._texts.get(output.id)) is not None:
-            output, pieces = own.take(output)
-            if own.stopped:
-                self.engine.cancel(output.id)
+            try:
+                output, pieces = own.take(output)
+            except Exception as error:  # The tokenizer's, and this request's alone.
+                output = replace(output, finish="error", reason=reason_of(error))
+        if output.finish is not None:
+            self.engine.cancel(output.id)
         if output.finish is not None:
             self._texts.pop(output.id, None)
         text = "".join(piece.text for piece in pieces)

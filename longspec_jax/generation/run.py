@@ -164,10 +164,13 @@ class Run:
 
         Raises:
           FloatingPointError: if the target's logits were not finite.
+          RuntimeError: if what the row has gained cannot be read.
         """
         row = self.rows[output.id]
         if row.done:
             return  # A stop string has ended it, and this was launched before.
+        if output.reason is not None:
+            raise RuntimeError(f"row {output.id} cannot go on: {output.reason}")
         if output.finish == "error":
             where = f"of row {output.id} " if len(self.rows) > 1 else ""
             before = len(row.tokens) + len(output.tokens) - 1

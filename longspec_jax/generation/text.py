@@ -21,8 +21,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from longspec_jax.decoding.slots import StepOutput
-from longspec_jax.generation.stops import StopStrings, until
+from longspec_jax.decoding.sampling import NO_TOKEN
+from longspec_jax.decoding.slots import StepOutput, until
+from longspec_jax.generation.stops import StopStrings
 
 CONTEXT = 8
 """Tokens that are decoded before the first new one: SentencePiece drops a space at the start, and a
@@ -162,7 +163,7 @@ class RowText:
 
     def take(self, output: StepOutput) -> tuple[StepOutput, tuple[Piece, ...]]:
         """Add a step output; return what belongs to the row, and its text."""
-        said = output.tokens[: -1 if output.finish == "error" else None]
+        said = output.tokens[: -1 if output.tokens[-1:] == (NO_TOKEN,) else None]
         drafted = output.drafted[: len(said)]
         kept, pieces = self.add(said, drafted, output.finish is not None)
         return until(output, kept) if self.stopped else output, pieces

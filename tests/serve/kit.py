@@ -63,6 +63,7 @@ class ScriptedEngine:
     gate: threading.Event = field(default_factory=threading.Event)
     fail: Exception | None = None
     finish: str = "length"
+    reason: str | None = None
     submitted: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     closed: bool = False
@@ -91,6 +92,8 @@ class ScriptedEngine:
     def submit(self, inputs: Sequence[int], **options: Any) -> int:
         if options["max_new_tokens"] == 13:
             raise ValueError("max_new_tokens=13 is unlucky; pass another number")
+        if options["max_new_tokens"] == 17:
+            raise KeyError("an id of another request")
         self.submitted.append(([*inputs], options))
         id = len(self.submitted) - 1
         self.rows[id] = [*inputs], options["max_new_tokens"]
@@ -125,6 +128,7 @@ class ScriptedEngine:
                     drafted=(False,) if first else (*[True] * (len(new) - 1), False),
                     rounds=() if first else (len(new) - 1,),
                     finish=finish,
+                    reason=self.reason if finish else None,
                     logprobs=() if wanted is None else tuple(map(logprob, new)),
                     prompt_logprobs=scored,
                     trees=() if first else (tree,),

@@ -127,6 +127,28 @@ def test_a_text_has_the_form_that_was_asked_for(server: Client) -> None:
     assert "Invalid type: objekt" in body["error"]["message"]
 
 
+def test_a_form_that_grows_too_large_ends_its_own_text(
+    server: Client, alone: list[str | None]
+) -> None:
+    """Twice within a minute; one choice of two may go on; the neighbour's text is its own."""
+    form = {"type": "regex", "regex": "(b[cd]{3}|(a?){500}a{500})"}
+    asked = {"prompt": "ab", "response_format": form, "temperature": 0, "max_tokens": 9}
+    asked |= {"logit_bias": {"1": 90, "2": 80}}
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as pool:
+            neighbour = pool.submit(server.post, "/v1/completions", **REQUESTS[1])
+            grown = pool.submit(server.post, "/v1/completions", **asked)
+            other = {**asked, "logit_bias": {"1": -100}}
+            fine = pool.submit(server.post, "/v1/completions", **other)
+        [choice] = grown.result()[1]["choices"]
+        assert choice["finish_reason"] == "error" and choice["text"] == "aa"
+        assert "too many expressions" in choice["error"]["message"]
+        assert re.fullmatch("b[cd]{3}", fine.result()[1]["choices"][0]["text"])
+        assert neighbour.result()[1]["choices"][0]["text"] == alone[1]
+    assert server.ask("GET", "/health")[0] == 200
+    assert b"longspec:num_recoveries_total 0.0" in server.connect("GET", "/metrics").read()
+
+
 def test_a_text_ends_before_a_stop_string(server: Client) -> None:
     request = next(one for one in REQUESTS if "stop" in one)
     _, body = server.post("/v1/completions", **request)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from infer.serve.documents import GETS, POSTS, describe
 from infer.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, SHARED, TOKENIZE
 from infer.serve.protocol import (
     Call,
+    Row,
     read_call,
     read_detokenize,
     read_tokenize,
@@ -138,6 +140,25 @@ def test_what_is_wrong_is_named_with_a_remedy(fields: dict, words: str, param: s
         assert words in str(error) and error.param == param
         assert error.body["error"]["message"] == str(error)
         assert error.status == (404 if param == "model" else 400)
+
+
+@pytest.mark.parametrize("end", ["<think>\n", "<seed:think>", "[THINK]", "<THINKING>\n\n"])
+def test_a_form_is_refused_behind_a_template_that_opens_the_reasoning(end: str) -> None:
+    """It would bind the reasoning. One that is closed, or a text of the caller's, is as good."""
+    asked = {"response_format": {"type": "regex", "regex": "a+"}}
+
+    def rows(given: dict[str, Any], end: str) -> tuple[Row, ...]:
+        made = SimpleNamespace(state=lambda: "a state")
+        model = scripted_model(grammar=lambda regex: made, decode=lambda tokens: f"ab{end}")
+        call = read_call({**given, **asked, "max_tokens": 3}, model, chat="messages" in given)
+        return rows_of(call, model)
+
+    with pytest.raises(Refused, match="(?i)ends the prompt with .*think") as refused:
+        rows({"messages": TALK}, end)
+    assert refused.value.status == 400 and refused.value.param == "response_format"
+    closed, text = {"messages": TALK}, {"prompt": "ab"}
+    assert rows(closed, "<think>\n\n</think>\n\n")[0].options["grammar"] == "a state"
+    assert rows(text, end)[0].options["grammar"] == "a state"
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,32 @@ def test_an_error_in_a_stream_raises_in_the_openai_client() -> None:
         assert server.ask("GET", "/health")[0] == 200, "the other requests go on"
 
 
+def test_a_row_that_fails_alone_says_why(shared: Client) -> None:
+    """Its text so far has the finish reason error, whole and as a stream."""
+    with serving(ScriptedEngine(finish="error", reason="the grammar is too large")) as server:
+        client = client_of(server)
+        asked: Any = {"model": "toy", "max_tokens": 5}
+        said: Any = client.completions.create(prompt="ab", n=2, **asked)
+        assert [choice.finish_reason for choice in said.choices] == ["error"] * 2
+        assert [choice.text for choice in said.choices] == ["cdefg"] * 2
+        assert said.choices[0].error == {"message": "the grammar is too large"}
+        chat: Any = client.chat.completions.create(messages=TALK, **asked)  # type: ignore[call-overload]
+        assert chat.choices[0].finish_reason == "error" and chat.choices[0].error
+        *_, closing, done = server.stream("/v1/completions", prompt="ab", max_tokens=5)
+        [choice] = closing["choices"]
+        assert choice["finish_reason"] == "error" and done == "[DONE]"
+        assert choice["error"] == {"message": "the grammar is too large"}
+    _, whole = shared.post("/v1/completions", prompt="ab", max_tokens=5)
+    assert "error" not in whole["choices"][0]
+
+
+def test_a_request_that_breaks_the_submission_breaks_no_other(shared: Client) -> None:
+    status, body = shared.post("/v1/completions", prompt="ab", max_tokens=17)
+    assert status == 500 and body["error"]["message"] == "the server has a defect: KeyError"
+    assert shared.post("/v1/completions", prompt="ab", max_tokens=3)[0] == 200
+    assert shared.ask("GET", "/health")[0] == 200
+
+
 # The key.
 
 
