@@ -192,7 +192,7 @@ class Slots:
         token: np.ndarray,
         ended: bool,
         logprobs: tuple[TokenLogprob, ...] = (),
-        prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None,
+        prompt_logprobs: Sequence[TokenLogprob | None] | None = None,
     ) -> StepOutput:
         """Take in the first token of a request, ``[1]``."""
         return self._take(
