@@ -211,8 +211,9 @@ def test_logits_stay_finite_at_both_ends_of_what_is_allowed() -> None:
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
     ]
     options = [*product(*ends)]
-    columns: Any = zip(*options, strict=True)
-    given = AdjustmentOptions.of(*map(np.asarray, columns), [{0: 100.0, 1: -100.0}] * len(options))
+    repetition, presence, frequency = np.asarray(options).T
+    biases = [{0: 100.0, 1: -100.0}] * len(options)
+    given = AdjustmentOptions.of(repetition, presence, frequency, biases)
     tokens = np.tile(np.arange(4, dtype=np.int32), (len(options), 1))
     of_rows = Adjustments.of_prompts(given, tokens, np.full(len(options), 4), 4)
     on_device = jax.tree.map(jnp.asarray, of_rows)

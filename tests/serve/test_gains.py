@@ -128,7 +128,7 @@ def test_log_probabilities_of_a_long_prompt_hold_up_nobody() -> None:
     tokens, most = 20_000, 20
     packed = np.zeros((tokens, packed_width(most)), np.int32)
     packed[:, 1 : 1 + most] = ord("a") + np.arange(most)
-    packed[:, 0] = packed[:, 1 + most :] = np.float32(-1.5).view(np.int32)[..., None]
+    packed[:, 0] = packed[:, 1 + most :] = np.asarray([-1.5], np.float32).view(np.int32)
     begun = time.perf_counter()
     scored = PromptLogprobs([packed[:9000], packed[9000:]], tokens - 1, most)
     gain = RequestOutput(0, (120,), (False,), (), "length", prompt_logprobs=scored)
