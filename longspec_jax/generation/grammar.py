@@ -11,7 +11,7 @@ the matcher, or a copy of it, was ever asked. So a row has two that were compile
 * The row's own is asked what plain decoding asks, however the tokens were found: what may come
   first, and behind every token of the text what may follow. Where it fails the row ends, behind
   that token, with the library's reason. No tree moves that end.
-* The other one walks the trees, and steps back at every branch. Where it fails the nodes that it
+* The other one follows the trees, and steps back at every branch. Where it fails the nodes that it
   has not judged have no path, and the row goes on without a draft. Nodes that the grammar has ruled
   out on the way have none either.
 """
@@ -104,7 +104,7 @@ def compile_grammar(
 class GrammarState:
     """Where a row stands in its grammar."""
 
-    def __init__(self, own: Any, walker: Any, vocabulary: "Vocabulary") -> None:
+    def __init__(self, own: Any, of_trees: Any, vocabulary: "Vocabulary") -> None:
         """Begin before the first token, with two matchers that share nothing.
 
         Raises:
@@ -113,7 +113,7 @@ class GrammarState:
         self._own, self._words = own, vocabulary.words
         self._next: np.ndarray | None = _first_tokens(own, vocabulary)
         """What may follow the row's last token; None once the row's own matcher has failed."""
-        self._walker: Any | None = walker
+        self._of_trees: Any | None = of_trees
         """Behind the row's last token; None once it has failed."""
         self._stops, self._ended = vocabulary.stop_tokens, False
 
@@ -140,11 +140,10 @@ class GrammarState:
                 self._next = _tokens_behind(self._own, self._words)
             if self._next is None:
                 raise ValueError(
-                    f"the grammar cannot be followed any further: {_reason(self._own)}; make it "
-                    "simpler"
+                    f"the grammar cannot be followed any further: {_reason(self._own)}"
                 )
-            if self._walker is not None and not self._walker.consume_token(token):
-                self._walker = None
+            if self._of_trees is not None and not self._of_trees.consume_token(token):
+                self._of_trees = None
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> TokenBits:
         """As of :class:`~longspec_jax.decoding.constrained.Constraint`.
@@ -159,14 +158,19 @@ class GrammarState:
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             children.setdefault(int(parent), []).append(node)
-        if self._walker is not None and not self._fill(0, tokens, children, bits):
-            self._walker = None
+        if self._of_trees is not None and not self._fill(self._of_trees, 0, tokens, children, bits):
+            self._of_trees = None
         return bits.view(np.uint32)
 
     def _fill(
-        self, node: int, tokens: Sequence[int], children: Mapping[int, list[int]], bits: np.ndarray
+        self,
+        of_trees: Any,
+        node: int,
+        tokens: Sequence[int],
+        children: Mapping[int, list[int]],
+        bits: np.ndarray,
     ) -> bool:
-        """Ask below a node, behind which the walker stands; whether it could answer all."""
+        """Ask the matcher below a node, behind which it stands; whether it could answer all."""
         for child in children.get(node, ()):
             token = int(tokens[child])
             if not _holds(bits[node], token):
@@ -174,13 +178,13 @@ class GrammarState:
             if token in self._stops:
                 bits[child] = -1
                 continue
-            if not self._walker.consume_token(token):
+            if not of_trees.consume_token(token):
                 return False
-            found = _tokens_behind(self._walker, self._words)
+            found = _tokens_behind(of_trees, self._words)
             if found is None:
                 return False
             bits[child] = found
-            if not (self._fill(child, tokens, children, bits) and self._walker.rollback(1)):
+            if not (self._fill(of_trees, child, tokens, children, bits) and of_trees.rollback(1)):
                 return False
         return True
 
@@ -211,7 +215,8 @@ def _holds(line: np.ndarray, token: int) -> bool:
 
 def _reason(matcher: Any) -> str:
     """Why a matcher has failed."""
-    return matcher.get_error().strip().splitlines()[0]
+    words = matcher.get_error().strip().splitlines()[0]
+    return "no token of the vocabulary may follow" if words.startswith("NoExtension") else words
 
 
 class Vocabulary:

@@ -282,7 +282,7 @@ def fuzz(count: int, seed: int = 0, trees: Sequence[TreeConfig] = TREES) -> Coun
             for text, plain, state in zip(texts, expected, states[:-1], strict=True):
                 found.different += text != plain
                 assert state is not None
-                found.failed_drafts += state._walker is None and text.finish != "error"
+                found.failed_drafts += state._of_trees is None and text.finish != "error"
         found.rows += len(rows)
         found.failed_rows += sum(text.finish == "error" for text in expected)
         which = draw.randrange(len(rows))

@@ -56,6 +56,12 @@ def test_plain_decoding_and_stop_tokens_are_asked_for() -> None:
     assert options["temperature"] == 0.0 and options["seed"] == 1
 
 
+def test_a_text_that_ended_with_an_error_is_no_text() -> None:
+    with serving(ScriptedEngine(finish="error", reason="its tokenizer fails")) as server:
+        with pytest.raises(OSError, match="--endpoint=.*: its tokenizer fails"):
+            reached(server.url).generate([[1]], max_new_tokens=[3], seed=1)
+
+
 def test_what_a_server_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(ScriptedEngine(), api_key="open") as server:
         with pytest.raises(ValueError, match=f"answers 401: the API key .* variable {KEY}"):

@@ -119,7 +119,7 @@ def test_nodes_that_cannot_be_judged_have_no_path(vocabulary) -> None:
     ("make", "message"),
     [
         (lambda given: compile_grammar(given, regex="(["), "cannot be used: .*regex"),
-        (lambda given: compile_grammar(given, regex="z"), "cannot be used: NoExtension"),
+        (lambda given: compile_grammar(given, regex="z"), "cannot be used: no token"),
         (lambda given: compile_grammar(given, regex="a" * (LONGEST + 1)), "is longer than"),
         (
             lambda given: compile_grammar(given, json_schema={"type": "objekt"}),

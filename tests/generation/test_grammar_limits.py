@@ -48,7 +48,7 @@ def test_a_draft_token_that_meets_a_bound_changes_no_text(engine, candidate) -> 
     for text in texts:
         assert text.tokens == tuple(ids("qx" + "b" * (NEW - 2))) and text.finish == "length"
     is_tree = len(SOME[candidate].widths) > 0 and SOME[candidate].widths[0] > 1
-    assert [state._walker is None for state in states] == [is_tree] * 2  # type: ignore[union-attr]
+    assert [state._of_trees is None for state in states] == [is_tree] * 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("candidate", range(len(SOME)), ids=map(str, SOME))
