@@ -9,6 +9,8 @@ then prefilled one by one, in steps that follow from their own length
 """
 
 import dataclasses
+import functools
+import warnings
 
 import jax.numpy as jnp
 
@@ -52,7 +54,7 @@ def choose_kernels(
     Raises:
       NotImplementedError: if they are wanted and there are none; says why.
     """
-    hardware.warn_of_missing_kernels()
+    warn_of_missing_kernels()
     if wanted is False or target.config.dtype == "float32":
         return target
     try:
@@ -62,6 +64,13 @@ def choose_kernels(
             raise
         return target
     return dataclasses.replace(target, same_bits=True)
+
+
+@functools.cache
+def warn_of_missing_kernels() -> None:
+    """Warn once a process where this jax is too old for the kernels of its GPU."""
+    if missing := hardware.missing_hopper_kernels():
+        warnings.warn(missing, stacklevel=3)
 
 
 def serves_tree(target: TargetModel, tree: TreeConfig) -> bool:

@@ -3,9 +3,7 @@
 The ``require_...`` functions refuse with a sentence, as :mod:`longspec_jax.ops.dispatch` wants it.
 """
 
-import functools
 import importlib.util
-import warnings
 from typing import Any
 
 import jax
@@ -78,6 +76,18 @@ def require_hopper(kernel: str) -> None:
         )
 
 
+def missing_hopper_kernels() -> str | None:
+    """A sentence where this jax is too old for the kernels of this GPU; None where it is not."""
+    found = compute_capability()
+    if found is None or found[0] != HOPPER[0] or mosaic_is_supported():
+        return None
+    return (
+        f"jax {jax.__version__} has no Hopper kernels: this GPU decodes more slowly, and in 16 "
+        "bits the text may differ from plain decoding. Install jax 0.11 or newer, which needs "
+        "Python 3.12 or newer"
+    )
+
+
 def require_decode_step(kernel: str, rows: int, dtype: Any) -> None:
     """Refuse machines without our Triton kernels, and ops over more rows than a decode step has."""
     require_ampere(kernel)
@@ -97,22 +107,3 @@ def has_kernels(dtype: Any) -> bool:
 def mosaic_is_supported() -> bool:
     """Whether this jax has the Mosaic GPU interface that the Hopper kernels are written for."""
     return jax.__version_info__ >= (0, 11)
-
-
-def missing_hopper_kernels() -> str | None:
-    """A sentence where this jax is too old for the kernels of this GPU; None where it is not."""
-    found = compute_capability()
-    if found is None or found[0] != HOPPER[0] or mosaic_is_supported():
-        return None
-    return (
-        f"jax {jax.__version__} has no Hopper kernels: this GPU decodes more slowly, and in 16 "
-        "bits the text may differ from plain decoding. Install jax 0.11 or newer, which needs "
-        "Python 3.12 or newer"
-    )
-
-
-@functools.cache
-def warn_of_missing_kernels() -> None:
-    """Warn once a process of what :func:`missing_hopper_kernels` says."""
-    if missing := missing_hopper_kernels():
-        warnings.warn(missing, stacklevel=3)

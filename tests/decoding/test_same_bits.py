@@ -72,13 +72,13 @@ def test_a_jax_without_the_kernels_of_the_gpu_is_warned_of_once(
 ) -> None:
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: False)
-    hardware.warn_of_missing_kernels.cache_clear()
+    same_bits.warn_of_missing_kernels.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no Hopper kernels.*needs Python 3.12") as warned:
             for wanted in (False, None, None):
                 assert not same_bits.choose_kernels(HALF, wanted).same_bits
     finally:
-        hardware.warn_of_missing_kernels.cache_clear()
+        same_bits.warn_of_missing_kernels.cache_clear()
     assert len(warned) == 1
 
 
