@@ -12,6 +12,7 @@ from longspec_jax.config.names import ATTENTION, KV_DTYPES
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.drafters.registry import NAMED, is_name
 from longspec_jax.embedded import DEMO_DRAFTERS, DEMO_NAME, DRAFTS
+from longspec_jax.released import RELEASED
 
 from .output import output_file
 from .prompts import STDIN, STYLES, Prompt, check_text, read_batch, read_messages, read_prompt_file
@@ -61,7 +62,10 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
     """Add the options that name models and say how to load them; returns their group."""
     group = result.add_argument_group("models")
     group.add_argument(
-        "--target", type=cli.path, help="folder or hub id of the target; the demo's if absent"
+        "--target",
+        type=cli.path,
+        help="folder, GGUF file or hub id of the target, or a released model that is fetched: "
+        f"{', '.join(RELEASED)}; the demo's if absent",
     )
     group.add_argument(
         "--draft",
@@ -257,8 +261,13 @@ def is_demo(arguments: argparse.Namespace) -> bool:
 
 
 def drafts(arguments: argparse.Namespace) -> list[str]:
-    """The drafts as they are named; the demo's own for the demo without a name."""
-    return arguments.draft or ([*DEMO_DRAFTERS] if is_demo(arguments) else [])
+    """The drafts as they are named; else the demo's own, or those of a released model."""
+    if arguments.draft:
+        return arguments.draft
+    if is_demo(arguments):
+        return [*DEMO_DRAFTERS]
+    released = RELEASED.get(str(arguments.target))
+    return [*released.drafters] if released else []
 
 
 def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:

@@ -51,6 +51,26 @@ class Prompt:
     """Generation options of its own."""
 
 
+CODE = Prompt(
+    "code",
+    '''class Stack:
+    """A stack of numbers."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        """Put an item on top."""
+        self.items.append(item)
+
+    def pop(self):
+        """Take the top item off."""
+''',
+)
+CHAT = Prompt("chat", [{"role": "user", "content": "What is a prime number? Give examples."}])
+"""What a released model completes where no prompt is named: short, for processors."""
+
+
 def check_text(text: str, where: str) -> str:
     """Text that is one: not empty, and encodable, which a lone surrogate is not."""
     if not text:

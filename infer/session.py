@@ -16,11 +16,12 @@ from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Activity, Slower, Tuned
 from longspec_jax.generation.result import StreamRound
 from longspec_jax.provenance import provenance
+from longspec_jax.released import RELEASED
 
 from .arguments import drafts, is_demo, row_options, sampling_options
 from .journal import Journal
 from .output import tree_fields
-from .prompts import Prompt, encode
+from .prompts import CHAT, CODE, Prompt, encode
 from .results import (
     Outcome,
     as_json,
@@ -126,6 +127,8 @@ class Session:
         self._print_totals()
 
     def _samples(self) -> Iterable[Prompt]:
+        if released := RELEASED.get(str(self._arguments.target)):
+            return [*[CHAT] * released.chats, CODE]
         samples = demo_prompts()
         if DEFAULT_PROMPT not in samples:
             raise FileNotFoundError("the demo's sample prompts are missing; reinstall the package")

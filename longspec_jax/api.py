@@ -55,7 +55,7 @@ from longspec_jax.generation.run import Known, added_rounds, follow, learn, read
 from longspec_jax.generation.scores import check_host, scores_of
 from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.loading import choose_drafts, load_with_tokenizer
-from longspec_jax.weights.hf import load_stop_tokens
+from longspec_jax.weights.hf import dequantised_types, load_stop_tokens
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -121,10 +121,11 @@ class LongSpec(Models):
         same_bits: bool | None = None,
         kv_dtype: str | None = None,
     ) -> "LongSpec":
-        """Load Hugging Face checkpoints.
+        """Load Hugging Face checkpoints, and GGUF files.
 
         Args:
-          target: a folder or hub id of a model of a family that docs/targets.md lists.
+          target: a folder, GGUF file or hub id of a model of a family that docs/targets.md lists,
+            or the name of a small released one that is fetched once (docs/gguf.md): ``smollm2``.
           draft: what proposes tokens: a folder or hub id of a draft trained for the target, or the
             name of a kind without weights, such as ``ngram``. Of several a call runs the one that
             is fastest on this machine. Plain decoding if absent.
@@ -172,12 +173,14 @@ class LongSpec(Models):
         tree = None if tree is None else as_tree(tree)
         keep_programs()
         stop_tokens = load_stop_tokens(target, revision=revision)
+        dequantised = dequantised_types(target, revision=revision)
         chosen = choose_drafts(sources, draft_options or {}, draft_revision)
         loaded = load_with_tokenizer(
             target, dtype, tokenizer=tokenizer, mesh=mesh, revision=revision, kv_dtype=kv_dtype
         )
         drafts = tuple(draft.load(loaded, mesh) for draft in chosen)
         more: dict[str, Any] = {**settings, "tokenizer": loaded.tokenizer, "tree": tree}
+        more["dequantised"] = dequantised
         return cls(loaded.config, loaded.params, drafts or None, stop_tokens=stop_tokens, **more)
 
     @classmethod

@@ -35,6 +35,9 @@ class Models:
     """What proposes tokens; of several a call runs the one that is fastest on this machine."""
     tokenizer: Any = None
     """A transformers tokenizer; without one, prompts are token ids and there is no text."""
+    dequantised: tuple[str, ...] = ()
+    """The types of a GGUF file that the target's weights are dequantised from: the target is the
+    model of these weights, not the one that was quantised."""
     stop_tokens: tuple[int, ...] = ()
     """What ends a row unless ``eos_token_id`` says otherwise."""
     tree: TreeConfig | None = None
@@ -88,6 +91,8 @@ class Models:
         dtype, matrices = self.target_config.dtype, quantised_matrices(self.target_params)
         labels = " and ".join(sorted({matrix.label for matrix in matrices}))
         computed = f"weights {labels}, activations {dtype}" if labels else dtype
+        if self.dequantised:
+            computed += f", dequantised from {' and '.join(self.dequantised)}"
         cached = self.target_config.kv_dtype
         return computed if cached is None else f"{computed}, cache {cached}"
 

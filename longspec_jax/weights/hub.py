@@ -8,7 +8,9 @@ from pathlib import Path
 from huggingface_hub import list_repo_files, snapshot_download
 
 from longspec_jax.checks import first_line, shown
+from longspec_jax.released import DRAFTS, RELEASED
 from longspec_jax.weights.checkpoint import MEDUSA_FILES, WEIGHT_FILES
+from longspec_jax.weights.fetching import fetched
 from longspec_jax.weights.gguf.file import SUFFIX, parts_of
 
 FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.txt", "draft_vocabulary.safetensors")
@@ -34,9 +36,9 @@ def local_model(source: str | Path, revision: str | None = None) -> Path:
     """The folder that holds a model, or the GGUF file that is one; of a split one, any part.
 
     Args:
-      source: a folder, a GGUF file, a hub id such as ``lmsys/vicuna-7b-v1.5-16k``, or that of a
-        file such as ``owner/model/FILE.gguf``. A folder or a hub id whose only weights are a GGUF
-        file stands for that file.
+      source: a folder, a GGUF file, a name of :mod:`longspec_jax.released`, a hub id such as
+        ``lmsys/vicuna-7b-v1.5-16k``, or that of a file such as ``owner/model/FILE.gguf``. A folder
+        or a hub id whose only weights are a GGUF file stands for that file.
       revision: branch, tag or commit of a hub id.
 
     Raises:
@@ -52,6 +54,10 @@ def local_model(source: str | Path, revision: str | None = None) -> Path:
             f"{shown(str(source))} is not a folder ({_reason(error)}); name a folder with "
             "config.json and weights, a GGUF file, or a hub id of the form owner/model"
         ) from error
+    if not (is_file or is_folder) and (name := str(source)) in {*RELEASED, *DRAFTS}:
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is of a hub id, and {name} has one version")
+        return DRAFTS[name] if name in DRAFTS else fetched(name)
     if is_file and path.suffix != SUFFIX:
         raise NotADirectoryError(
             f"{path} is a file, not a folder; name the folder that holds config.json and the "

@@ -121,10 +121,10 @@ class GgufFile:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """How the matrices are stored, by the number of their elements, most first."""
+        """How quantised matrices are stored, by the number of their elements, most first."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors.values():
-            if len(tensor.shape) > 1:
+            if len(tensor.shape) > 1 and tensor.type.elements > 1:
                 name = tensor.type.name
                 sizes[name] = sizes.get(name, 0) + math.prod(tensor.shape)
         return tuple(sorted(sizes, key=lambda name: -sizes[name]))

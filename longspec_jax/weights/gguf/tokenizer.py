@@ -123,7 +123,6 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
-        model_max_length=file.metadata.whole(f"{file.architecture}.context_length", 2**31 - 1),
         chat_template=_chat_template(file),
         **{name: token for name, token in named.items() if token is not None},
     )

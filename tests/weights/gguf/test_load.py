@@ -79,7 +79,9 @@ def test_every_type_is_decoded_in_place(tmp_path):
 
     write_model(tmp_path / "model.gguf", model, "Llama", types)
     stored = decoded(tmp_path / "model.gguf")
-    assert {*read_gguf(tmp_path / "model.gguf").types} == {kind.name for kind in TYPES.values()}
+    assert {*read_gguf(tmp_path / "model.gguf").types} == {
+        kind.name for kind in TYPES.values() if kind.elements > 1
+    }
     for dtype in ("float32", "bfloat16"):
         config, params = load_target(tmp_path / "model.gguf", dtype=dtype)
         for layer in range(config.num_layers):

@@ -1,0 +1,148 @@
+"""SmolLM2-135M from its GGUF file: text, tokens, drafters, server and quantisation."""
+
+import asyncio
+import socket
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from longspec_jax import PLAIN, LongSpec
+from longspec_jax.drafters.draft import Target
+from longspec_jax.loading import choose_drafts
+from longspec_jax.weights.gguf.file import read_gguf
+from tests.real.kit import document, greedy, model_file, oracle, prompts
+from tests.weights.gguf.tokens import SENTENCES, joined_by_rank, pieces_of_code
+
+pytestmark = pytest.mark.real
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return LongSpec.from_pretrained(model_file("smollm2"), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return oracle("smollm2")
+
+
+@pytest.fixture(scope="module")
+def rows(spec):
+    return prompts(spec.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def plain(spec, rows):
+    """Plain decoding of all prompts in one batch."""
+    return spec.generate(rows, max_new_tokens=NEW, eos_token_id=[], tree=PLAIN, output_logits=True)
+
+
+def new_tokens(result, rows):
+    return [
+        list(map(int, row[len(prompt) :]))
+        for row, prompt in zip(result.sequences, rows, strict=True)
+    ]
+
+
+def test_text_and_logits_are_transformers(plain, rows, reference):
+    """Token for token, in a batch of twenty prompts of different lengths."""
+    for index, (prompt, found) in enumerate(zip(rows, new_tokens(plain, rows), strict=True)):
+        tokens, logits = greedy(reference, prompt, NEW)
+        assert found == tokens, index
+        np.testing.assert_allclose(plain.logits[index], logits, atol=2e-3)
+
+
+def test_a_long_document(spec, reference):
+    tokens = spec.tokenizer(document(40_000))["input_ids"][:6000]
+    assert len(tokens) == 6000
+    result = spec.generate([tokens], max_new_tokens=16, eos_token_id=[], tree=PLAIN)
+    assert new_tokens(result, [tokens])[0] == greedy(reference, tokens, 16)[0]
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree"),
+    [
+        ("smollm2-longspec", "4,4,4@12"),
+        ("ngram", "8,8,8,8@12"),
+        ("suffix", "8,8,8,8@12"),
+    ],
+)
+def test_every_drafter_gives_the_plain_text(spec, rows, plain, draft, tree):
+    target = Target(spec.target_config, spec.target_params, spec.tokenizer)
+    (chosen,) = choose_drafts([draft], {})
+    drafted = replace(spec, draft=chosen.load(target))
+    result = drafted.generate(rows, max_new_tokens=NEW, eos_token_id=[], tree=tree)
+    assert new_tokens(result, rows) == new_tokens(plain, rows)
+    assert result.stats.acceptance_length > 1.1
+
+
+def test_tokenizer_chat_and_stops(spec):
+    """200 texts by the published rules, in plain Python; the template; what ends a text."""
+    texts = [*SENTENCES, *pieces_of_code(180)]
+    keys = read_gguf(model_file("smollm2")).metadata.values
+    for text, expected in zip(texts, joined_by_rank(keys, texts), strict=True):
+        assert spec.tokenizer(text)["input_ids"] == expected, text
+        assert spec.tokenizer.decode(expected) == text
+    assert spec.stop_tokens == (2, 0)
+    rendered = spec.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert rendered.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert spec.precision == "float32, dequantised from Q4_1 and Q8_0"
+
+
+def test_server_with_the_openai_client(plain, rows, spec):
+    from openai import OpenAI
+
+    from infer.serve.arguments import parser
+    from infer.serve.command import Service
+    from infer.serve.http_server import HttpServer
+
+    typed = [f"--target={model_file('smollm2')}", "--slots=1", "--max_len=256"]
+    listener = socket.create_server(("127.0.0.1", 0))
+    service = Service(parser().parse_args([*typed, "--served_model_name=smol"]), listener, None)
+    service.load()
+    server = HttpServer(service.served(), listener, 5.0)
+    ready = threading.Event()
+    running = threading.Thread(target=lambda: asyncio.run(server.run(ready.set)))
+    running.start()
+    try:
+        assert ready.wait(60)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        with OpenAI(base_url=url, api_key="none", timeout=300) as client:
+            completion = client.completions.create(
+                model="smol", prompt=rows[0], max_tokens=NEW, temperature=0
+            )
+            expected = spec.tokenizer.decode(new_tokens(plain, rows)[0])
+            assert expected.startswith(completion.choices[0].text)
+            messages = [{"role": "user", "content": "What is a prime number? Give examples."}]
+            chat = client.chat.completions.create(
+                model="smol", messages=messages, max_tokens=NEW, temperature=0
+            )
+            expected = spec.tokenizer.decode(new_tokens(plain, rows)[15])
+            assert chat.choices[0].message.content == expected
+    finally:
+        server.stop()
+        running.join(60)
+
+
+def test_quantised_copy(spec, tmp_path):
+    """The folder that ``infer.quantise`` writes loads, with about the same perplexity."""
+    from infer.bench.quantised import scored
+    from longspec_jax.weights.quantised.write import quantise
+
+    quantise(model_file("smollm2"), "w4a16", tmp_path / "w4")
+    copy = LongSpec.from_pretrained(tmp_path / "w4", dtype="float32")
+    text = document(2_000)
+    tokens = np.asarray([spec.tokenizer(text)["input_ids"][:384]])
+    assert copy.tokenizer(text)["input_ids"] == spec.tokenizer(text)["input_ids"]
+    assert copy.stop_tokens == spec.stop_tokens
+    losses = [
+        float(np.mean(scored(one.target_config, one.target_params, tokens)[1]))
+        for one in (spec, copy)
+    ]
+    assert 0.5 < losses[0] < 4.0
+    assert losses[0] - 0.1 < losses[1] < losses[0] + 0.6
