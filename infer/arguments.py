@@ -11,15 +11,15 @@ from longspec_jax.checks import SAMPLING, nearest
 from longspec_jax.config.names import ATTENTION, KV_DTYPES
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.drafters.registry import NAMED, is_name
-from longspec_jax.embedded import DEMO_DRAFTERS, DEMO_NAME, DRAFTS
+from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
 from .output import output_file
 from .prompts import STDIN, STYLES, Prompt, check_text, read_batch, read_messages, read_prompt_file
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DRAFT_HELP = (
-    "Of several, what is fastest on this machine runs, and a --tree is that of the first. Plain "
-    "decoding if absent"
+    "Several propose into one tree, which prompt lookup joins by itself; a --tree has it where it "
+    "says so, as in 4,16x4@64~8. Plain decoding if absent"
 )
 NO_FILTER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Filters at the values that keep all tokens."""
@@ -257,7 +257,7 @@ def is_demo(arguments: argparse.Namespace) -> bool:
 
 def drafts(arguments: argparse.Namespace) -> list[str]:
     """The drafts as they are named; the demo's own for the demo without a name."""
-    return arguments.draft or ([*DEMO_DRAFTERS] if is_demo(arguments) else [])
+    return arguments.draft or ([DEMO_NAME] if is_demo(arguments) else [])
 
 
 def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:

@@ -157,6 +157,8 @@ class Writer:
     model: str
     answers: list[Answer]
     text_of: TokenText
+    sources: tuple[str, ...] = ()
+    """Names of the drafters that propose."""
     id: str = ""
     created: int = 0
     tails: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -180,7 +182,7 @@ class Writer:
         }
         if self.call.rounds:
             found["longspec"] = [
-                rounds_of(answer.gain, self.text_of, index)
+                rounds_of(answer.gain, self.text_of, index, (), self.sources)
                 for index, answer in enumerate(self.answers)
             ]
         return found
@@ -198,7 +200,7 @@ class Writer:
         more, answer, found = {}, self.answers[row], b""
         if self.call.rounds:
             before = self.tails.get(row, ())
-            more["longspec"] = rounds_of(gain, self.text_of, row, before)
+            more["longspec"] = rounds_of(gain, self.text_of, row, before, self.sources)
             self.tails[row] = (*before, *gain.tokens)[-LONGEST_RUN:]
         first = len(answer.gains) == 1
         shown = gain.text or (first and answer.echoed) or self.call.logprobs is not None

@@ -233,7 +233,8 @@ class Routes:
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
         text_of = self._text_of
         form = ChatFormat(text_of) if call.chat else TextFormat(text_of, self._model.special)
-        return Writer(call, form, self._model.names[0], ticket.answers, self._text_of)
+        told = ticket.answers, self._text_of, self._model.sources
+        return Writer(call, form, self._model.names[0], *told)
 
     async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
         """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from longspec_jax.decoding.report import RoundTree
+from longspec_jax.drafters.base import proposers
 from longspec_jax.generation.requests import RequestOutput
 
 from .protocol import Row
@@ -250,18 +251,25 @@ def completed_text(text_of: TokenText, tokens: Sequence[int]) -> str:
 
 
 def rounds_of(
-    gain: RequestOutput, text_of: TokenText, row: int, before: Sequence[int] = ()
+    gain: RequestOutput,
+    text_of: TokenText,
+    row: int,
+    before: Sequence[int] = (),
+    sources: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The tokens of a row's gain and the rounds that they came from, for the page.
 
-    The last tokens ``before`` the gain may begin its first character.
+    The last tokens ``before`` the gain may begin its first character. Where there are several
+    drafters, ``sources`` are their names, and each draft token says who proposed it.
     """
     tokens, depth, ids = [], 0, [*before]
     for token, drafted in zip(gain.tokens, gain.drafted, strict=True):
         depth = depth + 1 if drafted else 0
         ids.append(token)
         text = completed_text(text_of, ids[-LONGEST_RUN:])
-        tokens.append({"text": text, "id": token, "drafted": drafted, "depth": depth})
+        told = {"text": text, "id": token, "drafted": bool(drafted), "depth": depth}
+        by = {"source": proposers(sources, drafted)} if drafted and len(sources) > 1 else {}
+        tokens.append({**told, **by})
     rounds: list[dict[str, Any]] = [
         {"accepted": accepted, "tree": None} for accepted in gain.rounds
     ]

@@ -65,6 +65,8 @@ class ServedModel:
     tree: str | None = None
     """The tallest of them; None for plain decoding."""
     drafter: str | None = None
+    sources: tuple[str, ...] = ()
+    """Names of those that propose, in the order of the bits of what answers hold."""
     grammar: Callable[..., Any] | None = None
     """Makes a grammar of ``json_schema=`` or ``regex=``; None if requests can have none."""
 

@@ -21,8 +21,10 @@ class StepOutput:
     """The request's, as :meth:`~longspec_jax.decoding.engine.Engine.submit` returned it."""
     tokens: tuple[int, ...]
     """At least one."""
-    drafted: tuple[bool, ...]
-    """Whether each token was an accepted draft token."""
+    drafted: tuple[int, ...]
+    """Who proposed each token, as bits: bit ``i`` for entry ``i`` of
+    :attr:`longspec_jax.drafters.base.Drafter.sources`. 0 for a token that is no accepted draft
+    token."""
     rounds: tuple[int, ...]
     """Accepted draft tokens of every round that the request took part in; none of the prefill."""
     finish: str | None = None
@@ -160,7 +162,7 @@ class Slots:
 
     def first(self, id: int, token: np.ndarray, ended: bool) -> StepOutput:
         """Take in the first token of a request, ``[1]``."""
-        return self._gained(id, token, np.zeros(1, bool), (), ended)
+        return self._gained(id, token, np.zeros(1, int), (), ended)
 
     def rounds(self, report: Report, row: int, id: int) -> StepOutput:
         """Take in the rounds of a request in this row of a launch; of some it emitted tokens."""
@@ -168,7 +170,7 @@ class Slots:
         counts, accepted = report.count[rounds, row], report.accepted[rounds, row]
         steps = np.arange(report.tokens.shape[2])
         tokens = report.tokens[rounds, row][steps < counts[:, None]]
-        drafted = (steps < accepted[:, None])[steps < counts[:, None]]
+        drafted = report.sources[rounds, row][steps < counts[:, None]]
         ended = bool(report.done[rounds[-1], row])
         logprobs = report.logprobs_of(row, rounds, self.active[id].waiting.alternatives)
         self.active[id].left -= len(tokens)
