@@ -11,7 +11,7 @@ from longspec_jax.checks import SAMPLING, nearest
 from longspec_jax.config.names import ATTENTION, KV_DTYPES
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.drafters.registry import NAMED, is_name
-from longspec_jax.embedded import DEMO_DRAFTERS, DEMO_NAME, DRAFTS
+from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.released import RELEASED
 
 from .output import output_file
@@ -19,8 +19,8 @@ from .prompts import STDIN, STYLES, Prompt, check_text, read_batch, read_message
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DRAFT_HELP = (
-    "Of several, what is fastest on this machine runs, and a --tree is that of the first. Plain "
-    "decoding if absent"
+    "Several propose into one tree, which prompt lookup joins by itself; a --tree has it where it "
+    "says so, as in 4,16x4@64~8. Plain decoding if absent"
 )
 NO_FILTER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Filters at the values that keep all tokens."""
@@ -265,7 +265,7 @@ def drafts(arguments: argparse.Namespace) -> list[str]:
     if arguments.draft:
         return arguments.draft
     if is_demo(arguments):
-        return [*DEMO_DRAFTERS]
+        return [DEMO_NAME]
     released = RELEASED.get(str(arguments.target))
     return [*released.drafters] if released else []
 

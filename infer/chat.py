@@ -41,7 +41,7 @@ Exit status: 0, 2 for a request or a line that cannot be met, 1 for a failure wh
 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 """
 DRAFT_HELP = (
-    "Of several the first runs, with --adaptive whichever is fastest. Plain decoding if absent"
+    "Several propose into one tree, which prompt lookup joins by itself. Plain decoding if absent"
 )
 PROMPT = "> "
 

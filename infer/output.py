@@ -69,9 +69,11 @@ def tree_fields(tree: TreeConfig | None) -> dict[str, Any]:
         "budget": None if tree is None else tree.budget,
         "threshold": None if tree is None else tree.threshold,
         "chain": None if tree is None else tree.chain,
+        "lookup": None if tree is None else tree.lookup,
     }
 
 
 def tree_of(row: Mapping[str, Any]) -> TreeConfig:
     """The tree of such fields; files of earlier releases may lack the later ones."""
-    return TreeConfig(tuple(row["tree"]), row["budget"], row.get("threshold"), row.get("chain"))
+    later = (row.get(name) for name in ("threshold", "chain", "lookup"))
+    return TreeConfig(tuple(row["tree"]), row["budget"], *later)

@@ -8,6 +8,7 @@ made, the acceptance length of a run without decode rounds.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -97,6 +98,9 @@ def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "plain_decode_seconds": sum(item.decode_seconds for item in plain) if plain else None,
         "identical_to_plain": all(item.identical for item in compared) if compared else None,
         "lossless": all(item.lossless for item in stats),
+        "accepted_by_source": dict(
+            sum((Counter(item.accepted_by_source) for item in stats), Counter())
+        ),
         "draft_state_bytes": max((item.draft_state_bytes for item in stats), default=None),
         "trees": list(_trees(stats)),
     }
@@ -131,7 +135,7 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             "first_divergence": asdict(divergence) if divergence else None,
             "text": result.text[row],
             "tokens": list(tokens),
-            "drafted": list(result.drafted[row]),
+            "drafted": [bits > 0 for bits in result.drafted[row]],
         }
 
 
@@ -142,7 +146,7 @@ def header_lines(
 
     It ends with what this jax lacks for this GPU, if it lacks something.
     """
-    draft = " or ".join(setting["drafts"]) or "none, so plain decoding (--draft names one)"
+    draft = " and ".join(setting["drafts"]) or "none, so plain decoding (--draft names one)"
     yield (
         f"target {setting['target']} ({config.architecture}, "
         f"{counted(config.num_layers, 'layer')} of width {config.model_width}), draft {draft}; "
@@ -158,24 +162,24 @@ def tree_line(tree: TreeConfig) -> str:
     """A tree and its nodes."""
     nodes = counted(tree.num_nodes, "node")
     if tree.selective:
-        nodes = f"the best {tree.num_nodes} of {counted(tree.num_grown, 'node')}"
+        nodes = f"the best {tree.num_nodes} of {counted(tree.num_proposed, 'node')}"
     return f"tree {tree} ({nodes} per target pass)"
 
 
 def tuned_line(tuned: Tuned, pays: str) -> str:
     """Which tree a call runs that names none, and why."""
     tree, timings = tuned.tree, tuned.timings
-    several = len({timing.drafter for timing in timings if timing.tree.widths}) > 1
-    of = f"{tuned.drafter}, " if several and tree.widths else ""
-    chosen = of + tree_line(tree) if tree.widths else "plain decoding"
+    several = len({timing.drafter for timing in timings if timing.tree.num_levels}) > 1
+    of = f"{tuned.drafter}, " if several and tree.num_levels else ""
+    chosen = of + tree_line(tree) if tree.num_levels else "plain decoding"
     if not timings:
         return f"{chosen}, usual on this kind of machine: nothing was timed (--tree names another)"
     fastest = max(
-        (each for each in timings if each.tree.widths), key=attrgetter("tokens_per_second")
+        (each for each in timings if each.tree.num_levels), key=attrgetter("tokens_per_second")
     )
     best = f"{fastest.tokens_per_second:.0f}"
-    plain = next(f"{each.tokens_per_second:.0f}" for each in timings if not each.tree.widths)
-    if tree.widths:
+    plain = next(f"{each.tokens_per_second:.0f}" for each in timings if not each.tree.num_levels)
+    if tree.num_levels:
         return (
             f"{chosen}, the fastest of {len(timings)} timed here: {best} tokens/s, {plain} without "
             "(--tree names another)"

@@ -110,7 +110,7 @@ def described(activity: Activity) -> tuple[str, str] | None:
         case Compiling():
             return "compiling, once for prompts of about this length", ""
         case Tuning(drafter, tree):
-            name = f"{drafter} {tree}" if tree.widths else "plain decoding"
+            name = f"{drafter} {tree}" if tree.num_levels else "plain decoding"
             return "timing trees, once for this model and machine", name
         case Tuned() | Slower():
             return None

@@ -31,7 +31,7 @@ from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.same_bits import is_identical
-from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, demo_drafts
+from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
 from longspec_jax.generation import comparison, inspection
 from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.autotune import KnownTimings
@@ -54,7 +54,7 @@ from longspec_jax.generation.result import (
 from longspec_jax.generation.run import Known, added_rounds, follow, learn, reads_rounds, start
 from longspec_jax.generation.scores import check_host, scores_of
 from longspec_jax.generation.warm import WarmShapes
-from longspec_jax.loading import choose_drafts, load_with_tokenizer
+from longspec_jax.loading import choose_drafts, load_with_tokenizer, with_lookup
 from longspec_jax.weights.hf import dequantised_types, load_stop_tokens
 
 
@@ -127,8 +127,10 @@ class LongSpec(Models):
           target: a folder, GGUF file or hub id of a model of a family that docs/targets.md lists,
             or the name of a small released one that is fetched once (docs/gguf.md): ``smollm2``.
           draft: what proposes tokens: a folder or hub id of a draft trained for the target, or the
-            name of a kind without weights, such as ``ngram``. Of several a call runs the one that
-            is fastest on this machine. Plain decoding if absent.
+            name of a kind without weights, such as ``ngram``. Several propose into one tree.
+            Prompt lookup joins a draft with a model wherever a call's tree has space for it, as the
+            trees have that are chosen for calls that name none; ``4,16x4@64`` is the draft's alone,
+            ``4,16x4@64~8`` with lookup. Plain decoding if absent.
           draft_options: options of the draft's kind by name, such as those of
             :class:`~longspec_jax.drafters.longspec.load.LongSpecOptions`. Only
             ``retrieve_verify=partial`` changes tokens.
@@ -178,7 +180,7 @@ class LongSpec(Models):
         loaded = load_with_tokenizer(
             target, dtype, tokenizer=tokenizer, mesh=mesh, revision=revision, kv_dtype=kv_dtype
         )
-        drafts = tuple(draft.load(loaded, mesh) for draft in chosen)
+        drafts = with_lookup(tuple(draft.load(loaded, mesh) for draft in chosen))
         more: dict[str, Any] = {**settings, "tokenizer": loaded.tokenizer, "tree": tree}
         more["dequantised"] = dequantised
         return cls(loaded.config, loaded.params, drafts or None, stop_tokens=stop_tokens, **more)
@@ -196,7 +198,7 @@ class LongSpec(Models):
                 f"the demo model is missing from {DEMO}; reinstall the package, or make one with "
                 "longspec-train --config=demo (python -m train.run in a checkout)"
             )
-        options = {"draft": DEMO_DRAFTERS, "dtype": "float32", **options}
+        options = {"draft": DEMO_NAME, "dtype": "float32", **options}
         options["draft"] = demo_drafts(options["draft"])
         return cls.from_pretrained(DEMO / "target", **options)
 
@@ -305,7 +307,7 @@ class LongSpec(Models):
         """
         check_arguments(adaptive=adaptive, on_round=on_round, on_activity=on_activity)
         plan, batch = self._prepare(inputs, generation_config, options, adaptive)
-        if not plan.drafter.tree.widths:
+        if not plan.drafter.tree.num_levels:
             raise ValueError(
                 "nothing to compare: this call decodes plainly; load a draft and leave its tree "
                 "in place"

@@ -169,10 +169,15 @@ def check_drafts(drafts: Sequence[Any]) -> None:
             "draft: retrieve_verify=partial changes the text, which must not depend on what turns "
             "out fastest; name that draft alone"
         )
+    if len(drafts) > 1 and not all(draft.joins for draft in drafts):
+        raise ValueError(
+            "draft: partial verification (retrieve=) proposes a single path, so that no other "
+            "draft joins it; name that draft alone, and lookup inside it: retrieve_tree=4,8~8"
+        )
     names = [draft.name for draft in drafts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise ValueError(f"draft holds two of the kind {twice}; one of each kind can be chosen")
+        raise ValueError(f"draft holds two of the kind {twice}; name one of each kind")
 
 
 def check_chunk(prefill_chunk: int, max_positions: int) -> None:

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -519,14 +519,14 @@ def tree(text: str) -> TreeConfig:
         found = TreeConfig.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if found.budget is not None and found.budget > found.num_grown:
-        shape = TreeConfig(found.widths, None, found.threshold, found.chain)
+    if found.budget is not None and found.budget > found.num_proposed:
+        shape = replace(found, budget=None)
         raise argparse.ArgumentTypeError(
-            f"@{found.budget} is more nodes than the tree {shape} has: {found.num_grown} with its "
-            f"root; write {shape} to verify all of them, or a larger tree"
+            f"@{found.budget} is more nodes than the tree {shape} has: {found.num_proposed} with "
+            f"its root; write {shape} to verify all of them, or a larger tree"
         )
     if found.threshold is not None and found.num_levels < 2:
-        shape = TreeConfig(found.widths, found.budget, None, found.chain)
+        shape = replace(found, threshold=None)
         raise argparse.ArgumentTypeError(
             f"+{found.threshold:g} chooses among the levels below the first, and the tree {shape} "
             f"has none; write {shape}, or a deeper tree"
@@ -537,7 +537,7 @@ def tree(text: str) -> TreeConfig:
 def drafting_tree(text: str) -> TreeConfig:
     """A tree with nodes, for what measures a draft beside plain decoding."""
     found = tree(text)
-    if not found.widths:
+    if not found.num_levels:
         raise argparse.ArgumentTypeError(
             f"{text} drafts nothing, and plain decoding is measured beside every tree; name a tree "
             "with nodes, such as chain:4"

@@ -13,8 +13,6 @@ DEMO_NAME = "demo"
 """What commands call its target, and the draft of it."""
 DRAFTS = {DEMO_NAME: DEMO / "draft", "demo_small_lm": DEMO / "small_lm"}
 """What was trained to draft for the demo's target: a LongSpec draft, and a small language model."""
-DEMO_DRAFTERS = DEMO_NAME, "ngram"
-"""What may propose for the demo where nothing is named."""
 
 
 def demo_drafts(draft: Any) -> Any:

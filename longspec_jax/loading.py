@@ -13,7 +13,10 @@ from jax.sharding import Mesh
 
 from longspec_jax.checks import LARGEST_NUMBER, shown_bytes
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import Draft, Target
+from longspec_jax.drafters.joined import JoinedDraft
+from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.registry import (
     ARCHITECTURES,
     EAGLE,
@@ -113,11 +116,12 @@ class ChosenDraft(NamedTuple):
         if not is_name(self.source):
             more = {"mesh": mesh, "revision": self.revision}
             draft = self.kind.load(self.source, target, self.options, **more)
-        return (
-            draft
-            if self.retrieval is None
-            else RetrievalDraft(draft, target.config, self.retrieval)
-        )
+        if self.retrieval is None:
+            return draft
+        tree = self.retrieval.retrieve_tree
+        if tree is not None and TreeConfig.parse(tree).lookup:
+            draft = JoinedDraft(with_lookup((draft,)))
+        return RetrievalDraft(draft, target.config, self.retrieval)
 
 
 def choose_drafts(
@@ -144,6 +148,17 @@ def choose_drafts(
         found = options_of(kind, own, str(source))
         chosen.append(ChosenDraft(source, None if named else revision, kind, found, retrieval))
     return tuple(chosen)
+
+
+def with_lookup(drafts: tuple[Draft, ...]) -> tuple[Draft, ...]:
+    """The drafts with prompt lookup beside them, which costs next to nothing.
+
+    Not beside drafts that look up themselves, nor beside partial verification, which proposes a
+    single path (:mod:`longspec_jax.drafters.retrieval`).
+    """
+    if not drafts or any(draft.looks_up or not draft.joins for draft in drafts):
+        return drafts
+    return (*drafts, NgramDraft())
 
 
 def _kind_of(model: Path) -> Kind:

@@ -209,32 +209,36 @@ def installed_text_config(
       turn: how its chat template writes a turn.
     """
     config = base_config()
-    config.update(target=target, title=f"LongSpec draft for {target}")
-    config.update(save_every=0, accept_every=0, accept_rows=4, log_every=25)
-    config.optimizer.update(warmup=0.05, floor=0.02)
-    config.mesh = dict(data=-1, fsdp=1, tp=1)
-    config.draft.update(max_shift=5, distillation=0.9)
-    config.data.turn = turn
+    offset = dict(accumulation=0, max_offset=long_length - 1024)
+    data: dict[str, Any] = dict(turn=turn)
+    draft: dict[str, Any] = dict(max_shift=5, distillation=0.9)
     if variant == "text":
-        config.data.corpus = {**code_corpus(vocab_size), "tokenizer": target}
-        config.stages = dict(
-            short=stage(
-                1024, 128, 1e-3, max_seconds=270.0, max_offset=long_length - 1024, accumulation=0
-            ),
+        data.update(corpus={**code_corpus(vocab_size), "tokenizer": target})
+        stages = dict(
+            short=stage(1024, 128, 1e-3, max_seconds=270.0, **offset),
             long=stage(
                 long_length, 131_072 // long_length, 3e-4, max_seconds=120.0, accumulation=0
             ),
         )
     elif variant == "answers":
-        config.data.update(files=f"runs/{name}/answers.jsonl", pack=True)
-        config.draft.init = f"runs/{name}/draft"
-        config.stages = dict(
-            answers=stage(
-                2048, 64, 2e-4, max_seconds=60.0, max_offset=long_length - 2048, accumulation=0
-            )
-        )
+        data.update(files=f"runs/{name}/answers.jsonl", pack=True)
+        draft.update(init=f"runs/{name}/draft")
+        stages = dict(answers=stage(1024, 128, 2e-4, max_seconds=60.0, **offset))
     else:
         raise ValueError(f"{name} has no variant {variant!r}; choose one of text, answers")
+    config.update(
+        target=target,
+        title=f"LongSpec draft for {target}",
+        save_every=0,
+        accept_every=0,
+        accept_rows=4,
+        log_every=25,
+        mesh=dict(data=-1, fsdp=1),
+        optimizer=dict(warmup=0.05, floor=0.02),
+        data=data,
+        draft=draft,
+        stages=stages,
+    )
     return config
 
 

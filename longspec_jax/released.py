@@ -39,7 +39,7 @@ RELEASED: Mapping[str, Released] = {
         member=".gguf",
         bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        drafters=("smollm2-longspec", "ngram"),
+        drafters=("smollm2-longspec",),
     ),
     "gemma3-270m": Released(
         title="Gemma 3 270M",

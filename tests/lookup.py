@@ -5,7 +5,7 @@ bit or position changes them. The cache holds token ids as "keys" and their posi
 "values", which sends them through the real cache code; a token's query is its id.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from longspec_jax.drafters.base import (
     PartialForward,
     Uncommitted,
 )
-from longspec_jax.drafters.tree import grow, plant, within_budget
+from longspec_jax.drafters.tree import grow, of_all_nodes, plant, within_budget
 from longspec_jax.ops.selection.continuations import best_continuations
 
 
@@ -146,6 +146,8 @@ class LookupDrafter(Drafter):
             history = jnp.take_along_axis(history, parents, axis=1) + token_hash(tokens, positions)
             totals.append(total)
             first, width = first + width, children
+        if totals:
+            tree = replace(tree, totals=of_all_nodes(totals))
         return within_budget(tree, totals, self.tree)
 
 

@@ -302,7 +302,7 @@ def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool)
                 "requests": len(streams),
                 "slots": engine.engine.slots,
                 "rounds": {
-                    str(use.tree) if use.tree.widths else "none": count
+                    str(use.tree) if use.tree.num_levels else "none": count
                     for use, count in zip(engine.trees, rounds, strict=True)
                 },
                 **({} if concurrency != 1 else overhead(streams, rounds, bare)),

@@ -51,7 +51,7 @@ class Decoder:
 
         None without one tree for all rounds.
         """
-        if self.tree is None or not self.tree.widths or isinstance(self.spec, Endpoint):
+        if self.tree is None or not self.tree.num_levels or isinstance(self.spec, Endpoint):
             return None
         views = self.spec.inspect([prompt], tree=self.tree, **options)
         return round_trees(views, self.spec.tokenizer, emitted)

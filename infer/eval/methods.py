@@ -14,6 +14,8 @@ from longspec_jax.drafters.registry import is_name
 if TYPE_CHECKING:  # Imports jax, which --help does without.
     from longspec_jax.drafters.draft import Draft
 
+JOINED = "joined"
+"""In place of a kind: all drafts of the run together."""
 GAMMA = TreeConfig((1, 1, 1, 1))
 """The chain of the LongSpec release, for its own draft and for MagicDec."""
 
@@ -62,6 +64,7 @@ METHODS = {
     "tokenswift": Method("tokenswift", "the target over a part of its cache, and heads behind it"),
     "dflash": Method("dflash", "a DFlash or DSpark draft"),
     "parallel": Method("parallel", "a parallel LongSpec draft"),
+    "joined": Method(JOINED, "all drafts of the run and prompt lookup, in one tree"),
     "adaptive": Method(
         "longspec",
         "a LongSpec draft; each round takes a tree or none, by measured tokens per second",
@@ -112,10 +115,15 @@ def with_drafts(
     Raises:
       ValueError: for a method without its draft, naming the remedy.
     """
+    from longspec_jax.drafters.joined import JoinedDraft
+    from longspec_jax.loading import with_lookup
+
     kinds = by_kind(drafts)
     for kind in kinds:
         if not any(method.kind == kind for method in METHODS.values()):
             raise ValueError(f"no method measures {kind} drafts; leave --draft={kind} out")
+    if len(together := with_lookup(tuple(drafts))) > 1:
+        kinds[JOINED] = JoinedDraft(together)
     possible = [Chosen(name, name) for name in METHODS if METHODS[name].kind in (None, *kinds)]
     if not named:
         chosen = [each for each in possible if each.method.default]

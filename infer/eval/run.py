@@ -29,7 +29,7 @@ from longspec_jax.weights.model_files import read_config
 from ..arguments import is_demo
 from .arguments import LONGSPEC
 from .decoders import Decoder, Options, by_round, text_by_token
-from .methods import SERVED, by_kind, with_drafts
+from .methods import JOINED, SERVED, by_kind, with_drafts
 from .prepare import (
     LongBenchProtocol,
     LongSpecProtocol,
@@ -239,21 +239,24 @@ def ready_decoders(
     Raises:
       ValueError: for a method without its draft, or two drafts of one kind.
     """
+    # Lookup that joined them by itself is behind those that were named.
+    own_drafts = spec.drafts[: len(drafts)]
     named = {
         kind: (str(name), source)
         for kind, name, source in zip(
-            by_kind(spec.drafts), arguments.draft or (), drafts, strict=True
+            by_kind(own_drafts), arguments.draft or (), drafts, strict=True
         )
     }
+    named[JOINED] = "+".join(each.name for each in spec.drafts), None
     found: list[Decoder] = []
-    for chosen, draft in with_drafts(arguments.method, spec.drafts):
+    for chosen, draft in with_drafts(arguments.method, own_drafts):
         method = chosen.method
         source, folder = (None, None) if method.kind is None else named[method.kind]
         tree = chosen.tree(draft, jax.default_backend() == "cpu")
-        has_options = draft is not None and (draft.own_params or len(spec.drafts) == 1)
+        has_options = draft is not None and (draft.own_params or len(own_drafts) == 1)
         setting = Setting(
             source,
-            None if tree is None or not tree.widths else str(tree),
+            None if tree is None or not tree.num_levels else str(tree),
             None if tree is None else tree.num_nodes,
             as_options(arguments.draft_option) if has_options else {},
         )

@@ -225,6 +225,8 @@ class Writer:
     model: str
     answers: list[Answer]
     texts: TokenTexts
+    sources: tuple[str, ...] = ()
+    """Names of the drafters that propose."""
     accepted_only: bool = False
     """Show no nodes of trees but the accepted ones: the others may be of other people's texts."""
     id: str = ""
@@ -250,8 +252,7 @@ class Writer:
         }
         if self.call.rounds:
             found["longspec"] = [
-                rounds_of(answer.gain, self.texts, index, accepted_only=self.accepted_only)
-                for index, answer in enumerate(self.answers)
+                self._rounds(answer.gain, index) for index, answer in enumerate(self.answers)
             ]
         return found
 
@@ -268,8 +269,7 @@ class Writer:
         more, answer, found = {}, self.answers[row], b""
         if self.call.rounds:
             before = self.tails.get(row, ())
-            only = self.accepted_only
-            more["longspec"] = rounds_of(gain, self.texts, row, before, accepted_only=only)
+            more["longspec"] = self._rounds(gain, row, before)
             self.tails[row] = (*before, *gain.tokens)[-LONGEST_RUN:]
         first = answer.begins_with(gain)
         shown = gain.text or (first and answer.echoed) or self.call.logprobs is not None
@@ -287,6 +287,13 @@ class Writer:
             return DONE
         usage = {"usage": self._usage(), "metrics": self._metrics()}
         return event({**self._head(self.format.part), "choices": [], **usage}) + DONE
+
+    def _rounds(
+        self, gain: RequestOutput, row: int, before: tuple[int, ...] = ()
+    ) -> dict[str, Any]:
+        return rounds_of(
+            gain, self.texts, row, before, self.sources, accepted_only=self.accepted_only
+        )
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -200,8 +200,16 @@ class Routes:
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
         form = (ChatFormat if call.chat else TextFormat)(self._texts)
-        name, only = self._model.names[0], self._model.shared
-        return Writer(call, form, name, ticket.answers, self._texts, accepted_only=only)
+        model = self._model
+        return Writer(
+            call,
+            form,
+            model.names[0],
+            ticket.answers,
+            self._texts,
+            sources=model.sources,
+            accepted_only=model.shared,
+        )
 
     async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
         """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""

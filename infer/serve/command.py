@@ -22,7 +22,6 @@ import jax
 from longspec_jax import LongSpec, TreeConfig, cli
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
-from longspec_jax.embedded import DEMO_NAME
 from longspec_jax.extras import missing_packages
 from longspec_jax.generation.chat import encode_chat, encode_text
 from longspec_jax.generation.memory import free_bytes
@@ -73,9 +72,6 @@ class Service:
           listener: has the address; None where others listen.
           keys: of which clients must send one, if there are any.
         """
-        if is_demo(arguments) and arguments.draft is None:
-            # Of two drafts every tree would be compiled, twice as long a start.
-            arguments = argparse.Namespace(**{**vars(arguments), "draft": [DEMO_NAME]})
         self._arguments, self._listener, self._keys = arguments, listener, keys
         self._template = read_template(arguments)
         self.status = StatusLine(sys.stderr)
@@ -120,7 +116,9 @@ class Service:
 
     def _lines(self, spec: LongSpec, engine: RequestEngine) -> Iterator[str]:
         drafter = engine.engine.drafter
-        draft = f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.widths else "no draft"
+        draft = (
+            f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.num_levels else "no draft"
+        )
         yield f"  {self._names[0]}: {draft}; {spec.precision}"
         if any(draft.shares_texts for draft in spec.drafts):
             yield "  shared=true: requests draft from each other's texts; clients can so guess them"
@@ -369,8 +367,9 @@ def served_model(
         decode=decode,
         encode_chat=chat_encoder(tokenizer, template, max_len),
         trees=tuple(each.tree for each in engine.engine.drafters),
-        tree=str(drafter.tree) if drafter.tree.widths else None,
-        drafter=drafter.name if drafter.tree.widths else None,
+        tree=str(drafter.tree) if drafter.tree.num_levels else None,
+        drafter=drafter.name if drafter.tree.num_levels else None,
+        sources=drafter.sources,
         shared=any(draft.shares_texts for draft in spec.drafts),
         grammar=spec.grammar if _knows_grammars(spec) else None,
     )

@@ -136,7 +136,7 @@ class EngineThread:
             "trees": [
                 {
                     "drafter": use.drafter,
-                    "tree": str(use.tree) if use.tree.widths else None,
+                    "tree": str(use.tree) if use.tree.num_levels else None,
                     "rounds": use.rounds,
                 }
                 for use in self._engine.trees

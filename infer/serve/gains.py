@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from longspec_jax.decoding.report import RoundTree
+from longspec_jax.drafters.base import proposers
 from longspec_jax.generation.requests import RequestOutput
 
 from .protocol import Row
@@ -246,6 +247,7 @@ def rounds_of(
     text_of: TokenText,
     row: int,
     before: Sequence[int] = (),
+    sources: Sequence[str] = (),
     *,
     accepted_only: bool = False,
 ) -> dict[str, Any]:
@@ -253,6 +255,8 @@ def rounds_of(
 
     Args:
       before: the last tokens before the gain, which may begin its first character.
+      sources: names of the drafters; where there are several, each draft token says who proposed
+        it.
       accepted_only: show no other nodes of a tree than those of the accepted path.
     """
     tokens, depth, ids = [], 0, [*before]
@@ -260,7 +264,9 @@ def rounds_of(
         depth = depth + 1 if drafted else 0
         ids.append(token)
         text = completed_text(text_of, ids[-LONGEST_RUN:])
-        tokens.append({"text": text, "id": token, "drafted": drafted, "depth": depth})
+        told = {"text": text, "id": token, "drafted": bool(drafted), "depth": depth}
+        by = {"source": proposers(sources, drafted)} if drafted and len(sources) > 1 else {}
+        tokens.append({**told, **by})
     rounds: list[dict[str, Any]] = [
         {"accepted": accepted, "tree": None} for accepted in gain.rounds
     ]

@@ -62,6 +62,8 @@ class ServedModel:
     tree: str | None = None
     """The tallest of them; None for plain decoding."""
     drafter: str | None = None
+    sources: tuple[str, ...] = ()
+    """Names of those that propose, in the order of the bits of what answers hold."""
     shared: bool = False
     """Whether requests draft from each other's texts, so that rounds show accepted tokens alone."""
     grammar: Callable[..., Any] | None = None

@@ -18,8 +18,13 @@ _TREE_TEXT = re.compile(
     r"(chain:(?P<chain>0|[1-9][0-9]{0,3})/)?"
     r"(none|chain:(?P<links>[1-9][0-9]{0,3})|(?P<widths>{W}(,{W})*))"
     r"(@(?P<budget>[0-9]{1,9}))?"
-    r"(\+(?P<threshold>[0-9]{1,3}(\.[0-9]{1,6})?))?".replace("{W}", _WIDTH)
+    r"(\+(?P<threshold>[0-9]{1,3}(\.[0-9]{1,6})?))?"
+    r"(~(?P<lookup>[0-9]{1,9}))?".replace("{W}", _WIDTH)
 )
+PLACES = 8
+"""Earlier places of a text whose continuations are joined to a tree."""
+MOST_LOOKUP = (MAX_TREE_NODES - 1) // PLACES
+"""Most levels of what is looked up."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class TreeConfig:
     ``(4, 16, 16, 16, 16)`` is the paper's tree, ``(1, 1, 1, 1)`` a chain of four, and ``()`` the
     empty tree: plain decoding. :meth:`parse` reads what ``str`` writes, such as
     ``4,16,16,16,16@64``. OPT-Tree (arXiv:2406.17276) is a budget with a threshold:
-    ``16x10@50+0.7``.
+    ``16x10@50+0.7``. Lookup joins the tree ``4,16x4@64~8`` with continuations of eight tokens.
     """
 
     widths: tuple[int, ...] = (4, 16, 16, 16, 16)
@@ -44,6 +49,10 @@ class TreeConfig:
     """How many of the first levels are a chain with the tree of the others at its end, as partial
     verification proposes it (``chain:16/4,8``, :mod:`longspec_jax.drafters.retrieval.hierarchy`).
     Where a row's chain is shorter, its tree begins higher. None for a tree that is grown as one."""
+    lookup: int | None = None
+    """Levels to which continuations that lookup finds join the tree, where drafts that look up are
+    loaded (:mod:`longspec_jax.drafters.joined`). They compete with the model's nodes for the
+    budget, which is the number of the model's nodes if absent. None for a tree without them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", _tree_widths(self.widths))
@@ -51,6 +60,8 @@ class TreeConfig:
             self._check_chain(self.chain)
             if self.chain == self.num_levels:
                 object.__setattr__(self, "chain", None)  # A chain with nothing at its end.
+        if self.lookup is not None:
+            self._check_lookup(self.lookup)
         if self.num_grown > MAX_TREE_NODES:
             raise ValueError(
                 f"tree {shown(self.widths)} has {self.num_grown} nodes with its root; the "
@@ -74,7 +85,7 @@ class TreeConfig:
                 f"worth, from {SMALLEST_GAIN} to 1, got {shown(self.threshold)}; leave it out to "
                 f"grow all {self.num_levels} levels"
             )
-        if self.widths and self.num_nodes == 1:
+        if self.num_levels and self.num_nodes == 1:
             raise ValueError(
                 f"the tree {self} verifies the root alone, which the target knows already; use "
                 "the tree none for plain decoding, or a budget of at least 2"
@@ -95,12 +106,30 @@ class TreeConfig:
                 f"{least}"
             )
 
+    def _check_lookup(self, lookup: Any) -> None:
+        """Refuse levels that are none, lookup beside a chain, and lookup alone without a budget."""
+        if not is_whole(lookup) or not 1 <= lookup <= MOST_LOOKUP:
+            raise ValueError(
+                f"lookup={shown(lookup)} must be the levels of what is looked up, from 1 to "
+                f"{MOST_LOOKUP}, as in 4,16x4@64~8; leave it out for a tree without lookup"
+            )
+        if self.chain is not None:
+            raise ValueError(
+                f"~{lookup} does not join a tree at the end of a chain: partial verification "
+                "proposes one path; join lookup inside it, retrieve_tree=4,8~8"
+            )
+        if not self.widths and self.budget is None:
+            raise ValueError(
+                f"none~{lookup} is lookup alone and needs its number of nodes, as in "
+                f"none@16~{lookup}"
+            )
+
     @classmethod
     def parse(cls, text: str) -> "TreeConfig":
         """The tree of a text: ``none``, ``chain:4`` or ``4,16,16``, which is ``4,16x2``.
 
-        ``@24`` behind it adds a budget, and ``+0.7`` a threshold; ``chain:16/`` before it puts it
-        at the end of a chain.
+        ``@24`` behind it adds a budget, ``+0.7`` a threshold and ``~8`` lookup; ``chain:16/``
+        before it puts it at the end of a chain.
 
         Raises:
           ValueError: for a text that names no tree, or one that there cannot be.
@@ -110,8 +139,9 @@ class TreeConfig:
             raise ValueError(
                 f"{shown(text)} must be the widths of a tree such as 4,16,16,16,16, or chain:4 for "
                 "a single branch, or none; @64 behind it verifies the best 64 nodes alone, +0.7 "
-                "ends it with the level that adds no more than 0.7 expected tokens, and chain:16/ "
-                "before it puts it at the end of a chain"
+                "ends it with the level that adds no more than 0.7 expected tokens, ~8 joins what "
+                "is looked up to eight levels, and chain:16/ before it puts it at the end of a "
+                "chain"
             )
         chain = int(found["chain"]) if found["chain"] else None
         widths = [1] * ((chain or 0) + int(found["links"] or 0))
@@ -123,6 +153,7 @@ class TreeConfig:
             int(found["budget"]) if found["budget"] else None,
             float(found["threshold"]) if found["threshold"] else None,
             chain,
+            int(found["lookup"]) if found["lookup"] else None,
         )
 
     def __str__(self) -> str:
@@ -135,32 +166,48 @@ class TreeConfig:
             shape = f"chain:{self.chain}/{shape}"
         budget = "" if self.budget is None else f"@{self.budget}"
         threshold = "" if self.threshold is None else f"+{self.threshold:g}"
-        return shape + budget + threshold
+        lookup = "" if self.lookup is None else f"~{self.lookup}"
+        return shape + budget + threshold + lookup
 
     @property
     def num_levels(self) -> int:
         """Draft levels, the root not counted: the most tokens one round can accept."""
-        return len(self.widths)
+        return max(len(self.widths), self.lookup or 0)
 
     @property
     def num_grown(self) -> int:
-        """Nodes the drafter grows, the root included."""
+        """Nodes that a drafter with a model grows, the root included."""
         return 1 + sum(self.widths)
+
+    @property
+    def num_proposed(self) -> int:
+        """Those with what lookup proposes, of which the budget's are verified."""
+        return self.num_grown + PLACES * (self.lookup or 0)
 
     @property
     def num_nodes(self) -> int:
         """Nodes with the root: the query tokens of one verification."""
-        return self.num_grown if self.budget is None else min(self.budget, self.num_grown)
+        return self.num_grown if self.budget is None else min(self.budget, self.num_proposed)
 
     @property
     def selective(self) -> bool:
         """Whether the budget leaves out nodes."""
-        return self.num_nodes < self.num_grown
+        return self.num_nodes < self.num_proposed
 
     @property
     def varies(self) -> bool:
         """Whether depths differ from row to row: nodes are left out, or a chain is shorter."""
         return self.selective or bool(self.chain)
+
+    @property
+    def own(self) -> "TreeConfig":
+        """What a drafter with a model grows of it: all levels, before a budget chooses."""
+        return TreeConfig(self.widths, threshold=self.threshold)
+
+    @property
+    def looked_up(self) -> "TreeConfig":
+        """What lookup proposes to it."""
+        return TreeConfig((PLACES,) * (self.lookup or 0))
 
     @property
     def end(self) -> "TreeConfig":

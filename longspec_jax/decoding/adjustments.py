@@ -20,7 +20,6 @@ from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.drafters.tree import Tree
 
 ADJUSTMENT_BYTES = 4 + 4 + 1
 """Of a token of the vocabulary in the tables of a row."""
@@ -155,22 +154,6 @@ class Adjustments:
 _TABLES = ("bias", "in_prompt", "emitted")
 
 
-def draft_paths(tree: Tree, levels: int) -> Int[Array, "B T levels"]:
-    """The draft tokens on the path to every node, itself included; -1 where a path is shorter.
-
-    Args:
-      tree: candidates below each row's pending token, which is no draft token.
-      levels: of the tree below its root.
-    """
-    depth = tree.mask.sum(axis=2, dtype=jnp.int32) - 1  # A node sees itself and its ancestors.
-    at_depth = [
-        jnp.where(tree.mask & (depth == level)[:, None], tree.tokens[:, None], -1).max(axis=2)
-        for level in range(1, levels + 1)
-    ]
-    empty = jnp.zeros((*tree.tokens.shape, 0), jnp.int32)
-    return jnp.stack(at_depth, axis=2) if at_depth else empty
-
-
 def adjust(
     logits: Float[Array, "B T V"],
     adjustments: Adjustments,
@@ -181,7 +164,7 @@ def adjust(
     Args:
       logits: of the tokens that follow some nodes.
       paths: draft tokens that each node's path adds to what the row has emitted, of
-        :func:`draft_paths`; none if absent.
+        :func:`~longspec_jax.drafters.tree.tree_paths`; none if absent.
     """
     emitted, vocabulary = adjustments.emitted[:, None], jnp.arange(logits.shape[2])
     if paths is not None:

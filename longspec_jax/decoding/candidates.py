@@ -8,13 +8,19 @@ from longspec_jax.drafters.base import Drafter
 from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level
 
+SMALL = 16
+"""Nodes of the small tree among which an engine chooses by its load."""
+
 
 def smaller_tree(tree: TreeConfig) -> TreeConfig:
     """A chain of half a tree's levels: most of what is accepted, where every node costs.
 
-    ``(4, 16, 16, 16, 16)`` becomes ``(1, 1, 1)``. Of a chain with a tree at its end it is half the
-    chain with the same tree.
+    ``(4, 16, 16, 16, 16)`` becomes ``(1, 1, 1)``. Lookup keeps its levels. Of a chain with a tree
+    at its end it is half the chain with the same tree.
     """
+    if tree.lookup:
+        widths = (1,) * -(-len(tree.widths) // 2)
+        return TreeConfig(widths, min(tree.num_nodes, SMALL), lookup=tree.lookup)
     if tree.chain:
         half, end = -(-tree.chain // 2), tree.end
         budget = None if end.budget is None else half + end.budget
@@ -29,8 +35,7 @@ def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     one as well, verified on one level.
 
     Args:
-      drafters: of which each differs from the others in its tree, or is one of several with a
-        common state (:class:`longspec_jax.drafters.draft.OneOf`).
+      drafters: of which each differs from the others in its tree.
 
     Returns:
       The candidates, the cheapest first.
@@ -43,10 +48,6 @@ def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
             own.append(with_tree(alone, on_one_level(alone.inner.tree)))
     own.sort(key=lambda drafter: drafter.tree.num_nodes)
     return tuple(dict.fromkeys([with_tree(own[0], PLAIN), *own]))
-
-
-SMALL = 16
-"""Nodes of the small tree among which an engine chooses by its load."""
 
 
 def candidates_by_load(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:

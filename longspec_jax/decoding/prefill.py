@@ -176,7 +176,9 @@ def prefill_programs(
             *(target, needs, chunk, shardings, params.target, rows.cache, *at, logits, logprobs)
         )
         yield a_chunk
-        if drafter.needs.recent != 0:  # Else no chunk is shown to it, whatever the prompt.
+        if (
+            drafter.needs.text or drafter.needs.recent != 0
+        ):  # Else no chunk is shown to it, whatever the prompt.
             _, _, found, _ = a_chunk.out_info
             features = _with_shardings(found, jax.tree.map(lambda _: shardings.rows, found))
             yield _extend.lower(

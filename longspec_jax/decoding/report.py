@@ -1,8 +1,9 @@
 """The report of a launch: the one small array that the host reads of its rounds.
 
 A round is a row of whole numbers in each row of the batch: how many tokens it emitted, whether the
-row has ended, how many were accepted, and the tokens. Where it is wanted, log-probabilities of the
-tokens follow (:mod:`longspec_jax.decoding.logprobs`), and then the tree that was verified.
+row has ended, how many were accepted, the tokens, and who proposed each. Where it is wanted,
+log-probabilities of the tokens follow (:mod:`longspec_jax.decoding.logprobs`), and then the tree
+that was verified.
 """
 
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ class Emitted:
     """How many; 0 where the row was done."""
     accepted: Leaf[Lengths]
     """How many of them, the first ones, were accepted draft tokens."""
+    sources: Leaf[Int[Array, "B h"]]
+    """Who proposed each token, as of :attr:`longspec_jax.drafters.tree.Tree.sources`; 0 where
+    nobody did."""
     more: tuple[Leaf[Int[Array, "B _"]], ...] = ()
     """Log-probabilities and tree, if the report holds them."""
 
@@ -55,7 +59,7 @@ class Emitted:
 def packed(emitted: Emitted, after: Rows) -> Int[Array, "B n"]:
     """What a round did, as one array; see :class:`Report`."""
     ends = jnp.stack([emitted.count, after.done, emitted.accepted], axis=1)
-    return jnp.concatenate([ends, emitted.tokens, *emitted.more], axis=1)
+    return jnp.concatenate([ends, emitted.tokens, emitted.sources, *emitted.more], axis=1)
 
 
 def packed_tree(tree: Tree, draws: Int[Array, "B T"], path: AcceptedPath) -> Int[Array, "B _"]:
@@ -68,7 +72,7 @@ def packed_columns(tree: TreeConfig, contents: Contents) -> int:
     """Numbers that a report holds of a round in each row."""
     height = tree.num_levels + 1
     logprobs = 0 if contents.logprobs is None else height * packed_width(contents.logprobs)
-    return 3 + height + logprobs + contents.trees * (1 + 3 * tree.num_nodes + height)
+    return 3 + 2 * height + logprobs + contents.trees * (1 + 3 * tree.num_nodes + height)
 
 
 class RoundTree(NamedTuple):
@@ -95,6 +99,8 @@ class Report:
     """``[r, B]`` how many tokens, the first ones, were accepted draft tokens."""
     tokens: np.ndarray
     """``[r, B, h]`` the emitted tokens; garbage from the count on."""
+    sources: np.ndarray
+    """``[r, B, h]`` who proposed each, a bit for each member of joined drafters; 0 for nobody."""
     logprobs: np.ndarray | None = None
     """``[r, B, h, m]`` of the tokens, packed; None if they were not wanted."""
     trees: np.ndarray | None = None
@@ -108,16 +114,14 @@ class Report:
 
         Args:
           packed: ``[r, B, n]`` on the host.
-          tree: of the drafter; needed where the report holds more than tokens.
+          tree: of the drafter.
           contents: of the report.
         """
         # A round in which no row emits ends the loop, or was launched behind the last one.
         packed = packed[(packed[:, :, 0] > 0).any(axis=1)]
         ends = packed[..., 0], packed[..., 1] != 0, packed[..., 2]
-        if contents == TOKENS:
-            return cls(*ends, packed[..., 3:])
         height = tree.num_levels + 1
-        tokens, more = np.split(packed[..., 3:], [height], axis=2)
+        tokens, sources, more = np.split(packed[..., 3:], [height, 2 * height], axis=2)
         logprobs = trees = None
         if contents.logprobs is not None:
             width = packed_width(contents.logprobs)
@@ -127,7 +131,7 @@ class Report:
             more = more[..., size:]
         if contents.trees:
             trees = more
-        return cls(*ends, tokens, logprobs, trees)
+        return cls(*ends, tokens, sources, logprobs, trees)
 
     def logprobs_of(self, row: int, rounds: np.ndarray, most: int) -> tuple[TokenLogprob, ...]:
         """Of the tokens that a row emitted in these rounds, with ``most`` alternatives at most."""

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
-from longspec_jax.decoding.adjustments import draft_paths
 from longspec_jax.decoding.logprobs import packed_logprobs
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.report import (
@@ -40,6 +39,7 @@ from longspec_jax.drafters.tree import (
     accept,
     accept_trusted,
     node_depths,
+    tree_paths,
 )
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.ops.slicing import along, last_along
@@ -106,7 +106,18 @@ def conclude(
     path = path._replace(count=jnp.where(rows.speculate, path.count, 1))
     reach = target.reach(rows.length)
     after, emitted = commit_accepted(drafter, params, rows, verified, path, reach, kind)
-    return after, replace(emitted, more=_more(contents, tree, verified, draws, path))
+    sources = emitted.sources if tree.sources is None else _sources(tree.sources, path, emitted)
+    return after, replace(
+        emitted, sources=sources, more=_more(contents, tree, verified, draws, path)
+    )
+
+
+def _sources(
+    of_nodes: Int[Array, "B T"], path: AcceptedPath, emitted: Emitted
+) -> Int[Array, "B h"]:
+    """Who proposed each emitted token: a token is that of the next node of the path."""
+    found = jnp.take_along_axis(of_nodes, path.path, axis=1)
+    return jnp.where(emitted.sources > 0, jnp.pad(found[:, 1:], ((0, 0), (0, 1))), 0)
 
 
 def _more(
@@ -192,7 +203,7 @@ def draw_at_nodes(
     """The target's draw at every node, from its logits there."""
     paths = None
     if noise.adjustments is not None:
-        paths = draft_paths(tree, drafter.tree.num_levels)
+        paths = tree_paths(tree, drafter.tree.num_levels)
     return noise.draw(logits, node_depths(tree, drafter.tree), paths)
 
 
@@ -231,7 +242,9 @@ def commit_accepted(
         remaining=jnp.where(stopped, 0, rows.remaining - count),
         adjustments=adjustments,
     )
-    return after, Emitted(path.tokens, count, accepted)
+    # A single drafter has proposed all that was accepted.
+    drafted = jnp.arange(path.tokens.shape[1]) < accepted[:, None]
+    return after, Emitted(path.tokens, count, accepted, drafted.astype(jnp.int32))
 
 
 def _trim(

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding.adjustments import Adjustments, adjust
-from longspec_jax.decoding.sampling import Sampling, SamplingKind, draw, noise, perturb
+from longspec_jax.decoding.sampling import TINY, Sampling, SamplingKind, draw, noise, perturb
 from longspec_jax.ops.slicing import along
 
 
@@ -48,6 +48,29 @@ class RoundNoise:
         """
         return perturb(self._adjusted(logits), self.noise[:, depth : depth + 1], self.sampling)
 
+    def chances(
+        self, likely: Float[Array, "B w levels"], tokens: Int[Array, "B w levels"]
+    ) -> Float[Array, "B w levels"]:
+        """How likely the target is to draw tokens that follow nodes of depths 0, 1, ...
+
+        A draw is the argmax of log-probabilities with Gumbel noise. The token's own noise is known.
+        The best of all others is about the logarithm of their mass with a noise of its own, so that
+        the token wins with the probability ``exp(-(1 - p) / p * exp(-noise))``, whose mean over the
+        noise is p.
+
+        Args:
+          likely: how likely it draws them where the noise is not known, p.
+          tokens: in which ``[b, i, d]`` follows a node of depth ``d``.
+        """
+        if self.sampling.kind is SamplingKind.GREEDY:
+            return likely
+        steps = self.noise[:, : tokens.shape[2]]
+        gumbel = jnp.take_along_axis(steps, tokens.swapaxes(1, 2), axis=2).swapaxes(1, 2)
+        tiny = jnp.finfo(jnp.float32).tiny
+        known = jnp.exp(-(1 - likely) / jnp.maximum(likely, tiny) * jnp.exp(-gumbel))
+        greedy = (self.sampling.temperature < TINY)[:, None, None]
+        return jnp.where(greedy, likely, jnp.where(likely > 0, known, 0.0))
+
     def draw(
         self,
         logits: Float[Array, "B T V"],
@@ -58,7 +81,7 @@ class RoundNoise:
 
         Args:
           paths: the draft tokens on the path to each node, which penalties count as emitted, of
-            :func:`~longspec_jax.decoding.adjustments.draft_paths`; none if absent.
+            :func:`~longspec_jax.drafters.tree.tree_paths`; none if absent.
         """
         return draw(self._adjusted(logits, paths), self._noise_at(depths), self.sampling)
 

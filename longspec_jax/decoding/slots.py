@@ -21,8 +21,10 @@ class StepOutput:
     """The request's, as :meth:`~longspec_jax.decoding.engine.Engine.submit` returned it."""
     tokens: tuple[int, ...]
     """At least one, but where the request ends with ``error``."""
-    drafted: tuple[bool, ...]
-    """Whether each token was an accepted draft token."""
+    drafted: tuple[int, ...]
+    """Who proposed each token, as bits: bit ``i`` for entry ``i`` of
+    :attr:`longspec_jax.drafters.base.Drafter.sources`. 0 for a token that is no accepted draft
+    token."""
     rounds: tuple[int, ...]
     """Accepted draft tokens of every round that the request took part in; none of the prefill."""
     finish: str | None = None
@@ -199,7 +201,7 @@ class Slots:
             StepOutput(
                 id,
                 tuple(token.tolist()),
-                (False,),
+                (0,),
                 (),
                 cached_tokens=self.active[id].cached,
                 logprobs=logprobs,
@@ -214,7 +216,7 @@ class Slots:
         counts, accepted = report.count[rounds, row], report.accepted[rounds, row]
         steps = np.arange(report.tokens.shape[2])
         tokens = report.tokens[rounds, row][steps < counts[:, None]]
-        drafted = (steps < accepted[:, None])[steps < counts[:, None]]
+        drafted = report.sources[rounds, row][steps < counts[:, None]]
         output = self._take(
             StepOutput(
                 id,

@@ -7,13 +7,14 @@ the accepted path of a round alike.
 
 A drafter declares what it needs of the target's forward (:class:`Needs`), and gets the target's
 cache in a round (:class:`View`). Drafters compose: one may hold another, and run the target over a
-part of its cache to improve on it (:mod:`longspec_jax.drafters.retrieval.hierarchy`).
+part of its cache to improve on it (:mod:`longspec_jax.drafters.retrieval.hierarchy`), or hold
+several that propose into one tree (:mod:`longspec_jax.drafters.joined`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,9 @@ class Needs:
     not get chunks of a prompt that end before these."""
     first: int = 0
     """How many of the first tokens it depends on beside the last ones."""
+    text: bool = False
+    """Whether it gets all committed tokens, by their ids alone where its features do not need
+    them."""
 
     def __or__(self, other: "Needs") -> "Needs":
         """What two drafters need together."""
@@ -62,12 +66,13 @@ class Needs:
             tuple(sorted({*self.keys, *other.keys})),
             None if whole else max(self.recent or 0, other.recent or 0),
             max(self.first, other.first),
+            self.text or other.text,
         )
 
     @property
     def of_a_pass(self) -> "Needs":
         """The needs of one forward, whichever its tokens: equal ones share programs."""
-        return replace(self, recent=None, first=0)
+        return replace(self, recent=None, first=0, text=False)
 
 
 NOTHING = Needs(recent=0)
@@ -84,6 +89,11 @@ class Features(NamedTuple):
     """The layer's queries, rotary applied."""
     keys: Mapping[int, Float[Array, "B n K H"]] = {}
     """The layer's keys, rotary applied."""
+
+    def serve(self, needs: Needs) -> bool:
+        """Whether they hold all that is needed."""
+        held = {*needs.hidden} <= {*self.hidden}, {*needs.queries} <= {*self.queries}
+        return all(held) and {*needs.keys} <= {*self.keys}
 
 
 class Committed(NamedTuple):
@@ -109,6 +119,16 @@ class Committed(NamedTuple):
         return Committed(tokens, start, count)
 
 
+def proposers(sources: Sequence[str], bits: int) -> str:
+    """Who proposed a token, such as ``longspec+ngram``.
+
+    Args:
+      sources: as of :attr:`Drafter.sources`.
+      bits: of the token; not 0.
+    """
+    return "+".join(name for index, name in enumerate(sources) if bits >> index & 1)
+
+
 @runtime_checkable
 class SamplingNoise(Protocol):
     """The noise, temperatures and filters of a round's draws, known before the target runs.
@@ -120,6 +140,15 @@ class SamplingNoise(Protocol):
         """How likely the target draws each token, estimated from a draft's logits.
 
         Log-probabilities up to a constant of each node.
+        """
+        ...
+
+    def chances(
+        self, likely: Float[Array, "B w levels"], tokens: Int[Array, "B w levels"]
+    ) -> Float[Array, "B w levels"]:
+        """How likely the target draws tokens, estimated from that where the noise is not known.
+
+        ``tokens[b, i, d]`` follows a node of depth ``d``.
         """
         ...
 
@@ -295,6 +324,13 @@ class Drafter:
     """Name of the drafter kind."""
     tree: TreeConfig
     """The static shape of the trees it proposes."""
+    looks_up: ClassVar[bool] = False
+    """Whether it proposes what text holds already, and has no model."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of those that propose, in the order of the bits of :attr:`Tree.sources`."""
+        return (self.name,)
 
     @property
     def needs(self) -> Needs:
@@ -322,6 +358,13 @@ class Drafter:
     def propose(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
         """Candidate continuations of the pending tokens: ``tree.num_nodes`` nodes with the root."""
         raise NotImplementedError
+
+    def offer(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
+        """What it proposes where others do, too: :attr:`tree` whole, with totals of its nodes.
+
+        Equal nodes are merged afterwards (:mod:`longspec_jax.drafters.union`).
+        """
+        return self.propose(params, state, view, noise)
 
     def gathered_slots(self, capacity: int) -> int:
         """Slots of every layer of the target's cache that it copies in a round."""

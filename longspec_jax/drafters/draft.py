@@ -1,22 +1,18 @@
 """A loaded draft of any kind, as the library, the commands and the benchmarks use it.
 
 They know none of its options: a draft has its parameters, makes a drafter for any tree, and says
-which trees usually pay. Of several drafts a call runs the one that is fastest.
+which trees usually pay. Several drafts propose into one tree (:mod:`longspec_jax.drafters.joined`).
 """
 
-import functools
-import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
-from longspec_jax.drafters.tree import Tree
+from longspec_jax.config.tree import TreeConfig
+from longspec_jax.drafters.base import Drafter
 from longspec_jax.ops.placement import tree_bytes
 
 LARGE = 2_000_000_000
@@ -66,6 +62,10 @@ class Draft:
     """Name of the draft kind: ``longspec``, ``ngram``."""
     params: Any = ()
     """What its drafters get as ``params.draft``; may hold arrays of the target."""
+    joins: ClassVar[bool] = True
+    """Whether others can propose into its trees."""
+    looks_up: ClassVar[bool] = False
+    """Whether it proposes what text holds already, and has no model."""
 
     @property
     def own_params(self) -> Any:
@@ -108,84 +108,7 @@ class Draft:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class OneOf(Drafter):
-    """One of several drafters proposes; all of them learn of committed tokens.
-
-    Candidates of a call differ only in ``active`` and ``tree``, and share one state.
-    """
-
-    members: tuple[Drafter, ...]
-    """Drafters of plain trees; the active one grows :attr:`tree`."""
-    active: int
-    tree: TreeConfig
-    name: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", self.members[self.active].name)
-
-    @property
-    def needs(self) -> Needs:
-        """What all members need together."""
-        return functools.reduce(operator.or_, (member.needs for member in self.members))
-
-    @property
-    def alone(self) -> Drafter:
-        """The active member without the others."""
-        return with_tree(self.members[self.active], self.tree)
-
-    def begin(self, params: Params, batch: int, capacity: int) -> tuple[Any, ...]:
-        """The states of all members."""
-        return tuple(
-            member.begin(of_member(params, index), batch, capacity)
-            for index, member in enumerate(self.members)
-        )
-
-    def extend(
-        self, params: Params, state: tuple[Any, ...], committed: Committed
-    ) -> tuple[Any, ...]:
-        """All members learn."""
-        return tuple(
-            member.extend(of_member(params, index), part, committed)
-            for index, (member, part) in enumerate(zip(self.members, state, strict=True))
-        )
-
-    def before_round(self, params: Params, state: tuple[Any, ...], view: View) -> tuple[Any, ...]:
-        """Prepare the active member; another one is prepared when it is active."""
-        own, index = of_member(params, self.active), self.active
-        ready = self.alone.before_round(own, state[index], view)
-        return (*state[:index], ready, *state[index + 1 :])
-
-    def gathered_slots(self, capacity: int) -> int:
-        """The active member's."""
-        return self.alone.gathered_slots(capacity)
-
-    def propose(
-        self, params: Params, state: tuple[Any, ...], view: View, noise: SamplingNoise
-    ) -> Tree:
-        """The active member proposes."""
-        own = of_member(params, self.active)
-        return self.alone.propose(own, state[self.active], view, noise)
-
-
-def of_member(params: Params, index: int) -> Params:
-    """The parameters that one of several drafters takes."""
-    return replace(params, draft=params.draft[index])
-
-
 def with_tree(drafter: Drafter, tree: TreeConfig) -> Drafter:
     """The same drafter with another tree."""
     varied: Any = drafter  # All of them are dataclasses with this field.
     return replace(varied, tree=tree)
-
-
-def drafters_of(
-    drafts: Sequence[Draft], trees: Sequence[Sequence[TreeConfig]], attention: str | None
-) -> tuple[tuple[Drafter, ...], Any]:
-    """The candidates of a call, and their parameters."""
-    if len(drafts) == 1:
-        [draft], [shapes] = drafts, trees
-        return tuple(draft.drafter(tree, attention) for tree in shapes), draft.params
-    members = tuple(draft.drafter(PLAIN, attention) for draft in drafts)
-    choices = (OneOf(members, index, tree) for index, shapes in enumerate(trees) for tree in shapes)
-    return tuple(choices), tuple(draft.params for draft in drafts)

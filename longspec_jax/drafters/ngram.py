@@ -7,25 +7,26 @@ are merged into one tree, in which a path scores higher the longer its context m
 places agree on it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
+from longspec_jax.drafters.calibration import Counts, Found, classified, path_totals
 from longspec_jax.drafters.draft import DefaultTrees, Draft
-from longspec_jax.drafters.tree import Tree, grow, plant, within_budget
+from longspec_jax.drafters.tree import Tree, of_all_nodes, plant
+from longspec_jax.drafters.union import union
 from longspec_jax.ops.slicing import along
 
-CONTEXT = 8
+CONTEXT = 16
 """Tokens of the suffix that are compared at most."""
-RISE = 3.0
-"""Factor on the weight of a place per additional matched token."""
 
 
 @struct.dataclass
@@ -55,52 +56,98 @@ class NgramState:
         return self.tokens.at[rows, position].set(pending, mode="drop")
 
 
+@struct.dataclass
+class LookupState:
+    """The row's own text, and how often what was looked up in it was right."""
+
+    row: NgramState
+    counts: Counts
+    found: Found
+    """In the latest round; the row's text shows what of it was right."""
+
+    @property
+    def tokens(self) -> Int[Array, "B S"]:
+        """The row's own tokens."""
+        return self.row.tokens
+
+
 @dataclass(frozen=True)
 class NgramDrafter(Drafter):
     """Proposes the continuations of the earlier places that match the row's end best."""
 
     tree: TreeConfig
+    looks_up: ClassVar[bool] = True
     name: str = field(default="ngram", init=False)
 
     def __post_init__(self) -> None:
         if self.tree.threshold is not None:
             raise ValueError(
-                f"tree {self.tree}: {self.name} has no probabilities to estimate the gain of a "
-                f"level from (+{self.tree.threshold:g}); write {replace(self.tree, threshold=None)}"
+                f"tree {self.tree}: {self.name} is looked up at once, so that no level costs time "
+                f"that a threshold (+{self.tree.threshold:g}) could save; write "
+                f"{replace(self.tree, threshold=None)}"
             )
 
     @property
     def needs(self) -> Needs:
         """All tokens, and nothing computed of them."""
-        return Needs()
+        return Needs(recent=0, text=True)
 
-    def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
+    def begin(self, params: Params, batch: int, capacity: int) -> LookupState:
         """No tokens yet."""
-        return NgramState.begin(batch, capacity)
+        row = NgramState.begin(batch, capacity)
+        return LookupState(row, Counts.begin(batch), Found.nothing(batch))
 
-    def extend(self, params: Params, state: NgramState, committed: Committed) -> NgramState:
+    def extend(self, params: Params, state: LookupState, committed: Committed) -> LookupState:
         """Write the tokens at their positions."""
-        return state.extended(committed)
+        return replace(state, row=state.row.extended(committed))
 
-    def propose(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
+    def before_round(self, params: Params, state: LookupState, view: View) -> LookupState:
+        """Count what was right of the latest round's places, and look up those of this one."""
+        if not self.tree.num_levels:
+            return state
+        text = state.row.text(view.pending, view.position)
+        counts = state.counts.after(state.found, text, view.position)
+        return replace(state, counts=counts, found=self.find(text, view.position).kept)
+
+    def propose(self, params: Params, state: LookupState, view: View, noise: SamplingNoise) -> Tree:
         """The tree of the best places' continuations."""
-        tree = plant(view.pending, self.tree)
-        if not self.tree.widths:
-            return tree
-        text = state.text(view.pending, view.position)
-        matched = match_lengths(text, view.position)
-        places, matched = best_places(matched, max(self.tree.widths))
+        if not self.tree.num_levels:
+            return plant(view.pending, self.tree)
+        tree = self.offer(params, state, view, noise)
+        return union({0: tree}, self.tree.num_levels, self.tree.num_nodes)
+
+    def offer(self, params: Params, state: LookupState, view: View, noise: SamplingNoise) -> Tree:
+        """The continuations of all places, side by side."""
+        # The compiler finds that this was looked up before the round. Inside a hierarchy it was
+        # not: a partial round's tokens are behind the row's.
+        found = self.find(state.row.text(view.pending, view.position), view.position)
+        likely = noise.chances(state.counts.likely(found), found.tokens)
+        return side_by_side(view.pending, found.tokens, path_totals(likely), self.tree)
+
+    def find(self, text: Int[Array, "B S"], last: Lengths) -> Found:
+        """What followed the places that match best.
+
+        Args:
+          text: tokens of each row; garbage behind ``last[b]``.
+          last: position of each row's last token.
+        """
+        places, matched = best_places(match_lengths(text, last), self._places)
         # Where nothing is written yet, the period before it goes on.
-        period = jnp.maximum(view.position[:, None] - places, 1)
-        continuations = continuations_of(text, places, period, self.tree.num_levels)
-        same = agreements(continuations)
-        return merged(tree, self.tree, continuations, same, _scores(same, matched))
+        period = jnp.maximum(last[:, None] - places, 1)
+        tokens = continuations_of(text, places, period, self.tree.num_levels)
+        known = jnp.broadcast_to((matched > 0)[:, :, None], tokens.shape)
+        return classified(tokens, known, matched, last)
+
+    @property
+    def _places(self) -> int:
+        return max(self.tree.widths, default=0)
 
 
 @dataclass(frozen=True)
 class NgramDraft(Draft):
     """Prompt lookup as a draft; it has no parameters and fits every target."""
 
+    looks_up: ClassVar[bool] = True
     name: str = field(default="ngram", init=False)
 
     @property
@@ -170,76 +217,36 @@ def continuations_of(
     return along((places + 1)[:, :, None] + steps, text)
 
 
-def agreements(continuations: Int[Array, "B C levels"]) -> list[Bool[Array, "B C C"]]:
-    """Of every level, which places agree on the path down to it."""
-    batch, places, levels = continuations.shape
-    same, found = jnp.ones((batch, places, places), bool), []
-    for depth in range(levels):
-        token = continuations[:, :, depth]
-        same &= token[:, :, None] == token[:, None, :]
-        found.append(same)
-    return found
-
-
-def _scores(
-    same: Sequence[Bool[Array, "B C C"]], matched: Int[Array, "B C"]
-) -> list[Float[Array, "B C"]]:
-    """Of every level, the logarithm of the summed weight of all places that agree on a path."""
-    found, length = matched > 0, matched.astype(jnp.float32)
-    # A place weighs more the longer it matched, and less with every step.
-    weight, fading = jnp.where(found, RISE**length, 0.0), length / (length + 1)
-    scores = []
-    for agree in same:
-        weight = weight * fading
-        agreed = jnp.where(agree, weight[:, None, :], 0.0).sum(axis=2)
-        scores.append(jnp.where(found, jnp.log(agreed), -jnp.inf))
-    return scores
-
-
-def merged(
-    tree: Tree,
+def side_by_side(
+    pending: Int[Array, " B"],
+    tokens: Int[Array, "B C levels"],
+    totals: Float[Array, "B C levels"],
     shape: TreeConfig,
-    continuations: Int[Array, "B C levels"],
-    same: Sequence[Bool[Array, "B C C"]],
-    scores: Sequence[Float[Array, "B C"]],
 ) -> Tree:
-    """The trie of the continuations, of each level its best nodes.
-
-    A node that repeats another, or whose parent is not in the tree, gets no parent, so no path
-    reaches it.
+    """Continuations as branches of one tree, level by level; some may begin alike.
 
     Args:
-      tree: the root.
-      shape: of the tree.
-      continuations: of every place.
-      same: of every level, which places agree on the path down to it.
-      scores: of every level, what each place's path is worth, never more than a level above; -inf
-        for one that is none.
+      pending: the root of every row.
+      tokens: of each continuation.
+      totals: how likely its tokens are reached, as logarithms.
+      shape: widths of the levels: of the first one as many continuations take part.
     """
-    batch, places = scores[0].shape
-    node = jnp.zeros((batch, places), jnp.int32)
-    alive = jnp.ones((batch, places), bool)
-    first, parents, totals = 1, [jnp.full((batch, 1), -1)], []
-    for depth, width in enumerate(shape.widths):
-        token, agree = continuations[:, :, depth], same[depth]
-        score = jnp.where(alive & _is_first(agree), scores[depth], -jnp.inf)
-        score = jnp.pad(score, ((0, 0), (0, max(width - places, 0))), constant_values=-jnp.inf)
-        total, chosen = jax.lax.top_k(score, width)
-        kept, chosen = jnp.isfinite(total), jnp.minimum(chosen, places - 1)
-        above = jnp.take_along_axis(node, chosen, axis=1)
-        tree = grow(tree, first, jnp.take_along_axis(token, chosen, axis=1), above)
-        parents.append(jnp.where(kept, above, -1))
-        totals.append(total)
-        # Every place goes on from the node that holds its path so far.
-        joined = jnp.take_along_axis(agree, chosen[:, :, None], axis=1) & kept[:, :, None]
-        alive = joined.any(axis=1)
-        node = first + jnp.argmax(joined, axis=1).astype(jnp.int32)
-        first += width
-    tree = replace(tree, parents=jnp.concatenate(parents, axis=1).astype(jnp.int32))
-    return within_budget(tree, totals, shape)
-
-
-def _is_first(same: Bool[Array, "B C C"]) -> Bool[Array, "B C"]:
-    """Whether no earlier place has the same path."""
-    places = jnp.arange(same.shape[1])
-    return jnp.argmax(same, axis=2) == places
+    batch, places, _ = tokens.shape
+    nodes = [(level, branch) for level, width in enumerate(shape.widths) for branch in range(width)]
+    level, branch = np.asarray(nodes).T
+    # A node's ancestors are the nodes of its own branch in the levels above.
+    mask = np.eye(1 + len(nodes), dtype=bool)
+    mask[:, 0] = True
+    mask[1:, 1:] = (branch[:, None] == branch) & (level[:, None] >= level)
+    depth = mask.sum(axis=1) - 1
+    parent = mask & (depth + 1 == depth[:, None])
+    parents = np.where(parent.any(axis=1), parent.argmax(axis=1), -1).astype(np.int32)
+    # Of a level that is wider than there are places, or than the one above, some nodes are none.
+    none = (branch >= places) | (depth[1:] <= level)
+    branch = np.minimum(branch, places - 1)
+    return Tree(
+        jnp.concatenate([pending[:, None], tokens[:, branch, level]], axis=1).astype(jnp.int32),
+        jnp.broadcast_to(parents, (batch, len(mask))),
+        jnp.broadcast_to(mask, (batch, *mask.shape)),
+        of_all_nodes([jnp.where(none, -jnp.inf, totals[:, branch, level])]),
+    )

@@ -12,7 +12,9 @@ request. A row's speed then depends on its neighbours; its tokens do not. Where 
 be other people's, every row looks in its own text alone (:attr:`SuffixDraft.shared`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +22,18 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import Params, SamplingNoise, View
+from longspec_jax.drafters.base import Committed, Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.ngram import (
     CONTEXT,
     NgramDrafter,
     NgramState,
-    agreements,
     best_places,
     continuations_of,
     last_tokens,
     matches,
-    merged,
 )
-from longspec_jax.drafters.tree import Tree, plant
+from longspec_jax.drafters.tree import Tree, grow, of_all_nodes, plant, within_budget
 from longspec_jax.ops.slicing import along
 
 LONGEST = 32
@@ -55,6 +55,22 @@ class SuffixDrafter(NgramDrafter):
     own: bool = False
     """Whether a row looks in its own text alone."""
     name: str = field(default="suffix", init=False)
+
+    def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
+        """No tokens yet."""
+        return NgramState.begin(batch, capacity)
+
+    def extend(self, params: Params, state: NgramState, committed: Committed) -> NgramState:
+        """Write the tokens at their positions."""
+        return state.extended(committed)
+
+    def before_round(self, params: Params, state: NgramState, view: View) -> NgramState:
+        """Nothing is counted: the shares of the texts say what a path is worth."""
+        return state
+
+    def offer(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
+        """The same tree."""
+        return self.propose(params, state, view, noise)
 
     def propose(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
         """The tree of the best match's continuations; shorter matches fill it up."""
@@ -85,6 +101,7 @@ class SuffixDrafter(NgramDrafter):
 class SuffixDraft(Draft):
     """Suffix decoding as a draft; it has no parameters and fits every target."""
 
+    looks_up: ClassVar[bool] = True
     shared: bool | None = None
     """Whether rows look in each other's texts, and in those of the requests before. If absent, the
     rows of one call do. The requests of an engine do not, because they may be of several people:
@@ -173,3 +190,63 @@ def _scores(
     of_all = count[jnp.arange(len(found)), jnp.argmin(jnp.where(found, length, LONGEST + 1), 1)]
     worth = likely + FEW / PLACES * of_all
     return [jnp.log(worth[:, depth]) for depth in range(levels)]
+
+
+def agreements(continuations: Int[Array, "B C levels"]) -> list[Bool[Array, "B C C"]]:
+    """Of every level, which places agree on the path down to it."""
+    batch, places, levels = continuations.shape
+    same, found = jnp.ones((batch, places, places), bool), []
+    for depth in range(levels):
+        token = continuations[:, :, depth]
+        same &= token[:, :, None] == token[:, None, :]
+        found.append(same)
+    return found
+
+
+def merged(
+    tree: Tree,
+    shape: TreeConfig,
+    continuations: Int[Array, "B C levels"],
+    same: Sequence[Bool[Array, "B C C"]],
+    scores: Sequence[Float[Array, "B C"]],
+) -> Tree:
+    """The trie of the continuations, of each level its best nodes.
+
+    A node that repeats another, or whose parent is not in the tree, gets no parent, so no path
+    reaches it.
+
+    Args:
+      tree: the root.
+      shape: of the tree.
+      continuations: of every place.
+      same: of every level, which places agree on the path down to it.
+      scores: of every level, what each place's path is worth, never more than a level above; -inf
+        for one that is none.
+    """
+    batch, places = scores[0].shape
+    node = jnp.zeros((batch, places), jnp.int32)
+    alive = jnp.ones((batch, places), bool)
+    first, parents, totals = 1, [jnp.full((batch, 1), -1)], []
+    for depth, width in enumerate(shape.widths):
+        token, agree = continuations[:, :, depth], same[depth]
+        score = jnp.where(alive & _is_first(agree), scores[depth], -jnp.inf)
+        score = jnp.pad(score, ((0, 0), (0, max(width - places, 0))), constant_values=-jnp.inf)
+        total, chosen = jax.lax.top_k(score, width)
+        kept, chosen = jnp.isfinite(total), jnp.minimum(chosen, places - 1)
+        above = jnp.take_along_axis(node, chosen, axis=1)
+        tree = grow(tree, first, jnp.take_along_axis(token, chosen, axis=1), above)
+        parents.append(jnp.where(kept, above, -1))
+        totals.append(total)
+        # Every place goes on from the node that holds its path so far.
+        joined = jnp.take_along_axis(agree, chosen[:, :, None], axis=1) & kept[:, :, None]
+        alive = joined.any(axis=1)
+        node = first + jnp.argmax(joined, axis=1).astype(jnp.int32)
+        first += width
+    tree = replace(tree, parents=jnp.concatenate(parents, axis=1).astype(jnp.int32))
+    return within_budget(replace(tree, totals=of_all_nodes(totals)), totals, shape)
+
+
+def _is_first(same: Bool[Array, "B C C"]) -> Bool[Array, "B C"]:
+    """Whether no earlier place has the same path."""
+    places = jnp.arange(same.shape[1])
+    return jnp.argmax(same, axis=2) == places

@@ -50,6 +50,13 @@ class Tree:
     """Index of every node's parent; -1 for the root and for nodes not grown."""
     mask: Leaf[Bool[Array, "B T T"]]
     """``mask[b, i, j]`` where node ``j`` is node ``i`` or its ancestor."""
+    totals: Leaf[Float[Array, "B T"]] | None = None
+    """Logarithm of how likely the accepted path is to come to each node, 0 for the root and never
+    more than its parent's; -inf for a node that no path reaches. None where nobody has estimated
+    it."""
+    sources: Leaf[Int[Array, "B T"]] | None = None
+    """Who proposed each node: bit ``i`` for member ``i`` of joined drafters. None of a single
+    drafter, which proposed them all."""
 
 
 def plant(pending: Int[Array, " B"], config: TreeConfig) -> Tree:
@@ -119,6 +126,19 @@ def node_depths(tree: Tree, config: TreeConfig) -> Int[Array, "#B T"]:
     return jnp.asarray(config.depths, jnp.int32)[None]
 
 
+def tree_paths(tree: Tree, levels: int) -> Int[Array, "B T levels"]:
+    """The draft tokens on the path to every node, itself included; -1 where a path is shorter.
+
+    Args:
+      tree: candidates below each row's pending token, which is no draft token.
+      levels: of the tree below its root.
+    """
+    depth = tree.mask.sum(axis=2, dtype=jnp.int32) - 1  # A node sees itself and its ancestors.
+    here = depth[:, None] == 1 + jnp.arange(levels)[:, None]
+    found = tree.mask[:, :, None] & here[:, None]
+    return jnp.where(found, tree.tokens[:, None, None], -1).max(axis=3, initial=-1)
+
+
 def within_budget(tree: Tree, totals: Sequence[Float[Array, "B _"]], config: TreeConfig) -> Tree:
     """The nodes of a grown tree that are verified: ``config.num_nodes``, the root among them.
 
@@ -129,9 +149,12 @@ def within_budget(tree: Tree, totals: Sequence[Float[Array, "B _"]], config: Tre
     """
     if not config.selective:
         return tree
-    root = jnp.zeros((tree.tokens.shape[0], 1), jnp.float32)
-    scores = jnp.concatenate([root, *totals], axis=1)
-    return subtree(tree, best_nodes(scores, config.num_nodes))
+    return subtree(tree, best_nodes(of_all_nodes(totals), config.num_nodes))
+
+
+def of_all_nodes(totals: Sequence[Float[Array, "B _"]]) -> Float[Array, "B T"]:
+    """Cumulative log-probabilities of the levels below the root, with the root's 0 before them."""
+    return jnp.concatenate([jnp.zeros((totals[0].shape[0], 1), jnp.float32), *totals], axis=1)
 
 
 def expected_acceptance(
@@ -171,10 +194,13 @@ def subtree(tree: Tree, nodes: Int[Array, "B n"]) -> Tree:
     parents = jnp.take_along_axis(tree.parents, nodes, axis=1)
     found = parents[:, :, None] == nodes[:, None, :]
     rows = jnp.take_along_axis(tree.mask, nodes[:, :, None], axis=1)
+    of_nodes = partial(jnp.take_along_axis, indices=nodes, axis=1)
     return Tree(
-        tokens=jnp.take_along_axis(tree.tokens, nodes, axis=1),
+        tokens=of_nodes(tree.tokens),
         parents=jnp.where(found.any(axis=2), jnp.argmax(found, axis=2), -1).astype(jnp.int32),
         mask=jnp.take_along_axis(rows, nodes[:, None, :], axis=2),
+        totals=None if tree.totals is None else of_nodes(tree.totals),
+        sources=None if tree.sources is None else of_nodes(tree.sources),
     )
 
 
@@ -232,7 +258,8 @@ def beam_search(
             before, expected = expected, expected_acceptance(totals, config)
             going &= expected - before > config.threshold
         first += 1 if depth == 0 else config.widths[depth - 1]
-    return within_budget(_with_seen_selves(at[1], config), totals, config)
+    tree = replace(at[1], totals=of_all_nodes(totals) if totals else at[2])
+    return within_budget(_with_seen_selves(tree, config), totals, config)
 
 
 def tree_of_levels(

@@ -162,9 +162,9 @@ class KnownTimings:
         known = self._known.get(_name(key))
         if known is None or seen.rounds < FEWEST_ROUNDS:
             return None
-        plain = next(timing for timing in known if not timing.tree.widths)
+        plain = next(timing for timing in known if not timing.tree.num_levels)
         speed = seen.tokens / seen.row_rounds / (seen.seconds / seen.rounds)
-        if tree.widths and speed < SLOWER * plain.tokens_per_second:
+        if tree.num_levels and speed < SLOWER * plain.tokens_per_second:
             del self._known[_name(key)]
             if (folder := timings_folder()) is not None:
                 with contextlib.suppress(OSError):
@@ -226,7 +226,7 @@ def fastest(choices: Sequence[tuple[str, TreeConfig]], timings: Sequence[TreeTim
 
 def best_timing(timings: Sequence[TreeTiming]) -> TreeTiming:
     """The one with most tokens per second; plain decoding unless one is clearly faster."""
-    plain = next(timing for timing in timings if not timing.tree.widths)
+    plain = next(timing for timing in timings if not timing.tree.num_levels)
     best = max(timings, key=lambda timing: timing.tokens_per_second)
     return best if best.tokens_per_second > GAIN * plain.tokens_per_second else plain
 

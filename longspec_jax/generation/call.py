@@ -19,7 +19,6 @@ from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.draft import OneOf, of_member
 from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.memory import MemoryPlan, plan_memory
 from longspec_jax.generation.models import Models, drafters_for
@@ -169,22 +168,12 @@ class Plan:
     @property
     def alternatives(self) -> tuple["Plan", ...]:
         """The same without a draft, and with each of the drafters alone."""
-        alone = [self.without_draft()]
-        for drafter in self.drafters:
-            params = self.params
-            if isinstance(drafter, OneOf):
-                drafter, params = drafter.alone, of_member(params, drafter.active)
-            alone += [replace(self, drafters=(drafter,), params=params, open=False)]
-        return tuple(alone)
+        alone = (replace(self, drafters=(drafter,), open=False) for drafter in self.drafters)
+        return (self.without_draft(), *alone)
 
     def state_of(self, other: "Plan", draft: Any) -> Any:
         """The part of this plan's draft state that one of the alternatives takes."""
-        shared, drafter = self.drafter, other.drafter
-        if isinstance(drafter, NoDraft):
-            return ()
-        if not isinstance(shared, OneOf) or isinstance(drafter, OneOf):
-            return draft
-        return draft[[member.name for member in shared.members].index(drafter.name)]
+        return () if isinstance(other.drafter, NoDraft) else draft
 
 
 def plan_call(

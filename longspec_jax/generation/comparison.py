@@ -74,7 +74,7 @@ def run_both(run: Run, on_round: OnRound | None = None) -> Comparison:
     plainly is its own comparison.
     """
     streams = reads_rounds(run.batch, on_round)
-    if not run.plan.drafter.tree.widths:
+    if not run.plan.drafter.tree.num_levels:
         plain = follow(run, on_round)
         return Comparison(plain, plain, ())
     plan, plain_run = run.plan.without_draft(), None

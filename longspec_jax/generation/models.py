@@ -15,7 +15,8 @@ from longspec_jax.decoding.candidates import candidates
 from longspec_jax.decoding.same_bits import check_tree, choose_kernels, serves_tree
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft
-from longspec_jax.drafters.draft import DefaultTrees, Draft, drafters_of, is_large
+from longspec_jax.drafters.draft import DefaultTrees, Draft, is_large
+from longspec_jax.drafters.joined import JoinedDraft
 from longspec_jax.ops.matmul.quantised_weights import has_unpacked, quantised_matrices
 
 SEVERAL = 4
@@ -32,7 +33,7 @@ class Models:
     target_config: TargetConfig
     target_params: Any
     draft: Draft | Sequence[Draft] | None = None
-    """What proposes tokens; of several a call runs the one that is fastest on this machine."""
+    """What proposes tokens; several propose into one tree."""
     tokenizer: Any = None
     """A transformers tokenizer; without one, prompts are token ids and there is no text."""
     dequantised: tuple[str, ...] = ()
@@ -67,7 +68,7 @@ class Models:
         """One line: the target's class and size, its precision, and what proposes tokens."""
         config, names = self.target_config, [draft.name for draft in self.drafts]
         size = f"layers {config.num_layers}, width {config.model_width}"
-        parts = config.architecture, size, self.precision, f"draft {' or '.join(names) or 'none'}"
+        parts = config.architecture, size, self.precision, f"draft {' and '.join(names) or 'none'}"
         return f"{type(self).__name__}({', '.join(parts)})"
 
     @property
@@ -76,6 +77,12 @@ class Models:
         if self.draft is None:
             return ()
         return tuple(self.draft) if isinstance(self.draft, Sequence) else (self.draft,)
+
+    @property
+    def proposer(self) -> Draft | None:
+        """All drafts as one; None for plain decoding."""
+        several = len(self.drafts) > 1
+        return JoinedDraft(self.drafts) if several else next(iter(self.drafts), None)
 
     @property
     def target(self) -> TargetModel:
@@ -123,7 +130,8 @@ def drafters_for(
       NotImplementedError: for more nodes of all rows than have the same bits.
     """
     chosen = models.tree if tree is None else tree
-    if not models.drafts and tree is None:
+    draft = models.proposer
+    if draft is None and tree is None:
         chosen = PLAIN
     if chosen == PLAIN:
         if adaptive:
@@ -132,36 +140,33 @@ def drafters_for(
                 "and leave its tree in place, or drop adaptive"
             )
         return (NoDraft(),), None
-    if not models.drafts:
+    if draft is None:
         raise ValueError(
             f"tree {chosen} needs a draft and none is loaded; pass draft= to from_pretrained, "
             "or tree=PLAIN"
         )
-    # A tree is meant for one draft, and a choice among several needs a clock.
-    alone = chosen is not None or not (adaptive or may_time(models.mesh))
-    drafts = models.drafts[:1] if alone else models.drafts
+    if chosen is not None and chosen.lookup and not any(each.looks_up for each in models.drafts):
+        raise ValueError(
+            f"tree {chosen} joins what is looked up, and no draft that looks up is loaded; load "
+            f"ngram beside the draft, or leave ~{chosen.lookup} out"
+        )
     together = rows if models.row_slots is None else min(rows, models.row_slots)
-    several = len(drafts) > 1
     target = models.target
     if chosen is not None:
         check_tree(target, chosen)
-        trees = [(chosen,)] * len(drafts)
+        trees = (chosen,)
     else:
-        trees = [
-            trees_to_time(
-                draft.default_trees,
-                models.large,
-                models.mesh,
-                rows=together,
-                others=several,
-                sparse=target.config.is_sparse,
-                serves=partial(serves_tree, target),
-            )
-            for draft in drafts
-        ]
-    target.check_rows(together, max((tree.num_nodes for each in trees for tree in each), default=1))
-    drafters, params = drafters_of(drafts, trees, models.attention)
-    return choices(drafters) if adaptive else drafters, params
+        trees = trees_to_time(
+            draft.default_trees,
+            models.large,
+            models.mesh,
+            rows=together,
+            sparse=target.config.is_sparse,
+            serves=partial(serves_tree, target),
+        )
+    target.check_rows(together, max((tree.num_nodes for tree in trees), default=1))
+    drafters = tuple(draft.drafter(tree, models.attention) for tree in trees)
+    return choices(drafters) if adaptive else drafters, draft.params
 
 
 def trees_to_time(
@@ -170,7 +175,6 @@ def trees_to_time(
     mesh: Mesh | None,
     *,
     rows: int = 1,
-    others: bool = False,
     sparse: bool = False,
     serves: Callable[[TreeConfig], bool] = bool,
 ) -> tuple[TreeConfig, ...]:
@@ -178,7 +182,6 @@ def trees_to_time(
 
     Args:
       mesh: what its parameters are spread over; None for one device.
-      others: whether there are other drafts to choose from, so that this one is timed anyhow.
       sparse: whether the target has experts. Then its trees are chains, and all of them are timed.
       serves: whether the target's kernels can verify a tree.
     """
@@ -190,7 +193,7 @@ def trees_to_time(
     if sparse:
         trees, settled = _chains(trees), False
     trees = tuple(filter(serves, trees))
-    return trees if may_time(mesh) and (others or not settled) else trees[:1]
+    return trees if may_time(mesh) and not settled else trees[:1]
 
 
 def _chains(trees: Sequence[TreeConfig]) -> tuple[TreeConfig, ...]:
@@ -201,8 +204,9 @@ def _chains(trees: Sequence[TreeConfig]) -> tuple[TreeConfig, ...]:
     """
     if any(tree.chain is not None for tree in trees):
         return tuple(trees)
-    levels = max(tree.num_levels for tree in trees)
-    return tuple(dict.fromkeys(TreeConfig((1,) * min(each, levels)) for each in SPARSE_LEVELS))
+    levels, lookup = max(len(tree.widths) for tree in trees), trees[0].lookup
+    chains = (TreeConfig((1,) * min(each, levels), lookup=lookup) for each in SPARSE_LEVELS)
+    return tuple(dict.fromkeys(chains))
 
 
 def may_time(mesh: Mesh | None) -> bool:

@@ -92,8 +92,8 @@ class CallOptions(GenerateOptions, total=False):
     """What else every call takes."""
 
     tree: TreeConfig | Sequence[int] | str | None
-    """Shape of the (first) draft's trees, ``PLAIN`` for plain decoding; the object's own if absent.
-    Without one the fastest on this machine runs, of all drafts. A few are timed the first time that
+    """Shape of the trees, ``PLAIN`` for plain decoding; the object's own if absent. Without one the
+    fastest on this machine runs, which lookup joins. A few are timed the first time that
     this model decodes here, and the timings kept (:mod:`longspec_jax.generation.autotune`)."""
     chat_template: str | None
     """A Jinja template for messages instead of the tokenizer's own."""

@@ -5,9 +5,9 @@ Also the one warning that these numbers give rise to: about a draft that does no
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -71,6 +71,9 @@ class Stats:
     draft_state_bytes: int
     """Bytes of the draft state's arrays, measured."""
     memory: MemoryPlan
+    accepted_by_source: Mapping[str, int] = field(default_factory=dict)
+    """Accepted draft tokens by who proposed them: ``longspec``, ``ngram``, or both together,
+    ``longspec+ngram``."""
     lossless: bool = True
     """Whether the output is the target's own. Only ``retrieve_verify=partial`` may change it."""
 
@@ -109,8 +112,9 @@ class GenerateResult:
     text: tuple[str | None, ...]
     """Text of the emitted tokens, which continues the prompt, up to a stop string; None without a
     tokenizer."""
-    drafted: tuple[tuple[bool, ...], ...]
-    """Whether each emitted token was an accepted draft token."""
+    drafted: tuple[tuple[int, ...], ...]
+    """Who proposed each emitted token, as bits: 0 for a token that is no accepted draft token, 1
+    for a single draft's, and bit ``i`` for draft ``i`` of several."""
     stats: Stats
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """Of every emitted token; empty in rows that did not ask with ``logprobs=``."""
@@ -141,7 +145,8 @@ class StreamRound:
     """What one round added, one entry per row; the first round holds the prefill's token."""
 
     tokens: tuple[tuple[int, ...], ...]
-    drafted: tuple[tuple[bool, ...], ...]
+    drafted: tuple[tuple[int, ...], ...]
+    """As of :attr:`GenerateResult.drafted`."""
     pieces: tuple[tuple[Piece, ...], ...]
     """New text by token; empty without a tokenizer and while a character is incomplete."""
     stats: Stats
@@ -179,7 +184,7 @@ class Notices:
 
     def look_at(self, stats: Stats) -> None:
         """Warn if a call of many rounds accepted next to none of the draft's tokens."""
-        rounds = sum(use.rounds for use in stats.trees if use.tree.widths)
+        rounds = sum(use.rounds for use in stats.trees if use.tree.num_levels)
         accepted = sum(depth * count for depth, count in enumerate(stats.acceptance_histogram))
         if rounds >= ROUNDS and accepted <= USELESS * rounds:
             self._warn(f"{accepted} of the draft's tokens were accepted in {rounds} rounds")
@@ -197,7 +202,7 @@ class Notices:
 
     def look_at_timings(self, timings: Sequence[TreeTiming]) -> None:
         """Warn if next to no draft token was accepted while trees were timed."""
-        accepted = [timing.tokens - 1 for timing in timings if timing.tree.widths]
+        accepted = [timing.tokens - 1 for timing in timings if timing.tree.num_levels]
         if accepted and max(accepted) <= USELESS:
             self._warn(f"at most {max(accepted):.2f} of the draft's tokens were accepted per round")
 

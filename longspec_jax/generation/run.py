@@ -6,6 +6,7 @@ a call with more rows than slots, prompts are prefilled between the rounds of th
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from longspec_jax.decoding import trials
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.decoding.slots import StepOutput
-from longspec_jax.drafters.base import NoDraft
+from longspec_jax.drafters.base import NoDraft, proposers
 from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling, Slower, Tuned
 from longspec_jax.generation.autotune import (
     KnownTimings,
@@ -59,8 +60,8 @@ class RowOutput:
     text: RowText | None = None
     """Reads the tokens as they come; None where their text is read behind the last one."""
     tokens: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
-    """Whether each token was an accepted draft token."""
+    drafted: list[int] = field(default_factory=list)
+    """Who proposed each token, as bits; 0 for no accepted draft token."""
     pieces: list[Piece] = field(default_factory=list)
     """The text that became complete."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -122,7 +123,7 @@ class Run:
     @property
     def stats(self) -> Stats:
         """The counts so far."""
-        rows, engine = self.rows, self.engine
+        rows, engine, sources = self.rows, self.engine, self.plan.drafter.sources
         return Stats(
             prompt_tokens=tuple(map(len, self.batch.prompts)),
             new_tokens=tuple(len(row.tokens) for row in rows),
@@ -134,6 +135,9 @@ class Run:
             compile_seconds=self.compile_seconds,
             draft_state_bytes=tree_bytes(engine.rows.draft),
             memory=self.plan.memory,
+            accepted_by_source=dict(
+                Counter(proposers(sources, bits) for row in rows for bits in row.drafted if bits)
+            ),
             lossless=all(drafter.lossless for drafter in self.plan.drafters),
         )
 
@@ -228,7 +232,7 @@ def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
     """What every candidate of an engine has done so far; one without a tree decodes plainly."""
     return tuple(
         TreeUse(
-            drafter.name if drafter.tree.widths else NoDraft().name,
+            drafter.name if drafter.tree.num_levels else NoDraft().name,
             drafter.tree,
             total.rounds,
             total.tokens,

@@ -153,7 +153,7 @@ def run(engine: Engine, rows: int = 3) -> tuple[list[np.ndarray], Decoded]:
     """Emitted tokens of every row, and the end of the run."""
     height = engine.drafter.tree.num_levels + 1
     tokens: list[list[int]] = [[] for _ in range(rows)]
-    drafted: list[list[bool]] = [[] for _ in range(rows)]
+    drafted: list[list[int]] = [[] for _ in range(rows)]
     histogram = np.zeros((rows, height), int)
     for output in outputs_of(engine):
         tokens[output.id] += output.tokens
@@ -163,7 +163,7 @@ def run(engine: Engine, rows: int = 3) -> tuple[list[np.ndarray], Decoded]:
     engine.finish()
     emitted = np.asarray(list(map(len, tokens)))
     record = Counts(
-        _padded(tokens, int), _padded(drafted, bool), emitted, histogram.sum(axis=1), histogram
+        _padded(tokens, int), _padded(drafted, int), emitted, histogram.sum(axis=1), histogram
     )
     return [np.asarray(row) for row in tokens], Decoded(engine.rows, record)
 

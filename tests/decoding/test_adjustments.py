@@ -13,14 +13,14 @@ from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsPro
 
 from longspec_jax.checks import SAMPLING
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments, adjust, draft_paths
+from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments, adjust
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind, draw
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import NoDraft, Params
-from longspec_jax.drafters.tree import branch, grow, plant
+from longspec_jax.drafters.tree import branch, grow, plant, tree_paths
 from tests.decoding.lossless import (
     DRAFT_TABLES,
     LENGTHS,
@@ -122,7 +122,7 @@ def tree_with_a_path_of_repeats() -> Any:
 
 def test_a_node_counts_the_tokens_of_its_own_path() -> None:
     tree = tree_with_a_path_of_repeats()
-    paths = jax.jit(draft_paths, static_argnums=1)(tree, 2)
+    paths = jax.jit(tree_paths, static_argnums=1)(tree, 2)
     np.testing.assert_array_equal(paths[0], [[-1, -1], [6, -1], [2, -1], [6, 6], [2, 4]])
     options = AdjustmentOptions.of([1.5], [0.4], [0.25], [{1: 2.0}])
     state = Adjustments.of_prompts(options, np.asarray([[1, 3, 9, 9]]), np.asarray([3]), 10)
@@ -141,8 +141,8 @@ def test_a_node_counts_the_tokens_of_its_own_path() -> None:
 def test_a_branch_has_the_paths_of_plain_decoding() -> None:
     tree = branch(jnp.asarray([4]), jnp.asarray([[6, 2, 6]]))
     expected = [[-1, -1, -1], [6, -1, -1], [6, 2, -1], [6, 2, 6]]
-    np.testing.assert_array_equal(draft_paths(tree, 3)[0], expected)
-    assert draft_paths(plant(jnp.asarray([4]), TreeConfig(())), 0).shape == (1, 1, 0)
+    np.testing.assert_array_equal(tree_paths(tree, 3)[0], expected)
+    assert tree_paths(plant(jnp.asarray([4]), TreeConfig(())), 0).shape == (1, 1, 0)
 
 
 def test_a_draft_of_some_tokens_sees_their_adjustments_alone() -> None:

@@ -25,9 +25,10 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.trials import branch as branch_of
 from longspec_jax.decoding.trials import rehearse, rejoin
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.draft import OneOf
+from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.ngram import NgramDrafter
 from tests.decoding.engines import (
     CONFIG,
     DRAFT,
@@ -57,7 +58,7 @@ from tests.kit import (
     random_target,
     tiny_target_config,
 )
-from tests.lookup import ConstantDrafter, LookupDrafter
+from tests.lookup import LookupDrafter
 
 
 @pytest.mark.parametrize("temperature", [0.0, MIXED], ids=["greedy", "mixed"])
@@ -282,10 +283,10 @@ def test_launches_of_many_rounds_fill_their_time() -> None:
 
 
 def test_the_promise_holds_across_drafters() -> None:
-    """Of two drafters with a common state, useless ones cost a tenth and a good one is found."""
-    members, new = (LookupDrafter(PLAIN), ConstantDrafter(PLAIN)), 240
-    trees = TREE, TreeConfig((2, 2))
-    drafters = candidates([OneOf(members, index, tree) for index, tree in enumerate(trees)])
+    """Of trees with a common state, useless ones cost a tenth and a good one is found."""
+    members, new = (LookupDrafter(PLAIN), NgramDrafter(PLAIN)), 240
+    trees = TREE, TreeConfig((), 5, lookup=2)
+    drafters = candidates([Joined(members, tree) for tree in trees])
     costs = {PLAIN: 1.0, trees[0]: 4.0, trees[1]: 6.0}
 
     def ran(table: Any, costs: dict[TreeConfig, float]) -> tuple[Engine, float, list[np.ndarray]]:
@@ -299,7 +300,7 @@ def test_the_promise_holds_across_drafters() -> None:
     assert all(total.rounds for total in engine.totals), "every drafter was looked at"
     assert spent <= 1.1 * (new - 1)
     engine, _, found = ran(TABLE, {PLAIN: 1.0, trees[0]: 1.2, trees[1]: 1.1})
-    assert engine.totals[drafters.index(OneOf(members, 0, TREE))].tokens > 0.8 * 3 * new
+    assert engine.totals[drafters.index(Joined(members, TREE))].tokens > 0.8 * 3 * new
     assert_same(found, dear)
 
 

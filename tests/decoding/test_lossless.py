@@ -16,7 +16,7 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
-from longspec_jax.drafters.draft import OneOf
+from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
@@ -43,6 +43,7 @@ from tests.decoding.lossless import (
     TREES,
     VOCABULARY,
     WINDOW,
+    assert_rows_come_and_go,
     assert_same,
     emitted_in_rounds,
     engine_of,
@@ -572,15 +573,23 @@ def test_prompt_lookup_for_a_transformer_changes_no_token(models: Params) -> Non
             np.testing.assert_array_equal(kept[b, : len(text)], text)
 
 
-def test_one_of_several_drafters_proposes_and_all_learn(models: Params) -> None:
-    target, tokens, req = TargetModel(CONFIG), prompts(CONFIG.vocab_size), request(0.7)
+JOINED = TreeConfig.parse("3,4,2@12~4")
+
+
+def joined(tree: TreeConfig = JOINED) -> Joined:
+    """A LongSpec draft and lookup."""
+    return Joined((LongSpecDrafter(DRAFT, PLAIN), NgramDrafter(PLAIN)), tree)
+
+
+def test_candidates_of_joined_drafters_share_a_state_and_all_learn(models: Params) -> None:
+    target, tokens, req = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size), request(0.7)
     plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
-    members = LongSpecDrafter(DRAFT, PLAIN), NgramDrafter(PLAIN)
     params = Params(models.target, (models.draft, ()))
     tree = TREES[2]
     lone, alone = generate(target, LongSpecDrafter(DRAFT, tree), models, tokens, LENGTHS, req)
-    rows, state = generate(target, OneOf(members, 0, tree), params, tokens, LENGTHS, req)
-    other, beside = generate(target, OneOf(members, 1, tree), params, tokens, LENGTHS, req)
+    rows, state = generate(target, joined(tree), params, tokens, LENGTHS, req)
+    looked_up = TreeConfig((), 9, lookup=4)
+    other, beside = generate(target, joined(looked_up), params, tokens, LENGTHS, req)
     for found in (lone, rows, other):
         assert_same(found, plain)
     np.testing.assert_array_equal(state.record.histogram, alone.record.histogram)
@@ -589,3 +598,59 @@ def test_one_of_several_drafters_proposes_and_all_learn(models: Params) -> None:
         for one in (state, beside):
             text = np.asarray(one.rows.draft[1].tokens)[b, :length]
             np.testing.assert_array_equal(text, [*tokens[b, : LENGTHS[b]], *row[:-1]])
+
+
+@pytest.mark.parametrize("requests", [GREEDY, EVERY], ids=["greedy", "every"])
+@pytest.mark.parametrize("tree", ["3,4,2@12~4", "4,4@9~2", "1,1,1~8"])
+def test_joined_drafters_change_no_token(tree: str, requests: list[Request]) -> None:
+    """Of a table that drafts well, and of lookup in a text that repeats itself."""
+    target, tokens = LookupTarget(VOCABULARY), repetitive(3, VOCABULARY)
+    drafter = Joined((LookupDrafter(PLAIN), NgramDrafter(PLAIN)), TreeConfig.parse(tree))
+    params = Params(TABLE, (DRAFT_TABLES["near"], ()))
+    for req in requests:
+        plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+        rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
+        assert_same(rows, plain)
+        assert emitted_in_rounds(state) > 0
+
+
+@pytest.mark.parametrize("requests", [GREEDY, EVERY], ids=["greedy", "every"])
+def test_joined_drafters_of_a_transformer_change_no_token(
+    models: Params, requests: list[Request]
+) -> None:
+    target, tokens = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size)
+    params = Params(models.target, (models.draft, ()))
+    for req in requests:
+        plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+        rows, state = generate(target, joined(), params, tokens, LENGTHS, req)
+        assert_same(rows, plain)
+        bits = np.asarray(state.record.drafted)
+        assert {*np.unique(bits)} <= {0, 1, 2, 3} and (bits & 1).any() and (bits & 2).any()
+
+
+def test_joined_drafters_inside_partial_verification_change_no_token(models: Params) -> None:
+    params = Params(models.target, (models.draft, ()))
+    target, tokens, req = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size), EVERY[0]
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    drafter = Hierarchy(joined(TreeConfig.parse("3,2@6~3")), SHORT, TreeConfig((1,) * 6))
+    rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
+    assert_same(rows, plain)
+    assert emitted_in_rounds(state) > 0
+
+
+def test_what_joined_drafters_accept_does_not_depend_on_neighbours(models: Params) -> None:
+    """Nor on slots: what a row's lookup has counted is its own."""
+    target, tokens, req = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size), EVERY[0]
+    params = Params(models.target, (models.draft, ()))
+    rows, state = generate(target, joined(), params, tokens, LENGTHS, req)
+    for b in range(3):
+        single, other = generate(
+            *(target, joined(), params, tokens[b : b + 1], LENGTHS[b : b + 1]),
+            *(jax.tree.map(lambda leaf, b=b: leaf[b : b + 1], req), 640, 5),
+        )
+        np.testing.assert_array_equal(single[0], rows[b])
+        np.testing.assert_array_equal(other.record.histogram[0], state.record.histogram[b])
+        np.testing.assert_array_equal(
+            other.record.drafted[0, : len(rows[b])], state.record.drafted[b, : len(rows[b])]
+        )
+    assert_rows_come_and_go(target, joined(), params, tokens, LENGTHS, req, rows)

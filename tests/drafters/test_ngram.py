@@ -1,5 +1,6 @@
 """Prompt lookup against a plain search in Python, and the trees it makes of what it finds."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +30,18 @@ def proposed(texts: list[list[int]], tree: str) -> Any:
 @partial(jax.jit, static_argnums=0)
 def _proposed(drafter: NgramDrafter, tokens: Any, pending: Any, last: Any) -> Any:
     view: Any = SimpleNamespace(pending=pending, position=last)
-    noise: Any = None
+    noise: Any = SimpleNamespace(chances=lambda likely, tokens: likely)
     # Past the annotations: a view of nothing but its pending tokens.
-    propose = getattr(NgramDrafter.propose, "__wrapped__", NgramDrafter.propose)
-    return propose(drafter, NONE, NgramState(tokens), view, noise)
+    propose, offer = (unchecked(getattr(NgramDrafter, name)) for name in ("propose", "offer"))
+    state = replace(drafter.begin(NONE, *tokens.shape), row=NgramState(tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NgramDrafter, "offer", offer)
+        return propose(drafter, NONE, state, view, noise)
+
+
+def unchecked(method: Any) -> Any:
+    """A method without the check of its annotations."""
+    return getattr(method, "__wrapped__", method)
 
 
 def paths(tree: Any, row: int) -> set[tuple[int, ...]]:

@@ -5,7 +5,7 @@ The options here stand beside the draft's own: ``retrieve=4096`` makes a
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -81,6 +81,7 @@ def behind_chain(levels: int, tree: TreeConfig) -> TreeConfig:
 class RetrievalDraft(Draft):
     """A draft of any kind with partial verification over retrieved context."""
 
+    joins: ClassVar[bool] = False
     inner: Draft
     """What partial forwards verify."""
     target: TargetConfig
@@ -117,6 +118,7 @@ class RetrievalDraft(Draft):
         own = self.inner.default_trees
 
         def around(tree: TreeConfig, *chains: int) -> tuple[TreeConfig, ...]:
+            tree = replace(tree, lookup=None)
             return *(behind_chain(levels, tree) for levels in chains), on_one_level(tree)
 
         return DefaultTrees(

@@ -11,7 +11,7 @@ import pytest
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, NoDraft, Params
-from longspec_jax.drafters.draft import OneOf
+from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.load import LongSpecOptions
 from longspec_jax.drafters.ngram import NgramDrafter
@@ -243,7 +243,7 @@ def test_a_working_cache_of_everything_is_as_good_as_the_whole(budget: int, plai
     assert (rounds == best).all() if budget == SLOTS else (rounds > best)[0]
 
 
-def test_only_the_active_one_of_several_drafters_looks() -> None:
+def test_only_the_members_that_propose_look() -> None:
     looks = []
 
     class Looks(NgramDrafter):
@@ -251,12 +251,16 @@ def test_only_the_active_one_of_several_drafters_looks() -> None:
             looks.append(params.draft)
             return state + 1
 
-    members = NgramDrafter(PLAIN), Looks(PLAIN), Looks(PLAIN)
-    both = OneOf(members, 2, PLAIN)
+    class Model(Looks):
+        looks_up = False
+
+    both = Joined((Model(PLAIN), Looks(PLAIN), Looks(PLAIN)), TreeConfig((), 6, lookup=2))
     params, length = Params(None, ("a", "b", "c")), jnp.zeros(1, jnp.int32)
     view = view_of(length, length, *[jnp.zeros((1, 1, 8, 2))] * 2)
-    assert both.before_round(params, (0, 0, 0), view) == (0, 0, 1) and looks == ["c"]
-    assert replace(both, active=0).before_round(params, (0, 0, 0), view) == (0, 0, 0)
+    assert both.before_round(params, (0, 0, 0), view) == (0, 1, 1) and looks == ["b", "c"]
+    own = replace(both, tree=TreeConfig((2,)))
+    assert own.before_round(params, (0, 0, 0), view) == (1, 0, 0)
+    assert replace(both, tree=PLAIN).before_round(params, (0, 0, 0), view) == (0, 0, 0)
 
 
 REFUSED = {

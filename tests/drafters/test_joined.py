@@ -1,0 +1,227 @@
+"""Drafters joined in one tree: the union against sets of paths, and what lookup counts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.decoding.round_noise import RoundNoise
+from longspec_jax.decoding.sampling import Sampling, SamplingKind
+from longspec_jax.drafters.base import Needs, NoDraft
+from longspec_jax.drafters.calibration import COUNTED, SHARES, Counts, Found, classified
+from longspec_jax.drafters.joined import Joined, JoinedDraft
+from longspec_jax.drafters.ngram import NgramDraft, NgramDrafter, side_by_side
+from longspec_jax.drafters.streaming import StreamingDraft
+from longspec_jax.drafters.suffix import SuffixDraft
+from longspec_jax.drafters.tree import Tree, beam_search, best_nodes, node_depths, subtree
+from longspec_jax.drafters.union import union
+from longspec_jax.loading import with_lookup
+from tests.drafters.test_ngram import paths
+
+SHAPE = TreeConfig((3, 4, 2))
+PLACES, LEVELS = 5, 4
+
+
+def model_tree(seed: int, batch: int = 3, vocabulary: int = 4) -> Tree:
+    """A beam over few tokens, so that lookup meets its paths."""
+
+    def score(memory: Any, tree: Tree, nodes: slice, depth: int) -> tuple[Any, jax.Array]:
+        width = nodes.stop - nodes.start
+        key = jax.random.fold_in(jax.random.key(seed), depth)
+        return memory, 2 * jax.random.normal(key, (batch, width, vocabulary))
+
+    return beam_search(jnp.full(batch, 9, jnp.int32), SHAPE, score, ())
+
+
+def looked_up(seed: int, batch: int = 3, vocabulary: int = 4) -> Tree:
+    """Continuations of places, some of which begin alike; some are none."""
+    random = np.random.default_rng(seed)
+    tokens = jnp.asarray(random.integers(0, vocabulary, (batch, PLACES, LEVELS)), jnp.int32)
+    totals = np.cumsum(np.log(random.uniform(0.2, 1, tokens.shape)), axis=2)
+    totals[:, -1] = -np.inf
+    config = TreeConfig((PLACES,) * LEVELS)
+    return side_by_side(jnp.full(batch, 9, jnp.int32), tokens, jnp.asarray(totals), config)
+
+
+def worth_by_path(tree: Tree, row: int) -> dict[tuple[int, ...], float]:
+    """The paths of a tree with the most that a node of each is worth."""
+    tokens, mask, totals = (np.asarray(each[row]) for each in (tree.tokens, tree.mask, tree.totals))
+    found: dict[tuple[int, ...], float] = {}
+    for node in np.flatnonzero(np.isfinite(totals)):
+        above = sorted(np.flatnonzero(mask[node]), key=lambda other: mask[other].sum())
+        path = tuple(int(tokens[other]) for other in above[1:])
+        found[path] = max(found.get(path, -np.inf), float(totals[node]))
+    return found
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 14, 40])
+def test_a_union_is_the_best_paths_of_all_trees(nodes: int) -> None:
+    for seed in range(4):
+        one, other = model_tree(seed), looked_up(seed)
+        tree = union({0: one, 2: other}, LEVELS, nodes)
+        assert tree.tokens.shape == (3, nodes)
+        config = TreeConfig(SHAPE.widths, nodes, lookup=LEVELS)
+        depths = np.asarray(node_depths(tree, config))
+        for row in range(3):
+            first, second = worth_by_path(one, row), worth_by_path(other, row)
+            worth = {p: max(first.get(p, -9e9), second.get(p, -9e9)) for p in {*first, *second}}
+            kept = paths(tree, row)
+            assert len(kept) == min(nodes, len(worth))
+            least = min(worth[path] for path in kept)
+            assert all(value <= least for path, value in worth.items() if path not in kept)
+            # What the merged tree says of itself.
+            parents, mask = np.asarray(tree.parents[row]), np.asarray(tree.mask[row])
+            tokens, bits = np.asarray(tree.tokens[row]), np.asarray(tree.sources)[row]
+            there = np.isfinite(np.asarray(tree.totals[row]))
+            edges = [
+                (int(p), int(t)) for p, t, ok in zip(parents, tokens, there, strict=True) if ok
+            ]
+            assert len(set(edges)) == len(edges), "two children of one parent carry one token"
+            for node in range(nodes):
+                assert mask[node, node] and (
+                    there[node] or (parents[node] == -1 and not bits[node])
+                )
+                if there[node] and node:
+                    expected = mask[parents[node]] | (np.arange(nodes) == node)
+                    np.testing.assert_array_equal(mask[node], expected)
+                    assert depths[row, node] == depths[row, parents[node]] + 1
+                    assert parents[node] < node
+            for path in kept - {()}:
+                node = next(n for n in range(nodes) if there[n] and path_of(tree, row, n) == path)
+                assert bits[node] == (path in first) + 4 * (path in second)
+
+
+def path_of(tree: Tree, row: int, node: int) -> tuple[int, ...]:
+    """The tokens down to a node."""
+    path: list[int] = []
+    while node > 0:
+        path.insert(0, int(tree.tokens[row, node]))
+        node = int(tree.parents[row, node])
+    return tuple(path)
+
+
+@pytest.mark.parametrize("nodes", [6, 10])
+def test_what_is_worth_nothing_leaves_the_other_tree_as_it_is(nodes: int) -> None:
+    one, other = model_tree(1), looked_up(1)
+    nothing = jnp.where(jnp.arange(other.tokens.shape[1]) == 0, 0.0, -jnp.inf)
+    weightless = other.replace(totals=jnp.broadcast_to(nothing, other.tokens.shape))  # pyright: ignore
+    tree = union({0: one, 1: weightless}, LEVELS, nodes)
+    assert one.totals is not None
+    alone = subtree(one, best_nodes(one.totals, nodes))
+    for ours, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(alone), strict=False):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_classes_of_what_is_looked_up() -> None:
+    #                      three places, of which two agree for two tokens
+    tokens = jnp.asarray([[[1, 2, 3], [1, 2, 4], [5, 6, 7]]])
+    known = jnp.ones((1, 3, 3), bool).at[0, 2, 2].set(False)
+    found = classified(tokens, known, jnp.asarray([[4, 2, 1]]), jnp.zeros(1, jnp.int32))
+    agreed, single, leads, trails = np.arange(4) * SHARES.shape[1]
+    #          1, 2, 3, 4-5, 6-7, 8-15 and 16 tokens that match before a token
+    expected = [[leads + 3, agreed + 3, leads + 4], [leads + 3, agreed + 3, trails + 3]]
+    expected += [[trails + 0, single + 1, -1]]
+    np.testing.assert_array_equal(found.classes[0], expected)
+    np.testing.assert_array_equal(
+        found.distinct[0], [[True] * 3, [False, False, True], [True, True, False]]
+    )
+
+
+def test_counts_say_what_was_right_of_a_row_s_own_text() -> None:
+    """Each class of a path whose tokens before were right, once for equal paths."""
+    tokens = jnp.asarray([[[1, 2, 3], [1, 2, 4], [5, 6, 7]]] * 2)
+    matched = jnp.asarray([[4, 2, 1]] * 2)
+    found = classified(tokens, jnp.ones((2, 3, 3), bool), matched, jnp.asarray([1, 1])).kept
+    assert found.tokens.shape == (2, *COUNTED)
+    text = jnp.asarray([[8, 9, 1, 2, 4, 0], [8, 9, 5, 0, 0, 0]])
+    counts = Counts.begin(2).after(found, text, jnp.asarray([4, 2]))
+    tried, right = np.asarray(counts.tried), np.asarray(counts.right)
+    kinds = SHARES.shape[1]
+    assert tried[0].sum() == 5 and right[0].sum() == 3
+    assert tried[0, 2 * kinds + 3] == 1 == right[0, 2 * kinds + 3]  # 1 behind four tokens.
+    assert right[0, 3 * kinds + 3] == 1 and right[0, 2 * kinds + 4] == 0  # 4, and not 3.
+    assert tried[1].sum() == 2 and right[1].sum() == 1  # One token is known.
+    trusted = counts.likely(found)
+    assert trusted[0, 0, 0] > SHARES[2, 3] > trusted[1, 0, 0]
+    # Nothing is counted twice, and nothing before the first lookup.
+    again = counts.after(found._replace(position=jnp.asarray([4, 2])), text, jnp.asarray([4, 2]))
+    np.testing.assert_array_equal(again.tried, tried)
+    none = Counts.begin(2).after(Found.nothing(2), text, jnp.asarray([4, 2]))
+    assert not np.asarray(none.tried).any()
+
+
+def test_chances_under_known_noise_have_the_chance_as_their_mean() -> None:
+    batch, vocabulary = 400, 50
+    sampling = Sampling(
+        jnp.ones(batch),
+        jnp.zeros(batch, jnp.int32),
+        jnp.ones(batch),
+        jnp.arange(batch, dtype=jnp.uint32),
+        jnp.full(batch, -jnp.inf),
+        SamplingKind.SAMPLED,
+    )
+    noise = RoundNoise.of_round(sampling, jnp.zeros(batch, jnp.int32), 2, vocabulary)
+    tokens = jnp.broadcast_to(jnp.arange(40)[:, None], (batch, 40, 2)).astype(jnp.int32)
+    for likely in (0.0, 0.05, 0.5, 0.9, 1.0):
+        found = noise.chances(jnp.full(tokens.shape, likely), tokens)
+        np.testing.assert_allclose(found.mean(), likely, atol=0.01)
+    greedy = RoundNoise.of_round(
+        sampling.of_kind(SamplingKind.GREEDY), jnp.zeros(batch, jnp.int32), 2, vocabulary
+    )
+    assert (greedy.chances(jnp.full(tokens.shape, 0.3), tokens) == 0.3).all()
+
+
+def test_what_a_tree_s_text_says_of_lookup() -> None:
+    for text in ("4,16,16,16,16@64~8", "none@16~8", "4,4,4@9+0.7~12", "chain:3@6~8"):
+        tree = TreeConfig.parse(text)
+        assert str(tree) == text and tree.num_levels == max(len(tree.widths), tree.lookup or 0)
+        assert tree.varies and tree.num_nodes == tree.budget
+    assert TreeConfig.parse("4,4~8").num_nodes == 9
+    for text, words in (
+        ("chain:4/2,2~8", "does not join a tree at the end of a chain"),
+        ("none~8", "needs its number of nodes"),
+        ("4~99", "from 1 to 31"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TreeConfig.parse(text)
+
+
+def test_who_proposes_to_which_tree() -> None:
+    draft = JoinedDraft((StreamingDraft(), NgramDraft(), SuffixDraft()))
+    tree = TreeConfig.parse("3,2@9~4")
+    both = draft.drafter(tree)
+    assert both.name == "streaming+ngram+suffix" and both.sources == (
+        "streaming",
+        "ngram",
+        "suffix",
+    )
+    shapes = [member.tree for _, member in both.active]
+    assert shapes == [TreeConfig((3, 2)), *[TreeConfig((8,) * 4)] * 2]
+    assert draft.drafter(TreeConfig((3, 2))).name == "streaming"
+    assert draft.drafter(TreeConfig.parse("none@9~4")).name == "ngram+suffix"
+    assert draft.drafter(PLAIN).active == []
+    lookups = JoinedDraft((NgramDraft(), SuffixDraft())).drafter(TreeConfig((2, 2)))
+    assert [member.tree for _, member in lookups.active] == [TreeConfig((2, 2))] * 2
+
+
+def test_lookup_joins_every_draft_with_a_model() -> None:
+    assert [each.name for each in with_lookup((StreamingDraft(),))] == ["streaming", "ngram"]
+    for drafts in ((), (NgramDraft(),), (StreamingDraft(), SuffixDraft())):
+        assert with_lookup(drafts) == drafts
+    usual = JoinedDraft(with_lookup((StreamingDraft(),))).default_trees
+    own = StreamingDraft().default_trees
+    for joined, alone in ((usual.cpu, own.cpu), (usual.gpu, own.gpu), (usual.large, own.large)):
+        assert [tree.widths for tree in joined][: len(alone)] == [tree.widths for tree in alone]
+        assert {tree.lookup for tree in joined} == {8}
+        assert all(tree.num_nodes >= 6 for tree in joined)
+
+
+def test_lookup_gets_all_tokens_and_takes_no_features_from_others() -> None:
+    joined = Joined((NgramDrafter(PLAIN), NoDraft()), PLAIN)
+    assert joined.needs == Needs(recent=0, text=True)
+    windowed = Needs(hidden=(2,), recent=16)
+    assert windowed | joined.needs == Needs(hidden=(2,), recent=16, text=True)
+    assert joined.needs.of_a_pass == Needs()
