@@ -1,12 +1,15 @@
 """Grammars that meet a bound of their library in the midst of a text, which no tree may change."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.decoding.constrained import Anything
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.generation.grammar import compile_grammar
 from tests.generation.grammars import (
@@ -71,6 +74,39 @@ def test_a_row_whose_grammar_meets_a_bound_ends_alone(engine, candidate) -> None
         assert listed.tokens == tuple(ids("{"))
         assert other.tokens == free.tokens == tuple(ids("x" * NEW))
         assert other.finish == free.finish == "length" and free.reason is None
+    assert engine.status.recoveries == 0
+
+
+class Broken(Anything):
+    """A constraint that raises when it is asked for the third time."""
+
+    def __init__(self, method: str) -> None:
+        self.method, self.left = method, 3
+
+    def _count(self, method: str) -> None:
+        self.left -= method == self.method
+        if self.left == 0:
+            raise IndexError("out of its own bounds")
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        assert len(tokens) == 1 and tokens[0] >= 0
+        self._count("advance")
+
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+        self._count("allowed")
+        return super().allowed(tokens, parents)
+
+
+@pytest.mark.parametrize("method", ["advance", "allowed"])
+def test_a_constraint_that_raises_ends_its_row_alone(engine, method) -> None:
+    grammar: Any = SimpleNamespace(state=lambda: Broken(method))
+    rows = [Row(ids("q"), request(0, 0.0), each) for each in (None, grammar, None)]
+    for candidate in range(len(SOME)):
+        (before, failed, behind), _ = decoded(engine, rows, candidate)
+        assert before.tokens == behind.tokens == tuple(ids("x" * NEW))
+        assert failed.finish == "error" and failed.reason == "IndexError: out of its own bounds"
+        assert set(failed.tokens) == {*ids("x")}, "a draw that found no token is none"
+        assert method == "allowed" or len(failed.tokens) == 3
     assert engine.status.recoveries == 0
 
 
