@@ -23,7 +23,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
-from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes, long_json_bytes
+from .answers import (
+    DONE,
+    ChatFormat,
+    TextFormat,
+    Writer,
+    event,
+    is_long,
+    json_bytes,
+    long_json_bytes,
+)
 from .documents import describe, read_page
 from .engine_thread import EngineThread, State
 from .gains import Ticket
@@ -250,10 +259,10 @@ class Routes:
         try:
             yield writer.opening()
             async for row, gain in ticket.gains():
-                if gain.prompt_logprobs is None:
-                    events = writer.events(row, gain)
-                else:
+                if is_long(gain):
                     events = await self._in_pool(writer.events, row, gain)
+                else:
+                    events = writer.events(row, gain)
                 if events:
                     yield events
             yield writer.ending()
@@ -305,7 +314,10 @@ class Routes:
         given = await self._body(request)
         tokens, texts = await self._in_pool(read_tokenize, given, self._model)
         found = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
-        return as_json({**found, "token_strs": [*map(self._texts, tokens)]} if texts else found)
+        if texts:  # Made while they are written.
+            found["token_strs"] = map(self._texts, tokens)
+        body = await self._in_pool(long_json_bytes, found)
+        return Response(body, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
