@@ -314,10 +314,7 @@ class Routes:
         given = await self._body(request)
         tokens, texts = await self._in_pool(read_tokenize, given, self._model)
         found = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
-        if texts:  # Made while they are written.
-            found["token_strs"] = map(self._texts, tokens)
-        body = await self._in_pool(long_json_bytes, found)
-        return Response(body, media_type="application/json")
+        return as_json({**found, "token_strs": [*map(self._texts, tokens)]} if texts else found)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
