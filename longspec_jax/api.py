@@ -343,8 +343,8 @@ class LongSpec(Models):
           prefills: prompts that may be under way at once, the shortest first; each takes a row of
             memory beside the slots.
           prefixes: whether a prompt begins with a copy of the whole chunks that it shares with an
-            earlier one in a slot. A draft that needs the target's queries or keys of all tokens
-            leaves nothing to reuse.
+            earlier one of the same ``cache_salt`` in a slot. A draft that needs the target's
+            queries or keys of all tokens leaves nothing to reuse.
           offload_prefixes: bytes of the host's memory in which chunks stay when their slot is
             taken; 0 for none.
           max_gap_ms: most milliseconds between two rounds while a prompt is prefilled.

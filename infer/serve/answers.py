@@ -23,6 +23,8 @@ DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
 
 
+LONGEST_GAIN = 256
+"""Tokens whose rounds and log-probabilities an event loop writes at once, in some 10 ms."""
 SLICE = 64
 """Items of a list that are written at once: :mod:`json` lets no other thread run meanwhile."""
 
@@ -35,6 +37,14 @@ def json_bytes(value: Any) -> bytes:
 def long_json_bytes(value: Any) -> bytes:
     """The same in parts, for what is large: the other threads run between them."""
     return b"".join(part.encode("utf-8", "replace") for part in _parts(value))
+
+
+def is_long(gain: RequestOutput) -> bool:
+    """Whether writing a gain takes a while: for an event loop to leave it to another thread.
+
+    Such as that of a reader who comes back after minutes, or of an echoed prompt.
+    """
+    return gain.prompt_logprobs is not None or len(gain.tokens) > LONGEST_GAIN
 
 
 def _json(value: Any) -> str:
@@ -274,8 +284,8 @@ class Writer:
         first = answer.begins_with(gain)
         shown = gain.text or (first and answer.echoed) or self.call.logprobs is not None
         if shown or more or self.call.continuous_usage:
-            long = gain.prompt_logprobs is not None
-            found += self._chunk(self.format.delta(row, answer, gain, self.call), more, long=long)
+            delta = self.format.delta(row, answer, gain, self.call)
+            found += self._chunk(delta, more, long=is_long(gain))
         if gain.finish is not None:
             finish = "length" if self.call.max_tokens == 0 else gain.finish
             found += self._chunk(self.format.closing(row, ending(finish, gain.reason)))

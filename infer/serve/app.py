@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
-from .answers import DONE, ChatFormat, TextFormat, Writer, event, long_json_bytes
+from .answers import DONE, ChatFormat, TextFormat, Writer, event, is_long, long_json_bytes
 from .bodies import MOST_BYTES, most_bytes, read_json, too_large
 from .documents import describe, read_page
 from .engine_thread import EngineThread, State
@@ -216,10 +216,10 @@ class Routes:
         try:
             yield writer.opening()
             async for row, gain in ticket.gains():
-                if gain.prompt_logprobs is None:
-                    events = writer.events(row, gain)
-                else:
+                if is_long(gain):
                     events = await self._in_pool(writer.events, row, gain)
+                else:
+                    events = writer.events(row, gain)
                 if events:
                     yield events
             yield writer.ending()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from longspec_jax.decoding.logprobs import TokenLogprob
+from longspec_jax.decoding.logprobs import PromptLogprobs, TokenLogprob
 from longspec_jax.generation import chat as chat_lib
 from longspec_jax.generation.grammar import Grammar
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
@@ -92,7 +92,8 @@ def test_logprobs_are_those_of_hugging_face(
         of_prompt, *others = (output.prompt_logprobs for output in outputs)
         assert others == [None] * len(others)
         if "prompt_logprobs" in each:
-            assert of_prompt is not None and of_prompt[0] is None
+            assert isinstance(of_prompt, PromptLogprobs), "unpacked by who reads them"
+            assert of_prompt[0] is None
             count = int(each["prompt_logprobs"]) if each["prompt_logprobs"] is not True else 0
             check(of_prompt[1:], PROMPT[1:], expected[: len(PROMPT) - 1], count)
         else:

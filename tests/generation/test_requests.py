@@ -251,6 +251,8 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
         assert not finished(engine)
         with pytest.raises(ValueError, match="priority='high' must be a whole number"):
             engine.submit([1], priority="high", max_new_tokens=2)
+        with pytest.raises(ValueError, match="cache_salt=3 must be text"):
+            engine.submit([1], cache_salt=3, max_new_tokens=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="slots"):
         spec.engine(slots=0, max_tokens=9)
     for options, said in (

@@ -1,11 +1,8 @@
 """What chunks say of tokens and rounds."""
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +11,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from infer.serve import answers
 from infer.serve.answers import SLICE, TextFormat, Writer, json_bytes, long_json_bytes
 from infer.serve.gains import Answer, Ticket, rounds_of
 from infer.serve.protocol import Call
 from infer.serve.token_texts import TokenTexts, token_text
-from longspec_jax.decoding.logprobs import PromptLogprobs, packed_width, unpacked_logprobs
+from longspec_jax.decoding import logprobs
+from longspec_jax.decoding.logprobs import unpacked_logprobs
 from longspec_jax.generation.requests import RequestOutput
 from tests.serve.kit import Client, ScriptedEngine, serving
 
@@ -123,37 +122,39 @@ def test_a_long_body_is_the_same_in_parts() -> None:
     assert json_bytes({"a": iter("xy")}) == b'{"a":["x","y"]}'
 
 
-def test_log_probabilities_of_a_long_prompt_hold_up_nobody() -> None:
-    """The engine hands them out packed, and writing them lets the other threads run."""
-    tokens, most = 20_000, 20
-    packed = np.zeros((tokens, packed_width(most)), np.int32)
+def test_log_probabilities_of_a_long_prompt_hold_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are unpacked and written a few at a time: NumPy and json let no other thread run."""
+    unpacked, written = list[int](), list[int]()
+
+    def unpack(packed: np.ndarray, most: int) -> Any:
+        unpacked.append(len(packed))
+        return unpacked_logprobs(packed, most)
+
+    def dumps(value: Any, **how: Any) -> str:
+        text = json.dumps(value, **how)
+        written.append(len(text))
+        return text
+
+    monkeypatch.setattr(logprobs, "unpacked_logprobs", unpack)
+    monkeypatch.setattr(answers, "json", SimpleNamespace(dumps=dumps))
+    tokens, most = 3000, 20
+    packed = np.zeros((tokens, logprobs.packed_width(most)), np.int32)
     packed[:, 1 : 1 + most] = ord("a") + np.arange(most)
     packed[:, 0] = packed[:, 1 + most :] = np.asarray([-1.5], np.float32).view(np.int32)
-    begun = time.perf_counter()
-    scored = PromptLogprobs([packed[:9000], packed[9000:]], tokens - 1, most)
-    gain = RequestOutput(0, (120,), (False,), (), "length", prompt_logprobs=scored)
-    assert time.perf_counter() - begun < 0.01
+    scored = logprobs.PromptLogprobs([packed[:900], packed[900:]], tokens - 1, most)
+    own = unpacked_logprobs(packed[:1], most)
+    gain = RequestOutput(0, (120,), (False,), (), "length", prompt_logprobs=scored, logprobs=own)
+    assert not unpacked, "the engine's thread does not"
     answer = Answer((ord("x"),) * tokens, "x" * tokens)
-    gain = replace(gain, logprobs=unpacked_logprobs(packed[:1], most))
     answer.add(gain, 0)
     texts = TokenTexts(lambda ids: "".join(map(chr, ids)))
     writer = Writer(Call(False, logprobs=most), TextFormat(texts), "toy", [answer], texts)
-    waits, running = [0.0], threading.Event()
-
-    def other() -> None:
-        while not running.is_set():
-            before = time.perf_counter()
-            time.sleep(0.001)
-            waits.append(time.perf_counter() - before)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    begun = time.perf_counter()
     body = writer.events(0, gain)
-    seconds = time.perf_counter() - begun
-    running.set()
-    thread.join()
     lists = json.loads(body.partition(b"\n")[0].removeprefix(b"data: "))["choices"][0]["logprobs"]
     assert {*map(len, lists.values())} == {tokens + 1} and lists["top_logprobs"][0] is None
-    # A json.dumps of all takes a third of the time at once.
-    assert max(waits) < seconds / 8, f"others waited {max(waits):.3f} of {seconds:.3f} s"
+    assert lists["top_logprobs"][1] == {chr(ord("a") + index): -1.5 for index in range(most)} | {
+        "x": -1.5
+    }
+    assert max(unpacked) <= 128 and max(written) < len(body) / 20
