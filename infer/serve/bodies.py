@@ -7,6 +7,7 @@ here knows HTTP, the fields of requests or jax.
 """
 
 import json
+import re
 from typing import Any
 
 from longspec_jax.checks import shown
@@ -25,6 +26,8 @@ OTHER_BYTES, OTHER_VALUES = 2**20, 2**17
 """Of all that is no prompt: the frame of messages, a JSON schema, biases."""
 MOST_VALUES, MOST_STRINGS, MOST_CONTAINERS = 2**19, 2**18, OTHER_VALUES
 """Of a body: token ids beside those of one whole prompt, texts and names, and lists and objects."""
+LONGEST_NUMBER = 100
+"""Digits in a row: Python reads a number in the time of their square."""
 DEEPEST = 40
 """Objects and lists within each other; a JSON schema takes two for each level of its texts."""
 
@@ -96,6 +99,8 @@ def _check_values(body: bytes | bytearray, most: int) -> None:
         outside = b"".join(bare.split(b'"')[::2])
         containers = outside.count(b"[") + outside.count(b"{")
         values = containers + outside.count(b",")
+        if re.search(rb"[0-9]{%d}" % (LONGEST_NUMBER + 1), outside):
+            raise Refused(f"the body has a number of more than {LONGEST_NUMBER} digits; shorten it")
     for count, limit, name in (
         (strings, MOST_STRINGS, "texts and names"),
         (containers, MOST_CONTAINERS, "lists and objects"),

@@ -318,6 +318,14 @@ def test_the_values_of_a_body_are_counted_before_it_is_parsed(
     assert f" {words}, and a request may have " in str(error) and error.status == 413
 
 
+def test_many_numbers_of_many_digits_are_refused_before_they_are_read() -> None:
+    """Of 33 MB the parser took a second, in which nothing else of the process ran."""
+    digits = b'{"prompt": [' + (b"9" * 4000 + b",") * 8000 + b"1]}"
+    begun = time.thread_time()
+    assert "more than 100 digits" in str(refusal(read_json, digits, CONTEXT))
+    assert time.thread_time() - begun < 0.6
+
+
 def test_what_prompts_of_the_context_need_is_read() -> None:
     assert most_bytes(CONTEXT) == MOST_BYTES and most_bytes(64) < 2 * 2**20
     ids = [[131_071] * CONTEXT] * 4
