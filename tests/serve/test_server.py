@@ -480,9 +480,10 @@ def test_the_event_loop_does_no_work_of_a_request(monkeypatch: pytest.MonkeyPatc
 
 def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MOST_HELD", 100_000)
-    going, read = threading.Event(), app.read_json
+    going, parsing, read = threading.Event(), threading.Event(), app.read_json
 
     def slow(*given: Any) -> Any:
+        parsing.set()
         going.wait(30)
         return read(*given)
 
@@ -490,7 +491,8 @@ def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch: pytest.MonkeyPat
     with serving(ScriptedEngine()) as server, ThreadPoolExecutor(1) as pool:
         body = {"prompt": "ab", "max_tokens": 1, "user": "x" * 90_000}
         first = pool.submit(server.post, "/v1/completions", **body)
-        until(lambda: server.post("/v1/completions", **body)[0] == 429)
+        assert parsing.wait(30)
+        assert server.post("/v1/completions", **body)[0] == 429
         going.set()
         assert first.result()[0] == 200
         assert server.post("/v1/completions", **body)[0] == 200
