@@ -25,6 +25,8 @@ OTHER_BYTES, OTHER_VALUES = 2**20, 2**17
 """Of all that is no prompt: the frame of messages, a JSON schema, biases."""
 MOST_VALUES, MOST_STRINGS, MOST_CONTAINERS = 2**19, 2**18, OTHER_VALUES
 """Of a body: token ids beside those of one whole prompt, texts and names, and lists and objects."""
+LONGEST_NUMBER = 100
+"""Characters: Python reads a number in the time of their square."""
 DEEPEST = 40
 """Objects and lists within each other; a JSON schema takes two for each level of its texts."""
 
@@ -65,7 +67,13 @@ def read_json(body: bytes | bytearray, max_len: int) -> dict[str, Any]:
     try:
         # JSON is UTF-8. Python would also take UTF-16, in which values are not counted.
         text = body.decode("utf-8")
-        found = json.loads(text, parse_constant=_no_constant, object_pairs_hook=unique_keys)
+        found = json.loads(
+            text,
+            parse_int=_whole,
+            parse_float=_real,
+            parse_constant=_no_constant,
+            object_pairs_hook=unique_keys,
+        )
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:  # UnicodeDecodeError is one, and a number of too many digits, too.
@@ -111,6 +119,20 @@ def _check_values(body: bytes | bytearray, most: int) -> None:
 
 def _too_deep() -> Refused:
     return Refused(f"the body is nested more than {DEEPEST} levels deep; flatten it")
+
+
+def _whole(digits: str) -> int:
+    return int(_short(digits))
+
+
+def _real(digits: str) -> float:
+    return float(_short(digits))
+
+
+def _short(digits: str) -> str:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a number has more than {LONGEST_NUMBER} characters")
+    return digits
 
 
 def _no_constant(name: str) -> Any:

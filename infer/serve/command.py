@@ -7,6 +7,7 @@ when everything is compiled.
 import argparse
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import itertools
 import json
@@ -140,6 +141,10 @@ class Service:
         assert self._listener is not None, "given where this command listens"
         served = self.served()
         log_to_stderr()
+        # What was loaded and compiled stays. Python's collector would go through all of it again
+        # and again, for half a second each time, in which no stream and no probe is answered.
+        gc.collect()
+        gc.freeze()
         server = HttpServer(served, self._listener, self._arguments.drain_seconds)
         return asyncio.run(server.run(self._announce))
 

@@ -286,6 +286,10 @@ class EngineThread:
         return True
 
     def _begin(self, ticket: Ticket) -> None:
+        """Submit the rows of a call, unless it has ended before, as one may whose time was over."""
+        with self._changed:
+            if ticket not in self._tickets:
+                return
         for index, row in enumerate(ticket.rows):
             try:
                 id = self._engine.submit([*row.tokens], **row.options)

@@ -1,6 +1,7 @@
 """The command itself: what it prints, what it refuses, and how it ends."""
 
 import dataclasses
+import gc
 import json
 import os
 import shlex
@@ -18,7 +19,7 @@ import pytest
 from infer.serve import __main__ as command
 from infer.serve.arguments import parser, read_keys, read_template
 from infer.serve.command import Service, curl, fitting_slots, server_words
-from infer.serve.http_server import bound
+from infer.serve.http_server import HttpServer, bound
 from longspec_jax import cli
 from longspec_jax.generation.models import Models
 from tests.children import environment
@@ -143,6 +144,28 @@ def test_a_server_that_does_not_fit_says_which_option_to_lower(
 def test_the_command_that_is_printed_says_where_the_key_goes() -> None:
     typed = curl("http://127.0.0.1:1", "secret")
     assert "secret" not in typed and typed.endswith('-H "Authorization: Bearer $API_KEY"')
+
+
+def test_what_was_compiled_is_not_collected_while_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frozen: list[int] = []
+
+    async def run(*_: Any) -> int:
+        frozen.append(gc.get_freeze_count())
+        return cli.OK
+
+    monkeypatch.setattr(HttpServer, "run", run)
+    monkeypatch.setattr(HttpServer, "__init__", lambda *_: None)
+    monkeypatch.setattr(Service, "served", lambda _: None)
+    monkeypatch.setattr("infer.serve.command.log_to_stderr", lambda: None)
+    with socket.socket() as listener:
+        arguments = parser().parse_args(["--target=toy"])
+        try:
+            assert Service(arguments, listener, None).serve() == cli.OK
+        finally:
+            gc.unfreeze()
+    assert frozen[0] > 10_000
 
 
 @pytest.mark.slow

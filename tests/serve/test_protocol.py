@@ -339,6 +339,15 @@ def test_the_values_of_a_body_are_counted_before_it_is_parsed(
     assert f" {words}, and a request may have " in str(error) and error.status == 413
 
 
+def test_numbers_of_many_digits_are_refused_before_they_are_read() -> None:
+    """33 MB of them took a second, in which nothing else of the process ran."""
+    for number in ("9" * 101, "0." + "9" * 99):
+        for body in (f'{{"a": {number}}}', f'{{"a": [{f"{number}," * 10_000}1]}}'):
+            error = refusal(read_json, body.encode(), CONTEXT)
+            assert "is not JSON: a number has more than 100 characters" in str(error)
+    assert read_json(b'{"a": 1.50, "b": -7e2}', CONTEXT) == {"a": 1.5, "b": -700.0}
+
+
 def test_what_prompts_of_the_context_need_is_read() -> None:
     assert most_bytes(CONTEXT) == MOST_BYTES and most_bytes(64) < 2 * 2**20
     ids = [[131_071] * CONTEXT] * 4
@@ -360,7 +369,7 @@ def test_json_is_utf_8() -> None:
 def test_refusals_of_large_values_take_no_time() -> None:
     """A name of 31 MB took 38 seconds, and as many names as fit, one of them twice, hours."""
     large = 2**24
-    begun = time.monotonic()
+    begun = time.thread_time()
     for given in (
         {"p" * large: 1},
         {"prompt": "a", "model": "x" * large},
@@ -374,7 +383,7 @@ def test_refusals_of_large_values_take_no_time() -> None:
     assert "the key '5' is given 2 times" in str(
         refusal(read_json, f"{{{names}}}".encode(), CONTEXT)
     )
-    assert time.monotonic() - begun < 5
+    assert time.thread_time() - begun < 5
 
 
 def test_the_description_has_every_route_and_field() -> None:

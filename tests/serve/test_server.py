@@ -436,6 +436,23 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
         assert engine.cancelled == [0] and not engine.rows
 
 
+def test_a_request_whose_time_is_over_before_it_begins_never_runs() -> None:
+    """It ran to its end, and nobody read it: a step may take longer than a request may."""
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    with serving(engine, request_seconds=0.3) as server, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(server.post, "/v1/completions", prompt="ab", max_tokens=50)
+        until(lambda: engine.rows)
+        second = pool.submit(server.post, "/v1/completions", prompt="c", max_tokens=50)
+        until(lambda: server.thread.open_calls == 2)
+        time.sleep(0.5)
+        engine.gate.set()
+        assert first.result()[0] == second.result()[0] == 504
+        assert server.post("/v1/completions", prompt="e", max_tokens=2)[0] == 200
+        assert [tokens for tokens, _ in engine.submitted] == [[0, 1], [4]] and not engine.rows
+        assert server.ask("GET", "/stats")[1]["waiting"] == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_client_that_is_gone_is_cancelled(stream: bool, begun: bool) -> None:
@@ -526,9 +543,10 @@ def test_the_event_loop_does_no_work_of_a_request(monkeypatch: pytest.MonkeyPatc
 
 def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MOST_HELD", 100_000)
-    going, read = threading.Event(), app.read_json
+    going, parsing, read = threading.Event(), threading.Event(), app.read_json
 
     def slow(*given: Any) -> Any:
+        parsing.set()
         going.wait(30)
         return read(*given)
 
@@ -536,7 +554,8 @@ def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch: pytest.MonkeyPat
     with serving(ScriptedEngine()) as server, ThreadPoolExecutor(1) as pool:
         body = {"prompt": "ab", "max_tokens": 1, "user": "x" * 90_000}
         first = pool.submit(server.post, "/v1/completions", **body)
-        until(lambda: server.post("/v1/completions", **body)[0] == 429)
+        assert parsing.wait(30)
+        assert server.post("/v1/completions", **body)[0] == 429
         going.set()
         assert first.result()[0] == 200
         assert server.post("/v1/completions", **body)[0] == 200
