@@ -41,7 +41,7 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
-from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix, is_fine
+from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
 from longspec_jax.ops.matmul.widening import (
     BY_OUTPUT,
@@ -93,7 +93,7 @@ def matmul(
         bits=weights.bits,
         group=weights.group,
         zeros=weights.zero is not None or weights.offset is not None,
-        fine=is_fine(weights),
+        fine=weights.fine,
         wide=dtype == jnp.float32,
         groups=row_groups(len(x)),
     )
