@@ -56,10 +56,11 @@ class PackedShares(QuantisedWeights):
         return jax.tree.map(lambda leaf: leaf[0], self.share)
 
     def plain(self) -> QuantisedMatrix:
-        """The same weights in the order of their inputs, for the mesh in use."""
-        share = self.share
+        """The same weights in the order of their inputs, on their mesh or on the one in use."""
+        share, codes = self.share, self.share.codes
         return jax.shard_map(
             lambda weights: weights.own.plain(),
+            mesh=None if isinstance(codes, jax.core.Tracer) else codes.sharding.mesh,
             in_specs=P("tp"),
             out_specs=_specs(share, self.cut, len(share.shape), grouped=share.group > 0),
             check_vma=False,
