@@ -327,12 +327,10 @@ class _Quantised(Program):
             # Integers up to 2048 are exact in float16.
             zero = None if self.zero_smem is None else 0.0  # Offsets are of whole codes.
             codes = widened(words, self.stored, jnp.float16, zero, **options)
+            places = [(stage, group + at, part, rows) for at in range(OPERAND // work.scaled)]
             scales, offsets = (
-                [
-                    load(of_groups.at[stage, group + index, part, rows], BY_OUTPUT)
-                    for index in range(0 if of_groups is None else OPERAND // work.scaled)
-                ]
-                for of_groups in (self.scale_smem, self.zero_smem)
+                [] if numbers is None else [load(numbers.at[at], BY_OUTPUT) for at in places]
+                for numbers in (self.scale_smem, self.zero_smem)
             )
             weights = weighted(codes, scales, offsets, dtype, interpreted=interpreted)
         else:
