@@ -19,10 +19,15 @@ from longspec_jax.axes import Array, Leaf
 from longspec_jax.config.layers import LARGEST_FACTOR
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.layers import rounded
-from longspec_jax.models.target import head_logits, head_of, scaled, target_logits
+from longspec_jax.models.target import (
+    head_of,
+    scaled,
+    shares_head,
+    stored_logits,
+    target_logits,
+)
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.matmul.packed_shares import packed_params
-from longspec_jax.ops.matmul.quantised import quantised_matmul
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
 from longspec_jax.sharding import param_shardings
 
@@ -214,7 +219,8 @@ class TableParams:
     def beside(cls: type[P], target_params: Any, layer: Any) -> P:
         """Parameters of a draft's module with the tables of their target."""
         tables = target_params["embedding"], head_of(target_params)
-        return cls(layer, *tables, own_embedding=False, own_head=False)
+        own_head = not shares_head(target_params)
+        return cls(layer, *tables, own_embedding=False, own_head=own_head)
 
     @classmethod
     def bound(
@@ -265,8 +271,8 @@ class TableParams:
         params = cls(layer, embedding, head, tokens, own_embedding, own_head, factor)
         if own_head:
             return params
-        divisor, cap = target.logits_divisor, target.logit_cap
-        return dataclasses.replace(params, logits_divisor=divisor, logit_cap=cap)
+        factors = dict(logits_divisor=target.logits_divisor, logit_cap=target.logit_cap)
+        return dataclasses.replace(params, own_head=not shares_head(target_params), **factors)
 
 
 @struct.dataclass
@@ -290,13 +296,6 @@ class BlockParams(TableParams):
         markov = self.markov | {"head": QuantisedMatrix.rounded(self.markov["head"])}
         laid_out = _laid_out({"markov": markov}, self.embedding.dtype, mesh)
         return dataclasses.replace(small, **laid_out)
-
-
-def stored_logits(table: Array | QuantisedWeights, hidden: Array) -> Array:
-    """Logits ``[..., v]`` of hidden states ``[..., D]`` in float32; the table may have 8 bits."""
-    if isinstance(table, QuantisedWeights):
-        return quantised_matmul(hidden, table, dtype=jnp.float32)
-    return head_logits(table, hidden)
 
 
 def _laid_out(parts: dict[str, Any], dtype: Any, mesh: Mesh | None) -> dict[str, Any]:

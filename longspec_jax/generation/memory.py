@@ -20,7 +20,7 @@ from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.models import Models
 from longspec_jax.ops.matmul.experts import computed_rows
-from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
+from longspec_jax.ops.matmul.quantised_weights import has_unpacked, quantised_matrices
 from longspec_jax.ops.placement import free_device_bytes, tree_bytes
 from longspec_jax.ops.recurrence.delta_rule import BLOCK
 from longspec_jax.ops.recurrence.recurrence import SEGMENT
@@ -88,7 +88,10 @@ def plan_memory(
     # and the row's tables of biases and tokens.
     copies, tables = (6, ADJUSTMENT_BYTES * config.vocab_size) if adjusted else (4, 0)
     # Without a kernel for them, quantised weights are dequantised one kernel at a time, in float32.
-    matrices = quantised_matrices(params)
+    # An LM head that a kernel reads is multiplied by few rows alone.
+    matrices = quantised_matrices(
+        {name: part for name, part in params.items() if name != "head" or has_unpacked(part)}
+    )
     widened = 4 * max((math.prod(each.out_axes) * each.inputs for each in matrices), default=0)
     working_row = max(chunk_bytes, 4 * copies * nodes * config.vocab_size) + tables
     cache = host = state = rings = saved = 0

@@ -34,6 +34,8 @@ from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.layer import add, added, split_heads, wide_qk_norm
 from longspec_jax.ops.matmul.few_rows import head_matmul_xla
 from longspec_jax.ops.matmul.ordered import head_matmul
+from longspec_jax.ops.matmul.quantised import quantised_matmul
+from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.recurrence.operands import RecurrentTokens
 
@@ -203,7 +205,9 @@ class Target(nn.Module):
         self.layers = [Layer(c, self.mlp_chunk, projection, kind) for kind in kinds]
         self.final_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
         if not c.tied_embeddings:
-            self.head = self.param("head", table, shape, dtype)
+            stored = self.get_variable("params", "head")
+            quantised = isinstance(stored, QuantisedWeights)
+            self.head = stored if quantised else self.param("head", table, shape, dtype)
 
     def embed(self, tokens: Array) -> Array:
         """What enters the first layer for tokens ``[B, T]``, ``[B, T, D]``."""
@@ -259,7 +263,7 @@ class Target(nn.Module):
     def unembed(self, hidden: Array) -> Array:
         """Logits ``[..., V]`` of hidden states ``[..., D]``, float32."""
         table = self.embedding if self.config.tied_embeddings else self.head
-        logits = head_matmul(hidden, table) if self.ordered else head_logits(table, hidden)
+        logits = stored_logits(table, hidden, ordered=self.ordered)
         return target_logits(logits, self.config.logits_divisor, self.config.logit_cap)
 
     def initialize(self, tokens: Array) -> None:
@@ -303,8 +307,31 @@ def sinks_of(params: Any, layer: int) -> Array | None:
 
 
 def head_of(params: Any) -> Array:
-    """The LM head ``[V, D]`` of a target's parameters; the embedding where they are tied."""
-    return params["head"] if "head" in params else params["embedding"]
+    """The LM head ``[V, D]`` of a target's parameters; the embedding where they are tied.
+
+    A quantised one is dequantised: what it gives is a copy.
+    """
+    head = params["head"] if "head" in params else params["embedding"]
+    if not isinstance(head, QuantisedWeights):
+        return head
+    return head.kernel(params["embedding"].dtype).T
+
+
+def shares_head(params: Any) -> bool:
+    """Whether :func:`head_of` is the target's own array, and no copy of it."""
+    return not isinstance(params.get("head"), QuantisedWeights)
+
+
+def stored_logits(
+    table: Array | QuantisedWeights, hidden: Array, *, ordered: bool = False
+) -> Array:
+    """Logits ``[..., V]`` of hidden states ``[..., D]`` in float32, of a head as it is stored.
+
+    ``ordered`` rows have the same bits whatever rows are beside them, where there is a kernel.
+    """
+    if isinstance(table, QuantisedWeights):
+        return quantised_matmul(hidden, table, ordered=ordered, dtype=jnp.float32)
+    return head_matmul(hidden, table) if ordered else head_logits(table, hidden)
 
 
 def head_logits(table: Array, hidden: Array) -> Array:

@@ -16,10 +16,10 @@ from flax import struct
 
 from longspec_jax.axes import Array
 from longspec_jax.drafters.dflash.config import DFlashConfig, Markov
-from longspec_jax.drafters.tables import BlockParams, stored_logits
+from longspec_jax.drafters.tables import BlockParams
 from longspec_jax.drafters.window import Rows
 from longspec_jax.models.layers import Projection, RMSNorm, rotary_angles
-from longspec_jax.models.target import HEADS, Attend, Layer
+from longspec_jax.models.target import HEADS, Attend, Layer, stored_logits
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.layer import split_heads
 from longspec_jax.ops.partitioned import with_sharding

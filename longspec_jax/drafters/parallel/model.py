@@ -24,10 +24,10 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.drafters.parallel.config import ParallelConfig
-from longspec_jax.drafters.tables import BlockParams, stored_logits
+from longspec_jax.drafters.tables import BlockParams
 from longspec_jax.drafters.window import Rows
 from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm
-from longspec_jax.models.target import scaled
+from longspec_jax.models.target import scaled, stored_logits
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.partitioned import with_sharding
 

@@ -21,6 +21,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.models.target import head_of
 from longspec_jax.weights.gguf.file import read_gguf
 from longspec_jax.weights.gguf.tokenizer import gguf_tokenizer
 from longspec_jax.weights.hf import load_target
@@ -174,7 +175,9 @@ def within(config: TargetConfig, params: Any, vocab_size: int) -> tuple[TargetCo
     """The small model without the tokens that the target lacks, which are padding."""
     if config.vocab_size <= vocab_size:
         return config, params
-    tables = {name: params[name][:vocab_size] for name in ("embedding", "head") if name in params}
+    tables = {"embedding": params["embedding"][:vocab_size]}
+    if "head" in params:
+        tables["head"] = head_of(params)[:vocab_size]
     return dataclasses.replace(config, vocab_size=vocab_size), {**params, **tables}
 
 

@@ -20,7 +20,12 @@ from flax import struct
 from jaxtyping import Float, UInt32
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights, label_of
+from longspec_jax.ops.matmul.quantised_weights import (
+    FINE,
+    QuantisedMatrix,
+    QuantisedWeights,
+    label_of,
+)
 
 BLOCK_BYTES = 64
 """What four threads hold of a row: 16 bytes each."""
@@ -28,8 +33,6 @@ DEPTH = 128
 """Inputs are padded to a multiple of this, so that the kernel has no edge in the contraction."""
 OPERAND = 64
 """Inputs of one operand of the matrix units, which share a scale; half as many 4-bit floats."""
-FINE = 16, 32
-"""Inputs of groups of which an operand has several. Weights of these are computed in float32."""
 LARGEST_SCALE = 2.0
 """Of 4-bit floats: the kernel multiplies scales by 2^126, which bfloat16 must hold."""
 
@@ -41,8 +44,8 @@ class PackedMatrix(QuantisedWeights):
     codes: Leaf[UInt32[Array, "*shares blocks N 16"]]
     """Words of four codes of 8 bits or eight of 4."""
     scale: Leaf[Float[Array, "*shares G N"]]
-    """In float32 where an output has one scale, or groups are :data:`FINE`; otherwise in the dtype
-    of the activations. Of fine groups there are as many as padded inputs have."""
+    """In float32 where an output has one scale, or groups are fine; otherwise in the dtype of the
+    activations. Of fine groups there are as many as padded inputs have."""
     zero: Leaf[Float[Array, "*shares G N"]] | None
     """What is subtracted from integer codes, in the dtype of the activations; absent as there."""
     order: Leaf[Array] | None
@@ -72,6 +75,11 @@ class PackedMatrix(QuantisedWeights):
     def label(self) -> str:
         """The kind of codes, as reports name it."""
         return label_of(self.stored, self.floating)
+
+    @property
+    def fine(self) -> bool:
+        """Whether an operand has several groups, and weights are computed in float32."""
+        return self.group in FINE and not self.floating
 
     @property
     def bits(self) -> int:
@@ -104,7 +112,7 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
     if flat.packed:
         blocks = blocks[..., 0::2] | blocks[..., 1::2] << 4
     words = jax.lax.bitcast_convert_type(blocks.reshape(*blocks.shape[:2], 16, 4), jnp.uint32)
-    fine = is_fine(flat)
+    fine = flat.fine
     single = flat.groups == 1 and not fine
     scale, offset = flat.scale.T, None if flat.offset is None else flat.offset.T
     if fine:
@@ -124,11 +132,6 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
     )
 
 
-def is_fine(matrix: QuantisedMatrix | PackedMatrix) -> bool:
-    """Whether an operand of the kernel has several groups, of integers."""
-    return matrix.group in FINE and not matrix.floating
-
-
 def refuse_unpackable(matrix: QuantisedMatrix) -> None:
     """Raise for weights that the kernel cannot read."""
     outputs = math.prod(matrix.out_axes)
@@ -145,14 +148,14 @@ def refuse_unpackable(matrix: QuantisedMatrix) -> None:
         raise NotImplementedError(
             f"the kernel for quantised weights takes inputs in multiples of 8, not {matrix.inputs}"
         )
-    fine = is_fine(matrix)
-    if matrix.groups > 1 and matrix.group % OPERAND and not (fine or matrix.floating):
+    fine = matrix.fine
+    small = matrix.groups > 1 and matrix.group % OPERAND > 0 and not matrix.floating
+    if small and matrix.group not in FINE:
         raise NotImplementedError(
             f"the kernel for quantised weights takes groups of 16 or 32 inputs, or in multiples of "
             f"{OPERAND}, not {matrix.group}"
         )
-    whole = matrix.zero is None and matrix.codes.dtype in (jnp.int8, jnp.uint8)
-    if fine and not whole or matrix.offset is not None and not fine:
+    if (small or matrix.offset is not None) and not fine:
         raise NotImplementedError(
             "the kernel for quantised weights takes no zero points and no 8-bit floats in groups "
             "of 16 or 32 inputs, and offsets in no others"

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -56,10 +57,12 @@ class PackedShares(QuantisedWeights):
         return jax.tree.map(lambda leaf: leaf[0], self.share)
 
     def plain(self) -> QuantisedMatrix:
-        """The same weights in the order of their inputs, for the mesh in use."""
+        """The same weights in the order of their inputs, on their mesh or on the one in use."""
         share = self.share
+        sharding: Any = None if isinstance(share.codes, Tracer) else share.codes.sharding
         return jax.shard_map(
             lambda weights: weights.own.plain(),
+            mesh=None if sharding is None else sharding.mesh,
             in_specs=P("tp"),
             out_specs=_specs(share, self.cut, len(share.shape), grouped=share.group > 0),
             check_vma=False,

@@ -41,7 +41,7 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
-from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix, is_fine
+from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
 from longspec_jax.ops.matmul.widening import (
     BY_OUTPUT,
@@ -93,7 +93,7 @@ def matmul(
         bits=weights.bits,
         group=weights.group,
         zeros=weights.zero is not None or weights.offset is not None,
-        fine=is_fine(weights),
+        fine=weights.fine,
         wide=dtype == jnp.float32,
         groups=row_groups(len(x)),
     )
@@ -327,12 +327,10 @@ class _Quantised(Program):
             # Integers up to 2048 are exact in float16.
             zero = None if self.zero_smem is None else 0.0  # Offsets are of whole codes.
             codes = widened(words, self.stored, jnp.float16, zero, **options)
+            places = [(stage, group + at, part, rows) for at in range(OPERAND // work.scaled)]
             scales, offsets = (
-                [
-                    load(of_groups.at[stage, group + index, part, rows], BY_OUTPUT)
-                    for index in range(0 if of_groups is None else OPERAND // work.scaled)
-                ]
-                for of_groups in (self.scale_smem, self.zero_smem)
+                [] if numbers is None else [load(numbers.at[at], BY_OUTPUT) for at in places]
+                for numbers in (self.scale_smem, self.zero_smem)
             )
             weights = weighted(codes, scales, offsets, dtype, interpreted=interpreted)
         else:

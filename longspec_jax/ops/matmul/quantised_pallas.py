@@ -3,8 +3,10 @@
 For machines, versions of jax and shapes that the Hopper kernel does not serve. A program owns some
 outputs and streams their codes, which become 16-bit numbers on the way to the matrix units: every
 code is exact in them, and so is its difference from a zero point. Sums are multiplied by scales in
-float32. What XLA leaves to launches of their own is done here, a bias, the gate of a SwiGLU: beside
-weights that take ten microseconds to read, a launch counts.
+float32. Of groups of 16 or 32 inputs sums would be many: there codes get their scales and offsets
+in float32 before they are rounded, as the definition says. What XLA leaves to launches of their own
+is done here, a bias, the gate of a SwiGLU: beside weights that take ten microseconds to read, a
+launch counts.
 
 Of codes of 4 bits a byte holds two, of neighbouring inputs. Rows are read in pairs as well, and
 those of the lower and of the upper halves are multiplied apart.
@@ -72,12 +74,14 @@ def triton_tile(
         raise NotImplementedError("Triton's kernel for quantised weights takes no 4-bit floats")
     height = max(_MATRIX_ROWS, pl.next_power_of_2(rows))
     depth = 256 if height == _MATRIX_ROWS else 128
-    if weights.groups > 1:
+    if weights.fine:
+        depth = 128
+    elif weights.groups > 1:
         fitting = [size for size in (depth, 128, 64, 32) if weights.group % size == 0]
         if not fitting:
             raise NotImplementedError(
-                "Triton's kernel for quantised weights takes groups in multiples of 32 inputs, not "
-                f"{weights.group}"
+                "Triton's kernel for quantised weights takes groups in multiples of 32 inputs, or "
+                f"of 16 without zero points, not {weights.group}"
             )
         depth = fitting[0]
     outputs = weights.scale.size // weights.groups // (2 if gated else 1)
@@ -126,7 +130,7 @@ def matmul(
     dtype_of_rows = x.dtype
     if weights.packed:
         x = jax.lax.bitcast_convert_type(x.reshape(rows, -1, 2), jnp.uint32)
-    given = dict(zero=weights.zero, bias=bias)
+    given = dict(zero=weights.zero, offset=weights.offset, bias=bias)
     given = {name: each for name, each in given.items() if each is not None}
     kernel = functools.partial(
         _kernel,
@@ -134,7 +138,8 @@ def matmul(
         tile=tile,
         stored=weights.codes.dtype,
         dtype=dtype_of_rows,
-        group=weights.group if weights.groups > 1 else 0,
+        group=weights.group if weights.groups > 1 or weights.fine else 0,
+        middle=weights.middle if weights.fine else None,
         gated=gated,
     )
     return triton_call(
@@ -160,12 +165,13 @@ def _kernel(
     stored: Any,
     dtype: Any,
     group: int,
+    middle: int | None,
     gated: bool,
 ) -> None:
     """Some outputs of all rows, over a share of the contraction."""
     *given, out_ref = refs
     refs_by_name = dict(zip(names, given, strict=True))
-    zero_ref, bias_ref = refs_by_name.get("zero"), refs_by_name.get("bias")
+    zero_ref, offset_ref, bias_ref = map(refs_by_name.get, ("zero", "offset", "bias"))
     (_, rows, outputs), columns = out_ref.shape, codes_ref.shape[1]
     output = pl.program_id(0) * tile.outputs + jnp.arange(tile.outputs)
     split, row = pl.program_id(1), jnp.arange(tile.rows)
@@ -189,10 +195,16 @@ def _kernel(
             mine = part + output
             mask = inside if of_output is True else of_output[:, None] & inside
             codes = _read(codes_ref.at[mine[:, None], place[None, :]], mask)
-            zero = None if zero_ref is None else _read(zero_ref.at[mine, at_group], of_output)
-            matrices = _widened(codes, stored, dtype, zero)
+            if middle is None:
+                zero = None if zero_ref is None else _read(zero_ref.at[mine, at_group], of_output)
+                matrices = _widened(codes, stored, dtype, zero)
+            else:
+                at = mine[:, None], (place * inputs // group)[None, :]
+                scale = _read(scale_ref.at[at], mask)
+                offset = None if offset_ref is None else _read(offset_ref.at[at], mask)
+                matrices = _weighted(codes, stored, dtype, middle, scale, offset)
             added = sum(_dot(*pair) for pair in zip(vectors, matrices, strict=True))
-            if group:
+            if group and middle is None:
                 added *= _read(scale_ref.at[mine, at_group], of_output)[None, :]
             new.append(total + added)
         return tuple(new)
@@ -239,6 +251,17 @@ def _widened(codes: Array, stored: Any, dtype: Any, zero: Array | None) -> tuple
     if zero is not None:
         return tuple(number - zero.astype(dtype)[:, None] for number in numbers)
     return tuple(number - MIDDLE for number in numbers) if stored == jnp.uint8 else numbers
+
+
+def _weighted(
+    codes: Array, stored: Any, dtype: Any, middle: int, scale: Array, offset: Array | None
+) -> tuple[Array, ...]:
+    """Codes as weights, each with its scale and offset; of 4 bits both halves have the same."""
+    weights = []
+    for part in (codes & 15, codes >> 4) if stored == jnp.uint8 else (codes,):
+        weight = (part.astype(jnp.float32) - middle) * scale
+        weights.append((weight if offset is None else weight + offset).astype(dtype))
+    return tuple(weights)
 
 
 def _dot(x: Array, matrix: Array) -> Array:

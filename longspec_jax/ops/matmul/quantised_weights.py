@@ -13,6 +13,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the 4-bit floats of MXFP4, by their lower three bits; the fourth is the sign."""
 MIDDLE = 8
 """The zero of unsigned 4-bit codes that have no zero points of their own."""
+FINE = 16, 32
+"""Inputs of groups so small that kernels apply their scales to codes, in float32."""
 
 
 class QuantisedWeights:
@@ -100,6 +102,12 @@ class QuantisedMatrix(QuantisedWeights):
     def middle(self) -> int:
         """What is subtracted from integer codes that have no zero points."""
         return MIDDLE if self.packed and not self.floating and self.offset is None else 0
+
+    @property
+    def fine(self) -> bool:
+        """Whether groups are :data:`FINE`, of integers without zero points."""
+        whole = self.zero is None and not self.floating
+        return whole and self.group in FINE and self.codes.dtype in (jnp.int8, jnp.uint8)
 
     @property
     def groups(self) -> int:

@@ -136,10 +136,10 @@ def weighted(
     """
     group = codes.shape[1] // len(scales)
     if interpreted:
-        scale, *offset = (
-            jnp.repeat(jnp.stack(each, axis=1), group, axis=1) for each in (scales, offsets) if each
-        )
-        return sum([codes.astype(jnp.float32) * scale, *offset]).astype(dtype)
+        weights = codes.astype(jnp.float32) * jnp.repeat(jnp.stack(scales, axis=1), group, axis=1)
+        if offsets:
+            weights += jnp.repeat(jnp.stack(offsets, axis=1), group, axis=1)
+        return weights.astype(dtype)
 
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir

@@ -38,6 +38,8 @@ CASES = {
     "down": Shared(Case("float8_e4m3fn", 512, (64,), split=True), 1),
     "down with edges": Shared(Case("int8", 384, (64,), zeros=True, split=True), 1),
     "down in groups": Shared(Case("uint8", 512, (128,), group=128, zeros=True, split=True), 1),
+    "down with offsets": Shared(Case("uint8", 320, (64,), group=32, offset=True, split=True), 1),
+    "heads in small groups": Shared(Case("int8", 144, (2, 64), group=16), 0),
 }
 MESHES = [{"data": 2}, {"tp": 2}, {"data": 2, "tp": 2}]
 
@@ -56,6 +58,7 @@ def spread(shared: Shared, mesh: Any) -> QuantisedMatrix:
         scale=place(matrix.scale, outs),
         zero=None if matrix.zero is None else place(matrix.zero, outs),
         order=None if matrix.order is None else place(matrix.order, 0),
+        offset=None if matrix.offset is None else place(matrix.offset, outs),
     )
 
 
@@ -91,7 +94,7 @@ def test_packing_loses_nothing(name: str, axes: dict[str, int]) -> None:
         assert len(leaf) == mesh.shape["tp"] and leaf.sharding.shard_shape(leaf.shape)[0] == 1
     with use_mesh(mesh.abstract_mesh):
         plain = jax.jit(lambda packed: packed.plain())(packed)
-    for field in ("codes", "scale", "zero", "order"):
+    for field in ("codes", "scale", "zero", "order", "offset"):
         one, other = getattr(plain, field), getattr(matrix, field)
         assert (one is None) == (other is None), field
         if one is not None:

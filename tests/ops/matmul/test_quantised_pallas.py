@@ -10,7 +10,7 @@ import pytest
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul import quantised, quantised_pallas
-from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import FINE, QuantisedMatrix
 from tests.kit import COMPILED, TOLERANCE, relative_error
 from tests.ops.matmul.test_packed import CASES, LARGE, Case
 
@@ -79,6 +79,19 @@ def test_the_kernel(case: Case, rows: int, interpret: bool) -> None:
     assert relative_error(found, right) <= TOLERANCE[case.dtype]
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.group in FINE])
+def test_weights_of_fine_groups_are_rounded_once(name: str) -> None:
+    """A row with a single 1 is multiplied to what the definition says, bit for bit."""
+    case = CASES[name]
+    matrix, dtype = case.drawn().flat(), jnp.dtype(case.dtype)
+    rows = jnp.eye(case.inputs, dtype=dtype)[case.inputs - 64 :]
+    tile = quantised_pallas.triton_tile(64, matrix)
+    options: Any = dict(tile=tile, dtype=jnp.dtype(jnp.float32), interpret=True)
+    [found] = quantised_pallas.matmul(rows, matrix, **options)
+    expected = np.float32(matrix.dequantised(dtype))[:, case.inputs - 64 :]
+    np.testing.assert_array_equal(np.asarray(found).T, expected)
+
+
 def test_logits_in_float32_are_not_rounded() -> None:
     case = Case("int8", 256, (96,))
     found = multiplied(case, 5, True, dtype=jnp.dtype(jnp.float32))
@@ -106,7 +119,7 @@ def test_what_the_kernel_does_not_serve() -> None:
     for rows, weights, message in (
         (65, matrix, "1 to 64 rows, not 65"),
         (1, floats, "no 4-bit floats"),
-        (1, Case("int8", 96, (8,), group=48).drawn(), "multiples of 32 inputs, not 48"),
+        (1, Case("int8", 96, (8,), group=48).drawn(), "multiples of 32 inputs, or .* not 48"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             quantised_pallas.triton_tile(rows, weights)
