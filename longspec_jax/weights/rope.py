@@ -161,7 +161,11 @@ def scaling_entry(raw: JsonObject, accepted: Collection[str] = ()) -> tuple[str,
 
 def check_rotary_keys(raw: JsonObject, used: Collection[str], what: str) -> None:
     """Refuse a key that is about a rotary embedding by its name, and is not among those used."""
-    named = {key: value for key, value in raw.values.items() if _ROTARY.search(key)}
+    named = {
+        key: value
+        for key, value in raw.values.items()
+        if _ROTARY.search(key) and not (key in INTERLEAVED and value is False)
+    }
     check_used(JsonObject(named, raw.origin), used, what)
 
 
@@ -174,7 +178,7 @@ def inner_layers(raw: JsonObject, key: str) -> JsonObject:
 def check_used(raw: JsonObject, used: Collection[str], what: str) -> None:
     """Refuse a key that says something and is not among those that are used."""
     for key, value in raw.values.items():
-        if key not in used and value is not None and value is not False:
+        if key not in used and value is not None:
             raise raw.error(key, f"is not used by {what}", _UNUSED)
 
 

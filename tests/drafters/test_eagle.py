@@ -232,6 +232,18 @@ def test_refusals(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
         load(tmp_path, TARGET)
 
 
+def test_a_base_in_the_scaling_is_read(tmp_path: Path) -> None:
+    """One beside a scaling is not used by the authors' code, which is said."""
+    linear = dict(type="linear", factor=2.0)
+    for scaling in (dict(rope_type="default"), linear):
+        published(tmp_path, rope_scaling=scaling | dict(rope_theta=5e5))
+        assert load(tmp_path, TARGET).config.rope_theta == 5e5
+    published(tmp_path, rope_scaling=linear, rope_theta=5e5)
+    with pytest.warns(UserWarning, match="rope_theta=500000 is not used"):
+        assert load(tmp_path, TARGET).config.rope_theta == 10000
+    assert load(tmp_path, TARGET, EagleOptions(rope_theta=5e5)).config.rope_theta == 5e5
+
+
 def test_what_is_no_eagle_draft(tmp_path: Path) -> None:
     """A norm before the layer is another network; and no layers can be named."""
     published(tmp_path)

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,11 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     before, after = (
         load_draft(folder / "draft", config)[1] for folder in (halved, tmp_path / "sft")
     )
-    # The first step has learning rate zero.
-    jax.tree.map(np.testing.assert_array_equal, before, after)
+    # The only step of a stage has the floor of the learning rate: it moves a little.
+    near = partial(np.testing.assert_allclose, rtol=0, atol=1e-7)
+    jax.tree.map(near, after, before)
+    moved = jax.tree.map(lambda one, two: bool((one != two).any()), before, after)
+    assert any(jax.tree.leaves(moved))
 
 
 def test_files_of_others_are_never_replaced(
@@ -212,12 +216,12 @@ def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
     assert command(*given, *wild) == cli.FAILED
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: stage draft_short has diverged: loss=nan")
-    assert "at step 2; " in last and "learning_rate" in last
+    assert "at step 1; " in last and "learning_rate" in last
     assert not (work / "draft").exists() and not (work / "README.md").exists()
     folders = work / "checkpoints" / "draft_short"
-    # The update of step 1 is the first that moves anything: far, but to finite numbers.
-    assert f"the last finite checkpoint is {folders / '2'};" in last
-    assert sorted(path.name for path in folders.iterdir()) == ["1", "2"]
+    # The update of step 0 moves everything: far, but to finite numbers.
+    assert f"the last finite checkpoint is {folders / '1'};" in last
+    assert [path.name for path in folders.iterdir()] == ["1"]
     assert not any("tau_chain" in record for record in records(work))
 
 

@@ -300,6 +300,7 @@ REFUSED = {
         "mscale=0.7 is not used without mscale_all_dim.* attention_factor",
     ),
     "a base of another dialect": (dict(rotary_emb_base=1e6), "rotary_emb_base=1000000.0 is not us"),
+    "no rotation": (dict(use_rope=False), "use_rope=False is not used by the rotary embedding"),
     "neighbours": (
         dict(rope_interleaved=True),
         "rope_interleaved=True is not supported, only .*Fa",
@@ -328,7 +329,7 @@ REFUSED = {
 
 
 def test_what_says_nothing_of_the_rotation_is_read():
-    """Null, switches that are off, and how the three positions of pictures are shared out."""
+    """Null, pairs that are no neighbours, and how the three positions of pictures are shared."""
     sections = dict(rope_type="default", type="default", mrope_section=[1, 1, 1], factor=None)
     more = dict(rope_scaling=sections, rope_interleaved=False, rope_local_base_freq=None)
     assert target_config(_raw(**more)) == target_config(_raw())
@@ -375,6 +376,7 @@ def test_a_draft_may_hold_its_base_in_the_scaling():
     """LongSpec's reader is the target's, and takes all that a target's file may hold."""
     target = target_config(BASE | dict(rope_theta=5e5))
     held = dict(rope_scaling=dict(rope_type="default", rope_theta=5e5), no_rope_layers=[1, 1])
+    held |= dict(rope_interleaved=False)
     assert draft_config(held, target).rope_theta == 5e5
     with pytest.raises(ValueError, match="rotary_base=5000.0 is not used by"):
         draft_config(dict(rotary_base=5e3), target)

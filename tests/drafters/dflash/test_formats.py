@@ -252,6 +252,11 @@ def test_factors_of_one_and_switches_that_are_off(tmp_path: Path) -> None:
     assert load(tmp_path, TARGET).config == expected
 
 
+def test_a_base_in_the_scaling_is_that_of_the_layers(tmp_path: Path) -> None:
+    held = dict(rope_scaling=dict(rope_type="default", rope_theta=5e5), rope_theta=None)
+    assert load(_saved(tmp_path, "z-lab", **held), TARGET).config.trunk.rope_theta == 5e5
+
+
 def test_layers_that_no_file_names(tmp_path: Path) -> None:
     """One for each of the draft's, evenly; or those that the user names."""
     raw = JsonObject({"mask_token_id": 5})
