@@ -28,6 +28,7 @@ from longspec_jax import LongSpec
 from longspec_jax.cli import SCRIPTS, ByMachine, typed
 from longspec_jax.drafters import registry
 from longspec_jax.drafters.retrieval.draft import RetrievalOptions
+from longspec_jax.provenance import provenance
 from train import arguments as train_arguments
 from train import bench, plot, prepare, questions, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
@@ -385,6 +386,26 @@ def test_every_extra_is_described() -> None:
     words = set(re.findall(r"`-e '\.\[(\w+)\]'`", (ROOT / "README.md").read_text()))
     words |= set(re.findall(r"`(\w+)`", (ROOT / "README.md").read_text()))
     assert project["optional-dependencies"].keys() - words == set()
+
+
+def test_new_raw_files_say_where_they_are_from() -> None:
+    """Older ones lack the driver, the processor and whether files of the commit were changed."""
+    wanted = set(provenance("here"))
+    headers = [
+        (path.name, header)
+        for path in RESULTS.glob("*.json")
+        for header in _headers(json.loads(path.read_text()))
+    ]
+    assert len(headers) > 50
+    for name, header in headers:
+        assert {"device", "date"} <= header.keys(), name
+        assert header["date"] < "2026-11-28" or wanted <= header.keys(), name
+
+
+def _headers(data: dict[str, Any]) -> list[dict[str, Any]]:
+    found = data.get("headers") or [run["header"] for run in data.get("runs", ())]
+    found = found or [data.get("header", data)]
+    return [header | header.get("provenance", {}) for header in found]
 
 
 def test_every_raw_file_is_listed() -> None:
