@@ -23,10 +23,13 @@ from longspec_jax.drafters.calibration import Counts, Found, classified, path_to
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.tree import Tree, of_all_nodes, plant
 from longspec_jax.drafters.union import union
+from longspec_jax.ops.selection.continuations import best_in_blocks, block_size
 from longspec_jax.ops.slicing import along
 
 CONTEXT = 16
 """Tokens of the suffix that are compared at most."""
+EXACT = 1 << 24
+"""Whole numbers below this are float32 numbers."""
 
 
 @struct.dataclass
@@ -82,9 +85,8 @@ class NgramDrafter(Drafter):
     def __post_init__(self) -> None:
         if self.tree.threshold is not None:
             raise ValueError(
-                f"tree {self.tree}: {self.name} is looked up at once, so that no level costs time "
-                f"that a threshold (+{self.tree.threshold:g}) could save; write "
-                f"{replace(self.tree, threshold=None)}"
+                f"tree {self.tree}: {self.name} has no probabilities to estimate the gain of a "
+                f"level from (+{self.tree.threshold:g}); write {replace(self.tree, threshold=None)}"
             )
 
     @property
@@ -205,7 +207,13 @@ def best_places(
 ) -> tuple[Int[Array, "B C"], Int[Array, "B C"]]:
     """The places with the longest matches, the latest first, and how many tokens match at each."""
     slots = matched.shape[1]
-    _, places = jax.lax.top_k(matched * slots + jnp.arange(slots), min(count, slots))
+    order, count = matched * slots + jnp.arange(slots), min(count, slots)
+    if slots > EXACT // (CONTEXT + 1):
+        _, places = jax.lax.top_k(order, count)
+    else:
+        # As real numbers, without a sort of the whole text.
+        numbers = order.astype(jnp.float32)[:, None]
+        _, _, places = best_in_blocks(numbers, count, block_size(slots))
     return places, jnp.take_along_axis(matched, places, axis=1)
 
 
