@@ -21,10 +21,8 @@ class StepOutput:
     """The request's, as :meth:`~longspec_jax.decoding.engine.Engine.submit` returned it."""
     tokens: tuple[int, ...]
     """At least one."""
-    drafted: tuple[int, ...]
-    """Who proposed each token, as bits: bit ``i`` for entry ``i`` of
-    :attr:`longspec_jax.drafters.base.Drafter.sources`. 0 for a token that is no accepted draft
-    token."""
+    drafted: tuple[bool, ...]
+    """Whether each token was an accepted draft token."""
     rounds: tuple[int, ...]
     """Accepted draft tokens of every round that the request took part in; none of the prefill."""
     finish: str | None = None
@@ -39,6 +37,10 @@ class StepOutput:
     the request does not ask."""
     trees: tuple[RoundTree, ...] = ()
     """Of every round, where the engine reports them."""
+    sources: tuple[int, ...] = ()
+    """Who proposed each token, as bits: bit ``i`` for entry ``i`` of
+    :attr:`longspec_jax.drafters.base.Drafter.sources`. 0 for a token that is no accepted draft
+    token."""
 
 
 @dataclass(frozen=True)
@@ -170,15 +172,15 @@ class Slots:
         counts, accepted = report.count[rounds, row], report.accepted[rounds, row]
         steps = np.arange(report.tokens.shape[2])
         tokens = report.tokens[rounds, row][steps < counts[:, None]]
-        drafted = report.sources[rounds, row][steps < counts[:, None]]
+        sources = report.sources[rounds, row][steps < counts[:, None]]
         ended = bool(report.done[rounds[-1], row])
         logprobs = report.logprobs_of(row, rounds, self.active[id].waiting.alternatives)
         self.active[id].left -= len(tokens)
-        output = self._gained(id, tokens, drafted, tuple(accepted.tolist()), ended)
+        output = self._gained(id, tokens, sources, tuple(accepted.tolist()), ended)
         return replace(output, logprobs=logprobs, trees=report.trees_of(row, rounds))
 
     def _gained(
-        self, id: int, tokens: np.ndarray, drafted: np.ndarray, rounds: tuple[int, ...], ended: bool
+        self, id: int, tokens: np.ndarray, sources: np.ndarray, rounds: tuple[int, ...], ended: bool
     ) -> StepOutput:
         active, finish = self.active[id], None
         active.tokens.append(tokens)
@@ -192,6 +194,6 @@ class Slots:
             if finish == "error":  # Its keys and values may be NaN.
                 self._prefixes.slots.put(slot, ())
             self.vacate(slot)
-        return StepOutput(
-            id, tuple(tokens.tolist()), tuple(drafted.tolist()), rounds, finish, cached
-        )
+        drafted = tuple((sources > 0).tolist())
+        output = StepOutput(id, tuple(tokens.tolist()), drafted, rounds, finish, cached)
+        return replace(output, sources=tuple(sources.tolist()))

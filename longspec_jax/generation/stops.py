@@ -104,6 +104,7 @@ def until(output: StepOutput, kept: int) -> StepOutput:
         drafted=drafted,
         rounds=tuple(rounds),
         logprobs=output.logprobs[:kept],
+        sources=output.sources[:kept],
         trees=output.trees[: len(rounds)],
         finish="stop",
     )

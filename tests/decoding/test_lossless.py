@@ -624,7 +624,7 @@ def test_joined_drafters_of_a_transformer_change_no_token(
         plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
         rows, state = generate(target, joined(), params, tokens, LENGTHS, req)
         assert_same(rows, plain)
-        bits = np.asarray(state.record.drafted)
+        bits = np.asarray(state.record.sources)
         assert {*np.unique(bits)} <= {0, 1, 2, 3} and (bits & 1).any() and (bits & 2).any()
 
 
@@ -651,6 +651,6 @@ def test_what_joined_drafters_accept_does_not_depend_on_neighbours(models: Param
         np.testing.assert_array_equal(single[0], rows[b])
         np.testing.assert_array_equal(other.record.histogram[0], state.record.histogram[b])
         np.testing.assert_array_equal(
-            other.record.drafted[0, : len(rows[b])], state.record.drafted[b, : len(rows[b])]
+            other.record.sources[0, : len(rows[b])], state.record.sources[b, : len(rows[b])]
         )
     assert_rows_come_and_go(target, joined(), params, tokens, lengths, req, rows)
