@@ -28,6 +28,8 @@ from longspec_jax.ops.slicing import along
 
 CONTEXT = 16
 """Tokens of the suffix that are compared at most."""
+OWN_TEXT = Needs(recent=0, text=True)
+"""The needs of a drafter that takes tokens alone."""
 EXACT = 1 << 24
 """Whole numbers below this are float32 numbers."""
 
@@ -83,16 +85,12 @@ class NgramDrafter(Drafter):
     name: str = field(default="ngram", init=False)
 
     def __post_init__(self) -> None:
-        if self.tree.threshold is not None:
-            raise ValueError(
-                f"tree {self.tree}: {self.name} has no probabilities to estimate the gain of a "
-                f"level from (+{self.tree.threshold:g}); write {replace(self.tree, threshold=None)}"
-            )
+        check_no_threshold(self.name, self.tree)
 
     @property
     def needs(self) -> Needs:
         """All tokens, and nothing computed of them."""
-        return Needs(recent=0, text=True)
+        return OWN_TEXT
 
     def begin(self, params: Params, batch: int, capacity: int) -> LookupState:
         """No tokens yet."""
@@ -161,6 +159,15 @@ class NgramDraft(Draft):
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> NgramDrafter:
         """The drafter that fills this tree."""
         return NgramDrafter(tree)
+
+
+def check_no_threshold(name: str, tree: TreeConfig) -> None:
+    """Refuse a threshold: what is looked up is found at once."""
+    if tree.threshold is not None:
+        raise ValueError(
+            f"tree {tree}: {name} has no probabilities to estimate the gain of a level from "
+            f"(+{tree.threshold:g}); write {replace(tree, threshold=None)}"
+        )
 
 
 def match_lengths(text: Int[Array, "B S"], last: Lengths) -> Int[Array, "B S"]:
