@@ -135,7 +135,7 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             "first_divergence": asdict(divergence) if divergence else None,
             "text": result.text[row],
             "tokens": list(tokens),
-            "drafted": [bits > 0 for bits in result.drafted[row]],
+            "drafted": list(result.drafted[row]),
         }
 
 

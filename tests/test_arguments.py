@@ -227,7 +227,7 @@ def test_the_demo_takes_the_names_that_the_command_takes(monkeypatch) -> None:
         LongSpec.demo(draft=draft)
     LongSpec.demo()
     small, own = DRAFTS["demo_small_lm"], DRAFTS["demo"]
-    assert named == [own, [small, "ngram"], [own], None, 3, [own, "ngram"]]
+    assert named == [own, [small, "ngram"], [own], None, 3, own]
 
 
 def test_options_of_a_small_model() -> None:

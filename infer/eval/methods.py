@@ -64,7 +64,7 @@ METHODS = {
     "tokenswift": Method("tokenswift", "the target over a part of its cache, and heads behind it"),
     "dflash": Method("dflash", "a DFlash or DSpark draft"),
     "parallel": Method("parallel", "a parallel LongSpec draft"),
-    "joined": Method(JOINED, "all drafts of the run and prompt lookup, in one tree"),
+    "joined": Method(JOINED, "all drafts of the run and prompt lookup, in one tree", default=False),
     "adaptive": Method(
         "longspec",
         "a LongSpec draft; each round takes a tree or none, by measured tokens per second",

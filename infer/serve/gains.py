@@ -27,7 +27,7 @@ def joined(gains: Sequence[RequestOutput]) -> RequestOutput:
         return gains[0]
     chained = {
         name: tuple(chain.from_iterable(getattr(gain, name) for gain in gains))
-        for name in ("tokens", "drafted", "rounds", "logprobs", "trees", "pieces")
+        for name in ("tokens", "drafted", "rounds", "logprobs", "trees", "sources", "pieces")
     }
     text = "".join(gain.text for gain in gains)
     end = {"finish": gains[-1].finish, "reason": gains[-1].reason}
@@ -260,12 +260,13 @@ def rounds_of(
       accepted_only: show no other nodes of a tree than those of the accepted path.
     """
     tokens, depth, ids = [], 0, [*before]
-    for token, drafted in zip(gain.tokens, gain.drafted, strict=True):
+    proposed = gain.sources or gain.drafted
+    for token, drafted, bits in zip(gain.tokens, gain.drafted, proposed, strict=True):
         depth = depth + 1 if drafted else 0
         ids.append(token)
         text = completed_text(text_of, ids[-LONGEST_RUN:])
-        told = {"text": text, "id": token, "drafted": bool(drafted), "depth": depth}
-        by = {"source": proposers(sources, drafted)} if drafted and len(sources) > 1 else {}
+        told = {"text": text, "id": token, "drafted": drafted, "depth": depth}
+        by = {"source": proposers(sources, bits)} if drafted and len(sources) > 1 else {}
         tokens.append({**told, **by})
     rounds: list[dict[str, Any]] = [
         {"accepted": accepted, "tree": None} for accepted in gain.rounds

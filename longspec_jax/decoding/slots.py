@@ -21,10 +21,8 @@ class StepOutput:
     """The request's, as :meth:`~longspec_jax.decoding.engine.Engine.submit` returned it."""
     tokens: tuple[int, ...]
     """At least one, but where the request ends with ``error``."""
-    drafted: tuple[int, ...]
-    """Who proposed each token, as bits: bit ``i`` for entry ``i`` of
-    :attr:`longspec_jax.drafters.base.Drafter.sources`. 0 for a token that is no accepted draft
-    token."""
+    drafted: tuple[bool, ...]
+    """Whether each token was an accepted draft token."""
     rounds: tuple[int, ...]
     """Accepted draft tokens of every round that the request took part in; none of the prefill."""
     finish: str | None = None
@@ -42,6 +40,10 @@ class StepOutput:
     the request does not ask. Read it in the thread that needs it: a long prompt's take seconds."""
     trees: tuple[RoundTree, ...] = ()
     """Of every round, where the engine reports them."""
+    sources: tuple[int, ...] = ()
+    """Who proposed each token, as bits: bit ``i`` for entry ``i`` of
+    :attr:`longspec_jax.drafters.base.Drafter.sources`. 0 for a token that is no accepted draft
+    token."""
 
 
 def until(
@@ -61,6 +63,7 @@ def until(
         output,
         tokens=output.tokens[:kept],
         drafted=output.drafted[:kept],
+        sources=output.sources[:kept],
         rounds=tuple(rounds),
         logprobs=output.logprobs[:kept],
         trees=output.trees[: len(rounds)],
@@ -201,8 +204,9 @@ class Slots:
             StepOutput(
                 id,
                 tuple(token.tolist()),
-                (0,),
+                (False,),
                 (),
+                sources=(0,),
                 cached_tokens=self.active[id].cached,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
@@ -216,15 +220,16 @@ class Slots:
         counts, accepted = report.count[rounds, row], report.accepted[rounds, row]
         steps = np.arange(report.tokens.shape[2])
         tokens = report.tokens[rounds, row][steps < counts[:, None]]
-        drafted = report.sources[rounds, row][steps < counts[:, None]]
+        sources = report.sources[rounds, row][steps < counts[:, None]]
         output = self._take(
             StepOutput(
                 id,
                 tuple(tokens.tolist()),
-                tuple(drafted.tolist()),
+                tuple((sources > 0).tolist()),
                 tuple(accepted.tolist()),
                 logprobs=report.logprobs_of(row, rounds, active.waiting.alternatives),
                 trees=report.trees_of(row, rounds),
+                sources=tuple(sources.tolist()),
             ),
             bool(report.done[rounds[-1], row]),
         )

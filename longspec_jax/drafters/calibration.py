@@ -34,7 +34,7 @@ SHARES = np.asarray(
 )
 """Share of tokens that are right by class, given that all before them on their path are."""
 AGREED, SINGLE, LEADS, TRAILS = range(len(SHARES))
-TRUST = 6.0
+TRUST = 3.0
 """Tokens of a class that have to be counted to weigh as much as :data:`SHARES`."""
 KEPT = 0.9
 """What earlier counts of a class weigh when it is counted again."""

@@ -23,10 +23,15 @@ from longspec_jax.drafters.calibration import Counts, Found, classified, path_to
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.tree import Tree, of_all_nodes, plant
 from longspec_jax.drafters.union import union
+from longspec_jax.ops.selection.continuations import best_in_blocks, block_size
 from longspec_jax.ops.slicing import along
 
 CONTEXT = 16
 """Tokens of the suffix that are compared at most."""
+OWN_TEXT = Needs(recent=0, text=True)
+"""The needs of a drafter that takes tokens alone."""
+EXACT = 1 << 24
+"""Whole numbers below this are float32 numbers."""
 
 
 @struct.dataclass
@@ -80,17 +85,12 @@ class NgramDrafter(Drafter):
     name: str = field(default="ngram", init=False)
 
     def __post_init__(self) -> None:
-        if self.tree.threshold is not None:
-            raise ValueError(
-                f"tree {self.tree}: {self.name} is looked up at once, so that no level costs time "
-                f"that a threshold (+{self.tree.threshold:g}) could save; write "
-                f"{replace(self.tree, threshold=None)}"
-            )
+        check_no_threshold(self.name, self.tree)
 
     @property
     def needs(self) -> Needs:
         """All tokens, and nothing computed of them."""
-        return Needs(recent=0, text=True)
+        return OWN_TEXT
 
     def begin(self, params: Params, batch: int, capacity: int) -> LookupState:
         """No tokens yet."""
@@ -161,6 +161,15 @@ class NgramDraft(Draft):
         return NgramDrafter(tree)
 
 
+def check_no_threshold(name: str, tree: TreeConfig) -> None:
+    """Refuse a threshold: what is looked up is found at once."""
+    if tree.threshold is not None:
+        raise ValueError(
+            f"tree {tree}: {name} has no probabilities to estimate the gain of a level from "
+            f"(+{tree.threshold:g}); write {replace(tree, threshold=None)}"
+        )
+
+
 def match_lengths(text: Int[Array, "B S"], last: Lengths) -> Int[Array, "B S"]:
     """How many tokens up to every position equal those up to ``last[b]``, at most :data:`CONTEXT`.
 
@@ -205,7 +214,13 @@ def best_places(
 ) -> tuple[Int[Array, "B C"], Int[Array, "B C"]]:
     """The places with the longest matches, the latest first, and how many tokens match at each."""
     slots = matched.shape[1]
-    _, places = jax.lax.top_k(matched * slots + jnp.arange(slots), min(count, slots))
+    order, count = matched * slots + jnp.arange(slots), min(count, slots)
+    if slots > EXACT // (CONTEXT + 1):
+        _, places = jax.lax.top_k(order, count)
+    else:
+        # As real numbers, without a sort of the whole text.
+        numbers = order.astype(jnp.float32)[:, None]
+        _, _, places = best_in_blocks(numbers, count, block_size(slots))
     return places, jnp.take_along_axis(matched, places, axis=1)
 
 

@@ -22,13 +22,14 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import Committed, Params, SamplingNoise, View
+from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.ngram import (
     CONTEXT,
-    NgramDrafter,
+    OWN_TEXT,
     NgramState,
     best_places,
+    check_no_threshold,
     continuations_of,
     last_tokens,
     matches,
@@ -49,12 +50,22 @@ FEW = 1e-3
 
 
 @dataclass(frozen=True)
-class SuffixDrafter(NgramDrafter):
+class SuffixDrafter(Drafter):
     """Proposes the continuations of the match whose chain promises the most accepted tokens."""
 
+    tree: TreeConfig
     own: bool = False
     """Whether a row looks in its own text alone."""
+    looks_up: ClassVar[bool] = True
     name: str = field(default="suffix", init=False)
+
+    def __post_init__(self) -> None:
+        check_no_threshold(self.name, self.tree)
+
+    @property
+    def needs(self) -> Needs:
+        """All tokens, and nothing computed of them."""
+        return OWN_TEXT
 
     def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
         """No tokens yet."""
@@ -63,14 +74,6 @@ class SuffixDrafter(NgramDrafter):
     def extend(self, params: Params, state: NgramState, committed: Committed) -> NgramState:
         """Write the tokens at their positions."""
         return state.extended(committed)
-
-    def before_round(self, params: Params, state: NgramState, view: View) -> NgramState:
-        """Nothing is counted: the shares of the texts say what a path is worth."""
-        return state
-
-    def offer(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
-        """The same tree."""
-        return self.propose(params, state, view, noise)
 
     def propose(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
         """The tree of the best match's continuations; shorter matches fill it up."""

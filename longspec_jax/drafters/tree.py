@@ -360,20 +360,20 @@ def accept(tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
       draws: the target's draw at every node.
       levels: levels of the tree below its root.
     """
-    batch = draws.shape[0]
-    node = jnp.zeros((batch,), jnp.int32)
-    alive = jnp.ones((batch,), bool)
-    count = jnp.ones((batch,), jnp.int32)
-    path = [node]
-    for _ in range(levels):
-        drawn = jnp.take_along_axis(draws, node[:, None], axis=1)
-        child = (tree.parents == node[:, None]) & (tree.tokens == drawn)
-        alive &= child.any(axis=1)
-        node = jnp.where(alive, jnp.argmax(child, axis=1).astype(jnp.int32), node)
-        count += alive
-        path.append(node)
-    nodes = jnp.stack(path, axis=1)
-    return AcceptedPath(nodes, jnp.take_along_axis(draws, nodes, axis=1), count)
+    node = jnp.arange(draws.shape[1], dtype=jnp.int32)
+    drawn = jnp.take_along_axis(draws, jnp.maximum(tree.parents, 0), axis=1)
+    child = (tree.parents >= 0) & (tree.tokens == drawn)
+    # Of equal siblings, which only a drafter that repeats itself has, the first one counts.
+    sibling = (tree.parents[:, :, None] == tree.parents[:, None]) & (node < node[:, None])
+    child &= ~(sibling & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(axis=2)
+    # The path's nodes are those all of whose ancestors were drawn: no loop over the levels.
+    reached = (~tree.mask | (child | (node == 0))[:, None]).all(axis=2)
+    depth = tree.mask.sum(axis=2, dtype=jnp.int32) - 1
+    count = jnp.minimum(reached.sum(axis=1, dtype=jnp.int32), levels + 1)
+    step = jnp.minimum(jnp.arange(levels + 1), count[:, None] - 1)
+    here = reached[:, None] & (depth[:, None] == step[:, :, None])
+    path = jnp.where(here, node, 0).max(axis=2)
+    return AcceptedPath(path, jnp.take_along_axis(draws, path, axis=1), count)
 
 
 def accept_trusted(

@@ -58,7 +58,7 @@ class RemoteResult:
 
     sequences: tuple[tuple[int, ...], ...]
     text: tuple[str, ...]
-    drafted: tuple[tuple[int, ...], ...]
+    drafted: tuple[tuple[bool, ...], ...]
     stats: RemoteStats
 
 
@@ -143,7 +143,7 @@ class Endpoint:
         return RemoteResult(
             tuple(tuple(one["id"] for one in row) for row in tokens),
             tuple(answer["choices"][0]["text"] for answer in answers),
-            tuple(tuple(int(one["drafted"]) for one in row) for row in tokens),
+            tuple(tuple(one["drafted"] for one in row) for row in tokens),
             RemoteStats(rounds, max(first) / 1000, max(later) / 1000),
         )
 

@@ -112,9 +112,8 @@ class GenerateResult:
     text: tuple[str | None, ...]
     """Text of the emitted tokens, which continues the prompt, up to a stop string; None without a
     tokenizer."""
-    drafted: tuple[tuple[int, ...], ...]
-    """Who proposed each emitted token, as bits: 0 for a token that is no accepted draft token, 1
-    for a single draft's, and bit ``i`` for draft ``i`` of several."""
+    drafted: tuple[tuple[bool, ...], ...]
+    """Whether each emitted token was an accepted draft token."""
     stats: Stats
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """Of every emitted token; empty in rows that did not ask with ``logprobs=``."""
@@ -145,8 +144,7 @@ class StreamRound:
     """What one round added, one entry per row; the first round holds the prefill's token."""
 
     tokens: tuple[tuple[int, ...], ...]
-    drafted: tuple[tuple[int, ...], ...]
-    """As of :attr:`GenerateResult.drafted`."""
+    drafted: tuple[tuple[bool, ...], ...]
     pieces: tuple[tuple[Piece, ...], ...]
     """New text by token; empty without a tokenizer and while a character is incomplete."""
     stats: Stats

@@ -60,8 +60,10 @@ class RowOutput:
     text: RowText | None = None
     """Reads the tokens as they come; None where their text is read behind the last one."""
     tokens: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
-    """Who proposed each token, as bits; 0 for no accepted draft token."""
+    drafted: list[bool] = field(default_factory=list)
+    """Whether each token was an accepted draft token."""
+    sources: list[int] = field(default_factory=list)
+    """Who proposed each, as bits."""
     pieces: list[Piece] = field(default_factory=list)
     """The text that became complete."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -87,6 +89,7 @@ class RowOutput:
             self.pieces += pieces
         self.tokens += output.tokens
         self.drafted += output.drafted
+        self.sources += output.sources
         self.logprobs += output.logprobs
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = tuple(output.prompt_logprobs)
@@ -136,7 +139,7 @@ class Run:
             draft_state_bytes=tree_bytes(engine.rows.draft),
             memory=self.plan.memory,
             accepted_by_source=dict(
-                Counter(proposers(sources, bits) for row in rows for bits in row.drafted if bits)
+                Counter(proposers(sources, bits) for row in rows for bits in row.sources if bits)
             ),
             lossless=all(drafter.lossless for drafter in self.plan.drafters),
         )

@@ -141,20 +141,19 @@ class RowText:
         self.stopped = False
         """Whether a stop string has ended the row; nothing may be added any more."""
 
-    def add(self, tokens: Sequence[int], drafted: Sequence[int], ended: bool) -> Added:
+    def add(self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool) -> Added:
         """Add tokens; return what belongs to the row.
 
         Args:
-          drafted: who proposed each; 0 for no accepted draft token.
           ended: whether the row ends with them.
         """
         pieces: list[Piece] = []
         kept = 0
         for token, draft in zip(tokens, drafted, strict=True):
             kept += 1
-            pieces += self._read(Piece(self._detokenizer.push(token), bool(draft)))
+            pieces += self._read(Piece(self._detokenizer.push(token), draft))
             if self._searches and not self.stopped:
-                pieces += self._look(token, bool(draft))
+                pieces += self._look(token, draft)
             if self.stopped:
                 return Added(kept, tuple(pieces))
         if ended:

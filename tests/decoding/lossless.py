@@ -99,6 +99,7 @@ class Counts:
     emitted: np.ndarray
     rounds: np.ndarray
     histogram: np.ndarray
+    sources: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -153,17 +154,24 @@ def run(engine: Engine, rows: int = 3) -> tuple[list[np.ndarray], Decoded]:
     """Emitted tokens of every row, and the end of the run."""
     height = engine.drafter.tree.num_levels + 1
     tokens: list[list[int]] = [[] for _ in range(rows)]
-    drafted: list[list[int]] = [[] for _ in range(rows)]
+    drafted: list[list[bool]] = [[] for _ in range(rows)]
+    sources: list[list[int]] = [[] for _ in range(rows)]
     histogram = np.zeros((rows, height), int)
     for output in outputs_of(engine):
         tokens[output.id] += output.tokens
         drafted[output.id] += output.drafted
+        sources[output.id] += output.sources
         for accepted in output.rounds:
             histogram[output.id, accepted] += 1
     engine.finish()
     emitted = np.asarray(list(map(len, tokens)))
     record = Counts(
-        _padded(tokens, int), _padded(drafted, int), emitted, histogram.sum(axis=1), histogram
+        _padded(tokens, int),
+        _padded(drafted, bool),
+        emitted,
+        histogram.sum(axis=1),
+        histogram,
+        _padded(sources, int),
     )
     return [np.asarray(row) for row in tokens], Decoded(engine.rows, record)
 

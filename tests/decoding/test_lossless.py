@@ -624,7 +624,7 @@ def test_joined_drafters_of_a_transformer_change_no_token(
         plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
         rows, state = generate(target, joined(), params, tokens, LENGTHS, req)
         assert_same(rows, plain)
-        bits = np.asarray(state.record.drafted)
+        bits = np.asarray(state.record.sources)
         assert {*np.unique(bits)} <= {0, 1, 2, 3} and (bits & 1).any() and (bits & 2).any()
 
 
@@ -641,16 +641,16 @@ def test_joined_drafters_inside_partial_verification_change_no_token(models: Par
 def test_what_joined_drafters_accept_does_not_depend_on_neighbours(models: Params) -> None:
     """Nor on slots: what a row's lookup has counted is its own."""
     target, tokens, req = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size), EVERY[0]
-    params = Params(models.target, (models.draft, ()))
-    rows, state = generate(target, joined(), params, tokens, LENGTHS, req)
+    params, lengths = Params(models.target, (models.draft, ())), np.array([61, 27, 40], np.int32)
+    rows, state = generate(target, joined(), params, tokens, lengths, req)
     for b in range(3):
         single, other = generate(
-            *(target, joined(), params, tokens[b : b + 1], LENGTHS[b : b + 1]),
+            *(target, joined(), params, tokens[b : b + 1], lengths[b : b + 1]),
             *(jax.tree.map(lambda leaf, b=b: leaf[b : b + 1], req), 640, 5),
         )
         np.testing.assert_array_equal(single[0], rows[b])
         np.testing.assert_array_equal(other.record.histogram[0], state.record.histogram[b])
         np.testing.assert_array_equal(
-            other.record.drafted[0, : len(rows[b])], state.record.drafted[b, : len(rows[b])]
+            other.record.sources[0, : len(rows[b])], state.record.sources[b, : len(rows[b])]
         )
-    assert_rows_come_and_go(target, joined(), params, tokens, LENGTHS, req, rows)
+    assert_rows_come_and_go(target, joined(), params, tokens, lengths, req, rows)

@@ -56,12 +56,12 @@ def total_variation(a: Distribution, b: Distribution) -> float:
 
 
 def make_tree(parents: list[int], tokens: list[int]) -> Tree:
-    """A one-row tree; walk does not read the mask."""
-    nodes = len(parents)
+    """A one-row tree."""
+    mask = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        mask[node] |= mask[parent] if parent >= 0 else False
     return Tree(
-        jnp.asarray([tokens], jnp.int32),
-        jnp.asarray([parents], jnp.int32),
-        jnp.zeros((1, nodes, nodes), bool),
+        jnp.asarray([tokens], jnp.int32), jnp.asarray([parents], jnp.int32), jnp.asarray([mask])
     )
 
 

@@ -48,7 +48,8 @@ def looked_up(seed: int, batch: int = 3, vocabulary: int = 4) -> Tree:
 
 def worth_by_path(tree: Tree, row: int) -> dict[tuple[int, ...], float]:
     """The paths of a tree with the most that a node of each is worth."""
-    tokens, mask, totals = (np.asarray(each[row]) for each in (tree.tokens, tree.mask, tree.totals))
+    leaves: Any = tree.tokens, tree.mask, tree.totals
+    tokens, mask, totals = (np.asarray(each[row]) for each in leaves)
     found: dict[tuple[int, ...], float] = {}
     for node in np.flatnonzero(np.isfinite(totals)):
         above = sorted(np.flatnonzero(mask[node]), key=lambda other: mask[other].sum())
@@ -61,7 +62,7 @@ def worth_by_path(tree: Tree, row: int) -> dict[tuple[int, ...], float]:
 def test_a_union_is_the_best_paths_of_all_trees(nodes: int) -> None:
     for seed in range(4):
         one, other = model_tree(seed), looked_up(seed)
-        tree = union({0: one, 2: other}, LEVELS, nodes)
+        tree: Any = union({0: one, 2: other}, LEVELS, nodes)
         assert tree.tokens.shape == (3, nodes)
         config = TreeConfig(SHAPE.widths, nodes, lookup=LEVELS)
         depths = np.asarray(node_depths(tree, config))

@@ -189,7 +189,10 @@ def test_target_and_draft_are_one_folder(tmp_path: Path) -> None:
     published(tmp_path / "both", "mimo", auto_map=code, use_sliding_window=False)
     spec = LongSpec.from_pretrained(tmp_path / "both", tmp_path / "both", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, spec.target_params, MODELS["mimo"])
-    assert spec.target_config == TARGETS["mimo"] and [each.name for each in spec.drafts] == ["mtp"]
+    assert spec.target_config == TARGETS["mimo"] and [each.name for each in spec.drafts] == [
+        "mtp",
+        "ngram",
+    ]
     save_target(tmp_path / "alone", TARGETS["mimo"], MODELS["mimo"])
     [chosen] = choose_drafts([tmp_path / "alone"], {})
     assert chosen.kind is SMALL_LM

@@ -47,7 +47,7 @@ def unchecked(method: Any) -> Any:
 def paths(tree: Any, row: int) -> set[tuple[int, ...]]:
     """The paths of tokens below the root, of nodes that a walk can come to."""
     tokens, parents = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row])
-    found = {0: ()}
+    found: dict[int, tuple[int, ...]] = {0: ()}
     for node in range(1, len(tokens)):
         if int(parents[node]) in found:
             found[node] = (*found[int(parents[node])], int(tokens[node]))

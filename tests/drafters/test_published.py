@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from longspec_jax import LongSpec
-from longspec_jax.config.tree import TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.eagle import load as eagle
+from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.medusa.drafter import MedusaConfig
 from longspec_jax.drafters.mtp import load as mtp
+from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.parallel.model import ParallelParams
 from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.suffix import SuffixDrafter
@@ -41,6 +44,7 @@ from tests.kit import random_target
 
 MODEL = random_target(CONFIG)
 TREE = TreeConfig((4, 5, 3), budget=9)
+TOGETHER = TreeConfig((2,), budget=14, lookup=4)
 HEADS = test_medusa.DRAFTS["own"]
 
 
@@ -52,12 +56,21 @@ def plain() -> list[list[np.ndarray]]:
 
 
 def decoded(drafter: Drafter, draft: Any, plain: list[list[np.ndarray]]) -> tuple[Any, Decoded]:
-    """The last of all requests, after every one was compared."""
+    """The last of all requests, after every one was compared; and once with lookup joined."""
     run = partial(generate, TargetModel(CONFIG), drafter, Params(MODEL, draft))
     runs = [run(prompts(CONFIG.vocab_size), LENGTHS, req) for req in EVERY]
     for (rows, _), expected in zip(runs, plain, strict=True):
         assert_same(rows, expected)
     assert sum(emitted_in_rounds(state) for _, state in runs) > 0
+    joined = Joined(
+        (with_tree(drafter, PLAIN), NgramDrafter(PLAIN)),
+        replace(TOGETHER, widths=drafter.tree.widths),
+    )
+    both = Params(MODEL, (draft, ()))
+    rows, _ = generate(
+        TargetModel(CONFIG), joined, both, prompts(CONFIG.vocab_size), LENGTHS, EVERY[0]
+    )
+    assert_same(rows, plain[0])
     return runs[-1]
 
 

@@ -112,7 +112,7 @@ def test_target_and_draft_are_one_folder(tmp_path: Path) -> None:
     tensors, options = published(tmp_path), {"context": 1024}
     spec = LongSpec.from_pretrained(tmp_path, tmp_path, dtype="float32", draft_options=options)
     jax.tree.map(np.testing.assert_array_equal, spec.target_params, MODEL)
-    [draft] = spec.drafts
+    draft, _ = spec.drafts
     assert isinstance(draft, TokenSwiftDraft) and draft.config == HEADS
     assert_holds(draft.params.heads, tensors)
     selector = Quest(spec.target_config, BlockBudget(1024))

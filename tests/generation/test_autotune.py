@@ -169,7 +169,6 @@ def test_machines_have_their_default_tree(folder, monkeypatch) -> None:
     assert models.trees_to_time(defaults, small, None) == (WIDE, DEFAULT_TREE)
     assert models.trees_to_time(defaults, large, None) == (DEFAULT_TREE,)
     assert models.trees_to_time(defaults, large, None, rows=3) == (DEFAULT_TREE,)
-    assert models.trees_to_time(defaults, large, None, rows=3, others=True) == (DEFAULT_TREE,)
     assert models.trees_to_time(defaults, small, None, rows=4) == (WIDE, DEFAULT_TREE)
     together = models.trees_to_time(defaults, large, None, rows=4)
     assert [tree.num_nodes for tree in together] == [64, 32, 16]

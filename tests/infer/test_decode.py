@@ -496,5 +496,5 @@ def test_the_demo_by_its_name(monkeypatch, tmp_path) -> None:
     for typed in ([], ["--target=demo"], ["--target=demo", f"--draft={tmp_path}"]):
         parsed = arguments.parser().parse_args(typed)
         models.load(parsed, *models.fetch(parsed))
-    demo = (DEMO / "target", [DEMO / "draft", "ngram"])
+    demo = (DEMO / "target", [DEMO / "draft"])
     assert found == [demo, demo, (DEMO / "target", [tmp_path])]

@@ -64,7 +64,7 @@ def best_continuations_xla(scores: Array, totals: Array, count: int) -> tuple[Ar
     reached = cumulative(scores, totals)
     if scores.shape[2] <= SMALL_VOCABULARY:
         return _best_per_row(reached, count)
-    return _best_in_blocks(reached, count, block_size(scores.shape[2]))
+    return best_in_blocks(reached, count, block_size(scores.shape[2]))
 
 
 def block_size(vocabulary: int) -> int:
@@ -98,8 +98,13 @@ def _best_per_row(
     return best, flat // survivors.shape[2], column
 
 
-def _best_in_blocks(values: Array, count: int, block: int) -> tuple[Array, Array, Array]:
-    """One pass over the values yields the maxima; what remains is a few thousand numbers."""
+def best_in_blocks(
+    values: Float[Array, "B w V"], count: int, block: int
+) -> tuple[Float[Array, "B k"], Int[Array, "B k"], Int[Array, "B k"]]:
+    """The best of some numbers, their nodes and tokens: one pass yields the maxima of blocks.
+
+    What remains is a few thousand numbers.
+    """
     batch, nodes, vocabulary = values.shape
     ragged = -vocabulary % block
     if ragged:

@@ -200,7 +200,7 @@ def test_a_users_folder_loads_by_its_architecture(tmp_path: Path) -> None:
     config: ParallelConfig = config_for(toy_spec().target_config)
     save_draft(tmp_path / "parallel", config, random_tree(config), target=toy_spec().target_config)
     spec = LongSpec.from_pretrained(target, tmp_path / "parallel", draft_options={"int8": True})
-    [draft] = spec.drafts
+    draft, _ = spec.drafts
     assert draft.name == "parallel" and draft.params.int8
     with pytest.raises(ValueError, match="unknown option 'window' for .*parallel; it has int8"):
         LongSpec.from_pretrained(target, tmp_path / "parallel", draft_options={"window": 16})

@@ -47,8 +47,10 @@ def test_methods_of_the_drafts_that_are_there() -> None:
         *("plain", "plain-eager"),
         *("ngram=8,8@6", "ngram"),
     ]
-    assert names("all") == ["plain", "plain-eager", "magicdec", "ngram"]
-    assert names("all", "ngram=8") == ["plain", "plain-eager", "magicdec", "ngram", "ngram=8"]
+    assert names("joined", drafts=[StreamingDraft()]) == ["plain", "joined"]
+    all_of_them = ["plain", "plain-eager", "magicdec", "ngram", "joined"]
+    assert names("all") == all_of_them
+    assert names("all", "ngram=8") == [*all_of_them[:4], "ngram=8", "joined"]
     with pytest.raises(ValueError, match="--method=small_lm needs a small_lm draft: .*FOLDER"):
         names("small_lm")
     with pytest.raises(
