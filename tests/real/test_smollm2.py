@@ -16,7 +16,7 @@ from tests.real.kit import document, greedy, model_file, oracle, prompts
 from tests.weights.gguf.tokens import SENTENCES, joined_by_rank, pieces_of_code
 
 pytestmark = pytest.mark.real
-NEW = 24
+NEW = 16
 
 
 @pytest.fixture(scope="module")
