@@ -34,9 +34,9 @@ def test_text_and_tokens():
     model = oracle("gemma3-270m")
     for index, prompt in enumerate([*rows, long]):
         tokens, _ = greedy(model, prompt, NEW)
-        assert list(map(int, found[index][len(prompt) :])) == tokens, index
+        assert list(found[index]) == tokens, index
         if index < 4:
-            assert list(map(int, drafted.sequences[index][len(prompt) :])) == tokens
+            assert list(drafted.sequences[index]) == tokens
 
 
 def ngram():
