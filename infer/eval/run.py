@@ -241,7 +241,7 @@ def ready_decoders(
     """
     # Lookup that joined them by itself is behind those that were named.
     own_drafts = spec.drafts[: len(drafts)]
-    named = {
+    named: dict[str, tuple[str, str | Path | None]] = {
         kind: (str(name), source)
         for kind, name, source in zip(
             by_kind(own_drafts), arguments.draft or (), drafts, strict=True

@@ -90,7 +90,8 @@ def run_again(needs: Needs, chunk: int) -> int:
 
 def concerns(needs: Needs, length: np.ndarray, offset: int, chunk: int) -> bool:
     """Whether a chunk of the prompts holds a token that the drafter's state depends on."""
-    whole = needs.text or needs.recent is None
-    recent = length if whole else np.minimum(length, needs.recent)
+    recent = length
+    if needs.recent is not None and not needs.text:
+        recent = np.minimum(length, needs.recent)
     last = (length - recent < offset + chunk) & (recent > 0)
     return bool(((length > offset) & (last | (offset < needs.first))).any())

@@ -23,7 +23,7 @@ from longspec_jax.drafters.draft import DefaultTrees, Draft, with_tree
 from longspec_jax.drafters.tree import Tree, plant
 from longspec_jax.drafters.union import union
 
-LEVELS = 8
+LEVELS = 16
 """To which lookup joins the trees of calls that name none."""
 FEWEST = 6, 16, 16
 """Nodes of such a tree at least: on a CPU, on a GPU, and there for a large target."""

@@ -20,7 +20,7 @@ from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
 from longspec_jax.ops.attention.packing import PackedShape, packed_rows, unpack
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
-from longspec_jax.ops.triton import triton_call
+from longspec_jax.ops.triton_launch import triton_call
 
 HEADS = 16
 """Heads of one program of :func:`split_heads`."""

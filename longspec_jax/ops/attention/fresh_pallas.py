@@ -44,7 +44,7 @@ from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
 from longspec_jax.ops.hardware import require_ampere
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
-from longspec_jax.ops.triton import triton_call
+from longspec_jax.ops.triton_launch import triton_call
 
 
 @partitioned(TREE_AXES)

@@ -31,7 +31,7 @@ from longspec_jax.ops.attention.splits import merge_splits
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
-from longspec_jax.ops.triton import is_reached
+from longspec_jax.ops.triton_launch import is_reached
 
 
 @partitioned(PREFIX_AXES)

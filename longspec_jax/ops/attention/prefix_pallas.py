@@ -45,7 +45,7 @@ from longspec_jax.ops.attention.splits import (
     with_row_operands,
 )
 from longspec_jax.ops.attention.tiles import PrefixTile
-from longspec_jax.ops.triton import triton_call
+from longspec_jax.ops.triton_launch import triton_call
 
 
 def split_attention(

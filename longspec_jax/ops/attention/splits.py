@@ -30,7 +30,7 @@ from longspec_jax.ops.attention.online_softmax import (
 )
 from longspec_jax.ops.attention.operands import Partial, Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, Problem, packed_rows
-from longspec_jax.ops.triton import triton_call
+from longspec_jax.ops.triton_launch import triton_call
 
 MERGE_ROWS = 16
 MERGE_PARTIALS = 8

@@ -25,7 +25,7 @@ from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import MULTIPROCESSORS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.quantised_weights import MIDDLE, QuantisedMatrix
-from longspec_jax.ops.triton import triton_call
+from longspec_jax.ops.triton_launch import triton_call
 
 MOST_ROWS = 64
 """Rows that are multiplied together at most: the nodes of a tree."""

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.launchers import launcher
-from longspec_jax.ops.triton import triton_call
+from longspec_jax.ops.triton_launch import triton_call
 
 Entries: TypeAlias = tuple[Array, Array]
 """Values and places of some entries of a table."""

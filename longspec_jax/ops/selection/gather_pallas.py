@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Int, Num
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.triton import triton_call
+from longspec_jax.ops.triton_launch import triton_call
 
 
 def gather(
