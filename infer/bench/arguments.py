@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from longspec_jax import cli
-from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
+from longspec_jax.checks import LARGEST_FLOAT32, SAMPLING, Real, Whole
 from longspec_jax.cli import COUNT, ByMachine, one_of, several
 from longspec_jax.config.known import TARGETS, TINY
 from longspec_jax.config.names import ATTENTION, KV_DTYPES
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, PARALLEL, SMALL_LM, Kind
-from longspec_jax.embedded import DEMO
+from longspec_jax.embedded import DEMO, DEMO_NAME
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
 
@@ -266,6 +266,27 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser)
 
 
+def _texts(parser: argparse.ArgumentParser) -> None:
+    words = "demo, a released model (smollm2), a folder, a GGUF file or a hub id"
+    parser.add_argument("--target", default="demo", type=target_source, help=words)
+    _add_several(parser, "--draft", str, ["demo"], "drafts, by name, folder or kind")
+    parser.add_argument(
+        "--files", nargs="+", type=cli.file_path, required=True, help="text files, of one kind"
+    )
+    parser.add_argument("--question", help="asked about every piece, in the target's chat form")
+    _add_several(parser, "--context", COUNT, ByMachine([1024, 8192], [256]), "tokens of a piece")
+    temperature = cli.number(SAMPLING["temperature"])
+    _add_several(parser, "--temperature", temperature, [0.0, 1.0], "0 is greedy")
+    parser.add_argument(
+        "--tree",
+        **several(cli.drafting_tree),
+        help=f"the default choice if absent, else each of them: {cli.TREE_GRAMMAR}",
+    )
+    _add_dtype(parser)
+    _add_new_tokens(parser, ByMachine(256, 32), "tokens that continue every prompt")
+    _add_outputs(parser)
+
+
 def _transformers(parser: argparse.ArgumentParser) -> None:
     _add_setting(parser)
     _add_new_tokens(parser, ByMachine(24, 8), "tokens of one repetition")
@@ -284,6 +305,7 @@ BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]
     "products": ("products", "the matmuls of a verification, beside XLA's", _products),
     "quantised": ("quantised", "what quantised weights change, and cost a draft", _quantised),
     "serve": ("serve", "a whole server under load, through HTTP", _serve),
+    "texts": ("texts", "drafts on real text, with real weights, beside plain decoding", _texts),
     "transformers": ("hugging_face", "plain decoding by Hugging Face transformers", _transformers),
 }
 """Commands: the module that provides ``main(arguments)``, what it answers, its options."""
@@ -354,6 +376,11 @@ def _add_repetitions(parser: argparse.ArgumentParser, default: Any) -> None:
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=cli.result_file, help="write header and rows to this file")
     cli.add_traceback(parser)
+
+
+def target_source(text: str) -> str | Path:
+    """The demo's folder, or a target as it is named."""
+    return DEMO / "target" if text == DEMO_NAME else text
 
 
 def draft_source(text: str) -> str:
