@@ -162,7 +162,8 @@ def _cell(column: str | Mapping[str, Any], line: Sequence[Row]) -> str:
     """What a column shows of the rows of one line.
 
     A template alone is a name that the rows share. Otherwise all rows that match are shown, or the
-    smallest and the largest figure (``to``), or the mean and its standard error (``±``).
+    smallest and the largest figure (``to``), the mean (``mean``), or it and its standard error
+    (``±``).
     """
     where = {} if isinstance(column, str) else {**column}
     template, join = where.pop("show", column), where.pop("join", " / ")
@@ -176,6 +177,8 @@ def _cell(column: str | Mapping[str, Any], line: Sequence[Row]) -> str:
     if join == "to":
         shown = sorted(set(shown), key=float)
         return " to ".join([*shown[:1], *shown[1:][-1:]])
+    if join == "mean" and shown:
+        return f"{fmean(map(float, shown)):.2f}"
     if join == "±" and shown:
         values = [float(each) for each in shown]
         error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None

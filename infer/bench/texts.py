@@ -111,7 +111,7 @@ def measured(
     stats, plain = found.speculative.stats, found.plain.stats
     [use, *_] = stats.trees
     return {
-        "file": prompt.file,
+        "document": prompt.file,
         "drafter": use.drafter,
         "tree": "default" if tree is None else str(tree),
         "ran": str(use.tree),
@@ -139,7 +139,7 @@ def loops(tokens: Sequence[int]) -> bool:
 def line(row: Row) -> str:
     """A row for reading."""
     return (
-        f"{row['target']} {row['prompt_tokens']:6d} tokens of {row['file'][:24]:24s} "
+        f"{row['target']} {row['prompt_tokens']:6d} tokens of {row['document'][:24]:24s} "
         f"T={row['temperature']:g} {row['tree']:22s} {row['tokens_per_round']:5.2f} tokens a "
         f"round, {row['tokens_per_second']:.0f} tokens/s for {row['plain_tokens_per_second']:.0f} "
         f"({row['gain']:.2f}x){'' if row['identical'] else ', NOT IDENTICAL'}"

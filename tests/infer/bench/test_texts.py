@@ -34,7 +34,7 @@ def test_every_row_is_a_text_beside_plain_decoding(files: list[str], tmp_path: P
     assert found["header"]["draft"] == ["demo"] and found["header"]["identical_promised"]
     assert [row["tree"] for row in found["rows"]] == ["4,4@6~4", "none@6~4"]
     for row in found["rows"]:
-        assert row["file"] == "long.py" and row["prompt_tokens"] == 64 and row["identical"]
+        assert row["document"] == "long.py" and row["prompt_tokens"] == 64 and row["identical"]
         assert 1 <= row["tokens_per_round"] <= 5 and row["gain"] > 0
         assert set(row["accepted_by_source"]) <= {"longspec", "ngram", "longspec+ngram"}
     assert set(found["rows"][1]["accepted_by_source"]) <= {"ngram"}
