@@ -81,8 +81,9 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         help="an option of the draft; docs/drafts.md explains them. LongSpec drafts: int8 (weights "
         "and LM head in 8 bits), vocabulary=N (propose the N most frequent tokens only), working=N "
         "(read N tokens of a long cache). Small language models: working=N. EAGLE and DFlash "
-        "drafts: int8, window=N (see the last N tokens). All drafts: retrieve=N (check rounds over "
-        "N tokens of the target's cache first)",
+        "drafts: int8, window=N (see the last N tokens). suffix: shared=true (a server's requests "
+        "draft from each other's texts, and clients can so guess what others write), shared=false. "
+        "All drafts: retrieve=N (check rounds over N tokens of the target's cache first)",
     )
     group.add_argument("--revision", type=cli.word, help="version of the target on the hub")
     group.add_argument("--draft_revision", type=cli.word, help="version of the draft on the hub")

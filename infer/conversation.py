@@ -141,6 +141,7 @@ class Conversation:
 
         Raises:
           FloatingPointError: if the target's logits are not finite.
+          RuntimeError: if the answer cannot be read.
         """
         while self._engine.busy:
             if stop.is_set():
@@ -148,6 +149,8 @@ class Conversation:
                 return
             for output in self._engine.step():
                 yield output
+                if output.reason is not None:
+                    raise RuntimeError(f"the answer cannot go on: {output.reason}")
                 if output.finish == "error":
                     raise FloatingPointError(
                         "the target's logits are not finite, so that no token can be drawn; try "

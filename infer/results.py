@@ -21,6 +21,7 @@ from longspec_jax.generation.activity import Slower, Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION, GenerateResult, Stats, StreamRound
+from longspec_jax.ops.hardware import missing_hopper_kernels
 
 from .output import tree_fields, tree_of
 
@@ -137,7 +138,10 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
 def header_lines(
     setting: dict[str, Any], config: TargetConfig, tree: TreeConfig | None
 ) -> Iterator[str]:
-    """What will run, for reading; no tree is settled yet where ``tree`` is None."""
+    """What will run, for reading; no tree is settled yet where ``tree`` is None.
+
+    It ends with what this jax lacks for this GPU, if it lacks something.
+    """
     draft = " or ".join(setting["drafts"]) or "none, so plain decoding (--draft names one)"
     yield (
         f"target {setting['target']} ({config.architecture}, "
@@ -146,6 +150,8 @@ def header_lines(
     )
     shape = "a tree that fits this machine" if tree is None else tree_line(tree)
     yield f"{shape}, temperature {setting['temperature']:g}, seed {setting['seed']}"
+    if missing := missing_hopper_kernels():
+        yield missing
 
 
 def tree_line(tree: TreeConfig) -> str:

@@ -130,7 +130,8 @@ class LongSpec(Models):
             name of a kind without weights, such as ``ngram``. Of several a call runs the one that
             is fastest on this machine. Plain decoding if absent.
           draft_options: options of the draft's kind by name, such as those of
-            :class:`~longspec_jax.drafters.longspec.load.LongSpecOptions`; none changes a token.
+            :class:`~longspec_jax.drafters.longspec.load.LongSpecOptions`. Only
+            ``retrieve_verify=partial`` changes tokens.
           dtype: of parameters and activations; ``auto`` is bfloat16 where the GPU has it, float16
             on older GPUs and float32 on a CPU.
           mesh: devices to spread the parameters over, from :func:`longspec_jax.make_mesh`.

@@ -5,6 +5,7 @@ away breaks; these functions say the name, the value and the rule where the valu
 """
 
 import difflib
+import itertools
 import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -89,8 +90,9 @@ SAMPLING: dict[str, Whole | Real] = {
     "top_k": Whole(0, note=" (0 keeps all tokens)"),
     "top_p": Real(0.0, 1.0, "in (0, 1] (1 keeps all tokens)", includes_least=False),
     "min_p": Real(0.0, 1.0, "in [0, 1] (0 keeps all tokens)"),
+    # It divides and multiplies logits, which must stay finite.
     "repetition_penalty": Real(
-        0.0, LARGEST_NUMBER, "above 0 (1 is none) and finite", includes_least=False
+        1 / LARGEST_NUMBER, LARGEST_NUMBER, "above 0 (1 is none), from 1e-30 to 1e30"
     ),
     "presence_penalty": Real(-2.0, 2.0, "from -2 to 2 (0 is none)"),
     "frequency_penalty": Real(-2.0, 2.0, "from -2 to 2 (0 is none)"),
@@ -153,7 +155,9 @@ def in_row(row: int, rows: int) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that a misspelt one probably means; None if no name is similar."""
-    return next(iter(difflib.get_close_matches(name, [*known], 1, SIMILAR)), None)
+    # A name twice as long is not similar, and difflib would read all of it.
+    close = [one for one in known if len(name) < 2 * len(one)]
+    return next(iter(difflib.get_close_matches(name, close, 1, SIMILAR)), None) if close else None
 
 
 def as_plain(value: Any) -> Any:
@@ -164,10 +168,23 @@ def as_plain(value: Any) -> Any:
 def shown(value: Any) -> str:
     """A value for a message: as Python writes it, cut after :data:`LONGEST_SHOWN` characters."""
     try:
-        text = repr(value)
+        text = repr(_beginning(value))
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deeply to show"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def _beginning(value: Any) -> Any:
+    """Enough of a value to show: a whole one may be a text of megabytes."""
+    most = LONGEST_SHOWN + 1
+    if type(value) in (str, bytes):
+        return value[:most]
+    if type(value) is list:
+        return [_beginning(one) for one in value[:most]]
+    if type(value) is dict:
+        items = itertools.islice(value.items(), most)
+        return {_beginning(name): _beginning(one) for name, one in items}
+    return value
 
 
 def first_line(error: BaseException) -> str:

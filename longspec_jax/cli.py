@@ -36,6 +36,7 @@ SCRIPTS = {
     "infer.serve": "longspec-serve",
     "train.plot": "longspec-plot",
     "train.prepare": "longspec-prepare",
+    "train.questions": "longspec-questions",
     "train.regenerate": "longspec-regenerate",
     "train.run": "longspec-train",
     "train.vocabulary": "longspec-vocabulary",

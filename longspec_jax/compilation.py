@@ -3,6 +3,9 @@
 One folder in the user's cache, ``~/.cache/longspec_jax`` unless the environment says otherwise:
 ``LONGSPEC_CACHE`` names another one, and ``LONGSPEC_CACHE=off`` keeps nothing. Programs a caller
 already keeps elsewhere (``JAX_COMPILATION_CACHE_DIR``, or jax's own option) stay there.
+
+Programs that lie in the folder run in this process. So folders are made for this user alone (mode
+0700), and one that another user owns or may write to is not used.
 """
 
 import os
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from longspec_jax.files import expanded
+from longspec_jax.files import expanded, make_private, not_private
 
 VARIABLE = "LONGSPEC_CACHE"
 SLOW_TO_COMPILE = 0.5
@@ -19,7 +22,21 @@ SLOW_TO_COMPILE = 0.5
 
 
 def cache_folder() -> Path | None:
-    """The folder of everything that is kept; None if nothing is."""
+    """The folder of everything that is kept; None if nothing is.
+
+    Raises:
+      ValueError: if the environment names a folder that is not this user's alone.
+    """
+    folder = _folder()
+    if folder is None or not (reason := not_private(folder)):
+        return folder
+    if os.environ.get(VARIABLE):
+        raise ValueError(_refusal(folder, reason))
+    return None
+
+
+def _folder() -> Path | None:
+    """The folder that the environment names, or the default one, whoever owns it."""
     chosen = os.environ.get(VARIABLE)
     if chosen and chosen.lower() == "off":
         return None
@@ -31,6 +48,14 @@ def cache_folder() -> Path | None:
         return Path.home() / ".cache" / "longspec_jax"
     except RuntimeError:
         return None  # A user without a home, as in some containers.
+
+
+def _refusal(folder: Path, reason: str) -> str:
+    return (
+        f"no compiled programs are kept in {folder} ({reason}): what others put there would run "
+        f"here. Remove it, or set {VARIABLE} to a folder that is not there yet, which is then made "
+        "for you alone, or to off"
+    )
 
 
 def keep_programs(folder: str | Path | None = None) -> Path | None:
@@ -45,20 +70,31 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
 
     Returns:
       The folder in use, None for none.
+
+    Raises:
+      ValueError: if a folder that was named is not this user's alone; the default one is then not
+        used, and a line says so.
     """
     in_use = jax.config.values["jax_compilation_cache_dir"]
     if in_use and folder is None:
         _forget_lines()
         return Path(in_use)
-    if folder is None:
-        kept = cache_folder()
-        if kept is None:
+    if folder is not None:
+        folders = [expanded(folder)]
+    elif (kept := _folder()) is not None:
+        folders = [kept, kept / "compiled"]
+    else:
+        return None
+    for each in folders:
+        if reason := not_private(each):
+            if folder is not None or os.environ.get(VARIABLE):
+                raise ValueError(_refusal(each, reason))
+            print(f"longspec_jax: {_refusal(each, reason)}", file=sys.stderr)
             return None
-        folder = kept / "compiled"
-    path = expanded(folder)
+    path = folders[-1]
     made = path.is_dir()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path)
     except OSError as error:
         return _cannot_keep(path, error.strerror or str(error))
     if not os.access(path, os.W_OK | os.X_OK):

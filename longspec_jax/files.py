@@ -1,10 +1,11 @@
 """Files that are written whole or not at all: a reader never meets half of one.
 
-What is new goes to a file beside the old one, which it then replaces in one step. Being killed
-halfway leaves the old file as it was.
+What is new goes to a file beside the old one, which it then replaces in one step, when it is on the
+disk. Being killed halfway, or a loss of power, leaves the old file as it was.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -23,10 +24,8 @@ def replace(path: Path, data: bytes) -> None:
     Raises:
       OSError: if it cannot be written.
     """
-    with replacing(path) as unfinished, unfinished.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(data)
 
 
 @contextlib.contextmanager
@@ -42,15 +41,34 @@ def replacing(path: Path) -> Iterator[Path]:
     unfinished = beside(path)
     try:
         yield unfinished
+        to_disk(unfinished)
         if path.exists():
             unfinished.chmod(stat.S_IMODE(path.stat().st_mode))
         unfinished.replace(path)
+        to_disk(path.parent)
     except OSError as error:
         if error.errno and error.filename is None:
             error.filename = str(path)
         raise
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would survive a loss of power.
+
+    Raises:
+      OSError: if they cannot be written.
+    """
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        # Some file systems of clusters cannot do this with folders.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(opened)
 
 
 def beside(path: Path) -> Path:
@@ -95,6 +113,32 @@ def make_folder(folder: Path, option: str) -> None:
         raise ValueError(
             f"{option}={folder} cannot be the folder of a run ({error.strerror}); name another"
         ) from error
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that is not there, and those above it, for this user alone.
+
+    Raises:
+      OSError: if it cannot be made.
+    """
+    for each in (*reversed(folder.parents), folder):
+        if not each.is_dir():
+            each.mkdir(mode=0o700, exist_ok=True)
+
+
+def not_private(folder: Path) -> str | None:
+    """Why what lies in a folder may be another user's; None if it cannot be, or nothing is there.
+
+    Root may do anything anyway. Folders above this one are not looked at.
+    """
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    if found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {found.st_uid}"
+    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return f"others may write to it, mode {stat.S_IMODE(found.st_mode):o}" if writers else None
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Loading: a target and its tokenizer, drafts of any kind, and whether memory suffices."""
 
+import importlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,8 @@ from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.model_files import names_of_tensors, read_config
 
 _SETTINGS = "tokenizer_config.json"
+SENTENCES = "tokenizer.model"
+"""A tokenizer of sentencepiece, which a folder may hold alone."""
 _GENERIC = "PreTrainedTokenizerFast"
 _importing = threading.Lock()
 
@@ -188,10 +191,19 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     try:
         return loader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # A damaged file raises anything there, bare Exceptions too.
+        culprit = _culprit(folder, error)
+        if culprit.name == SENTENCES and (absent := _absent_readers()):
+            raise ValueError(
+                f"{culprit}: the tokenizer cannot be read without packages that are not installed: "
+                f"pip install {absent}"
+            ) from error
+        if culprit.name == SENTENCES:  # Transformers speaks of its last attempt, another format.
+            error = _sentencepiece_error(culprit) or error
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
-            f"{_culprit(folder, error)}: the tokenizer cannot be read ({reason}); download it "
-            "again, or pass tokenizer="
+            f"{culprit}: the tokenizer cannot be read ({reason}); download it again, or, if it is "
+            "newer than the packages here, pip install --upgrade transformers tokenizers, or pass "
+            "tokenizer="
         ) from error
 
 
@@ -252,11 +264,38 @@ def _culprit(folder: Path, error: Exception) -> Path:
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
+    if not file.is_file() and (folder / SENTENCES).is_file():
+        return folder / SENTENCES
     try:
         Tokenizer.from_file(str(file))
     except Exception:
         return file
     return folder / _SETTINGS
+
+
+def _absent_readers() -> str:
+    """What is not installed of the packages that read a ``tokenizer.model``, for pip."""
+    readers = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
+    return " ".join(name for module, name in readers.items() if not _is_installed(module))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _sentencepiece_error(file: Path) -> Exception | None:
+    """Why sentencepiece cannot read a file; None if it can."""
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        SentencePieceProcessor(model_file=str(file))
+    except Exception as error:
+        return error
+    return None
 
 
 def check_weights_fit(source: str | Path, dtype: str, revision: str | None = None) -> None:

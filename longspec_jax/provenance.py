@@ -3,19 +3,48 @@
 import datetime
 import importlib.metadata
 import os
+import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "transformers")
+PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "torch", "triton", "transformers")
+CUDA_PACKAGES = (
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-cuda-runtime-cu12",
+    "nvidia-cuda-runtime",  # CUDA 13's
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)
+"""Named only where they are installed."""
+DRIVER, PROCESSORS = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Device, versions of what computes, commit and date, as JSON values."""
+    """Devices, versions of what computes, commit and date, as JSON values.
+
+    Args:
+      device: what computed, such as the name of a GPU.
+
+    Returns:
+      What is unknown is null. ``dirty`` is whether files of the commit were changed;
+      ``LONGSPEC_COMMIT`` names a commit about which that is not known.
+    """
+    named = os.environ.get("LONGSPEC_COMMIT")
+    commit, dirty = (named, None) if named else _checked_out()
+    found = {package: _version(package) for package in (*PACKAGES, *CUDA_PACKAGES)}
+    versions = {name: version for name, version in found.items() if version or name in PACKAGES}
     return {
         "device": device,
-        "versions": {package: _version(package) for package in PACKAGES},
-        "commit": os.environ.get("LONGSPEC_COMMIT") or _checked_out() or "unknown",
+        "cpu": _processors(),
+        "driver": _driver(),
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": commit or "unknown",
+        "dirty": dirty,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -28,10 +57,38 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _checked_out() -> str | None:
-    """The commit of the working tree that holds this file; none outside one, or without git."""
+def _processors() -> str:
+    """The processor's model and how many there are, such as ``AMD EPYC 9654, 16 processors``."""
+    model = re.search(r"^model name\s*:\s*(.+)$", _text(PROCESSORS), re.MULTILINE)
+    return f"{model[1] if model else platform.machine()}, {os.cpu_count()} processors"
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel module; None without one."""
+    version = re.search(r"Module.*?\s(\d+\.[\d.]+)", _text(DRIVER))
+    return version[1] if version else None
+
+
+def _text(file: Path) -> str:
+    """What a file of the system says; nothing where it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _checked_out() -> tuple[str | None, bool | None]:
+    """The commit of the working tree that holds this file, and whether its files were changed.
+
+    None and None outside a tree, in a tree of something else, or without git.
+    """
     file = Path(__file__)
-    for command in (["ls-files", "--error-unmatch", file.name], ["rev-parse", "HEAD"]):
+    answers = []
+    for command in (
+        ["ls-files", "--error-unmatch", file.name],  # Else the repository around an installation.
+        ["rev-parse", "HEAD"],
+        ["status", "--porcelain", "--untracked-files=no"],
+    ):
         try:
             found = subprocess.run(
                 ["git", "-C", str(file.parent), *command],
@@ -40,7 +97,8 @@ def _checked_out() -> str | None:
                 check=False,
             )
         except OSError:
-            return None
+            return None, None
         if found.returncode:
-            return None  # Not of this project: the repository around an installation.
-    return found.stdout.strip()
+            return None, None
+        answers.append(found.stdout.strip())
+    return answers[1], bool(answers[2])

@@ -193,6 +193,51 @@ def code_corpus(vocab_size: int, folder: str = "") -> dict[str, Any]:
     )
 
 
+def installed_text_config(
+    name: str, variant: str = "text", *, target: str, vocab_size: int, long_length: int, turn: str
+) -> "ConfigDict":
+    """A LongSpec draft of a released model in minutes, from text that is on every machine.
+
+    Args:
+      name: of the configuration file.
+      variant: ``text`` trains on the source code and documentation installed here, short rows at
+        anchor-offset positions and then long ones. ``answers`` goes on with
+        ``runs/NAME/draft`` on what the target itself wrote, ``runs/NAME/answers.jsonl``.
+      target: of :data:`longspec_jax.weights.released.RELEASED`, a folder, a file or a hub id.
+      vocab_size: of its tokenizer.
+      long_length: tokens of a row in the stage of long rows; the offsets of the others reach it.
+      turn: how its chat template writes a turn.
+    """
+    config = base_config()
+    config.update(target=target, title=f"LongSpec draft for {target}")
+    config.update(save_every=0, accept_every=0, accept_rows=4, log_every=25)
+    config.optimizer.update(warmup=0.05, floor=0.02)
+    config.mesh = dict(data=-1, fsdp=1, tp=1)
+    config.draft.update(max_shift=5, distillation=0.9)
+    config.data.turn = turn
+    if variant == "text":
+        config.data.corpus = {**code_corpus(vocab_size), "tokenizer": target}
+        config.stages = dict(
+            short=stage(
+                1024, 128, 1e-3, max_seconds=270.0, max_offset=long_length - 1024, accumulation=0
+            ),
+            long=stage(
+                long_length, 131_072 // long_length, 3e-4, max_seconds=120.0, accumulation=0
+            ),
+        )
+    elif variant == "answers":
+        config.data.update(files=f"runs/{name}/answers.jsonl", pack=True)
+        config.draft.init = f"runs/{name}/draft"
+        config.stages = dict(
+            answers=stage(
+                2048, 64, 2e-4, max_seconds=60.0, max_offset=long_length - 2048, accumulation=0
+            )
+        )
+    else:
+        raise ValueError(f"{name} has no variant {variant!r}; choose one of text, answers")
+    return config
+
+
 def small_llama(
     vocab_size: int, width: int, mlp_width: int, heads: int, *, kv_heads: int, positions: int
 ) -> dict[str, Any]:

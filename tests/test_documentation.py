@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -17,14 +18,18 @@ import numpy as np
 import pytest
 import yaml
 
+import longspec_jax
 from infer import arguments, chat, quantise
 from infer.bench import arguments as bench_arguments
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
-from longspec_jax.cli import ByMachine, typed
+from longspec_jax import LongSpec
+from longspec_jax.cli import SCRIPTS, ByMachine, typed
+from longspec_jax.drafters import registry
+from longspec_jax.drafters.retrieval.draft import RetrievalOptions
 from train import arguments as train_arguments
-from train import bench, plot, prepare, regenerate, vocabulary
+from train import bench, plot, prepare, questions, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
 from train.drafts.kinds import KINDS
 
@@ -122,6 +127,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         **{f"infer.bench {name}": parser for name, parser in benchmarks.items()},
         **{module.__name__: module._parser() for module in (bench, plot, quantise, vocabulary)},
         "train.prepare": prepare.parser(),
+        "train.questions": questions.parser(),
         "train.regenerate": regenerate.parser(),
         "train.run": train_arguments.training_parser(),
     }
@@ -147,6 +153,8 @@ def test_options_exist(page: Path) -> None:
     """In commands, and where they stand alone; the changelog may name some that are gone."""
     every = set().union(*map(options_of, parsers()))
     text = page.read_text()
+    for module, script in SCRIPTS.items():
+        text = re.sub(rf"\b{script}\b(?![-.])", f"python -m {module}", text)
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     words = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
@@ -276,6 +284,37 @@ def test_a_changed_figure_is_rendered_anew(tmp_path: Path) -> None:
         module.written(page)
 
 
+def test_gains_are_over_the_fastest_plain_decoding() -> None:
+    """README's, as a short computation of its own has them, for one shape."""
+    module = tables()
+    own = {"shape": "llama3-8b", "context": 131072}
+    [fastest] = (
+        row["plain_ms_per_token"]
+        for row in module.rows_of("same_bits_speed_h200")
+        if row.items() >= own.items() and not row["same_bits"]
+    )
+    [round_] = (
+        row
+        for row in module.rows_of("rounds_h200")
+        if row.items() >= own.items() and row["draft"] == "longspec"
+    )
+    gain = fastest * round_["acceptance_length"] / round_["round_ms"]
+    assert fastest < round_["plain_ms_per_token"]
+    [line] = (x for x in module.render("speed", ROOT / "README.md").splitlines() if "128k" in x)
+    assert line.endswith(f"| {gain:.1f}× |")
+    assert f"({gain:.1f}×)" in module.chart()
+
+
+def test_an_origin_has_the_dates_and_devices_of_its_rows() -> None:
+    header = {"device": "GPU", "commit": "a" * 40, "date": "2026-11-24T17:12"}
+    rows = [
+        {"file": "f", "header": header},
+        {"file": "f", "header": {**header, "devices": 2}, "commit": "b" * 40, "date": "2026-11-26"},
+    ]
+    origin = " ".join(tables()._origin(rows, ROOT / "README.md"))
+    assert "1 to 2 x GPU, 2026-11-24 at aaaaaaa; 2026-11-26 at bbbbbbb." in origin
+
+
 def test_differences_of_drafts_are_means_over_pairs() -> None:
     """As a short computation of its own has them, for one figure."""
     names = ("reproduction_h200", "reproduction_second_target_h200")
@@ -309,6 +348,43 @@ def test_lines_end_at_100_characters() -> None:
 def test_every_benchmark_is_described() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert [name for name in bench_arguments.BENCHMARKS if f"| `{name}` |" not in page] == []
+
+
+def test_every_option_of_a_draft_is_described() -> None:
+    page = (ROOT / "docs" / "usage.md").read_text()
+    [table] = re.findall(r"^## Draft options$(.*?)^### ", page, re.DOTALL | re.MULTILINE)
+    named = set(re.findall(r"[`,] ?`?([a-z][a-z_0-9]*)[=`]", table))
+    kinds = [kind for kind in vars(registry).values() if isinstance(kind, registry.Kind)]
+    types = [kind.options_type for kind in (*kinds, *registry.NAMED.values())]
+    every = {
+        field.name
+        for options in (*types, RetrievalOptions)
+        for field in dataclasses.fields(options)
+        if field.init
+    }
+    assert len(every) > 15
+    assert every - named == set()
+
+
+def test_every_public_name_is_described() -> None:
+    """Of the library, and the methods of its main class."""
+    methods = [name for name, _ in inspect.getmembers(LongSpec, callable) if name[0] != "_"]
+    code = " ".join(
+        piece
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for piece in re.findall(r"`[^`\n]+`|```python.*?```", page.read_text(), re.DOTALL)
+    )
+    words = set(re.findall(r"\w+", code))
+    assert {"generate", "engine"} <= set(methods)
+    assert set(longspec_jax.__all__).union(methods) - words == set()
+
+
+def test_every_extra_is_described() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    words = set(re.findall(r"`-e '\.\[(\w+)\]'`", (ROOT / "README.md").read_text()))
+    words |= set(re.findall(r"`(\w+)`", (ROOT / "README.md").read_text()))
+    assert project["optional-dependencies"].keys() - words == set()
 
 
 def test_every_raw_file_is_listed() -> None:

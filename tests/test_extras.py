@@ -1,5 +1,8 @@
 """Whoever lacks an extra's package is told what to type."""
 
+import json
+import os
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
@@ -9,7 +12,9 @@ import pytest
 
 from longspec_jax import extras
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NETWORK = "LONGSPEC_TEST_NETWORK"
 DISTRIBUTIONS = {
     "ray": "ray[serve]",
     "absl": "absl-py",
@@ -65,3 +70,36 @@ def test_the_table_is_what_pyproject_installs() -> None:
     assert extras.PURPOSES.keys() == set(extras.MODULES.values())
     named = {DISTRIBUTIONS.get(m, m) for m, extra in extras.MODULES.items() if extra == "train"}
     assert len(named) == len(declared["train"])
+
+
+def test_no_extra_of_a_gpu_contradicts_torch() -> None:
+    """Every release of torch wants one triton of its own."""
+    declared = PROJECT["optional-dependencies"]
+    asks = {extra for extra, lines in declared.items() if any("triton" in line for line in lines)}
+    assert asks == {"triton"}
+    assert not any(line.startswith(("triton", "torch")) for line in declared["triton"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(NETWORK not in os.environ, reason=f"asks a package index; set {NETWORK}=1")
+@pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
+def test_all_extras_can_be_installed_together(cuda: str) -> None:
+    """With either CUDA, and therefore each of them alone and in pairs; nothing is installed."""
+    others = sorted(PROJECT["optional-dependencies"].keys() - {"cuda12", "cuda13"})
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    wanted = f"{ROOT}[{','.join([cuda, *others])}]"
+    found = subprocess.run([*pip, "--report", "-", wanted], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    chosen = {
+        each["metadata"]["name"].lower(): each["metadata"]["version"]
+        for each in json.loads(found.stdout)["install"]
+    }
+    print({name: chosen.get(name) for name in ("jax", "flax", "torch", "triton", "jax-triton")})
+    if sys.version_info < (3, 12):
+        assert chosen["jax"].startswith("0.10.") and "jax-triton" not in chosen
+        return
+    assert chosen["jax"].startswith("0.11.")  # jax-triton 0.4 fails with jax 0.12.
+    # It works with triton 3.7 and later, 0.3 with 3.6.
+    assert chosen["jax-triton"].startswith("0.3.") == chosen["triton"].startswith("3.6.")

@@ -20,6 +20,7 @@ from longspec_jax.models.target import Target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
 from tests.children import environment
+from tests.vicuna import save_sentences
 from train.data.tokens import load_tokenizer as load_for_training
 
 ROOT = Path(__file__).parents[1]
@@ -236,6 +237,63 @@ def test_damaged_files_are_named(folder, case) -> None:
         load_tokenizer(folder)
     assert str(error.value).startswith(str(folder / name)), error.value
     assert "download it again" in str(error.value) or "correct it" in str(error.value)
+
+
+@pytest.fixture
+def vicuna(tmp_path):
+    """A folder in Vicuna's form, and what sentencepiece makes of its file."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    )
+    return tmp_path, save_sentences(tmp_path)
+
+
+def test_a_tokenizer_of_sentencepiece_alone(vicuna) -> None:
+    """The first target of README has no tokenizer.json."""
+    folder, pieces = vicuna
+    tokenizer = load_tokenizer(folder)
+    assert len(tokenizer) == pieces.get_piece_size()
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    for text in ("Hello world", "Grüße, 東京 \n\t x", "a  b", "12345", "USER: hi ASSISTANT:", ""):
+        found = tokenizer(text).input_ids
+        assert found == [1, *pieces.encode(text)], text
+        assert tokenizer.decode(found, skip_special_tokens=True).removeprefix(" ") == text
+
+
+@pytest.mark.parametrize("absent", ["sentencepiece", "google.protobuf"])
+def test_readers_of_sentencepiece_that_are_absent_are_named(vicuna, monkeypatch, absent) -> None:
+    folder, _ = vicuna
+
+    def refuse(*args, **options) -> None:
+        raise ValueError("`tiktoken` is required to read a `tiktoken` file.")
+
+    class Unreadable:
+        from_pretrained = refuse
+
+    monkeypatch.setattr(loading, "_imported", lambda name: Unreadable)
+    monkeypatch.setitem(sys.modules, absent, None)
+    package = absent.removeprefix("google.")
+    words = rf"tokenizer\.model: .* not installed: pip install {package}$"
+    with pytest.raises(ValueError, match=words):
+        load_tokenizer(folder)
+
+
+def test_a_damaged_tokenizer_of_sentencepiece_is_named(vicuna) -> None:
+    folder, _ = vicuna
+    file = folder / "tokenizer.model"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"tokenizer\.model: .* cannot be read.*again") as error:
+        load_tokenizer(folder)
+    assert "tiktoken" not in str(error.value)
+
+
+def test_a_tokenizer_that_is_newer_than_the_packages(folder) -> None:
+    """Its reader says that nothing matched; another download would not."""
+    file = folder / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"model": raw["model"] | {"type": "Newer"}}))
+    with pytest.raises(ValueError, match="pip install --upgrade transformers tokenizers"):
+        load_tokenizer(folder)
 
 
 def test_no_tokenizer(folder) -> None:

@@ -198,3 +198,9 @@ def test_the_test_reads_files() -> None:
     assert len(FILES) > 20
     found = imports(ROOT / LIBRARY / "decoding" / "round.py")
     assert ("longspec_jax.drafters.tree.Tree", True) in found
+
+
+def test_one_file_calls_kernels_for_triton() -> None:
+    """It refuses arrays that their offsets do not reach."""
+    calls = [path.stem for path in FILES if "pallas_call(" in path.read_text()]
+    assert calls == ["triton"]

@@ -108,6 +108,7 @@ def test_no_file_is_left_out(site: Path) -> None:
         "longspec-plot",
         "longspec-prepare",
         "longspec-quantise",
+        "longspec-questions",
         "longspec-regenerate",
         "longspec-report",
         "longspec-vocabulary",

@@ -23,6 +23,9 @@ def counted_tokens(weights: Array) -> Array:
     """Weights ``[2, B, T]`` of all tokens and of the last quarter of the rows.
 
     The last quarter shows what long context does.
+
+    Args:
+      weights: ``[B, T]``, at each position that of the token that is predicted there.
     """
     length = weights.shape[1]
     far = (jnp.arange(length) >= 3 * length // 4).astype(jnp.float32)

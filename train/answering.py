@@ -10,8 +10,8 @@ rows in hand changes the speed alone.
 """
 
 import hashlib
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,9 @@ from longspec_jax.generation.inputs import to_prompt
 
 from .data.documents import ASKING, BadRows, Fields, Turn, to_turns
 
+LOOP_TOKENS, LOOP_TIMES = 16, 3
+"""An answer loops if a sequence of so many tokens occurs in it more often. Greedy answers of small
+targets end so, and a draft would learn little else."""
 SHORTEST = 256
 """Tokens that the longest prompt of a wave is filled up to, at least."""
 
@@ -112,6 +115,13 @@ class Conversation:
         return {"row": self.row, "complete": self.complete, **content}
 
 
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether an answer repeats itself: see :data:`LOOP_TOKENS`."""
+    last = len(tokens) - LOOP_TOKENS + 1
+    counts = Counter(tuple(tokens[start : start + LOOP_TOKENS]) for start in range(last))
+    return any(count > LOOP_TIMES for count in counts.values())
+
+
 def seed_of(seed: int, row: int, answer: int) -> int:
     """The seed of an answer, the same whatever is answered beside it; 32 bits."""
     digest = hashlib.sha256(f"{seed}/{row}/{answer}".encode()).digest()
@@ -146,6 +156,8 @@ class Counts:
     """Rows left out, their first question being too long."""
     shortened: int = 0
     """Rows that end before a question for which there was no room."""
+    looping: int = 0
+    """Answers left out because they repeat themselves; each ends its row."""
     cut: int = 0
     """Rows whose last answer was cut off."""
 
@@ -192,6 +204,7 @@ class Answering:
             done = []
             while in_hand and in_hand[0].row not in unfinished:
                 done.append(in_hand.popleft())
+            done = [row for row in done if row.turns]
             self.counts.cut += sum(not row.complete for row in done)
             yield done
             if not questions and not in_hand:
@@ -249,9 +262,13 @@ class Answering:
                     skip_special_tokens=True,
                     clean_up_tokenization_spaces=False,
                 )
-            row.answer(text or "", complete=tokens[-1] in self.spec.stop_tokens)
             self.counts.answers += 1
             self.counts.tokens += len(tokens)
+            if loops(tokens):
+                self.counts.looping += 1
+                row.unask()
+            else:
+                row.answer(text or "", complete=tokens[-1] in self.spec.stop_tokens)
 
     def _fillers(self, prompts: list[np.ndarray], spec: LongSpec) -> list[np.ndarray]:
         """Prompts beside those that are answered, so that waves of all sizes run few programs.

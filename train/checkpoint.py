@@ -4,9 +4,10 @@ Everything else a step needs (order of the data, randomness, learning rate) is a
 step and elapsed time, so that a resumed run repeats the uninterrupted one bit for bit.
 
 A save grows in a folder whose name ends in ``.partial``. When all is written, the checksums of its
-files are put beside them and the folder gets its name, and only then are older ones removed. At
-whatever moment a run is killed, a folder with a name and checksums that hold is a whole checkpoint,
-and nothing else is one. The checksums are in the format of ``sha256sum --check``.
+files are put beside them. When all is on the disk, the folder gets its name, and only then are
+older ones removed. At whatever moment a run is killed or power is lost, a folder with a name and
+checksums that hold is a whole checkpoint, and nothing else is one. The checksums are in the format
+of ``sha256sum --check``.
 """
 
 import hashlib
@@ -137,7 +138,11 @@ class Checkpoints:
             return
         files.replace(partial / META, json.dumps(meta).encode())
         files.replace(partial / CHECKSUMS, checksums(partial))
+        # Before older ones go: after a loss of power the new one may be the only one.
+        for path in (*partial.rglob("*"), partial):
+            files.to_disk(path)
         partial.rename(final)
+        files.to_disk(self._folder)
         self._damaged.discard(final.name)  # One of that name may have been, and made room.
         self._remove_all_but_newest(final)
 

@@ -30,6 +30,8 @@ from .metrics import Metrics
 from .report import Clock, Report, not_finite
 from .step import ROWS, Batch, Objective, Step, TrainState, learning_rate
 
+FIRST_SECONDS = 1.0
+"""What the first step of a stage is taken to last, where the clock says how far the stage is."""
 TRY_AGAIN = 75
 """Exit status after SIGTERM, EX_TEMPFAIL of sysexits.h: schedulers may queue the job again."""
 
@@ -70,6 +72,12 @@ class Stage:
         by_time = elapsed / self.config.max_seconds if self.config.max_seconds else 0.0
         return min(1.0, max(by_steps, by_time))
 
+    def progress_with(self, step: int, elapsed: float) -> float:
+        """How much of it is done once this step is; by the clock the step takes the mean time."""
+        # What the first step will take is not known.
+        seconds = elapsed / step if step else FIRST_SECONDS
+        return self.progress(step + 1, elapsed + seconds)
+
 
 def run_stage(
     stage: Stage,
@@ -102,9 +110,9 @@ def run_stage(
     with stop_signals() as stop, closing(ahead) as batches:
         clock.skip()
         compiled = set()
-        while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
+        while not (stopped := stop(step)) and stage.progress(step, clock.elapsed) < 1:
             rate = learning_rate(
-                progress,
+                stage.progress_with(step, clock.elapsed),
                 stage.config.learning_rate,
                 warmup=run.optimizer.warmup,
                 floor=run.optimizer.floor,

@@ -10,8 +10,9 @@ the data. Of plain text the first --prefix_tokens are kept, and the target conti
 
 Rows are written in the order of the data, as messages or text. Each has the number of its row in
 the data, and whether its last answer ended within --max_new_tokens. An answer that did not ends its
-row. A row ends before a question that leaves no room for an answer within --max_row_tokens; it is
-left out if that is the first question. --row_slots, --rows_at_once, --draft and --tree do not
+row. A row ends before a question that leaves no room for an answer within --max_row_tokens, and
+before an answer that repeats 16 tokens more than three times; it is left out if that is the first
+one. --row_slots, --rows_at_once, --draft and --tree do not
 change the rows, except for near-ties in 16 bits.
 
 The same command continues where it was stopped. The exit status is 0, 1 for a target whose logits

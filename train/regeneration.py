@@ -203,6 +203,7 @@ def _summary(work: Answering, output: Output) -> str:
     notes = {
         f"left out {counts.too_long} without room for an answer within {room}": counts.too_long,
         f"ended {counts.shortened} before a question without room within {room}": counts.shortened,
+        f"left out {counts.looping} answers that repeat themselves": counts.looping,
         f"cut {counts.cut} at --max_new_tokens={work.limits.max_new_tokens}": counts.cut,
         work.bad.summary(): work.bad.count,
     }

@@ -224,7 +224,8 @@ def decayed_parameters(params: Any) -> Any:
 def learning_rate(progress: float, peak: float, *, warmup: float, floor: float) -> float:
     """Linear warm-up over a fraction of the stage, then a cosine down to ``floor * peak``.
 
-    ``progress`` is how much of the stage is done, 0 to 1.
+    ``progress`` is how much of the stage is done with this step, 0 to 1. So the first step learns,
+    and the last one has the floor.
     """
     if progress < warmup:
         return peak * progress / warmup

@@ -231,6 +231,9 @@ def _source(run: Run) -> Source:
     """Where, with what and how a run was made, and what it holds."""
     header = run.header
     provenance = header.provenance
+    commit = str(provenance.get("commit", "unknown"))
+    if provenance.get("dirty"):
+        commit += ", with changed files"
     starts = (f"{each.get('date')} (commit {each.get('commit')})" for each in header.continued)
     facts: list[tuple[str, Any]] = [
         ("command", header.command),
@@ -238,7 +241,7 @@ def _source(run: Run) -> Source:
         ("dtype", header.dtype),
         ("protocol", header.protocol),
         ("device", provenance.get("device", "unknown")),
-        ("commit", provenance.get("commit", "unknown")),
+        ("commit", commit),
         ("begun", provenance.get("date", "unknown")),
         ("continued", ", ".join(starts)),
         ("versions", provenance.get("versions", {})),

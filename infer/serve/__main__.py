@@ -36,7 +36,7 @@ def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int
 
     arguments = arguments_lib.parser().parse_args(argv)
     check(arguments)
-    key = arguments_lib.read_key(arguments)
+    keys = arguments_lib.read_keys(arguments)
     from longspec_jax.extras import missing_packages
 
     if missing := missing_packages("serve"):
@@ -45,7 +45,7 @@ def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int
     from .http_server import bound
 
     with bound(arguments.host, arguments.port) as listener:
-        service = Service(arguments, listener, key)
+        service = Service(arguments, listener, keys)
         try:
             cli.run_in_thread(service.load)
         except KeyboardInterrupt as stop:

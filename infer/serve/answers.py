@@ -7,28 +7,82 @@
 import json
 import secrets
 import time
-from collections.abc import Container
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any
 
+from longspec_jax.decoding.logprobs import PromptLogprobs, TokenLogprob
 from longspec_jax.generation.requests import RequestOutput
 
-from .gains import LONGEST_RUN, Answer, TokenText, metrics_of, rounds_of
+from .gains import Answer, metrics_of, rounds_of
 from .protocol import Call
+from .token_texts import LONGEST_RUN, TokenTexts
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
 
 
+SLICE = 64
+"""Items of a list that are written at once: :mod:`json` lets no other thread run meanwhile."""
+
+
 def json_bytes(value: Any) -> bytes:
     """Compact JSON in UTF-8; halves of surrogate pairs, which have no UTF-8, become ``?``."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace")
+    return _json(value).encode("utf-8", "replace")
 
 
-def event(value: Any) -> bytes:
-    """A server-sent event."""
-    return b"data: " + json_bytes(value) + b"\n\n"
+def long_json_bytes(value: Any) -> bytes:
+    """The same in parts, for what is large: the other threads run between them."""
+    return b"".join(part.encode("utf-8", "replace") for part in _parts(value))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_listed)
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of what is made while it is written."""
+    if isinstance(value, Iterator):
+        return [*value]
+    raise TypeError(f"{type(value).__name__} is nothing that JSON has")
+
+
+def _parts(value: Any) -> Iterator[str]:
+    opening = ""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            opening = f"{',' if opening else '{'}{_json(name)}:"
+            yield opening
+            yield from _parts(inner)
+        yield "}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for inner in value:
+            opening = "," if opening else "["
+            yield opening
+            yield from _parts(inner)
+        yield "]"
+    elif isinstance(value, list | Iterator):
+        items = iter(value)
+        while part := [*islice(items, SLICE)]:
+            yield ("," if opening else "[") + _json(part)[1:-1]
+            opening = ","
+        yield "]" if opening else "[]"
+    else:
+        yield _json(value)
+
+
+def event(value: Any, *, long: bool = False) -> bytes:
+    """A server-sent event; a ``long`` one is written in parts."""
+    return b"data: " + (long_json_bytes if long else json_bytes)(value) + b"\n\n"
+
+
+def ending(finish: str | None, reason: str | None) -> dict[str, Any]:
+    """How a choice has ended; with ``error`` it says why, as OpenRouter's choices do."""
+    return {"finish_reason": finish, **({"error": {"message": reason}} if reason else {})}
+
+
+GOES_ON = ending(None, None)
 
 
 class TextFormat:
@@ -37,16 +91,15 @@ class TextFormat:
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
     """Of the answer's id, and the ``object`` of a body and of a chunk."""
 
-    def __init__(self, text_of: TokenText, special: Container[int] = ()) -> None:
-        """Bind what writes tokens; offsets do not count the special ones."""
-        self._text_of, self._special = text_of, special
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
 
     def choice(self, index: int, answer: Answer, call: Call) -> dict[str, Any]:
         """Text, log-probabilities and finish reason."""
         gain = answer.gain
         if call.max_tokens == 0:  # One token was generated, because no fewer can be.
             gain = replace(gain, tokens=(), logprobs=(), text="", finish="length")
-        found = self._choice(index, answer.echoed + gain.text, gain.finish)
+        found = self._choice(index, answer.echoed + gain.text, ending(gain.finish, gain.reason))
         return {**found, "logprobs": self._logprobs(answer, gain, call)}
 
     def opening(self, index: int, answer: Answer) -> None:
@@ -54,44 +107,60 @@ class TextFormat:
 
     def delta(self, index: int, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any]:
         """Text and log-probabilities."""
-        first = len(answer.gains) == 1
+        first = answer.begins_with(gain)
         if call.max_tokens == 0:
             gain = replace(gain, tokens=(), logprobs=(), text="")
-        found = self._choice(index, answer.echoed * first + gain.text, None)
+        found = self._choice(index, answer.echoed * first + gain.text)
         return {**found, "logprobs": self._logprobs(answer, gain, call)}
 
-    def closing(self, index: int, finish: str) -> dict[str, Any]:
-        """The finish reason."""
-        return {**self._choice(index, "", finish), "logprobs": None}
+    def closing(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
+        """The end, as of :func:`ending`."""
+        return {**self._choice(index, "", end), "logprobs": None}
 
-    def _choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "finish_reason": finish}
+    def _choice(self, index: int, text: str, end: Mapping[str, Any] = GOES_ON) -> dict[str, Any]:
+        return {"index": index, "text": text, **end}
 
     def _logprobs(self, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any] | None:
         """Lists with an entry a token; the prompt's come first where it is echoed."""
         if call.logprobs is None:
             return None
-        tokens, entries = gain.tokens, gain.logprobs
-        if gain.prompt_logprobs is not None:
-            tokens, entries = (*answer.prompt, *tokens), (*gain.prompt_logprobs, *entries)
-        texts = [self._text_of(token) for token in tokens]
-        found: dict[str, list[Any]] = {
+        own: Iterable[TokenLogprob | None] = gain.logprobs
+        tokens, entries, offsets = gain.tokens, own, list[int]()
+        if (prompt := gain.prompt_logprobs) is not None:
+            tokens, entries = (*answer.prompt, *tokens), chain(prompt, own)
+            bare = prompt.without_alternatives() if isinstance(prompt, PromptLogprobs) else prompt
+            own = chain(bare, own)
+            offsets = self._offsets_of_prompt(answer)
+        texts = [self._texts(token) for token in tokens]
+        return {
             "tokens": texts,
-            "token_logprobs": [entry and entry.logprob for entry in entries],
-            "top_logprobs": [
+            "token_logprobs": [entry and entry.logprob for entry in own],
+            # Made while they are written: of a long prompt all together take a gigabyte.
+            "top_logprobs": (
                 entry and self._top(text, entry, call.logprobs)
                 for text, entry in zip(texts, entries, strict=True)
-            ],
-            "text_offset": [],
+            ),
+            "text_offset": offsets + [self._offset(answer, token) for token in gain.tokens],
         }
-        for token, text in zip(tokens, texts, strict=True):
-            found["text_offset"].append(answer.offset)
-            answer.offset += 0 if token in self._special else len(text)
+
+    def _offsets_of_prompt(self, answer: Answer) -> list[int]:
+        """Counted from the end of the echoed text, of which tokens may have a space more."""
+        found = [self._offset(answer, token) for token in answer.prompt]
+        excess = answer.offsets.characters - len(answer.echoed)
+        if not answer.offsets.run:
+            answer.offsets.characters -= excess
+            found = [max(0, at - excess) for at in found]
         return found
+
+    def _offset(self, answer: Answer, token: int) -> int:
+        """Where a token begins, and where the next one does if it adds something to the text."""
+        if token in self._texts.special:
+            return answer.offsets.here(self._texts)
+        return answer.offsets.add(token, self._texts)
 
     def _top(self, text: str, entry: Any, alternatives: int) -> dict[str, float]:
         """Log-probabilities by text; of tokens with one text, that of the likeliest."""
-        top = {self._text_of(id): value for id, value in reversed(entry.top[:alternatives])}
+        top = {self._texts(id): value for id, value in reversed(entry.top[:alternatives])}
         return {text: entry.logprob, **top}
 
 
@@ -100,8 +169,8 @@ class ChatFormat:
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, text_of: TokenText) -> None:
-        self._text_of = text_of
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
 
     def choice(self, index: int, answer: Answer, call: Call) -> dict[str, Any]:
         """Message, log-probabilities and finish reason."""
@@ -110,7 +179,7 @@ class ChatFormat:
             "index": index,
             "message": {"role": "assistant", "content": gain.text, "refusal": None},
             "logprobs": self._logprobs(gain, call),
-            "finish_reason": gain.finish,
+            **ending(gain.finish, gain.reason),
         }
 
     def opening(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -122,17 +191,17 @@ class ChatFormat:
         found = self._delta(index, {"content": gain.text})
         return {**found, "logprobs": self._logprobs(gain, call)}
 
-    def closing(self, index: int, finish: str) -> dict[str, Any]:
-        """The finish reason."""
-        return {**self._delta(index, {}), "finish_reason": finish}
+    def closing(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
+        """The end, as of :func:`ending`."""
+        return {**self._delta(index, {}), **end}
 
     def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": index, "delta": delta, "logprobs": None, **GOES_ON}
 
     def _logprobs(self, gain: RequestOutput, call: Call) -> dict[str, Any] | None:
         if call.logprobs is None:
             return None
-        content = [
+        content = (
             {
                 **self._token(token, entry.logprob),
                 "top_logprobs": [
@@ -140,12 +209,11 @@ class ChatFormat:
                 ],
             }
             for token, entry in zip(gain.tokens, gain.logprobs, strict=True)
-        ]
+        )
         return {"content": content, "refusal": None}
 
     def _token(self, id: int, logprob: float) -> dict[str, Any]:
-        text = self._text_of(id)
-        return {"token": text, "logprob": logprob, "bytes": [*text.encode("utf-8", "replace")]}
+        return {"token": self._texts(id), "logprob": logprob, "bytes": self._texts.bytes_of(id)}
 
 
 @dataclass
@@ -156,7 +224,9 @@ class Writer:
     format: TextFormat | ChatFormat
     model: str
     answers: list[Answer]
-    text_of: TokenText
+    texts: TokenTexts
+    accepted_only: bool = False
+    """Show no nodes of trees but the accepted ones: the others may be of other people's texts."""
     id: str = ""
     created: int = 0
     tails: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -180,7 +250,7 @@ class Writer:
         }
         if self.call.rounds:
             found["longspec"] = [
-                rounds_of(answer.gain, self.text_of, index)
+                rounds_of(answer.gain, self.texts, index, accepted_only=self.accepted_only)
                 for index, answer in enumerate(self.answers)
             ]
         return found
@@ -198,15 +268,17 @@ class Writer:
         more, answer, found = {}, self.answers[row], b""
         if self.call.rounds:
             before = self.tails.get(row, ())
-            more["longspec"] = rounds_of(gain, self.text_of, row, before)
+            only = self.accepted_only
+            more["longspec"] = rounds_of(gain, self.texts, row, before, accepted_only=only)
             self.tails[row] = (*before, *gain.tokens)[-LONGEST_RUN:]
-        first = len(answer.gains) == 1
+        first = answer.begins_with(gain)
         shown = gain.text or (first and answer.echoed) or self.call.logprobs is not None
         if shown or more or self.call.continuous_usage:
-            found += self._chunk(self.format.delta(row, answer, gain, self.call), more)
+            long = gain.prompt_logprobs is not None
+            found += self._chunk(self.format.delta(row, answer, gain, self.call), more, long=long)
         if gain.finish is not None:
             finish = "length" if self.call.max_tokens == 0 else gain.finish
-            found += self._chunk(self.format.closing(row, finish))
+            found += self._chunk(self.format.closing(row, ending(finish, gain.reason)))
         return found
 
     def ending(self) -> bytes:
@@ -219,21 +291,23 @@ class Writer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
+    def _chunk(
+        self, choice: dict[str, Any], more: dict[str, Any] | None = None, *, long: bool = False
+    ) -> bytes:
         usage = {}
         if self.call.continuous_usage:
             usage["usage"] = self._usage()
         elif self.call.include_usage:
             usage["usage"] = None
         head = self._head(self.format.part)
-        return event({**head, "choices": [choice], **usage, **(more or {})})
+        return event({**head, "choices": [choice], **usage, **(more or {})}, long=long)
 
     def _usage(self) -> dict[str, Any]:
         """Tokens of prompts and answers. A prompt counts once for all its choices."""
         prompts = self.answers[:: self.call.n]
         new = 0 if self.call.max_tokens == 0 else sum(one.new for one in self.answers)
         prompt = sum(len(one.prompt) for one in prompts)
-        cached = sum(gain.cached_tokens for one in prompts for gain in one.gains[:1])
+        cached = sum(one.cached for one in prompts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,

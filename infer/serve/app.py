@@ -1,14 +1,11 @@
 """The routes: requests in, answers and streams out, and what guards them.
 
 The application knows the engine's thread by its tickets alone. It never blocks the event loop:
-texts are tokenised by a few threads of their own.
+bodies are parsed by one thread of their own, and texts are tokenised by a few.
 """
 
 import asyncio
-import base64
 import contextlib
-import functools
-import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,30 +21,32 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
-from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes
+from .answers import DONE, ChatFormat, TextFormat, Writer, event, long_json_bytes
+from .bodies import MOST_BYTES, most_bytes, read_json, too_large
 from .documents import describe, read_page
 from .engine_thread import EngineThread, State
-from .gains import Ticket, token_text
+from .gains import Ticket
+from .guards import CLIENT, HEALTH, PAGE, HostGuard, KeyGuard, as_json, refusal
 from .metrics import Metrics
 from .protocol import (
-    MOST_BYTES,
     Call,
+    Row,
     ServedModel,
     read_call,
     read_detokenize,
-    read_json,
     read_tokenize,
     rows_of,
-    too_large,
 )
 from .rules import Refused
+from .token_texts import TokenTexts
 
 LOG = logging.getLogger("longspec.serve")
-HEALTH, PAGE = "/health", "/"
 CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
 BODY_SECONDS = 60.0
 """In which a client must have sent its request."""
+MOST_HELD = 8 * MOST_BYTES
+"""Bytes of bodies that are read and not yet parsed, of all requests together."""
 PULSE = 15.0
 """Seconds without an event after which a stream sends a comment: proxies cut what is silent."""
 TOKENISERS = 2
@@ -66,7 +65,10 @@ class Served:
     """Of the model, for ``/v1/models`` and the page."""
     slots: int = 1
     created: int = 0
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    """What clients may send; none for no key. The first one is the operator's."""
+    host: str = ""
+    """That the server was started with."""
     log_prompts: bool = False
 
 
@@ -94,53 +96,9 @@ def make_app(served: Served) -> ASGIApp:
             Exception: _failed,
         },
     )
-    return app if served.api_key is None else KeyGuard(app, served.api_key)
-
-
-class KeyGuard:
-    """Lets requests pass that carry the key, and those to ``/health``.
-
-    As ``Bearer KEY``, or as the password of any user, for which a browser asks when it opens the
-    page, and which it then sends along with the page's own requests.
-    """
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 without the key."""
-        if scope["type"] != "http" or scope["path"] == HEALTH or self._has_key(scope):
-            await self._app(scope, receive, send)
-            return
-        refused = Refused(
-            "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-            status=401,
-            code="invalid_api_key",
-        )
-        response = refusal(refused)
-        page = scope["path"] == PAGE
-        response.headers["www-authenticate"] = 'Basic realm="API key"' if page else "Bearer"
-        await response(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        if scheme.lower() == b"basic":
-            with contextlib.suppress(ValueError):
-                scheme, key = b"bearer", base64.b64decode(key).partition(b":")[2]
-        # compare_digest takes a time that does not tell how much of the key was right.
-        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
-
-
-def refusal(refused: Refused) -> Response:
-    """A refusal in OpenAI's error shape."""
-    headers = {} if refused.retry_after is None else {"retry-after": str(refused.retry_after)}
-    return as_json(refused.body, refused.status, headers)
-
-
-def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
-    return Response(json_bytes(value), status, headers, "application/json")
+    if not served.api_keys:
+        return HostGuard(app, served.host)
+    return KeyGuard(app, served.api_keys)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -194,20 +152,24 @@ class Routes:
     def __init__(self, served: Served) -> None:
         """Bind what they answer with."""
         self._served, self._model, self._thread = served, served.model, served.thread
-        self._text_of = functools.cache(partial(token_text, served.model.decode))
+        model = served.model
+        self._texts = TokenTexts(model.decode, model.stored_bytes, model.special)
         self._pool = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenize")
+        # One: parsing keeps all other threads waiting, the event loop's too.
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
+        self._held = 0
 
     async def complete(self, request: Request, chat: bool) -> Response:
         """Completions of both kinds, whole or as a stream."""
         self._thread.check_room()
         given = await self._body(request)
-        call = read_call(given, self._model, chat=chat)
-        rows = await self._in_pool(rows_of, call, self._model)
+        client = str(request.scope[CLIENT]) if len(self._served.api_keys) > 1 else ""
+        call, rows = await self._in_pool(self._read_call, given, chat, client)
         if self._served.log_prompts:
             LOG.info("prompt: %s", call.messages or call.prompts)
         ticket = self._thread.submit(rows)
-        writer = self._writer(call, ticket)
         try:
+            writer = self._writer(call, ticket)
             if await until_gone(request, ticket.begun()):
                 return Response(status_code=CLIENT_GONE)
             if call.stream:
@@ -219,11 +181,17 @@ class Routes:
             if gone:
                 return Response(status_code=CLIENT_GONE)
             # Log-probabilities of a long prompt take a while to write.
-            body = await self._in_pool(lambda: json_bytes(writer.body()))
+            body = await self._in_pool(lambda: long_json_bytes(writer.body()))
             return Response(body, media_type="application/json")
         finally:
             if ticket is not None:
                 self._thread.cancel(ticket)
+
+    def _read_call(
+        self, given: dict[str, Any], chat: bool, client: str
+    ) -> tuple[Call, tuple[Row, ...]]:
+        call = read_call(given, self._model, chat=chat)
+        return call, rows_of(call, self._model, client)
 
     def _writer(self, call: Call, ticket: Ticket) -> Writer:
         if call.echo:
@@ -231,16 +199,20 @@ class Routes:
                 prompt = call.prompts[index // call.n]
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
-        text_of = self._text_of
-        form = ChatFormat(text_of) if call.chat else TextFormat(text_of, self._model.special)
-        return Writer(call, form, self._model.names[0], ticket.answers, self._text_of)
+        form = (ChatFormat if call.chat else TextFormat)(self._texts)
+        name, only = self._model.names[0], self._model.shared
+        return Writer(call, form, name, ticket.answers, self._texts, accepted_only=only)
 
     async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
         """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""
         try:
             yield writer.opening()
             async for row, gain in ticket.gains():
-                if events := writer.events(row, gain):
+                if gain.prompt_logprobs is None:
+                    events = writer.events(row, gain)
+                else:
+                    events = await self._in_pool(writer.events, row, gain)
+                if events:
                     yield events
             yield writer.ending()
         except Refused as refused:
@@ -289,15 +261,22 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of messages."""
         given = await self._body(request)
-        tokens, texts = await self._in_pool(read_tokenize, given, self._model)
-        found = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
-        return as_json({**found, "token_strs": [*map(self._text_of, tokens)]} if texts else found)
+
+        def found() -> Response:
+            tokens, texts = read_tokenize(given, self._model)
+            own = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
+            return as_json({**own, "token_strs": [*map(self._texts, tokens)]} if texts else own)
+
+        return await self._in_pool(found)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         given = await self._body(request)
-        tokens = read_detokenize(given, self._model)
-        return as_json({"prompt": await self._in_pool(self._model.decode, tokens)})
+
+        def found() -> Response:
+            return as_json({"prompt": self._model.decode(read_detokenize(given, self._model))})
+
+        return await self._in_pool(found)
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken, else 503."""
@@ -306,15 +285,30 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         """All counts, for Prometheus."""
+        self._check_operator(request)
         return Response(self._served.metrics.text(), headers={"content-type": metrics_lib.TYPE})
 
     async def stats(self, request: Request) -> Response:
         """What the page shows: rows and tokens per second, without texts."""
+        self._check_operator(request)
         return as_json({**self._thread.stats(), "slots": self._served.slots})
+
+    def _check_operator(self, request: Request) -> None:
+        """Refuse what tells of everybody's requests to all keys but the first.
+
+        Raises:
+          Refused: for another one.
+        """
+        if request.scope.get(CLIENT, 0) > 0:
+            raise Refused(
+                f"{request.url.path} tells of the requests of all keys; ask with the first key of "
+                "--api_key_file, which is the operator's",
+                status=403,
+            )
 
     async def openapi(self, request: Request) -> Response:
         """The description of all routes."""
-        return as_json(describe(self._served.api_key is not None))
+        return as_json(describe(bool(self._served.api_keys)))
 
     async def page(self, request: Request) -> Response:
         """The page: one file, which talks to no other server."""
@@ -340,16 +334,29 @@ class Routes:
                 "uncompressed, without this header",
                 status=415,
             )
-        body = bytearray()
+        most, body = most_bytes(self._model.max_len), bytearray()
+        if int(request.headers.get("content-length", 0)) > most:
+            raise too_large(self._model.max_len)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     body += part
-                    if len(body) > MOST_BYTES:
-                        raise too_large()
+                    self._held += len(part)
+                    if len(body) > most:
+                        raise too_large(self._model.max_len)
+                    if self._held > MOST_HELD:
+                        raise Refused(
+                            f"{MOST_HELD} bytes of other requests are being read; try again later",
+                            status=429,
+                            code="queue_full",
+                            retry_after=1,
+                        )
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._parser, read_json, body, self._model.max_len)
         except TimeoutError:
             raise Refused(f"the body took longer than {BODY_SECONDS:g} s", status=408) from None
-        return read_json(bytes(body))
+        finally:
+            self._held -= len(body)
 
     async def _in_pool(self, work: Callable[..., Found], *arguments: Any) -> Found:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
@@ -374,8 +381,8 @@ async def pulsing(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _read_all(ticket: Ticket) -> None:
-    async for _ in ticket.gains():
-        pass
+    async for row, gain in ticket.gains():
+        ticket.answers[row].gains.append(gain)
 
 
 async def until_gone(request: Request, work: Awaitable[None]) -> bool:

@@ -67,7 +67,11 @@ def _add_address(group: argparse._ArgumentGroup) -> None:
         "--api_key", type=cli.word, metavar="KEY", help="what clients must send; none if absent"
     )
     keys.add_argument(
-        "--api_key_file", type=cli.file_path, metavar="FILE", help="a file with the key"
+        "--api_key_file",
+        type=cli.file_path,
+        metavar="FILE",
+        help="a file with the key, or with one on each line: requests of different keys learn "
+        "nothing of each other, and the first key alone may read /metrics and /stats",
     )
     group.add_argument(
         "--served_model_name",
@@ -138,19 +142,24 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     cli.add_traceback(group)
 
 
-def read_key(arguments: argparse.Namespace) -> str | None:
-    """The API key; None for none.
+def read_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The API keys, the operator's first.
 
     Raises:
       OSError: for a file that cannot be read.
-      ValueError: for one without a key.
+      ValueError: for one without a key, or with a key twice.
     """
     if arguments.api_key_file is None:
-        return arguments.api_key
-    key = read_text(arguments.api_key_file, "--api_key_file").strip()
-    if not key or "\n" in key:
-        raise ValueError(f"--api_key_file={arguments.api_key_file} must hold the key on one line")
-    return key
+        return () if arguments.api_key is None else (arguments.api_key,)
+    lines = read_text(arguments.api_key_file, "--api_key_file").splitlines()
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys or len({*keys}) < len(keys):
+        raise ValueError(
+            f"--api_key_file={arguments.api_key_file} must hold the key on one line, or several "
+            f"keys, each on a line of its own and once; it has {len(keys)} lines with a key, "
+            f"{len({*keys})} of them different"
+        )
+    return tuple(keys)
 
 
 def read_template(arguments: argparse.Namespace) -> str | None:

@@ -7,6 +7,7 @@ when everything is compiled.
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 import json
 import shlex
@@ -18,7 +19,7 @@ from typing import Any
 
 import jax
 
-from longspec_jax import LongSpec, TreeConfig
+from longspec_jax import LongSpec, TreeConfig, cli
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
 from longspec_jax.embedded import DEMO_NAME
@@ -26,6 +27,7 @@ from longspec_jax.extras import missing_packages
 from longspec_jax.generation.chat import encode_chat, encode_text
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.requests import RequestEngine
+from longspec_jax.generation.text import stored_bytes
 from longspec_jax.status_line import StatusLine
 
 from ..arguments import is_demo
@@ -59,19 +61,22 @@ class Service:
     """A server from its arguments to its end."""
 
     def __init__(
-        self, arguments: argparse.Namespace, listener: socket.socket | None, key: str | None
+        self,
+        arguments: argparse.Namespace,
+        listener: socket.socket | None,
+        keys: tuple[str, ...] = (),
     ):
         """Begin with nothing loaded.
 
         Args:
           arguments: of the command, settled.
           listener: has the address; None where others listen.
-          key: that clients must send, if any.
+          keys: of which clients must send one, if there are any.
         """
         if is_demo(arguments) and arguments.draft is None:
             # Of two drafts every tree would be compiled, twice as long a start.
             arguments = argparse.Namespace(**{**vars(arguments), "draft": [DEMO_NAME]})
-        self._arguments, self._listener, self._key = arguments, listener, key
+        self._arguments, self._listener, self._keys = arguments, listener, keys
         self._template = read_template(arguments)
         self.status = StatusLine(sys.stderr)
         self._spec: LongSpec | None = None
@@ -117,6 +122,8 @@ class Service:
         drafter = engine.engine.drafter
         draft = f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.widths else "no draft"
         yield f"  {self._names[0]}: {draft}; {spec.precision}"
+        if any(draft.shares_texts for draft in spec.drafts):
+            yield "  shared=true: requests draft from each other's texts; clients can so guess them"
         yield f"  {memory_plan_line(engine.memory)}"
         free = free_bytes(spec.mesh)
         slots = counted(engine.engine.slots, "slot")
@@ -151,18 +158,31 @@ class Service:
             queue_tokens=arguments.queue_tokens,
             request_seconds=arguments.request_seconds,
             template=self._template,
-            api_key=self._key,
+            api_keys=self._keys,
+            host=arguments.host,
             log_prompts=arguments.log_prompts,
         )
 
     def _announce(self) -> None:
         """One line with the address, one to type, one with the page."""
         assert self._listener is not None, "it listens"
-        host, port = self._listener.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        base = f"http://{host}:{port}"
-        for line in (f"ready: {base}/v1", f"try:   {curl(base, self._key)}", f"page:  {base}/"):
+        address, port = self._listener.getsockname()[:2]
+        host = f"[{address}]" if ":" in address else address
+        base, key = f"http://{host}:{port}", self._keys[0] if self._keys else None
+        for line in (f"ready: {base}/v1", f"try:   {curl(base, key)}", f"page:  {base}/"):
             print(line, flush=True)
+        if warning := open_to_all(address, key):
+            cli.say(warning)
+
+
+def open_to_all(address: str, key: str | None) -> str | None:
+    """What to say of a server that others reach without a key; None where they do not."""
+    if key is not None or ipaddress.ip_address(address).is_loopback:
+        return None
+    return (
+        f"WARNING: there is no API key, and the server listens at {address}: whoever reaches this "
+        "machine can use it. Start it with --api_key_file=FILE, or with --host=127.0.0.1"
+    )
 
 
 @contextlib.contextmanager
@@ -260,7 +280,8 @@ def served_over(
     queue_tokens: int | None = None,
     request_seconds: float | None = None,
     template: str | None = None,
-    api_key: str | None = None,
+    api_keys: tuple[str, ...] = (),
+    host: str = "",
     log_prompts: bool = False,
 ) -> Served:
     """What the routes answer with, over a prepared engine.
@@ -274,7 +295,8 @@ def served_over(
       queue_tokens: most tokens of their prompts; :data:`WHOLE_QUEUE` contexts if absent.
       request_seconds: after which a call is ended; None for no limit.
       template: as in :func:`chat_encoder`.
-      api_key: that clients must send, if any.
+      api_keys: of which clients must send one, if there are any.
+      host: that requests may name where there is no key, beside addresses and private names.
       log_prompts: whether prompts are written to the log.
     """
     model = served_model(
@@ -301,10 +323,12 @@ def served_over(
             "trees": [*map(str, model.trees)],
             "drafter": model.drafter,
             "identical": spec.identical,
+            "shared": model.shared,
         },
         slots=engine.engine.slots,
         created=int(time.time()),
-        api_key=api_key,
+        api_keys=api_keys,
+        host=host,
         log_prompts=log_prompts,
     )
 
@@ -320,6 +344,10 @@ def served_model(
 ) -> ServedModel:
     """What requests are checked against; arguments as of :func:`served_over`."""
     tokenizer, drafter = spec.tokenizer, engine.engine.drafter
+    if tokenizer is not None:
+        # The first call may change the tokenizer's own settings, beside which no other thread may
+        # use it ("Already borrowed").
+        tokenizer("")
 
     def encode(text: str, special: bool) -> list[int]:
         return encode_text(tokenizer, text, special=special, max_positions=max_len)
@@ -334,6 +362,7 @@ def served_model(
         max_len=max_len,
         vocab_size=spec.target_config.vocab_size,
         stop_tokens=tuple(spec.stop_tokens),
+        stored_bytes=stored_bytes(tokenizer),
         special=frozenset(getattr(tokenizer, "all_special_ids", ())),
         most_rows=most_rows,
         encode=encode,
@@ -342,6 +371,7 @@ def served_model(
         trees=tuple(each.tree for each in engine.engine.drafters),
         tree=str(drafter.tree) if drafter.tree.widths else None,
         drafter=drafter.name if drafter.tree.widths else None,
+        shared=any(draft.shares_texts for draft in spec.drafts),
         grammar=spec.grammar if _knows_grammars(spec) else None,
     )
 

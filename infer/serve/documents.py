@@ -33,6 +33,8 @@ GETS = {
 REFUSALS = {
     "400": "a field is wrong; the message names it",
     "401": "the API key is missing or wrong",
+    "403": "of several keys this is not the operator's; or there is no key, and the header Host "
+    "names another site",
     "404": "there is no such model",
     "408": "the body took too long to send",
     "413": "the body is too large",
@@ -71,10 +73,12 @@ def describe(has_key: bool) -> dict[str, Any]:
     paths: dict[str, Any] = {path: {"post": _post(path)} for path in POSTS}
     for path, (summary, kind) in GETS.items():
         ok = {"description": summary, "content": {kind: {"schema": {}}}}
-        responses = {"200": ok, **_refusals("401", "503")}
+        responses = {"200": ok, **_refusals("401", "403", "503")}
         paths[path] = {"get": {"summary": summary, "responses": responses}}
     for path in ("/", "/health"):
         paths[path]["get"]["security"] = []
+    for path in ("/metrics", "/stats"):
+        paths[path]["get"]["responses"] |= _refusals("403")
     paths["/health"]["get"]["responses"]["503"] = {
         "description": "the server is shutting down, or has failed",
         "content": {"application/json": {"schema": {"type": "object"}}},
@@ -99,7 +103,7 @@ def _post(path: str) -> dict[str, Any]:
         "requestBody": {"required": True, "content": body},
         "responses": {
             "200": {"description": POSTS[path], "content": content},
-            **_refusals(*REFUSALS),
+            **_refusals(*(REFUSALS.keys() - {"403"})),
         },
     }
 

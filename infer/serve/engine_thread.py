@@ -3,14 +3,28 @@
 The event loop submits rows and cancels them; the thread steps the engine and hands out what rows
 have gained. Neither waits for the other: what a slow reader has not read yet is joined to one gain.
 What is queued is bounded, in requests and in tokens.
+
+Who owns what:
+
+* The thread alone uses the engine, and what it knows of rows in it (``_rows``, ``_unstarted``, a
+  ticket's ``ids`` and ``open``). ``RequestEngine.trees`` is the exception: it is made of tuples
+  that the thread replaces whole, so any thread may read it.
+* Both sides use the inbox, the open tickets, the counts of the queue, the ends of rows and the
+  state. All of them are read and written under one lock, ``_changed``. Nobody calls the engine or
+  waits for anything else while he holds it.
+* A ticket's answers are its reader's. The thread writes their ``times`` and nothing else; each of
+  these is one assignment. Gains go from the thread to the reader through the ticket's own queue.
+* :class:`~infer.serve.metrics.Metrics` locks for itself.
 """
 
 import contextlib
+import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -23,6 +37,7 @@ from .metrics import Metrics
 from .protocol import Row
 from .rules import Refused
 
+LOG = logging.getLogger("longspec.serve")
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or later"
 LONGEST_RETRY = 60
 """Seconds."""
@@ -65,19 +80,23 @@ class EngineThread:
         self._levels = levels
         self.on_failure: Callable[[BaseException], object] | None = None
         """Called in the thread with what has ended it."""
-        self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
-        self._rows: dict[int, tuple[Ticket, int]] = {}
+        """The lock. Of the same thread a second ``with`` may stand in a first one."""
+        # Under the lock.
+        self._inbox: deque[Callable[[], None]] = deque()
         self._tickets: set[Ticket] = set()
-        """All that have not ended, those in the inbox too."""
-        self._unstarted: set[int] = set()
-        """Requests in the engine's queue, as far as is known."""
+        """All that have not ended, those in the inbox too; the thread alone takes them out."""
         self._queued_rows = self._queued_tokens = 0
         self._ended: deque[float] = deque(maxlen=32)
+        """When the last rows ended."""
         self._closing = False
-        self.state = State.READY
+        self._state = State.READY
+        # The thread's.
+        self._rows: dict[int, tuple[Ticket, int]] = {}
+        self._unstarted: set[int] = set()
+        """Requests in the engine's queue, as far as is known."""
         self._thread = threading.Thread(target=self._run, name="engine")
-        metrics.watch(lambda: len(self._running()), lambda: self._queued_rows)
+        metrics.watch(lambda: len(self._running()), lambda: self.waiting)
 
     def start(self) -> None:
         """Begin to step."""
@@ -90,16 +109,29 @@ class EngineThread:
     # Called by the event loop.
 
     @property
+    def state(self) -> State:
+        """Whether requests are taken."""
+        with self._changed:
+            return self._state
+
+    @property
     def open_calls(self) -> int:
         """Calls that have not ended."""
-        return len(self._tickets)
+        with self._changed:
+            return len(self._tickets)
+
+    @property
+    def waiting(self) -> int:
+        """Rows without a first token."""
+        with self._changed:
+            return self._queued_rows
 
     def stats(self) -> dict[str, Any]:
         """Numbers for the page: no texts and no names."""
         rows = self._running()
         return {
             "running": len(rows),
-            "waiting": self._queued_rows,
+            "waiting": self.waiting,
             "tokens_per_second": self._metrics.tokens_per_second(),
             "trees": [
                 {
@@ -113,7 +145,7 @@ class EngineThread:
                 {
                     "prompt_tokens": len(answer.prompt),
                     "tokens": answer.new,
-                    "accepted": answer.last_rounds(RECENT),
+                    "accepted": answer.rounds[-RECENT:],
                 }
                 for answer in rows
             ],
@@ -126,7 +158,7 @@ class EngineThread:
                 answer
                 for ticket in self._tickets
                 for answer in ticket.answers
-                if answer.times.first is not None and not answer.ended
+                if answer.times.first is not None and answer.finish is None
             ]
 
     def check_ready(self) -> None:
@@ -135,9 +167,10 @@ class EngineThread:
         Raises:
           Refused: while the server drains, and after a failure.
         """
-        if self.state is State.DRAINING:
+        state = self.state
+        if state is State.DRAINING:
             raise Refused(SHUTTING_DOWN, status=503, code="draining", retry_after=5)
-        if self.state is State.FAILED:
+        if state is State.FAILED:
             raise Refused("the engine has failed and the server ends", status=503, retry_after=5)
 
     def check_room(self, rows: int = 1, tokens: int = 0) -> None:
@@ -152,16 +185,17 @@ class EngineThread:
           Refused: also where no requests are taken at all.
         """
         self.check_ready()
-        full = self._queued_rows + rows > self._most_requests
-        long = self._queued_tokens + tokens > self._most_tokens and self._queued_rows
+        with self._changed:
+            waiting, queued, retry = self._queued_rows, self._queued_tokens, self._retry_after()
+        full = waiting + rows > self._most_requests
+        long = queued + tokens > self._most_tokens and waiting
         if full or long:
             self._metrics.refused.inc()
             raise Refused(
-                f"the queue is full: {self._queued_rows} requests of {self._queued_tokens} tokens "
-                "wait; try again later",
+                f"the queue is full: {waiting} requests of {queued} tokens wait; try again later",
                 status=429,
                 code="queue_full",
-                retry_after=self._retry_after(),
+                retry_after=retry,
             )
 
     def submit(self, rows: Sequence[Row]) -> Ticket:
@@ -189,8 +223,8 @@ class EngineThread:
     def drain(self) -> None:
         """Take no more requests; those that were taken go on."""
         with self._changed:
-            if self.state is State.READY:
-                self.state = State.DRAINING
+            if self._state is State.READY:
+                self._state = State.DRAINING
 
     def abandon(self) -> None:
         """End all calls, as the server shuts down."""
@@ -209,11 +243,12 @@ class EngineThread:
             self._thread.join()
 
     def _post(self, work: Callable[[], None]) -> None:
+        """Ask the thread for something; under the lock."""
         self._inbox.append(work)
         self._changed.notify()
 
     def _retry_after(self) -> int:
-        """Seconds in which one more row is likely to have ended."""
+        """Seconds in which one more row is likely to have ended; under the lock."""
         if len(self._ended) < 2:
             return 1
         each = (time.monotonic() - self._ended[0]) / len(self._ended)
@@ -257,6 +292,11 @@ class EngineThread:
             except (*USER_ERRORS, TypeError) as error:
                 self._end(ticket, "refused", Refused(str(error)))
                 return
+            except Exception as error:  # This request's alone: the engine has taken nothing.
+                LOG.exception("a request could not be submitted")
+                words = f"the server has a defect: {type(error).__name__}"
+                self._end(ticket, "refused", Refused(words, status=500))
+                return
             ticket.ids.append(id)
             self._rows[id] = ticket, index
             self._unstarted.add(id)
@@ -278,13 +318,17 @@ class EngineThread:
             else:
                 self._metrics.between(now - (times.last or now), len(output.tokens))
             times.last = now
-            self._metrics.gained(now, output, proposed_tokens(output, answer.speculates))
-            ticket.put(index, output)
+            proposed = proposed_tokens(output, answer.speculates)
+            self._metrics.gained(now, output, proposed)
+            # A tree has hundreds of numbers: 50 MB of them in a text of 32,000 tokens.
+            kept = output if ticket.rows[index].traced else replace(output, trees=())
+            ticket.put(index, kept, proposed)
             woken.add(ticket)
             if output.finish is not None:
                 del self._rows[output.id]
                 ticket.open -= 1
-                self._ended.append(now)
+                with self._changed:
+                    self._ended.append(now)
                 self._metrics.ended(output.finish, now - ticket.arrived)
             if not ticket.open:
                 self._forget(ticket)
@@ -305,9 +349,10 @@ class EngineThread:
             self._queued_tokens -= tokens
 
     def _end(self, ticket: Ticket, how: str, refused: Refused | None = None) -> None:
-        """End a call before its time."""
-        if ticket not in self._tickets:
-            return
+        """End a call before its time, if it has not ended."""
+        with self._changed:
+            if ticket not in self._tickets:
+                return
         for id in ticket.ids:
             if self._rows.pop(id, None) is not None:
                 self._engine.cancel(id)
@@ -329,14 +374,16 @@ class EngineThread:
         if self._seconds == math.inf:
             return
         now = time.monotonic()
-        for ticket in [one for one in self._tickets if one.deadline < now]:
+        with self._changed:
+            late = [ticket for ticket in self._tickets if ticket.deadline < now]
+        for ticket in late:
             message = f"the request took longer than --request_seconds={self._seconds:g}"
             self._end(ticket, "late", Refused(message, status=504, code="timeout"))
 
     def _fail(self, error: BaseException) -> None:
         """Tell every open call, and take no more."""
         with self._changed:
-            self.state = State.FAILED
+            self._state = State.FAILED
             self._inbox.clear()
             tickets, self._tickets = [*self._tickets], set()
         message = explained(error)[0] if isinstance(error, Exception) else repr(error)

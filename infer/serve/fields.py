@@ -31,7 +31,8 @@ MOST_STOP_TOKENS = 8
 MOST_BIASES = 1024
 MOST_ALTERNATIVES = 20
 """Of ``top_logprobs``."""
-MOST_MESSAGES = 4096
+MOST_MESSAGES, MOST_PARTS = 4096, 1024
+"""Of a request, and of each message."""
 
 _PART = Object(
     {
@@ -40,7 +41,7 @@ _PART = Object(
     }
 )
 _CONTENT = Either(
-    (Text(), ListOf(_PART, least=1)),
+    (Text(), ListOf(_PART, MOST_PARTS, 1)),
     'must be text, or a list of parts {"type": "text", "text": ...}; images and sound are not '
     "supported",
 )
@@ -58,6 +59,7 @@ _MESSAGE = Object(
         "content": Field(_CONTENT, "the text", True),
         "name": Field(Text(256), "given to the chat template, which may use it"),
         "refusal": Field(Neutral((), "leave it out")),
+        "annotations": Field(Neutral(([],), "leave it out")),
         "audio": Field(Neutral((), "send text")),
         "tool_calls": Field(Neutral(([],), _NO_TOOLS)),
         "function_call": Field(Neutral((), _NO_TOOLS)),
@@ -138,6 +140,7 @@ SHARED = {
     "user": Field(Text(), "has no effect"),
     "safety_identifier": Field(Text(), "has no effect"),
     "prompt_cache_key": Field(Text(), "has no effect: prompts are met again by their tokens"),
+    "cache_salt": Field(Text(256, 1), "prompts of different ones are not reused for each other"),
     "response_format": Field(_FORMAT, "tokens that would break the form are never drawn"),
     "min_tokens": Field(Neutral((0,))),
     "length_penalty": Field(Neutral((1.0,))),

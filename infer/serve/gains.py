@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -17,13 +17,7 @@ from longspec_jax.generation.requests import RequestOutput
 
 from .protocol import Row
 from .rules import Refused
-
-TokenText = Callable[..., str]
-"""The text of one token or of several in a row, special ones included."""
-INCOMPLETE = "\ufffd"
-"""Text of a part of a character."""
-LONGEST_RUN = 4
-"""Most tokens of a character: UTF-8 has four bytes."""
+from .token_texts import LONGEST_RUN, Offsets, TokenText, completed_text
 
 
 def joined(gains: Sequence[RequestOutput]) -> RequestOutput:
@@ -35,7 +29,8 @@ def joined(gains: Sequence[RequestOutput]) -> RequestOutput:
         for name in ("tokens", "drafted", "rounds", "logprobs", "trees", "pieces")
     }
     text = "".join(gain.text for gain in gains)
-    return replace(gains[0], text=text, finish=gains[-1].finish, **chained)
+    end = {"finish": gains[-1].finish, "reason": gains[-1].reason}
+    return replace(gains[0], text=text, **end, **chained)
 
 
 def proposed_tokens(gain: RequestOutput, speculates: bool) -> int:
@@ -68,30 +63,36 @@ class Answer:
     levels: int = 0
     """Of the tree: the most draft tokens that a round may accept."""
     speculates: bool = True
-    gains: list[RequestOutput] = field(default_factory=list)
     new: int = 0
     """Generated tokens."""
-    offset: int = 0
-    """Characters of the tokens whose log-probabilities were written."""
+    rounds: list[int] = field(default_factory=list)
+    """Accepted draft tokens of every round."""
+    proposed: int = 0
+    """Draft tokens that the target has verified."""
+    cached: int = 0
+    """Tokens of the prompt that were not prefilled anew."""
+    finish: str | None = None
+    """As of the last gain."""
+    offsets: Offsets = field(default_factory=Offsets)
+    """Of the tokens whose log-probabilities were written."""
+    gains: list[RequestOutput] = field(default_factory=list)
+    """All of them, where the answer is written at its end. A stream's are gone once written."""
 
-    def add(self, gain: RequestOutput) -> None:
-        """Take in what the row has gained."""
-        self.gains.append(gain)
+    def add(self, gain: RequestOutput, proposed: int) -> None:
+        """Count what the row has gained, of which this many draft tokens were verified."""
         self.new += len(gain.tokens)
+        self.rounds += gain.rounds
+        self.proposed += proposed
+        self.cached += gain.cached_tokens
+        self.finish = gain.finish
 
-    def last_rounds(self, most: int) -> list[int]:
-        """Accepted draft tokens of the last ``most`` rounds."""
-        # A gain has a round, but for the first one and those that a slow reader has read at once.
-        return [one for gain in self.gains[-most - 1 :] for one in gain.rounds][-most:]
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come."""
-        return bool(self.gains) and self.gains[-1].finish is not None
+    def begins_with(self, gain: RequestOutput) -> bool:
+        """Whether this is the row's first gain, once it was added."""
+        return self.new == len(gain.tokens)
 
     @property
     def gain(self) -> RequestOutput:
-        """Everything so far."""
+        """Everything that was kept."""
         return joined(self.gains)
 
 
@@ -100,7 +101,8 @@ class Ticket:
 
     The event loop awaits :meth:`begun` and reads :meth:`gains`; the engine's thread calls
     :meth:`begin`, :meth:`put` and :meth:`fail`, and then :meth:`wake`, which takes effect in the
-    loop.
+    loop. What passes between them is a queue, whose two ends may be used at once, and two values
+    that the thread alone sets.
     """
 
     def __init__(self, rows: Sequence[Row], deadline: float, levels: int) -> None:
@@ -122,7 +124,7 @@ class Ticket:
         self.open = len(self.rows)
         """Rows that have not ended."""
         self.loop = asyncio.get_running_loop()
-        self._arrived: deque[tuple[int, RequestOutput]] = deque()
+        self._arrived: deque[tuple[int, RequestOutput, int]] = deque()
         self._ready, self._begun = asyncio.Event(), asyncio.Event()
         self._failure: Refused | None = None
         self._submitted = False
@@ -131,9 +133,9 @@ class Ticket:
         """The engine has taken all rows."""
         self._submitted = True
 
-    def put(self, row: int, gain: RequestOutput) -> None:
-        """A row has gained something."""
-        self._arrived.append((row, gain))
+    def put(self, row: int, gain: RequestOutput, proposed: int) -> None:
+        """A row has gained something, of which this many draft tokens were verified."""
+        self._arrived.append((row, gain, proposed))
 
     def fail(self, refused: Refused) -> None:
         """Nothing more will come."""
@@ -166,19 +168,21 @@ class Ticket:
             await self._ready.wait()
             self._ready.clear()
             by_row: dict[int, list[RequestOutput]] = {}
+            proposed = Counter[int]()
             while self._arrived:
-                row, gain = self._arrived.popleft()
+                row, gain, verified = self._arrived.popleft()
                 by_row.setdefault(row, []).append(gain)
+                proposed[row] += verified
             for row, gains in by_row.items():
                 gain = joined(gains)
-                if gain.finish == "error":
+                if gain.finish == "error" and gain.reason is None:
                     raise Refused(
                         "the model's logits were not finite, so the text cannot go on; the model "
                         "overflows in its number format",
                         status=500,
                     )
                 left -= gain.finish is not None
-                self.answers[row].add(gain)
+                self.answers[row].add(gain, proposed[row])
                 yield row, gain
             if self._failure is not None and not self._arrived:
                 raise self._failure
@@ -221,12 +225,11 @@ def _milliseconds(begin: float | None, end: float | None) -> float | None:
 
 def acceptance_of(answer: Answer) -> dict[str, Any] | None:
     """What the draft has given a row; None if it drafted nothing."""
-    gain, levels = answer.gain, answer.levels
-    rounds, accepted = len(gain.rounds), sum(gain.rounds)
-    proposed = proposed_tokens(gain, answer.speculates)
+    levels, proposed = answer.levels, answer.proposed
+    rounds, accepted = len(answer.rounds), sum(answer.rounds)
     if not rounds or not proposed:
         return None
-    counts = Counter(gain.rounds)
+    counts = Counter(answer.rounds)
     return {
         "mean_acceptance_length": 1 + accepted / rounds,
         "draft_acceptance_rate": accepted / proposed,
@@ -238,23 +241,19 @@ def acceptance_of(answer: Answer) -> dict[str, Any] | None:
     }
 
 
-def token_text(decode: Callable[[Sequence[int]], str], *tokens: int) -> str:
-    """The text of tokens inside a text, with its space: SentencePiece drops one at the start."""
-    return decode([*tokens, *tokens])[len(decode(tokens)) :]
-
-
-def completed_text(text_of: TokenText, tokens: Sequence[int]) -> str:
-    """The text that the last token completes; empty where it ends inside a character."""
-    runs = (text_of(*tokens[-count:]) for count in range(1, min(len(tokens), LONGEST_RUN) + 1))
-    return next((text for text in runs if INCOMPLETE not in text), "")
-
-
 def rounds_of(
-    gain: RequestOutput, text_of: TokenText, row: int, before: Sequence[int] = ()
+    gain: RequestOutput,
+    text_of: TokenText,
+    row: int,
+    before: Sequence[int] = (),
+    *,
+    accepted_only: bool = False,
 ) -> dict[str, Any]:
     """The tokens of a row's gain and the rounds that they came from, for the page.
 
-    The last tokens ``before`` the gain may begin its first character.
+    Args:
+      before: the last tokens before the gain, which may begin its first character.
+      accepted_only: show no other nodes of a tree than those of the accepted path.
     """
     tokens, depth, ids = [], 0, [*before]
     for token, drafted in zip(gain.tokens, gain.drafted, strict=True):
@@ -266,13 +265,13 @@ def rounds_of(
         {"accepted": accepted, "tree": None} for accepted in gain.rounds
     ]
     for one, tree in zip(rounds, gain.trees, strict=False):
-        one["tree"] = _tree_of(tree, text_of)
+        reached = [node for node, parent in enumerate(tree.parents) if parent >= 0 or node == 0]
+        one["tree"] = _tree_of(tree, tree.path if accepted_only else reached, text_of)
     return {"index": row, "tokens": tokens, "rounds": rounds}
 
 
-def _tree_of(tree: RoundTree, text_of: TokenText) -> dict[str, Any]:
-    """A round's tree by texts, without the nodes that no path reaches."""
-    kept = [node for node, parent in enumerate(tree.parents) if parent >= 0 or node == 0]
+def _tree_of(tree: RoundTree, kept: Sequence[int], text_of: TokenText) -> dict[str, Any]:
+    """A round's tree by texts, of some nodes, the root among them."""
     place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
     return {
         "tokens": [text_of(tree.tokens[node]) for node in kept],

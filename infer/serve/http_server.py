@@ -16,6 +16,7 @@ from longspec_jax import cli
 from longspec_jax.cli import counted
 
 from .app import Served, make_app
+from .connection import Connection
 
 LAST_WORDS = 5.0
 """Seconds that streams have to send their last event."""
@@ -66,6 +67,8 @@ class HttpServer:
         self._thread, self._listener, self._drain = served.thread, listener, drain_seconds
         config = uvicorn.Config(
             make_app(served),
+            http=Connection,
+            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -1,10 +1,9 @@
 """Requests of OpenAI's protocol, read, checked and turned into rows for the engine.
 
-Nothing here knows HTTP or jax. Every bound is checked before work begins: the size and nesting of
-the body, the number of rows, and the tokens of prompt and answer.
+Nothing here knows HTTP or jax. Every bound is checked before work begins: the number of rows, and
+the tokens of prompt and answer.
 """
 
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +12,11 @@ from typing import Any, TypeVar
 
 from longspec_jax.checks import shown
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.weights.json_files import unique_keys
+from longspec_jax.generation.chat import check_no_open_thought
 
 from .fields import CHAT, COMPLETIONS, DETOKENIZE, MOST_STOP_TOKENS, TOKENIZE
 from .rules import Field, Refused, read_fields
 
-MOST_BYTES = 32 * 2**20
-"""Of the body of a request."""
-DEEPEST = 40
-"""Objects and lists within each other; a JSON schema takes two for each level of its texts."""
 SEEDS = 2**32
 OPTIONS = (
     "temperature",
@@ -58,6 +53,8 @@ class ServedModel:
     """Text of token ids, special tokens included."""
     encode_chat: Callable[[list[dict[str, Any]]], list[int]] | None = None
     """Token ids of messages; None without a chat template."""
+    stored_bytes: Callable[[int], bytes | None] = lambda token: None
+    """The bytes of a token as the tokenizer stores it; None where that is not known."""
     special: frozenset[int] = frozenset()
     """Tokens that are no part of a text."""
     trees: tuple[TreeConfig, ...] = ()
@@ -65,8 +62,11 @@ class ServedModel:
     tree: str | None = None
     """The tallest of them; None for plain decoding."""
     drafter: str | None = None
+    shared: bool = False
+    """Whether requests draft from each other's texts, so that rounds show accepted tokens alone."""
     grammar: Callable[..., Any] | None = None
-    """Makes a grammar of ``json_schema=`` or ``regex=``; None if requests can have none."""
+    """Makes a grammar of ``json_schema=`` or ``regex=``, whose ``state`` a row takes; None if
+    requests can have none."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class Row:
 
     tokens: tuple[int, ...]
     options: dict[str, Any]
+    traced: bool = False
+    """Whether its answer shows the trees of its rounds."""
 
 
 @dataclass(frozen=True)
@@ -97,50 +99,10 @@ class Call:
     """Alternatives of each token in the answer; None for no log-probabilities."""
     rounds: bool = False
     special: bool = True
+    cache_salt: str = ""
+    """What keeps its prompts apart from others; empty for nothing."""
     form: dict[str, Any] | None = None
     """Of the text, as the model's ``grammar`` takes it; None for any text."""
-
-
-def read_json(body: bytes) -> dict[str, Any]:
-    """The object that a body holds.
-
-    Raises:
-      Refused: for anything else, and for an object that is nested too deeply.
-    """
-    if len(body) > MOST_BYTES:
-        raise too_large()
-    try:
-        found = json.loads(body, parse_constant=_no_constant, object_pairs_hook=unique_keys)
-    except RecursionError:
-        raise _too_deep() from None
-    except ValueError as error:  # UnicodeDecodeError is one, and a number of too many digits, too.
-        raise Refused(f"the body is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise Refused(f"the body must be a JSON object, got {shown(found)}")
-    level: list[Any] = [found]
-    for _ in range(DEEPEST):
-        level = [
-            inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return found
-    raise _too_deep()
-
-
-def too_large() -> Refused:
-    """The refusal of a body of too many bytes."""
-    return Refused(f"the body has more than {MOST_BYTES} bytes; send less", status=413)
-
-
-def _too_deep() -> Refused:
-    return Refused(f"the body is nested more than {DEEPEST} levels deep; flatten it")
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def read_call(given: dict[str, Any], model: ServedModel, *, chat: bool) -> Call:
@@ -180,6 +142,7 @@ def read_call(given: dict[str, Any], model: ServedModel, *, chat: bool) -> Call:
         include_usage=streamed.get("include_usage", False),
         continuous_usage=streamed.get("continuous_usage_stats", False),
         rounds=about.get("rounds", False),
+        cache_salt=values.get("cache_salt", ""),
         form=_form(values, model),
         **own,
     )
@@ -366,8 +329,11 @@ def read_detokenize(given: dict[str, Any], model: ServedModel) -> tuple[int, ...
     return values["tokens"]
 
 
-def rows_of(call: Call, model: ServedModel) -> tuple[Row, ...]:
+def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]:
     """The rows of a call, in the order of its choices. Tokenises, which may take a while.
+
+    Args:
+      client: a word for the key that the client has, of several; prompts of others are not found.
 
     Raises:
       Refused: for a text that is no prompt, and for what exceeds the context.
@@ -378,21 +344,23 @@ def rows_of(call: Call, model: ServedModel) -> tuple[Row, ...]:
         prompts = [_made(lambda: encode(list(call.messages)), param)]
     else:
         prompts = [_tokens(prompt, call, model) for prompt in call.prompts]
-    rows, options = [], dict(call.options)
+    rows, common, form = [], dict(call.options), None
+    if client or call.cache_salt:
+        common["cache_salt"] = f"{client} {call.cache_salt}"  # The word has no space.
     if call.form is not None and (grammar := model.grammar) is not None:
-        options["grammar"] = _made(partial(grammar, **call.form), "response_format")
+        if call.chat:
+            _made(lambda: check_no_open_thought(model.decode, prompts[0]), "response_format")
+        form = _made(partial(grammar, **call.form), "response_format")
     for tokens in prompts:
         if not tokens:
             raise Refused("the prompt is empty; pass at least one token", param)
         _check_vocabulary(tokens, model, param)
         new = _new_tokens(call, len(tokens), model, param)
-        rows += [
-            Row(
-                tuple(tokens),
-                {**options, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS},
-            )
-            for index in range(call.n)
-        ]
+        for index in range(call.n):
+            options = {**common, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS}
+            if form is not None:  # Compiled here, and not while others wait for the engine.
+                options["grammar"] = _made(form.state, "response_format")
+            rows.append(Row(tuple(tokens), options, call.rounds))
     return tuple(rows)
 
 

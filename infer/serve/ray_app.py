@@ -44,7 +44,7 @@ class Replica:
 
         arguments = arguments_lib.parser().parse_args(argv)
         check(arguments)
-        service = Service(arguments, None, arguments_lib.read_key(arguments))
+        service = Service(arguments, None, arguments_lib.read_keys(arguments))
         service.load()
         return service.served()
 

@@ -281,7 +281,7 @@ class Biases:
             raise ValueError(f"must have at most {self.most} entries, got {len(value)}")
         found = {}
         for key, bias in value.items():
-            if not (key.isascii() and key.isdigit() and len(key) < 10):
+            if not (len(key) < 10 and key.isascii() and key.isdigit()):
                 raise ValueError(f"has the name {shown(key)}, which is no token id")
             try:
                 found[int(key)] = self.value.read(bias)
@@ -322,18 +322,18 @@ class AnyObject:
 
 @dataclass(frozen=True)
 class Object:
-    """An object with known fields."""
+    """An object with known fields; null of any other is as absent."""
 
     fields: Mapping[str, Field]
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The fields' schemas; no others are allowed."""
+        """The fields' schemas; of others nothing but null is allowed."""
         required = [name for name, one in self.fields.items() if one.required]
         return {
             "type": "object",
             "properties": {name: one.schema for name, one in self.fields.items()},
-            "additionalProperties": False,
+            "additionalProperties": {"type": "null"},
             **({"required": required} if required else {}),
         }
 
@@ -354,17 +354,20 @@ class Object:
 def read_fields(given: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
     """The given fields of an object, as their rules read them; null is as absent.
 
+    Also null of an unknown field: clients send back what they were given with all that their own
+    types know, such as ``annotations: null`` of a message.
+
     Raises:
       Refused: names the first field that is unknown, missing or wrong.
     """
     found = {}
     for name, value in given.items():
+        if value is None and not (name in fields and fields[name].required):
+            continue
         if name not in fields:
             close = nearest(name, fields)
             hint = f"did you mean {close}?" if close else "leave it out"
             raise Refused(f"unknown field {shown(name)}; {hint}", f"{name:.80}")
-        if value is None and not fields[name].required:
-            continue
         try:
             found[name] = fields[name].rule.read(value)
         except ValueError as error:

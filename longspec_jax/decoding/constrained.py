@@ -5,10 +5,16 @@ the target's pass, and the rest. The tree leaves the device after the first one.
 what is allowed while the target's pass runs, and hands it to the third.
 
 Forbidden logits become -inf before everything that sampling does to them. Plain decoding passes
-through the same functions, so that a tree changes no token here either.
+through the same functions, so that a tree changes no token here either. A node behind which no
+token is allowed has no path: its parent's draw is emitted, and the round ends there.
+
+A constraint may come from a client, and may fail in any way. :class:`Guarded` keeps that to its
+row.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -28,11 +34,13 @@ from longspec_jax.decoding.round import (
     sampling_noise,
 )
 from longspec_jax.decoding.rows import Rows
-from longspec_jax.decoding.sampling import SamplingKind, masked
+from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind, masked
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.ops.partitioned import use_mesh
+
+LOG = logging.getLogger(__name__)
 
 ALL = np.uint32(2**32 - 1)
 """32 tokens, all allowed."""
@@ -40,14 +48,18 @@ ALL = np.uint32(2**32 - 1)
 
 @runtime_checkable
 class Constraint(Protocol):
-    """What a row may emit; its state follows what was read of the row."""
+    """What a row may emit; its state follows what was read of the row.
+
+    An exception ends the row, behind the token that was taken in last, with the exception's words
+    as the reason. Whether a token ends the row must not depend on the trees, or they change a text.
+    """
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take in tokens that the row has emitted."""
+        """Take in tokens that the row has emitted, one a call."""
         ...
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
-        """``[T, W]`` uint32, the tokens that may follow every node of a tree.
+        """``[T, W]`` uint32, the tokens that may follow every node of a tree; none for no path.
 
         Args:
           tokens: of the nodes; that of the root was taken in by :meth:`advance`.
@@ -57,7 +69,52 @@ class Constraint(Protocol):
         ...
 
 
-FREE: Mapping[int, Constraint] = {}
+def reason_of(error: Exception) -> str:
+    """Why a row ended by itself, in one line; what no rule foresees goes to the log."""
+    words = next(iter(str(error).splitlines()), "")
+    if isinstance(error, ValueError) and words:
+        return words
+    LOG.error("a row has failed, and ends alone", exc_info=error)
+    return f"{type(error).__name__}: {words}"
+
+
+class Guarded:
+    """The constraint of a row, whose failure ends the row and nothing else."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        """Bind a constraint that has met no token of the row."""
+        self._constraint = constraint
+        self.failure: str | None = None
+        """Why the row cannot go on; None while it can."""
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """Take in what the row has emitted.
+
+        Returns:
+          How many of the tokens are the row's: all, or those up to the one behind which the
+          constraint has failed. A draw that found no token is not, if it had failed before.
+        """
+        for index, token in enumerate(tokens):
+            if token == NO_TOKEN:
+                return index + (self.failure is None)
+            try:
+                self._constraint.advance((token,))
+            except Exception as error:
+                self.failure = reason_of(error)
+                return index + 1
+        return len(tokens)
+
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+        """As of the constraint; no token behind any node once it has failed."""
+        if self.failure is None:
+            try:
+                return self._constraint.allowed(tokens, parents)
+            except Exception as error:
+                self.failure = reason_of(error)
+        return np.zeros((len(tokens), 1), np.uint32)
+
+
+FREE: Mapping[int, Guarded] = {}
 """Of rows that may all emit anything."""
 
 
@@ -73,7 +130,7 @@ class Anything:
 
 
 def allowed_tokens(
-    constraints: Mapping[int, Constraint], trees: np.ndarray, vocabulary: int
+    constraints: Mapping[int, Guarded], trees: np.ndarray, vocabulary: int
 ) -> np.ndarray:
     """What may follow every node of every row's tree.
 
@@ -93,7 +150,7 @@ def allowed_tokens(
     return bits
 
 
-def first_tokens(constraints: Sequence[Constraint | None], vocabulary: int) -> np.ndarray | None:
+def first_tokens(constraints: Sequence[Guarded | None], vocabulary: int) -> np.ndarray | None:
     """``[B, 1, W]`` what may come first in every row; None if all may in all of them."""
     if not any(constraints):
         return None
@@ -108,7 +165,7 @@ def constrained_round(
     drafter: Drafter,
     params: Params,
     rows: Rows,
-    constraints: Mapping[int, Constraint],
+    constraints: Mapping[int, Guarded],
     contents: Contents = TOKENS,
     slots: Int[Any, " B"] | None = None,
 ) -> tuple[Rows, Int[Array, "1 B n"]]:
@@ -204,6 +261,7 @@ def _conclude(
     with use_mesh(target.mesh):
         noise = sampling_noise(target, drafter, some)
         draws = draw_at_nodes(drafter, tree, masked(verified.logits, bits), noise)
+        tree = replace(tree, parents=jnp.where((bits != 0).any(axis=2), tree.parents, -1))
         drawn, kind = (tree, verified, draws), SamplingKind.ANY
         after, emitted = conclude(*(target, drafter, params, some, *drawn), kind, contents=contents)
     return rows.behind(slots, some, after), packed(emitted, after)[None]

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +24,13 @@ from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
 from longspec_jax.decoding.candidates import tallest
 from longspec_jax.decoding.choices import ChoicesByLoad, most_rounds
-from longspec_jax.decoding.constrained import FREE, Constraint, constrained_round
+from longspec_jax.decoding.constrained import (
+    FREE,
+    Constraint,
+    Guarded,
+    constrained_round,
+    reason_of,
+)
 from longspec_jax.decoding.launches import Faults, LaunchQueue
 from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs, unpacked_logprobs
 from longspec_jax.decoding.policy import Choice, Measurement, Policy, default_policy
@@ -147,6 +154,8 @@ class Engine:
         # What was read of them.
         self._outputs: list[StepOutput] = []
         self._failure: BaseException | None = None
+        self._unraised: BaseException | None = None
+        """A failure that came with outputs, for the next step to raise."""
         self.seconds_of_prefill = 0.0
         """Seconds of the device's time that prompts have taken."""
         self.prefilled = 0
@@ -227,6 +236,7 @@ class Engine:
         priority: int = 0,
         constraint: Constraint | None = None,
         candidate: int | None = None,
+        cache_salt: str = "",
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
@@ -235,9 +245,10 @@ class Engine:
           request: its options, arrays of one row on the host.
           priority: a lower one goes first.
           constraint: what it may emit, which has met none of its tokens. While it is decoded the
-            host waits for every round's tree.
+            host waits for every round's tree. If it fails it ends the request, with ``error``.
           candidate: the drafter whose rounds run while the request holds a slot, in all rows; of
             several such requests the last of the drafters. The policy's choice if absent.
+          cache_salt: its prompt finds nothing of prompts that had another one.
 
         Returns:
           The number that names the request in what :meth:`step` returns.
@@ -257,8 +268,15 @@ class Engine:
         check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
         own = self.as_it_takes(request)
         id, self._next_id = self._next_id, self._next_id + 1
-        more: dict[str, Any] = {"constraint": constraint, "candidate": candidate}
-        waiting = Waiting(priority, id, np.asarray(tokens), own, **more)
+        waiting = Waiting(
+            priority=priority,
+            id=id,
+            tokens=np.asarray(tokens),
+            request=own,
+            constraint=None if constraint is None else Guarded(constraint),
+            candidate=candidate,
+            cache_salt=cache_salt,
+        )
         self.prompts.add(waiting)
         return id
 
@@ -281,8 +299,8 @@ class Engine:
 
     def _release(self, id: int) -> None:
         slot = self._slots.held.index(id)
-        self._rows = release(self.rows, slot)
         self._slots.vacate(slot)
+        self._rows = release(self.rows, slot)
 
     def forget(self) -> None:
         """Forget what earlier requests did: their prompts, and all counts."""
@@ -321,21 +339,28 @@ class Engine:
           decode: whether rounds are launched, not prompts alone.
 
         Returns:
-          What requests have gained; nothing while the first launches are under way.
+          What requests have gained; nothing while the first launches are under way. Of a step that
+          fails, what it had read before; the next one raises the failure.
 
         Raises:
           RuntimeError: if the engine was closed, or an earlier step failed.
         """
+        unraised, self._unraised = self._unraised, None
+        if unraised is not None:
+            raise unraised
         if self._failure is not None:
             raise RuntimeError(f"this engine cannot go on: {self._failure}") from self._failure
         try:
             self._step(self.clock(), decode)
         except BaseException as error:
             # The rows were donated to a launch that failed.
-            if not self._faults.forgive(error):
+            if self._faults.forgive(error):
+                self._begin_again()
+            else:
                 self._failure = error
-                raise
-            self._begin_again()
+                if not (self._outputs and isinstance(error, Exception)):
+                    raise
+                self._unraised = error
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -374,7 +399,7 @@ class Engine:
         # A prompt's chunk and its first token may have been launched beside the rounds.
         most = queued + 2 if self.ahead else 0
         while len(self._launches) > (most if self._outputs else queued):
-            self._outputs += self._launches.land()
+            self._launches.land()
 
     def _plan(self) -> Plan:
         # A prefill of tokens that rounds emitted would give their keys other bits.
@@ -385,13 +410,12 @@ class Engine:
     def _launch_chunk(self, prefill: Prefill, begun: float) -> None:
         launched = self.prompts.launch(prefill)
 
-        def read(logprobs: np.ndarray | None, seconds: float) -> list[StepOutput]:
+        def read(logprobs: np.ndarray | None, seconds: float) -> None:
             if logprobs is not None:
                 prefill.logprobs.append(logprobs)
             self.prefilled += max(launched.tokens - prefill.read, 0)
             prefill.read = max(launched.tokens, prefill.read)
             self.seconds_of_prefill += seconds
-            return []
 
         ready, fetched = launched.ready, launched.logprobs is not None
         if launched.logprobs is not None:
@@ -401,7 +425,7 @@ class Engine:
     def _preempt(self, id: int) -> None:
         """Have a request wait again, behind all that it has emitted."""
         while self._launches:
-            self._outputs += self._launches.land()
+            self._launches.land()
         if id in self._slots.active:  # Else it has just ended.
             again = self._slots.active[id].again()
             self._release(id)
@@ -427,17 +451,16 @@ class Engine:
             self._cancelled.discard(id)
             self._release(id)
 
-        def read(first: np.ndarray, seconds: float) -> list[StepOutput]:
+        def first_of(first: np.ndarray, row: int, one: Waiting) -> StepOutput:
+            logprobs = unpacked_logprobs(first[row : row + 1, 2:], one.alternatives)
+            found = logprobs, prefill.prompt_logprobs(row)
+            return self._slots.first(one.id, first[row, :1], not first[row, 1], *found)
+
+        def read(first: np.ndarray, seconds: float) -> None:
             self.seconds_of_prefill += seconds
-            return [
-                replace(
-                    self._slots.first(one.id, first[row, :1], not first[row, 1]),
-                    logprobs=unpacked_logprobs(first[row : row + 1, 2:], one.alternatives),
-                    prompt_logprobs=prefill.prompt_logprobs(row),
-                )
-                for row, one in enumerate(prefill.waiting)
-                if one.id in self._slots.active
-            ]
+            for row, one in enumerate(prefill.waiting):
+                if one.id in self._slots.active:
+                    self._report(one.id, partial(first_of, first, row, one))
 
         self._launches.add(begun, first, read, tuple(self._slots.held))
 
@@ -445,7 +468,7 @@ class Engine:
         if self._slots.constraints:
             # What may follow depends on all that was emitted.
             while self._launches:
-                self._outputs += self._launches.land()
+                self._launches.land()
         held, live = tuple(self._slots.held), self._slots.live
         if not any(self._may_go_on(id) for id in live):
             return
@@ -464,7 +487,7 @@ class Engine:
         self._rows, packed = self._launch(choice, kind, slots, constraints)
         tree, contents = self.drafters[choice.candidate].tree, self.contents.of_kind(kind)
 
-        def read(packed: np.ndarray, seconds: float) -> list[StepOutput]:
+        def read(packed: np.ndarray, seconds: float) -> None:
             report = Report.of(packed, tree, contents)
             rounds = len(report.count)
             row_rounds = int(np.count_nonzero(report.count))
@@ -472,13 +495,21 @@ class Engine:
             self._choices.record(choice.candidate, seen, len(live))
             if rounds:
                 self.round_seconds = seconds / rounds
-            return [
-                self._slots.rounds(report, place, id)
-                for place, id in enumerate(held[slot] for slot in slots)
-                if id is not None and id in self._slots.active and report.count[:, place].any()
-            ]
+            for place, id in enumerate(held[slot] for slot in slots):
+                if id is not None and id in self._slots.active and report.count[:, place].any():
+                    self._report(id, partial(self._slots.rounds, report, place, id))
 
         self._launches.add(begun, packed, read, held, choice)
+
+    def _report(self, id: int, read: Callable[[], StepOutput]) -> None:
+        """Report what a request has gained; if that cannot be read it ends, and no other one."""
+        try:
+            output = read()
+        except Exception as error:
+            output = StepOutput(id, (), (), (), "error", reason_of(error))
+        self._outputs.append(output)
+        if output.finish is not None and id in self._slots.active:  # It goes on on the device.
+            self._release(id)
 
     def _may_go_on(self, id: int) -> bool:
         """Whether a request may need a round beyond those under way, each of at least a token."""
@@ -489,7 +520,7 @@ class Engine:
         choice: Choice,
         kind: SamplingKind,
         slots: Sequence[int],
-        constraints: Mapping[int, Constraint] = FREE,
+        constraints: Mapping[int, Guarded] = FREE,
     ) -> tuple[Rows, Array]:
         if constraints:
             models = self.target, self.drafters[choice.candidate], self.params, self.rows

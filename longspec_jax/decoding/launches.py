@@ -30,7 +30,7 @@ class Launch(NamedTuple):
     """When the step began that launched it."""
     landing: "Future[tuple[Any, float]]"
     """What the launch did, and when it had."""
-    read: Callable[[Any, float], list[Any]]
+    read: Callable[[Any, float], None]
     """Takes in what it did and its seconds."""
     choice: Choice | None
     """The rounds; None for a part of a prefill."""
@@ -77,7 +77,7 @@ class LaunchQueue:
         self,
         begun: float,
         output: Array,
-        read: Callable[[Any, float], list[Any]],
+        read: Callable[[Any, float], None],
         held: tuple[int | None, ...],
         choice: Choice | None = None,
         *,
@@ -101,13 +101,13 @@ class LaunchQueue:
 
         self._launches.append(Launch(begun, self._reader.submit(land), read, choice, held))
 
-    def land(self) -> list[Any]:
+    def land(self) -> None:
         """Wait for the oldest launch, and take in what it did."""
         launch = self._launches.popleft()
         output, arrived = launch.landing.result()
         seconds = arrived - max(launch.begun, self._last_arrival)
         self._last_arrival = arrived
-        return launch.read(output, seconds)
+        launch.read(output, seconds)
 
     def close(self) -> None:
         """Forget all launches, and wait for none."""

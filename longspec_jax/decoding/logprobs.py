@@ -5,7 +5,7 @@ those of its alternatives are differences of the same two numbers each, so that 
 equal floats.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,45 @@ def unpacked_logprobs(packed: Int[Any, "n m"], most: int) -> tuple[TokenLogprob,
         TokenLogprob(one, tuple(pair for pair in zip(*row, strict=True) if pair[0] >= 0))
         for one, *row in zip(own, ids, best, strict=True)
     )
+
+
+class PromptLogprobs(Sequence[TokenLogprob | None]):
+    """Of the tokens of a prompt, the first of which has none; unpacked by whoever reads them.
+
+    131,072 tokens with 20 alternatives take two seconds of Python, in which the thread that steps
+    an engine must not stand still.
+    """
+
+    def __init__(self, packed: Sequence[Int[Any, "_ m"]], count: int, most: int) -> None:
+        """Keep what is packed.
+
+        Args:
+          packed: of the tokens behind the first one, in parts; garbage from ``count`` on.
+          count: of these tokens.
+          most: alternatives to unpack.
+        """
+        self._parts, self._count, self._most = packed, count, most
+
+    def __len__(self) -> int:
+        """Tokens of the prompt."""
+        return 1 + self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        """One entry, or those of a slice as a tuple."""
+        return tuple(self)[index]
+
+    def __iter__(self) -> Iterator[TokenLogprob | None]:
+        """The entries, unpacked a few at a time."""
+        yield None
+        left = self._count
+        for part in self._parts:
+            for begin in range(0, min(len(part), left), SLICE):
+                yield from unpacked_logprobs(part[begin : min(begin + SLICE, left)], self._most)
+            left -= min(len(part), left)
+
+    def without_alternatives(self) -> "PromptLogprobs":
+        """The same with nothing but each token's own."""
+        return PromptLogprobs(self._parts, self._count, 0)
 
 
 def check_alternatives(most: int | None, *asked: Int[Any, " B"] | None) -> None:

@@ -8,7 +8,8 @@ that nothing waits when a slot is overwritten. From there it comes back chunk by
 Only whole chunks that were prefilled are reused, at one size of chunks: keys and values of decoded
 tokens, or of chunks of another size, round differently. A chunk is named by a digest of its tokens
 and of the name of the chunk before it. So a name stands for a whole prefix, and the names form the
-radix tree of all prompts.
+radix tree of all prompts. Names begin with a salt: prompts of people who must not learn of each
+other's have different ones, because a prompt that is found is faster, and is said to be found.
 
 A target with windows or recurrent layers finds prefixes in the host's memory alone. In a slot its
 rings and states hold the end of the row, and soon no longer what was there at the end of a chunk.
@@ -37,13 +38,15 @@ Names: TypeAlias = tuple[bytes, ...]
 """Of a prompt's whole chunks, the first one first."""
 
 
-def chunk_names(tokens: np.ndarray, chunk: int) -> Names:
+def chunk_names(tokens: np.ndarray, chunk: int, salt: str = "") -> Names:
     """The names of a prompt's whole chunks.
 
     Args:
       chunk: tokens of a chunk; prompts in chunks of another size share no name.
+      salt: prompts with another one share no name either.
     """
-    name, names = chunk.to_bytes(8, "little"), []
+    # Half of a surrogate pair has no UTF-8, and is another salt all the same.
+    name, names = chunk.to_bytes(8, "little") + salt.encode("utf-8", "surrogatepass"), []
     whole = np.ascontiguousarray(tokens, np.int32)
     for start in range(0, len(whole) - chunk + 1, chunk):
         name = hashlib.sha256(name + whole[start : start + chunk].tobytes()).digest()

@@ -14,8 +14,8 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of, run_again
-from longspec_jax.decoding.constrained import Constraint, first_tokens
-from longspec_jax.decoding.logprobs import TokenLogprob, unpacked_logprobs
+from longspec_jax.decoding.constrained import Guarded, first_tokens
+from longspec_jax.decoding.logprobs import PromptLogprobs
 from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.prefixes import Names, PrefixCache, chunk_names, known_chunks
 from longspec_jax.decoding.rows import Request, Rows, stack
@@ -42,10 +42,12 @@ class Waiting(NamedTuple):
     """How many of the tokens, the last ones, it has emitted itself."""
     names: Names = ()
     """Of its whole chunks, where prefixes are reused."""
-    constraint: Constraint | None = None
+    constraint: Guarded | None = None
     """What it may emit; it has taken in all that was read of the request."""
     candidate: int | None = None
     """What runs while it holds a slot; the policy's choice if absent."""
+    cache_salt: str = ""
+    """Its prompt shares nothing with prompts of another one."""
 
     @property
     def alternatives(self) -> int:
@@ -143,13 +145,13 @@ class Prefill:
                 self.rows = end.value
         return launched
 
-    def prompt_logprobs(self, row: int) -> tuple[TokenLogprob | None, ...] | None:
+    def prompt_logprobs(self, row: int) -> PromptLogprobs | None:
         """Of the tokens of a prompt, the first one None; None if the request does not ask."""
         one = self.waiting[row]
         if one.prompt_alternatives < 0:
             return None
-        found = np.concatenate([each[row] for each in self.logprobs])[: len(one.tokens) - 1]
-        return None, *unpacked_logprobs(found, one.prompt_alternatives)
+        found = [each[row] for each in self.logprobs]
+        return PromptLogprobs(found, len(one.tokens) - 1, one.prompt_alternatives)
 
     @property
     def asks_logprobs(self) -> bool:
@@ -246,7 +248,8 @@ class Prompts:
     def add(self, waiting: Waiting) -> None:
         """Queue a request."""
         if self._reuse:
-            names = chunk_names(waiting.tokens, self.chunk_of(len(waiting.tokens)))
+            chunk = self.chunk_of(len(waiting.tokens))
+            names = chunk_names(waiting.tokens, chunk, waiting.cache_salt)
             waiting = waiting._replace(names=names)
         bisect.insort(self.queue, waiting, key=lambda one: one.rank)
 

@@ -42,6 +42,8 @@ def choose_kernels(
 ) -> TargetModel:
     """The target with the kernels of one order, or without.
 
+    Warns once where jax is too old for this GPU's kernels.
+
     Args:
       target: the static part of the target, on the device of this process.
       wanted: whether to take them; None takes them where they serve a target in 16 bits.
@@ -50,6 +52,7 @@ def choose_kernels(
     Raises:
       NotImplementedError: if they are wanted and there are none; says why.
     """
+    hardware.warn_of_missing_kernels()
     if wanted is False or target.config.dtype == "float32":
         return target
     try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from longspec_jax.decoding.constrained import Constraint
+from longspec_jax.decoding.constrained import Guarded
 from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.decoding.prefixes import Names, PrefixCache
 from longspec_jax.decoding.prompts import Active, Prefill
@@ -20,23 +20,51 @@ class StepOutput:
     id: int
     """The request's, as :meth:`~longspec_jax.decoding.engine.Engine.submit` returned it."""
     tokens: tuple[int, ...]
-    """At least one."""
+    """At least one, but where the request ends with ``error``."""
     drafted: tuple[bool, ...]
     """Whether each token was an accepted draft token."""
     rounds: tuple[int, ...]
     """Accepted draft tokens of every round that the request took part in; none of the prefill."""
     finish: str | None = None
     """None while the request runs. ``stop`` after a stop token, ``length`` at the budget, ``error``
-    where the target's logits were not finite, so that the last token is no token."""
+    where it cannot go on."""
+    reason: str | None = None
+    """Of an ``error``: what failed of this request alone, such as its grammar. None where the
+    target's logits were not finite, so that the last token is no token."""
     cached_tokens: int = 0
     """Of the first output: tokens of the prompt that were not prefilled anew."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of every token; empty if the request does not ask."""
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     """Of the first output: of every token of the prompt but the first one, which has none. None if
-    the request does not ask."""
+    the request does not ask. Read it in the thread that needs it: a long prompt's take seconds."""
     trees: tuple[RoundTree, ...] = ()
     """Of every round, where the engine reports them."""
+
+
+def until(
+    output: StepOutput, kept: int, finish: str = "stop", reason: str | None = None
+) -> StepOutput:
+    """The first tokens of a step output, with which its request ends.
+
+    A round that is cut short counts the draft tokens that are left, and rounds behind it are gone.
+    """
+    rounds, begin = [], 0
+    for accepted in output.rounds:
+        if begin >= kept:
+            break
+        rounds.append(min(accepted, kept - begin))
+        begin += accepted + 1
+    return replace(
+        output,
+        tokens=output.tokens[:kept],
+        drafted=output.drafted[:kept],
+        rounds=tuple(rounds),
+        logprobs=output.logprobs[:kept],
+        trees=output.trees[: len(rounds)],
+        finish=finish,
+        reason=reason,
+    )
 
 
 @dataclass(frozen=True)
@@ -98,7 +126,7 @@ class Slots:
         return [self.active[id].waiting.priority for id in self.by_age]
 
     @property
-    def constraints(self) -> dict[int, Constraint]:
+    def constraints(self) -> dict[int, Guarded]:
         """What the requests of some slots may emit, by slot."""
         return {
             self.held.index(id): active.waiting.constraint
@@ -158,38 +186,72 @@ class Slots:
             for id, active in other.active.items()
         }
 
-    def first(self, id: int, token: np.ndarray, ended: bool) -> StepOutput:
+    def first(
+        self,
+        id: int,
+        token: np.ndarray,
+        ended: bool,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        prompt_logprobs: Sequence[TokenLogprob | None] | None = None,
+    ) -> StepOutput:
         """Take in the first token of a request, ``[1]``."""
-        return self._gained(id, token, np.zeros(1, bool), (), ended)
+        return self._take(
+            StepOutput(
+                id,
+                tuple(token.tolist()),
+                (False,),
+                (),
+                cached_tokens=self.active[id].cached,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            ),
+            ended,
+        )
 
     def rounds(self, report: Report, row: int, id: int) -> StepOutput:
         """Take in the rounds of a request in this row of a launch; of some it emitted tokens."""
-        rounds = np.flatnonzero(report.count[:, row])
+        rounds, active = np.flatnonzero(report.count[:, row]), self.active[id]
         counts, accepted = report.count[rounds, row], report.accepted[rounds, row]
         steps = np.arange(report.tokens.shape[2])
         tokens = report.tokens[rounds, row][steps < counts[:, None]]
         drafted = (steps < accepted[:, None])[steps < counts[:, None]]
-        ended = bool(report.done[rounds[-1], row])
-        logprobs = report.logprobs_of(row, rounds, self.active[id].waiting.alternatives)
-        self.active[id].left -= len(tokens)
-        output = self._gained(id, tokens, drafted, tuple(accepted.tolist()), ended)
-        return replace(output, logprobs=logprobs, trees=report.trees_of(row, rounds))
+        output = self._take(
+            StepOutput(
+                id,
+                tuple(tokens.tolist()),
+                tuple(drafted.tolist()),
+                tuple(accepted.tolist()),
+                logprobs=report.logprobs_of(row, rounds, active.waiting.alternatives),
+                trees=report.trees_of(row, rounds),
+            ),
+            bool(report.done[rounds[-1], row]),
+        )
+        active.left -= len(output.tokens)
+        return output
 
-    def _gained(
-        self, id: int, tokens: np.ndarray, drafted: np.ndarray, rounds: tuple[int, ...], ended: bool
-    ) -> StepOutput:
-        active, finish = self.active[id], None
-        active.tokens.append(tokens)
-        if (constraint := active.waiting.constraint) is not None and tokens[-1] != NO_TOKEN:
-            constraint.advance(tokens.tolist())
-        cached, active.cached = active.cached, 0
+    def _take(self, output: StepOutput, ended: bool) -> StepOutput:
+        """Count what a request has gained; all of it, or less where its constraint fails.
+
+        Args:
+          output: without an end.
+          ended: whether the request has ended on the device.
+        """
+        active = self.active[output.id]
+        last, stops = output.tokens[-1], active.waiting.request.stop_tokens
         if ended:
-            last, stops = tokens[-1], active.waiting.request.stop_tokens
             finish = "error" if last == NO_TOKEN else "stop" if last in stops else "length"
-            slot = self.held.index(id)
-            if finish == "error":  # Its keys and values may be NaN.
+            output = replace(output, finish=finish)
+        if (constraint := active.waiting.constraint) is not None:
+            kept = constraint.take(output.tokens)
+            # What may follow the last token of a row that has ended does not matter.
+            if constraint.failure is not None and not (ended and kept == len(output.tokens)):
+                output = until(output, kept, "error", constraint.failure)
+        # Nothing can fail from here on: what is counted is reported.
+        active.tokens.append(np.asarray(output.tokens, np.int32))
+        active.cached = 0
+        if ended:
+            slot = self.held.index(output.id)
+            if last == NO_TOKEN:  # Its keys and values may be NaN.
                 self._prefixes.slots.put(slot, ())
             self.vacate(slot)
-        return StepOutput(
-            id, tuple(tokens.tolist()), tuple(drafted.tolist()), rounds, finish, cached
-        )
+        return output

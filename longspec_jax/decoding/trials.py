@@ -20,7 +20,13 @@ import numpy as np
 
 from longspec_jax.decoding.choices import load_of
 from longspec_jax.decoding.chunks import KnownChunks
-from longspec_jax.decoding.constrained import FREE, Anything, Constraint, constrained_programs
+from longspec_jax.decoding.constrained import (
+    FREE,
+    Anything,
+    Constraint,
+    Guarded,
+    constrained_programs,
+)
 from longspec_jax.decoding.copies import copy_prefix
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Choice, FastestWithinBudget
@@ -44,7 +50,7 @@ SMALLEST_CHUNK = 64
 
 
 def rehearse(
-    engine: Engine, kind: SamplingKind, constraints: Mapping[int, Constraint] = FREE
+    engine: Engine, kind: SamplingKind, constraints: Mapping[int, Guarded] = FREE
 ) -> float:
     """Run a round of every candidate and size of launch, so that no later one compiles.
 
@@ -141,7 +147,7 @@ def rehearse_requests(
     for request in requests:
         rehearse(engine, request.sampling.kind)
     if constrained:
-        rehearse(engine, SamplingKind.ANY, {0: Anything()})
+        rehearse(engine, SamplingKind.ANY, {0: Guarded(Anything())})
     engine._rows = release(engine.rows, 0)
 
 

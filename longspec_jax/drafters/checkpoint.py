@@ -6,6 +6,8 @@ from typing import Any
 from longspec_jax.drafters.tables import TableParams
 from longspec_jax.weights.tables import MLP, QKV_BIAS_PARTS, QKV_KERNEL, Rule
 
+LAYER_CONFIG = "transformer_layer_config"
+"""Where files of speculators describe the layers."""
 QKV = Rule("self_qkv/fused/kernel", "D K * H", QKV_KERNEL)
 QKV_BIAS = Rule("self_qkv/fused/bias", "K * H", QKV_BIAS_PARTS)
 SELF_OUT = Rule("self_out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),))

@@ -77,6 +77,22 @@ class Draft:
         """Which trees usually pay."""
         raise NotImplementedError
 
+    @property
+    def apart(self) -> "Draft":
+        """The same draft for rows that may be of several people.
+
+        No row drafts from the texts of the others, unless :attr:`shares_texts`.
+        """
+        return self
+
+    @property
+    def shares_texts(self) -> bool:
+        """Whether its options ask for rows of several people to draft from each other's texts.
+
+        A server must then show no draft tokens but accepted ones.
+        """
+        return False
+
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError if it does not belong to this target, as its ``config`` says."""
         if (config := getattr(self, "config", None)) is not None:

@@ -7,11 +7,12 @@ themselves, on the device: of the latest places that match best, a fixed number,
 continuations are compared. So a round's cost is bounded, and a token takes the 4 bytes that prompt
 lookup keeps as well.
 
-The texts of all slots are searched: a slot that is vacant still holds the text of its last request.
-So a row's speed depends on its neighbours; its tokens do not.
+The texts of all slots may be searched: a slot that is vacant still holds the text of its last
+request. A row's speed then depends on its neighbours; its tokens do not. Where the neighbours may
+be other people's, every row looks in its own text alone (:attr:`SuffixDraft.shared`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -84,9 +85,21 @@ class SuffixDrafter(NgramDrafter):
 class SuffixDraft(Draft):
     """Suffix decoding as a draft; it has no parameters and fits every target."""
 
-    own: bool = False
-    """Look in the row's own text alone, not in those of the other rows and the requests before."""
+    shared: bool | None = None
+    """Whether rows look in each other's texts, and in those of the requests before. If absent, the
+    rows of one call do. The requests of an engine do not, because they may be of several people:
+    what is drafted, and how much of it is accepted, tells of the text that it was found in."""
     name: str = field(default="suffix", init=False)
+
+    @property
+    def apart(self) -> "SuffixDraft":
+        """Rows look in their own text alone, unless the option asks for more."""
+        return replace(self, shared=self.shares_texts)
+
+    @property
+    def shares_texts(self) -> bool:
+        """Whether the option asks for it."""
+        return bool(self.shared)
 
     @property
     def default_trees(self) -> DefaultTrees:
@@ -96,7 +109,7 @@ class SuffixDraft(Draft):
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> SuffixDrafter:
         """The drafter that fills this tree."""
-        return SuffixDrafter(tree, self.own)
+        return SuffixDrafter(tree, own=self.shared is False)
 
 
 def texts_to_search(

@@ -30,6 +30,10 @@ SINKS = 4
 """First entries that a draft sees beside its window, unless it was trained with a window."""
 MOST_SINKS = 64
 """They are read at every level, in the buffer of the tree."""
+NOT_WHOLE = (
+    "the file is not whole: download it again, or, if it was published so, load another draft"
+)
+"""What to do where a draft lacks what its target cannot stand in for."""
 P = TypeVar("P", bound="TableParams")
 B = TypeVar("B", bound="BlockParams")
 
@@ -246,8 +250,8 @@ class TableParams:
         if not own_embedding and draft.model_width != draft.target_width:
             raise ValueError(
                 f"the draft has no embed_tokens.weight, and its hidden_size={draft.model_width} is "
-                f"not the target's {draft.target_width}, whose embedding it would share; the "
-                "file is incomplete: download it again"
+                f"not the target's {draft.target_width}, whose embedding it would share; "
+                f"{NOT_WHOLE}"
             )
         embedding = embedding if own_embedding else shared
         own_head = "head" in layer or (tied and own_embedding)
@@ -255,8 +259,7 @@ class TableParams:
         if head.shape != (draft.proposable, draft.model_width):
             raise ValueError(
                 f"the draft has no lm_head.weight [{draft.proposable}, {draft.model_width}], and "
-                f"the LM head that it would share is {list(head.shape)}; the file is incomplete: "
-                "download it again"
+                f"the LM head that it would share is {list(head.shape)}; {NOT_WHOLE}"
             )
         tokens = None if vocabulary is None else jnp.asarray(vocabulary)
         params = cls(layer, embedding, head, tokens, own_embedding, own_head, factor)

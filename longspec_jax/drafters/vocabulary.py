@@ -20,7 +20,7 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from longspec_jax.drafters.tables import Sizes
+from longspec_jax.drafters.tables import NOT_WHOLE, Sizes
 from longspec_jax.weights.checkpoint import Tensor, Tensors
 from longspec_jax.weights.hub import local_folder
 
@@ -170,7 +170,7 @@ def vocabulary_of(tensors: Tensors, draft: Sizes) -> np.ndarray | None:
         if draft.proposable != draft.vocab_size:
             raise ValueError(
                 f"the draft knows {draft.proposable} of {draft.vocab_size} tokens, and d2t, "
-                "which says which, is not among its tensors; download it again"
+                f"which says which, is not among its tensors; {NOT_WHOLE}"
             )
         return None
     if offsets.shape != (draft.proposable,):
@@ -184,8 +184,7 @@ def vocabulary_of(tensors: Tensors, draft: Sizes) -> np.ndarray | None:
         if members.shape != (draft.vocab_size,) or not np.array_equal(np.sort(tokens), listed):
             raise ValueError(
                 f"d2t names {len(tokens)} tokens and t2d {members.shape} marks {len(listed)}, and "
-                f"they must be the same ones of the target's {draft.vocab_size}; the file is "
-                "damaged: download it again"
+                f"they must be the same ones of the target's {draft.vocab_size}; {NOT_WHOLE}"
             )
     same = len(tokens) == draft.vocab_size and bool((tokens == np.arange(len(tokens))).all())
     return None if same else tokens
@@ -203,7 +202,7 @@ def vocabulary_tensors(vocabulary: Any, vocab_size: int) -> dict[str, np.ndarray
 def _whole(tensor: Tensor) -> np.ndarray:
     """A small tensor of whole numbers."""
     if len(tensor.shape) != 1:
-        raise ValueError(f"d2t and t2d must be lists, got {tensor.shape}; download the draft again")
+        raise ValueError(f"d2t and t2d must be lists, got {tensor.shape}; {NOT_WHOLE}")
     return tensor.read((slice(None),))
 
 

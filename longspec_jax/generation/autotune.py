@@ -201,7 +201,7 @@ def write_timings(folder: Path, key: Mapping[str, Any], timings: Sequence[TreeTi
     file = _file(folder, key)
     whole = {"key": key, "time": time.time(), "timings": [asdict(timing) for timing in timings]}
     with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        files.make_private(file.parent)
         files.replace(file, json.dumps(whole, indent=1).encode())
 
 

@@ -3,6 +3,7 @@
 Quick to import: the commands refuse bad messages before the library's slow imports.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ from longspec_jax.checks import shown
 
 SHORT = 8
 """Characters per position up to which a text is tokenised without a check of its length."""
+OPEN_THOUGHT = re.compile(r"(<(?:\w+:)?think(?:ing)?>|\[THINK\])\s*\Z", re.IGNORECASE)
+"""What a template ends a prompt with that begins the model's reasoning."""
+THOUGHT_TOKENS = 16
+"""At the end of a prompt, among which it lies."""
 CONTENT = 'text, or a list of parts {"type": "text", "text": ...}'
 
 
@@ -124,6 +129,25 @@ def render_chat(
             f"the chat template cannot render these messages: {error} ({type(error).__name__}); "
             f"{remedy}"
         ) from error
+
+
+def check_no_open_thought(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
+    """Refuse a grammar behind messages whose template has begun the model's reasoning.
+
+    Args:
+      decode: the text of tokens, special ones included.
+      prompt: the tokens of the messages.
+
+    Raises:
+      ValueError: says how the prompt ends.
+    """
+    end = decode([*map(int, prompt[-THOUGHT_TOKENS:])])
+    if (opened := OPEN_THOUGHT.search(end)) is not None:
+        raise ValueError(
+            f"the chat template ends the prompt with {opened[1]}, so that a form (response_format, "
+            "grammar=) would bind the model's reasoning and not its answer; leave the form out, "
+            "use a template that does not open the reasoning, or pass the prompt as text"
+        )
 
 
 def _template(tokenizer: Any, template: str | None) -> str:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from longspec_jax.checks import shown
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN
 
@@ -27,6 +28,18 @@ PATIENCE = 900.0
 LONGEST_ANSWER = 3600.0
 """Seconds that an answer may take."""
 BUSY = (429, 503)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: urllib would send the key along, to whatever host is named."""
+
+    def redirect_request(
+        self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any
+    ) -> None:
+        """None: the redirect is an error of the request."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,10 @@ class Endpoint:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        for choice in (answer["choices"][0] for answer in answers):
+            if choice.get("finish_reason") == "error":
+                said = choice.get("error", {}).get("message", "a text ended with an error")
+                raise OSError(f"--endpoint={self.url}: {said}")
         tokens = [answer["longspec"][0]["tokens"] for answer in answers]
         rounds = tuple(len(answer["longspec"][0]["rounds"]) for answer in answers)
         times = [answer["metrics"] for answer in answers]
@@ -143,7 +160,7 @@ class Endpoint:
         while True:
             try:
                 request = urllib.request.Request(self.url + path, data, headers)
-                with urllib.request.urlopen(request, timeout=LONGEST_ANSWER) as response:
+                with _OPENER.open(request, timeout=LONGEST_ANSWER) as response:
                     return json.load(response)
             except urllib.error.HTTPError as error:
                 if error.code not in BUSY or time.monotonic() > deadline:
@@ -156,6 +173,11 @@ class Endpoint:
                 ) from None
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
+        if 300 <= error.code < 400:
+            return ValueError(
+                f"--endpoint={self.url} redirects to {shown(error.headers.get('Location'))}, where "
+                "neither prompts nor the API key are sent; name the server's own address, up to /v1"
+            )
         said = ""
         with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
             said = json.load(error)["error"]["message"]

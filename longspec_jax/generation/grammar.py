@@ -1,12 +1,19 @@
 """What a row may emit, by a JSON schema, a regular expression or a Lark grammar.
 
 The library llguidance says which tokens may follow a text. A round needs that at every node of its
-tree: behind the node's own path. :class:`GrammarState` walks the tree with one matcher that steps
-back at every branch. Nodes that the grammar has ruled out on the way are not looked at: no path
-reaches them, because no draw of their parent can be their token.
+tree: behind the node's own path. Sampling sees the allowed tokens alone: forbidden logits become
+-inf before temperature and filters.
 
-Sampling sees the allowed tokens alone: forbidden logits become -inf before temperature and filters.
-Plain decoding is masked alike, so trees change no token here either.
+The library bounds the work of a step and the size of what it builds. A grammar may meet a bound in
+the midst of a text, and its matcher is of no use from then on. Whether it does depends on all that
+the matcher, or a copy of it, was ever asked. So a row has two that were compiled apart:
+
+* The row's own is asked what plain decoding asks, however the tokens were found: what may come
+  first, and behind every token of the text what may follow. Where it fails the row ends, behind
+  that token, with the library's reason. No tree moves that end.
+* The other one follows the trees, and steps back at every branch. Where it fails the nodes that it
+  has not judged have no path, and the row goes on without a draft. Nodes that the grammar has ruled
+  out on the way have none either.
 """
 
 import functools
@@ -24,17 +31,19 @@ DEEPEST = 32
 """Most levels of a JSON schema."""
 TOKENIZERS = 4
 """Vocabularies whose tables are kept: a table takes a second to make at 128k tokens."""
+MOST_STATES = 50_000
+"""States of the automaton of a grammar's tokens that a matcher builds; each takes 1 to 2 kB."""
 
 TokenBits: TypeAlias = np.ndarray
 """``[T, W]`` uint32: bit ``v % 32`` of word ``v // 32`` is set where token ``v`` is allowed."""
 
 
 class Grammar:
-    """A compiled grammar; requests share it, and each begins with a :meth:`state` of its own."""
+    """A grammar that can be used; requests share it, and each has a :meth:`state` of its own."""
 
-    def __init__(self, matcher: Any, vocabulary: "Vocabulary") -> None:
-        """Keep the matcher of a row without a token; made by :func:`compile_grammar`."""
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, vocabulary: "Vocabulary", source: str, limits: Any) -> None:
+        """Compile nothing; made by :func:`compile_grammar`."""
+        self._vocabulary, self._source, self._limits = vocabulary, source, limits
 
     @property
     def stop_tokens(self) -> frozenset[int]:
@@ -42,8 +51,17 @@ class Grammar:
         return self._vocabulary.stop_tokens
 
     def state(self) -> "GrammarState":
-        """The state of a row that has emitted nothing."""
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary)
+        """The state of a row that has emitted nothing; compiles, for a millisecond or many.
+
+        Raises:
+          ValueError: if the grammar is wrong, too large, or no text of the vocabulary's.
+        """
+        return GrammarState(self.matcher(), self.matcher(), self._vocabulary)
+
+    def matcher(self) -> Any:
+        """A matcher that has met no token, and shares nothing with others as its copies would."""
+        library, table = _library(), self._vocabulary.table
+        return library.LLMatcher(table, self._source, log_level=0, limits=self._limits)
 
 
 def compile_grammar(
@@ -52,17 +70,23 @@ def compile_grammar(
     json_schema: Mapping[str, Any] | None = None,
     regex: str | None = None,
     lark: str | None = None,
+    limits: Any = None,
 ) -> Grammar:
-    """A grammar from its source; arguments and errors as of ``LongSpec.grammar``."""
+    """A grammar from its source; arguments and errors as of ``LongSpec.grammar``.
+
+    Args:
+      vocabulary: of the target.
+      limits: the library's ``LLParserLimits``; its defaults and :data:`MOST_STATES` if absent.
+    """
     library = _library()
     sources: list[tuple[Any, str]] = []
     if json_schema is not None:
         _check_depth(json_schema)
-        sources.append((library.grammar_from_json_schema, json.dumps(json_schema)))
+        sources.append((library.LLMatcher.grammar_from_json_schema, json.dumps(json_schema)))
     if regex is not None:
-        sources.append((library.grammar_from_regex, regex))
+        sources.append((library.LLMatcher.grammar_from_regex, regex))
     if lark is not None:
-        sources.append((library.grammar_from_lark, lark))
+        sources.append((library.LLMatcher.grammar_from_lark, lark))
     if len(sources) != 1:
         raise ValueError("a grammar is one of json_schema=, regex= and lark=; pass one of them")
     [(read, source)] = sources
@@ -70,60 +94,129 @@ def compile_grammar(
         raise ValueError(
             f"a grammar of {len(source)} characters is longer than {LONGEST}; shorten it"
         )
-    matcher = library(vocabulary.table, read(source), log_level=0)
-    if matcher.is_error():
-        reason = matcher.get_error().strip().splitlines()[0]
-        raise ValueError(f"the grammar cannot be used: {reason}")
-    return Grammar(matcher, vocabulary)
+    if limits is None:
+        limits = library.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+    grammar = Grammar(vocabulary, read(source), limits)
+    _first_tokens(grammar.matcher(), vocabulary)
+    return grammar
 
 
 class GrammarState:
     """Where a row stands in its grammar."""
 
-    def __init__(self, matcher: Any, vocabulary: "Vocabulary") -> None:
-        """Begin where the matcher stands."""
-        self._matcher, self._words = matcher, -(-vocabulary.size // 32)
+    def __init__(self, own: Any, of_trees: Any, vocabulary: "Vocabulary") -> None:
+        """Begin before the first token, with two matchers that share nothing.
+
+        Raises:
+          ValueError: if nothing can come first.
+        """
+        self._own, self._words = own, vocabulary.words
+        self._next: np.ndarray | None = _first_tokens(own, vocabulary)
+        """What may follow the row's last token; None once the row's own matcher has failed."""
+        self._of_trees: Any | None = of_trees
+        """Behind the row's last token; None once it has failed."""
         self._stops, self._ended = vocabulary.stop_tokens, False
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """What ends a text that satisfies the grammar."""
+        return self._stops
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take in tokens that the row has emitted.
 
         Raises:
-          ValueError: if the grammar does not allow them.
+          ValueError: if the grammar does not allow them, or meets a bound of the library.
         """
         for token in map(int, tokens):
-            # The matcher is not told: it keeps no stop token that it could step back over.
+            # The matchers are not told: they keep no stop token that they could step back over.
             self._ended |= token in self._stops
-            if not (self._ended or self._matcher.consume_token(token)):
+            if self._ended:
+                return
+            if self._next is None or not _holds(self._next, token):
                 raise ValueError(f"token {token} does not satisfy the row's grammar")
+            self._next = None
+            if self._own.consume_token(token):
+                self._next = _tokens_behind(self._own, self._words)
+            if self._next is None:
+                raise ValueError(
+                    f"the grammar cannot be followed any further: {_reason(self._own)}"
+                )
+            if self._of_trees is not None and not self._of_trees.consume_token(token):
+                self._of_trees = None
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> TokenBits:
         """As of :class:`~longspec_jax.decoding.constrained.Constraint`.
 
-        The root may also be the last token of the prompt. Behind nodes that no path reaches all
-        tokens are allowed.
+        The root may also be the last token of the prompt. Behind a stop token all is allowed.
         """
-        bits = np.full((len(tokens), self._words), -1, np.int32)
+        bits = np.full((len(tokens), self._words), -1 if self._ended else 0, np.int32)
         if self._ended:
             return bits.view(np.uint32)
+        if self._next is not None:
+            bits[0] = self._next
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             children.setdefault(int(parent), []).append(node)
-        self._fill(0, tokens, children, bits)
+        if self._of_trees is not None and not self._fill(self._of_trees, 0, tokens, children, bits):
+            self._of_trees = None
         return bits.view(np.uint32)
 
     def _fill(
-        self, node: int, tokens: Sequence[int], children: Mapping[int, list[int]], bits: np.ndarray
-    ) -> None:
-        """Ask behind a node, and below it; the matcher stands behind the node."""
-        line = bits[node]
-        self._matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+        self,
+        of_trees: Any,
+        node: int,
+        tokens: Sequence[int],
+        children: Mapping[int, list[int]],
+        bits: np.ndarray,
+    ) -> bool:
+        """Ask the matcher below a node, behind which it stands; whether it could answer all."""
         for child in children.get(node, ()):
             token = int(tokens[child])
-            allowed = line[token // 32] >> (token % 32) & 1
-            if allowed and token not in self._stops and self._matcher.consume_token(token):
-                self._fill(child, tokens, children, bits)
-                self._matcher.rollback(1)
+            if not _holds(bits[node], token):
+                continue
+            if token in self._stops:
+                bits[child] = -1
+                continue
+            if not of_trees.consume_token(token):
+                return False
+            found = _tokens_behind(of_trees, self._words)
+            if found is None:
+                return False
+            bits[child] = found
+            if not (self._fill(of_trees, child, tokens, children, bits) and of_trees.rollback(1)):
+                return False
+        return True
+
+
+def _first_tokens(matcher: Any, vocabulary: "Vocabulary") -> np.ndarray:
+    """``[W]`` int32, what may come first.
+
+    Raises:
+      ValueError: if the matcher has failed, or does so now.
+    """
+    line = _tokens_behind(matcher, vocabulary.words)
+    if line is None:
+        raise ValueError(f"the grammar cannot be used: {_reason(matcher)}")
+    return line
+
+
+def _tokens_behind(matcher: Any, words: int) -> np.ndarray | None:
+    """``[W]`` int32, what may follow; None if the matcher has failed, which it then stays."""
+    line = np.zeros(words, np.int32)
+    if not matcher.is_error():
+        matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+    return None if matcher.is_error() else line
+
+
+def _holds(line: np.ndarray, token: int) -> bool:
+    return bool(line[token // 32] >> (token % 32) & 1)
+
+
+def _reason(matcher: Any) -> str:
+    """Why a matcher has failed."""
+    words = matcher.get_error().strip().splitlines()[0]
+    return "no token of the vocabulary may follow" if words.startswith("NoExtension") else words
 
 
 class Vocabulary:
@@ -132,6 +225,11 @@ class Vocabulary:
     def __init__(self, table: Any, size: int, stop_tokens: tuple[int, ...]) -> None:
         """Keep the table; made by :func:`vocabulary_of`."""
         self.table, self.size, self.stop_tokens = table, size, frozenset(stop_tokens)
+
+    @property
+    def words(self) -> int:
+        """Of a line of bits."""
+        return -(-self.size // 32)
 
 
 class _FastTokenizer(Protocol):
@@ -179,6 +277,6 @@ def _check_depth(schema: Any, level: int = 1) -> None:
 def _library() -> Any:
     if (absent := missing_packages("grammar")) is not None:
         raise ModuleNotFoundError(absent)
-    from llguidance import LLMatcher
+    import llguidance
 
-    return LLMatcher
+    return llguidance

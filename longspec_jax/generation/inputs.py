@@ -168,6 +168,11 @@ def to_prompt(inputs: Inputs, *options: Any, **named: Any) -> np.ndarray:
     return row
 
 
+def is_chat(item: Any) -> bool:
+    """Whether a row is a list of chat messages."""
+    return isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping)
+
+
 def _rows(inputs: Inputs) -> list[Any]:
     """Split the inputs into one item per row."""
     if isinstance(inputs, Mapping):
@@ -225,7 +230,7 @@ def _prompt(
 ) -> np.ndarray:
     """Token ids of one row as int32; what does not fit is refused before it would be cut off."""
     tokens: Any = item
-    if isinstance(item, Sequence) and item and isinstance(item[0], Mapping):
+    if is_chat(item):
         tokens = encode_chat(tokenizer, item, chat_template, max_positions=max_positions)
     elif chat_template is not None:
         raise ValueError(

@@ -10,6 +10,7 @@
 """
 
 import sys
+import warnings
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
@@ -23,6 +24,8 @@ from longspec_jax.decoding import trials
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.choices import launch_sizes
+from longspec_jax.decoding.chunks import most_reusable
+from longspec_jax.decoding.constrained import reason_of
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.prefixes import MOST_MOVING
@@ -31,10 +34,11 @@ from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.slots import EngineStatus, StepOutput
-from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.call import Shape
+from longspec_jax.generation.chat import check_no_open_thought
 from longspec_jax.generation.grammar import Grammar, GrammarState
-from longspec_jax.generation.inputs import Batch, Inputs, read_batch
+from longspec_jax.generation.inputs import Batch, Inputs, is_chat, read_batch
 from longspec_jax.generation.memory import check_fits, plan_memory
 from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
@@ -65,7 +69,9 @@ class RequestOutput(StepOutput):
 class RequestEngine:
     """Requests that come and go; made by :meth:`longspec_jax.LongSpec.engine`. A context manager.
 
-    The text of a request depends on target, prompt, options and seed, not on its neighbours.
+    The text of a request depends on target, prompt, options and seed, not on its neighbours. These
+    may be other people's: no request drafts from their texts, unless the draft's option ``shared``
+    asks for it.
     """
 
     def __init__(
@@ -94,13 +100,16 @@ class RequestEngine:
             raise ValueError(f"max_gap_ms={shown(max_gap_ms)} must be a number of milliseconds")
         if logprobs is not None:
             whole_number("logprobs", logprobs, 0, MOST_ALTERNATIVES)
+        apart = replace(models, draft=tuple(draft.apart for draft in models.drafts))
         drafters, draft = drafters_for(
-            models, tree, slots, adaptive=adaptive, choices=candidates_by_load
+            apart, tree, slots, adaptive=adaptive, choices=candidates_by_load
         )
         drafters = drafters if adaptive else drafters[:1]
         levels = tallest(drafters).tree.num_levels
         alone = has_same_bits(models.target)
         shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
+        if prefixes:
+            _say_if_nothing_is_reused(drafters[0], max_tokens, shape.chunk)
         batches = [slots, *[1] * prefills]
         memory = plan_memory(
             *(models, drafters, draft, batches, shape.capacity, shape.chunk), adjusted=adjusted
@@ -159,7 +168,8 @@ class RequestEngine:
         priority: int = 0,
         speculate: bool = True,
         tree: TreeConfig | None = None,
-        grammar: Grammar | None = None,
+        grammar: Grammar | GrammarState | None = None,
+        cache_salt: str = "",
         **options: Unpack[GenerateOptions],
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
@@ -169,7 +179,9 @@ class RequestEngine:
         whose text goes on later as if nothing had happened. Without ``speculate`` the row accepts
         no draft token, and its text is the same. A ``tree`` of :attr:`trees` runs while the request
         holds a slot, instead of the one that is fastest. A ``grammar``
-        (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone.
+        (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone; a ``state`` of it is
+        this request's, and was compiled before. Prompts of different ``cache_salt`` are not reused
+        for each other: it keeps apart people who must not learn what the others ask.
 
         Returns:
           The number of the request.
@@ -186,18 +198,23 @@ class RequestEngine:
                 f"a request is one row and {len(batch.prompts)} were given; submit each"
             )
         [prompt] = batch.prompts
+        if grammar is not None and batch.tokenizer is not None and is_chat(inputs):
+            check_no_open_thought(batch.tokenizer.decode, prompt.tolist())
         if not is_whole(priority):
             raise ValueError(
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
-        request = _of_one_row(batch, speculate)
+        if not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt={shown(cache_salt)} must be text")
+        request, text = _of_one_row(batch, speculate), batch.text(0)
         more = {
             "priority": priority,
             "constraint": self._constraint(grammar, request),
             "candidate": None if tree is None else self._candidate(tree),
+            "cache_salt": cache_salt,
         }
         id = self.engine.submit(prompt, request, **more)
-        if (text := batch.text(0)) is not None:
+        if text is not None:
             self._texts[id] = text
         return id
 
@@ -208,7 +225,9 @@ class RequestEngine:
             raise ValueError(f"tree={tree} is none of this engine's trees, which are {known}")
         return trees.index(tree)
 
-    def _constraint(self, grammar: Grammar | None, request: Request) -> GrammarState | None:
+    def _constraint(
+        self, grammar: Grammar | GrammarState | None, request: Request
+    ) -> GrammarState | None:
         if grammar is None:
             return None
         if not self._grammars:
@@ -218,7 +237,7 @@ class RequestEngine:
                 f"a text of this grammar ends with token {sorted(grammar.stop_tokens)}, which "
                 "eos_token_id does not name; leave out eos_token_id"
             )
-        return grammar.state()
+        return grammar.state() if isinstance(grammar, Grammar) else grammar
 
     def step(self) -> list[RequestOutput]:
         """Launch the next rounds and return new output; call it while :attr:`busy`."""
@@ -300,9 +319,12 @@ class RequestEngine:
     def _output(self, output: StepOutput) -> RequestOutput:
         pieces: tuple[Piece, ...] = ()
         if (own := self._texts.get(output.id)) is not None:
-            output, pieces = own.take(output)
-            if own.stopped:
-                self.engine.cancel(output.id)
+            try:
+                output, pieces = own.take(output)
+            except Exception as error:  # The tokenizer's, and this request's alone.
+                output = replace(output, finish="error", reason=reason_of(error))
+        if output.finish is not None:
+            self.engine.cancel(output.id)
         if output.finish is not None:
             self._texts.pop(output.id, None)
         text = "".join(piece.text for piece in pieces)
@@ -312,6 +334,18 @@ class RequestEngine:
 def _of_one_row(batch: Batch, speculate: bool) -> Request:
     """The options of a request."""
     return replace(batch.request, speculate=np.asarray([speculate]))
+
+
+def _say_if_nothing_is_reused(drafter: Drafter, longest: int, chunk: int) -> None:
+    """Warn if a drafter needs all of every prompt to be run, though prefixes may be reused."""
+    if longest > chunk and not most_reusable(drafter.needs, longest, chunk):
+        warnings.warn(
+            "no prefix of a prompt is reused (prefixes=True): the draft reads what the target "
+            "computes at every token of a prompt, so all of it is run again. With a window it "
+            "reads the last tokens alone: the draft option window=N, where the draft has one, with "
+            f"N below {longest - chunk}, lets chunks of {chunk} tokens be reused",
+            stacklevel=4,
+        )
 
 
 def _check_prefixes(models: Models, prefixes: bool, host_bytes: int) -> None:

@@ -88,7 +88,7 @@ class RowOutput:
         self.drafted += output.drafted
         self.logprobs += output.logprobs
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
+            self.prompt_logprobs = tuple(output.prompt_logprobs)
         for accepted in output.rounds:
             self.histogram[accepted] += 1
         self.done = output.finish is not None
@@ -164,10 +164,13 @@ class Run:
 
         Raises:
           FloatingPointError: if the target's logits were not finite.
+          RuntimeError: if what the row has gained cannot be read.
         """
         row = self.rows[output.id]
         if row.done:
             return  # A stop string has ended it, and this was launched before.
+        if output.reason is not None:
+            raise RuntimeError(f"row {output.id} cannot go on: {output.reason}")
         if output.finish == "error":
             where = f"of row {output.id} " if len(self.rows) > 1 else ""
             before = len(row.tokens) + len(output.tokens) - 1

@@ -1,4 +1,4 @@
-"""Strings that end a row: where a text first meets one, and what is left of a step behind it.
+"""Strings that end a row: where a text first meets one.
 
 A row ends with the first token with which its text contains a stop string. The match is the first
 one to be complete, of several that end together the longest, so that it does not depend on how the
@@ -7,11 +7,9 @@ text is split into tokens. The row's text ends before the match.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from longspec_jax.checks import shown
-from longspec_jax.decoding.slots import StepOutput
 
 MOST_STRINGS = 64
 """Most stop strings of a row."""
@@ -84,29 +82,6 @@ class StopStrings:
         while node and character not in self._next[node]:
             node = self._shorter[node]
         return self._next[node].get(character, 0)
-
-
-def until(output: StepOutput, kept: int) -> StepOutput:
-    """What a stop string leaves of a step output: its first tokens, at least one.
-
-    A round that it cuts short counts the draft tokens that are left, and rounds behind it are gone.
-    """
-    rounds, begin = [], 0
-    for accepted in output.rounds:
-        if begin >= kept:
-            break
-        rounds.append(min(accepted, kept - begin))
-        begin += accepted + 1
-    tokens, drafted = output.tokens[:kept], output.drafted[:kept]
-    return replace(
-        output,
-        tokens=tokens,
-        drafted=drafted,
-        rounds=tuple(rounds),
-        logprobs=output.logprobs[:kept],
-        trees=output.trees[: len(rounds)],
-        finish="stop",
-    )
 
 
 def stop_strings(

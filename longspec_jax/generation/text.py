@@ -21,8 +21,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from longspec_jax.decoding.slots import StepOutput
-from longspec_jax.generation.stops import StopStrings, until
+from longspec_jax.decoding.sampling import NO_TOKEN
+from longspec_jax.decoding.slots import StepOutput, until
+from longspec_jax.generation.stops import StopStrings
 
 CONTEXT = 8
 """Tokens that are decoded before the first new one: SentencePiece drops a space at the start, and a
@@ -162,7 +163,7 @@ class RowText:
 
     def take(self, output: StepOutput) -> tuple[StepOutput, tuple[Piece, ...]]:
         """Add a step output; return what belongs to the row, and its text."""
-        said = output.tokens[: -1 if output.finish == "error" else None]
+        said = output.tokens[: -1 if output.tokens[-1:] == (NO_TOKEN,) else None]
         drafted = output.drafted[: len(said)]
         kept, pieces = self.add(said, drafted, output.finish is not None)
         return until(output, kept) if self.stopped else output, pieces
@@ -210,6 +211,33 @@ def continuation(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -
     tests = functools.partial(_is_silent, tokenizer), functools.partial(_is_byte, tokenizer)
     context = _tail(prompt, *tests)
     return _beyond(_decode(tokenizer, [*context, *tokens]), _decode(tokenizer, context))
+
+
+def stored_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
+    """What tells the bytes of a token, as the tokenizer stores it; None where that is not known.
+
+    Known are tokens of byte fallback, and those of byte-level tokenizers: their alphabet has a
+    character for every byte (GPT-2's; Radford et al., 2019).
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
+    byte_of = _byte_alphabet() if b'"ByteLevel"' in state else {}
+
+    def stored(token: int) -> bytes | None:
+        name = tokenizer.convert_ids_to_tokens(int(token)) or ""
+        if BYTE.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        known = bool(name) and all(character in byte_of for character in name)
+        return bytes(byte_of[character] for character in name) if known else None
+
+    return stored
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character stands for: itself where it can be seen, else one from 256."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return dict(zip(map(chr, [*seen, *range(256, 256 + len(unseen))]), seen + unseen, strict=True))
 
 
 def _beyond(text: str, shown: str) -> str:

@@ -3,6 +3,7 @@
 The ``require_...`` functions refuse with a sentence, as :mod:`longspec_jax.ops.dispatch` wants it.
 """
 
+import functools
 import importlib.util
 import warnings
 from typing import Any
@@ -71,7 +72,10 @@ def require_hopper(kernel: str) -> None:
             f"{jax.default_backend()!r} ({found}); choose another implementation"
         )
     if not mosaic_is_supported():
-        raise NotImplementedError(f"{kernel} needs jax 0.11 or newer and this is {jax.__version__}")
+        raise NotImplementedError(
+            f"{kernel} needs jax 0.11 or newer, which needs Python 3.12 or newer, and this is jax "
+            f"{jax.__version__}"
+        )
 
 
 def require_decode_step(kernel: str, rows: int, dtype: Any) -> None:
@@ -95,15 +99,20 @@ def mosaic_is_supported() -> bool:
     return jax.__version_info__ >= (0, 11)
 
 
-def triton_params(warps: int, stages: int) -> Any:
-    """Compiler parameters of a Pallas kernel that is written for Triton.
-
-    They choose Triton by name, and silence the warning about its announced removal. The successor
-    for that day is :mod:`longspec_jax.ops.attention.prefix_triton`.
-    """
-    from jax.experimental.pallas import triton as pltriton  # Later versions of jax may lack it.
-
-    warnings.filterwarnings(
-        "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+def missing_hopper_kernels() -> str | None:
+    """A sentence where this jax is too old for the kernels of this GPU; None where it is not."""
+    found = compute_capability()
+    if found is None or found[0] != HOPPER[0] or mosaic_is_supported():
+        return None
+    return (
+        f"jax {jax.__version__} has no Hopper kernels: this GPU decodes more slowly, and in 16 "
+        "bits the text may differ from plain decoding. Install jax 0.11 or newer, which needs "
+        "Python 3.12 or newer"
     )
-    return pltriton.CompilerParams(num_warps=warps, num_stages=stages)
+
+
+@functools.cache
+def warn_of_missing_kernels() -> None:
+    """Warn once a process of what :func:`missing_hopper_kernels` says."""
+    if missing := missing_hopper_kernels():
+        warnings.warn(missing, stacklevel=3)

@@ -24,7 +24,7 @@ import jaxlib.version
 from jax import export
 from jax.sharding import AbstractMesh
 
-from longspec_jax.files import replace
+from longspec_jax.files import make_private, not_private, replace
 from longspec_jax.ops.hardware import compute_capability
 from longspec_jax.ops.partitioned import one_device
 
@@ -111,10 +111,13 @@ def _file(name: str, *key: Any) -> Path | None:
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or "://" in folder or importlib.util.find_spec("flatbuffers") is None:
         return None
+    kernels = Path(folder) / "kernels"
+    if not_private(kernels):  # Whose kernels would run here.
+        return None
     machine = compute_capability(), jax.__version__, jaxlib.version.__version__
     followed = *key, *machine, jax.config.values["jax_enable_x64"], _SOURCES
     digest = hashlib.sha256(repr(followed).encode()).hexdigest()
-    return Path(folder) / "kernels" / f"{name}-{digest}"
+    return kernels / f"{name}-{digest}"
 
 
 def _read(file: Path) -> export.Exported | None:
@@ -129,5 +132,5 @@ def _keep(file: Path, whole: export.Exported) -> None:
     """Keep a kernel, if the disk takes it."""
     # ValueError: its results are of a type that jax cannot write.
     with contextlib.suppress(OSError, ValueError):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_private(file.parent)
         replace(file, zlib.compress(whole.serialize()))

@@ -18,9 +18,9 @@ from jaxtyping import Int
 
 from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
 from longspec_jax.ops.attention.packing import PackedShape, packed_rows, unpack
-from longspec_jax.ops.hardware import triton_params
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
+from longspec_jax.ops.triton import triton_call
 
 HEADS = 16
 """Heads of one program of :func:`split_heads`."""
@@ -57,11 +57,12 @@ def residual_norm(
 
     shape = jax.ShapeDtypeStruct((rows, width), x.dtype)
     added = [] if partials is None else [partials.reshape(-1, rows, width)]
-    total, out = pl.pallas_call(
+    total, out = triton_call(
         kernel,
         grid=(rows,),
         out_shape=(shape, shape),
-        compiler_params=triton_params(warps=8, stages=1),
+        warps=8,
+        stages=1,
         interpret=interpret,
         name="residual_norm",
     )(x.reshape(rows, width), scale, *added)
@@ -84,7 +85,7 @@ def split_heads(
     rows, half = batch * tokens, width // 2
     queries = PackedShape(tokens=tokens, heads=kv_heads * (slots - 2), kv_heads=kv_heads)
     kernel = functools.partial(_split_kernel, queries=queries, half=half, eps=eps)
-    q, k, v = pl.pallas_call(
+    q, k, v = triton_call(
         kernel,
         grid=(pl.cdiv(queries.heads, HEADS) + 2 * pl.cdiv(kv_heads, HEADS), rows),
         out_shape=tuple(
@@ -95,7 +96,8 @@ def split_heads(
                 (rows, kv_heads, width),
             )
         ),
-        compiler_params=triton_params(warps=4, stages=1),
+        warps=4,
+        stages=1,
         interpret=interpret,
         name="split_heads",
     )(
@@ -221,12 +223,13 @@ def _append(
     """One launch: a program for each row of the batch, key/value head and cache."""
     count, batch, kv_heads = len(caches), path.shape[0], caches[0].shape[1]
     numbers = [path, length] if cache_rows is None else [path, length, cache_rows]
-    return pl.pallas_call(
+    return triton_call(
         functools.partial(_append_kernel, count=count, ring=ring),
         grid=(kv_heads, batch, count),
         out_shape=[jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
         input_output_aliases={len(numbers) + count + index: index for index in range(count)},
-        compiler_params=triton_params(warps=1, stages=1),
+        warps=1,
+        stages=1,
         interpret=interpret,
         name="append_rows",
     )(*(each.astype(jnp.int32) for each in numbers), *fresh, *caches)

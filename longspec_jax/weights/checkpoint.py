@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,9 +47,13 @@ WEIGHT_FILES = (
     "draft_model_weights.pth",
 )
 """What weights are called, in the order of preference."""
+LM_HEAD = "lm_head.weight"
 MEDUSA_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 """What Medusa heads are called."""
 
+SAFE_TORCH = 2, 6
+"""Least version of torch that reads old pickles: before it, ``weights_only`` does not keep a file
+from running code (CVE-2025-32434)."""
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _FLOAT8 = "F8_E4M3"
 """Safetensors' names of the floating dtypes; other names are passed on, for the error message."""
@@ -92,10 +97,14 @@ def _open_indexed(index: Path, stack: ExitStack) -> Tensors:
     for shard in shards:
         opened = _open_file(index.parent / shard, stack)
         listed = {name for name, file in files.items() if file == shard}
+        # The index of a tied target may name the LM head, which its file leaves out. A target that
+        # needs the head is refused for lack of it.
+        listed -= {name for name in listed - set(opened) if name.endswith(LM_HEAD)}
         if listed != set(opened):
             raise ValueError(
                 f"{shard} and {index.name} disagree about {_some(listed ^ set(opened))}; the files "
-                "come from different saves: download the model again"
+                "come from different saves: download the model again, or, if they were published "
+                "so, write into weight_map what each file holds"
             )
         tensors |= opened
     return tensors
@@ -132,6 +141,11 @@ def _open_safetensors(path: Path, stack: ExitStack) -> Tensors:
         tensors = {name: _tensor(path, file.get_slice(name)) for name in file.keys()}
         return tensors | _open_float8(path, tensors)
     except SafetensorError as error:
+        if "unknown variant" in str(error):  # Of a whole header.
+            raise ValueError(
+                f"{path} holds numbers of a kind that safetensors {version('safetensors')} does "
+                f"not know ({error}); pip install --upgrade safetensors"
+            ) from error
         size = path.stat().st_size
         raise ValueError(
             f"{path} ({size} bytes) is truncated or not a safetensors file ({error}); "
@@ -211,6 +225,12 @@ def _open_old_torch(path: Path) -> Tensors:
             f"{path} is a torch pickle of an old format and torch is not installed; install torch, "
             "or convert the model to safetensors"
         ) from error
+    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_TORCH:
+        raise ValueError(
+            f"{path} is a torch pickle of an old format, and torch {torch.__version__} runs code "
+            "that such a file may hold (CVE-2025-32434); install torch "
+            f"{SAFE_TORCH[0]}.{SAFE_TORCH[1]} or later, or convert the model to safetensors"
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
@@ -225,7 +245,8 @@ def _damaged(path: Path, reason: Exception | None = None) -> ValueError:
     words = f" ({first_line(reason)})" if reason else ""
     return ValueError(
         f"{path} ({path.stat().st_size} bytes) is damaged, or holds more than tensors, which is "
-        f"never loaded{words}; download it again, or use safetensors"
+        f"never loaded{words}; download it again if it is damaged, else take the model's "
+        "safetensors, or save its tensors alone"
     )
 
 

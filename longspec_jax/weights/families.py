@@ -71,7 +71,8 @@ class Family:
     write: Callable[[TargetConfig], dict[str, Any]] = _nothing
     """The inverse: keys of its own, which replace those that all families have."""
     accepts: frozenset[str] = frozenset()
-    """Keys that are refused of other families, and computed of this one."""
+    """Keys that are refused of other families, and computed of this one; those that stand in the
+    entry of the rotary scaling as well."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What Hugging Face assumes of keys that are absent."""
     mlp_width: str = "intermediate_size"
@@ -237,7 +238,6 @@ _GELU = "gelu_pytorch_tanh"
 _CAPS = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
 _GEMMA: dict[str, Any] = dict(
     write=_raw_gemma,
-    accepts=frozenset({"hidden_act"}),
     window_switch="sliding_window",
     default_window=4096,
     names=Names(
@@ -342,6 +342,7 @@ FAMILIES: dict[str, Family] = {
         "ministral3",
         read=_query_scaling,
         write=_raw_query_scaling,
+        accepts=frozenset({"llama_4_scaling_beta"}),
         defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
         window_switch="sliding_window",
     ),
@@ -357,6 +358,7 @@ FAMILIES: dict[str, Family] = {
         "smollm3",
         read=_unrotated,
         write=_raw_unrotated,
+        accepts=frozenset({"no_rope_layers", "no_rope_layer_interval"}),
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
         window_switch="use_sliding_window",
     ),
@@ -384,6 +386,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(
         "gemma2",
         fixed=_GEMMA_FIXED,
+        accepts=frozenset({"hidden_act"}),
         read=_gemma2,
         defaults=_GEMMA_DEFAULTS,
         windows=lambda raw, index: index % 2 == 0,
@@ -392,6 +395,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
         fixed=_GEMMA_FIXED | {"qk_norm": True},
+        accepts=frozenset({"hidden_act", "rope_local_base_freq"}),
         read=_gemma,
         # Files of models that also see leave out what is as in Hugging Face's class.
         defaults=_GEMMA_DEFAULTS

@@ -6,16 +6,18 @@ exactly, the tensors must be exactly those it describes, and every value must be
 
 import dataclasses
 import re
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.weights import hf_config
-from longspec_jax.weights.checkpoint import Tensors
+from longspec_jax.weights.checkpoint import LM_HEAD, Tensor, Tensors
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.model_files import (
@@ -29,6 +31,10 @@ from longspec_jax.weights.quantised.cached import cached_scales
 from longspec_jax.weights.quantised.formats import quantisation
 from longspec_jax.weights.quantised.table import as_stored, stored_bytes, with_matrices
 from longspec_jax.weights.tables import Table, check_layers, check_tensors, target_table
+
+EMBEDDING = "model.embed_tokens.weight"
+ROWS = 4096
+"""Rows of a table that are compared at once."""
 
 
 def load_target(
@@ -59,9 +65,16 @@ def load_target(
     """
     model = local_model(source, revision)
     raw = read_config(model)
-    config = hf_config.target_config(raw, dtype)
+    described = hf_config.target_config(raw, dtype)
     with ExitStack() as stack:
-        tensors = _of_target(open_model(model, stack), raw)
+        config, tensors = _as_tied(described, _of_target(open_model(model, stack), raw))
+        if config != described:
+            warnings.warn(
+                f"{raw.origin}: tie_word_embeddings=true, and the weights hold an LM head that "
+                "differs from the embeddings; as in transformers 5 the stored head is used. Write "
+                "false into the file if that is right",
+                stacklevel=2,
+            )
         check_layers(config, tensors, raw.origin)
         if kv_dtype is not None:
             scales = cached_scales(config, tensors)
@@ -85,10 +98,39 @@ def target_bytes(source: str | Path, *, dtype: str, revision: str | None = None)
     """Bytes of a target's parameters as they are loaded; arguments as of :func:`load_target`."""
     model = local_model(source, revision)
     raw = read_config(model)
-    config = hf_config.target_config(raw, dtype)
+    described = hf_config.target_config(raw, dtype)
     with ExitStack() as stack:
-        table, _, _ = _stored(raw, config, _of_target(open_model(model, stack), raw))
+        config, tensors = _as_tied(described, _of_target(open_model(model, stack), raw))
+        table, _, _ = _stored(raw, config, tensors)
     return stored_bytes(table, config.dtype)
+
+
+def _as_tied(config: TargetConfig, tensors: Tensors) -> tuple[TargetConfig, Tensors]:
+    """Configuration and tensors of a target whose file ties its tables, as transformers 5 has them.
+
+    A stored LM head that differs from the embeddings is used, and the tables are not tied. A head
+    that is stored alone is both tables.
+    """
+    head = tensors.get(LM_HEAD)
+    if not config.tied_embeddings or head is None:
+        return config, tensors
+    if EMBEDDING not in tensors:
+        others = {name: tensor for name, tensor in tensors.items() if name != LM_HEAD}
+        return config, others | {EMBEDDING: head}
+    if _equal(head, tensors[EMBEDDING]):
+        return config, tensors
+    return dataclasses.replace(config, tied_embeddings=False), tensors
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two stored tables hold the same values; reads no more than shows that they differ."""
+    if one.shape != other.shape:
+        return False
+    for row in range(0, one.shape[0], ROWS):
+        piece = slice(row, min(row + ROWS, one.shape[0])), slice(None)
+        if not np.array_equal(one.read(piece), other.read(piece)):
+            return False
+    return True
 
 
 def _of_target(tensors: Tensors, raw: JsonObject) -> Tensors:
@@ -113,7 +155,13 @@ def load_target_config(
     source: str | Path, *, dtype: str | None = None, revision: str | None = None
 ) -> TargetConfig:
     """A target's configuration alone; arguments and errors as of :func:`load_target`."""
-    return hf_config.target_config(read_config(local_model(source, revision)), dtype)
+    model = local_model(source, revision)
+    raw = read_config(model)
+    config = hf_config.target_config(raw, dtype)
+    if not config.tied_embeddings:
+        return config
+    with ExitStack() as stack:  # The tensors tell whether they are.
+        return _as_tied(config, _of_target(open_model(model, stack), raw))[0]
 
 
 def save_target(

@@ -16,7 +16,15 @@ from longspec_jax.config.layers import LinearRopeScaling, RopeScaling, YarnRopeS
 from longspec_jax.config.target import MAX_LAYERS, SMALLEST_EPS, TargetConfig
 from longspec_jax.weights.families import FAMILIES, WRAPPERS
 from longspec_jax.weights.json_files import QUANTISATION, JsonObject
-from longspec_jax.weights.rope import raw_rope, rope_scaling, rope_theta, rotary_width
+from longspec_jax.weights.rope import (
+    INTERLEAVED,
+    hoisted,
+    inner_layers,
+    raw_rope,
+    rope_scaling,
+    rope_theta,
+    rotary_width,
+)
 from longspec_jax.weights.windows import raw_windows, window_kinds, with_full_rope
 
 C = TypeVar("C")
@@ -50,11 +58,12 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     # Of the newer dialect a file has all of its scaling.
     said = {"rope_scaling"} if raw.has("rope_parameters") else set()
     assumed = {key: value for key, value in family.defaults.items() if key not in said}
-    raw = whole = raw.assuming(assumed)
+    flat = raw if family.local_theta is None else with_full_rope(raw, family.local_theta)
+    whole, raw = raw.assuming(assumed), hoisted(flat).assuming(assumed)
     raw.require((*widths.values(), "max_position_embeddings"), architecture)
-    if family.local_theta is not None:
-        raw = with_full_rope(raw)
     check_refused(raw, REFUSED_TARGET, family.accepts)
+    paired = family.interleaved, "a family has one pairing of the dimensions it rotates", REMEDY
+    check_refused(raw, dict.fromkeys(INTERLEAVED, paired))
     if any(map(raw.has, QUANTISATION)):
         # Late: it imports numpy, which ``--help`` does without.
         from longspec_jax.weights.quantised.formats import REMEDY as OTHER_FORMAT
@@ -65,7 +74,7 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
             rule = "has quant_method 'mxfp4', which is read of gpt-oss alone"
             raise raw.error("quantization_config", rule, OTHER_FORMAT)
     _check_model_type(raw, architecture)
-    scaling = rope_scaling(raw, PARTIAL in family.accepts)
+    scaling = rope_scaling(raw, (*family.accepts, *INTERLEAVED))
     max_positions = _max_positions(raw, scaling)
     limits = {"num_hidden_layers": MAX_LAYERS}
     sizes = {
@@ -103,7 +112,7 @@ def text_part(raw: JsonObject) -> JsonObject:
     """The file of a target, which a model that also sees holds as ``text_config``."""
     if not wrapped(raw):
         return raw
-    part = raw.part("text_config")
+    part = inner_layers(raw, "text_config")
     above = "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id"
     shared = {key: raw.values[key] for key in above if raw.has(key)}
     return part.assuming(shared)

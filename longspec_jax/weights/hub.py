@@ -1,5 +1,6 @@
 """A model's folder or GGUF file: a local one as it is, a hub id through Hugging Face's cache."""
 
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,6 +129,8 @@ def _expanded(source: str | Path) -> Path:
 
 def _reason(error: Exception) -> str:
     """An error's first line without the system's number and the path, or its type."""
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return f"{first_line(error)}: make room, or name another folder for the cache with HF_HOME"
     return getattr(error, "strerror", None) or first_line(error)
 
 

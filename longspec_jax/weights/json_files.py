@@ -6,6 +6,7 @@ the same, as in transformers.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from longspec_jax.checks import (
 T = TypeVar("T")
 
 REMEDY = "use the file that was saved with the weights, or correct it"
+_AGAIN = "correct what was changed in it, or download it again"
 QUANTISATION = "quantization_config", "compression_config"
 """Where a ``config.json`` has its quantisation; compressed-tensors before 0.6 wrote the second."""
 
@@ -134,9 +136,9 @@ def read_json(path: Path) -> JsonObject:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
         strange = _not_finite(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
+        raise ValueError(f"{path} is not valid JSON ({error}); {_AGAIN}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {shown(value)}, must hold an object; download it again")
+        raise ValueError(f"{path} holds {shown(value)}, must hold an object; {_AGAIN}")
     if strange:
         raise ValueError(f"{path}: {strange} is not a finite number, as JSON's are; {REMEDY}")
     return JsonObject(value, str(path))
@@ -149,6 +151,10 @@ def what_to_do(folder: Path) -> str:
         return "name the .gguf file itself"
     if "adapter_config.json" in names:
         return "an adapter is not read alone, merge it into its model and name that folder"
+    if "snapshots" in names:
+        return "this is the hub's cache of a model: name the folder below snapshots, or the hub id"
+    if "params.json" in names or any(name.startswith("consolidated") for name in names):
+        return "the authors' own format is not read: take the files in Hugging Face's format"
     return "download the whole model again, or name the folder that has both"
 
 
@@ -160,9 +166,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"the key {shown(twice)} is given {names.count(twice)} times")
+        twice, times = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {shown(twice)} is given {times} times")
     return found
 
 

@@ -3,12 +3,14 @@
 Such a file is a zip archive: a pickle that describes the tensors, and an uncompressed entry of
 bytes for each storage, which is mapped into memory. The pickle may only name what describes a
 tensor. Anything else, and any tensor that reaches beyond its storage, is refused before a byte of
-it is read.
+it is read. The pickle itself is bounded, and refused if it is compressed, which torch never does:
+1 MB could hold gigabytes.
 """
 
 import io
 import math
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
@@ -32,6 +34,8 @@ STORAGES = {
     "BoolStorage": "bool",
 }
 """torch's classes of storages by NumPy's names of their numbers."""
+MOST_DESCRIPTION = 16 * 2**20
+"""Bytes of the pickle. A tensor takes 150 to 250, and a file has some thousand."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Of an entry of a zip archive: its mark, and the lengths of its name and of what follows that."""
 
@@ -72,13 +76,24 @@ class TensorFile:
                 [name] = [name for name in self._entries if name.endswith("/data.pkl")]
                 self._folder = name.removesuffix("data.pkl")
                 order = f"{self._folder}byteorder"
-                if order in self._entries and archive.read(order) != b"little":
+                if order in self._entries and self._whole(archive, order) != b"little":
                     raise pickle.UnpicklingError("its numbers are big-endian")
-                self.content: Any = _Reader(io.BytesIO(archive.read(name))).load()
+                self.content: Any = _read(self._whole(archive, name))
         except pickle.UnpicklingError:
             raise
         except Exception as error:  # Of damaged bytes a pickle raises anything.
             raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
+
+    def _whole(self, archive: zipfile.ZipFile, name: str) -> bytes:
+        """The bytes of an entry that describes the others."""
+        entry = self._entries[name]
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise pickle.UnpicklingError(f"{name} is compressed, which torch.save never does")
+        if entry.file_size > MOST_DESCRIPTION:
+            raise pickle.UnpicklingError(
+                f"{name} has {entry.file_size} bytes and may have {MOST_DESCRIPTION}"
+            )
+        return archive.read(name)
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
         """A part of a tensor, read from the file."""
@@ -114,6 +129,15 @@ class TensorFile:
         if not storage.numbers:
             return np.empty(0, dtype)
         return np.memmap(self._path, dtype, "r", start, (storage.numbers,))
+
+
+def _read(described: bytes) -> Any:
+    """What a pickle describes."""
+    for operation, place, _ in pickletools.genops(described):
+        # The unpickler makes a table of as many places as the largest number says.
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(place or 0) > len(described):
+            raise pickle.UnpicklingError(f"it keeps {place} values, more than it has bytes")
+    return _Reader(io.BytesIO(described)).load()
 
 
 def _tensor(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> Any:

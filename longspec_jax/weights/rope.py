@@ -1,10 +1,14 @@
 """The rotary embedding in a ``config.json``, of a target's or a draft's, and back.
 
 Two dialects are read. transformers 4 has ``rope_theta`` and ``rope_scaling``, transformers 5 has
-``rope_parameters``. The older one is written, because both versions read it.
+``rope_parameters``. Either entry may hold the base and the rotated share itself. A key that nothing
+here uses is refused by name: passed over, it gives wrong logits in silence. The older dialect is
+written, because both versions read it.
 """
 
 import math
+import re
+from collections.abc import Collection
 from typing import Any
 
 from longspec_jax.checks import shown
@@ -28,54 +32,80 @@ ROPE_KEYS = (
     "rope_condense_ratio",
     "partial_rotary_factor",
 )
-"""All keys about the rotary embedding."""
+"""All keys about the rotary embedding that every reader uses."""
+INTERLEAVED = "rope_interleaved", "rope_interleave", "rope_traditional"
+"""What files call a rotation of neighbours; a family says whether it has one."""
 
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _ORIGINAL = "original_max_position_embeddings"
+_OF_ALL_TYPES = "rope_theta", "partial_rotary_factor"
+"""Keys that stand in the entry of the scaling or beside it."""
+_USED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": _LLAMA3_KEYS,
+    "yarn": (
+        *("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
+}
+"""The types that are computed, and the keys of their entries."""
+_OF_PICTURES = "mrope_section", "mrope_interleaved"
+"""Keys of an entry that change nothing for text: its three positions are one."""
+_ROTARY = re.compile("rope|rotary|ntk|yarn")
+"""What names of keys about the rotary embedding hold, whoever made them up."""
 _OTHER = "load another model"
+_UNUSED = "remove the entry if the model is computed without it, or load another model"
 
 
 def rope_theta(raw: JsonObject) -> float:
     """The rotary base."""
-    parameters = raw.part("rope_parameters")
-    named = parameters if parameters.has("rope_theta") else raw
-    return named.number("rope_theta", 10000.0, least=1)
+    return hoisted(raw).number("rope_theta", 10000.0, least=1)
 
 
 def rotary_width(raw: JsonObject, head_width: int) -> int | None:
     """Dimensions of a head that are rotated; None for all of them."""
-    parameters = raw.part("rope_parameters")
-    named = parameters if parameters.has("partial_rotary_factor") else raw
-    share = named.number("partial_rotary_factor", 1.0, SMALLEST_FACTOR, 1)
+    raw = hoisted(raw)
+    share = raw.number("partial_rotary_factor", 1.0, SMALLEST_FACTOR, 1)
     if share == 1:
         return None
     width = int(head_width * share)  # As transformers rounds it.
     if width < 2 or width % 2:
         rule = f"of a head of {head_width} dimensions must be a number of pairs"
-        raise named.error("partial_rotary_factor", rule)
+        raise raw.error("partial_rotary_factor", rule)
     return width
 
 
-def rope_scaling(raw: JsonObject, partial: bool = False) -> RopeScaling:
+def hoisted(raw: JsonObject) -> JsonObject:
+    """The file with the base and the rotated share that its scaling holds, beside the other keys.
+
+    Raises:
+      ValueError: if it gives one of them twice, and not alike. The readers of such files do not
+        agree.
+    """
+    entry = rope_entry(raw)
+    for key in _OF_ALL_TYPES:
+        if raw.has(key) and entry.has(key) and raw.values[key] != entry.values[key]:
+            rule = f"is not the {key}={shown(entry.values[key])} of {entry.origin}"
+            raise raw.error(key, rule, "remove the one that the model was not trained with")
+    own = {key: entry.values[key] for key in _OF_ALL_TYPES if entry.has(key)}
+    return JsonObject({**raw.values, **own}, raw.origin)
+
+
+def rope_scaling(raw: JsonObject, accepted: Collection[str] = ()) -> RopeScaling:
     """The rotary scaling.
 
     Args:
       raw: the file.
-      partial: whether heads may be rotated in part (:func:`rotary_width`).
+      accepted: keys that the family computes, as :func:`scaling_entry` takes them.
 
     Raises:
-      ValueError: if it is of a type this library does not compute, or a number is missing.
+      ValueError: if it is of a type this library does not compute, a number is missing, or one
+        would not be used.
     """
-    entry = rope_entry(raw)
-    kind = entry.text("rope_type", entry.text("type", "default"))
+    kind, entry = scaling_entry(raw, accepted)
     condense = raw.number("rope_condense_ratio", 1.0, 1, LARGEST_FACTOR)
-    if not partial and entry.number("partial_rotary_factor", 1.0) != 1:
-        raise entry.error(
-            "partial_rotary_factor", "is not supported: heads are rotated whole", _OTHER
-        )
-    for key, part in entry.values.items():
-        if isinstance(part, dict):
-            raise entry.error(key, "is not supported: all layers rotate alike, by numbers", _OTHER)
     if kind == "default":
         return None if condense == 1 else LinearRopeScaling(condense)
     if kind == "linear":
@@ -84,19 +114,68 @@ def rope_scaling(raw: JsonObject, partial: bool = False) -> RopeScaling:
         if condense in (1, factor):
             return LinearRopeScaling(factor)
     if condense == 1:
-        # Old files of Phi-3 call it su or yarn.
-        if kind == "longrope" or (kind in ("su", "yarn") and entry.has("long_factor")):
+        if kind == "longrope":
             return _longrope(raw, entry)
         if kind == "yarn":
             return _yarn(raw, entry)
         if kind == "llama3":
-            return _llama3(entry)
+            return _llama3(raw, entry)
     raise ValueError(
         f"{entry.origin}: the type {kind!r} in {shown(dict(entry.values))} with "
         f"rope_condense_ratio={condense:g} is not supported; supported are the types default, "
         "linear, llama3, yarn and longrope, alone. A model whose scaling is optional runs within "
         "its original context once the entry is removed from config.json"
     )
+
+
+def scaling_entry(raw: JsonObject, accepted: Collection[str] = ()) -> tuple[str, JsonObject]:
+    """The type of the scaling, and the object that holds its numbers.
+
+    Args:
+      raw: the file.
+      accepted: keys about the rotary embedding that its family computes, and others do not.
+
+    Raises:
+      ValueError: for a key about the rotary embedding that nothing here uses.
+    """
+    entry = rope_entry(raw)
+    kind = entry.text("rope_type", entry.text("type", "default"))
+    if entry.text("type", kind) != kind:
+        raise entry.error("type", f"is not its rope_type={kind!r}")
+    # Old files of Phi-3 call it su or yarn.
+    if kind in ("su", "yarn") and entry.has("long_factor"):
+        kind = "longrope"
+    partial = "partial_rotary_factor"
+    if partial not in accepted and (all_numbers := hoisted(raw)).number(partial, 1.0) != 1:
+        holder = entry if entry.has(partial) else all_numbers
+        raise holder.error(partial, "is not supported: heads are rotated whole", _OTHER)
+    for key, part in entry.values.items():
+        if isinstance(part, dict):
+            raise entry.error(key, "is not supported: all layers rotate alike, by numbers", _OTHER)
+    if kind in _USED:
+        used = {"rope_type", "type", *_OF_ALL_TYPES, *_USED[kind], *_OF_PICTURES, *accepted}
+        check_used(entry, used, f"a rotary embedding of rope_type {kind!r}")
+    check_rotary_keys(raw, (*ROPE_KEYS, *accepted), "the rotary embedding of this model")
+    return kind, entry
+
+
+def check_rotary_keys(raw: JsonObject, used: Collection[str], what: str) -> None:
+    """Refuse a key that is about a rotary embedding by its name, and is not among those used."""
+    named = {key: value for key, value in raw.values.items() if _ROTARY.search(key)}
+    check_used(JsonObject(named, raw.origin), used, what)
+
+
+def inner_layers(raw: JsonObject, key: str) -> JsonObject:
+    """The object inside a file that describes its layers, and alone says how they rotate."""
+    check_rotary_keys(raw, (), f"a file whose layers are in {key}")
+    return raw.part(key)
+
+
+def check_used(raw: JsonObject, used: Collection[str], what: str) -> None:
+    """Refuse a key that says something and is not among those that are used."""
+    for key, value in raw.values.items():
+        if key not in used and value is not None and value is not False:
+            raise raw.error(key, f"is not used by {what}", _UNUSED)
 
 
 def rope_entry(raw: JsonObject) -> JsonObject:
@@ -115,8 +194,9 @@ def rope_entry(raw: JsonObject) -> JsonObject:
     return five
 
 
-def _llama3(entry: JsonObject) -> Llama3RopeScaling:
+def _llama3(raw: JsonObject, entry: JsonObject) -> Llama3RopeScaling:
     """Llama 3.1's scaling."""
+    entry = _with_original(raw, entry)
     entry.require(_LLAMA3_KEYS, "llama3 rope scaling")
     factor, low, high, original = _LLAMA3_KEYS
     slow = entry.number(low, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
@@ -127,11 +207,20 @@ def _llama3(entry: JsonObject) -> Llama3RopeScaling:
     return Llama3RopeScaling(stretch, slow, fast, entry.whole(original))
 
 
+def _with_original(raw: JsonObject, entry: JsonObject) -> JsonObject:
+    """An entry with the range before scaling, which may stand beside it."""
+    if not raw.has(_ORIGINAL):
+        return entry
+    if entry.has(_ORIGINAL) and entry.values[_ORIGINAL] != raw.values[_ORIGINAL]:
+        rule = f"is not the {_ORIGINAL}={shown(entry.values[_ORIGINAL])} of {entry.origin}"
+        raise raw.error(_ORIGINAL, rule, "remove the one that the model was not trained with")
+    return entry.assuming({_ORIGINAL: raw.values[_ORIGINAL]})
+
+
 def _original(raw: JsonObject, entry: JsonObject) -> int:
     """The range before scaling: beside the entry, in it, or the model's."""
-    most = "max_position_embeddings"
-    holder = next((each for each in (raw, entry) if each.has(_ORIGINAL)), None)
-    return holder.whole(_ORIGINAL, least=2) if holder else raw.whole(most, least=2)
+    entry, most = _with_original(raw, entry), "max_position_embeddings"
+    return entry.whole(_ORIGINAL, least=2) if entry.has(_ORIGINAL) else raw.whole(most, least=2)
 
 
 def _stretch(raw: JsonObject, entry: JsonObject, original: int) -> float:
@@ -150,6 +239,9 @@ def _yarn(raw: JsonObject, entry: JsonObject) -> YarnRopeScaling:
     if all(scales):
         over, under = (yarn_magnitude(factor, scale) for scale in scales)
         magnitude = over / under
+    elif scales[0] not in (0, 1) and not entry.has("attention_factor"):
+        rule = "is not used without mscale_all_dim, and 1 is meant then"
+        raise entry.error("mscale", rule, "give attention_factor, the factor itself, instead")
     return YarnRopeScaling(
         factor,
         original,

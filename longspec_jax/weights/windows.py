@@ -8,11 +8,12 @@ scaling of a long context is not for them.
 from collections.abc import Mapping
 from typing import Any
 
+from longspec_jax.checks import shown
 from longspec_jax.config.layers import LayerConfig, Rotary
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.families import Family
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.rope import raw_rope
+from longspec_jax.weights.rope import check_used, raw_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The types of layers, and the keys of their parts of ``rope_parameters``."""
@@ -20,12 +21,28 @@ SWITCH = "sliding_window"
 """The window, and the key that turns it on where a family has no other."""
 
 
-def with_full_rope(raw: JsonObject) -> JsonObject:
-    """The file with the rotation of the layers without a window alone."""
+def with_full_rope(raw: JsonObject, local_theta: str) -> JsonObject:
+    """The file with the rotation of the layers without a window alone.
+
+    Args:
+      raw: the file.
+      local_theta: the key of the base of layers with a window.
+
+    Raises:
+      ValueError: if it says more of its layers than is computed, or gives a base twice.
+    """
     parts = raw.part("rope_parameters")
-    if not parts.has(FULL):
+    if not parts.has(FULL) and not parts.has(SLIDING):
         return raw
-    return JsonObject({**raw.values, "rope_parameters": parts.values[FULL]}, raw.origin)
+    check_used(parts, (FULL, SLIDING), "rotary embeddings by types of layers")
+    near = parts.part(SLIDING)
+    check_used(near, ("rope_type", "type", "rope_theta"), "layers with a window")
+    base = near.values.get("rope_theta")
+    given_twice = local_theta != "rope_theta" and base is not None and raw.has(local_theta)
+    if given_twice and raw.values[local_theta] != base:
+        rule = f"is not the rope_theta={shown(base)} of {near.origin}"
+        raise raw.error(local_theta, rule, "remove the one that the model was not trained with")
+    return JsonObject({**raw.values, "rope_parameters": parts.values.get(FULL)}, raw.origin)
 
 
 def window_kinds(raw: JsonObject, family: Family, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ from train.step import Batch, make_optimizer, state_shardings
 SHARED = {"__init__", "common", "paper"}
 FOLDER = Path(configs.__path__[0])
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
-PAPER = [name for name in NAMES if name not in ("demo", "small_scale")]
+INSTALLED = ("qwen_coder", "smollm2")
+"""Targets that pip installs, with text that is installed."""
+PAPER = [name for name in NAMES if name not in ("demo", "small_scale", *INSTALLED)]
 VARIANTS = [(name, variant) for name in PAPER for variant in ("short", "long", "sft")]
 
 TABLE = {
@@ -67,6 +69,20 @@ def preset(config: RunConfig) -> TargetConfig:
 
 def count(table: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in table.leaves)
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_draft_of_an_installed_target_learns_text_and_then_answers(name: str) -> None:
+    text, answers = load(name), load(name, "answers")
+    assert text.target == answers.target == text.data.corpus.tokenizer  # type: ignore[union-attr]
+    short, long = text.stages
+    assert short.seq_len + short.max_offset == long.seq_len and not long.max_offset
+    assert short.batch * short.seq_len == long.batch * long.seq_len
+    [stage] = answers.stages
+    assert answers.draft.init == f"runs/{name}/draft" and stage.max_offset
+    assert answers.data.files == f"runs/{name}/answers.jsonl" and answers.data.pack
+    with pytest.raises(ValueError, match="choose one of text, answers"):
+        load(name, "short")
 
 
 def test_every_known_target_has_a_configuration() -> None:

@@ -1,6 +1,7 @@
 """Biases and penalties: those of transformers, along each node's path, the same in every tree."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -10,12 +11,13 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
+from longspec_jax.checks import SAMPLING
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments, adjust, draft_paths
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request
-from longspec_jax.decoding.sampling import SamplingKind
+from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind, draw
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.tree import branch, grow, plant
@@ -200,3 +202,33 @@ def test_an_engine_without_tables_refuses_penalties() -> None:
         engine.submit(*one(0, 0.0))
     neutral = AdjustmentOptions.none(1)
     engine.submit(one(0, 0.0)[0], replace(one(0, 0.0)[1], adjustments=neutral))
+
+
+def test_logits_stay_finite_at_both_ends_of_what_is_allowed() -> None:
+    """Else a request's own option is taken for weights that overflow (status 500 of a server)."""
+    ends = [
+        [SAMPLING[name].least, SAMPLING[name].most]
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    ]
+    options = [*product(*ends)]
+    repetition, presence, frequency = np.asarray(options).T
+    biases = [{0: 100.0, 1: -100.0}] * len(options)
+    given = AdjustmentOptions.of(repetition, presence, frequency, biases)
+    tokens = np.tile(np.arange(4, dtype=np.int32), (len(options), 1))
+    of_rows = Adjustments.of_prompts(given, tokens, np.full(len(options), 4), 4)
+    on_device = jax.tree.map(jnp.asarray, of_rows)
+    emitted = on_device.behind(jnp.asarray(tokens), jnp.full(len(options), 4))
+    largest = float(jnp.finfo(jnp.float16).max)
+    logits = jnp.asarray([[[largest, -largest, largest, -largest]]])
+    found = adjust(jnp.tile(logits, (len(options), 1, 1)), emitted)
+    assert jnp.isfinite(found).all()
+    for temperature in (1e-37, 1.0, SAMPLING["temperature"].most):
+        sampling = replace(
+            request(1.0).sampling.of_kind(SamplingKind.ANY),
+            temperature=jnp.full(len(options), temperature),
+            top_k=jnp.zeros(len(options), jnp.int32),
+            top_p=jnp.full(len(options), 0.5),
+            seed=jnp.zeros(len(options), jnp.uint32),
+            log_min_p=jnp.full(len(options), -1.0),
+        )
+        assert (draw(found, jnp.zeros_like(found), sampling) != NO_TOKEN).all()

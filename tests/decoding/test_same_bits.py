@@ -67,6 +67,21 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         same_bits.choose_kernels(target, True)
 
 
+def test_a_jax_without_the_kernels_of_the_gpu_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: False)
+    hardware.warn_of_missing_kernels.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="no Hopper kernels.*needs Python 3.12") as warned:
+            for wanted in (False, None, None):
+                assert not same_bits.choose_kernels(HALF, wanted).same_bits
+    finally:
+        hardware.warn_of_missing_kernels.cache_clear()
+    assert len(warned) == 1
+
+
 def test_the_kernels_serve_meshes_of_hopper_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: True)

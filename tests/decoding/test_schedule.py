@@ -176,6 +176,60 @@ def test_a_second_fault_within_a_minute_ends_the_engine() -> None:
         engine.step()
 
 
+@pytest.mark.parametrize("method", ["first", "rounds"])
+def test_a_row_that_cannot_be_read_ends_alone_and_takes_no_token_of_the_others(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = range(7)
+    engine = open_engine(slots=3, readmits=True)
+    ids = [engine.submit(prompt(row), asked(row)) for row in rows]
+    read = getattr(engine._slots, method)
+
+    def broken(*given: Any) -> StepOutput:
+        if given[0 if method == "first" else 2] == ids[2]:
+            raise IndexError("no such entry")
+        return read(*given)
+
+    monkeypatch.setattr(engine._slots, method, broken)
+    outputs: list[StepOutput] = []
+    texts = collected(engine, outputs)
+    assert engine.status.recoveries == 0
+    [failed] = [out for out in outputs if out.finish == "error"]
+    assert failed.id == ids[2] and failed.reason == "IndexError: no such entry"
+    for id, text in zip(ids, alone(TARGET, TABLE, rows, VOCABULARY), strict=True):
+        expected = text[: len(texts[id])] if id == failed.id else text
+        np.testing.assert_array_equal(texts[id], expected)
+
+
+def test_what_was_read_before_a_failure_is_reported_once() -> None:
+    """An engine that cannot go on has told every token that it counts."""
+    engine = open_engine(slots=2)
+    ids = [engine.submit(prompt(row), endless(15)) for row in (1, 2)]
+    shown = {id: 0 for id in ids}
+
+    def step() -> None:
+        for output in engine.step():
+            shown[output.id] += len(output.tokens)
+
+    while not all(shown.values()):
+        step()
+    report, failing = engine._report, ids[1]
+
+    def broken(id: int, read: Any) -> None:
+        if id == failing:
+            raise RuntimeError("the device is on fire")
+        report(id, read)
+
+    engine._report = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="^the device is on fire"):
+        while True:
+            step()
+    counted = {id: sum(map(len, active.tokens)) for id, active in engine._slots.active.items()}
+    assert counted == shown
+    with pytest.raises(RuntimeError, match="cannot go on: the device is on fire"):
+        engine.step()
+
+
 def test_an_interruption_is_no_fault() -> None:
     engine = open_engine(readmits=True)
 

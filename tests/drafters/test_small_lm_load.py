@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import Target
@@ -18,6 +18,7 @@ from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions, load
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import save_target
 from tests.kit import random_target, tiny_target_config
+from tests.vicuna import save_sentences
 
 TARGET = tiny_target_config()
 CONFIG = tiny_target_config(num_layers=1, model_width=20)
@@ -138,6 +139,21 @@ def test_another_tokenizer_is_refused_whatever_the_sizes(
         load_small_lm(folder, TARGET, tokenizer=of_transformers(other))
     assert f"vocab_size={size}, the target 101, and their tokenizers differ" in str(refused.value)
     assert difference in str(refused.value)
+
+
+def test_a_tokenizer_of_sentencepiece_alone_is_compared(tmp_path: Path) -> None:
+    """Its pieces, whichever form the target's has."""
+    folder = small_model(tmp_path, vocab_size=384)
+    save_sentences(folder, 380)
+    theirs = LlamaTokenizer.from_pretrained(folder)
+    target = replace(CONFIG, vocab_size=384)
+    load_small_lm(folder, target, tokenizer=theirs)
+    save_sentences(folder, 379)
+    with pytest.raises(ValueError, match=r"tokenizers differ: token \d+ is .* in the small"):
+        load_small_lm(folder, target, tokenizer=theirs)
+    (folder / "tokenizer.model").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"tokenizer.model: the tokenizer cannot be read .*again"):
+        load_small_lm(folder, target)
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Texts by a server's requests: what is read of its answers, and what is said of its refusals."""
 
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -54,6 +56,12 @@ def test_plain_decoding_and_stop_tokens_are_asked_for() -> None:
     assert options["temperature"] == 0.0 and options["seed"] == 1
 
 
+def test_a_text_that_ended_with_an_error_is_no_text() -> None:
+    with serving(ScriptedEngine(finish="error", reason="its tokenizer fails")) as server:
+        with pytest.raises(OSError, match="--endpoint=.*: its tokenizer fails"):
+            reached(server.url).generate([[1]], max_new_tokens=[3], seed=1)
+
+
 def test_what_a_server_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(ScriptedEngine(), api_key="open") as server:
         with pytest.raises(ValueError, match=f"answers 401: the API key .* variable {KEY}"):
@@ -64,3 +72,49 @@ def test_what_a_server_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
             endpoint.generate([[1]], max_new_tokens=[13], seed=0)
     with pytest.raises(OSError, match=r"--endpoint=http.*refused; is it the address of a server"):
         endpoint.generate([[1]], max_new_tokens=[2], seed=0)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("asked", ["GET", "POST"])
+def test_the_key_follows_no_redirect(
+    monkeypatch: pytest.MonkeyPatch, status: int, asked: str
+) -> None:
+    seen: list[str | None] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("Authorization"))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "toy"}]}')
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Redirecting(Elsewhere):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Location", f"http://localhost:{elsewhere.server_port}/v1/models")
+            self.end_headers()
+
+        do_POST = do_GET
+
+    elsewhere, first = (HTTPServer(("127.0.0.1", 0), one) for one in (Elsewhere, Redirecting))
+    monkeypatch.setenv(KEY, "secret")
+    spec = toy_spec()
+    try:
+        for server in (elsewhere, first):
+            threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        url = f"http://127.0.0.1:{first.server_port}/v1"
+        endpoint = Endpoint(url, spec.target_config, spec.tokenizer, (25,))
+        with pytest.raises(ValueError, match="redirects to 'http://localhost.* nor the API key"):
+            if asked == "GET":
+                endpoint.reached(url, spec.target_config, spec.tokenizer, (25,))
+            endpoint.generate([[1]], max_new_tokens=[2], seed=0)
+    finally:
+        for server in (elsewhere, first):
+            server.shutdown()
+            server.server_close()
+    assert seen == []

@@ -85,10 +85,41 @@ def test_behind_a_stop_token_all_is_allowed(vocabulary) -> None:
     assert (state.allowed([0, 3], [-1, 0]) == 2**32 - 1).all()
 
 
+def test_what_a_row_has_built_is_nothing_to_the_others(vocabulary) -> None:
+    """States of one grammar share no bound: the texts of one row cannot end another."""
+    grammar = compile_grammar(vocabulary, regex="g(b[cd]+|(a?){500}a{500})")
+    one, other = grammar.state(), grammar.state()
+    one.advance(ids("g"))
+    other.advance(ids("g"))
+    with pytest.raises(ValueError, match="cannot be followed any further: .*too many expressions"):
+        one.advance(ids("aa"))
+    other.advance(ids("bc"))
+    assert tokens_of(other.allowed([0], [-1])[0]) == {*ids("cd"), STOP}
+
+
+def test_nodes_that_cannot_be_judged_have_no_path(vocabulary) -> None:
+    """Nor any behind them; the row goes on, and later trees have no path either."""
+    state = compile_grammar(vocabulary, regex="g(b[cd]+|(a?){500}a{500})").state()
+    state.advance(ids("g"))
+    tree = ids("gbaac"), [-1, 0, 0, 2, 1]
+    bits = state.allowed(*tree)
+    assert [tokens_of(line) for line in bits] == [
+        {*ids("ab")},
+        {*ids("cd")},
+        {*ids("a")},
+        set(),
+        {*ids("cd"), STOP},
+    ]
+    state.advance(ids("bd"))
+    bits = state.allowed(ids("dc"), [-1, 0])
+    assert [tokens_of(line) for line in bits] == [{*ids("cd"), STOP}, set()]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda given: compile_grammar(given, regex="(["), "cannot be used: .*regex"),
+        (lambda given: compile_grammar(given, regex="z"), "cannot be used: no token"),
         (lambda given: compile_grammar(given, regex="a" * (LONGEST + 1)), "is longer than"),
         (
             lambda given: compile_grammar(given, json_schema={"type": "objekt"}),

@@ -244,7 +244,7 @@ RANGES = {
     "top_k": [-1, 2**31, 10**30],
     "top_p": [0, -0.5, 1.5, math.nan, math.inf],
     "min_p": [-0.5, 1.5, math.nan, math.inf],
-    "repetition_penalty": [0, -1, math.nan, math.inf],
+    "repetition_penalty": [0, -1, 1e-39, 1e-37, 1e31, math.nan, math.inf],
     "presence_penalty": [-2.1, 2.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.inf],
     "seed": [-1, 2**32, 10**30],

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longspec_jax.decoding.logprobs import TokenLogprob
+from longspec_jax.generation import chat as chat_lib
 from longspec_jax.generation.grammar import Grammar
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 from longspec_jax.generation.result import StreamRound
@@ -206,6 +207,18 @@ def test_a_request_that_loses_its_slot_goes_on_in_its_grammar(engine, grammar) -
     [_, *rest], _ = texts(engine, [urgent, *ids])
     assert engine.status.preemptions == before + 1
     assert [gained[id] + more for id, more in zip(ids, rest, strict=True)] == [text] * 2
+
+
+def test_a_grammar_is_refused_behind_messages_that_open_the_reasoning(engine, grammar) -> None:
+    talk = [{"role": "user", "content": "ab"}]
+    template = "{{ messages[0].content }}cd"
+    options: Any = {"grammar": grammar, "max_new_tokens": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_lib, "OPEN_THOUGHT", re.compile(r"(cd)\Z"))  # The toy has no bracket.
+        with pytest.raises(ValueError, match="ends the prompt with cd, so that a form"):
+            engine.submit(talk, chat_template=template, **options)
+        assert not engine.busy
+        texts(engine, [engine.submit("abcd", **options)])
 
 
 def test_an_engine_refuses_what_it_was_not_made_for(engine, grammar) -> None:

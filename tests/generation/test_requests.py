@@ -14,6 +14,7 @@ from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.slots import EngineStatus
+from longspec_jax.generation import inputs as inputs_lib
 from longspec_jax.generation import requests as requests_lib
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 from tests.infer.toys import STOP, toy_spec
@@ -52,6 +53,44 @@ def test_requests_get_the_text_of_calls_of_their_own() -> None:
             full = len(tokens) == options["max_new_tokens"]
             assert parts[-1].finish == "length" if full else "stop"
         assert sum(use.rounds for use in engine.trees) > 0
+
+
+def test_a_tokenizer_that_fails_ends_its_own_request() -> None:
+    """While it reads a text, or before the first token: then the engine has taken nothing."""
+    spec = toy_spec()
+    with spec.engine(slots=2, max_tokens=64) as engine:
+        given = [{"max_new_tokens": 14, "temperature": 1.0, "seed": seed} for seed in (3, 4, 5)]
+        ids = [engine.submit("cd", eos_token_id=[], **one) for one in given]
+        expected = {
+            id: "".join(part.text for part in parts) for id, parts in finished(engine).items()
+        }
+        again = [engine.submit("cd", eos_token_id=[], **one) for one in given]
+        reader, left = engine._texts[again[1]], [2]
+
+        def broken(output: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyError(12)
+            return type(reader).take(reader, output)
+
+        reader.take = broken  # type: ignore[method-assign]
+        outputs = finished(engine)
+        assert engine.status.recoveries == 0 and not engine.engine.live
+        for first, id in zip(ids, again, strict=True):
+            text, last = "".join(part.text for part in outputs[id]), outputs[id][-1]
+            if id == again[1]:
+                assert last.finish == "error" and last.reason == "KeyError: 12"
+                assert 0 < len(text) < len(expected[first]) and expected[first].startswith(text)
+            else:
+                assert text == expected[first] and last.finish == "length"
+
+        def no_text(*_: Any) -> Any:
+            raise KeyError(13)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
+            patch.setattr(inputs_lib, "RowText", no_text)
+            engine.submit("cd", max_new_tokens=3)
+        assert not engine.busy
 
 
 def decoded_plainly(

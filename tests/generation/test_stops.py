@@ -11,9 +11,9 @@ import torch
 from transformers import GenerationConfig, StopStringCriteria
 
 from longspec_jax import make_mesh
-from longspec_jax.decoding.slots import StepOutput
+from longspec_jax.decoding.slots import StepOutput, until
 from longspec_jax.generation.inputs import read_batch
-from longspec_jax.generation.stops import StopStrings, stop_strings, until
+from longspec_jax.generation.stops import StopStrings, stop_strings
 from longspec_jax.generation.text import RowText, continuation
 from tests.generation.test_text import byte_fallback, byte_level, random_tokens
 from tests.infer.toys import STOP, toy_spec, toy_tokenizer

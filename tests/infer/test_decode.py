@@ -26,7 +26,7 @@ from longspec_jax import (
     TreeUse,
     demo_prompts,
 )
-from longspec_jax.compilation import keep_programs
+from longspec_jax.compilation import cache_folder, keep_programs
 from longspec_jax.drafters.vocabulary import save_draft_vocabulary
 from longspec_jax.embedded import DEMO
 from longspec_jax.generation.activity import Compiling, Slower, TreeTiming, Tuned
@@ -301,6 +301,45 @@ def test_compilation_cache_folder(monkeypatch, tmp_path, capsys) -> None:
         assert keep_programs() is None
         assert "cannot keep compiled programs in" in capsys.readouterr().err
     finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_only_a_folder_of_ones_own_keeps_programs(monkeypatch, tmp_path, capsys) -> None:
+    """What others may write there would run here."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    default, named = tmp_path / "longspec_jax", tmp_path / "a" / "named"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("LONGSPEC_CACHE", raising=False)
+    umask = os.umask(0)
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        keep_programs()
+        made = default, default / "compiled"
+        assert [one.stat().st_mode & 0o777 for one in made] == [0o700, 0o700]
+        jax.config.update("jax_compilation_cache_dir", None)
+        for folder in made:
+            for mode in (0o770, 0o702):
+                folder.chmod(mode)
+                assert keep_programs() is None
+                said = capsys.readouterr().err
+                assert f"kept in {folder} (others may write to it, mode {mode:o})" in said
+                assert folder is not default or cache_folder() is None
+            folder.chmod(0o755)  # As those of before were made.
+        named.mkdir(parents=True, mode=0o777)
+        monkeypatch.setenv("LONGSPEC_CACHE", str(named))
+        for work in (keep_programs, cache_folder, lambda: keep_programs(named)):
+            with pytest.raises(ValueError, match=r"mode 777\): what others put .* not there yet"):
+                work()
+        named.chmod(0o700)
+        if os.geteuid() == 0:
+            os.chown(named, 12345, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 0)
+        with pytest.raises(ValueError, match=f"it belongs to user {named.stat().st_uid}"):
+            keep_programs()
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        os.umask(umask)
         jax.config.update("jax_compilation_cache_dir", before)
 
 

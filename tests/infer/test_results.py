@@ -4,14 +4,16 @@ import dataclasses
 import json
 import re
 
+import jax
 import pytest
 
 from infer.results import Outcome, as_json, gathered, header_lines, lines, tuned_line
-from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
+from longspec_jax import PLAIN, GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
 from longspec_jax.cli import counted
 from longspec_jax.generation.activity import TreeTiming, Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.text import Piece
+from longspec_jax.ops import hardware
 from tests.kit import tiny_target_config
 
 
@@ -93,9 +95,26 @@ def test_nothing_is_one_nodes() -> None:
     config = tiny_target_config(num_layers=1)
     printed = [*header_lines(setting, config, TreeConfig(()))]
     assert "1 layer of width" in printed[0] and "tree none (1 node per target pass)" in printed[1]
+    assert len(printed) == 2
     assert (counted(1, "token"), counted(0, "token")) == ("1 token", "0 tokens")
     every = " ".join([*printed, *lines([outcome()], "float32")])
     assert not re.search(r"\b1 \w+s\b (?!per)|tokens? a |nodes a ", every), every
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_kernels", "said"),
+    [((9, 0), False, True), ((9, 0), True, False), ((8, 0), False, False), (None, False, False)],
+)
+def test_a_jax_too_old_for_the_gpu_is_said(
+    capability, has_kernels, said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11 installs a jax without the Hopper kernels: slower, and without the same bits."""
+    monkeypatch.setattr(hardware, "compute_capability", lambda: capability)
+    monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: has_kernels)
+    setting = {"target": "t", "drafts": [], "device": "d", "dtype": "bfloat16"}
+    setting |= {"temperature": 0.0, "seed": 0}
+    printed = [*header_lines(setting, tiny_target_config(), PLAIN)]
+    assert (f"jax {jax.__version__} has no Hopper kernels" in printed[-1]) == said
 
 
 def test_rounds_are_gathered() -> None:

@@ -11,18 +11,22 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect as triton_dialect
 
 from longspec_jax.compilation import keep_programs
-from longspec_jax.ops import launchers, layer_pallas
-from longspec_jax.ops.attention import fresh_pallas, kernels, path_kernels, tiles
+from longspec_jax.ops import hardware, launchers, layer, layer_pallas
+from longspec_jax.ops.attention import dispatch, fresh_pallas, kernels, path_kernels, tiles
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.hardware import mosaic_is_supported
 from longspec_jax.ops.matmul import ordered_mosaic, quantised_pallas
 from longspec_jax.ops.matmul.packed import pack
 from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.partitioned import use_mesh
-from longspec_jax.ops.selection import continuations, continuations_pallas
+from longspec_jax.ops.selection import continuations, continuations_pallas, gather_pallas
 from tests.kit import hopper_mesh, lowered
 from tests.ops.attention.oracle import HEADS, TOKENS
 from tests.ops.matmul.published import PUBLISHED, SHARES, Weights
@@ -197,6 +201,10 @@ def test_a_kernel_is_kept_for_other_processes(
         assert text() == first and len(exports) == 2
         monkeypatch.setattr(launchers, "_SOURCES", "another version")
         assert text() == first and len(exports) == 3
+        assert len([*(folder / "kernels").iterdir()]) == 2
+        assert (folder / "kernels").stat().st_mode & 0o777 == 0o700
+        (folder / "kernels").chmod(0o777)  # Kernels of others would run here.
+        assert text() == first and len(exports) == 4
         assert len([*(folder / "kernels").iterdir()]) == 2
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -380,6 +388,129 @@ def test_the_hopper_kernel_lowers_with_a_cache_in_8_bits(tokens: int, heads: int
 
     text = lowered(call, q, cache, cache, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def offsets(text: str, elements: str) -> set[str]:
+    """The types of the offsets of pointers to such elements, in the Triton kernels of a program."""
+    found = set()
+    for escaped in re.findall(
+        r'custom_call @__gpu\$xla.gpu.triton.* ir = "((?:[^"\\]|\\.)*)"', text
+    ):
+        code = re.sub(r"\\([0-9A-F]{2})", lambda byte: chr(int(byte[1], 16)), escaped)
+        code = code.replace('\\"', '"').replace("\\\\", "\\").encode("latin-1")
+        with mlir.JaxIrContext() as context:
+            context.append_dialect_registry(mlir.upstream_dialects)
+            triton_dialect.register_dialect(context)
+            context.load_all_available_dialects()
+            module = str(ir.Module.parse(code))
+        of_elements = rf"tt\.addptr .*!tt\.ptr<{elements}>.*(i\d+)>?$"
+        found |= set(re.findall(of_elements, module, re.MULTILINE))
+    return found
+
+
+FAR = 139264
+"""Slots of a cache of 4 heads of 256 numbers: 15 rows are 2^31 codes, and 31 are 2^32."""
+
+
+def far_prefix(rows: int, tokens: int) -> Callable[[], str]:
+    """Attention to a cache in 8 bits."""
+    half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    cache = jax.ShapeDtypeStruct((rows, 4, FAR, 256), jnp.uint8)
+    tile = tiles.triton_prefix_tile(tokens, 8, 4, 256, FAR, 2, (9, 0))
+    length = jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+    def call(q, k, v, length):
+        return kernels.prefix_attention(q, Prefix(k, v, length), tile=tile)
+
+    return lambda: lowered(call, half((rows, tokens, 8, 256)), cache, cache, length)
+
+
+def far_append(rows: int) -> Callable[[], str]:
+    fresh = jax.ShapeDtypeStruct((rows, 3, 4, 256), jnp.uint8)
+    cache = jax.ShapeDtypeStruct((rows, 4, FAR, 256), jnp.uint8)
+    numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 3), (rows,)))
+    return functools.partial(lowered, layer_pallas.append_rows, [cache], [fresh], *numbers)
+
+
+def far_gather(rows: int) -> Callable[[], str]:
+    whole = jax.ShapeDtypeStruct((rows, 4, FAR // 64, 64, 256), jnp.uint8)
+    blocks = jax.ShapeDtypeStruct((rows, 4, 2), jnp.int32)
+    return functools.partial(lowered, gather_pallas.gather, whole, blocks)
+
+
+def far_weights(outputs: int) -> Callable[[], str]:
+    codes = jax.ShapeDtypeStruct((outputs, 4096), jnp.int8)
+    matrix = QuantisedMatrix(codes, jax.ShapeDtypeStruct((outputs, 1), jnp.float32))
+    tile = quantised_pallas.triton_tile(16, matrix)
+    call = functools.partial(quantised_pallas.matmul, tile=tile, dtype=jnp.bfloat16)
+    return lambda: lowered(call, jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16), matrix)
+
+
+def far_mask(keys: int) -> Callable[[], str]:
+    """A mask is of one byte an element, too."""
+    half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    mask = jax.ShapeDtypeStruct((1, 2048, keys), jnp.bool_)
+    rows = half((1, keys, 1, 64))
+    call = functools.partial(fresh_pallas.tree_attention, tile=TreeTile(16, 64, 4, 4, 2))
+    return lambda: lowered(
+        lambda q, k, v, mask: call(q, Fresh(k, v, mask)), half((1, 2048, 1, 64)), rows, rows, mask
+    )
+
+
+@pytest.mark.parametrize(
+    ("near", "between", "far"),
+    [
+        pytest.param(*(far_prefix(rows, 1) for rows in (15, 21, 31)), id="one launch"),
+        pytest.param(*(far_prefix(rows, 64) for rows in (15, 21, 31)), id="prefix"),
+        pytest.param(*map(far_append, (15, 21, 31)), id="append"),
+        pytest.param(*map(far_gather, (15, 21, 31)), id="gather"),
+        pytest.param(*map(far_weights, (2**19, 2**19 + 1, 2**20 + 1)), id="weights"),
+        pytest.param(*map(far_mask, (2**20, 2**20 + 64, 2**21 + 64)), id="mask"),
+    ],
+)
+def test_offsets_reach_every_element(
+    near: Callable[[], str], between: Callable[[], str], far: Callable[[], str]
+) -> None:
+    """Of 32 bits up to 2^31 elements, of 64 beyond 2^32 bytes; between these, none is reached."""
+    one_byte = "i[18]"
+    assert offsets(near(), one_byte) == {"i32"}
+    assert "i64" in offsets(far(), one_byte)
+    with pytest.raises(NotImplementedError, match=r"up to 2\^31 elements or of more than 2\^32"):
+        between()
+
+
+def test_offsets_of_wider_elements_are_wide_in_time() -> None:
+    """Logits: 2^31 of 16 bits are 2^32 bytes."""
+    call = functools.partial(continuations_pallas.best_continuations, count=4, block=256)
+    for rows, found in ((2**9, "i32"), (2**9 + 1, "i64")):
+        scores = jax.ShapeDtypeStruct((rows, 16, 2**18), jnp.bfloat16)
+        text = lowered(call, scores, jax.ShapeDtypeStruct((rows, 16), jnp.float32))
+        assert offsets(text, "bf16") == {found}
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_a_cache_beyond_offsets_is_for_the_copy_engine_or_xla(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hopper kernel reads it where it takes the heads' width; XLA writes to it."""
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
+    rows = 21
+    cache = jax.ShapeDtypeStruct((rows, 1024 // width, FAR, width), jnp.uint8)
+    fresh = jax.ShapeDtypeStruct((rows, 1, *cache.shape[1::2]), jnp.uint8)
+    half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    length, mask = jax.ShapeDtypeStruct((rows,), jnp.int32), jnp.ones((rows, 1, 1), bool)
+
+    def attend(q, k, v, length, fresh):
+        return dispatch.speculative_attention(q, Prefix(k, v, length), Fresh(fresh, fresh, mask))
+
+    q = half((rows, 1, 16, width))
+    text = lowered(attend, q, cache, cache, length, half(fresh.shape))
+    mosaic = width == 128 and mosaic_is_supported()
+    assert text.count("custom_call @mosaic_gpu") == mosaic
+    assert text.count("custom_call @__gpu") == mosaic  # The tree's kernel.
+    path = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    text = lowered(layer.append_rows, [cache], [fresh], path, length)
+    assert "custom_call @__gpu" not in text
 
 
 WITHOUT_PALLAS_TRITON = """

@@ -3,7 +3,7 @@
 import importlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -132,10 +132,11 @@ def test_a_decode_step_on_a_gpu_takes_the_kernels(
     assert has_kernel()
 
 
-def test_triton_sees_the_functions_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not wrapped by the hook that executes annotations, unlike those of any other module.
+@pytest.fixture
+def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any]]]:
+    """The module with kernels for jax-triton, and what it gave to Triton's decorator.
 
-    Triton itself need not be installed: what it would compile is what its decorator is given.
+    Triton itself need not be installed.
     """
     given: list[Any] = []
     language = types.ModuleType("triton.language")
@@ -148,10 +149,37 @@ def test_triton_sees_the_functions_as_they_are_written(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "triton.language", language)
     monkeypatch.delitem(sys.modules, name, raising=False)
     try:
-        importlib.import_module(name)
+        yield importlib.import_module(name), given
     finally:
         sys.modules.pop(name, None)
+
+
+def test_triton_sees_the_functions_as_they_are_written(triton_kernels) -> None:
+    """Not wrapped by the hook that executes annotations, unlike those of any other module."""
+    _, given = triton_kernels
     assert [function.__name__ for function in given] == ["_split_kernel", "_merge_kernel"]
     assert not any(hasattr(function, "__wrapped__") for function in given)
     if "beartype" in sys.modules:  # Otherwise no hook is installed.
         assert hasattr(Op.__call__, "__wrapped__")
+
+
+def test_a_jax_that_jax_triton_cannot_trace_in_is_refused(
+    triton_kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rule of dead code takes two operands, and jax 0.12 gives three: a bare TypeError."""
+    module, _ = triton_kernels
+    package = types.ModuleType("jax_triton")
+    monkeypatch.setitem(sys.modules, "jax_triton", package)
+    for release, jax_release, refused in (
+        ("0.4.1", (0, 12, 0), True),
+        ("0.4.1", (0, 11, 2), False),
+        ("0.3.1", (0, 11, 2), False),
+        ("0.5.0", (0, 12, 0), False),
+    ):
+        package.__version__ = release  # type: ignore[attr-defined]
+        monkeypatch.setattr(jax, "__version_info__", jax_release)
+        if refused:
+            with pytest.raises(NotImplementedError, match=f"jax-triton {release} fails in jit"):
+                module._import()
+        else:
+            assert module._import() is package

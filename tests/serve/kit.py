@@ -63,6 +63,7 @@ class ScriptedEngine:
     gate: threading.Event = field(default_factory=threading.Event)
     fail: Exception | None = None
     finish: str = "length"
+    reason: str | None = None
     submitted: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     closed: bool = False
@@ -91,6 +92,8 @@ class ScriptedEngine:
     def submit(self, inputs: Sequence[int], **options: Any) -> int:
         if options["max_new_tokens"] == 13:
             raise ValueError("max_new_tokens=13 is unlucky; pass another number")
+        if options["max_new_tokens"] == 17:
+            raise KeyError("an id of another request")
         self.submitted.append(([*inputs], options))
         id = len(self.submitted) - 1
         self.rows[id] = [*inputs], options["max_new_tokens"]
@@ -125,6 +128,7 @@ class ScriptedEngine:
                     drafted=(False,) if first else (*[True] * (len(new) - 1), False),
                     rounds=() if first else (len(new) - 1,),
                     finish=finish,
+                    reason=self.reason if finish else None,
                     logprobs=() if wanted is None else tuple(map(logprob, new)),
                     prompt_logprobs=scored,
                     trees=() if first else (tree,),
@@ -245,7 +249,10 @@ def serving(
     request_seconds: float | None = None,
     drain_seconds: float = 20.0,
     api_key: str | None = None,
+    other_keys: tuple[str, ...] = (),
+    host: str = "",
     levels: int = LEVELS,
+    send_buffer: int | None = None,
 ) -> Iterator[Client]:
     """A server on a port of its own, in a thread; ended in the end."""
     metrics = Metrics(levels)
@@ -257,8 +264,12 @@ def serving(
         request_seconds=request_seconds,
         levels=levels,
     )
-    served = Served(model or scripted_model(), thread, metrics, {"chat": True}, api_key=api_key)
+    keys = () if api_key is None else (api_key, *other_keys)
+    model, about = model or scripted_model(), {"chat": True}
+    served = Served(model, thread, metrics, about, api_keys=keys, host=host)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:  # Which connections inherit.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server, ready = HttpServer(served, listener, drain_seconds), threading.Event()
     client = Client(listener.getsockname()[1], server, thread, api_key)
 

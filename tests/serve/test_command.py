@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from infer.serve import __main__ as command
-from infer.serve.arguments import parser, read_key, read_template
+from infer.serve.arguments import parser, read_keys, read_template
 from infer.serve.command import Service, curl, fitting_slots, server_words
 from infer.serve.http_server import bound
 from longspec_jax import cli
@@ -76,12 +76,15 @@ def test_a_bound_port_does_not_answer_yet() -> None:
 def test_keys_and_templates_are_read(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("  secret\n")
-    assert read_key(parser().parse_args([f"--api_key_file={file}"])) == "secret"
-    assert read_key(parser().parse_args(["--api_key=x"])) == "x"
-    assert read_key(parser().parse_args([])) is None
-    file.write_text("\n")
-    with pytest.raises(ValueError, match="must hold the key on one line"):
-        read_key(parser().parse_args([f"--api_key_file={file}"]))
+    assert read_keys(parser().parse_args([f"--api_key_file={file}"])) == ("secret",)
+    assert read_keys(parser().parse_args(["--api_key=x"])) == ("x",)
+    assert read_keys(parser().parse_args([])) == ()
+    file.write_text("mine\n\n theirs \n")
+    assert read_keys(parser().parse_args([f"--api_key_file={file}"])) == ("mine", "theirs")
+    for wrong in ("\n", "mine\ntheirs\nmine\n"):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match="must hold the key on one line"):
+            read_keys(parser().parse_args([f"--api_key_file={file}"]))
     assert read_template(parser().parse_args(["--chat_template=vicuna"])) == "vicuna"
     file.write_text("{{ messages }}")
     assert read_template(parser().parse_args([f"--chat_template={file}"])) == "{{ messages }}"
@@ -100,7 +103,7 @@ def test_slots_follow_from_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> N
 def planned(*typed: str) -> Any:
     arguments = parser().parse_args(["--target=toy", "--draft=toy", *typed])
     with socket.socket() as unused, server_words():
-        return Service(arguments, unused, None)._planned(toy_spec())
+        return Service(arguments, unused)._planned(toy_spec())
 
 
 def planned_with(free: int, monkeypatch: pytest.MonkeyPatch) -> Any:

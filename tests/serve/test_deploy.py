@@ -11,7 +11,7 @@ import yaml
 
 from infer.arguments import check
 from infer.serve import arguments
-from infer.serve.protocol import MOST_BYTES
+from infer.serve.bodies import MOST_BYTES
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = (DEPLOY / "longspec-serve.service").read_text()
@@ -45,6 +45,8 @@ def test_the_container_serves_at_its_port() -> None:
     given = parsed([*ENTRY, "--target=/models/target"])
     assert given.host == "0.0.0.0" and f"EXPOSE {given.port}\n" in CONTAINER
     assert re.search(r"^USER 1000$", CONTAINER, re.MULTILINE)
+    # A volume itself may be another user's, or open to all, and is then refused.
+    assert re.search(r"^ENV LONGSPEC_CACHE=/cache/\w+ ", CONTAINER, re.MULTILINE)
 
 
 def test_the_manifest_is_the_container_s() -> None:

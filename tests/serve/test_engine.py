@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from infer.serve.command import served_model
-from infer.serve.gains import token_text
 from infer.serve.protocol import ServedModel
+from infer.serve.token_texts import token_text
 from longspec_jax import PLAIN
 from tests.infer.toys import TREE, toy_spec
 from tests.kit import compilations
@@ -127,6 +127,28 @@ def test_a_text_has_the_form_that_was_asked_for(server: Client) -> None:
     assert "Invalid type: objekt" in body["error"]["message"]
 
 
+def test_a_form_that_grows_too_large_ends_its_own_text(
+    server: Client, alone: list[str | None]
+) -> None:
+    """Twice within a minute; one choice of two may go on; the neighbour's text is its own."""
+    form = {"type": "regex", "regex": "(b[cd]{3}|(a?){500}a{500})"}
+    asked = {"prompt": "ab", "response_format": form, "temperature": 0, "max_tokens": 9}
+    asked |= {"logit_bias": {"1": 90, "2": 80}}
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as pool:
+            neighbour = pool.submit(server.post, "/v1/completions", **REQUESTS[1])
+            grown = pool.submit(server.post, "/v1/completions", **asked)
+            other = {**asked, "logit_bias": {"1": -100}}
+            fine = pool.submit(server.post, "/v1/completions", **other)
+        [choice] = grown.result()[1]["choices"]
+        assert choice["finish_reason"] == "error" and choice["text"] == "aa"
+        assert "too many expressions" in choice["error"]["message"]
+        assert re.fullmatch("b[cd]{3}", fine.result()[1]["choices"][0]["text"])
+        assert neighbour.result()[1]["choices"][0]["text"] == alone[1]
+    assert server.ask("GET", "/health")[0] == 200
+    assert b"longspec:num_recoveries_total 0.0" in server.connect("GET", "/metrics").read()
+
+
 def test_a_text_ends_before_a_stop_string(server: Client) -> None:
     request = next(one for one in REQUESTS if "stop" in one)
     _, body = server.post("/v1/completions", **request)
@@ -191,6 +213,29 @@ def test_log_probabilities_are_the_models_own(server: Client) -> None:
     assert read["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(own[1:], abs=1e-4)
     _, last = server.post("/v1/completions", **{**request, "prompt": [3, 4, 5]}, logprobs=17)
     assert sum(map(math.exp, last["choices"][0]["logprobs"]["top_logprobs"][0].values())) <= 1.001
+
+
+def test_the_bytes_of_a_chat_are_its_text_s_and_offsets_do_not_drift(server: Client) -> None:
+    """The toy keeps emitting parts of characters, also such as never become whole ones."""
+    incomplete = 0
+    for seed in range(4):
+        asked = {"seed": seed, "ignore_eos": True, "max_tokens": 40}
+        more = {"logprobs": True, "top_logprobs": 17}
+        _, body = server.post("/v1/chat/completions", messages=TALK, **asked, **more)
+        text = body["choices"][0]["message"]["content"]
+        content = body["choices"][0]["logprobs"]["content"]
+        emitted = b"".join(bytes(one["bytes"] or ()) for one in content)
+        assert emitted.decode(errors="replace") == text
+        incomplete += sum(one["token"] == "\ufffd" for one in content)
+        for one in content:  # No two alternatives with one text have the same bytes.
+            parts = [other["bytes"] for other in one["top_logprobs"] if other["bytes"]]
+            assert len({*map(tuple, parts)}) == len(parts) >= 14
+        _, body = server.post("/v1/completions", prompt="ab\ncd\n", **asked, logprobs=0, echo=True)
+        text, found = body["choices"][0]["text"], body["choices"][0]["logprobs"]
+        for token, at in zip(found["tokens"], found["text_offset"], strict=True):
+            shown = "" if token == "<end>" else token
+            assert "\ufffd" in token or text[at : at + len(shown)] == shown
+    assert incomplete > 20
 
 
 def test_the_rounds_of_a_text_explain_it(server: Client) -> None:

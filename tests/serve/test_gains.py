@@ -1,14 +1,26 @@
 """What chunks say of tokens and rounds."""
 
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from infer.serve.gains import rounds_of, token_text
+from infer.serve.answers import SLICE, TextFormat, Writer, json_bytes, long_json_bytes
+from infer.serve.gains import Answer, Ticket, rounds_of
+from infer.serve.protocol import Call
+from infer.serve.token_texts import TokenTexts, token_text
+from longspec_jax.decoding.logprobs import PromptLogprobs, packed_width, unpacked_logprobs
 from longspec_jax.generation.requests import RequestOutput
+from tests.serve.kit import Client, ScriptedEngine, serving
 
 
 @pytest.mark.parametrize("piece, text", [("▁one", " one"), ("two", "two"), ("<0xE2>", "\ufffd")])
@@ -61,3 +73,87 @@ def test_a_character_of_several_tokens_is_the_last_one_s() -> None:
         one = RequestOutput(0, (id,), (False,), ())
         [told] = rounds_of(one, text_of, 0, range(id))["tokens"]
         assert told["text"] == texts[id]
+
+
+def test_a_row_keeps_the_trees_of_its_rounds_only_where_they_are_shown() -> None:
+    """A stream keeps none of its gains, and the counts are the same."""
+    body: Any = {"prompt": "ab", "max_tokens": 60}
+    told = []
+    with watched() as (server, tickets):
+        for more in ({}, {"longspec": {"rounds": True}}, {"stream": True}):
+            if "stream" in more:
+                *_, usage, _ = server.stream(
+                    "/v1/completions", **body, stream_options={"include_usage": True}
+                )
+                told.append(usage["metrics"]["speculative_decoding"])
+            else:
+                answer = server.post("/v1/completions", **body, **more)[1]
+                told.append(answer["metrics"]["speculative_decoding"])
+    assert told[0] == told[1] == told[2] and told[0]["num_draft_tokens"] > 50
+    kept = [[gain for gain in ticket.answers[0].gains] for ticket in tickets]
+    trees = [sum(len(gain.trees) for gain in gains) for gains in kept]
+    assert trees[0] == 0 and trees[1] == told[0]["num_spec_steps"] and kept[2] == []
+
+
+@contextmanager
+def watched() -> Iterator[tuple[Client, list[Ticket]]]:
+    """A server and the tickets of its calls."""
+    tickets: list[Ticket] = []
+    with serving(ScriptedEngine()) as server:
+        submit = server.thread.submit
+
+        def noted(*given: Any) -> Ticket:
+            tickets.append(submit(*given))
+            return tickets[-1]
+
+        server.thread.submit = noted  # type: ignore[method-assign]
+        yield server, tickets
+
+
+def test_a_long_body_is_the_same_in_parts() -> None:
+    bodies: list[Any] = [
+        {},
+        {"a": [], "b": {}, "c": None, "d": [1.5, "é\ud800"], "e": [{"f": [*range(200)]}, {}]},
+        {"a": [{"b": [[index, "x"] for index in range(SLICE + 1)]}]},
+    ]
+    for body in bodies:
+        assert long_json_bytes(body) == json_bytes(body)
+    lazy = {"a": (index for index in range(3 * SLICE)), "b": iter([])}
+    assert long_json_bytes(lazy) == json_bytes({"a": [*range(3 * SLICE)], "b": []})
+    assert json_bytes({"a": iter("xy")}) == b'{"a":["x","y"]}'
+
+
+def test_log_probabilities_of_a_long_prompt_hold_up_nobody() -> None:
+    """The engine hands them out packed, and writing them lets the other threads run."""
+    tokens, most = 20_000, 20
+    packed = np.zeros((tokens, packed_width(most)), np.int32)
+    packed[:, 1 : 1 + most] = ord("a") + np.arange(most)
+    packed[:, 0] = packed[:, 1 + most :] = np.asarray([-1.5], np.float32).view(np.int32)
+    begun = time.perf_counter()
+    scored = PromptLogprobs([packed[:9000], packed[9000:]], tokens - 1, most)
+    gain = RequestOutput(0, (120,), (False,), (), "length", prompt_logprobs=scored)
+    assert time.perf_counter() - begun < 0.01
+    answer = Answer((ord("x"),) * tokens, "x" * tokens)
+    gain = replace(gain, logprobs=unpacked_logprobs(packed[:1], most))
+    answer.add(gain, 0)
+    texts = TokenTexts(lambda ids: "".join(map(chr, ids)))
+    writer = Writer(Call(False, logprobs=most), TextFormat(texts), "toy", [answer], texts)
+    waits, running = [0.0], threading.Event()
+
+    def other() -> None:
+        while not running.is_set():
+            before = time.perf_counter()
+            time.sleep(0.001)
+            waits.append(time.perf_counter() - before)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun = time.perf_counter()
+    body = writer.events(0, gain)
+    seconds = time.perf_counter() - begun
+    running.set()
+    thread.join()
+    lists = json.loads(body.partition(b"\n")[0].removeprefix(b"data: "))["choices"][0]["logprobs"]
+    assert {*map(len, lists.values())} == {tokens + 1} and lists["top_logprobs"][0] is None
+    # A json.dumps of all takes a third of the time at once.
+    assert max(waits) < seconds / 8, f"others waited {max(waits):.3f} of {seconds:.3f} s"

@@ -2,19 +2,28 @@
 
 import itertools
 import json
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from infer.serve.bodies import (
+    DEEPEST,
+    MOST_BYTES,
+    MOST_CONTAINERS,
+    MOST_STRINGS,
+    most_bytes,
+    most_values,
+    read_json,
+)
 from infer.serve.documents import GETS, POSTS, describe
 from infer.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, SHARED, TOKENIZE
 from infer.serve.protocol import (
-    DEEPEST,
-    MOST_BYTES,
     Call,
+    Row,
     read_call,
     read_detokenize,
-    read_json,
     read_tokenize,
     rows_of,
 )
@@ -131,6 +140,25 @@ def test_what_is_wrong_is_named_with_a_remedy(fields: dict, words: str, param: s
         assert words in str(error) and error.param == param
         assert error.body["error"]["message"] == str(error)
         assert error.status == (404 if param == "model" else 400)
+
+
+@pytest.mark.parametrize("end", ["<think>\n", "<seed:think>", "[THINK]", "<THINKING>\n\n"])
+def test_a_form_is_refused_behind_a_template_that_opens_the_reasoning(end: str) -> None:
+    """It would bind the reasoning. One that is closed, or a text of the caller's, is as good."""
+    asked = {"response_format": {"type": "regex", "regex": "a+"}}
+
+    def rows(given: dict[str, Any], end: str) -> tuple[Row, ...]:
+        made = SimpleNamespace(state=lambda: "a state")
+        model = scripted_model(grammar=lambda regex: made, decode=lambda tokens: f"ab{end}")
+        call = read_call({**given, **asked, "max_tokens": 3}, model, chat="messages" in given)
+        return rows_of(call, model)
+
+    with pytest.raises(Refused, match="(?i)ends the prompt with .*think") as refused:
+        rows({"messages": TALK}, end)
+    assert refused.value.status == 400 and refused.value.param == "response_format"
+    closed, text = {"messages": TALK}, {"prompt": "ab"}
+    assert rows(closed, "<think>\n\n</think>\n\n")[0].options["grammar"] == "a state"
+    assert rows(text, end)[0].options["grammar"] == "a state"
 
 
 @pytest.mark.parametrize(
@@ -281,13 +309,72 @@ def test_tokens_of_texts_and_texts_of_tokens() -> None:
     ],
 )
 def test_bodies_that_are_no_small_json_object(body: bytes, words: str, status: int) -> None:
-    error = refusal(read_json, body)
+    error = refusal(read_json, body, MAX_LEN)
     assert words in str(error) and error.status == status
 
 
 def test_a_body_is_read() -> None:
     deep = "[" * (DEEPEST - 1) + "]" * (DEEPEST - 1)
-    assert read_json(f'{{"a": {deep}, "b": "\\ud800"}}'.encode())["b"] == "\ud800"
+    assert read_json(f'{{"a": {deep}, "b": "\\ud800"}}'.encode(), MAX_LEN)["b"] == "\ud800"
+
+
+CONTEXT = 32_768
+"""Of a server that takes bodies of 32 MiB."""
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (b'{"a": [' + b"0," * most_values(CONTEXT) + b"0]}", "values"),
+        (b'{"a": [' + b"{}," * MOST_CONTAINERS + b"0]}", "lists and objects"),
+        (b'{"a": [' + b'"",' * MOST_STRINGS + b"0]}", "texts and names"),
+        (b'{"\\\\": "\\"", "b": [' + b"[]," * MOST_CONTAINERS + b"0]}", "lists and objects"),
+    ],
+)
+def test_the_values_of_a_body_are_counted_before_it_is_parsed(
+    body: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "loads", None)
+    error = refusal(read_json, body, CONTEXT)
+    assert f" {words}, and a request may have " in str(error) and error.status == 413
+
+
+def test_what_prompts_of_the_context_need_is_read() -> None:
+    assert most_bytes(CONTEXT) == MOST_BYTES and most_bytes(64) < 2 * 2**20
+    ids = [[131_071] * CONTEXT] * 4
+    assert read_json(json.dumps({"prompt": ids}).encode(), CONTEXT)["prompt"] == ids
+    text = '{[, \\" \\\\ 中' * 100_000
+    for ascii in (True, False):
+        body = json.dumps({"prompt": text}, ensure_ascii=ascii).encode()
+        assert read_json(body, CONTEXT)["prompt"] == text
+    error = refusal(read_json, b" " * (most_bytes(64) + 1), 64)
+    assert "16 for each token of 64 prompts of 64 tokens" in str(error) and error.status == 413
+
+
+def test_json_is_utf_8() -> None:
+    """In UTF-16 a character may hold the byte of a quote, by which texts are counted."""
+    error = refusal(read_json, '{"a": 1}'.encode("utf-16"), CONTEXT)
+    assert "the body is not JSON" in str(error)
+
+
+def test_refusals_of_large_values_take_no_time() -> None:
+    """A name of 31 MB took 38 seconds, and as many names as fit, one of them twice, hours."""
+    large = 2**24
+    begun = time.monotonic()
+    for given in (
+        {"p" * large: 1},
+        {"prompt": "a", "model": "x" * large},
+        {"prompt": {"x": ["y" * large] * 9}},
+        {"prompt": "a", "stop": [["z" * large]] * 9},
+        {"prompt": "a", "longspec": {"t" * large: 1}},
+        {"prompt": "a", "logit_bias": {"1" * large: 1}},
+    ):
+        assert len(str(refusal(read_call, given, MODEL, chat=False))) < 400
+    names = ", ".join(f'"{number}": 0' for number in [*range(200_000), 5])
+    assert "the key '5' is given 2 times" in str(
+        refusal(read_json, f"{{{names}}}".encode(), CONTEXT)
+    )
+    assert time.monotonic() - begun < 5
 
 
 def test_the_description_has_every_route_and_field() -> None:
@@ -297,7 +384,7 @@ def test_the_description_has_every_route_and_field() -> None:
     for path, fields in zip(POSTS, tables, strict=True):
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert body["schema"]["properties"].keys() == fields.keys()
-        assert body["schema"]["additionalProperties"] is False
+        assert body["schema"]["additionalProperties"] == {"type": "null"}
     assert document["paths"]["/health"]["get"]["security"] == []
     seed = SHARED["seed"].schema["anyOf"][0]
     assert seed == {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}

@@ -31,7 +31,7 @@ class Scripted(Replica):
         limits = {"queue_requests": 16, "queue_tokens": 1000, "levels": LEVELS}
         thread = EngineThread(ScriptedEngine(), metrics, **limits)
         model = scripted_model(names=(f"{os.getpid()}",))
-        return Served(model, thread, metrics, api_key="open")
+        return Served(model, thread, metrics, api_keys=("open",))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,12 @@ from typing import Any
 
 import pytest
 from openai import APIError, AuthenticationError, BadRequestError, OpenAI
+from openai.types.chat.completion_create_params import (
+    CompletionCreateParamsNonStreaming as ChatParams,
+)
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 
+from infer.serve import app
 from infer.serve.documents import GETS, POSTS
 from infer.serve.http_server import log_to_stderr
 from infer.serve.protocol import ServedModel
@@ -266,6 +271,39 @@ def test_openai_completions_and_chats(shared: Client) -> None:
     assert caught.value.param == "colour"
 
 
+def test_null_is_as_absent_of_every_field_that_openai_knows(shared: Client) -> None:
+    """A conversation goes on with the answers as the client holds and dumps them."""
+    client = client_of(shared)
+    messages: list[Any] = [{"role": "user", "content": "ab"}]
+    for sent_back in (lambda message: message, lambda message: message.model_dump()):
+        [choice] = client.chat.completions.create(
+            model="toy", messages=messages, max_tokens=2
+        ).choices
+        messages += [sent_back(choice.message), {"role": "user", "content": "c"}]
+    dumped = messages[-2]
+    assert dumped["annotations"] is dumped["function_call"] is dumped["tool_calls"] is None
+    nothing: dict[str, Any] = {"annotations": [], "tool_calls": [], "parsed": None}
+    messages += [{**dumped, **nothing}, {"role": "user", "content": "c"}]
+    nulls = {name: None for name in ChatParams.__annotations__ if name not in ("messages", "model")}
+    assert len(nulls) > 25
+    chat = client.chat.completions.create(
+        model="toy", messages=messages, extra_body={**nulls, "max_tokens": 2}
+    )
+    assert chat.choices[0].message.content == "de"
+    of_parts = [{"type": "text", "text": "ab", "prompt_cache_breakpoint": None}]
+    messages = [{"role": "user", "content": of_parts, "name": None}]
+    assert client.chat.completions.create(model="toy", messages=messages, max_tokens=1).choices
+    nulls = {name: None for name in TextParams.__annotations__ if name not in ("prompt", "model")}
+    text = client.completions.create(
+        model="toy", prompt="ab", extra_body={**nulls, "max_tokens": 2}
+    )
+    assert text.choices[0].text == "cd"
+    for name in ("prompt", "messages"):
+        path = "/v1/completions" if name == "prompt" else "/v1/chat/completions"
+        status, body = shared.post(path, **{name: None})
+        assert status == 400 and body["error"]["param"] == name, "what is required is no null"
+
+
 def test_an_error_in_a_stream_raises_in_the_openai_client() -> None:
     engine = ScriptedEngine(finish="error")
     with serving(engine) as server:
@@ -277,6 +315,32 @@ def test_an_error_in_a_stream_raises_in_the_openai_client() -> None:
         status, body = server.post("/v1/completions", prompt="ab", max_tokens=9)
         assert status == 500 and "not finite" in body["error"]["message"]
         assert server.ask("GET", "/health")[0] == 200, "the other requests go on"
+
+
+def test_a_row_that_fails_alone_says_why(shared: Client) -> None:
+    """Its text so far has the finish reason error, whole and as a stream."""
+    with serving(ScriptedEngine(finish="error", reason="the grammar is too large")) as server:
+        client = client_of(server)
+        asked: Any = {"model": "toy", "max_tokens": 5}
+        said: Any = client.completions.create(prompt="ab", n=2, **asked)
+        assert [choice.finish_reason for choice in said.choices] == ["error"] * 2
+        assert [choice.text for choice in said.choices] == ["cdefg"] * 2
+        assert said.choices[0].error == {"message": "the grammar is too large"}
+        chat: Any = client.chat.completions.create(messages=TALK, **asked)  # type: ignore[call-overload]
+        assert chat.choices[0].finish_reason == "error" and chat.choices[0].error
+        *_, closing, done = server.stream("/v1/completions", prompt="ab", max_tokens=5)
+        [choice] = closing["choices"]
+        assert choice["finish_reason"] == "error" and done == "[DONE]"
+        assert choice["error"] == {"message": "the grammar is too large"}
+    _, whole = shared.post("/v1/completions", prompt="ab", max_tokens=5)
+    assert "error" not in whole["choices"][0]
+
+
+def test_a_request_that_breaks_the_submission_breaks_no_other(shared: Client) -> None:
+    status, body = shared.post("/v1/completions", prompt="ab", max_tokens=17)
+    assert status == 500 and body["error"]["message"] == "the server has a defect: KeyError"
+    assert shared.post("/v1/completions", prompt="ab", max_tokens=3)[0] == 200
+    assert shared.ask("GET", "/health")[0] == 200
 
 
 # The key.
@@ -425,6 +489,57 @@ def test_a_stream_that_waits_sends_comments(monkeypatch: pytest.MonkeyPatch) -> 
         engine.single.release(1000)  # type: ignore[union-attr]
         *_, done = events(stream)
         assert done == "[DONE]"
+
+
+def test_the_event_loop_does_no_work_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing, rules, tokens and texts of 31 MB kept streams and probes waiting for 38 seconds."""
+    going, held, loops = threading.Event(), threading.Event(), []
+
+    def holding(work: Any) -> Any:
+        def held_back(*given: Any, **named: Any) -> Any:
+            loops.append(threading.current_thread().name)
+            held.set()
+            assert going.wait(30)
+            return work(*given, **named)
+
+        return held_back
+
+    model = scripted_model(decode=holding(scripted_model().decode))
+    asked = {
+        "/v1/completions": {"prompt": "ab", "max_tokens": 2},
+        "/tokenize": {"prompt": "ab", "return_token_strs": True},
+        "/detokenize": {"tokens": [1]},
+    }
+    for name in ("read_json", "read_call", "rows_of", "read_tokenize", "read_detokenize"):
+        monkeypatch.setattr(app, name, holding(getattr(app, name)))
+    with serving(ScriptedEngine(), model) as server, ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(server.post, path, **body) for path, body in asked.items()]
+        assert held.wait(30)
+        begun = time.monotonic()
+        for _ in range(10):
+            assert server.ask("GET", "/health")[0] == 200
+        assert time.monotonic() - begun < 5
+        going.set()
+        assert [one.result()[0] for one in found] == [200] * 3
+    assert "server" not in loops and len(loops) > 6
+
+
+def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MOST_HELD", 100_000)
+    going, read = threading.Event(), app.read_json
+
+    def slow(*given: Any) -> Any:
+        going.wait(30)
+        return read(*given)
+
+    monkeypatch.setattr(app, "read_json", slow)
+    with serving(ScriptedEngine()) as server, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "ab", "max_tokens": 1, "user": "x" * 90_000}
+        first = pool.submit(server.post, "/v1/completions", **body)
+        until(lambda: server.post("/v1/completions", **body)[0] == 429)
+        going.set()
+        assert first.result()[0] == 200
+        assert server.post("/v1/completions", **body)[0] == 200
 
 
 # The end.

@@ -25,7 +25,7 @@ from train.data.batches import Batches
 from train.data.rows import Row
 from train.loop import Stage, run_stage, stop_signals
 from train.metrics import Metrics, read_records
-from train.step import Batch, TrainState
+from train.step import Batch, TrainState, learning_rate
 
 CONFIG = StageConfig(
     name="short", seq_len=4, batch=3, accumulation=1, learning_rate=0.1, steps=10, epochs=0,
@@ -120,6 +120,24 @@ SHOWN = {"step", "loss", "heldout_loss"}
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
+
+
+@pytest.mark.parametrize("by_clock", [False, True])
+def test_the_first_step_learns_and_the_last_one_has_the_floor(run: Run, by_clock: bool) -> None:
+    """A step's rate is that of the stage with it."""
+    toy = Toy(slow={4: 0.2} if by_clock else {})
+    limits = dict(steps=0, max_seconds=0.6) if by_clock else {}
+    dataclasses.replace(run, config=dataclasses.replace(CONFIG, **limits)).go(toy, accept_every=0)
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    rates = [values["lr"] for values in map(json.loads, lines) if "lr" in values]
+    peak, optimizer = CONFIG.learning_rate, from_config(demo.get_config("tiny").to_dict()).optimizer
+    assert 0 < rates[0] <= peak and len(rates) > 2
+    assert rates[-1] == pytest.approx(peak * optimizer.floor, rel=1e-3) or by_clock
+    if not by_clock:
+        done = [(step + 1) / CONFIG.steps for step in range(CONFIG.steps)]
+        shape = dict(warmup=optimizer.warmup, floor=optimizer.floor)
+        expected = [learning_rate(each, peak, **shape) for each in done]
+        assert rates == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

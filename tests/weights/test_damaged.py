@@ -180,6 +180,31 @@ def test_truncated_file(folder, kept):
         load_target(folder)
 
 
+def test_numbers_that_this_safetensors_does_not_know(folder):
+    """A whole file is not downloaded again: it is newer than the package that reads it."""
+    header = json.dumps({"a": {"dtype": "F3", "shape": [8], "data_offsets": [0, 3]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + b"123"
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="of a kind that safetensors .* does not know") as error:
+        load_target(folder)
+    assert str(error.value).endswith("pip install --upgrade safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "snapshots": "name the folder below snapshots, or the hub id",
+        "consolidated.safetensors": "the files in Hugging Face's format",
+        "params.json": "the files in Hugging Face's format",
+    }.items(),
+)
+def test_folders_that_are_no_model_are_recognised(tmp_path, name, words):
+    """Another download would bring the same files."""
+    (tmp_path / name).mkdir()
+    with pytest.raises(FileNotFoundError, match=words):
+        load_target(tmp_path)
+
+
 def test_large_file_pointer(folder):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"
     (folder / "model.safetensors").write_text(pointer)

@@ -259,6 +259,51 @@ REFUSED = {
         ),
         "rope_scaling=.*is not what rope_parameters says; move its numbers into rope_parameters",
     ),
+    "two bases": (
+        dict(rope_theta=1e6, rope_scaling=dict(rope_type="default", rope_theta=5e5)),
+        "rope_theta=1000000.0 is not the rope_theta=500000.0 of config.json, rope_scaling; remove",
+    ),
+    "two bases, 5": (
+        dict(rope_theta=1e6, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+        "rope_theta=1000000.0 is not the rope_theta=500000.0 of config.json, rope_parameters",
+    ),
+    "two ranges": (
+        dict(original_max_position_embeddings=256, rope_scaling=dict(rope_type="llama3", **LLAMA3)),
+        "original_max_position_embeddings=256 is not the .*=512 of config.json, rope_scaling",
+    ),
+    "two names of the type": (
+        dict(rope_scaling=dict(rope_type="llama3", type="linear", **LLAMA3)),
+        "type='linear' is not its rope_type='llama3'",
+    ),
+    "a key of another type": (
+        dict(rope_scaling=dict(rope_type="linear", factor=4.0, attention_factor=1.2)),
+        "attention_factor=1.2 is not used by a rotary embedding of rope_type 'linear'; remove",
+    ),
+    "a factor without a type": (
+        dict(rope_scaling=dict(factor=4.0)),
+        "factor=4.0 is not used by a rotary embedding of rope_type 'default'",
+    ),
+    "a key of another family": (
+        dict(rope_scaling=dict(type="linear", factor=4.0, llama_4_scaling_beta=0.1)),
+        "llama_4_scaling_beta=0.1 is not used by a rotary embedding",
+    ),
+    "a share in the scaling": (
+        dict(rope_scaling=dict(rope_type="default", partial_rotary_factor=0.5)),
+        "partial_rotary_factor=0.5 is not supported",
+    ),
+    "one scale of two": (
+        dict(
+            rope_scaling=dict(
+                rope_type="yarn", factor=4.0, original_max_position_embeddings=512, mscale=0.7
+            )
+        ),
+        "mscale=0.7 is not used without mscale_all_dim.* attention_factor",
+    ),
+    "a base of another dialect": (dict(rotary_emb_base=1e6), "rotary_emb_base=1000000.0 is not us"),
+    "neighbours": (
+        dict(rope_interleaved=True),
+        "rope_interleaved=True is not supported, only .*Fa",
+    ),
     "linear without factor": (dict(rope_scaling=dict(type="linear")), "linear.* lacks factor"),
     "incomplete llama3": (
         dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
@@ -280,6 +325,59 @@ REFUSED = {
         "lacks short_factor, long_factor",
     ),
 }
+
+
+def test_what_says_nothing_of_the_rotation_is_read():
+    """Null, switches that are off, and how the three positions of pictures are shared out."""
+    sections = dict(rope_type="default", type="default", mrope_section=[1, 1, 1], factor=None)
+    more = dict(rope_scaling=sections, rope_interleaved=False, rope_local_base_freq=None)
+    assert target_config(_raw(**more)) == target_config(_raw())
+    # Phi-3 of 4k names the range of a scaling that it has not.
+    assert target_config(_raw(original_max_position_embeddings=512)) == target_config(_raw())
+
+
+def test_bases_of_layers_with_windows_are_given_once():
+    """Beside both types of layers, and beside what is read of each, nothing is passed over."""
+    full, near = (
+        dict(rope_type="default", rope_theta=5e5),
+        dict(rope_type="default", rope_theta=2e4),
+    )
+    parts = dict(full_attention=full, sliding_attention=near)
+    gemma = dict(
+        architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", rope_parameters=parts
+    )
+    gemma |= dict(sliding_window=512, hidden_act="gelu_pytorch_tanh", head_dim=6)
+    gemma |= dict(layer_types=["sliding_attention", "full_attention"])
+    config = target_config(BASE | gemma)
+    assert config.rope_theta == 5e5 and config.layer(0).rotary.theta == 2e4
+    for more, words in (
+        (dict(rope_theta=1e6), "rope_theta=1000000.0 is not the rope_theta=500000.0"),
+        (dict(rope_local_base_freq=1e4), "rope_local_base_freq=10000.0 is not the rope_theta=2"),
+        (dict(rope_parameters=parts | dict(factor=8.0)), "factor=8.0 is not used by"),
+        (
+            dict(rope_parameters=parts | dict(sliding_attention=near | dict(factor=8.0))),
+            "sliding_attention: factor=8.0 is not used by layers with a window",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            target_config(BASE | gemma | more)
+
+
+def test_a_model_that_also_sees_rotates_as_its_text_part_says():
+    inner = {key: value for key, value in BASE.items() if key not in ("architectures",)}
+    outer = dict(architectures=["Mistral3ForConditionalGeneration"], rope_theta=5e5)
+    inner |= dict(model_type="mistral")
+    with pytest.raises(ValueError, match="rope_theta=500000.0 is not used by a file whose layers"):
+        target_config(outer | dict(text_config=inner))
+
+
+def test_a_draft_may_hold_its_base_in_the_scaling():
+    """LongSpec's reader is the target's, and takes all that a target's file may hold."""
+    target = target_config(BASE | dict(rope_theta=5e5))
+    held = dict(rope_scaling=dict(rope_type="default", rope_theta=5e5), no_rope_layers=[1, 1])
+    assert draft_config(held, target).rope_theta == 5e5
+    with pytest.raises(ValueError, match="rotary_base=5000.0 is not used by"):
+        draft_config(dict(rotary_base=5e3), target)
 
 
 @pytest.mark.parametrize("case", REFUSED)

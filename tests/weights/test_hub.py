@@ -1,5 +1,6 @@
 """What is asked of the hub: safetensors first, pickles only where there is nothing else."""
 
+import errno
 import fnmatch
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_failures_say_what_to_do(monkeypatch, error):
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     with pytest.raises(FileNotFoundError, match="(no route|bad id).*Check the name.*hf auth login"):
+        hub.local_folder("owner/model")
+
+
+def test_a_full_disk_is_no_wrong_name(monkeypatch):
+    def download(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    with pytest.raises(FileNotFoundError, match="No space left.*: make room, or .* with HF_HOME"):
         hub.local_folder("owner/model")
 
 

@@ -80,7 +80,7 @@ FILES = {
     "plain": BASE,
     "linear": BASE | {"rope_scaling": LINEAR},
     "llama3": BASE | {"rope_scaling": LLAMA3},
-    "five": BASE | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    "five": BASE | {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
     "window": BASE
     | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True},
     "mistral": BASE | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
@@ -245,6 +245,13 @@ def test_files_that_are_no_json_objects(tmp_path, text):
     with pytest.raises(
         ValueError, match=r"config.json (is not valid JSON|holds .+, must hold an object)"
     ):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_file_that_was_edited_is_corrected(tmp_path):
+    """The documentation tells to edit it, so a comma too many is no damage of a download."""
+    (tmp_path / "config.json").write_text('{"rope_theta": 5e5,}')
+    with pytest.raises(ValueError, match="correct what was changed in it, or download it again"):
         read_json(tmp_path / "config.json")
 
 

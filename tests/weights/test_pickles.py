@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.weights.checkpoint import open_tensors
+from longspec_jax.weights.pickles import MOST_DESCRIPTION
 
 torch = pytest.importorskip("torch", reason="writes the files")
 FILE = "pytorch_model.bin"
@@ -67,7 +68,17 @@ def _without_its_end(folder: Path) -> None:
             archive.writestr(name, content[:8] if name.endswith("data/0") else content)
 
 
-@pytest.mark.parametrize("kind", ["code", "short", "no pickle", "other object"])
+DESCRIPTIONS = {
+    "no pickle": (pickle.dumps([1])[:-1], zipfile.ZIP_STORED),
+    "compressed": (bytes(2**24), zipfile.ZIP_DEFLATED),
+    "large": (bytes(MOST_DESCRIPTION + 1), zipfile.ZIP_STORED),
+    # Memory for 2^32 places, asked for by eight bytes.
+    "many places": (b"\x80\x02}r\xff\xff\xff\x7f.", zipfile.ZIP_STORED),
+}
+"""Bytes in place of the pickle, and how they are stored."""
+
+
+@pytest.mark.parametrize("kind", ["code", "short", "other object", *DESCRIPTIONS])
 def test_what_is_no_tensor_is_refused(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,15 +88,37 @@ def test_what_is_no_tensor_is_refused(
     torch.save(content.get(kind, {"a": torch.ones(4)}), tmp_path / FILE)
     if kind == "short":
         _without_its_end(tmp_path)
-    if kind == "no pickle":
+    if kind in DESCRIPTIONS:
         with zipfile.ZipFile(tmp_path / FILE, "w") as archive:
-            archive.writestr("x/data.pkl", pickle.dumps([1])[:-1])
+            archive.writestr("x/data.pkl", *DESCRIPTIONS[kind])
     words = {
         "code": r"holds more than tensors.*it names \w+\.system",
         "short": "storage '0' is shorter than its tensors",
         "no pickle": "is damaged",
+        "compressed": "data.pkl is compressed, which torch.save never does",
+        "large": "data.pkl has 16777217 bytes and may have 16777216",
+        "many places": "it keeps 2147483647 values, more than it has bytes",
         "other object": "it names torch.device, which is no tensor",
     }
     with ExitStack() as stack, pytest.raises(ValueError, match=words[kind]):
         open_tensors(tmp_path, stack)
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_old_torch_reads_no_old_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"a": torch.ones(4)}, tmp_path / FILE, _use_new_zipfile_serialization=False)
+    with ExitStack() as stack:
+        assert open_tensors(tmp_path, stack).keys() == {"a"}
+        monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+        with pytest.raises(
+            ValueError, match="torch 2.5.1.* may hold .* install torch 2.6 or later"
+        ):
+            open_tensors(tmp_path, stack)
+
+
+def test_a_file_that_holds_more_is_not_downloaded_again(tmp_path: Path) -> None:
+    """It would be the same: safetensors, or its tensors alone, are what can be loaded."""
+    torch.save({"a": torch.ones(4), "epoch": torch.device("cpu")}, tmp_path / FILE)
+    words = "download it again if it is damaged, else take the model's safetensors"
+    with ExitStack() as stack, pytest.raises(ValueError, match=words):
+        open_tensors(tmp_path, stack)

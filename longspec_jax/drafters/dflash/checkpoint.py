@@ -84,7 +84,8 @@ def load_draft(
     Arguments and errors as of :func:`longspec_jax.drafters.eagle3.checkpoint.load_draft`.
     """
     with open_folder(source, mesh, revision) as folder:
-        tensors, dialect = without_prefix(folder.tensors), dialect_of(folder.raw)
+        tensors = without_prefix(folder.tensors)
+        dialect = dialect_of(folder.raw, tensors)
         config = draft_config(folder.raw, dialect, target, layers=layers)
         with folder.named():
             config.check_fits(target)

@@ -12,20 +12,36 @@ from typing import Any
 
 from longspec_jax.checks import is_whole
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoint import proposals
+from longspec_jax.drafters.checkpoint import LAYER_CONFIG, proposals
 from longspec_jax.drafters.dflash.config import Confidence, DFlashConfig, Markov
 from longspec_jax.weights.hf_config import REFUSED, build, check_refused, hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.rope import inner_layers
 
 LAYERS = "Qwen3ForCausalLM"
 """The family whose layers all of these drafts have, whatever the target's."""
 HEADS = {"vanilla": {}, "gated": {"gated": True}, "rnn": {"recurrent": True}}
 """Kinds of Markov heads, and the fields of :class:`Markov` for them."""
-_REFUSED = (
-    *("use_swa", "swa_window_size", "final_logit_softcapping", "output_multiplier"),
-    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
-)
-"""Keys of ``dflash_config`` that change the arithmetic; those of DFlash 2 among them."""
+_REFUSED = {
+    "causal_head": "every slot sees none of the later ones (JetSpec)",
+    "use_swa": "windows of another kind",
+    "swa_window_size": "windows of another kind",
+    "final_logit_softcapping": "a soft cap on logits",
+    "output_multiplier": "a factor on logits",
+    "input_embedding_scale": "a factor on embeddings",
+    **dict.fromkeys(("conv_kernel_size", "conv_group_size"), "the convolutions of DFlash 2"),
+    **dict.fromkeys(("selector_rank", "selector_top_k"), "the selector of DFlash 2"),
+}
+"""Keys that change the arithmetic, and what they ask for. A 1 is a factor that changes nothing."""
+_FACTORS = "output_multiplier", "input_embedding_scale"
+_OF_OTHERS = {
+    "candidate_selector.": "DFlash 2",
+    "attention_conv.": "DFlash 2",
+    "mlp_conv.": "DFlash 2",
+    "refiner_head.": "XPress",
+    "hidden_dim_adapter": "JetSpec with an adapter of widths",
+}
+"""Parts of tensors' names, and the drafts that alone have them, whatever their file says."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +59,24 @@ SPECULATORS = Dialect("speculators", entering=True)
 DIALECTS = (ZLAB, DEEPSPEC, SPECULATORS)
 
 
-def dialect_of(raw: JsonObject) -> Dialect:
-    """The dialect of a draft's ``config.json``; raises ValueError for a draft of another kind."""
+def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
+    """The dialect of a draft, by its ``config.json``.
+
+    Args:
+      raw: the file.
+      tensors: names of the tensors beside it.
+
+    Raises:
+      ValueError: for a draft of another kind, by its file or by its tensors.
+    """
+    for name in tensors:
+        for part, kind in _OF_OTHERS.items():
+            if part in name:
+                raise ValueError(
+                    f"{raw.origin}: the weights beside it hold {name}, which drafts of {kind} "
+                    "have; they compute more than DFlash and DSpark drafts and are not supported "
+                    "yet; load another draft"
+                )
     names = raw.texts("architectures")
     if other := [name for name in names if name.startswith(("DFlash2", "Gemma4"))]:
         raise raw.error(
@@ -80,11 +112,13 @@ def draft_config(
     Raises:
       ValueError: if the file describes what is not computed here.
     """
-    part = raw.part("transformer_layer_config") if dialect is SPECULATORS else raw
+    part = inner_layers(raw, LAYER_CONFIG) if dialect is SPECULATORS else raw
     own = raw.part("dflash_config") if dialect is ZLAB else raw
-    for key in _REFUSED:
-        if own.values.get(key):
-            raise own.error(key, "is not supported", "load another draft")
+    for holder in (own, raw, part):
+        for key, what in _REFUSED.items():
+            value = holder.values.get(key)
+            if value and not (value == 1 and value is not True and key in _FACTORS):
+                raise holder.error(key, f"is not supported: {what}", "load another draft")
     if (made_for := raw.whole("num_target_layers", target.num_layers)) != target.num_layers:
         raise ValueError(
             f"{raw.origin}: the draft was made for a target of num_target_layers={made_for}, the "
@@ -201,7 +235,7 @@ def hf_draft_config(config: DFlashConfig, dialect: Dialect) -> dict[str, Any]:
             "architectures": ["DSparkDraftModel" if heads else "DFlashDraftModel"],
             "speculators_model_type": kind,
             "speculators_config": proposals(kind, config.tokens),
-            "transformer_layer_config": layer,
+            LAYER_CONFIG: layer,
             "aux_hidden_state_layer_ids": ids,
             "draft_vocab_size": config.proposable,
             "block_size": config.block,

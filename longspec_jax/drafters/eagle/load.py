@@ -13,14 +13,14 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoint import EMBEDDING, QKV, llama_rules
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.model import EagleConfig, EagleParams
-from longspec_jax.drafters.eagle3.dialects import AUTHORS_BASE, FIRST_LAYER, USUAL_POSITIONS
+from longspec_jax.drafters.eagle3.dialects import FIRST_LAYER, USUAL_POSITIONS, authors_base
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, bound
 from longspec_jax.drafters.vocabulary import without_prefix
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import REFUSED, build, check_refused, head_width, norm_eps
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.rope import rope_scaling, rope_theta
+from longspec_jax.weights.rope import rope_scaling
 from longspec_jax.weights.tables import ROTARY, Rule, Table, bind, layer_sizes
 
 _FUSE = (Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),)
@@ -98,8 +98,7 @@ def _config(
         proposable=vocabulary,
         features=(target.num_layers,),
         max_positions=raw.whole("max_position_embeddings", USUAL_POSITIONS),
-        # The authors' code forgets rope_theta where it scales positions.
-        rope_theta=theta or (AUTHORS_BASE if scaling is not None else rope_theta(raw)),
+        rope_theta=authors_base(raw, scaling) if theta is None else theta,
         rope_scaling=scaling,
         norm_eps=norm_eps(raw, 1e-6),
         dtype=target.dtype,

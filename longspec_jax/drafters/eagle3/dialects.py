@@ -7,6 +7,7 @@ says whether a norm precedes the LM head. So a file is read by its family, and a
 marks of two is refused with both readings.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from longspec_jax.config.layers import (
     yarn_magnitude,
 )
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoint import proposals
+from longspec_jax.drafters.checkpoint import LAYER_CONFIG, proposals
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.weights.hf_config import (
     REFUSED,
@@ -31,7 +32,14 @@ from longspec_jax.weights.hf_config import (
     raw_layer,
 )
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.rope import raw_rope, rope_entry, rope_scaling, rope_theta
+from longspec_jax.weights.rope import (
+    inner_layers,
+    raw_rope,
+    rope_entry,
+    rope_scaling,
+    rope_theta,
+    scaling_entry,
+)
 
 MIDLAYER, FIRST_LAYER = "midlayer.", "layers.0."
 """What the names of the layer's tensors begin with."""
@@ -131,14 +139,16 @@ def draft_config(
     Raises:
       ValueError: if the file describes what is not computed here, or can be read in two ways.
     """
-    part = raw.part("transformer_layer_config") if dialect is SPECULATORS else raw
+    part = inner_layers(raw, LAYER_CONFIG) if dialect is SPECULATORS else raw
     who = "an EAGLE-3 draft"
     part.require(("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), who)
     check_refused(part, REFUSED)
-    if part.whole("num_hidden_layers", 1) != 1:
-        raise part.error(
-            "num_hidden_layers", "is not supported: one layer is", "load another draft"
-        )
+    # Some files have their target's number. The tensors tell how many layers there are.
+    others = {name.split(".")[1] for name in tensors if name.startswith("layers.")} - {"0"}
+    if others or part.whole("num_hidden_layers", 1) not in (1, target.num_layers):
+        found = f"layers.{min(others)}.*" if others else "one layer"
+        rule = f"is not supported: one layer is, and the weights have {found}"
+        raise part.error("num_hidden_layers", rule, "load another draft")
     if part.flag("mlp_bias", False):
         raise part.error(
             "mlp_bias", "is not supported: no biases are added in the MLP", "load another"
@@ -146,7 +156,8 @@ def draft_config(
     width, heads = part.whole("hidden_size"), part.whole("num_attention_heads")
     vocab_size = part.whole("vocab_size")
     scaling = _scaling(part, dialect)
-    scaled = scaling is not None and dialect is AUTHORS
+    if theta is None:
+        theta = authors_base(part, scaling) if dialect is AUTHORS else rope_theta(part)
     positions = part.whole("max_position_embeddings", USUAL_POSITIONS)
     if isinstance(scaling, YarnRopeScaling):
         positions = max(positions, int(scaling.factor * scaling.original_max_positions))
@@ -168,7 +179,7 @@ def draft_config(
         proposable=raw.whole("draft_vocab_size", vocab_size),
         features=layers or _features(raw, dialect, target.num_layers),
         max_positions=positions,
-        rope_theta=theta or (AUTHORS_BASE if scaled else rope_theta(part)),
+        rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=norm_eps(part, 1e-6),
         dtype=target.dtype,
@@ -182,6 +193,25 @@ def draft_config(
         normed_feedback=fed_back,
         normed_head=normed or feeds,
     )
+
+
+def authors_base(raw: JsonObject, scaling: RopeScaling) -> float:
+    """The rotary base of a draft that the authors' code trained.
+
+    That code forgets ``rope_theta`` where it scales positions, and says nothing. Of an entry that
+    holds the base itself it knows nothing: whoever wrote one means it.
+    """
+    base = rope_theta(raw)
+    if scaling is None or rope_entry(raw).has("rope_theta"):
+        return base
+    if base != AUTHORS_BASE and raw.has("rope_theta"):
+        warnings.warn(
+            f"{raw.origin}: rope_theta={base:g} is not used, since the authors' code rotates by "
+            f"{AUTHORS_BASE:g} where positions are scaled; the draft option rope_theta={base:g} "
+            "uses it",
+            stacklevel=2,
+        )
+    return AUTHORS_BASE
 
 
 def _features(raw: JsonObject, dialect: Dialect, layers: int) -> tuple[int, ...]:
@@ -236,8 +266,8 @@ def _window(part: JsonObject) -> int | None:
 
 def _scaling(part: JsonObject, dialect: Dialect) -> RopeScaling:
     """The rotary scaling."""
-    entry = rope_entry(part)
-    if entry.text("rope_type", entry.text("type", "default")) != "yarn":
+    kind, entry = scaling_entry(part)
+    if kind != "yarn":
         return rope_scaling(part)
     original = "original_max_position_embeddings"
     holder = entry if entry.has(original) else part
@@ -287,7 +317,7 @@ def hf_draft_config(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
             "speculators_config": proposals("eagle3"),
-            "transformer_layer_config": layer,
+            LAYER_CONFIG: layer,
             IDS: ids,
             **sizes,
             **flags,

@@ -24,7 +24,14 @@ from longspec_jax.weights.hf_config import (
 )
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.params import write_model
-from longspec_jax.weights.rope import ROPE_KEYS, raw_rope, rope_scaling, rope_theta, rotary_width
+from longspec_jax.weights.rope import (
+    INTERLEAVED,
+    ROPE_KEYS,
+    raw_rope,
+    rope_scaling,
+    rope_theta,
+    rotary_width,
+)
 from longspec_jax.weights.tables import MLP, ROTARY, Rule, Table, bind, layer_sizes, stored_shape
 
 ARCHITECTURE = "LongSpecDraft"
@@ -49,6 +56,8 @@ _DEAD = (
     ("cross_attn.v_proj.bias", "(K H)"),
 )
 """Stored by the release and never read: cross-attention reads the target's keys and values."""
+_OF_TARGETS = frozenset(INTERLEAVED).union(*(family.accepts for family in FAMILIES.values()))
+"""Keys of targets about their rotary embedding: the published drafts carry their target's file."""
 _PREFIXES = ("", "glide.", "draft_model.", "model.")
 """Prefixes that the classes of the release put before the draft's names."""
 
@@ -131,6 +140,7 @@ def layer_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
     inherited = None if raw.has("hidden_size") else target.head_width
     head = head_width(raw, width, heads, inherited)
     has_rope = any(raw.has(key) for key in ROPE_KEYS)
+    scaling = rope_scaling(raw, _OF_TARGETS)
     return build(
         raw,
         functools.partial(DraftConfig.for_target, target),
@@ -140,7 +150,7 @@ def layer_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
         num_kv_heads=raw.whole("num_key_value_heads", target.num_kv_heads),
         head_width=head,
         rope_theta=rope_theta(raw) if has_rope else target.rope_theta,
-        rope_scaling=rope_scaling(raw, partial=True) if has_rope else target.rope_scaling,
+        rope_scaling=scaling if has_rope else target.rope_scaling,
         rotary_width=rotary_width(raw, head) if has_rope else target.rotary_width,
         norm_eps=norm_eps(raw, target.norm_eps),
         dtype=check_dtype(dtype or target.dtype),

@@ -22,6 +22,7 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.medusa.drafter import MedusaConfig, MedusaDrafter, MedusaParams
+from longspec_jax.drafters.tables import NOT_WHOLE
 from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.models.target import head_of
 from longspec_jax.weights.checkpoint import (
@@ -164,7 +165,7 @@ def _renamed(tensors: Tensors) -> Tensors:
 def _tokens(known: Tensor, config: MedusaConfig) -> jax.Array:
     """The tokens that the LM heads know."""
     if len(known.shape) != 1:
-        raise ValueError(f"{TOKEN_MAP} {known.shape} must be a list; download the heads again")
+        raise ValueError(f"{TOKEN_MAP} {known.shape} must be a list; {NOT_WHOLE}")
     return jnp.asarray(check_vocabulary(known.read((slice(None),)), config.vocab_size))
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from longspec_jax.config.layers import LayerConfig
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoint import QKV, llama_rules
+from longspec_jax.drafters.checkpoint import LAYER_CONFIG, QKV, llama_rules
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.load import EagleOptions
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, bound
@@ -24,6 +24,7 @@ from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.rope import inner_layers
 from longspec_jax.weights.tables import Rule, Table, bind, layer_sizes
 
 LAYERS = "num_nextn_predict_layers"
@@ -124,7 +125,7 @@ def _config(
 ) -> MtpConfig:
     """The layer that a ``config.json`` describes."""
     if dialect is SPECULATORS:
-        part = raw.part("transformer_layer_config")
+        part = inner_layers(raw, LAYER_CONFIG)
         if part.text("model_type", "") != "qwen3":
             raise part.error("model_type", "is not supported, only 'qwen3'", "load another draft")
         raw = JsonObject({**part.values, "architectures": [_SPECULATORS_LAYER]}, part.origin)

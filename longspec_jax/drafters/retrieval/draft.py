@@ -98,6 +98,16 @@ class RetrievalDraft(Draft):
         return self.inner.own_params
 
     @property
+    def apart(self) -> "RetrievalDraft":
+        """Around the inner one apart."""
+        return replace(self, inner=self.inner.apart)
+
+    @property
+    def shares_texts(self) -> bool:
+        """Whether the inner one does."""
+        return self.inner.shares_texts
+
+    @property
     def default_trees(self) -> DefaultTrees:
         """The inner draft's tree alone, and behind chains of two to four partial rounds.
 

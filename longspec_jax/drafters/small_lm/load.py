@@ -194,22 +194,42 @@ def _difference(ours: Tokens, theirs: Tokens) -> str | None:
 
 
 def _stored_tokens(folder: Path) -> Tokens | None:
-    """What a folder's ``tokenizer.json`` knows, or a GGUF file."""
-    from tokenizers import Tokenizer
-
+    """What a folder's ``tokenizer.json`` knows, or else its ``tokenizer.model``; or a GGUF file."""
     if folder.is_file():
         return _tokens_of(gguf_tokenizer(read_gguf(folder)))
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    readers = {"tokenizer.json": _tokens_of_json, "tokenizer.model": _tokens_of_sentencepiece}
+    name = next((name for name in readers if (folder / name).is_file()), None)
+    if name is None:
         return None
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # It raises bare Exceptions for what it cannot read.
+        return readers[name](str(folder / name))
+    except Exception as error:  # They raise bare Exceptions for what they cannot read.
         raise ValueError(
-            f"{file}: the tokenizer cannot be read ({error}); download it again"
+            f"{folder / name}: the tokenizer cannot be read ({error}); download it again, or, if "
+            "it is newer than the packages here, pip install --upgrade tokenizers"
         ) from error
+
+
+def _tokens_of_json(file: str) -> Tokens:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(file)
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     return Tokens(tokenizer.get_vocab(), special)
+
+
+def _tokens_of_sentencepiece(file: str) -> Tokens:
+    from sentencepiece import SentencePieceProcessor
+
+    tokenizer = SentencePieceProcessor(model_file=file)
+    numbers = range(tokenizer.get_piece_size())
+    pieces = [tokenizer.id_to_piece(number) for number in numbers]
+    special = {
+        piece
+        for number, piece in enumerate(pieces)
+        if tokenizer.is_control(number) or tokenizer.is_unknown(number)
+    }
+    return Tokens({piece: number for number, piece in enumerate(pieces)}, special)
 
 
 def _tokens_of(tokenizer: Any) -> Tokens | None:

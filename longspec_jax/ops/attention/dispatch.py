@@ -21,7 +21,7 @@ from longspec_jax.ops.attention import attention_xla, path, reference
 from longspec_jax.ops.attention.float8 import CODES, scaled
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.hardware import HOPPER, compute_capability, require_ampere
+from longspec_jax.ops.hardware import AMPERE, HOPPER, compute_capability, require_ampere
 
 
 def _prefix_kernels(*operands: Any, **options: Any) -> Partial:
@@ -76,13 +76,14 @@ def _prefix_triton(
         return prefix_triton.prefix_attention(q, prefix, **options)
     except ImportError as error:
         raise NotImplementedError(
-            f"the jax-triton prefix kernel cannot be imported ({error}); install jax-triton 0.3.1 "
-            "and triton 3.6 beside jax with GPU support, or choose another implementation"
+            f"the jax-triton prefix kernel cannot be imported ({error}); install the extra "
+            "triton (Python 3.12 or newer) beside jax with GPU support, or choose another "
+            "implementation"
         ) from error
 
 
 CUDNN_WIDTH = 128
-"""Widest heads that cuDNN differentiates on every GPU."""
+"""Widest heads that cuDNN differentiates on Ampere; twice as wide from Hopper on."""
 
 PREFIX = Op(
     "prefix_attention",
@@ -299,10 +300,8 @@ def causal_attention(
     XLA's.
     """
     _check_sinks(q, sinks)
-    on_gpu, half = jax.default_backend() == "gpu", q.dtype in (jnp.bfloat16, jnp.float16)
-    # Heads of more channels have a backward pass from Hopper on.
-    widest = 2 * CUDNN_WIDTH if (compute_capability() or (0, 0)) >= HOPPER else CUDNN_WIDTH
-    if cap is not None or sinks is not None or (on_gpu and q.shape[-1] > widest):
+    fused = _cudnn_serves(q.dtype, q.shape[-1])
+    if cap is not None or sinks is not None or (jax.default_backend() == "gpu" and not fused):
         scores: Any = dict(scale=scale, cap=cap)
         return attention_xla.causal_attention(q, k, v, sinks=sinks, window=window, **scores)
     return jax.nn.dot_product_attention(
@@ -312,8 +311,20 @@ def causal_attention(
         scale=scale,
         is_causal=True,
         local_window_size=None if window is None else (window, 0),
-        implementation="cudnn" if half and on_gpu else "xla",
+        implementation="cudnn" if fused else "xla",
     )
+
+
+def _cudnn_serves(dtype: DTypeLike, width: int) -> bool:
+    """Whether cuDNN differentiates attention of this dtype and head width on this GPU.
+
+    Elsewhere it fails, and no earlier than at the first step of a training run: below Ampere, on
+    GPUs of AMD, and for widths that are no multiples of 8.
+    """
+    capability = compute_capability() or (0, 0)
+    widest = 2 * CUDNN_WIDTH if capability >= HOPPER else CUDNN_WIDTH
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    return half and capability >= AMPERE and width % 8 == 0 and width <= widest
 
 
 def _check_prefix(q: Queries, prefix: Prefix) -> None:

@@ -41,9 +41,10 @@ from longspec_jax.ops.attention.splits import (
     reached_splits,
 )
 from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
-from longspec_jax.ops.hardware import require_ampere, triton_params
+from longspec_jax.ops.hardware import require_ampere
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
+from longspec_jax.ops.triton import triton_call
 
 
 @partitioned(TREE_AXES)
@@ -96,12 +97,13 @@ def attend_to_tree(
         arrived = counters(batch, kv_heads, row_tiles)
         operands.append(arrived)
         results += partial_results(batch, blocks, kv_heads, problem.packed, width, arrived)
-    out, lse, *_ = pl.pallas_call(
+    out, lse, *_ = triton_call(
         functools.partial(_tree_kernel, tile=tile, problem=problem, blocks=blocks),
         grid=(row_tiles * blocks, kv_heads, batch),
         out_shape=results,
         input_output_aliases={len(operands) - 1: 4} if blocks > 1 else {},
-        compiler_params=triton_params(tile.warps, tile.stages),
+        warps=tile.warps,
+        stages=tile.stages,
         interpret=problem.interpret,
         name="speculative_attention" if prefix else "tree_attention",
     )(*operands)
@@ -190,14 +192,15 @@ def attend_to_chunk(
       dtype: of the outputs.
     """
     batch, tokens, heads, width = q.shape
-    out, lse = pl.pallas_call(
+    out, lse = triton_call(
         functools.partial(_chunk_kernel, tile=tile, problem=problem),
         grid=(pl.cdiv(problem.packed, tile.rows), problem.kv_heads, batch),
         out_shape=(
             jax.ShapeDtypeStruct((batch, tokens * heads, width), dtype),
             jax.ShapeDtypeStruct((batch, tokens * heads), jnp.float32),
         ),
-        compiler_params=triton_params(tile.warps, tile.stages),
+        warps=tile.warps,
+        stages=tile.stages,
         interpret=problem.interpret,
         name="chunk_attention",
     )(pack(q, problem.kv_heads), keys, values, *prefix)

@@ -31,6 +31,7 @@ from longspec_jax.ops.attention.splits import merge_splits
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
+from longspec_jax.ops.triton import is_reached
 
 
 @partitioned(PREFIX_AXES)
@@ -165,7 +166,8 @@ def _choose_tile(
     """The heuristic's tile for this GPU; refuses where there is none.
 
     The Hopper kernel takes no lower bound, no window and no cap, interpret mode does not run it and
-    older versions of jax cannot express it.
+    older versions of jax cannot express it. It is chosen for any shape of a cache in 8 bits that
+    Triton's offsets do not reach: the copy engine counts each axis by itself.
     """
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
@@ -179,6 +181,8 @@ def _choose_tile(
     plain = prefix.start is None and prefix.oldest is None and cap is None
     if not plain or interpret or not hardware.mosaic_is_supported():
         return tiles.triton_prefix_tile(*sizes)
+    if capability[0] == hardware.HOPPER[0] and not is_reached(prefix.keys):
+        return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, slots)
     return tiles.prefix_tile(*sizes)
 
 

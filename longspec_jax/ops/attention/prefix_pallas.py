@@ -45,7 +45,7 @@ from longspec_jax.ops.attention.splits import (
     with_row_operands,
 )
 from longspec_jax.ops.attention.tiles import PrefixTile
-from longspec_jax.ops.hardware import triton_params
+from longspec_jax.ops.triton import triton_call
 
 
 def split_attention(
@@ -59,7 +59,7 @@ def split_attention(
     batch, (kv_heads, slots, width) = q.shape[0], prefix.keys.shape[1:]
     splits, packed = pl.cdiv(slots, tile.split), problem.packed
     kernel = functools.partial(_split_kernel, tile=tile, problem=problem)
-    return pl.pallas_call(
+    return triton_call(
         with_row_operands(kernel, prefix),
         # Programs that share a split are neighbours, so its keys and values are read from memory
         # once and from the second-level cache afterwards.
@@ -68,7 +68,8 @@ def split_attention(
             jax.ShapeDtypeStruct((batch, splits, kv_heads, packed, width), jnp.float32),
             jax.ShapeDtypeStruct((batch, splits, kv_heads, packed), jnp.float32),
         ),
-        compiler_params=triton_params(tile.warps, tile.stages),
+        warps=tile.warps,
+        stages=tile.stages,
         interpret=problem.interpret,
         name="prefix_attention",
     )(*row_operands(prefix), pack(q, kv_heads), prefix.keys, prefix.values)
@@ -143,7 +144,7 @@ def joined_attention(
         operands += [fresh.keys, fresh.values, fresh.mask]
     kernel = functools.partial(_joined_kernel, tile=tile, problem=problem)
     arrived = counters(batch, kv_heads, row_tiles)
-    out, lse, *_ = pl.pallas_call(
+    out, lse, *_ = triton_call(
         with_row_operands(kernel, prefix),
         # Programs that share a split are neighbours, as in the prefix kernel.
         grid=(row_tiles, splits, kv_heads * batch),
@@ -153,7 +154,8 @@ def joined_attention(
             *partial_results(batch, splits, kv_heads, problem.packed, width, arrived),
         ),
         input_output_aliases={len(operands): 4},
-        compiler_params=triton_params(tile.warps, tile.stages),
+        warps=tile.warps,
+        stages=tile.stages,
         interpret=problem.interpret,
         name="joined_attention",
     )(*operands, arrived)

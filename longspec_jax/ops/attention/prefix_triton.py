@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The package comes with the extras cuda12 and cuda13 only.
+# The package comes with the extra triton only.
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jax.typing import DTypeLike
@@ -108,15 +108,24 @@ def prefix_attention(
 
 
 def _import() -> Any:
-    """Import jax-triton, which empties a variable that torch's use of Triton needs."""
+    """Import jax-triton, which empties a variable that torch's use of Triton needs.
+
+    Raises:
+      NotImplementedError: for a release that this jax cannot trace.
+    """
     cache = os.environ.get("TRITON_CACHE_DIR")
-    # The package comes with the extras cuda12 and cuda13 only.
+    # The package comes with the extra triton only.
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     if cache is None:
         os.environ.pop("TRITON_CACHE_DIR", None)
     else:
         os.environ["TRITON_CACHE_DIR"] = cache
+    if jax.__version_info__ >= (0, 12) and jax_triton.__version__.startswith(("0.3.", "0.4.")):
+        raise NotImplementedError(
+            f"jax-triton {jax_triton.__version__} fails in jit with jax {jax.__version__}; install "
+            "the extra triton, which brings jax 0.11, or choose another implementation"
+        )
     return jax_triton
 
 

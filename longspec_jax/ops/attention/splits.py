@@ -30,7 +30,7 @@ from longspec_jax.ops.attention.online_softmax import (
 )
 from longspec_jax.ops.attention.operands import Partial, Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, Problem, packed_rows
-from longspec_jax.ops.hardware import triton_params
+from longspec_jax.ops.triton import triton_call
 
 MERGE_ROWS = 16
 MERGE_PARTIALS = 8
@@ -81,14 +81,15 @@ def merge_splits(
     out, lse = partials
     batch, width = out.shape[0], out.shape[4]
     flat = problem.tokens * problem.heads
-    merged, merged_lse = pl.pallas_call(
+    merged, merged_lse = triton_call(
         with_row_operands(functools.partial(_merge_kernel, problem=problem), prefix),
         grid=(pl.cdiv(flat, MERGE_ROWS), batch),
         out_shape=(
             jax.ShapeDtypeStruct((batch, flat, width), dtype),
             jax.ShapeDtypeStruct((batch, flat), jnp.float32),
         ),
-        compiler_params=triton_params(warps=4, stages=2),
+        warps=4,
+        stages=2,
         interpret=problem.interpret,
         name="merge_splits",
     )(*row_operands(prefix), out, lse)

@@ -28,6 +28,8 @@ DEPTH = 128
 """Inputs are padded to a multiple of this, so that the kernel has no edge in the contraction."""
 OPERAND = 64
 """Inputs of one operand of the matrix units, which share a scale; half as many 4-bit floats."""
+FINE = 16, 32
+"""Inputs of groups of which an operand has several. Weights of these are computed in float32."""
 LARGEST_SCALE = 2.0
 """Of 4-bit floats: the kernel multiplies scales by 2^126, which bfloat16 must hold."""
 
@@ -39,7 +41,8 @@ class PackedMatrix(QuantisedWeights):
     codes: Leaf[UInt32[Array, "*shares blocks N 16"]]
     """Words of four codes of 8 bits or eight of 4."""
     scale: Leaf[Float[Array, "*shares G N"]]
-    """In float32 where an output has one scale, otherwise in the dtype of the activations."""
+    """In float32 where an output has one scale, or groups are :data:`FINE`; otherwise in the dtype
+    of the activations. Of fine groups there are as many as padded inputs have."""
     zero: Leaf[Float[Array, "*shares G N"]] | None
     """What is subtracted from integer codes, in the dtype of the activations; absent as there."""
     order: Leaf[Array] | None
@@ -52,6 +55,8 @@ class PackedMatrix(QuantisedWeights):
     """The dtype of the codes as in :class:`QuantisedMatrix`: 4 bits if it is ``uint8``."""
     floating: bool = struct.field(pytree_node=False, default=False)
     """Whether 4-bit codes are floats."""
+    offset: Leaf[Float[Array, "*shares G N"]] | None = None
+    """What is added to products, float32, of fine groups alone."""
 
     @property
     def out_axes(self) -> tuple[int, ...]:
@@ -84,7 +89,8 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
     Args:
       matrix: the weights as they were loaded.
       dtype: of the activations, bfloat16 or float16. Scales of groups are rounded to it. That
-        changes nothing where the file has them in this dtype.
+        changes nothing where the file has them in this dtype. Those of fine groups stay as they
+        are.
 
     Raises:
       NotImplementedError: if the kernel cannot read such weights.
@@ -98,17 +104,29 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
     if flat.packed:
         blocks = blocks[..., 0::2] | blocks[..., 1::2] << 4
     words = jax.lax.bitcast_convert_type(blocks.reshape(*blocks.shape[:2], 16, 4), jnp.uint32)
-    single = flat.groups == 1
+    fine = is_fine(flat)
+    single = flat.groups == 1 and not fine
+    scale, offset = flat.scale.T, None if flat.offset is None else flat.offset.T
+    if fine:
+        missing = ((0, -flat.groups % (DEPTH // flat.group)), (0, 0))
+        scale = jnp.pad(scale, missing)
+        offset = None if offset is None else jnp.pad(offset, missing)
     return PackedMatrix(
         codes=words.swapaxes(0, 1),
-        scale=flat.scale.T.astype(jnp.float32 if single else dtype),
+        scale=scale.astype(jnp.float32 if single or fine else dtype),
         zero=None if flat.zero is None else flat.zero.T.astype(dtype),
         order=flat.order,
         shape=(*matrix.out_axes, inputs),
         group=0 if single else flat.group,
         stored=flat.codes.dtype,
         floating=flat.floating,
+        offset=offset,
     )
+
+
+def is_fine(matrix: QuantisedMatrix | PackedMatrix) -> bool:
+    """Whether an operand of the kernel has several groups, of integers."""
+    return matrix.group in FINE and not matrix.floating
 
 
 def refuse_unpackable(matrix: QuantisedMatrix) -> None:
@@ -127,10 +145,17 @@ def refuse_unpackable(matrix: QuantisedMatrix) -> None:
         raise NotImplementedError(
             f"the kernel for quantised weights takes inputs in multiples of 8, not {matrix.inputs}"
         )
-    if matrix.groups > 1 and matrix.group % OPERAND and not matrix.floating:
+    fine = is_fine(matrix)
+    if matrix.groups > 1 and matrix.group % OPERAND and not (fine or matrix.floating):
         raise NotImplementedError(
-            f"the kernel for quantised weights takes groups in multiples of {OPERAND} inputs, not "
-            f"{matrix.group}"
+            f"the kernel for quantised weights takes groups of 16 or 32 inputs, or in multiples of "
+            f"{OPERAND}, not {matrix.group}"
+        )
+    whole = matrix.zero is None and matrix.codes.dtype in (jnp.int8, jnp.uint8)
+    if fine and not whole or matrix.offset is not None and not fine:
+        raise NotImplementedError(
+            "the kernel for quantised weights takes no zero points and no 8-bit floats in groups "
+            "of 16 or 32 inputs, and offsets in no others"
         )
 
 
@@ -144,16 +169,19 @@ def _unpacked(packed: PackedMatrix) -> QuantisedMatrix:
     else:
         codes = jax.lax.bitcast_convert_type(codes, packed.stored)
 
+    groups = -(-packed.inputs // packed.group) if packed.group else 1
+
     def shaped(rows: Array) -> Array:
         return rows.reshape(*packed.out_axes, -1)
 
     return QuantisedMatrix(
         shaped(codes),
-        shaped(packed.scale.T.astype(jnp.float32)),
+        shaped(packed.scale.T[:, :groups].astype(jnp.float32)),
         None if packed.zero is None else shaped(packed.zero.T.astype(jnp.int8)),
         packed.order,
         packed.group,
         packed.floating,
+        None if packed.offset is None else shaped(packed.offset.T[:, :groups]),
     )
 
 

@@ -159,6 +159,7 @@ def _specs(
         "scale": scale,
         "zero": None if weights.zero is None else scale,
         "order": None if weights.order is None else P(),
+        "offset": None if weights.offset is None else scale,
     }
     return QuantisedMatrix(**leaves, group=weights.group, floating=weights.floating)
 

@@ -41,13 +41,14 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
-from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
+from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix, is_fine
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
 from longspec_jax.ops.matmul.widening import (
     BY_OUTPUT,
     WORDS,
     arrive,
     lines,
+    weighted,
     widened,
 )
 from longspec_jax.ops.mosaic import ACC, load, swizzled
@@ -91,7 +92,8 @@ def matmul(
         parts=parts,
         bits=weights.bits,
         group=weights.group,
-        zeros=weights.zero is not None,
+        zeros=weights.zero is not None or weights.offset is not None,
+        fine=is_fine(weights),
         wide=dtype == jnp.float32,
         groups=row_groups(len(x)),
     )
@@ -109,9 +111,9 @@ def matmul(
     )
     scales = work.stages, work.scales, parts, tile.columns
     if work.scales:
-        memory["scale_smem"] = plgpu.SMEM(scales, x.dtype)
+        memory["scale_smem"] = plgpu.SMEM(scales, weights.scale.dtype)
     if work.scales and work.zeros:
-        memory["zero_smem"] = plgpu.SMEM(scales, x.dtype)
+        memory["zero_smem"] = plgpu.SMEM(scales, weights.scale.dtype)
     if work.handed:
         memory["sums_smem"] = plgpu.SMEM((work.handed, WARPGROUP_ROWS, work.pitch), jnp.float32)
         memory["met"] = plgpu.Barrier(num_arrivals=work.warpgroups)
@@ -120,7 +122,8 @@ def matmul(
         memory["operand_smem"] = plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, OPERAND), x.dtype)
     of_parts = parts, work.columns
     given = dict(words=weights.codes.reshape(blocks, parts, *lines(work.columns)), bias=bias)
-    for name, each in (("scale", weights.scale), ("zero", weights.zero)):
+    zero = weights.offset if work.fine else weights.zero
+    for name, each in (("scale", weights.scale), ("zero", zero)):
         given[name] = None if each is None else each.reshape(-1, *of_parts)
     given = {name: each for name, each in given.items() if each is not None}
     kernel = persistent(
@@ -199,7 +202,7 @@ class _Quantised(Program):
             # The weights are further away.
             source = self.words.at[pl.ds(first * work.blocks, work.blocks), :, of_lines]
             plgpu.copy_gmem_to_smem(source, self.words_smem.at[stage], ready)
-            for index in range(work.scales):
+            for index in range(0 if work.fine else work.scales):
                 group = jax.lax.div(first * depth + index * work.scaled, jnp.int32(work.group))
                 # Padding behind the last group has that one's scale.
                 group = jnp.minimum(group, self.scale.shape[0] - 1)
@@ -207,6 +210,10 @@ class _Quantised(Program):
                     if source is not None:
                         source = source.at[group, :, outputs]
                         plgpu.copy_gmem_to_smem(source, to.at[stage, index], ready)
+            for source, to in ((self.scale, self.scale_smem), (self.zero, self.zero_smem)):
+                if work.fine and source is not None:
+                    source = source.at[pl.ds(first * work.scales, work.scales), :, outputs]
+                    plgpu.copy_gmem_to_smem(source, to.at[stage], ready)
             for group, rows, here in self.rows(unit):
                 source = self.x.at[group, rows, pl.ds(first * depth, depth)]
                 plgpu.copy_gmem_to_smem(source, self.x_smem.at[stage, here], ready)
@@ -312,16 +319,28 @@ class _Quantised(Program):
         rows = pl.ds(half * WARPGROUP_ROWS, WARPGROUP_ROWS)
         place = (block * work.block_operands + quarter) * OPERAND
         group = jax.lax.div(place, work.scaled) if work.scaled else 0
-        if self.zero_smem is not None:
-            zero = self.by_output(self.zero_smem.at[stage, group, part, rows])
         interpreted = self.operand_smem is not None
         each = 4 // work.block_operands
         of_words = range(quarter * each, (quarter + 1) * each)
         options: Any = dict(chosen=of_words, interpreted=interpreted)
-        weights = widened(words, self.stored, dtype, zero, **options)
-        if work.scales:
-            scale = self.by_output(self.scale_smem.at[stage, group, part, rows])
-            weights *= scale
+        if work.fine:
+            # Integers up to 2048 are exact in float16.
+            zero = None if self.zero_smem is None else 0.0  # Offsets are of whole codes.
+            codes = widened(words, self.stored, jnp.float16, zero, **options)
+            scales, offsets = (
+                [
+                    load(of_groups.at[stage, group + index, part, rows], BY_OUTPUT)
+                    for index in range(0 if of_groups is None else OPERAND // work.scaled)
+                ]
+                for of_groups in (self.scale_smem, self.zero_smem)
+            )
+            weights = weighted(codes, scales, offsets, dtype, interpreted=interpreted)
+        else:
+            if self.zero_smem is not None:
+                zero = self.by_output(self.zero_smem.at[stage, group, part, rows])
+            weights = widened(words, self.stored, dtype, zero, **options)
+            if work.scales:
+                weights *= self.by_output(self.scale_smem.at[stage, group, part, rows])
         if not interpreted:
             return weights
         to = self.operand_smem.at[self.warpgroup]

@@ -20,9 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.hardware import MULTIPROCESSORS, triton_params
+from longspec_jax.ops.hardware import MULTIPROCESSORS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.quantised_weights import MIDDLE, QuantisedMatrix
+from longspec_jax.ops.triton import triton_call
 
 MOST_ROWS = 64
 """Rows that are multiplied together at most: the nodes of a tree."""
@@ -67,10 +68,8 @@ def triton_tile(
         raise NotImplementedError(
             f"Triton's kernel for quantised weights takes 1 to {MOST_ROWS} rows, not {rows}"
         )
-    if weights.floating or weights.codes.size >= 2**31:
-        raise NotImplementedError(
-            "Triton's kernel for quantised weights takes no 4-bit floats and less than 2^31 bytes"
-        )
+    if weights.floating:
+        raise NotImplementedError("Triton's kernel for quantised weights takes no 4-bit floats")
     height = max(_MATRIX_ROWS, pl.next_power_of_2(rows))
     depth = 256 if height == _MATRIX_ROWS else 128
     if weights.groups > 1:
@@ -138,13 +137,14 @@ def matmul(
         group=weights.group if weights.groups > 1 else 0,
         gated=gated,
     )
-    return pl.pallas_call(
+    return triton_call(
         kernel,
         grid=(pl.cdiv(outputs, tile.outputs), tile.splits),
         out_shape=jax.ShapeDtypeStruct(
             (tile.splits, rows, outputs), jnp.float32 if tile.splits > 1 else dtype
         ),
-        compiler_params=triton_params(4, tile.stages),
+        warps=4,
+        stages=tile.stages,
         interpret=interpret,
         name="quantised_gated_matmul" if gated else "quantised_matmul",
     )(x, codes, weights.scale, *given.values())

@@ -39,7 +39,8 @@ class QuantisedWork(Work):
     Attributes:
       bits: of a code.
       group: contracted elements that share a scale, all if 0.
-      zeros: whether groups have zero points.
+      zeros: whether groups have zero points, or float32 offsets if they are fine.
+      fine: whether an operand has several groups, with float32 scales.
       wide: whether the result is float32.
       groups: of rows that are fetched apart (:func:`row_groups`).
     """
@@ -47,6 +48,7 @@ class QuantisedWork(Work):
     bits: int = 8
     group: int = 0
     zeros: bool = False
+    fine: bool = False
     wide: bool = False
     groups: int = 1
 
@@ -137,12 +139,18 @@ class QuantisedWork(Work):
     @property
     def copies(self) -> int:
         """Copies that bring a step's tokens and weights."""
-        return self.groups + 1 + self.scales * (2 if self.zeros else 1)
+        scales = 1 if self.fine else self.scales
+        return self.groups + 1 + scales * self.of_group
+
+    @property
+    def of_group(self) -> int:
+        """Numbers that an output has for every group."""
+        return 2 if self.zeros else 1
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one step's tokens and weights."""
-        scales = 2 * self.scales * (2 if self.zeros else 1)
+        scales = (4 if self.fine else 2) * self.scales * self.of_group
         weights = self.tile.depth * self.bits // 8 + scales
         return 2 * self.tile.depth * self.height + self.tile.columns * self.parts * weights
 

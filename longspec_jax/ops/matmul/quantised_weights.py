@@ -1,6 +1,5 @@
 """Weights of 8 or 4 bits, as they are stored, and the matrix that they stand for."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -47,8 +46,9 @@ class QuantisedWeights:
 class QuantisedMatrix(QuantisedWeights):
     """Weights of a linear map from ``C`` inputs to outputs of one or more axes, 8 or 4 bits each.
 
-    Every output has a scale for each *group* of its inputs: one group, or groups of 32 to 128.
-    A scale a tensor, or one for 128 x 128 weights, is repeated for each output.
+    Every output has a scale for each *group* of its inputs: one group, or groups of 16 to 128.
+    A scale a tensor, or one for 128 x 128 weights, is repeated for each output. A weight is
+    ``(code - zero) * scale + offset`` in float32, rounded once to the dtype it is wanted in.
     """
 
     codes: Leaf[Array]
@@ -57,13 +57,16 @@ class QuantisedMatrix(QuantisedWeights):
     scale: Leaf[Float[Array, "*out G"]]
     """In float32."""
     zero: Leaf[Int8[Array, "*out G"]] | None = None
-    """What is subtracted from integer codes. Absent it is 0, and :data:`MIDDLE` for 4 bits."""
+    """What is subtracted from integer codes. Absent it is 0, and :data:`MIDDLE` for 4 bits without
+    offsets."""
     order: Leaf[Int[Array, " C"]] | None = None
     """The input that every code multiplies, where inputs are sorted by group (act-order)."""
     group: int = struct.field(pytree_node=False, default=0)
     """Inputs that share a scale; of all inputs if 0. The last group may be smaller."""
     floating: bool = struct.field(pytree_node=False, default=False)
     """Whether 4-bit codes are floats (:data:`E2M1`)."""
+    offset: Leaf[Float[Array, "*out G"]] | None = None
+    """What is added to the product, in float32 (GGUF). Goes without ``zero``."""
 
     @classmethod
     def rounded(cls, whole: Float[Array, "*out C"]) -> "QuantisedMatrix":
@@ -94,26 +97,37 @@ class QuantisedMatrix(QuantisedWeights):
         return label_of(self.codes.dtype, self.floating)
 
     @property
+    def middle(self) -> int:
+        """What is subtracted from integer codes that have no zero points."""
+        return MIDDLE if self.packed and not self.floating and self.offset is None else 0
+
+    @property
     def groups(self) -> int:
         """Number of groups ``G``."""
         return self.scale.shape[-1]
 
     def flat(self) -> "QuantisedMatrix":
         """The same weights with one axis of outputs, ``[N, C]``, as kernels take them."""
-        rows = [
-            None if each is None else each.reshape(-1, each.shape[-1])
-            for each in (self.codes, self.scale, self.zero)
-        ]
-        return dataclasses.replace(self, codes=rows[0], scale=rows[1], zero=rows[2])
+        names = "codes", "scale", "zero", "offset"
+        given = {name: getattr(self, name) for name in names}
+        rows = {
+            name: each.reshape(-1, each.shape[-1])
+            for name, each in given.items()
+            if each is not None
+        }
+        return self.replace(**rows)  # pyright: ignore[reportAttributeAccessIssue]
 
     def dequantised(self, dtype: Any) -> Float[Array, "*out C"]:
         """The weights in a floating dtype, in the order of the codes."""
         codes = self._widened()
         if self.zero is not None:
             codes -= self._of_inputs(self.zero.astype(jnp.float32))
-        elif self.packed and not self.floating:
-            codes -= MIDDLE
-        return (codes * self._of_inputs(self.scale)).astype(dtype)
+        else:
+            codes -= self.middle
+        weights = codes * self._of_inputs(self.scale)
+        if self.offset is not None:
+            weights += self._of_inputs(self.offset)
+        return weights.astype(dtype)
 
     def plain(self) -> "QuantisedMatrix":
         """Itself."""

@@ -37,7 +37,13 @@ def lines(outputs: int) -> tuple[int, int]:
 
 
 def widened(
-    words: Array, stored: Any, dtype: Any, zero: Array | None, *, chosen: range, interpreted: bool
+    words: Array,
+    stored: Any,
+    dtype: Any,
+    zero: Array | float | None,
+    *,
+    chosen: range,
+    interpreted: bool,
 ) -> Array:
     """Codes as numbers of 16 bits, without their scales.
 
@@ -45,7 +51,7 @@ def widened(
       words: ``[4, 256]``, each of four codes of 8 bits or eight of 4.
       stored: the dtype of the codes, as in :class:`QuantisedMatrix`.
       dtype: bfloat16 or float16.
-      zero: what is subtracted from integer codes, or none.
+      zero: what is subtracted from integer codes; if none, of 4 bits their middle.
       chosen: which of a thread's words, as of :func:`arranged`.
       interpreted: whether this is no GPU.
     """
@@ -106,6 +112,72 @@ def _masked(words: Array, mask: int, bits: int, *, interpreted: bool) -> Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=False)
 
     return cast(Callable[[Array], Array], mask_all)(words)
+
+
+def weighted(
+    codes: Array,
+    scales: list[Array],
+    offsets: list[Array],
+    dtype: Any,
+    *,
+    interpreted: bool,
+) -> Array:
+    """Integer codes with the scales, and offsets, of several groups, rounded once.
+
+    That is the definition of the weights, ``code * scale + offset`` in float32: the product is
+    exact, and the sum of both is one instruction, which rounds once as well.
+
+    Args:
+      codes: float16, ``[64, inputs]``.
+      scales: of each group, by output, float32.
+      offsets: likewise, or none.
+      dtype: of the weights, bfloat16 or float16.
+      interpreted: whether this is no GPU.
+    """
+    group = codes.shape[1] // len(scales)
+    if interpreted:
+        scale, *offset = (
+            jnp.repeat(jnp.stack(each, axis=1), group, axis=1) for each in (scales, offsets) if each
+        )
+        return sum([codes.astype(jnp.float32) * scale, *offset]).astype(dtype)
+
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    kind = "f16x2" if dtype == jnp.float16 else "bf16x2"
+    weigh = "fma.rn.f32 x, x, $2, $3; fma.rn.f32 y, y, $2, $3;"
+    if not offsets:
+        weigh = "mul.rn.f32 x, x, $2; mul.rn.f32 y, y, $2;"
+    code = (
+        "{ .reg .b16 l, h; .reg .f32 x, y; mov.b32 {l, h}, $1; "
+        f"cvt.f32.f16 x, l; cvt.f32.f16 y, h; {weigh} cvt.rn.{kind}.f32 $0, y, x; }}"
+    )
+    constraints = "=r,r,f,f" if offsets else "=r,r,f"
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, *(BY_OUTPUT,) * (len(scales) + len(offsets))),
+        return_type=plgpu.ShapeDtypeStruct(codes.shape, dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def weigh_all(_: Any, codes: Any, *numbers: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        words = ir.VectorType.get((1,), word)
+        two = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
+        columns = group // 8  # Of whose codes a thread has two.
+        registers = np.empty(codes.registers.size, dtype=object)
+        for place, pair in enumerate(codes.registers.flat):
+            column, half = divmod(place, 2)
+            of_group = [
+                vector.extract(each.registers.flat[half], [], [0])
+                for each in numbers[column // columns :: len(scales)]
+            ]
+            old = vector.extract(vector.bitcast(words, pair), [], [0])
+            new: Any = llvm.inline_asm(word, [old, *of_group], code, constraints)
+            registers[place] = vector.bitcast(two, vector.broadcast(words, new))
+        registers = registers.reshape(codes.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=codes.layout, _is_signed=None)
+
+    return weigh_all(codes, *scales, *offsets)
 
 
 def widened_floats(words: Array) -> tuple[Array, ...]:

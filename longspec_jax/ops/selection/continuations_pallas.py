@@ -23,8 +23,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.hardware import triton_params
 from longspec_jax.ops.launchers import launcher
+from longspec_jax.ops.triton import triton_call
 
 Entries: TypeAlias = tuple[Array, Array]
 """Values and places of some entries of a table."""
@@ -66,11 +66,12 @@ def best_continuations(
     def launch(
         name: str, kernel: Callable[..., None], warps: int, grid: tuple[int, ...], *shapes: Any
     ) -> Any:
-        return pl.pallas_call(
+        return triton_call(
             kernel,
             grid=grid,
             out_shape=tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes),
-            compiler_params=triton_params(warps=warps, stages=1),
+            warps=warps,
+            stages=1,
             interpret=interpret,
             name=name,
         )

@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Int, Num
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.hardware import triton_params
+from longspec_jax.ops.triton import triton_call
 
 
 def gather(
@@ -21,11 +21,12 @@ def gather(
 ) -> Num[Array, "B K k b H"]:
     """See :func:`longspec_jax.ops.selection.blocks.gather_xla`; the result is on the device."""
     shape = (*blocks.shape, *whole.shape[3:])
-    return pl.pallas_call(
+    return triton_call(
         _kernel,
         grid=blocks.shape,
         out_shape=jax.ShapeDtypeStruct(shape, whole.dtype),
-        compiler_params=triton_params(warps=4, stages=1),
+        warps=4,
+        stages=1,
         interpret=interpret,
         name="gather_blocks",
     )(blocks.astype(jnp.int32), whole)

@@ -164,7 +164,7 @@ def _fp8(part: JsonObject) -> Quantisation:
     _refuse(part, "fmt", "e4m3", "8-bit floats of another kind")
     block = _block(part, "weight_block_size") if part.has("weight_block_size") else None
     format = Bytes(floating=True, scale="weight_scale_inv", block=block)
-    return _all_but(part, format, _contains(part.texts("modules_to_not_convert")))
+    return _all_of(part, format)
 
 
 def _gptq(part: JsonObject) -> Quantisation:
@@ -207,7 +207,7 @@ def _awq(part: JsonObject) -> Quantisation:
         raise part.error("bits", "is not read", REMEDY)
     size = _group_size(part, "q_group_size" if part.has("q_group_size") else "group_size")
     format = Awq(size, part.flag("zero_point", True))
-    return _all_but(part, format, _contains(part.texts("modules_to_not_convert")))
+    return _all_of(part, format)
 
 
 def _mxfp4(part: JsonObject) -> Quantisation:
@@ -218,8 +218,13 @@ def _mxfp4(part: JsonObject) -> Quantisation:
     return Quantisation(part.origin, (), lambda name: True, experts=True)
 
 
-def _all_but(part: JsonObject, format: Format, whole: Matches) -> Quantisation:
-    return Quantisation(part.origin, ((lambda name: True, format),), whole)
+def _all_of(part: JsonObject, format: Format) -> Quantisation:
+    """Every linear, but those that are stored whole.
+
+    ``modules_to_not_convert`` is not read: tools match its entries in several ways, as parts of a
+    name, as modules or as patterns, and some leave it out. The stored tensors tell.
+    """
+    return Quantisation(part.origin, ((lambda name: True, format),), lambda name: False)
 
 
 def _group_size(part: JsonObject, key: str = "group_size") -> int:
@@ -243,11 +248,6 @@ def _named(entries: Sequence[str]) -> Matches:
     return lambda name: (
         name in names or "Linear" in names or any(each.match(name) for each in patterns)
     )
-
-
-def _contains(entries: Sequence[str]) -> Matches:
-    """Linears whose names hold one of some texts."""
-    return lambda name: any(each in name for each in entries)
 
 
 def _pattern(text: str, part: JsonObject) -> Matches:

@@ -19,8 +19,14 @@ import numpy as np
 from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
 
 FLOATS = ("bfloat16", "float16", "float32")
+MISMATCH = (
+    "the files are of different saves, or not whole: download the model again, or, if it was "
+    "published so, choose another checkpoint of it"
+)
+"""What to do where ``config.json`` and the tensors disagree."""
 WORD = "I32"
 """Integers are packed in words of 32 bits, the first in the lowest bits."""
+FLOAT_SCALES = "weight_scale", "weight_scale_inv"
 AWQ_ORDER = np.asarray([0, 4, 1, 5, 2, 6, 3, 7])
 """Where the 8 columns of an AWQ word are in it, of 4 bits each."""
 
@@ -91,7 +97,10 @@ class Bytes:
         block = self.block or (1, shape[1])
         grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
         alike = ((), (1,), (1, 1)) if self.block is None else ()
-        scale = _named(tensors, name, self.scale, FLOATS, grid, *alike)
+        # Tools give the scales of fp8 either name, and mean the same factor.
+        scales = (self.scale, *FLOAT_SCALES) if self.floating else (self.scale,)
+        stored = next((each for each in scales if f"{name}.{each}" in tensors), self.scale)
+        scale = _named(tensors, name, stored, FLOATS, grid, *alike)
         zero = None
         if not self.symmetric:
             zero = _named(tensors, name, "weight_zero_point", ("I8",), grid, *alike)
@@ -188,12 +197,14 @@ class Gptq:
         packed = _named(tensors, name, "qzeros", (WORD,), (groups, out // each))
         zeros = _unpacked(packed.read((slice(None), slice(None))), self.bits).T
         # The packed word may have overflowed when one was subtracted: each is masked by itself.
-        zeros = (zeros.astype(np.int32) + self.offset) & (2**self.bits - 1)
-        middle = 2 ** (self.bits - 1)
+        offset, middle = self.offset, 2 ** (self.bits - 1)
+        if self.symmetric and (zeros == middle).all():
+            offset = 0  # Some files of the second version bear the name of the first.
+        zeros = (zeros.astype(np.int32) + offset) & (2**self.bits - 1)
         if self.symmetric and (zeros != middle).any():
             raise ValueError(
                 f"{packed.file}: {name}.qzeros holds zero points other than {middle}, but "
-                "config.json says sym=true; use the config.json that was saved with the weights"
+                f"config.json says sym=true; {MISMATCH}"
             )
         zero = None if self.symmetric else _constant(_zero_points(zeros, self.bits), packed)
         order = None
@@ -292,15 +303,13 @@ def _named(
     full = f"{name}.{suffix}"
     if full not in tensors:
         raise ValueError(
-            f"config.json says that {name} is quantised, and the weights hold no {full}; the files "
-            "belong to different saves, or are incomplete: download the model again"
+            f"config.json says that {name} is quantised, and the weights hold no {full}; {MISMATCH}"
         )
     tensor = tensors[full]
     if tensor.dtype not in dtypes or tensor.shape not in shapes:
         raise ValueError(
             f"{tensor.file}: {full} is {tensor.dtype} {tensor.shape}, config.json describes "
-            f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}; the files belong to different "
-            "saves: download the model again"
+            f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}; {MISMATCH}"
         )
     return tensor
 

@@ -18,12 +18,21 @@ from longspec_jax.ops.matmul.quantised_weights import MIDDLE, QuantisedMatrix
 from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
 from longspec_jax.weights.quantised import mxfp4
 from longspec_jax.weights.quantised.formats import REMEDY, Quantisation
-from longspec_jax.weights.quantised.stored import Awq, Bytes, Format, Gptq, Packed, Stored
+from longspec_jax.weights.quantised.stored import (
+    FLOATS,
+    MISMATCH,
+    Awq,
+    Bytes,
+    Format,
+    Gptq,
+    Packed,
+    Stored,
+)
 from longspec_jax.weights.tables import Leaf, Part, Table
 
 SCALE_DTYPE = "float32"
 KERNEL, WEIGHT = "/kernel", ".weight"
-EXPERTS, ROUTER = ("mlp/expert_gate_up", "mlp/expert_down"), "mlp/router/kernel"
+EXPERTS = "mlp/expert_gate_up", "mlp/expert_down"
 RECURRENCE = "/recurrence/"
 MARKS = {mark for format in (Bytes, Packed, Gptq, Awq) for mark in format.marks}
 """Tensors that only a quantised linear has."""
@@ -54,7 +63,7 @@ def as_stored(
         those it is multiplied with together.
     """
     leaves: list[Leaf] = []
-    tensors, groups = dict(tensors), {}
+    tensors, groups = _without_zero_biases(table, tensors), {}
     for leaf in table.leaves:
         if quantised.experts and leaf.path.endswith(EXPERTS):
             leaves += _stacked_leaves(leaf, tensors, quantised)
@@ -95,6 +104,19 @@ def as_stored(
     )
 
 
+def _without_zero_biases(table: Table, tensors: Tensors) -> Tensors:
+    """The tensors without biases that the model has not: AutoGPTQ gives every linear zeros."""
+    parts, kept = table.parts, dict(tensors)
+    for name in (part.removesuffix(WEIGHT) for part in parts):
+        bias = f"{name}.bias"
+        if bias in parts or not any(f"{name}.{mark}" in tensors for mark in MARKS):
+            continue
+        stored = tensors.get(bias)
+        if stored and not np.asarray(stored.read((slice(None),) * len(stored.shape))).any():
+            kept.pop(bias, None)
+    return kept
+
+
 def with_matrices(params: Mapping[str, Any], groups: Mapping[str, int], path: str = "") -> Any:
     """Loaded parameters, each kernel's codes, scales and zero points as one matrix."""
     if path in groups:
@@ -117,10 +139,11 @@ def _stays_whole(leaf: Leaf) -> bool:
 def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation) -> Format | None:
     """The format of a stored matrix; raises where the configuration and the file disagree."""
     found = sorted(mark for mark in MARKS if f"{name}.{mark}" in tensors)
-    if leaf.path.endswith(ROUTER) and not found:
-        return None  # Not every tool that leaves routers whole says so.
     is_linear = leaf.path.endswith((KERNEL, *EXPERTS))
     format = quantised.format_of(name) if is_linear else None
+    stored = tensors.get(f"{name}{WEIGHT}")
+    if not found and stored is not None and stored.dtype in FLOATS:
+        return None  # Not every tool that leaves a linear whole says so.
     if not is_linear and found:
         raise ValueError(
             f"{quantised.origin}: {name} is quantised ({', '.join(found)}), and LM heads, "
@@ -130,8 +153,7 @@ def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation)
         says = "whole" if format is None else f"quantised as {format.label}"
         holds = ", ".join(found) or "none of the tensors of a quantised linear"
         raise ValueError(
-            f"{quantised.origin}: {name} is {says}, and the weights hold {holds} of it; the files "
-            "belong to different saves: download the model again"
+            f"{quantised.origin}: {name} is {says}, and the weights hold {holds} of it; {MISMATCH}"
         )
     return format
 
@@ -160,7 +182,7 @@ def _stacked_leaves(leaf: Leaf, tensors: Tensors, quantised: Quantisation) -> li
     if blocks is None or scales is None:
         raise ValueError(
             f"{quantised.origin}: {source} is of MXFP4, and the weights lack its blocks or "
-            "scales; the files belong to different saves: download the model again"
+            f"scales; {MISMATCH}"
         )
     found = mxfp4.stored(blocks, scales)
     leaves = []

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from longspec_jax import LongSpec
 from longspec_jax.cli import as_options, draft_option
@@ -157,6 +158,27 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], selector_rank=256)),
         "selector_rank=256 is not supported",
     ),
+    "JetSpec": (
+        "z-lab",
+        dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], causal_head=True)),
+        "causal_head=True is not supported: every slot sees none of the later ones (JetSpec)",
+    ),
+    "a key of DFlash 2 beside the others": (
+        "z-lab",
+        dict(conv_kernel_size=2),
+        "conv_kernel_size=2",
+    ),
+    "a factor": ("z-lab", dict(output_multiplier=0.19), "output_multiplier=0.19 is not supported"),
+    "a factor on embeddings": (
+        "z-lab",
+        dict(dflash_config=dict(mask_token_id=5, input_embedding_scale=60.0)),
+        "input_embedding_scale=60.0 is not supported",
+    ),
+    "a base beside the layers": (
+        "speculators",
+        dict(rope_theta=5e5),
+        "rope_theta=500000.0 is not used by a file whose layers are in transformer_layer_config",
+    ),
     "another projector": (
         "z-lab",
         dict(dflash_config=dict(mask_token_id=5, projector_type="domino")),
@@ -194,6 +216,40 @@ def test_refusals(case: str, tmp_path: Path) -> None:
     folder = _saved(tmp_path, name, **changes)
     with pytest.raises(ValueError, match=re.escape(words)):
         load(folder, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    {
+        "layers.0.attention_conv.base_kernel": "DFlash 2",
+        "layers.1.mlp_conv.kernel_projection.weight": "DFlash 2",
+        "candidate_selector.predecessor_codebook": "DFlash 2",
+        "refiner_head.mixer.weight": "XPress",
+        "hidden_dim_adapter.weight": "JetSpec",
+    }.items(),
+)
+@pytest.mark.parametrize("dialect", ["z-lab", "speculators"])
+def test_other_drafts_are_recognised_by_their_tensors(
+    tmp_path: Path, name: str, kind: str, dialect: str
+) -> None:
+    """Whatever the file calls itself, and though it has none of the keys."""
+    folder = _saved(tmp_path, dialect)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: np.ones(3, np.float32)}, file)
+    words = (
+        f"hold {re.escape(name)}, which drafts of {kind}.* not supported yet; load another draft"
+    )
+    with pytest.raises(ValueError, match=words):
+        load(folder, TARGET)
+
+
+def test_factors_of_one_and_switches_that_are_off(tmp_path: Path) -> None:
+    """As files have them that say all that there is."""
+    expected = load(_saved(tmp_path, "z-lab"), TARGET).config
+    own = json.loads((tmp_path / "config.json").read_text())["dflash_config"]
+    off = dict(causal_head=False, output_multiplier=1.0, final_logit_softcapping=None)
+    edit(tmp_path, dflash_config=own | off | dict(input_embedding_scale=1))
+    assert load(tmp_path, TARGET).config == expected
 
 
 def test_layers_that_no_file_names(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from longspec_jax import LongSpec
 from longspec_jax.cli import as_options, draft_option
 from longspec_jax.config.layers import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.config.tree import PLAIN
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Needs
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
@@ -147,10 +147,15 @@ def test_files_as_their_trainers_leave_them(tmp_path: Path) -> None:
     assert config.features == (1, 3, 4) and config.rope_theta == 10000
     scaled = {"type": "linear", "factor": 2.0}
     edit(folder, rope_scaling=scaled, rope_theta=5e5)
-    config = load(folder, TARGET).config
+    with pytest.warns(UserWarning, match="rope_theta=500000 is not used.* draft option rope_theta"):
+        config = load(folder, TARGET).config
     # The authors' code forgets rope_theta where it scales; SpecForge's does not.
     assert (config.rope_theta, config.rope_scaling) == (10000, LinearRopeScaling(2.0))
     assert load(folder, TARGET, Eagle3Options(rope_theta=7e5)).config.rope_theta == 7e5
+    # Of a base in the entry it knows nothing: another trainer wrote it.
+    edit(folder, rope_scaling=scaled | {"rope_theta": 5e5})
+    assert load(folder, TARGET).config.rope_theta == 5e5
+    edit(folder, rope_scaling=scaled)
     edit(folder, architectures=["Eagle3LlamaForCausalLM"])
     assert load(folder, TARGET).config.rope_theta == 5e5
     folder = _saved(tmp_path / "speculators", "speculators")
@@ -162,6 +167,13 @@ def test_files_as_their_trainers_leave_them(tmp_path: Path) -> None:
 
     _retold(folder, trained)
     assert load(folder, TARGET).config == DRAFTS["speculators"][1]
+
+
+@pytest.mark.parametrize("name", ["authors", "SpecForge", "DeepSpec"])
+def test_the_number_of_layers_may_be_the_targets(tmp_path: Path, name: str) -> None:
+    """As in the published head of Vicuna-13B: the tensors tell that there is one."""
+    folder = _saved(tmp_path, name, num_hidden_layers=CONFIG.num_layers)
+    assert load(folder, TARGET).config == DRAFTS[name][1]
 
 
 def test_tables_of_the_target_are_not_kept_twice(tmp_path: Path) -> None:
@@ -257,6 +269,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
         "unexpected fc_norm.0.weight (36,)",
     ),
     "two layers": ("authors", dict(num_hidden_layers=2), None, "num_hidden_layers=2"),
+    "two layers in the weights": (
+        "authors",
+        dict(num_hidden_layers=8),
+        lambda tensors: tensors.update({"layers.1.mlp.up_proj.weight": np.ones((29, 36))}),
+        "num_hidden_layers=8 is not supported: one layer is, and the weights have layers.1.*",
+    ),
+    "a base beside the layers": (
+        "speculators",
+        dict(rope_theta=5e5),
+        None,
+        "rope_theta=500000.0 is not used by a file whose layers are in transformer_layer_config",
+    ),
+    "a base of another dialect": (
+        "SpecForge",
+        dict(rotary_emb_base=5e5),
+        None,
+        "rotary_emb_base=500000.0 is not used by the rotary embedding",
+    ),
     "a dynamic scaling": (
         "authors",
         dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
@@ -379,3 +409,15 @@ def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     alone = replace(draft, seen=Seen(16, 0)).drafter(PLAIN)
     # The oldest entry of the window has the feature of the token before it.
     assert alone.needs == Needs(hidden=(-1, 0), recent=17)
+
+
+def test_a_draft_without_a_window_reuses_no_prefix_and_says_so() -> None:
+    """It needs features of every token of a prompt; with a window of the last ones alone."""
+    config = config_for(toy_spec().target_config, features=(-1, 0, 0))
+    draft = Eagle3Draft(config, random_params(config))
+    spec = replace(toy_spec(), draft=draft, tree=TreeConfig((1,)))
+    with pytest.warns(UserWarning, match="no prefix of a prompt is reused.* window=N.* below 128"):
+        spec.engine(slots=1, max_tokens=160, prefixes=True).close()
+    spec.engine(slots=1, max_tokens=160).close()
+    near = replace(spec, draft=replace(draft, seen=Seen(100, 4)))
+    near.engine(slots=1, max_tokens=160, prefixes=True).close()

@@ -7,7 +7,7 @@ import pytest
 from infer.eval.records import SampleRecord, SkippedSample
 from infer.report.blocks import blocks
 from infer.report.case_study import case_studies, shades, tokens
-from infer.report.report import missing_or_doubtful
+from infer.report.report import _source, missing_or_doubtful
 
 from .made import broken_down, record, run, studied
 
@@ -85,6 +85,15 @@ def test_speeds_of_several_commits_are_told() -> None:
     assert "timed in another session than longspec-tree (5 texts)" in session
     again = run(rows, continued=(mine,), provenance=mine)
     assert missing_or_doubtful([again], blocks([again])) == []
+
+
+@pytest.mark.parametrize(
+    ("dirty", "told"),
+    [({"dirty": True}, "abc, with changed files"), ({"dirty": False}, "abc"), ({}, "abc")],
+)
+def test_changed_files_of_the_commit_are_told(dirty: dict[str, bool], told: str) -> None:
+    made = _source(run(complete(), provenance={"device": "made up", "commit": "abc", **dirty}))
+    assert ("commit", told) in made.facts
 
 
 def test_plain_decoding_of_another_start_is_told() -> None:

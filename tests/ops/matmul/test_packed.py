@@ -11,7 +11,7 @@ import pytest
 from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul import ordered_tiles, quantised
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
-from longspec_jax.ops.matmul.packed import PackedMatrix, pack
+from longspec_jax.ops.matmul.packed import FINE, PackedMatrix, pack
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, quantised_tile, row_groups
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
@@ -32,6 +32,7 @@ class Case(NamedTuple):
     gated: bool = False
     split: bool = False
     dtype: str = "bfloat16"
+    offset: bool = False
 
     @property
     def bits(self) -> int:
@@ -45,13 +46,17 @@ class Case(NamedTuple):
         groups = -(-self.inputs // self.group) if self.group else 1
         shape = (*self.outputs, groups)
         low, high = (0, 16) if self.bits == 4 else (-99, 99)
+        scale = random.integers(128, 256, shape) / 2**14
+        if self.group in FINE:  # Of 17 bits, and offsets of as many.
+            scale = random.integers(-(2**17), 2**17, shape) / 2.0**24
         finite = np.where(codes & 0x7F == 0x7F, 0, codes) if "float" in self.stored else codes
         return QuantisedMatrix(
             jnp.asarray(finite.view(jnp.dtype(self.stored))),
-            jnp.asarray(random.integers(128, 256, shape) / 2**14, jnp.float32),
+            jnp.asarray(scale, jnp.float32),
             jnp.asarray(random.integers(low, high, shape), jnp.int8) if self.zeros else None,
             jnp.asarray(random.permutation(self.inputs)) if self.order else None,
             self.group,
+            offset=jnp.asarray(-8 * scale[..., ::-1], jnp.float32) if self.offset else None,
         )
 
     def operands(self, rows: int = 200) -> tuple[jax.Array, QuantisedMatrix, jax.Array | None]:
@@ -77,6 +82,10 @@ CASES = {
     "int8, gated": Case("int8", 256, (2, 64), gated=True),
     "4 bits": Case("uint8", 384, (2, 64), group=128, zeros=True, gated=True),
     "4 bits, one scale": Case("uint8", 256, (1, 128), order=True),
+    "4 bits with offsets": Case("uint8", 320, (128,), group=32, offset=True, split=True),
+    "4 bits in small groups, gated": Case("uint8", 256, (2, 64), group=32, gated=True),
+    "int8 with offsets": Case("int8", 256, (64,), group=32, offset=True, dtype="float16"),
+    "int8 in groups of 16": Case("int8", 192, (2, 64), group=16, gated=True),
 }
 """Every format, with edges of both axes, a group of two blocks, and several turns of a program."""
 
@@ -86,7 +95,7 @@ def test_packing_loses_nothing(name: str) -> None:
     matrix = CASES[name].drawn()
     plain = pack(matrix, jnp.dtype("bfloat16")).plain()
     assert plain.group == (matrix.group if matrix.groups > 1 else 0)
-    for field in ("codes", "scale", "zero", "order"):
+    for field in ("codes", "scale", "zero", "order", "offset"):
         one, other = getattr(plain, field), getattr(matrix, field)
         assert (one is None) == (other is None), field
         if one is not None:
@@ -117,7 +126,10 @@ def test_a_thread_finds_its_inputs_side_by_side(bits: int) -> None:
 
 def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
     for case, message in (
-        (Case("uint8", 128, (64,), group=32), "groups in multiples of 64 inputs, not 32"),
+        (Case("int8", 128, (64,), group=8), "groups of 16 or 32 inputs, or .* 64, not 8"),
+        (Case("uint8", 128, (64,), group=32, zeros=True), "no zero points and no 8-bit floats in"),
+        (Case("float8_e4m3fn", 128, (64,), group=32), "no zero points and no 8-bit floats in"),
+        (Case("int8", 128, (64,), group=64, offset=True), "and offsets in no others"),
         (Case("int8", 128, (72,)), "outputs in multiples of 64, not 72"),
         (Case("int8", 100, (64,)), "inputs in multiples of 8, not 100"),
     ):
@@ -243,6 +255,27 @@ def test_interpreted_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative_error(interpreted(24, "float32"), right[:24]) < 1e-5
 
 
+@pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.group in FINE])
+def test_interpreted_weights_of_fine_groups_are_rounded_once(name: str) -> None:
+    """A row with a single 1 is multiplied to what the definition says, bit for bit."""
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+
+    from longspec_jax.ops.matmul import quantised_mosaic
+
+    case = CASES[name]
+    case = case._replace(gated=False, split=False, outputs=(math.prod(case.outputs),))
+    matrix, dtype = case.drawn(), jnp.dtype(case.dtype)
+    options: Any = dict(tile=MatmulTile(64, 1, 128), dtype=jnp.float32)
+    options["interpret"] = InterpretGPUParams()
+    found = [
+        quantised_mosaic.matmul(rows, pack(matrix, dtype), **options)
+        for rows in jnp.split(jnp.eye(case.inputs, dtype=dtype), case.inputs // 64)
+    ]
+    expected = np.float32(matrix.dequantised(dtype))
+    np.testing.assert_array_equal(np.concatenate(found).T, expected)
+
+
 LARGE = [
     Case("float8_e4m3fn", 4096, (6144,)),
     Case("float8_e4m3fn", 4096, (2, 11008), gated=True),
@@ -253,6 +286,11 @@ LARGE = [
     Case("uint8", 11008, (4096,), group=128, zeros=True, split=True),
     Case("uint8", 896, (1152,), group=64, order=True, dtype="float16"),
     Case("uint8", 4096, (6144,), zeros=True),
+    Case("uint8", 4096, (2, 14336), group=32, offset=True, gated=True),
+    Case("uint8", 4096, (4096,), group=32, offset=True, split=True),
+    Case("uint8", 896, (1152,), group=32, dtype="float16"),
+    Case("int8", 14336, (4096,), group=16, split=True),
+    Case("int8", 1536, (2048,), group=32, offset=True),
 ]
 
 

@@ -170,6 +170,83 @@ def test_layers_that_are_left_whole_are_whole(tmp_path: Path) -> None:
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
+def test_the_tensors_tell_which_linears_are_whole(tmp_path: Path) -> None:
+    """Tools list them in several ways, or not at all; a part of a name is another linear's."""
+    qkv = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    cases: dict[str, dict[str, Any]] = {
+        # As Qwen's lists routers that this model has not.
+        "fp8 by block": {"modules_to_not_convert": ["model.layers.0.mlp.gate", "lm_head"]},
+        "AWQ": {},
+        "AWQ symmetric": {"modules_to_not_convert": None},
+        "GPTQ v1": {"modules_in_block_to_quantize": [qkv, [f"mlp.{name}" for name in MLP]]},
+        "W4A16": {"ignore": []},
+    }
+    for kind, more in cases.items():
+        (tmp_path / kind).mkdir()
+        folder = write(tmp_path / kind, kind, whole=("o_proj",), **more)
+        _, params = load_target(folder)
+        assert len(matrices(params)) == 3 * CONFIG.num_layers
+        assert_stands_for(params, tmp_path / kind)
+    file = tmp_path / "fp8 by block" / "quantised" / "model.safetensors"
+    with ExitStack() as stack:
+        tensors = {
+            name: tensor.read((slice(None),) * len(tensor.shape))
+            for name, tensor in open_tensors(file.parent, stack).items()
+            if name != "model.layers.0.mlp.down_proj.weight_scale_inv"
+        }
+    save_file(tensors, file)
+    with pytest.raises(
+        ValueError, match="down_proj is quantised as fp8, and the weights hold none"
+    ):
+        load_target(file.parent)
+
+
+def test_scales_of_fp8_have_either_name(tmp_path: Path) -> None:
+    """AutoFP8 names them as compressed-tensors does."""
+    folder = write(tmp_path, "fp8 by tensor", ignored_layers=["lm_head"])
+    with ExitStack() as stack:
+        tensors = {
+            name.replace("_scale_inv", "_scale"): tensor.read((slice(None),) * len(tensor.shape))
+            for name, tensor in open_tensors(folder, stack).items()
+        }
+    save_file(tensors, folder / "model.safetensors")
+    _, params = load_target(folder)
+    assert_stands_for(params, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["GPTQ v1", "GPTQ v1 act-order"])
+def test_biases_of_zeros_are_those_of_the_tool(tmp_path: Path, kind: str) -> None:
+    """AutoGPTQ gives all linears one; any other number is a model with biases."""
+    folder = write(tmp_path, kind)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    linears = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    biases = {
+        f"{name}.bias": np.zeros(len(tensors[f"{name}.scales"].T), np.float16) for name in linears
+    }
+    save_file(tensors | biases, file)
+    _, params = load_target(folder)
+    assert_stands_for(params, tmp_path)
+    biases[f"{linears[0]}.bias"][3] = 0.1
+    save_file(tensors | biases, file)
+    with pytest.raises(ValueError, match=f"unexpected {linears[0]}.bias"):
+        load_target(folder)
+
+
+def test_zero_points_of_the_second_version_under_the_name_of_the_first(tmp_path: Path) -> None:
+    """Symmetric codes have their zero in the middle, as the file says."""
+    folder = write(tmp_path, "GPTQ v1")
+    file = folder / "model.safetensors"
+    tensors = {
+        name: tensor + 0x11111111 if name.endswith("qzeros") else tensor
+        for name, tensor in load_file(file).items()
+    }
+    assert all((tensors[name] == -0x77777778).all() for name in tensors if "qzeros" in name)
+    save_file(tensors, file)
+    _, params = load_target(folder)
+    assert_stands_for(params, tmp_path)
+
+
 def test_groups_of_linears_have_formats_of_their_own(tmp_path: Path) -> None:
     """A pattern comes before the class, and an override of GPTQ before its own numbers."""
     folder = write(tmp_path, "W4A16", whole=("layers.0.mlp",))

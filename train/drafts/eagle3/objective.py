@@ -178,7 +178,8 @@ def _hits(
     """What :func:`train.acceptance.agreement_report` reads."""
     hidden, view = objective._passes(params, frozen, batch)
     # The first tokens of a row are reached by its first steps alone.
-    counted = counted_tokens(batch.weights.at[:, : objective.steps].set(0.0))
+    _, weights = next_token_labels(batch.tokens, batch.weights)
+    counted = counted_tokens(weights.at[:, : objective.steps].set(0.0))
     target_head, head = head_of(frozen.target), objective._head(params)
 
     def of_step(states: Array) -> tuple[Array, Array]:

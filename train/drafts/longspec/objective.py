@@ -126,14 +126,14 @@ def _measured(
     rows, length = batch.tokens.shape
     positions, chunk = plain_positions((1, rows), length)[0], objective.mlp_chunk
     view = run_target(objective.target, frozen, batch.tokens, positions, chunk)
-    counted, head = counted_tokens(batch.weights), head_of(frozen)
+    labels, weights = next_token_labels(batch.tokens, batch.weights)
+    counted, head = counted_tokens(weights), head_of(frozen)
 
     def at_shift(shift: Array) -> tuple[Array, Array]:
         draws = Draws(positions, jnp.full((rows,), shift))
         hidden = run_draft(objective.draft, params, frozen, batch.tokens, draws, view, chunk)
         return count_hits(hidden, head, view.hidden, head, counted, chunk=objective.loss_chunk)
 
-    labels, weights = next_token_labels(batch.tokens, batch.weights)
     about: Any = {"chunk": objective.loss_chunk, "cap": objective.target.logit_cap}
     loss = cross_entropy_sum(view.hidden, head, labels, weights, **about)
     shifts = jnp.arange(1, objective.settings.max_shift + 1)

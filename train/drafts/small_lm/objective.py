@@ -104,7 +104,7 @@ def _hits(
         *(objective.target, frozen, batch.tokens, _positions(batch), objective.mlp_chunk)
     ).hidden
     hidden, head = objective.alone.run(params, batch)
-    counted = counted_tokens(batch.weights)
+    counted = counted_tokens(next_token_labels(batch.tokens, batch.weights)[1])
     found = count_hits(hidden, head, wanted, head_of(frozen), counted, chunk=objective.loss_chunk)
     hits, not_finite = (jnp.stack([each] * DEPTH) for each in found)
     return hits, not_finite, jnp.sum(counted, (1, 2))

@@ -183,12 +183,13 @@ def test_acceptance_is_that_of_the_logits(one: tiny.Trained) -> None:
     report = objective.measure(params, begun.frozen, micro)
     hidden, view = jax.jit(objective._passes)(params, begun.frozen, micro)
     choice = np.asarray(view.hidden @ tiny.FROZEN["head"].T).argmax(-1)
-    counted = np.asarray(micro.weights)[:, SETTINGS.steps :]
+    # A position predicts the token behind it.
+    counted = np.asarray(micro.weights)[:, SETTINGS.steps + 1 :]
     length = 1.0
     for step in range(SETTINGS.steps):
         logits = np.asarray(hidden[:, :, step] @ params["head"].T)
         hits = KNOWN[logits.argmax(-1)] == choice
-        share = (hits[:, SETTINGS.steps :] * counted).sum() / counted.sum()
+        share = (hits[:, SETTINGS.steps : -1] * counted).sum() / counted.sum()
         assert report[f"agree_top1_shift{step + 1}"] == pytest.approx(share, abs=1e-4)
         length *= share
     assert 1 <= report["tau_chain"] <= 1 + SETTINGS.steps

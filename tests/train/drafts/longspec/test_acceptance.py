@@ -53,7 +53,7 @@ def test_scores_that_are_no_numbers_agree_with_nothing(models: tuple[Any, Any]) 
     with pytest.raises(FloatingPointError, match="the draft's scores are not finite for 1[0-6] "):
         measured((spoiled(draft), target), weights)
     table = {**target, "embedding": target["embedding"].at[0, 0].set(jnp.inf)}
-    with pytest.raises(FloatingPointError, match="the target's scores are not finite for 16 held"):
+    with pytest.raises(FloatingPointError, match="the target's scores are not finite for 14 held"):
         measured((draft, table), weights)
 
 
@@ -63,6 +63,21 @@ def test_the_targets_loss_is_that_of_the_target_alone(models: tuple[Any, Any]) -
     alone = TargetObjective(TARGET, 8).measure(models[1], (), Batch(tokens, weights))
     found = measured(models, np.asarray(weights))["target_loss"]
     assert found == pytest.approx(alone["heldout_loss"], rel=1e-5)
+
+
+def test_the_token_that_is_predicted_counts_and_not_the_one_that_is_read(
+    models: tuple[Any, Any],
+) -> None:
+    """At the borders of a masked prompt these differ: at the answer's first token and behind it."""
+    weights, found = jnp.zeros((1, 8)).at[0, 4].set(1.0), set()
+    tokens = jax.random.randint(jax.random.key(3), (1, 8), 0, TARGET.vocab_size)
+    for token in range(TARGET.vocab_size):  # Nobody reads it to predict it.
+        report = OBJECTIVE.measure(*models, Batch(tokens.at[0, 4].set(token), weights))
+        del report["target_loss"]
+        found.add(tuple(report.items()))
+    assert len(found) == 1 and found != {()}
+    nobody = jnp.zeros((1, 8)).at[0, 0].set(1.0)  # Of the first token nothing precedes.
+    assert OBJECTIVE.measure(*models, Batch(tokens, nobody)) == {}
 
 
 def test_what_no_token_counts_for_is_left_out(models: tuple[Any, Any]) -> None:

@@ -1,0 +1,235 @@
+"""GGUF's blocks as quantised matrices: the same weights, with their codes in 4 or 8 bits.
+
+A weight of every type here is ``code * scale + offset`` in float32, with integer codes. Scales and
+offsets belong to groups of 32 inputs, or of 16 (Q6_K). The products are exact: a scale has at most
+19 bits, and codes with such scales five. So the one rounding is that of the sum, as in llama.cpp's
+own dequantisation, and :class:`QuantisedMatrix` holds the same float32 numbers bit for bit.
+
+Bytes a weight: codes of 4 bits with float32 scales and offsets take 0.75, of 8 bits with scales
+1.125, or 1.25 in groups of 16. In the file they are 0.56 (Q4_K), 1.06 (Q8_0) and 0.82 (Q6_K).
+
+Source: ggml's ``ggml-quants.c``; the package ``gguf`` dequantises the same way.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float32, Int8, UInt8
+
+from longspec_jax.ops.matmul.quantised_weights import MIDDLE, QuantisedMatrix
+
+Blocks = UInt8[np.ndarray, "*rows n size"]
+"""Whole blocks, as the file has them."""
+Scales = Float32[np.ndarray, "*rows n g"]
+"""A number for each group of a block."""
+
+
+class Form(NamedTuple):
+    """How the matrices of a type, or of several that are multiplied together, are held."""
+
+    narrow: bool
+    """Whether codes have 4 bits; otherwise 8."""
+    group: int
+    """Inputs that share a scale."""
+    offset: bool
+    """Whether groups have offsets."""
+
+    @classmethod
+    def of(cls, types: Sequence[str]) -> "Form":
+        """The form that holds matrices of these types exactly.
+
+        Raises:
+          NotImplementedError: if one of them has no such form, as 2 and 3 bits.
+        """
+        for name in types:
+            if name not in TYPES:
+                raise NotImplementedError(f"{name} has no packed form; it is dequantised")
+        forms = [TYPES[name].form for name in types]
+        return cls(
+            narrow=all(each.narrow for each in forms),
+            group=min(each.group for each in forms),
+            offset=any(each.offset for each in forms),
+        )
+
+    def widths(self, inputs: int) -> tuple[int, int]:
+        """The last axes of codes and of scales, for so many inputs."""
+        return inputs // 2 if self.narrow else inputs, inputs // self.group
+
+
+class Type(NamedTuple):
+    """A type of tensors."""
+
+    inputs: int
+    """Of a block."""
+    size: int
+    """Bytes of a block."""
+    form: Form
+    """Of a matrix of this type alone."""
+    numbers: Callable[[Blocks], np.ndarray]
+    """Codes: pairs in a byte as :class:`QuantisedMatrix` has them, or numbers in 8 bits."""
+    scales: Callable[[Blocks], Scales]
+    offsets: Callable[[Blocks], Scales] | None = None
+
+
+def from_blocks(
+    rows: UInt8[np.ndarray, "*out bytes"], name: str, form: Form | None = None
+) -> QuantisedMatrix:
+    """A matrix of GGUF's blocks, exactly.
+
+    Its weights in float32 are those of the package ``gguf``; in 16 bits they are these rounded
+    once, as they are where a matrix is dequantised when it is loaded.
+
+    Args:
+      rows: of the tensor, or of some outputs of it, or of some whole blocks of every output.
+      name: of the type, such as ``Q4_K``.
+      form: wider than the type's own, where it is multiplied together with others
+        (:meth:`Form.of`).
+
+    Raises:
+      NotImplementedError: if the type has no packed form.
+      ValueError: if a row is no whole number of blocks.
+    """
+    form = form or Form.of([name])
+    blocks = as_blocks(rows, name)
+    return QuantisedMatrix(
+        codes=jnp.asarray(codes(blocks, name, form)),
+        scale=jnp.asarray(scales(blocks, name, form)),
+        offset=jnp.asarray(offsets(blocks, name, form)) if form.offset else None,
+        group=form.group,
+    )
+
+
+def as_blocks(rows: UInt8[np.ndarray, "*out bytes"], name: str) -> Blocks:
+    """Rows as whole blocks of a type."""
+    size = TYPES[name].size
+    if rows.shape[-1] % size:
+        raise ValueError(f"rows of {rows.shape[-1]} bytes are no blocks of {size}, as {name} has")
+    return rows.reshape(*rows.shape[:-1], -1, size)
+
+
+def codes(blocks: Blocks, name: str, form: Form) -> np.ndarray:
+    """``int8[*rows, C]``, or ``uint8[*rows, C / 2]`` if the form is narrow."""
+    numbers = TYPES[name].numbers(blocks)
+    if TYPES[name].form.narrow and not form.narrow:
+        numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).astype(np.int8)
+        numbers = numbers.reshape(*blocks.shape[:-1], -1)
+        if not TYPES[name].form.offset:
+            numbers -= MIDDLE
+    return numbers.reshape(*blocks.shape[:-2], -1)
+
+
+def scales(blocks: Blocks, name: str, form: Form) -> Float32[np.ndarray, "*rows G"]:
+    """Scales of a form's groups."""
+    return _of_groups(TYPES[name].scales(blocks), name, form)
+
+
+def offsets(blocks: Blocks, name: str, form: Form) -> Float32[np.ndarray, "*rows G"]:
+    """Offsets of a form's groups, for codes of that form."""
+    own = TYPES[name]
+    if own.offsets is not None:
+        return _of_groups(own.offsets(blocks), name, form)
+    middle = MIDDLE if own.form.narrow and form.narrow else 0
+    return scales(blocks, name, form) * np.float32(-middle)
+
+
+def _of_groups(numbers: Scales, name: str, form: Form) -> Float32[np.ndarray, "*rows G"]:
+    times = TYPES[name].form.group // form.group
+    return numbers.repeat(times, axis=-1).reshape(*numbers.shape[:-2], -1)
+
+
+def _half(blocks: Blocks, at: int) -> Float32[np.ndarray, "*rows n 1"]:
+    """The float16 at an offset."""
+    halves = np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")
+    return halves.astype(np.float32)
+
+
+def _nibbles(blocks: Blocks, at: int, width: int, count: int = 1) -> UInt8[np.ndarray, "*rows n i"]:
+    """Codes of 4 bits, a byte each: of ``width`` bytes first the lower halves, then the upper."""
+    bytes_ = blocks[..., at : at + width * count].reshape(*blocks.shape[:-1], count, width)
+    return np.stack([bytes_ & 15, bytes_ >> 4], axis=-2).reshape(*blocks.shape[:-1], -1)
+
+
+def _pairs(at: int, width: int, count: int = 1) -> Callable[[Blocks], np.ndarray]:
+    """Codes of 4 bits, two neighbours in a byte."""
+
+    def numbers(blocks: Blocks) -> np.ndarray:
+        bytes_ = blocks[..., at : at + width * count].reshape(*blocks.shape[:-1], count, width)
+        even, odd = bytes_[..., 0::2], bytes_[..., 1::2]
+        lower, upper = even & 15 | odd << 4, even >> 4 | odd & 0xF0
+        return np.stack([lower, upper], axis=-2).reshape(*blocks.shape[:-1], -1)
+
+    return numbers
+
+
+def _fives(high: int, low: int, middle: int) -> Callable[[Blocks], np.ndarray]:
+    """Codes of 5 bits of 32 inputs, whose fifth bits are a word."""
+
+    def numbers(blocks: Blocks) -> np.ndarray:
+        fifth = np.unpackbits(blocks[..., high : high + 4], axis=-1, bitorder="little")
+        return (_nibbles(blocks, low, 16) | fifth << 4).astype(np.int8) - np.int8(middle)
+
+    return numbers
+
+
+def _table(values: Sequence[int]) -> Callable[[Blocks, int], Int8[np.ndarray, "*rows n 32"]]:
+    return lambda blocks, at: np.asarray(values, np.int8)[_nibbles(blocks, at, 16)]
+
+
+def _sub_scales(blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """The 8 scales and minima of 6 bits of a block of Q4_K or Q5_K, as float32."""
+    first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    scale = np.concatenate([first & 63, third & 15 | first >> 2 & 0x30], axis=-1)
+    minimum = np.concatenate([second & 63, third >> 4 | second >> 2 & 0x30], axis=-1)
+    return scale.astype(np.float32), minimum.astype(np.float32)
+
+
+def _k_scales(blocks: Blocks) -> Scales:
+    return _half(blocks, 0) * _sub_scales(blocks)[0]
+
+
+def _k_offsets(blocks: Blocks) -> Scales:
+    return -(_half(blocks, 2) * _sub_scales(blocks)[1])
+
+
+def _q5_k(blocks: Blocks) -> np.ndarray:
+    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    codes = _nibbles(blocks, 48, 32, 4) | high.reshape(*blocks.shape[:-1], -1) << 4
+    return codes.astype(np.int8)
+
+
+def _q6_k(blocks: Blocks) -> np.ndarray:
+    low = _nibbles(blocks, 0, 64, 2).reshape(*blocks.shape[:-1], 2, 4, 32)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
+    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    return ((low | high << 4).astype(np.int8) - np.int8(32)).reshape(*blocks.shape[:-1], -1)
+
+
+def _q6_k_scales(blocks: Blocks) -> Scales:
+    return _half(blocks, 208) * blocks[..., 192:208].view(np.int8).astype(np.float32)
+
+
+def _mxfp4_scales(blocks: Blocks) -> Scales:
+    """Half a power of two, since codes are twice the 4-bit floats."""
+    return np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128)
+
+
+_IQ4_NL = _table((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+_MXFP4 = _table((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+_D: Callable[[Blocks], Scales] = lambda blocks: _half(blocks, 0)  # noqa: E731
+_M: Callable[[Blocks], Scales] = lambda blocks: _half(blocks, 2)  # noqa: E731
+_EIGHT, _FOUR = Form(False, 32, False), Form(True, 32, False)
+TYPES: dict[str, Type] = {
+    "Q8_0": Type(32, 34, _EIGHT, lambda blocks: blocks[..., 2:].view(np.int8), _D),
+    "Q4_0": Type(32, 18, _FOUR, _pairs(2, 16), _D),
+    "Q4_1": Type(32, 20, Form(True, 32, True), _pairs(4, 16), _D, _M),
+    "Q5_0": Type(32, 22, _EIGHT, _fives(2, 6, 16), _D),
+    "Q5_1": Type(32, 24, Form(False, 32, True), _fives(4, 8, 0), _D, _M),
+    "IQ4_NL": Type(32, 18, _EIGHT, lambda blocks: _IQ4_NL(blocks, 2), _D),
+    "MXFP4": Type(32, 17, _EIGHT, lambda blocks: _MXFP4(blocks, 1), _mxfp4_scales),
+    "Q4_K": Type(256, 144, Form(True, 32, True), _pairs(16, 32, 4), _k_scales, _k_offsets),
+    "Q5_K": Type(256, 176, Form(False, 32, True), _q5_k, _k_scales, _k_offsets),
+    "Q6_K": Type(256, 210, Form(False, 16, False), _q6_k, _q6_k_scales),
+}
+"""By the names of ggml."""

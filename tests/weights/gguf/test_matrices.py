@@ -1,0 +1,71 @@
+"""GGUF's blocks as quantised matrices: the weights of the package ``gguf``, bit for bit."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.weights.gguf.matrices import TYPES, Form, from_blocks
+
+VECTORS = {
+    "Q8_0": "0022557a9fc4e90e33587da2c7ec11365b80a5caef14395e83a8cdf2173c6186abd0",
+    "Q4_0": "662a557a9fc4e90e33587da2c7ec11365b80",
+    "Q4_1": "662a9ab59fc4e90e33587da2c7ec11365b80a5ca",
+    "Q5_0": "ae27557a9fc4e90e33587da2c7ec11365b80a5caef14",
+    "Q5_1": "ae2700b89fc4e90e33587da2c7ec11365b80a5caef14395e",
+    "IQ4_NL": "1918557a9fc4e90e33587da2c7ec11365b80",
+    "MXFP4": "7830557a9fc4e90e33587da2c7ec11365b",
+}
+VALUES = {
+    "Q8_0": {0: 0.99609375, 1: 1.4296875, 17: -0.6328125, 31: -0.5625},
+    "Q4_0": {0: -0.14996337890625, 1: 0.0999755859375, 16: -0.14996337890625, 31: 0.0},
+    "Q4_1": {0: 0.39971923828125, 1: -0.150146484375, 16: 0.09979248046875, 31: 0.249755859375},
+    "Q5_0": {0: 0.269989013671875, 1: -0.05999755859375, 16: 0.41998291015625},
+    "Q5_1": {0: 0.069976806640625, 1: 0.219970703125, 31: -0.350006103515625},
+    "IQ4_NL": {0: -0.07002830505371094, 1: 0.05002021789550781, 31: 0.0020008087158203125},
+    "MXFP4": {0: 0.0, 1: 0.0234375, 16: 0.01171875, 31: 0.0234375},
+}
+"""Some weights of blocks whose bytes are given, of ggml's formula."""
+
+
+def blocks(name: str, *shape: int) -> np.ndarray:
+    """Random rows whose scales are finite; some of them negative, small or zero."""
+    own, random = TYPES[name], np.random.default_rng(len(name))
+    found = random.integers(0, 256, (*shape, own.size), np.uint8)
+    halves = {"Q6_K": [208], "MXFP4": []}.get(name, [0, 2] if own.form.offset else [0])
+    for at in halves:
+        scale = random.normal(size=shape) * 10.0 ** random.integers(-7, 1, shape)
+        scale = np.where(random.random(shape) < 0.05, 0, scale).astype(np.float16)
+        found[..., at : at + 2] = scale[..., None].view(np.uint8)
+    if name == "MXFP4":  # Powers of two of float32's normal numbers, and sums below infinity.
+        found[..., 0] = found[..., 0] % 128 + 64
+    return found.reshape(*shape[:-1], -1)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_known_blocks(name: str) -> None:
+    row = np.frombuffer(bytes.fromhex(VECTORS[name]), np.uint8)
+    weights = np.asarray(from_blocks(row[None], name).dequantised(jnp.float32))[0]
+    assert {index: float(weights[index]) for index in VALUES[name]} == VALUES[name]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_weights_are_those_of_the_package(name: str) -> None:
+    """In a form of their own, and in one that holds all types together."""
+    quants = pytest.importorskip("gguf.quants")
+    own = TYPES[name]
+    rows = blocks(name, 2, 32, 4 * 256 // own.inputs)
+    expected = quants.dequantize(rows, quants.GGMLQuantizationType[name])
+    for form in (None, Form.of([name, "Q4_1"]), Form.of(list(TYPES))):
+        matrix = from_blocks(rows, name, form)
+        assert (matrix.inputs, matrix.group) == (1024, (form or own.form).group)
+        assert (matrix.packed, matrix.offset is not None) == (form or own.form)[::2]
+        np.testing.assert_array_equal(np.asarray(matrix.dequantised(jnp.float32)), expected)
+        rounded = np.asarray(matrix.dequantised(jnp.bfloat16))
+        np.testing.assert_array_equal(rounded, expected.astype(jnp.bfloat16))
+
+
+def test_what_has_no_such_form_is_named() -> None:
+    with pytest.raises(NotImplementedError, match="Q2_K has no packed form"):
+        from_blocks(np.zeros((1, 84), np.uint8), "Q2_K")
+    with pytest.raises(ValueError, match="rows of 20 bytes are no blocks of 18, as Q4_0 has"):
+        from_blocks(np.zeros((1, 20), np.uint8), "Q4_0")
