@@ -136,6 +136,11 @@ def _stays_whole(leaf: Leaf) -> bool:
     return leaf.path.endswith(EXPERTS) or RECURRENCE in leaf.path or reordered
 
 
+def is_kernel(leaf: Leaf) -> bool:
+    """Whether a kernel reads the parameter in its own bits, where it has some."""
+    return leaf.path.endswith(KERNEL) and not _stays_whole(leaf)
+
+
 def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation) -> Format | None:
     """The format of a stored matrix; raises where the configuration and the file disagree."""
     found = sorted(mark for mark in MARKS if f"{name}.{mark}" in tensors)
@@ -244,7 +249,7 @@ def _leaves(leaf: Leaf, matrices: list[Stored], quantised: Quantisation) -> Iter
     for field, dtype in dtypes.items():
         widths = {getattr(matrix, field).shape[1] for matrix in matrices}
         [width] = widths
-        yield _with_inputs_last(leaf, field, width, dtype)
+        yield with_inputs_last(leaf, field, width, dtype)
     if any(not _alike(matrix.order, first.order) for matrix in matrices):
         names = ", ".join(part.source for part in leaf.parts)
         raise ValueError(
@@ -262,7 +267,7 @@ def _alike(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
-def _with_inputs_last(leaf: Leaf, field: str, width: int, dtype: str) -> Leaf:
+def with_inputs_last(leaf: Leaf, field: str, width: int, dtype: str) -> Leaf:
     """A kernel ``[*in, *out]`` of ``[out, in]`` matrices, as ``[*out, width]``."""
     inputs = len(leaf.parts[0].groups[1])
     parts = []
