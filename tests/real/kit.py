@@ -16,6 +16,7 @@ import pytest
 
 from longspec_jax.compilation import VARIABLE
 from longspec_jax.weights.fetching import fetched
+from longspec_jax.weights.gguf.file import read_gguf
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers' PyTorch models")
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers' own models")
@@ -122,9 +123,11 @@ def oracle(name: str) -> Any:
         model = cls._from_config(config, dtype=torch.float32)
     names = _NAMES | (_GEMMA if kind == "Gemma3Text" else {})
     state = {}
-    for tensor in gguf.GGUFReader(model_file(name)).tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        stem, _, suffix = tensor.name.rpartition(".")
+    # The package's own reader takes as long for the vocabulary as all else here.
+    for full, tensor in read_gguf(model_file(name)).tensors.items():
+        kind_of_blocks = gguf.GGMLQuantizationType[tensor.type.name]
+        values = gguf.quants.dequantize(np.array(tensor.rows()), kind_of_blocks)
+        stem, _, suffix = full.rpartition(".")
         layer = re.fullmatch(r"blk\.(\d+)\.(.+)", stem)
         prefix, stem = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", stem)
         if kind == "Llama" and stem in ("attn_q", "attn_k"):

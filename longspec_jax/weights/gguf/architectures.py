@@ -204,9 +204,8 @@ def _gemma(metadata: Metadata, known: Raw) -> Raw:
 
 
 def _gemma2(metadata: Metadata, known: Raw) -> Raw:
-    caps = {f"{name}_logit_softcapping": None for name in ("attn", "final")}
-    for name in caps:
-        caps[name] = metadata.number(name) if metadata.has(name) else None
+    names = (f"{name}_logit_softcapping" for name in ("attn", "final"))
+    caps = {name: metadata.number(name) if metadata.has(name) else None for name in names}
     metadata.only("attention.sliding_window_pattern", 2)
     return _gemma(metadata, known) | caps
 

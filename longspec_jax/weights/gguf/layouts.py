@@ -54,7 +54,8 @@ def with_rows(tensor: Tensor, order: np.ndarray) -> Tensor:
     """A tensor whose row ``i`` is the file's row ``order[i]``."""
 
     def read(index: Index) -> np.ndarray:
-        return tensor.read((order[index[0]], *index[1:]))  # Of these rows alone.
+        rows: Any = order[index[0]]  # Of these rows alone; NumPy takes places as it takes a slice.
+        return tensor.read((rows, *index[1:]))
 
     return tensor._replace(read=read)
 

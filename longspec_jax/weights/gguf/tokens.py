@@ -73,7 +73,7 @@ def vocabulary(file: GgufFile) -> Vocabulary | None:
 def scores(vocab: Vocabulary) -> list[float]:
     """A number of every token: of two pieces that may be joined, those of the highest one are."""
     key = f"{PREFIX}scores"
-    found = vocab.raw.values.get(key)
+    found: Any = vocab.raw.values.get(key)
     if not _is_list(found, len(vocab.tokens), {int, float}):
         raise ValueError(
             f"{vocab.raw.origin}: {key} must be a number for each of the {len(vocab.tokens)} "

