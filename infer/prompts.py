@@ -51,9 +51,7 @@ class Prompt:
     """Generation options of its own."""
 
 
-CODE = Prompt(
-    "code",
-    '''class Stack:
+_STACK = '''class Stack:
     """A stack of numbers."""
 
     def __init__(self):
@@ -65,9 +63,25 @@ CODE = Prompt(
 
     def pop(self):
         """Take the top item off."""
-''',
+        return self.items.pop()
+
+    def is_empty(self):
+        """Whether nothing is left."""
+        return len(self.items) == 0
+'''
+CODE = Prompt("code", _STACK)
+CHATS = (
+    Prompt("chat", [{"role": "user", "content": "What is a prime number? Give examples."}]),
+    Prompt(
+        "edit",
+        [
+            {
+                "role": "user",
+                "content": f"Add type annotations to this class.\n\n```python\n{_STACK}```",
+            }
+        ],
+    ),
 )
-CHAT = Prompt("chat", [{"role": "user", "content": "What is a prime number? Give examples."}])
 """What a released model completes where no prompt is named: short, for processors."""
 
 

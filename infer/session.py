@@ -21,7 +21,7 @@ from longspec_jax.released import RELEASED
 from .arguments import drafts, is_demo, row_options, sampling_options
 from .journal import Journal
 from .output import tree_fields
-from .prompts import CHAT, CODE, Prompt, encode
+from .prompts import CHATS, CODE, Prompt, encode
 from .results import (
     Outcome,
     as_json,
@@ -128,7 +128,7 @@ class Session:
 
     def _samples(self) -> Iterable[Prompt]:
         if released := RELEASED.get(str(self._arguments.target)):
-            return [*[CHAT] * released.chats, CODE]
+            return CHATS if released.chats else [CODE]
         samples = demo_prompts()
         if DEFAULT_PROMPT not in samples:
             raise FileNotFoundError("the demo's sample prompts are missing; reinstall the package")
