@@ -48,6 +48,7 @@ def test_text_and_logits_are_transformers(plain, rows, reference):
         np.testing.assert_allclose(plain.logits[index], logits, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_long_document(spec, reference):
     tokens = spec.tokenizer(document(40_000))["input_ids"][:6000]
     assert len(tokens) == 6000
