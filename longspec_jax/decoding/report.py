@@ -15,7 +15,7 @@ from flax import struct
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.logprobs import TokenLogprob, packed_width, unpacked_logprobs
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import SamplingKind
@@ -107,9 +107,7 @@ class Report:
     """``[r, B, t]`` of the rounds, packed; None if they were not wanted."""
 
     @classmethod
-    def of(
-        cls, packed: np.ndarray, tree: TreeConfig = PLAIN, contents: Contents = TOKENS
-    ) -> "Report":
+    def of(cls, packed: np.ndarray, tree: TreeConfig, contents: Contents = TOKENS) -> "Report":
         """Unpack the report of :func:`~longspec_jax.decoding.round.one_round` or ``many_rounds``.
 
         Args:

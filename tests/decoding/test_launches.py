@@ -221,7 +221,7 @@ def clocked(
 
     def timed(choice: Choice, *more: Any) -> Any:
         rows, packed = launch(choice, *more)
-        ran = len(Report.of(np.asarray(packed)).count)
+        ran = len(Report.of(np.asarray(packed), DRAFTER.tree).count)
         free[0] = max(free[0], now[0]) + seconds[choice.candidate] * ran
         if rounds is not None:
             rounds.append(ran)

@@ -12,6 +12,7 @@ from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.drafters.base import Needs, NoDraft
 from longspec_jax.drafters.calibration import COUNTED, SHARES, Counts, Found, classified
+from longspec_jax.drafters.joined import LEVELS as JOINED_LEVELS
 from longspec_jax.drafters.joined import Joined, JoinedDraft
 from longspec_jax.drafters.ngram import NgramDraft, NgramDrafter, side_by_side
 from longspec_jax.drafters.streaming import StreamingDraft
@@ -216,7 +217,7 @@ def test_lookup_joins_every_draft_with_a_model() -> None:
     own = StreamingDraft().default_trees
     for joined, alone in ((usual.cpu, own.cpu), (usual.gpu, own.gpu), (usual.large, own.large)):
         assert [tree.widths for tree in joined][: len(alone)] == [tree.widths for tree in alone]
-        assert {tree.lookup for tree in joined} == {8}
+        assert {tree.lookup for tree in joined} == {JOINED_LEVELS}
         assert all(tree.num_nodes >= 6 for tree in joined)
 
 

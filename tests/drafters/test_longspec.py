@@ -158,8 +158,10 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
     expected = jax.jit(lambda *models: drafter.propose(*models, view, Masked()))(params, state)
     fewer = params.replace(draft=params.draft.restricted(vocabulary))
     tree = jax.jit(lambda: drafter.propose(fewer, state, view, Restricted()))()
-    for ours, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for name in ("tokens", "parents", "mask"):
+        np.testing.assert_array_equal(getattr(tree, name), getattr(expected, name))
+    # The estimates of nodes are sums of another matmul's logits.
+    np.testing.assert_allclose(tree.totals, expected.totals, rtol=1e-6)
 
 
 def widened(rounded: Any, whole: Any) -> Any:
