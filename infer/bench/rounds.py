@@ -367,7 +367,9 @@ def draft(target: TargetModel, drafter: Drafter, turns: int) -> Part:
         def turn(_: Array, tree: Tree) -> Tree:
             now = _after(rows, tree.tokens[:, -1])
             noise = round_lib.sampling_noise(target, drafter, now, GREEDY)
-            return round_lib.propose_tree(target, drafter, params, now, noise)
+            found = round_lib.propose_tree(target, drafter, params, now, noise)
+            # As of the tree that it begins with.
+            return dataclasses.replace(found, totals=None, sources=None)
 
         return jax.lax.fori_loop(0, turns, turn, some_tree(drafter.tree, rows))
 

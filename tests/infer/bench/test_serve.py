@@ -37,7 +37,7 @@ class PacedEngine(ScriptedEngine):
     def __init__(self, slots: int) -> None:
         super().__init__()
         tree = TreeConfig((1, 1, 1))
-        drafter = SimpleNamespace(tree=tree, name="script")
+        drafter = SimpleNamespace(tree=tree, name="script", sources=("script",))
         prompts = SimpleNamespace(chunk=32)
         self.engine: Any = SimpleNamespace(
             drafter=drafter, drafters=[drafter], slots=slots, prompts=prompts, capacity=99
