@@ -203,4 +203,4 @@ def test_the_test_reads_files() -> None:
 def test_one_file_calls_kernels_for_triton() -> None:
     """It refuses arrays that their offsets do not reach."""
     calls = [path.stem for path in FILES if "pallas_call(" in path.read_text()]
-    assert calls == ["triton"]
+    assert calls == ["triton_launch"]
