@@ -366,4 +366,4 @@ def test_help_names_the_command_and_the_configurations(capsys: pytest.CaptureFix
         run.main(["--config=demo", "--help"])
     text = capsys.readouterr().out
     assert text.startswith("usage: python -m train.run --config=NAME")
-    assert "small_scale, vicuna13b" in text and "--workdir" in text and text.endswith("\n")
+    assert "small_scale, smollm2, vicuna13b" in text and "--workdir" in text and text.endswith("\n")

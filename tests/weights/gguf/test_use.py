@@ -173,7 +173,7 @@ def test_without_an_index_or_a_place(index, monkeypatch):
 def test_commands_know_the_drafts_of_released_models():
     parsed = arguments_lib.parser().parse_args(["--target=smollm2"])
     arguments_lib.check(parsed)
-    assert arguments_lib.drafts(parsed) == ["smollm2-longspec", "ngram"]
+    assert arguments_lib.drafts(parsed) == ["smollm2-longspec"]
     folder = hub.local_folder("smollm2-longspec")
     size = sum(each.stat().st_size for each in folder.iterdir())
     assert 0 < size < 9_500_000
