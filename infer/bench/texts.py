@@ -20,7 +20,7 @@ import numpy as np
 
 from longspec_jax import LongSpec, TreeConfig, cli
 from longspec_jax.cli import settled
-from longspec_jax.embedded import DRAFTS
+from longspec_jax.embedded import demo_drafts
 
 from .report import Report, Row, run_header
 from .timing import step
@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Decode every text with every tree, print, and write the file; 1 if a promise is not kept."""
     arguments = settled(arguments, jax.default_backend() == "cpu")
     step("loading target and draft")
-    drafts: list[str | Path] = [DRAFTS.get(name, name) for name in arguments.draft]
+    drafts = demo_drafts(arguments.draft)
     spec = LongSpec.from_pretrained(arguments.target, drafts, dtype=arguments.dtype)
     header = run_header(
         jax.devices()[0].device_kind,
