@@ -149,10 +149,10 @@ class JoinedDraft(Draft):
     def default_trees(self) -> DefaultTrees:
         """The first model's, with lookup to more levels; where nodes cost time lookup alone, too.
 
-        No deeper than the shallowest of the other models' trees.
+        No deeper than the shallowest of the other models' trees, or than a chain of all nodes.
         """
         models = [member for member in self.members if not member.looks_up]
-        lookup = LEVELS if len(models) < len(self.members) else None
+        joins = len(models) < len(self.members)
         if not models:
             return self.members[0].default_trees
         first, *others = (model.default_trees for model in models)
@@ -163,14 +163,16 @@ class JoinedDraft(Draft):
             )
             found = []
             for tree in getattr(first, name):
-                nodes = max(tree.num_nodes, least) if lookup else tree.budget
+                nodes = max(tree.num_nodes, least) if joins else tree.budget
+                lookup = min(LEVELS, nodes - 1) if joins and nodes else None
                 found.append(
                     replace(tree, widths=tree.widths[:deepest], budget=nodes, lookup=lookup)
                 )
             return tuple(found)
 
         few, some, many = FEWEST
-        alone = [TreeConfig((), nodes, lookup=lookup) for nodes in (few, some) if lookup]
+        sizes = (few, some) if joins else ()
+        alone = [TreeConfig((), nodes, lookup=min(LEVELS, nodes - 1)) for nodes in sizes]
         return DefaultTrees(
             (*joined("cpu", few), *alone[:1]),
             (*joined("gpu", some), *alone[1:]),

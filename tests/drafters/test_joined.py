@@ -217,7 +217,9 @@ def test_lookup_joins_every_draft_with_a_model() -> None:
     own = StreamingDraft().default_trees
     for joined, alone in ((usual.cpu, own.cpu), (usual.gpu, own.gpu), (usual.large, own.large)):
         assert [tree.widths for tree in joined][: len(alone)] == [tree.widths for tree in alone]
-        assert {tree.lookup for tree in joined} == {JOINED_LEVELS}
+        # No deeper than a chain of all nodes.
+        levels = [min(JOINED_LEVELS, tree.num_nodes - 1) for tree in joined]
+        assert [tree.lookup for tree in joined] == levels
         assert all(tree.num_nodes >= 6 for tree in joined)
 
 
