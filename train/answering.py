@@ -10,8 +10,8 @@ rows in hand changes the speed alone.
 """
 
 import hashlib
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,10 @@ import numpy as np
 from longspec_jax import LongSpec
 from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.inputs import to_prompt
+from longspec_jax.generation.text import loops
 
 from .data.documents import ASKING, BadRows, Fields, Turn, to_turns
 
-LOOP_TOKENS, LOOP_TIMES = 16, 3
-"""An answer loops if a sequence of so many tokens occurs in it more often. Greedy answers of small
-targets end so, and a draft would learn little else."""
 SHORTEST = 256
 """Tokens that the longest prompt of a wave is filled up to, at least."""
 
@@ -113,13 +111,6 @@ class Conversation:
         text = is_text(self.turns)
         content = {"text": self.turns[0].content} if text else {"messages": self.messages()}
         return {"row": self.row, "complete": self.complete, **content}
-
-
-def loops(tokens: Sequence[int]) -> bool:
-    """Whether an answer repeats itself: see :data:`LOOP_TOKENS`."""
-    last = len(tokens) - LOOP_TOKENS + 1
-    counts = Counter(tuple(tokens[start : start + LOOP_TOKENS]) for start in range(last))
-    return any(count > LOOP_TIMES for count in counts.values())
 
 
 def seed_of(seed: int, row: int, answer: int) -> int:

@@ -27,9 +27,9 @@ from jaxtyping import Float, Int
 from longspec_jax import PLAIN, GenerateResult, LongSpec, TreeConfig, cli, demo_prompts, make_mesh
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.cli import counted, settled
-from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
+from longspec_jax.drafters.base import Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
-from longspec_jax.drafters.ngram import OWN_TEXT, NgramState
+from longspec_jax.drafters.ngram import NgramState, OwnTextDrafter
 from longspec_jax.drafters.tree import Tree, beam_search
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.loading import choose_drafts
@@ -259,25 +259,12 @@ class KnownTexts:
 
 
 @dataclass(frozen=True)
-class OracleDrafter(Drafter):
+class OracleDrafter(OwnTextDrafter):
     """Proposes the continuation of the known text that a row repeats, among wrong tokens."""
 
     tree: TreeConfig
     vocabulary: int
     name: str = field(default="oracle", init=False)
-
-    @property
-    def needs(self) -> Needs:
-        """All tokens, and nothing computed of them."""
-        return OWN_TEXT
-
-    def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
-        """No tokens yet."""
-        return NgramState.begin(batch, capacity)
-
-    def extend(self, params: Params, state: NgramState, committed: Committed) -> NgramState:
-        """Write the tokens at their positions."""
-        return state.extended(committed)
 
     def propose(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
         """The best paths of made-up scores, in which the known text is raised."""

@@ -10,7 +10,6 @@ The exit status is 1 if a text differs although the model promises that none doe
 
 import argparse
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +20,10 @@ import numpy as np
 from longspec_jax import LongSpec, TreeConfig, cli
 from longspec_jax.cli import settled
 from longspec_jax.embedded import demo_drafts
+from longspec_jax.generation.text import loops
 
 from .report import Report, Row, run_header
 from .timing import step
-
-LOOP_TOKENS, LOOP_TIMES = 16, 3
-"""A text loops if a sequence of so many tokens occurs in it more often."""
 
 
 class Prompt(NamedTuple):
@@ -127,13 +124,6 @@ def measured(
         "identical": found.identical,
         "loops": loops(found.plain.sequences[0]),
     }
-
-
-def loops(tokens: Sequence[int]) -> bool:
-    """Whether a text repeats itself: see :data:`LOOP_TOKENS`."""
-    last = len(tokens) - LOOP_TOKENS + 1
-    counts = Counter(tuple(tokens[start : start + LOOP_TOKENS]) for start in range(last))
-    return any(count > LOOP_TIMES for count in counts.values())
 
 
 def line(row: Row) -> str:

@@ -76,6 +76,23 @@ class LookupState:
         return self.row.tokens
 
 
+class OwnTextDrafter(Drafter):
+    """A drafter whose state is the row's own text alone."""
+
+    @property
+    def needs(self) -> Needs:
+        """All tokens, and nothing computed of them."""
+        return OWN_TEXT
+
+    def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
+        """No tokens yet."""
+        return NgramState.begin(batch, capacity)
+
+    def extend(self, params: Params, state: NgramState, committed: Committed) -> NgramState:
+        """Write the tokens at their positions."""
+        return state.extended(committed)
+
+
 @dataclass(frozen=True)
 class NgramDrafter(Drafter):
     """Proposes the continuations of the earlier places that match the row's end best."""

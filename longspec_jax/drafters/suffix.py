@@ -22,12 +22,12 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
+from longspec_jax.drafters.base import Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.ngram import (
     CONTEXT,
-    OWN_TEXT,
     NgramState,
+    OwnTextDrafter,
     best_places,
     check_no_threshold,
     continuations_of,
@@ -50,7 +50,7 @@ FEW = 1e-3
 
 
 @dataclass(frozen=True)
-class SuffixDrafter(Drafter):
+class SuffixDrafter(OwnTextDrafter):
     """Proposes the continuations of the match whose chain promises the most accepted tokens."""
 
     tree: TreeConfig
@@ -61,19 +61,6 @@ class SuffixDrafter(Drafter):
 
     def __post_init__(self) -> None:
         check_no_threshold(self.name, self.tree)
-
-    @property
-    def needs(self) -> Needs:
-        """All tokens, and nothing computed of them."""
-        return OWN_TEXT
-
-    def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
-        """No tokens yet."""
-        return NgramState.begin(batch, capacity)
-
-    def extend(self, params: Params, state: NgramState, committed: Committed) -> NgramState:
-        """Write the tokens at their positions."""
-        return state.extended(committed)
 
     def propose(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
         """The tree of the best match's continuations; shorter matches fill it up."""

@@ -17,7 +17,7 @@ Decoding starts a few tokens back, never inside a run, so the time is linear in 
 import functools
 import os
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +32,9 @@ REPLACEMENT = "\ufffd"
 """Text of an incomplete UTF-8 sequence."""
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 """A token of byte fallback."""
+LOOP_TOKENS, LOOP_TIMES = 16, 3
+"""A text loops if a sequence of this many tokens occurs in it more often. Greedy texts of small
+targets end so; a draft would learn little else, and lookup is flattered by them."""
 LONGEST_RUN = 64
 """Tokens of a run of bytes that is searched for stop strings before it ends."""
 
@@ -275,3 +278,10 @@ def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     return tokenizer.decode(
         list(map(int, tokens)), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether a text repeats itself: see :data:`LOOP_TOKENS`."""
+    last = len(tokens) - LOOP_TOKENS + 1
+    counts = Counter(tuple(tokens[start : start + LOOP_TOKENS]) for start in range(last))
+    return any(count > LOOP_TIMES for count in counts.values())

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from longspec_jax import cli
+from longspec_jax.generation.text import loops
 from train import questions
-from train.answering import Questions, loops
+from train.answering import Questions
 
 TEXTS = ["def the_function(argument):\n    return argument\n" * 30, "A document. " * 90, "short"]
 

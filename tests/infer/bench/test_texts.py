@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from infer.bench.__main__ import main
-from infer.bench.texts import loops
 from longspec_jax import cli, demo_prompts
 
 
@@ -45,7 +44,3 @@ def test_files_that_are_too_short_are_refused(
 ) -> None:
     assert main(["texts", "--files", files[1], "--context=64"]) == cli.BAD_INPUT
     assert "no file of --files has 64 tokens" in capsys.readouterr().err
-
-
-def test_a_text_loops_where_it_repeats_itself() -> None:
-    assert loops([*range(16)] * 4) and not loops([*range(16)] * 3)
