@@ -42,19 +42,19 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _programs_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep programs for all processes of this run: its workers, and those that tests start.
+def _programs_are_compiled_once(pytestconfig: pytest.Config) -> None:
+    """Keep programs for all processes of this run and of later ones, in pytest's own cache folder.
 
-    jax does not write its files in one step. A file that is read too early is a warning, which
+    ``pytest --cache-clear`` forgets them; ``JAX_COMPILATION_CACHE_DIR`` names another folder. jax
+    does not write its files in one step. A file that is read too early is a warning, which
     ``pyproject.toml`` lists, and the program is compiled.
     """
-    if _wants_gpu():
+    if _wants_gpu() or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)  # Read when jax is imported.
+    folder = str(pytestconfig.cache.mkdir("compiled"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder  # Read when jax is imported.
     if jax := sys.modules.get("jax"):
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_dir", folder)
 
 
 if _wants_gpu():
