@@ -5,7 +5,7 @@
 
 The first command gathers the corpus (source code and documentation of the Python distributions
 installed beside this project) and trains the target; the second trains a draft, once for each
-variant and seed. docs/reproduction.md has the results.
+variant and seed. docs/archive/reproduction.md has the results.
 
 Variants: ``target``; ``plain``, ``offset`` and ``offset0``, drafts without anchor-offset positions,
 with them, and with them but without positions that stay in place; ``long_only``, without the stage

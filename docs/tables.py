@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 FIGURE = ROOT / "docs" / "figures" / "speed.svg"
-PAGES = (ROOT / "README.md", *sorted(RESULTS.parent.glob("*.md")), RESULTS / "README.md")
+PAGES = (ROOT / "README.md", *sorted(RESULTS.parent.rglob("*.md")))
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DESCRIBED = tomllib.loads((RESULTS / "tables.toml").read_text())
 

@@ -78,8 +78,8 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "--draft_option",
         **cli.several(cli.draft_option),
         metavar="NAME[=VALUE]",
-        help="an option of the draft; docs/drafts.md explains them. LongSpec drafts: int8 (weights "
-        "and LM head in 8 bits), vocabulary=N (propose the N most frequent tokens only), working=N "
+        help="an option of the draft; docs/guides/drafts.md explains them. LongSpec drafts: int8 "
+        "(weights and LM head in 8 bits), vocabulary=N (propose the N most frequent tokens only), working=N "
         "(read N tokens of a long cache). Small language models: working=N. EAGLE and DFlash "
         "drafts: int8, window=N (see the last N tokens). suffix: shared=true (a server's requests "
         "draft from each other's texts, and clients can so guess what others write), shared=false. "
@@ -99,7 +99,7 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "--kv_dtype",
         choices=KV_DTYPES,
         help="fp8 rounds keys and values to 8 bits before anything attends to them: half the "
-        "cache, and a text of its own that drafts do not change (docs/quantised.md)",
+        "cache, and a text of its own that drafts do not change (docs/guides/quantised.md)",
     )
     group.add_argument(
         "--attention",
@@ -142,7 +142,7 @@ def add_memory(group: Any) -> None:
         "--offload",
         action="store_true",
         help="keep the target's cache in the host's memory, for contexts that do not fit on the "
-        "device; every pass moves the cache, so let it verify much (docs/retrieval.md)",
+        "device; every pass moves the cache, so let it verify much (docs/guides/memory.md)",
     )
 
 

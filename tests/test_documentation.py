@@ -91,7 +91,9 @@ def test_paths_of_the_checkout_exist() -> None:
 
 
 def test_cited_decisions_exist() -> None:
-    decisions = {heading.split()[0] for heading in headings(ROOT / "docs" / "design.md")}
+    decisions = {
+        heading.split()[0] for heading in headings(ROOT / "docs" / "design" / "decisions.md")
+    }
     cited = {
         (path.name, number)
         for path in (*CODE, *PAGES)
@@ -232,7 +234,7 @@ def training_commands() -> list[str]:
 
 def manifests() -> list[dict[str, Any]]:
     """The jobs of the page about training."""
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (ROOT / "docs" / "guides" / "training.md").read_text()
     [block] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     return [each for each in yaml.safe_load_all(block) if each["kind"] == "Job"]
 
@@ -327,7 +329,7 @@ def test_differences_of_drafts_are_means_over_pairs() -> None:
     pairs = [of[f"shift1-{n}"] - of[f"plain-{n}"] for of, n in zip(loss, (1, 2), strict=True)]
     pairs.append(loss[1]["shift1-3"] - loss[1]["plain-3"])
     shown = f"{np.mean(pairs):+.3f} ± {np.std(pairs, ddof=1) / 3**0.5:.3f}"
-    table = tables().render("difference-loss", ROOT / "docs" / "reproduction.md")
+    table = tables().render("difference-loss", ROOT / "docs" / "archive" / "reproduction.md")
     assert shown in next(line for line in table.splitlines() if "`shift1`" in line)
 
 
@@ -347,12 +349,12 @@ def test_lines_end_at_100_characters() -> None:
 
 
 def test_every_benchmark_is_described() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "guides" / "benchmarks.md").read_text()
     assert [name for name in bench_arguments.BENCHMARKS if f"| `{name}` |" not in page] == []
 
 
 def test_every_option_of_a_draft_is_described() -> None:
-    page = (ROOT / "docs" / "usage.md").read_text()
+    page = (ROOT / "docs" / "guides" / "decoding.md").read_text()
     [table] = re.findall(r"^## Draft options$(.*?)^### ", page, re.DOTALL | re.MULTILINE)
     named = set(re.findall(r"[`,] ?`?([a-z][a-z_0-9]*)[=`]", table))
     kinds = [kind for kind in vars(registry).values() if isinstance(kind, registry.Kind)]
@@ -416,5 +418,5 @@ def test_every_raw_file_is_listed() -> None:
 def test_the_pages_are_read() -> None:
     """Guards against a moved folder turning the checks above into nothing."""
     names = {str(page.relative_to(ROOT)) for page in PAGES}
-    assert {"README.md", "CONTRIBUTING.md", "docs/data.md", "docs/results/README.md"} <= names
+    assert {"README.md", "CONTRIBUTING.md", "docs/guides/data.md"} <= names
     assert len(CODE) > 100

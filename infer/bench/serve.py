@@ -68,7 +68,7 @@ BEHIND = 16
 TURNS = 2
 """Requests for each of those that are open at any time; one more where a single one is."""
 NODES, KEPT = (16, 32, 48, 64), (0.76, 0.89, 0.95, 1.0)
-"""Nodes, and which share of the accepted tokens of 64 they keep (docs/benchmarks.md)."""
+"""Nodes, and which share of the accepted tokens of 64 they keep (docs/guides/benchmarks.md)."""
 SHARPNESS = 3.0
 """Factor on the MLP's input in a random draft. Its probabilities then differ among tokens as much
 as a trained draft's, so that a budget of nodes keeps deep ones."""

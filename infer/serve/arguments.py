@@ -11,7 +11,7 @@ from ..prompts import STYLES, read_text
 
 EPILOG = """\
 Without options it serves the embedded demo model on this machine alone. It speaks OpenAI's protocol
-(docs/serving.md). Clients need the address that it prints.
+(docs/guides/serving.md). Clients need the address that it prints.
 
 SIGTERM and Ctrl-C end it in order: requests that run are finished, new ones are refused.
 

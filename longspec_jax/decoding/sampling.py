@@ -3,8 +3,8 @@
 Every draw of the project is ``argmax(filter(logits / temperature) + noise[position])``; temperature
 0 is the plain argmax. The noise depends on the row's seed and on the index of the drawn token in
 its own row, on nothing else: not on the round, the tree, the batch slot or the drafter. Plain and
-speculative decoding therefore draw the same tokens (docs/design.md, decision 4.1), and the draft,
-given the same noise, can aim at what the target is about to draw.
+speculative decoding therefore draw the same tokens (docs/design/decisions.md, decision 4.1), and
+the draft, given the same noise, can aim at what the target is about to draw.
 
 Filters follow the order of transformers: temperature, top-k, top-p, min-p. None of them sorts: each
 finds its edge by bisection on the 32 bits of the logits. On two CPU cores and 128k tokens that

@@ -59,7 +59,7 @@ class Models:
     offload: bool = False
     """Whether the target's cache lies in the host's memory, for contexts larger than the device's.
     Two of its layers are on the device at a time, and the last one always. A pass takes as long as
-    moving the cache (docs/retrieval.md). One device only."""
+    moving the cache (docs/guides/memory.md). One device only."""
     same_bits: bool | None = None
     """Whether 16-bit text is to be that of plain decoding, by kernels of one order; where there are
     such kernels, if absent. float32 text is without them."""

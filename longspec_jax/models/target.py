@@ -199,7 +199,7 @@ class Target(nn.Module):
         shape = (c.vocab_size, c.model_width)
         self.embedding = self.param("embedding", table, shape, dtype)
         # Separate modules, not a scan over stacked weights: slicing a stack costs decode a factor
-        # of three in bandwidth (docs/design.md, decision 4.6).
+        # of three in bandwidth (docs/design/decisions.md, decision 4.6).
         projection = OrderedProjection if self.ordered else Projection
         kinds = map(c.layer, range(c.num_layers))
         self.layers = [Layer(c, self.mlp_chunk, projection, kind) for kind in kinds]

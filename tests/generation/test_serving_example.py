@@ -1,4 +1,4 @@
-"""The script of docs/serving.md, run as it stands on the toy instead of the demo."""
+"""The script of docs/guides/serving.md, run as it stands on the toy instead of the demo."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from longspec_jax import PLAIN, LongSpec
 from tests.infer.toys import toy_spec
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 FOR_THE_TOY = {
     r'"def fibonacci(n):\n"': '"ab cd"',
     "max_tokens=512": "max_tokens=64",

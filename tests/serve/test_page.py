@@ -376,7 +376,7 @@ def test_what_is_read_aloud_is_not_every_token(browser: Any, server: Replay) -> 
 
 
 def test_the_documented_example_is_understood(browser: Any, server: Replay) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text()
     examples = map(json.loads, re.findall(r"```json\n(.*?)```", text, re.DOTALL))
     [told] = [
         example["longspec"] for example in examples if "rounds" in example.get("longspec", {})

@@ -324,7 +324,7 @@ class _PackedExperts(_Experts):
                     # It is over before the operand after the next takes its registers.
                     plgpu.wgmma_wait(1)
                     if not group and not part:
-                        # A branch here would make all matmuls wait (docs/kernels.md).
+                        # A branch here would make all matmuls wait (docs/design/kernels.md).
                         arrive(self.free.at[before], predicate=step > 0)
 
         plgpu.wgmma_wait(0)

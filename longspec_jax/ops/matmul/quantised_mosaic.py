@@ -23,7 +23,7 @@ take 3.5 to 4.5 instructions in 8 bits and 4 in 4 bits with a scale by group. Sh
 ones, half of them, count twice: some 25 us at full issue, beside the reading. 64 rows are 28 Gflop,
 28 us at the peak of the matrix units, also beside it. They are 0.19 GB from the second-level cache,
 some 25 us. A launch takes 4 us more. Measured in 4 bits: 55 us for 16 rows, 71 for 64
-(``docs/kernels.md``).
+(``docs/design/kernels.md``).
 """
 
 import dataclasses

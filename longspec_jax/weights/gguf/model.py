@@ -116,7 +116,7 @@ def _architecture(file: GgufFile) -> tuple[str, Architecture]:
         raise ValueError(
             f"{file.path}: the architecture {shown(name)} is not read from GGUF files; "
             f"{', '.join(ARCHITECTURES)} are. Load the model's safetensors checkpoint if "
-            "docs/targets.md lists its family"
+            "docs/guides/targets.md lists its family"
         )
     if "token_embd.weight" not in file.tensors or "output_norm.weight" not in file.tensors:
         raise ValueError(

@@ -3,8 +3,8 @@
 A file has the tokens and the order of their merges. What happens to a text before is implied by
 two names: ``tokenizer.ggml.model``, and for byte-level vocabularies ``tokenizer.ggml.pre``. The
 converter of transformers knows too few of the latter: SmolLM2's digits, Qwen's NFC, Llama 3's whole
-words and Gemma's long runs of spaces come out otherwise (docs/gguf.md). So the pipelines are built
-here, of the library that runs the published ones. A name without a pipeline is refused.
+words and Gemma's long runs of spaces come out otherwise (docs/guides/gguf.md). So the pipelines are
+built here, of the library that runs the published ones. A name without a pipeline is refused.
 
 Source: the published ``tokenizer.json`` of the families, and llama.cpp's ``src/llama-vocab.cpp``.
 """

@@ -1,4 +1,4 @@
-"""The script of docs/evaluation.md for users of transformers, run as it stands."""
+"""The script of docs/guides/evaluation.md for users of transformers, run as it stands."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tests.infer.toys import save_toy
 
-PAGE = Path(__file__).parents[3] / "docs" / "evaluation.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "evaluation.md"
 
 
 def test_the_script_runs_and_says_the_same_text(tmp_path: Path, monkeypatch, capsys) -> None:
