@@ -78,8 +78,8 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "--draft_option",
         **cli.several(cli.draft_option),
         metavar="NAME[=VALUE]",
-        help="an option of the draft; docs/guides/drafts.md explains them. LongSpec drafts: int8 "
-        "(weights and LM head in 8 bits), vocabulary=N (propose the N most frequent tokens only), working=N "
+        help="an option of the draft (docs/guides/drafts.md). LongSpec drafts: int8 (weights "
+        "and LM head in 8 bits), vocabulary=N (propose the N most frequent tokens only), working=N "
         "(read N tokens of a long cache). Small language models: working=N. EAGLE and DFlash "
         "drafts: int8, window=N (see the last N tokens). suffix: shared=true (a server's requests "
         "draft from each other's texts, and clients can so guess what others write), shared=false. "

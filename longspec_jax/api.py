@@ -125,7 +125,7 @@ class LongSpec(Models):
 
         Args:
           target: a folder, GGUF file or hub id of a model of a family of docs/guides/targets.md, or
-            the name of a small released one that is fetched once, as ``smollm2`` (docs/guides/gguf.md).
+            the name of a small released one that is fetched once: ``smollm2`` (docs/guides/gguf.md).
           draft: what proposes tokens: a folder or hub id of a draft trained for the target, or the
             name of a kind without weights, such as ``ngram``. Several propose into one tree.
             Prompt lookup joins a draft with a model wherever a call's tree has space for it, as the
@@ -148,8 +148,8 @@ class LongSpec(Models):
           offload: keep the target's cache in the host's memory: for contexts larger than the
             device's, at the rate at which the cache is moved.
           same_bits: take the kernels with which text in 16 bits is that of plain decoding, bit for
-            bit (docs/design/kernels.md). If absent, they are taken on Hopper GPUs. False is some per
-            cent faster.
+            bit (docs/design/kernels.md). If absent, they are taken on Hopper GPUs. False is some
+            per cent faster.
           kv_dtype: ``fp8`` rounds keys and values to 8 bits before anything attends to them, by the
             checkpoint's scales where it has some, and halves the cache. Another text than without,
             which drafts do not change (docs/guides/quantised.md).
