@@ -125,7 +125,7 @@ class LongSpec(Models):
 
         Args:
           target: a folder, GGUF file or hub id of a model of a family of docs/guides/targets.md, or
-            the name of a small released one that is fetched once: ``smollm2`` (docs/guides/gguf.md).
+            the name of a small released one that is fetched once (docs/guides/gguf.md).
           draft: what proposes tokens: a folder or hub id of a draft trained for the target, or the
             name of a kind without weights, such as ``ngram``. Several propose into one tree.
             Prompt lookup joins a draft with a model wherever a call's tree has space for it, as the

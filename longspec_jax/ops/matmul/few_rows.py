@@ -3,8 +3,8 @@
 Their time is that of reading the weights. On Hopper a kernel of our own reads them faster than
 XLA's choice (``docs/design/kernels.md``) and saves the launches after it. It applies the gate of a
 SwiGLU, and where it shares out a contraction it leaves *split-K partials*, which the op that reads
-the result next adds up as it goes (:func:`longspec_jax.ops.layer.residual_norm`). Anywhere else these
-are XLA's matmuls, which also define the ops and their gradients.
+the result next adds up as it goes (:func:`longspec_jax.ops.layer.residual_norm`). Anywhere else
+these are XLA's matmuls, which also define the ops and their gradients.
 """
 
 from functools import partial
