@@ -91,9 +91,8 @@ def test_paths_of_the_checkout_exist() -> None:
 
 
 def test_cited_decisions_exist() -> None:
-    decisions = {
-        heading.split()[0] for heading in headings(ROOT / "docs" / "design" / "decisions.md")
-    }
+    pages = (ROOT / "docs" / folder / "decisions.md" for folder in ("design", "archive"))
+    decisions = {heading.split()[0] for page in pages for heading in headings(page)}
     cited = {
         (path.name, number)
         for path in (*CODE, *PAGES)
@@ -102,6 +101,16 @@ def test_cited_decisions_exist() -> None:
     }
     assert ("sampling.py", "4.1") in cited
     assert {number for _, number in cited} <= decisions
+
+
+def test_a_decision_is_a_short_record_with_a_day_and_a_status() -> None:
+    text = (ROOT / "docs" / "design" / "decisions.md").read_text()
+    first, *records = re.split(r"^### (?=4\.)", text, flags=re.MULTILINE)
+    assert len(records) > 50
+    for record in records:
+        title, _, status, *lines = record.split("## ")[0].splitlines()
+        assert re.match(r"\*2026-\d\d-\d\d, [^*]+\.\*", status), title
+        assert len(lines) < 15, title
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
