@@ -27,7 +27,6 @@ from longspec_jax.config.names import MESH_AXES
 from longspec_jax.config.tree import TreeConfig
 
 SCRIPTS = {
-    "infer.bench": "longspec-bench",
     "infer.chat": "longspec-chat",
     "infer.decode": "longspec-decode",
     "infer.eval": "longspec-eval",
