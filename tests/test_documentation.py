@@ -20,6 +20,7 @@ import yaml
 
 import longspec_jax
 from benchmarks import arguments as bench_arguments
+from contrib import plot
 from infer import arguments, chat, quantise
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
@@ -30,7 +31,7 @@ from longspec_jax.drafters import registry
 from longspec_jax.drafters.retrieval.draft import RetrievalOptions
 from longspec_jax.provenance import provenance
 from train import arguments as train_arguments
-from train import plot, prepare, questions, regenerate, vocabulary
+from train import prepare, questions, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
 from train.drafts.kinds import KINDS
 
@@ -40,7 +41,7 @@ PAGES = sorted(
 )
 CODE = sorted(
     path
-    for folder in ("longspec_jax", "train", "infer", "configs", "benchmarks", "tests")
+    for folder in ("longspec_jax", "train", "infer", "configs", "benchmarks", "contrib", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
 RESULTS = ROOT / "docs" / "results"
@@ -49,7 +50,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 DECISION = re.compile(r"decisions? (4\.\d+)")
 NAME_IN_FILE = re.compile(r"`([A-Za-z_]\w*)`(?:\s+of|\s+in)?\s+\(?\[[^\]]*\]\(([^)#]+\.py)\)")
 """Such as ``NAMED`` of registry.py, where the file is a link."""
-PATH = re.compile(r"`((?:longspec_jax|train|infer|configs|benchmarks|tests|docs)/[\w./-]*)`")
+PATH = re.compile(
+    r"`((?:longspec_jax|train|infer|configs|benchmarks|contrib|tests|docs)/[\w./-]*)`"
+)
 
 
 def headings(page: Path) -> list[str]:
@@ -119,7 +122,9 @@ def text_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_exist(page: Path) -> None:
-    for module in re.findall(r"python -m ((?:train|infer|benchmarks)[\w.]*)", text_of(page)):
+    for module in re.findall(
+        r"python -m ((?:train|infer|benchmarks|contrib)[\w.]*)", text_of(page)
+    ):
         found = importlib.util.find_spec(module)
         assert found is not None, f"{page.name}: python -m {module}"
         if found.submodule_search_locations:
@@ -156,7 +161,8 @@ def options_of(command: str) -> set[str]:
 
 COMMAND = re.compile(
     r"python -m "
-    r"(benchmarks [a-z]+|infer\.(?:chat|decode|eval|quantise|report|serve)|train\.\w+)(.*)",
+    r"(benchmarks [a-z]+|infer\.(?:chat|decode|eval|quantise|report|serve)|contrib\.\w+|train\.\w+)"
+    r"(.*)",
     re.DOTALL,
 )
 OPTION = re.compile(r"--\w[\w.-]*")

@@ -57,13 +57,14 @@ ALLOWED: dict[str, set[str]] = {
 LOADERS = {"load", "checkpoint", "dialects", "vocabulary"}
 """Files of the drafters that read weights; all others are handed them."""
 ENTRY = {
-    "train": {"infer", "configs", "benchmarks"},
-    "infer": {"train", "configs", "benchmarks"},
-    "configs": {"train", "infer", "configs", "benchmarks"},
+    "train": {"infer", "configs", "benchmarks", "contrib"},
+    "infer": {"train", "configs", "benchmarks", "contrib"},
+    "configs": {"train", "infer", "configs", "benchmarks", "contrib"},
     "benchmarks": {"configs"},
+    "contrib": {"configs", "benchmarks"},
 }
 """What the commands must not import; a configuration is loaded by its path, so none imports
-another. Benchmarks stay out of the wheel and may import all that is in it."""
+another. Benchmarks and contrib stay out of the wheel and may import all that is in it."""
 FOREIGN = {"absl", "ml_collections", "orbax", "optax", "datasets", "torch", "jax_triton"}
 """Packages the library never imports at module level."""
 
@@ -100,7 +101,7 @@ def part(dotted: str) -> str:
 
 FILES = sorted(
     path
-    for folder in (LIBRARY, "train", "infer", "configs", "benchmarks")
+    for folder in (LIBRARY, "train", "infer", "configs", "benchmarks", "contrib")
     for path in (ROOT / folder).rglob("*.py")
 )
 

@@ -104,7 +104,6 @@ def test_no_file_is_left_out(site: Path) -> None:
     [
         "longspec-chat",
         "longspec-decode",
-        "longspec-plot",
         "longspec-prepare",
         "longspec-quantise",
         "longspec-questions",
