@@ -125,7 +125,7 @@ def test_server_with_the_openai_client(plain, rows, spec):
 
 def test_quantised_copy(spec, tmp_path):
     """The folder that ``infer.quantise`` writes loads, with about the same perplexity."""
-    from infer.bench.quantised import scored
+    from benchmarks.quantised import scored
     from longspec_jax.weights.quantised.write import quantise
 
     quantise(model_file("smollm2"), "w4a16", tmp_path / "w4")

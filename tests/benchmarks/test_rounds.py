@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.bench import rounds as bench_rounds
-from infer.bench.arguments import SHAPES
-from infer.bench.models import draft_state, filled_cache, random_model
-from infer.bench.rounds import (
+from benchmarks import rounds as bench_rounds
+from benchmarks.arguments import SHAPES
+from benchmarks.models import draft_state, filled_cache, random_model
+from benchmarks.rounds import (
     GREEDY,
     accept_drawn,
     acceptance_edges,
@@ -108,7 +108,7 @@ def test_a_simulated_round_costs_what_a_real_one_does() -> None:
 
 
 def test_the_library_never_reaches_it() -> None:
-    root = Path(__file__).parents[3] / "longspec_jax"
+    root = Path(__file__).parents[2] / "longspec_jax"
     users = [path.name for path in root.rglob("*.py") if "accept_drawn" in path.read_text()]
     assert users == []
 

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
-from train import bench
+from benchmarks import train
+from benchmarks.__main__ import main
+from benchmarks.arguments import parser
 
 OPTIONS = ["--shape=tiny", "--length=64", "--tokens=128", "--accumulation=2", "--steps=1"]
 
 
 def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "training.json"
-    assert bench.main([*OPTIONS, "--mesh=data=2,fsdp=2", f"--json={file}"]) == 0
+    assert main(["train", *OPTIONS, "--mesh=data=2,fsdp=2", f"--json={file}"]) == 0
     written = json.loads(file.read_text())
     one, four = written["rows"]
     assert {"device", "versions", "commit", "date", "matmul_tflop_per_s"} <= set(written["header"])
@@ -32,8 +34,8 @@ def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any
 
 def test_the_needed_operations_are_shared_out() -> None:
     """Utilisation is of all devices together: twice as many at the same speed, half of it."""
-    arguments = bench._parser().parse_args(OPTIONS)
-    one, two = (bench.measure("tiny", 64, axes, arguments) for axes in ({}, {"data": 2}))
+    arguments = parser().parse_args(["train", *OPTIONS])
+    one, two = (train.measure("tiny", 64, axes, arguments) for axes in ({}, {"data": 2}))
     per_token = [row["flops_per_s"] * row["gpus"] / row["tokens_per_second"] for row in (one, two)]
     assert per_token[0] == pytest.approx(per_token[1], rel=2e-3)
 
@@ -48,10 +50,10 @@ def test_the_needed_operations_are_shared_out() -> None:
     ],
 )
 def test_bad_options(given: list[str], said: str, capsys: Any) -> None:
-    assert bench.main(given) == 2
+    assert main(["train", *given]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_mesh_that_is_too_large(capsys: Any) -> None:
-    assert bench.main([*OPTIONS, "--mesh=fsdp=64"]) == 2
+    assert main(["train", *OPTIONS, "--mesh=fsdp=64"]) == 2
     assert "needs 64 devices" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Benchmarks: ``python -m infer.bench COMMAND [options]``; ``--help`` lists the commands.
+"""Benchmarks: ``python -m benchmarks COMMAND [options]``; ``--help`` lists the commands.
 
 This entry point only parses; each benchmark is a module that imports from a notebook.
 """

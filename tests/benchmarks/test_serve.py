@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.bench import __main__ as bench
-from infer.bench import serve
-from infer.bench.load import Stream, ask
-from infer.bench.rounds import acceptance_edges
+from benchmarks import __main__ as bench
+from benchmarks import serve
+from benchmarks.load import Stream, ask
+from benchmarks.rounds import acceptance_edges
 from infer.serve import command
 from longspec_jax import TreeConfig
 from longspec_jax.config.tree import DEFAULT_TREE

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from infer.bench import __main__ as bench
-from infer.bench import arguments as bench_arguments
-from infer.bench import decode as bench_decode
-from infer.bench.arguments import SHAPES
-from infer.bench.models import draft_state, random_model
-from infer.bench.rounds import Bench, Setting
+from benchmarks import __main__ as bench
+from benchmarks import arguments as bench_arguments
+from benchmarks import decode as bench_decode
+from benchmarks.arguments import SHAPES
+from benchmarks.models import draft_state, random_model
+from benchmarks.rounds import Bench, Setting
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.dflash.checkpoint import Format, save_draft

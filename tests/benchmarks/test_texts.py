@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.bench.__main__ import main
+from benchmarks.__main__ import main
 from longspec_jax import cli, demo_prompts
 
 

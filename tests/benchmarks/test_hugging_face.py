@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="transformers' models are PyTorch's")
 
-from infer.bench import __main__ as bench  # noqa: E402
-from infer.bench import hugging_face as bench_transformers  # noqa: E402
-from infer.bench.arguments import SHAPES  # noqa: E402
+from benchmarks import __main__ as bench  # noqa: E402
+from benchmarks import hugging_face as bench_transformers  # noqa: E402
+from benchmarks.arguments import SHAPES  # noqa: E402
 
 FIELDS = {
     *("implementation", "shape", "context", "batch", "ms_per_token", "tokens_per_second"),

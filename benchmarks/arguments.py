@@ -18,6 +18,7 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, PARALLEL, SMALL_LM, Kind
 from longspec_jax.embedded import DEMO, DEMO_NAME
+from longspec_jax.recipes import DRAFTS
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
 
@@ -70,7 +71,7 @@ ACCEPTANCE = cli.number(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite"))
 def parser() -> argparse.ArgumentParser:
     """The command's parser."""
     result = cli.Parser(
-        prog=cli.command_name(__package__),
+        prog="python -m benchmarks",
         description="Measure how fast decoding and its parts are, beside the alternatives.",
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="|".join(BENCHMARKS))
@@ -294,6 +295,34 @@ def _transformers(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser)
 
 
+def _train(parser: argparse.ArgumentParser) -> None:
+    _add_shape(parser, ByMachine(["vicuna7b"], ["tiny"]))
+    parser.add_argument(
+        "--draft", choices=[*DRAFTS], default="longspec", help="kind of draft that is trained"
+    )
+    _add_several(
+        *(parser, "--length", cli.number(Whole(2)), ByMachine([1024], [64])), "tokens of a row"
+    )
+    parser.add_argument(
+        "--mesh",
+        type=cli.mesh,
+        action="append",
+        metavar="AXIS=N,...",
+        help=f"{cli.MESH_GRAMMAR}; repeat to measure several; one device if absent",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=COUNT,
+        default=ByMachine(16384, 128),
+        help="tokens of a micro-batch on each device that holds rows",
+    )
+    parser.add_argument("--accumulation", type=COUNT, default=4, help="micro-batches of a step")
+    parser.add_argument(
+        "--steps", type=COUNT, default=4, help="timed steps, after one warm-up step"
+    )
+    _add_outputs(parser)
+
+
 BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "attention": (
         "attention",
@@ -306,6 +335,7 @@ BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]
     "quantised": ("quantised", "what quantised weights change, and cost a draft", _quantised),
     "serve": ("serve", "a whole server under load, through HTTP", _serve),
     "texts": ("texts", "drafts on real text, with real weights, beside plain decoding", _texts),
+    "train": ("train", "whole training steps of a draft", _train),
     "transformers": ("hugging_face", "plain decoding by Hugging Face transformers", _transformers),
 }
 """Commands: the module that provides ``main(arguments)``, what it answers, its options."""

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from infer.bench import __main__ as bench
-from infer.bench import arguments as bench_arguments
-from infer.bench import decode as bench_decode
-from infer.bench import models as bench_models
-from infer.bench.attention import CANDIDATES
+from benchmarks import __main__ as bench
+from benchmarks import arguments as bench_arguments
+from benchmarks import decode as bench_decode
+from benchmarks import models as bench_models
+from benchmarks.attention import CANDIDATES
 from longspec_jax.cli import ByMachine, settled
 from longspec_jax.config.names import ATTENTION
 from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.ops.attention.dispatch import CHUNK, PREFIX, SPECULATIVE, TREE
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 BAD = {
     "--shape: unknown 'foo'; choose from tiny, demo, vicuna7b": "decode --shape=foo",
     "--shape: unknown 'vicuna' (did you mean vicuna7b?); choose": "decode --shape=vicuna",
@@ -76,7 +76,7 @@ def test_bad_input_is_one_line_before_anything_runs(
     words: str, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("decode", "attention", "products"):
-        monkeypatch.setattr(f"infer.bench.{module}.measure_roofline", lambda: pytest.fail("it ran"))
+        monkeypatch.setattr(f"benchmarks.{module}.measure_roofline", lambda: pytest.fail("it ran"))
     status = bench.main(BAD[words].split())
     printed = capsys.readouterr()
     assert status == 2 and not printed.out
@@ -136,7 +136,7 @@ def test_a_failure_while_running_is_a_line_and_a_traceback_if_wanted(monkeypatch
     def fail() -> None:
         raise AssertionError("first\nsecond")
 
-    monkeypatch.setattr("infer.bench.products.measure_roofline", fail)
+    monkeypatch.setattr("benchmarks.products.measure_roofline", fail)
     assert bench.main(["products", "--shape=tiny"]) == 1
     assert capsys.readouterr().err.endswith("failed while running: AssertionError: first\n")
     assert bench.main(["products", "--shape=tiny", "--traceback"]) == 1

@@ -1,8 +1,5 @@
 """Measure how fast a draft is trained.
 
-    python -m train.bench --shape=vicuna7b --mesh=fsdp=2
-    python -m train.bench --shape=llama3-8b --length=4096 --draft=eagle3
-
 Whole optimiser steps of the draft are timed on random weights and tokens of real shapes, without
 data loading and checkpoints. One device always runs. Every mesh is compared with it, at the same
 rows per device. flops_utilization: operations that no implementation can leave out / the rate of a
@@ -13,10 +10,8 @@ beyond its arguments; the rest is weights, masters and moments.
 import argparse
 import dataclasses
 import functools
-import json
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,85 +19,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from longspec_jax import cli, files
-from longspec_jax.checks import Whole
-from longspec_jax.config.known import TARGETS, TINY
+from longspec_jax import cli
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.target import Target
-from longspec_jax.provenance import provenance
 from longspec_jax.recipes import DRAFTS, base_config, stage
 from longspec_jax.sharding import make_mesh, param_shardings
+from train.arguments import from_config
+from train.config import RunConfig
+from train.drafts.base import Given
+from train.drafts.kinds import KINDS
+from train.losses import tokens_at_once
+from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
+from train.target import mlp_tokens_at_once
 
-from .arguments import from_config
-from .config import RunConfig
-from .drafts.base import Given
-from .drafts.kinds import KINDS
-from .losses import tokens_at_once
-from .step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
-from .target import mlp_tokens_at_once
-
-SHAPES = {"tiny": TINY, **{name: known.config for name, known in TARGETS.items()}}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status."""
-    return cli.run(lambda: _command(argv), argv)
+from .arguments import SHAPES
+from .report import Report, run_header
+from .timing import rounded
 
 
-def _command(argv: Sequence[str] | None) -> int:
-    arguments = _parser().parse_args(argv)
+def main(arguments: argparse.Namespace) -> None:
+    """Measure every shape, length and mesh, print the rows, and write them to ``--json``."""
     for axes in arguments.mesh or ():  # Refused before anything is measured.
         make_mesh(**axes)
-    run(arguments)
-    return cli.OK
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Measure every shape, length and mesh, print the rows, and write them to ``--json``."""
+    arguments = cli.settled(arguments, jax.default_backend() == "cpu")
     rate = matmul_rate()
-    kind = jax.devices()[0].device_kind
-    header = {
-        **provenance(f"{jax.device_count()} x {kind}"),
-        "matmul_tflop_per_s": round(rate / 1e12, 1),
-        "method": " ".join((__doc__ or "").split()),
-    }
-    print(f"{header['device']}; a large matmul reaches {rate / 1e12:.0f} TFLOP/s", flush=True)
-    rows: list[dict[str, Any]] = []
-    for shape in arguments.shape:
-        for length in arguments.length:
-            alone = None
-            for axes in ({}, *(arguments.mesh or ())):
-                row = measure(shape, length, axes, arguments)
-                row["flops_utilization"] = _rounded(row.pop("flops_per_s") / rate)
-                alone = alone or row["tokens_per_second"]
-                row["efficiency"] = _rounded(row["tokens_per_second"] / row["gpus"] / alone)
-                rows.append(row)
-                print(line(row), flush=True)
-                if arguments.json:
-                    report = json.dumps({"header": header, "rows": rows}, indent=1)
-                    files.replace(arguments.json, (report + "\n").encode())
-
-
-def _parser() -> cli.Parser:
-    parser = cli.Parser(prog="python -m train.bench", description=__doc__)
-    add = parser.add_argument
-    shapes = cli.several(cli.one_of([*SHAPES]), commas=True)
-    add("--shape", **shapes, default=["vicuna7b"], help=f"target: one of {', '.join(SHAPES)}")
-    add("--draft", choices=[*KINDS], default="longspec", help="kind of draft that is trained")
-    lengths = cli.several(cli.number(Whole(2)), commas=True)
-    add("--length", **lengths, default=[1024], help="tokens of a row")
-    mesh_help = f"{cli.MESH_GRAMMAR}; repeat to measure several; one device if absent"
-    add("--mesh", type=cli.mesh, action="append", metavar="AXIS=N,...", help=mesh_help)
-    add(
-        "--tokens",
-        type=cli.COUNT,
-        default=16384,
-        help="tokens of a micro-batch on each device that holds rows",
-    )
-    add("--accumulation", type=cli.COUNT, default=4, help="micro-batches of a step")
-    add("--steps", type=cli.COUNT, default=4, help="timed steps, after one warm-up step")
-    add("--json", type=cli.result_file, help="also write the results to this file")
-    return parser
+    device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    header = run_header(device, __doc__ or "", matmul_tflop_per_s=round(rate / 1e12, 1))
+    with Report(header, arguments.json) as report:
+        for shape in arguments.shape:
+            for length in arguments.length:
+                alone = None
+                for axes in ({}, *(arguments.mesh or ())):
+                    row = measure(shape, length, axes, arguments)
+                    row["flops_utilization"] = rounded(row.pop("flops_per_s") / rate)
+                    alone = alone or row["tokens_per_second"]
+                    row["efficiency"] = rounded(row["tokens_per_second"] / row["gpus"] / alone)
+                    report.add(row, line(row))
 
 
 def measure(
@@ -157,12 +109,12 @@ def measure(
         "accumulation": arguments.accumulation,
         "loss_chunk": loss_chunk,
         "mlp_chunk": mlp_chunk,
-        "tokens_per_second": _rounded(tokens.size / seconds),
-        "step_ms": _rounded(1e3 * seconds),
+        "tokens_per_second": rounded(tokens.size / seconds),
+        "step_ms": rounded(1e3 * seconds),
         "flops_per_s": objective.flops_per_token(length) * tokens.size / seconds / mesh.size,
         "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         "step_bytes": memory.temp_size_in_bytes,
-        "loss": _rounded(float(values["loss"])),
+        "loss": rounded(float(values["loss"])),
     }
 
 
@@ -231,12 +183,3 @@ def line(row: Mapping[str, Any]) -> str:
         f"{row['peak_bytes'] / 1e9:.1f} GB per device, {row['step_bytes'] / 1e9:.1f} GB of it "
         "while the step runs"
     )
-
-
-def _rounded(value: float) -> float:
-    """Four significant digits: more would not repeat."""
-    return float(f"{value:.4g}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

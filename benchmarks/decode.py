@@ -3,7 +3,7 @@
 Weights and cached keys and values are random and of the real shapes. Plain decoding and speculation
 each run in one compiled loop of the engine's rounds, from the first token to the last; only the
 number of accepted tokens is drawn, with mean ``acceptance_wanted``, instead of earned
-(``infer.bench.rounds``). Times are medians over repetitions, each from a dispatch to the end of
+(``benchmarks.rounds``). Times are medians over repetitions, each from a dispatch to the end of
 the device's work, after one run that warms up; tokens per second are tokens over that time.
 
 ``acceptance length`` is emitted tokens over target forwards, the bonus included. The roofline of a
@@ -26,6 +26,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from infer.output import tree_fields, tree_of
+from infer.wording import command_words
 from longspec_jax import cli, make_mesh
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import as_options, counted, settled
@@ -36,8 +38,6 @@ from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.ops.placement import tree_bytes
 
-from ..output import tree_fields, tree_of
-from ..wording import command_words
 from .arguments import SHAPES
 from .models import Model, check_memory, draft_options, draft_state, random_model
 from .report import Report, run_header

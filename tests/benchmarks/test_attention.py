@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.bench import __main__ as bench
-from infer.bench import attention
-from infer.bench.attention import (
+from benchmarks import __main__ as bench
+from benchmarks import attention
+from benchmarks.attention import (
     HEAD_MAJOR,
     TOKEN_MAJOR,
     Case,
@@ -19,7 +19,7 @@ from infer.bench.attention import (
     abstract_operands,
     tree_mask,
 )
-from infer.bench.timing import Roofline
+from benchmarks.timing import Roofline
 
 FIELDS = {
     *("implementation", "tokens", "heads", "kv_heads", "head_dim", "context", "batch", "dtype"),

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from infer import output
 from longspec_jax import files
 from longspec_jax.provenance import provenance
-
-from .. import output
 
 Row = dict[str, Any]
 

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer.bench.arguments import SHAPES
-from infer.bench.models import random_model, target_bytes
+from benchmarks.arguments import SHAPES
+from benchmarks.models import random_model, target_bytes
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 

@@ -1,7 +1,7 @@
 """A whole server under load: its routes, its engine's thread and its engine, through HTTP.
 
 Requests are greedy streams of random prompts, no two of which begin alike, from a process of its
-own (``infer.bench.load``). A server with speculation and one without get the same load. At any time
+own (``benchmarks.load``). A server with speculation and one without get the same load. At any time
 ``concurrency`` requests are open, or they arrive as a Poisson process; twice as many as that are
 sent, as long as ``seconds`` have not passed.
 
@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infer.wording import command_words
 from longspec_jax import LongSpec
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import as_options, counted, settled
@@ -50,7 +51,6 @@ from longspec_jax.extras import missing_packages
 from longspec_jax.generation.requests import RequestEngine
 from longspec_jax.sharding import path_name
 
-from ..wording import command_words
 from . import load
 from .arguments import CHAIN, SHAPES
 from .load import Stream
@@ -225,11 +225,11 @@ def serving(spec: LongSpec, prepared: RequestEngine, max_len: int) -> Iterator[C
     """A server over an engine; both end with the context.
 
     Yields:
-      What calls a function of ``infer.bench.load`` with the port, in a process of its own.
+      What calls a function of ``benchmarks.load`` with the port, in a process of its own.
     """
     # What the extra installs is imported behind its check.
-    from ..serve.command import served_over
-    from ..serve.http_server import HttpServer, bound
+    from infer.serve.command import served_over
+    from infer.serve.http_server import HttpServer, bound
 
     served = served_over(spec, prepared, names=("bench",), max_len=max_len, queue_requests=1024)
     listener, ready = bound("127.0.0.1", 0), threading.Event()
@@ -252,7 +252,7 @@ def prepared_engine(spec: LongSpec, slots: int, **options: Any) -> tuple[Request
 
     It has as many slots as are named, or as fit.
     """
-    from ..serve.command import planned_engine, server_words
+    from infer.serve.command import planned_engine, server_words
 
     begun = time.perf_counter()
     with server_words():

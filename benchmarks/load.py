@@ -1,4 +1,4 @@
-"""Requests to a server, and when their tokens came: the load of ``infer.bench serve``.
+"""Requests to a server, and when their tokens came: the load of ``benchmarks serve``.
 
 It runs in a process of its own, so that a client's work does not slow down the server's threads,
 and it imports no jax. Every request is a stream of its own connection.

@@ -1,22 +1,24 @@
 """Draw loss and acceptance over the steps of one or more runs.
 
-    python -m train.plot runs/vicuna7b-short --png curves.png
-    python -m train.plot runs/a/metrics.jsonl runs/b/metrics.jsonl --png a_and_b.png
+    python -m contrib.plot runs/vicuna7b-short --png curves.png
+    python -m contrib.plot runs/a/metrics.jsonl runs/b/metrics.jsonl --png a_and_b.png
 
 A column is a stage, a colour is a run. Acceptance is simulated, in tokens per target pass
 (train/acceptance.py defines it). A run that is under way can be drawn. The exit status is 0, or 2
 for bad input.
 """
 
+import argparse
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longspec_jax import cli
-from longspec_jax.files import expanded
-
-from .metrics import Record, read_records
+from longspec_jax import cli, files
+from longspec_jax.checks import shown
+from longspec_jax.extras import missing_extra
+from train.metrics import Record, read_records
 
 PANELS = {
     "loss": {"loss": "-", "heldout_loss": "o--"},
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     runs = {}
-    for path in map(expanded, arguments.logs):
+    for path in map(files.expanded, arguments.logs):
         log = path / "metrics.jsonl" if path.is_dir() else path
         # A run is named by its folder, or by the log where several lie in one.
         name = log.parent if log.name == "metrics.jsonl" else log
@@ -90,13 +92,27 @@ def _has(record: Record, names: Mapping[str, str]) -> bool:
     return any(record.get(name) is not None for name in names)
 
 
+def chart_file(text: str) -> Path:
+    """A PNG file that can be written, where matplotlib is installed."""
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be the name of a .png file")
+    try:
+        found = files.writable(cli.file_path(text), text, of_results=False)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if importlib.util.find_spec("matplotlib") is None:
+        missing = missing_extra(ModuleNotFoundError(name="matplotlib"))
+        raise argparse.ArgumentTypeError(str(missing))
+    return found
+
+
 def _parser() -> cli.Parser:
-    parser = cli.Parser(prog=cli.command_name(__package__, "plot"), description=__doc__)
+    parser = cli.Parser(prog="python -m contrib.plot", description=__doc__)
     parser.add_argument(
         "logs", nargs="+", type=Path, metavar="LOG", help="working folder of a run, or its log"
     )
     parser.add_argument(
-        "--png", required=True, type=cli.chart_file, metavar="FILE", help="chart file to write"
+        "--png", required=True, type=chart_file, metavar="FILE", help="chart file to write"
     )
     return parser
 

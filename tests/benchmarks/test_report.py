@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import report as bench_report
 from infer import output
-from infer.bench import report as bench_report
 
 
 def test_the_file_is_whole_after_every_row(tmp_path: Path, capsys) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from train import plot
+from contrib import plot
 
 
 def log(folder: Path, *records: dict) -> Path:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.bench import match
-from infer.bench.__main__ import main
-from infer.bench.arguments import SHAPES
+from benchmarks import match
+from benchmarks.__main__ import main
+from benchmarks.arguments import SHAPES
 from longspec_jax import LongSpec, cli, make_mesh
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.models import layers

@@ -1,13 +1,13 @@
-"""``python -m infer.bench products`` on the demo shape."""
+"""``python -m benchmarks products`` on the demo shape."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from infer.bench import __main__ as bench
-from infer.bench import products as bench_products
-from infer.bench.arguments import SHAPES
+from benchmarks import __main__ as bench
+from benchmarks import products as bench_products
+from benchmarks.arguments import SHAPES
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.bench import quantised
-from infer.bench.arguments import parser
+from benchmarks import quantised
+from benchmarks.arguments import parser
 from longspec_jax import LongSpec
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
