@@ -263,8 +263,8 @@ def training_commands() -> list[str]:
 
 
 def manifests() -> list[dict[str, Any]]:
-    """The jobs of the page about training."""
-    text = (ROOT / "docs" / "guides" / "training.md").read_text()
+    """The jobs of the page about meshes."""
+    text = (ROOT / "docs" / "guides" / "meshes.md").read_text()
     [block] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     return [each for each in yaml.safe_load_all(block) if each["kind"] == "Job"]
 

@@ -9,12 +9,16 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from longspec_jax import extras
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NETWORK = "LONGSPEC_TEST_NETWORK"
+DISTRIBUTION = "longspec_jax["
+KNOWN_GOOD = sorted((ROOT / "constraints").glob("jax-*.txt"))
 DISTRIBUTIONS = {
     "ray": "ray[serve]",
     "absl": "absl-py",
@@ -80,22 +84,56 @@ def test_no_extra_of_a_gpu_contradicts_torch() -> None:
     assert not any(line.startswith(("triton", "torch")) for line in declared["triton"])
 
 
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(NETWORK not in os.environ, reason=f"asks a package index; set {NETWORK}=1")
-@pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
-def test_all_extras_can_be_installed_together(cuda: str) -> None:
-    """With either CUDA, and therefore each of them alone and in pairs; nothing is installed."""
-    others = sorted(PROJECT["optional-dependencies"].keys() - {"cuda12", "cuda13"})
+def test_known_good_sets_are_what_pyproject_asks_for() -> None:
+    """Every required package is pinned, to a version that is allowed here."""
+    declared = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
+    asked = [Requirement(line) for line in declared if not line.startswith(DISTRIBUTION)]
+    for file in KNOWN_GOOD:
+        lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+        pins = {canonicalize_name(pin.name): pin for pin in map(Requirement, lines)}
+        required = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+        assert required <= pins.keys(), file.name
+        assert str(pins["jax"]) == file.stem.replace("-", "=="), file.name
+        for each in asked:
+            pin = pins.get(canonicalize_name(each.name))
+            if pin is not None and each.marker is None:
+                assert each.specifier.contains(next(iter(pin.specifier)).version), (file.name, each)
+
+
+def resolved(wanted: str, *more: str) -> dict[str, str]:
+    """The versions that pip would install from the package index; nothing is installed.
+
+    Folders of wheels that this machine's pip is configured with are left out.
+    """
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    wanted = f"{ROOT}[{','.join([cuda, *others])}]"
-    found = subprocess.run([*pip, "--report", "-", wanted], capture_output=True, text=True)
+    environment = {key: value for key, value in os.environ.items() if key != "PIP_FIND_LINKS"}
+    found = subprocess.run(
+        [*pip, "--report", "-", f"{ROOT}[{wanted}]", *more],
+        env=environment | {"PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+    )
     assert found.returncode == 0, found.stderr
-    chosen = {
+    return {
         each["metadata"]["name"].lower(): each["metadata"]["version"]
         for each in json.loads(found.stdout)["install"]
     }
+
+
+asks_the_index = pytest.mark.skipif(
+    NETWORK not in os.environ, reason=f"asks a package index; set {NETWORK}=1"
+)
+
+
+@asks_the_index
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
+def test_all_extras_can_be_installed_together(cuda: str) -> None:
+    """With either CUDA, and therefore each of them alone and in pairs."""
+    others = sorted(PROJECT["optional-dependencies"].keys() - {"cuda12", "cuda13"})
+    chosen = resolved(",".join([cuda, *others]))
     print({name: chosen.get(name) for name in ("jax", "flax", "torch", "triton", "jax-triton")})
     if sys.version_info < (3, 12):
         assert chosen["jax"].startswith("0.10.") and "jax-triton" not in chosen
@@ -103,3 +141,15 @@ def test_all_extras_can_be_installed_together(cuda: str) -> None:
     assert chosen["jax"].startswith("0.11.")  # jax-triton 0.4 fails with jax 0.12.
     # It works with triton 3.7 and later, 0.3 with 3.6.
     assert chosen["jax-triton"].startswith("0.3.") == chosen["triton"].startswith("3.6.")
+
+
+@asks_the_index
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="jax 0.11 needs Python 3.12")
+@pytest.mark.parametrize("file", KNOWN_GOOD, ids=lambda file: file.stem)
+def test_a_known_good_set_can_be_installed(file: Path) -> None:
+    """With everything but the extra that needs an older jax than the newest."""
+    extras = sorted(PROJECT["optional-dependencies"].keys() - {"cuda12", "triton"})
+    assert resolved(",".join(extras), "--constraint", str(file))["jax"] == file.stem[4:]
