@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from contrib.quantise import FORMATS, quantise
 from longspec_jax import LongSpec, demo_prompts
 from longspec_jax.axes import Array
 from longspec_jax.cli import settled
@@ -28,7 +29,6 @@ from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.placement import tree_bytes
-from longspec_jax.weights.quantised.write import FORMATS, quantise
 
 from .report import Report, Row, run_header
 from .timing import step

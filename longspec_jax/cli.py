@@ -30,7 +30,6 @@ SCRIPTS = {
     "infer.chat": "longspec-chat",
     "infer.decode": "longspec-decode",
     "infer.eval": "longspec-eval",
-    "infer.quantise": "longspec-quantise",
     "infer.report": "longspec-report",
     "infer.serve": "longspec-serve",
     "train.prepare": "longspec-prepare",

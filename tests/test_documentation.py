@@ -20,8 +20,8 @@ import yaml
 
 import longspec_jax
 from benchmarks import arguments as bench_arguments
-from contrib import plot
-from infer import arguments, chat, quantise
+from contrib import plot, quantise
+from infer import arguments, chat
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
@@ -172,7 +172,7 @@ def options_of(command: str) -> set[str]:
 
 COMMAND = re.compile(
     r"python -m "
-    r"(benchmarks [a-z]+|infer\.(?:chat|decode|eval|quantise|report|serve)|contrib\.\w+|train\.\w+)"
+    r"(benchmarks [a-z]+|infer\.(?:chat|decode|eval|report|serve)|contrib\.\w+|train\.\w+)"
     r"(.*)",
     re.DOTALL,
 )

@@ -105,7 +105,6 @@ def test_no_file_is_left_out(site: Path) -> None:
         "longspec-chat",
         "longspec-decode",
         "longspec-prepare",
-        "longspec-quantise",
         "longspec-questions",
         "longspec-regenerate",
         "longspec-report",

@@ -13,10 +13,10 @@ pytest.importorskip("ray.serve", reason="needs the extra ray: pip install 'longs
 import ray
 from ray import serve
 
+from contrib.ray_app import Replica, application
 from infer.serve.app import Served
 from infer.serve.engine_thread import EngineThread
 from infer.serve.metrics import Metrics
-from infer.serve.ray_app import Replica, application
 from longspec_jax import LongSpec
 from tests.serve.kit import LEVELS, ScriptedEngine, events, scripted_model
 

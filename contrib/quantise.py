@@ -1,16 +1,23 @@
 """Quantise a target's own weights, and write them as compressed-tensors that other engines read.
 
-Weights are rounded to the nearest code. ``fp8`` has a scale an output. ``w4a16`` has a scale for
-every group of 128 inputs, the one of :data:`CANDIDATES` with the least squared error. Nothing is
-calibrated on text. LM head, embeddings and norms stay as they are.
+    python -m contrib.quantise TARGET --format=w4a16 --out=FOLDER
+    python -m infer.decode --target=FOLDER --draft=DRAFT
+
+Weights are rounded to the nearest code. ``fp8`` has a scale an output, and halves the bytes of a
+16-bit target's linears. ``w4a16`` has a scale for every group of 128 inputs, the one of
+:data:`CANDIDATES` with the least squared error, and leaves a quarter. Nothing is calibrated on
+text. LM head, embeddings and norms stay as they are. A draft of the target serves the quantised
+one.
 
 A tensor is read, quantised and forgotten before the next; files of at most :data:`FILE_BYTES` and
 one tensor are in memory. ``config.json`` is written last, so that an interrupted folder does not
-look like a model.
+look like a model. The exit status is 0, or 2 for bad input.
 """
 
 import json
 import shutil
+import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,7 +29,9 @@ import numpy as np
 from jaxtyping import Float, Int
 from safetensors.numpy import save_file
 
+from longspec_jax import cli
 from longspec_jax.axes import Array
+from longspec_jax.checks import shown_bytes
 from longspec_jax.weights.checkpoint import Tensor
 from longspec_jax.weights.gguf.file import read_gguf
 from longspec_jax.weights.gguf.tokenizer import gguf_tokenizer
@@ -258,3 +267,34 @@ class _Files:
         self.bytes += sum(each.nbytes for each in self._pending.values())
         self._written.append((path, list(self._pending)))
         self._pending = {}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    return cli.run(lambda: _command(argv), argv)
+
+
+def _command(argv: Sequence[str] | None) -> int:
+    arguments = _parser().parse_args(argv)
+    written = quantise(
+        arguments.target, arguments.format, arguments.out, revision=arguments.revision
+    )
+    groups = f", groups of {written.group} inputs" if written.group else ""
+    print(
+        f"{arguments.out}: {written.linears} linears in {arguments.format}{groups}; "
+        f"{shown_bytes(written.bytes)} of {shown_bytes(written.source_bytes)}"
+    )
+    return cli.OK
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser(prog="python -m contrib.quantise", description=__doc__)
+    parser.add_argument("target", help="a folder or hub id in 16 or 32 bits, or a GGUF file")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="of the linears")
+    parser.add_argument("--out", required=True, help="the folder to write; must not exist")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

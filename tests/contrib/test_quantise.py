@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from infer.quantise import main
+from contrib import quantise as write
+from contrib.quantise import main
 from longspec_jax.config.layers import LayerConfig, RecurrenceConfig, Rotary
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_target, save_target
-from longspec_jax.weights.quantised import write
 from tests.kit import random_target, relative_error, tiny_target_config
 from tests.weights.quantised.files import CONFIG
 from tests.weights.quantised.test_load import dequantised

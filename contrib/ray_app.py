@@ -1,6 +1,6 @@
 """Replicas of the server under Ray Serve; requests of one conversation meet the same replica.
 
-    serve run longspec_jax.infer.serve.ray_app:application replicas=2 target=FOLDER draft=FOLDER
+    serve run contrib.ray_app:application replicas=2 target=FOLDER draft=FOLDER
 
 Options are those of ``infer.serve``, without dashes, beside ``replicas`` and ``gpus``, a replica's.
 A client names its conversation in the header ``x-session-id``. Ray's consistent hashing then sends
@@ -17,10 +17,10 @@ from ray.serve.experimental.consistent_hash_router import (  # pyright: ignore[r
     ConsistentHashRouter,
 )
 
-from ..arguments import check
-from . import arguments as arguments_lib
-from .app import Served, make_app
-from .engine_thread import State
+from infer.arguments import check
+from infer.serve import arguments as arguments_lib
+from infer.serve.app import Served, make_app
+from infer.serve.engine_thread import State
 
 MOST_REQUESTS = 1024
 """Of a replica, streams included. The server's own queue is shorter and answers 429."""
@@ -40,7 +40,7 @@ class Replica:
 
     def load(self, argv: list[str]) -> Served:
         """What the routes answer with."""
-        from .command import Service
+        from infer.serve.command import Service
 
         arguments = arguments_lib.parser().parse_args(argv)
         check(arguments)
