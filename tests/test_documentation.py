@@ -363,6 +363,87 @@ def test_differences_of_drafts_are_means_over_pairs() -> None:
     assert shown in next(line for line in table.splitlines() if "`shift1`" in line)
 
 
+NUMBER = re.compile(r"(?<![\w.,:=-])-?\d[\d,]*(?:\.\d+)?(?![\w.]*\w)")
+NO_FIGURES = re.compile(
+    r"`[^`]*`|\b20\d\d-\d\d-\d\d\b|\b(?:rows?|runs?) \d+(?:(?:,| and| to) \d+)*"
+)
+"""Code, dates, and places in a raw file."""
+SCALES = (1, 100, 1e3, 1e6, 1e-3, 1e-6, 1e-9, 1 / 1024)
+"""Of units: shares as per cent, seconds as milliseconds, bytes as GB, tokens in thousands."""
+
+
+def sentences(text: str) -> list[str]:
+    """Those of the running text, without tables and code."""
+    prose = re.sub(r"```.*?```", "\n\n", tables().BLOCK.sub("\n\n", text), flags=re.DOTALL)
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*- |\|)", prose)
+    lines = (" ".join(paragraph.split()) for paragraph in paragraphs)
+    return [each for line in lines for each in re.split(r"(?<=[.:;])\s+(?=[A-Z`*(\[-])", line)]
+
+
+def figures(sentence: str) -> list[str]:
+    """The numbers of a sentence that are no names, dates or parts of a link's address."""
+    return NUMBER.findall(NO_FIGURES.sub("", re.sub(r"\]\([^)]*\)", "]", sentence)))
+
+
+def recorded(data: Any) -> set[float]:
+    """All numbers of a raw file, of its words too, the lengths of lists and the sums of columns."""
+    match data:
+        case bool() | None:
+            return set()
+        case int() | float():
+            return {float(data)}
+        case str():
+            return {
+                float(each.replace(",", "")) for each in re.findall(r"\d[\d,]*(?:\.\d+)?", data)
+            }
+        case dict():
+            return set().union(*(recorded(each) for pair in data.items() for each in pair))
+    found: set[float] = set().union({float(len(data))}, *map(recorded, data))
+    rows = [row for row in data if isinstance(row, dict)]
+    for field in {key for row in rows for key in row}:
+        column = [row[field] for row in rows if isinstance(row.get(field), int | float)]
+        found.add(float(sum(column)))
+    return found
+
+
+def is_recorded(figure: str, values: set[float]) -> bool:
+    """Whether a value of a raw file, rounded as the figure is, is the figure."""
+    digits, wanted = len(figure.partition(".")[2]), abs(float(figure.replace(",", "")))
+    return any(
+        abs(round(abs(value) * scale, digits) - wanted) < 1e-9
+        for value in values
+        for scale in SCALES
+    )
+
+
+def test_figures_beside_a_raw_file_are_in_it() -> None:
+    """Of every sentence that links to one; tables are rendered, and compared above."""
+    checked = 0
+    for page in PAGES:
+        for sentence in sentences(page.read_text()):
+            names = re.findall(r"results/(\w+\.json)\)", sentence)
+            if not names or page.parent == RESULTS:
+                continue
+            values = set().union(
+                *(recorded(json.loads((RESULTS / name).read_text())) for name in names)
+            )
+            missing = [each for each in figures(sentence) if not is_recorded(each, values)]
+            assert not missing, f"{page.name}: {missing} in {sentence}"
+            checked += len(figures(sentence))
+    assert checked > 20
+
+
+def test_a_wrong_figure_is_seen() -> None:
+    """By number and by unit, and no name is taken for a figure."""
+    values = recorded(
+        {"rows": [{"seconds": 1.2081, "new_tokens": 48}] * 6, "note": "an H100, jax 0.11"}
+    )
+    sentence = "On an H100 `--x=3` took 1,208 ms for 288 tokens of Llama-3-8B ([raw](r/a_9.json))."
+    assert figures(sentence) == ["1,208", "288"]
+    assert all(is_recorded(each, values) for each in figures(sentence))
+    assert not is_recorded("1,213", values) and not is_recorded("289", values)
+
+
 def test_python_of_the_pages_compiles() -> None:
     for page in PAGES:
         for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
