@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 
 from longspec_jax import PLAIN, LongSpec, MemoryPlan, demo_prompts
-from longspec_jax.cli import as_options, command_name, counted
+from longspec_jax.cli import as_options, counted
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Activity, Slower, Tuned
 from longspec_jax.generation.result import StreamRound
@@ -43,7 +43,7 @@ COMPLETION = "--- completion ---"
 """What stands between the end of a prompt and its completion."""
 NO_TEXT = "(no text: the target came without a tokenizer; --json writes the token ids)"
 PAYS = (
-    f"{command_name(__package__, 'bench')} decode --shape=vicuna7b --context=4096 shows one for "
+    "python -m benchmarks decode --shape=vicuna7b --context=4096, in a checkout, shows one for "
     "which it does"
 )
 """Where speculation does not pay for a model: how to see it pay on this machine."""
