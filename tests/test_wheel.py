@@ -1,6 +1,8 @@
 """The wheel: one installed name, and commands that work beside whatever files a user has."""
 
 import configparser
+import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -75,6 +77,32 @@ def script(site: Path, name: str) -> list[str]:
     module, _, function = entries["console_scripts"][name].partition(":")
     code = f"import sys; from {module} import {function}; sys.exit({function}())"
     return [sys.executable, "-c", code]
+
+
+def test_licences_and_a_readme_for_an_index_are_in_it(site: Path) -> None:
+    """The demo's prompts are other people's texts; links relative to a checkout lead nowhere."""
+    [information] = site.glob("*.dist-info")
+    licences = {path.name for path in (information / "licenses").rglob("*") if path.is_file()}
+    assert licences == {"LICENSE", "LICENSES.md"}
+    metadata = (information / "METADATA").read_text()
+    assert "# longspec_jax" in metadata
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata)
+    assert links and all(link.startswith(("https://", "#")) for link in links)
+
+
+def test_links_of_the_readme_lead_to_the_repository() -> None:
+    spec = importlib.util.spec_from_file_location("building", ROOT / "setup.py")
+    assert spec and spec.loader
+    building = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(building)
+    readme = "![speed](docs/s.svg) [docs](docs/x.md#a) [paper](https://arxiv.org) [here](#a)"
+    at_home = building.for_an_index(readme, "https://forge.example/me/it/")
+    assert at_home == (
+        "![speed](https://forge.example/me/it/raw/main/docs/s.svg) "
+        "[docs](https://forge.example/me/it/blob/main/docs/x.md#a) "
+        "[paper](https://arxiv.org) [here](#a)"
+    )
+    assert building.for_an_index(readme, None) == " docs [paper](https://arxiv.org) [here](#a)"
 
 
 def test_one_name_is_installed(site: Path) -> None:
