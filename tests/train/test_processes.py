@@ -144,7 +144,7 @@ print(jax.process_index(), jax.process_count(), jax.device_count(), flush=True)
 
 
 def test_processes_that_srun_started_find_each_other() -> None:
-    """By what Slurm tells every one of them, as docs/guides/meshes.md says."""
+    """By what Slurm tells every one of them, as deploy/train.slurm says."""
     step = dict(SLURM_JOB_ID="7", SLURM_STEP_NODELIST="localhost", SLURM_NTASKS="2")
     port = str(free_port())
     both = [
