@@ -1,4 +1,6 @@
-"""The TokenSwift drafter: one forward of the target over a part of its cache, and heads behind it.
+"""TokenSwift (arXiv 2502.18890): one forward of the target over a part of its cache, then heads.
+
+    python -m infer.decode --target=FOLDER --draft=contrib.tokenswift:FOLDER
 
 The forward runs the pending token and yields the target's own logits of the next one. Each head
 adds one linear map to the stream of the head before, the first to what leaves the target's last
@@ -13,15 +15,20 @@ The paper reuses tokens: it appends the row's most frequent n-grams that begin w
 first level as further branches. Here they compete for the places of the same tree: behind such a
 token, what the heads expect is mixed with what followed the path where the row has it already
 (section 3.2 there).
+
+The heads lie among the target's own tensors, as ``model.medusa_layers.{head}.*``. ``medusa_heads``
+of the target's ``config.json`` counts them. So target and draft may be one folder.
 """
 
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
@@ -29,14 +36,22 @@ from longspec_jax.checks import whole_number
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
+from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.ngram import NgramState, best_places
+from longspec_jax.drafters.registry import Kind
+from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.retrieval.selection import Selector, SinksAndRecent
 from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.drafters.tree import Tree, beam_search, plant
-from longspec_jax.models.target import head_logits, target_logits
+from longspec_jax.models.target import head_logits, head_of, target_logits
 from longspec_jax.ops.layer import rms_norm
 from longspec_jax.ops.matmul.few_rows import matmul
+from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.ops.slicing import along
+from longspec_jax.weights.folder import open_folder
+from longspec_jax.weights.tables import Rule, Table, bind
+
+KIND = Kind("contrib.tokenswift:TokenSwiftOptions", "contrib.tokenswift:load", package="")
 
 PLACES = 32
 """Latest places of the row that are looked at behind a token of the first level."""
@@ -231,3 +246,101 @@ def reused(logits: Float[Array, "B 1 V"], following: Int[Array, "B w C"]) -> Flo
     share = jnp.where(total > 0, REUSED, 0.0)
     seen = jnp.log(share * counts / jnp.maximum(total, 1))
     return jnp.logaddexp(jax.nn.log_softmax(logits) + jnp.log1p(-share), seen)
+
+
+_PREFIX = "model.medusa_layers."
+_HEAD = (
+    Rule("input_norm/scale", "D", (("input_layernorm.weight", "D"),)),
+    Rule("block_0/kernel", "E D", (("linear.weight", "D E"),)),
+    Rule("output_norm/scale", "D", (("post_layernorm.weight", "D"),)),
+)
+
+
+@dataclass(frozen=True)
+class TokenSwiftOptions:
+    """How much of the cache a draft's forward sees; none changes a token."""
+
+    context: int = BlockBudget.slots
+    """Tokens of every row, in whole blocks of 32: the first and the last ones, and those that the
+    last queries attend to most."""
+
+    def __post_init__(self) -> None:
+        try:
+            BlockBudget(self.context)
+        except ValueError as error:
+            raise ValueError(f"context={self.context}: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSwiftDraft(Draft):
+    """TokenSwift's heads beside their target."""
+
+    config: TokenSwiftConfig
+    params: TokenSwiftParams = field(repr=False)
+    target: TargetConfig
+    context: int = BlockBudget.slots
+    """Tokens of every row that a draft's forward sees."""
+    name: str = field(default="tokenswift", init=False)
+
+    @property
+    def own_params(self) -> Any:
+        """The heads."""
+        return self.params.heads
+
+    @property
+    def default_trees(self) -> DefaultTrees:
+        """The published one, three children of every node but the root, and smaller ones."""
+        levels = self.config.heads + 1
+        tree, chain = TreeConfig((1, 3, 9, 27)[:levels]), TreeConfig((1,) * min(levels, 4))
+        narrow = TreeConfig((1, 2, 4, 4)[:levels])
+        return DefaultTrees((chain, narrow), (narrow, tree), (tree, narrow, chain), settled=False)
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> TokenSwiftDrafter:
+        """The drafter that grows this tree."""
+        selector = Quest(self.target, BlockBudget(self.context))
+        return TokenSwiftDrafter(self.config, tree, attention, selector)
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: TokenSwiftOptions = TokenSwiftOptions(),
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> TokenSwiftDraft:
+    """Load TokenSwift's heads, from the folder of the model that they are stored with.
+
+    Raises:
+      FileNotFoundError: if the folder or one of its files is missing.
+      ValueError: if they do not belong to the target, or a file is damaged.
+    """
+    theirs = target.config
+    with open_folder(source, mesh, revision) as folder:
+        raw, found = folder.raw, folder.tensors
+        raw.require(
+            ("medusa_heads", "hidden_size", "vocab_size"), "a model with TokenSwift's heads"
+        )
+        sizes = raw.whole("hidden_size"), raw.whole("vocab_size"), theirs.num_layers
+        tensors = {name: found[name] for name in found if name.startswith(_PREFIX)}
+        with folder.named():
+            config = TokenSwiftConfig(
+                *(raw.whole("medusa_heads"), *sizes, theirs.norm_eps, theirs.dtype),
+                logits_divisor=theirs.logits_divisor,
+                logit_cap=theirs.logit_cap,
+            )
+            config.check_fits(theirs)
+        params = folder.params(heads_table(config), tensors, config.dtype)
+    bound = TokenSwiftParams(params, head_of(target.params))
+    return TokenSwiftDraft(config, bound, target.config, options.context)
+
+
+def heads_table(config: TokenSwiftConfig) -> Table:
+    """The tensors of the heads."""
+    sizes = {"D": config.model_width, "E": config.model_width}
+    leaves = [
+        bind(rule, sizes, f"heads_{head}/", f"{_PREFIX}{head}.")
+        for head in range(config.heads)
+        for rule in _HEAD
+    ]
+    return Table(tuple(leaves), {})

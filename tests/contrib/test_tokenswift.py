@@ -9,30 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from contrib.tokenswift import (
+    TokenSwiftConfig,
+    TokenSwiftDraft,
+    TokenSwiftOptions,
+    TokenSwiftParams,
+    continuations,
+    followers,
+    load,
+    reused,
+)
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.retrieval.blocks import Quest
-from longspec_jax.drafters.tokenswift.drafter import (
-    TokenSwiftConfig,
-    continuations,
-    followers,
-    reused,
-)
-from longspec_jax.drafters.tokenswift.load import (
-    TokenSwiftDraft,
-    TokenSwiftOptions,
-    load,
-)
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.weights.hf import save_target
 from tests.decoding.lossless import CONFIG
 from tests.drafters.kit import assert_holds, assert_partitioned, drawn, edit, publish
-from tests.kit import random_target
+from tests.kit import normal, random_target, relative_error, tiny_target_config
 
 MODEL = random_target(CONFIG)
 TARGET = Target(CONFIG, MODEL)
+CAPPED = tiny_target_config(logits_divisor=4.0, logit_cap=0.5)
 HEADS = TokenSwiftConfig(
     3, CONFIG.model_width, CONFIG.vocab_size, CONFIG.num_layers, CONFIG.norm_eps, "float32"
 )
@@ -110,7 +110,8 @@ def test_what_followed_a_path_by_search() -> None:
 def test_target_and_draft_are_one_folder(tmp_path: Path) -> None:
     """It loads as either."""
     tensors, options = published(tmp_path), {"context": 1024}
-    spec = LongSpec.from_pretrained(tmp_path, tmp_path, dtype="float32", draft_options=options)
+    draft = f"contrib.tokenswift:{tmp_path}"
+    spec = LongSpec.from_pretrained(tmp_path, draft, dtype="float32", draft_options=options)
     jax.tree.map(np.testing.assert_array_equal, spec.target_params, MODEL)
     draft, _ = spec.drafts
     assert isinstance(draft, TokenSwiftDraft) and draft.config == HEADS
@@ -140,3 +141,19 @@ def test_refusals(tmp_path: Path) -> None:
     publish(tmp_path, extra, {"medusa_heads": 3})
     with pytest.raises(ValueError, match="unexpected model.medusa_layers.0.linear.bias"):
         load(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_tokenswifts_heads_read_the_targets(cap: float | None) -> None:
+    table = random_target(CAPPED)["head"]
+    hidden = 4 * normal(0, 1, CAPPED.model_width)
+    sizes = CAPPED.model_width, CAPPED.vocab_size, CAPPED.num_layers
+    config = TokenSwiftConfig(1, *sizes, 1e-5, "float32", logits_divisor=4.0, logit_cap=cap)
+    scale = {"scale": jnp.ones(CAPPED.model_width)}
+    kernel = jnp.zeros((CAPPED.model_width, CAPPED.model_width))
+    heads = {"heads_0": {"input_norm": scale, "output_norm": scale, "block_0": {"kernel": kernel}}}
+    logits = TokenSwiftParams(heads, table).logits(config, hidden, 1)
+    plain = replace(config, logits_divisor=1.0, logit_cap=None)
+    raw = TokenSwiftParams(heads, table).logits(plain, hidden, 1) / 4
+    expected = raw if cap is None else cap * jnp.tanh(raw / cap)
+    assert relative_error(logits, expected) < 1e-6 and relative_error(logits, 4 * raw) > 0.1

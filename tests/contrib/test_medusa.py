@@ -13,12 +13,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from contrib.medusa import (
+    AUTHORS,
+    KIND,
+    MedusaConfig,
+    MedusaDraft,
+    MedusaDrafter,
+    MedusaParams,
+    load,
+)
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.medusa.drafter import MedusaConfig, MedusaDrafter, MedusaParams
-from longspec_jax.drafters.medusa.load import AUTHORS, MedusaDraft, load
-from longspec_jax.drafters.registry import MEDUSA
 from longspec_jax.loading import choose_drafts
 from longspec_jax.models import target as models
 from tests.decoding.lossless import CONFIG
@@ -140,8 +146,8 @@ def test_heads_and_trees_by_hand(name: str) -> None:
 @pytest.mark.parametrize("name", DRAFTS)
 def test_files_of_the_authors(name: str, tmp_path: Path) -> None:
     draft = DRAFTS[name]
-    [chosen] = choose_drafts([published(tmp_path, draft)], {})
-    assert chosen.kind is MEDUSA
+    [chosen] = choose_drafts([f"contrib.medusa:{published(tmp_path, draft)}"], {})
+    assert chosen.kind is KIND
     found = load(tmp_path, TARGET)
     assert found.config == draft.config
     jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
@@ -155,8 +161,8 @@ def test_files_of_vllm(name: str, tmp_path: Path) -> None:
     published(tmp_path, draft)
     if name == "original":
         publish(tmp_path, {"lm_heads.0.weight": np.array(MODEL["head"])}, {})
-    [chosen] = choose_drafts([tmp_path], {})
-    assert chosen.kind is MEDUSA
+    [chosen] = choose_drafts([f"contrib.medusa:{tmp_path}"], {})
+    assert chosen.kind is KIND
     found = load(tmp_path, TARGET)
     assert found.config == draft.config
     jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
