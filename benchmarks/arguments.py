@@ -49,10 +49,7 @@ WEIGHTS = ("whole", "one-order", "int8", *GROUPS)
 """How the weights of matmuls are stored; those of a draft are in 8 bits or whole. Whole ones may be
 multiplied in one order."""
 DTYPES = ("float32", "bfloat16", "float16")
-FLASHINFER = "flashinfer"
-ATTENTION_CANDIDATES = (
-    *("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked", FLASHINFER),
-)
+ATTENTION_CANDIDATES = ("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked")
 """What ``attention`` compares; ours is the automatic choice."""
 CHAIN = TreeConfig((1, 1, 1))
 """A small tree: the fastest on a CPU, which computes node after node."""
@@ -82,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _attention(parser: argparse.ArgumentParser) -> None:
     heads = ByMachine([(32, 32), (32, 8), (40, 8)], [(8, 2)])
-    everything = ["ours", "mosaic", "cudnn", "xla-masked", FLASHINFER]
+    everything = ["ours", "mosaic", "cudnn", "xla-masked"]
     _add_several(parser, "--tokens", COUNT, ByMachine([1, 16, 48, 69, 128], [1, 16]), "tree nodes")
     _add_several(parser, "--heads", head_counts, heads, "query/key-value heads, such as 32/8")
     _add_several(
@@ -240,11 +237,6 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     _add_new_tokens(parser, ByMachine(512, 48), "tokens of every answer")
     _add_several(
         *(parser, "--concurrency", COUNT, ByMachine([1, 8, 32], [1, 4])), "requests at any time"
-    )
-    parser.add_argument(
-        "--rate",
-        type=cli.number(Real(0.0, 1e6, "above 0", includes_least=False)),
-        help="requests a second, arriving as a Poisson process, instead of --concurrency",
     )
     parser.add_argument(
         "--seconds",

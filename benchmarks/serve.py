@@ -2,8 +2,8 @@
 
 Requests are greedy streams of random prompts, no two of which begin alike, from a process of its
 own (``benchmarks.load``). A server with speculation and one without get the same load. At any time
-``concurrency`` requests are open, or they arrive as a Poisson process; twice as many as that are
-sent, as long as ``seconds`` have not passed.
+``concurrency`` requests are open; twice as many as that are sent, as long as ``seconds`` have not
+passed.
 
 The weights of a shape are random, so the target agrees with its draft as often as is drawn: at the
 nodes of one path of every tree it finds the next node's token the likeliest. All else is the real
@@ -270,7 +270,6 @@ def prepared_engine(spec: LongSpec, slots: int, **options: Any) -> tuple[Request
 
 def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool) -> Iterator[Row]:
     """A row for every load, of one server."""
-    loads = [None] if arguments.rate is not None else list(arguments.concurrency)
     max_len = arguments.context + arguments.new_tokens
     engine, seconds = prepared_engine(spec, max(arguments.concurrency), max_len=max_len)
     bare = bare_seconds(engine, arguments.context + arguments.new_tokens // 2)
@@ -279,23 +278,20 @@ def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool)
         # What a first request pays is not counted.
         [first] = drawn(random, 1, min(arguments.context, STREAM_CONTEXT), spec)
         client(load.ask, first, min(arguments.new_tokens, BEHIND))
-        for concurrency in loads:
-            where = f"{counted(concurrency, 'request')} at a time" if concurrency else "by arrival"
-            step(f"{'speculation' if speculation else 'plain'}, {where}")
+        for concurrency in arguments.concurrency:
+            kind = "speculation" if speculation else "plain"
+            step(f"{kind}, {counted(concurrency, 'request')} at a time")
             before = [use.rounds for use in engine.trees]
-            count = concurrency * TURNS + (concurrency == 1) if concurrency else 512
+            count = concurrency * TURNS + (concurrency == 1)
             prompts = drawn(random, count, arguments.context, spec)
-            asked = prompts, arguments.new_tokens
-            if concurrency is None:
-                streams = client(load.by_arrival, *asked, arguments.rate, arguments.seconds)
-            else:
-                streams = client(load.at_once, *asked, concurrency, arguments.seconds)
+            streams = client(
+                load.at_once, prompts, arguments.new_tokens, concurrency, arguments.seconds
+            )
             rounds = [use.rounds - was for use, was in zip(engine.trees, before, strict=True)]
             yield {
                 "shape": arguments.target,
                 "context": arguments.context,
                 "concurrency": concurrency,
-                **({"rate": arguments.rate} if concurrency is None else {}),
                 "speculation": speculation,
                 **figures(streams),
                 "new_tokens": arguments.new_tokens,
@@ -403,10 +399,9 @@ def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
 
 def line(row: Row) -> str:
     """A row for people."""
-    where = f"{row['concurrency']} at a time" if row["concurrency"] else f"{row['rate']}/s"
     alone = "http_and_scheduling_percent"
     return (
-        f"{row['shape']} S={row['context']} {where}, "
+        f"{row['shape']} S={row['context']} {row['concurrency']} at a time, "
         f"{'speculation' if row['speculation'] else 'plain':11}: {row['tokens_per_second']} "
         f"tokens/s at acceptance {row['acceptance_length']}; first token {row['ttft_ms_p50']} ms "
         f"(p99 {row['ttft_ms_p99']}), a later one {row['itl_ms_p50']} ms (p99 "

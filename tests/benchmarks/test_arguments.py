@@ -113,7 +113,7 @@ def test_the_tree_is_the_one_that_is_named_or_the_default() -> None:
 def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
     for op in (PREFIX, TREE, SPECULATIVE, CHUNK):
         assert op.implementations.keys() == set(ATTENTION)
-    assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES, bench_arguments.FLASHINFER)
+    assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES,)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

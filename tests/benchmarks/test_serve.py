@@ -97,18 +97,6 @@ def test_the_command_loads_three_servers_and_writes_rows(
     assert "... speculation, 2 requests at a time" in printed.err
 
 
-def test_requests_that_arrive_by_themselves(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(command, "planned_engine", lambda spec, *, slots, **_: PacedEngine(slots))
-    monkeypatch.setattr(serve, "models", lambda _: toy_spec())
-    monkeypatch.setattr(serve, "bare_seconds", lambda *_: [0.001])
-    words = "serve --target=demo --context=20 --new_tokens=4 --rate=40 --seconds=1"
-    assert bench.main([*words.split(), "--long_context=2000"]) == 0
-    first, second, _ = capsys.readouterr().out.splitlines()[1:]
-    assert "demo S=20 40.0/s, speculation:" in first and "demo S=20 40.0/s, plain" in second
-
-
 def test_a_stream_is_counted_by_its_usage() -> None:
     with serving(PacedEngine(1)) as server:
         stream = ask(server.port, [1, 2], 7)
