@@ -106,7 +106,7 @@ def random_model(
       mesh: what all of them are spread over; one device if absent.
     """
     chosen = draft_options(kind, options or {}, config)
-    target = _draw(_initializer(config), seed, weights, mesh)
+    target = random_target(config, seed, weights, mesh)
     match chosen:
         case ChosenDraft():
             draft: Draft = chosen.load(LoadedTarget(config, target), mesh)
@@ -124,7 +124,7 @@ def random_model(
             draft = ParallelDraft.bind(parallel, drawn, target, int8=int8, mesh=mesh)
         case SmallLMOptions():
             small = _small(config, chosen)
-            drawn = _draw(_initializer(small), seed + 1)
+            drawn = random_target(small, seed + 1)
             if mesh is not None:  # Whole on every device, as a small LM is loaded.
                 drawn = jax.device_put(drawn, NamedSharding(mesh, PartitionSpec()))
             draft = SmallLM(small, drawn, working=chosen.working_cache(config))
@@ -289,6 +289,13 @@ def check_memory(what: str, needed: int) -> None:
             f"{what} takes {shown_bytes(needed)} and {shown_bytes(free)} are free on the device; "
             "choose a shorter context, fewer rows or a smaller shape"
         )
+
+
+def random_target(
+    config: TargetConfig, seed: int = 0, weights: str = "whole", mesh: Mesh | None = None
+) -> Any:
+    """Random parameters of a target; arguments as of :func:`random_model`."""
+    return _draw(_initializer(config), seed, weights, mesh)
 
 
 def _initializer(config: TargetConfig) -> Callable[[jax.Array], Any]:

@@ -18,7 +18,7 @@ def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any
     assert main(["train", *OPTIONS, "--mesh=data=2,fsdp=2", f"--json={file}"]) == 0
     written = json.loads(file.read_text())
     one, four = written["rows"]
-    assert {"device", "versions", "commit", "date", "matmul_tflop_per_s"} <= set(written["header"])
+    assert {"device", "versions", "commit", "date", "roof_tflop_per_s"} <= set(written["header"])
     assert (one["gpus"], one["layout"], one["rows"]) == (1, "one", 2)
     assert (four["gpus"], four["layout"], four["rows"]) == (4, "data=2,fsdp=2", 8)
     assert one["efficiency"] == 1.0 and four["efficiency"] > 0
