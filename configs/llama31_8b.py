@@ -4,8 +4,8 @@
 
 Variants: ``all``, the three stages in one run, or one of ``short``, ``long`` and ``sft``, to be
 started in this order (``--config=llama31_8b:short``). ``--config=llama31_8b:eagle3`` trains an
-EAGLE-3 draft instead, on 200,000 conversations; ``python -m train.bench --draft=eagle3`` says how
-fast.
+EAGLE-3 draft instead, on 200,000 conversations; ``python -m benchmarks train --draft=eagle3`` says
+how fast.
 ``dflash`` trains a DFlash draft on the same conversations, ``parallel`` a parallel LongSpec draft
 in the three stages.
 

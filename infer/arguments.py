@@ -10,7 +10,7 @@ from longspec_jax import cli
 from longspec_jax.checks import SAMPLING, nearest
 from longspec_jax.config.names import ATTENTION, KV_DTYPES
 from longspec_jax.config.tree import PLAIN
-from longspec_jax.drafters.registry import NAMED, is_name
+from longspec_jax.drafters.registry import NAMED, is_name, split_module
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.released import RELEASED
 
@@ -316,7 +316,7 @@ def _check_draft_options(arguments: argparse.Namespace) -> None:
 
     options = cli.as_options(arguments.draft_option)
     sources = [each if is_name(each) else DRAFTS.get(each, each) for each in drafts(arguments)]
-    here = [each for each in sources if is_name(each) or Path(each).is_dir()]
+    here = [each for each in sources if is_name(each) or Path(split_module(each)[1]).is_dir()]
     if len(here) == len(sources):  # Others are on the hub, and fetched before they are checked.
         with command_words():
             choose_drafts(here, options)

@@ -12,7 +12,7 @@ import jax
 
 from longspec_jax import PLAIN, LongSpec, cli, make_mesh
 from longspec_jax.compilation import keep_programs
-from longspec_jax.drafters.registry import is_name
+from longspec_jax.drafters.registry import is_name, split_module
 from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.status_line import StatusLine
 from longspec_jax.weights.hub import local_model
@@ -68,7 +68,7 @@ def fetch(arguments: argparse.Namespace) -> tuple[Path, list[str | Path]]:
         if is_name(named)
         else DRAFTS[named]
         if named in DRAFTS
-        else _fetched("draft", named, arguments.draft_revision)
+        else _fetched_draft(named, arguments.draft_revision)
         for named in drafts(arguments)
     ]
 
@@ -78,6 +78,13 @@ def _fetched(option: str, source: str, revision: str | None) -> Path:
         return local_model(source, revision)
     except (OSError, ValueError) as error:
         raise type(error)(f"--{option}: {error}") from error
+
+
+def _fetched_draft(source: str, revision: str | None) -> str | Path:
+    """The draft's folder, behind its module where that is named."""
+    module, place = split_module(source)
+    folder = _fetched("draft", str(place), revision)
+    return f"{module}:{folder}" if module else folder
 
 
 def load_named(

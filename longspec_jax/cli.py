@@ -27,14 +27,11 @@ from longspec_jax.config.names import MESH_AXES
 from longspec_jax.config.tree import TreeConfig
 
 SCRIPTS = {
-    "infer.bench": "longspec-bench",
     "infer.chat": "longspec-chat",
     "infer.decode": "longspec-decode",
     "infer.eval": "longspec-eval",
-    "infer.quantise": "longspec-quantise",
     "infer.report": "longspec-report",
     "infer.serve": "longspec-serve",
-    "train.plot": "longspec-plot",
     "train.prepare": "longspec-prepare",
     "train.questions": "longspec-questions",
     "train.regenerate": "longspec-regenerate",
@@ -477,24 +474,6 @@ def result_file(text: str) -> Path:
         return files.writable(file_path(text), text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def chart_file(text: str) -> Path:
-    """A PNG file that can be written, where matplotlib is installed."""
-    if not text.lower().endswith(".png"):
-        raise argparse.ArgumentTypeError(f"{shown(text)} must be the name of a .png file")
-    try:
-        found = files.writable(file_path(text), text, of_results=False)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        from longspec_jax.extras import missing_extra
-
-        missing = missing_extra(ModuleNotFoundError(name="matplotlib"))
-        raise argparse.ArgumentTypeError(str(missing))
-    return found
 
 
 def mesh(text: str) -> dict[str, int]:

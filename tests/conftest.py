@@ -109,7 +109,10 @@ else:
     import longspec_jax.drafters.longspec.config  # noqa: F401
 
     install_import_hook(
-        ["longspec_jax.ops", "longspec_jax.decoding", "longspec_jax.drafters"],
+        [
+            *("longspec_jax.ops", "longspec_jax.decoding", "longspec_jax.drafters"),
+            *("contrib.medusa", "contrib.tokenswift"),
+        ],
         "tests.annotations.checked",
     )
     sys.meta_path.insert(0, TritonModules())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.bench.arguments import BENCHMARKS
+from benchmarks.arguments import BENCHMARKS
 from longspec_jax import cli, files
 from longspec_jax.checks import Real
 from longspec_jax.config.tree import TreeConfig
@@ -200,26 +200,34 @@ def test_closed_streams_are_empty_ones(closed: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "calls", "said"),
     [
-        ("decode", ["--help", "--seed=-1", "--prompt_file=absent"], "--seed: -1"),
-        ("eval.__main__", ["--help", "--task=demo --samples=0 --out=x"], "--samples: 0 must be"),
-        ("bench.__main__", ["--help", *(f"{name} --help" for name in BENCHMARKS), "fly"], "'fly'"),
+        ("infer.decode", ["--help", "--seed=-1", "--prompt_file=absent"], "--seed: -1"),
+        (
+            "infer.eval.__main__",
+            ["--help", "--task=demo --samples=0 --out=x"],
+            "--samples: 0 must be",
+        ),
+        (
+            "benchmarks.__main__",
+            ["--help", *(f"{name} --help" for name in BENCHMARKS), "fly"],
+            "'fly'",
+        ),
     ],
 )
 def test_help_and_a_typing_error_import_nothing_slow(module, calls, said) -> None:
     """Such as jax, which takes a second and more; only tasks of evaluations need NumPy."""
     slow = ["jax", "flax", "torch", "transformers", "matplotlib"]
-    slow += [] if module == "eval.__main__" else ["numpy"]
+    slow += [] if module == "infer.eval.__main__" else ["numpy"]
     script = (
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({slow}))\n"
-        f"from infer.{module} import main\n"
+        f"from {module} import main\n"
         f"for call in {calls}:\n"
         "    try: main(call.split())\n"
         "    except SystemExit: pass\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0 and said in done.stderr, done.stderr
-    helps = done.stdout.count(f"usage: python -m infer.{module.removesuffix('.__main__')}")
+    helps = done.stdout.count(f"usage: python -m {module.removesuffix('.__main__')}")
     assert helps == sum(call.endswith("--help") for call in calls)
 
 
@@ -238,8 +246,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 def test_a_command_is_named_as_it_was_typed() -> None:
     assert cli.command_name("infer", "decode") == "python -m infer.decode"
     assert cli.command_name("longspec_jax.infer", "decode") == "longspec-decode"
-    assert cli.command_name("infer.bench") == "python -m infer.bench"
-    assert cli.command_name("longspec_jax.infer.bench") == "longspec-bench"
+    assert cli.command_name("infer.eval") == "python -m infer.eval"
 
 
 def test_every_script_is_installed() -> None:

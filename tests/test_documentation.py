@@ -19,8 +19,9 @@ import pytest
 import yaml
 
 import longspec_jax
-from infer import arguments, chat, quantise
-from infer.bench import arguments as bench_arguments
+from benchmarks import arguments as bench_arguments
+from contrib import plot, quantise
+from infer import arguments, chat
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
@@ -30,7 +31,7 @@ from longspec_jax.drafters import registry
 from longspec_jax.drafters.retrieval.draft import RetrievalOptions
 from longspec_jax.provenance import provenance
 from train import arguments as train_arguments
-from train import bench, plot, prepare, questions, regenerate, vocabulary
+from train import prepare, questions, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
 from train.drafts.kinds import KINDS
 
@@ -40,7 +41,7 @@ PAGES = sorted(
 )
 CODE = sorted(
     path
-    for folder in ("longspec_jax", "train", "infer", "configs", "tests")
+    for folder in ("longspec_jax", "train", "infer", "configs", "benchmarks", "contrib", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
 RESULTS = ROOT / "docs" / "results"
@@ -49,7 +50,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 DECISION = re.compile(r"decisions? (4\.\d+)")
 NAME_IN_FILE = re.compile(r"`([A-Za-z_]\w*)`(?:\s+of|\s+in)?\s+\(?\[[^\]]*\]\(([^)#]+\.py)\)")
 """Such as ``NAMED`` of registry.py, where the file is a link."""
-PATH = re.compile(r"`((?:longspec_jax|train|infer|configs|tests|docs)/[\w./-]*)`")
+PATH = re.compile(
+    r"`((?:longspec_jax|train|infer|configs|benchmarks|contrib|tests|docs)/[\w./-]*)`"
+)
 
 
 def headings(page: Path) -> list[str]:
@@ -102,9 +105,26 @@ def test_cited_decisions_exist() -> None:
     assert {number for _, number in cited} <= decisions
 
 
+MOVED = {
+    "python -m infer.bench": "python -m benchmarks",
+    "python -m train.bench": "python -m benchmarks train",
+}
+"""Commands as older entries of the changelog have them, and as they are now."""
+
+
+def text_of(page: Path) -> str:
+    """A page's text, the commands of the changelog by their names of today."""
+    text = page.read_text()
+    for old, new in MOVED.items() if page.name == "CHANGELOG.md" else ():
+        text = text.replace(old, new)
+    return text
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_exist(page: Path) -> None:
-    for module in re.findall(r"python -m ((?:train|infer)[\w.]*)", page.read_text()):
+    for module in re.findall(
+        r"python -m ((?:train|infer|benchmarks|contrib)[\w.]*)", text_of(page)
+    ):
         found = importlib.util.find_spec(module)
         assert found is not None, f"{page.name}: python -m {module}"
         if found.submodule_search_locations:
@@ -125,8 +145,8 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "infer.eval": eval_arguments.parser(),
         "infer.report": report.parser(),
         "infer.serve": serve_arguments.parser(),
-        **{f"infer.bench {name}": parser for name, parser in benchmarks.items()},
-        **{module.__name__: module._parser() for module in (bench, plot, quantise, vocabulary)},
+        **{f"benchmarks {name}": parser for name, parser in benchmarks.items()},
+        **{module.__name__: module._parser() for module in (plot, quantise, vocabulary)},
         "train.prepare": prepare.parser(),
         "train.questions": questions.parser(),
         "train.regenerate": regenerate.parser(),
@@ -141,7 +161,8 @@ def options_of(command: str) -> set[str]:
 
 COMMAND = re.compile(
     r"python -m "
-    r"(infer\.bench [a-z]+|infer\.(?:chat|decode|eval|quantise|report|serve)|train\.\w+)(.*)",
+    r"(benchmarks [a-z]+|infer\.(?:chat|decode|eval|report|serve)|contrib\.\w+|train\.\w+)"
+    r"(.*)",
     re.DOTALL,
 )
 OPTION = re.compile(r"--\w[\w.-]*")
@@ -153,7 +174,7 @@ OTHERS_OPTIONS = ("--config", "--xla_", "--gpu", "--ntasks", "--signal", "--requ
 def test_options_exist(page: Path) -> None:
     """In commands, and where they stand alone; the changelog may name some that are gone."""
     every = set().union(*map(options_of, parsers()))
-    text = page.read_text()
+    text = text_of(page)
     for module, script in SCRIPTS.items():
         text = re.sub(rf"\b{script}\b(?![-.])", f"python -m {module}", text)
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)

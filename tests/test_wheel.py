@@ -102,12 +102,9 @@ def test_no_file_is_left_out(site: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "longspec-bench",
         "longspec-chat",
         "longspec-decode",
-        "longspec-plot",
         "longspec-prepare",
-        "longspec-quantise",
         "longspec-questions",
         "longspec-regenerate",
         "longspec-report",

@@ -1,14 +1,17 @@
 """The kinds of drafts, and their options: one table, which imports none of them.
 
 To add a kind, add its folder (or file) here and its entry below. A kind without weights has a name.
-One with weights is identified by the ``architectures`` of its ``config.json``.
+One with weights is identified by the ``architectures`` of its ``config.json``. A kind of any other
+module is named with it, ``MODULE:FOLDER``: see :func:`split_module`.
 :mod:`longspec_jax.loading` loads drafts with this table.
 """
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
@@ -25,21 +28,23 @@ class Kind:
     loader: str = ""
     """Module and function that load a draft with weights, such as
     :func:`longspec_jax.drafters.longspec.load.load`."""
+    package: str = "longspec_jax.drafters"
+    """Of these modules; empty where they are named in full."""
 
     @property
     def options_type(self) -> type[Any]:
         """The dataclass of its options."""
-        return _imported(self.options)
+        return self._imported(self.options)
 
     @property
     def load(self) -> Any:
         """The function that loads a draft."""
-        return _imported(self.loader)
+        return self._imported(self.loader)
 
-
-def _imported(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(importlib.import_module(f"longspec_jax.drafters.{module}"), name)
+    def _imported(self, place: str) -> Any:
+        module, name = place.split(":")
+        dotted = f"{self.package}.{module}" if self.package else module
+        return getattr(importlib.import_module(dotted), name)
 
 
 LONGSPEC = Kind("longspec.load:LongSpecOptions", "longspec.load:load")
@@ -52,8 +57,6 @@ NAMED = {
 """Kinds without weights."""
 EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
 EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
-MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
-TOKENSWIFT = Kind("tokenswift.load:TokenSwiftOptions", "tokenswift.load:load")
 MTP = Kind("eagle.load:EagleOptions", "mtp.load:load")
 PARALLEL = Kind("parallel.load:ParallelOptions", "parallel.load:load")
 DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
@@ -72,7 +75,6 @@ ARCHITECTURES = {
     "Qwen3DSparkModel": DFLASH,
     "Gemma4DSparkModel": DFLASH,
     "MTPDraftModel": MTP,
-    "MedusaModel": MEDUSA,
 }
 """Kinds with weights. A whole model of a family that targets may have is a small language model.
 The published LongSpec drafts name no architecture of their own, so any other one means them."""
@@ -81,14 +83,20 @@ MARKS = {
     "num_nextn_predict_layers": MTP,
     "speculators_model_type": EAGLE3,
     "draft_vocab_size": EAGLE3,
-    "medusa_num_heads": MEDUSA,
-    "medusa_heads": TOKENSWIFT,
 }
 """Keys of ``config.json`` that only this kind has, whatever the architecture."""
+CONTRIBUTED = {
+    "MedusaModel": "contrib.medusa",
+    "medusa_num_heads": "contrib.medusa",
+    "medusa_heads": "contrib.tokenswift",
+}
+"""Architectures and keys of the kinds in ``contrib/`` of a checkout, so that they are refused with
+their modules' names."""
 
+_WITH_MODULE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*):(.+)")
 RETRIEVE = "retrieve"
 """The option that turns on retrieval; names of the others about it begin with it."""
-_RETRIEVAL = "retrieval.draft:RetrievalOptions"
+_RETRIEVAL = Kind("retrieval.draft:RetrievalOptions")
 _RULES = {bool: Truth(), int: Whole(0), float: Real(0, LARGEST_NUMBER, "0 or more"), str: Word()}
 """Values of options by the type of their field; a dataclass of options may check more."""
 
@@ -108,6 +116,33 @@ def is_mtp(tensors: Set[str]) -> bool:
 def is_name(source: Any) -> bool:
     """Whether a source is the name of a kind without weights, and no folder."""
     return isinstance(source, str) and source in NAMED
+
+
+def split_module(source: str | Path) -> tuple[str, str | Path]:
+    """The module of a source ``MODULE:FOLDER`` and the folder or hub id; no module for others."""
+    found = _WITH_MODULE.fullmatch(source) if isinstance(source, str) else None
+    return (found[1], found[2]) if found else ("", source)
+
+
+def kind_of_module(module: str) -> Kind:
+    """The kind of drafts that a module brings, its ``KIND``; the module is imported.
+
+    Raises:
+      ValueError: if there is no such module or it has none.
+    """
+    try:
+        kind = getattr(importlib.import_module(module), "KIND", None)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{module}:... names the module of a draft, and it cannot be imported ({error}); run "
+            "from the folder that has it, or set PYTHONPATH"
+        ) from error
+    if not isinstance(kind, Kind):
+        raise ValueError(
+            f"{module}:... names the module of a draft, and {module} has no KIND; docs/drafts.md "
+            "says what such a module has"
+        )
+    return kind
 
 
 def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any], Any]:
@@ -132,7 +167,7 @@ def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any]
             f"name {RETRIEVE} as well"
         )
     own = {name: value for name, value in options.items() if name not in about}
-    return own, _checked(_imported(_RETRIEVAL), about, f"{draft} with {RETRIEVE}")
+    return own, _checked(_RETRIEVAL.options_type, about, f"{draft} with {RETRIEVE}")
 
 
 def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from infer import quantise
+from contrib import quantise
 from longspec_jax import LongSpec
 from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
 from tests.serve.kit import GeneratingEngine, model_of, serving

@@ -124,9 +124,9 @@ def test_server_with_the_openai_client(plain, rows, spec):
 
 
 def test_quantised_copy(spec, tmp_path):
-    """The folder that ``infer.quantise`` writes loads, with about the same perplexity."""
-    from infer.bench.quantised import scored
-    from longspec_jax.weights.quantised.write import quantise
+    """The folder that ``contrib.quantise`` writes loads, with about the same perplexity."""
+    from benchmarks.quantised import scored
+    from contrib.quantise import quantise
 
     quantise(model_file("smollm2"), "w4a16", tmp_path / "w4")
     copy = LongSpec.from_pretrained(tmp_path / "w4", dtype="float32")

@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from infer.bench.shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from longspec_jax.config.known import PRESETS
 from longspec_jax.config.layers import LinearRopeScaling
 from longspec_jax.drafters.longspec import checkpoint

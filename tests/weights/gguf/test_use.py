@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from contrib.quantise import quantise
 from infer import arguments as arguments_lib
 from longspec_jax import LongSpec
 from longspec_jax.drafters.draft import Target
@@ -17,7 +18,6 @@ from longspec_jax.loading import choose_drafts, load_tokenizer
 from longspec_jax.released import RELEASED, Released
 from longspec_jax.weights import fetching, hub
 from longspec_jax.weights.hf import load_stop_tokens, load_target, target_bytes
-from longspec_jax.weights.quantised.write import quantise
 from tests.weights.gguf.test_damaged import write
 from tests.weights.gguf.test_tokenizer import as_keys, published, write_with
 from train.fingerprint import model_digest, tokenizer_digest

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from contrib.quantise import quantise
 from longspec_jax.config.layers import ExpertsConfig, HeadScales, LayerConfig, Rotary
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_target, save_target, target_bytes
-from longspec_jax.weights.quantised.write import quantise
 from tests.weights.quantised.files import CONFIG, GROUP, KINDS, compressed, packed, write
 
 

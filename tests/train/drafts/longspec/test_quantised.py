@@ -5,9 +5,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from contrib.quantise import quantise
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, save_target
-from longspec_jax.weights.quantised.write import quantise
 from tests.kit import random_target, relative_error, tiny_target_config
 from tests.weights.quantised.test_load import dequantised, matrices
 from train.config import StageConfig

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.quantise import main as quantise
+from contrib.quantise import main as quantise
 from longspec_jax.config.layers import LayerConfig, Rotary
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.small_lm.load import SmallLMOptions, load

@@ -1,0 +1,1 @@
+"""What works with the library and is not part of it: outside the wheel, run from a checkout."""

@@ -1,1 +1,0 @@
-"""What the project measures of itself: ``python -m infer.bench COMMAND``."""

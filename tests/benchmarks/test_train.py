@@ -1,0 +1,59 @@
+"""The benchmark of training steps, on fake devices."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import train
+from benchmarks.__main__ import main
+from benchmarks.arguments import parser
+
+OPTIONS = ["--shape=tiny", "--length=64", "--tokens=128", "--accumulation=2", "--steps=1"]
+
+
+def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "training.json"
+    assert main(["train", *OPTIONS, "--mesh=data=2,fsdp=2", f"--json={file}"]) == 0
+    written = json.loads(file.read_text())
+    one, four = written["rows"]
+    assert {"device", "versions", "commit", "date", "roof_tflop_per_s"} <= set(written["header"])
+    assert (one["gpus"], one["layout"], one["rows"]) == (1, "one", 2)
+    assert (four["gpus"], four["layout"], four["rows"]) == (4, "data=2,fsdp=2", 8)
+    assert one["efficiency"] == 1.0 and four["efficiency"] > 0
+    for row in (one, four):
+        tokens = row["rows"] * 64 * row["accumulation"]
+        assert row["tokens_per_second"] == pytest.approx(1e3 * tokens / row["step_ms"], rel=1e-2)
+        assert (row["mlp_chunk"], row["loss_chunk"]) == (0, 2**28 // 512)
+        assert 0 < row["step_bytes"] < row["peak_bytes"] and 0 < row["flops_utilization"]
+    # A quarter of masters and moments, half of the weights.
+    assert four["peak_bytes"] - four["step_bytes"] < (one["peak_bytes"] - one["step_bytes"]) / 2
+    assert "tiny 64 data=2,fsdp=2" in capsys.readouterr().out
+
+
+def test_the_needed_operations_are_shared_out() -> None:
+    """Utilisation is of all devices together: twice as many at the same speed, half of it."""
+    arguments = parser().parse_args(["train", *OPTIONS])
+    one, two = (train.measure("tiny", 64, axes, arguments) for axes in ({}, {"data": 2}))
+    per_token = [row["flops_per_s"] * row["gpus"] / row["tokens_per_second"] for row in (one, two)]
+    assert per_token[0] == pytest.approx(per_token[1], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--shape=foo"], "unknown 'foo'; choose from"),
+        (["--length=0"], "0 must be a whole number"),
+        (["--json=/nope/x"], "/nope/x: its folder does not exist"),
+        (["--mesh=dp=2"], "sizes of the axes data, fsdp, tp"),
+    ],
+)
+def test_bad_options(given: list[str], said: str, capsys: Any) -> None:
+    assert main(["train", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_mesh_that_is_too_large(capsys: Any) -> None:
+    assert main(["train", *OPTIONS, "--mesh=fsdp=64"]) == 2
+    assert "needs 64 devices" in capsys.readouterr().err
