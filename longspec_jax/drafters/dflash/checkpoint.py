@@ -10,16 +10,16 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoint import TableFormat
-from longspec_jax.drafters.dflash.config import DFlashConfig
-from longspec_jax.drafters.dflash.dialects import Dialect, dialect_of, draft_config, hf_draft_config
-from longspec_jax.drafters.dflash.model import DFlashParams
-from longspec_jax.drafters.vocabulary import (
+from longspec_jax.drafters.checkpoints.features import (
     DROPPED,
+    TableFormat,
     vocabulary_of,
     vocabulary_tensors,
     without_prefix,
 )
+from longspec_jax.drafters.dflash.config import DFlashConfig
+from longspec_jax.drafters.dflash.dialects import Dialect, dialect_of, draft_config, hf_draft_config
+from longspec_jax.drafters.dflash.model import DFlashParams
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.params import write_model
 from longspec_jax.weights.tables import MARKOV, ROTARY, Rule, Table, bind, layer_rules, layer_sizes

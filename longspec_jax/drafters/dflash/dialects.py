@@ -12,7 +12,7 @@ from typing import Any
 
 from longspec_jax.checks import is_whole
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoint import LAYER_CONFIG, proposals
+from longspec_jax.drafters.checkpoints.features import LAYER_CONFIG, proposals
 from longspec_jax.drafters.dflash.config import Confidence, DFlashConfig, Markov
 from longspec_jax.weights.hf_config import REFUSED, build, check_refused, hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject

@@ -10,16 +10,18 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoint import QKV, TableFormat, llama_rules
-from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.drafters.eagle3.dialects import Dialect, dialect_of, draft_config, hf_draft_config
-from longspec_jax.drafters.eagle3.model import Eagle3Params
-from longspec_jax.drafters.vocabulary import (
+from longspec_jax.drafters.checkpoints.features import (
     DROPPED,
+    QKV,
+    TableFormat,
+    llama_rules,
     vocabulary_of,
     vocabulary_tensors,
     without_prefix,
 )
+from longspec_jax.drafters.eagle3.config import Eagle3Config
+from longspec_jax.drafters.eagle3.dialects import Dialect, dialect_of, draft_config, hf_draft_config
+from longspec_jax.drafters.eagle3.model import Eagle3Params
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.params import write_model
 from longspec_jax.weights.tables import ROTARY, Rule, Table, bind, layer_sizes

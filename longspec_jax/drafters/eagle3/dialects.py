@@ -21,7 +21,7 @@ from longspec_jax.config.layers import (
     yarn_magnitude,
 )
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoint import LAYER_CONFIG, proposals
+from longspec_jax.drafters.checkpoints.features import LAYER_CONFIG, proposals
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.weights.hf_config import (
     REFUSED,

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoint import QKV, QKV_BIAS, SELF_OUT
+from longspec_jax.drafters.checkpoints.features import QKV, QKV_BIAS, SELF_OUT
 from longspec_jax.drafters.longspec.config import DraftConfig, check_vocabulary
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.families import FAMILIES

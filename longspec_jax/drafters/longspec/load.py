@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
+from longspec_jax.drafters.checkpoints.vocabulary import load_draft_vocabulary
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
 from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
-from longspec_jax.drafters.vocabulary import check_vocabulary, load_draft_vocabulary
+from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.sharding import param_shardings
 
 
