@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.features import QKV, QKV_BIAS, SELF_OUT
-from longspec_jax.drafters.longspec.config import DraftConfig, check_vocabulary
+from longspec_jax.drafters.longspec.config import DraftConfig, check_vocab_size
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.folder import open_folder
@@ -123,7 +123,7 @@ def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
     """
     vocab_size = raw.whole("vocab_size", target.vocab_size)
     try:
-        check_vocabulary(vocab_size, target)
+        check_vocab_size(vocab_size, target)
     except ValueError as error:
         raise ValueError(f"{raw.origin}: {error}") from error
     _check_layers(raw, target)

@@ -9,7 +9,7 @@ from longspec_jax.config.layers import RopeScaling, Rotary
 from longspec_jax.config.target import TargetConfig, check_layer
 
 
-def check_vocabulary(vocab_size: int, target: TargetConfig) -> None:
+def check_vocab_size(vocab_size: int, target: TargetConfig) -> None:
     """Raise ValueError unless a draft was made for a target of as many tokens."""
     if vocab_size != target.vocab_size:
         raise ValueError(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from longspec_jax.checks import whole_number
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec.config import DraftConfig, check_vocabulary
+from longspec_jax.drafters.longspec.config import DraftConfig, check_vocab_size
 
 MOST_LAYERS = 3
 """More would cost a round more than they were ever seen to gain."""
@@ -33,4 +33,4 @@ class ParallelConfig:
     def check_fits(self, target: TargetConfig) -> None:
         """Raise unless this draft can read the target's embedding, head and last-layer K/V."""
         self.layer.check_fits(target)
-        check_vocabulary(self.vocab_size, target)
+        check_vocab_size(self.vocab_size, target)
