@@ -22,6 +22,7 @@ from longspec_jax.decoding.cache import KVCache, allocate
 from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
+from longspec_jax.drafters.checkpoints.longspec import draft_table as longspec_table
 from longspec_jax.drafters.dflash.checkpoint import Format as DFlashFormat
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.dialects import LAYERS as DFLASH_LAYERS
@@ -36,9 +37,7 @@ from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.dialects import SPECFORGE
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, seen
 from longspec_jax.drafters.eagle3.model import Eagle3Params
-from longspec_jax.drafters.longspec.checkpoint import draft_table as longspec_table
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.load import LongSpecDraft, LongSpecOptions
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.parallel.checkpoint import draft_table as parallel_table
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.load import ParallelDraft, ParallelOptions

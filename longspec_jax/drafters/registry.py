@@ -24,7 +24,7 @@ class Kind:
     the draft itself."""
     loader: str = ""
     """Module and function that load a draft with weights, such as
-    :func:`longspec_jax.drafters.longspec.load.load`."""
+    :func:`longspec_jax.drafters.checkpoints.longspec.load`."""
 
     @property
     def options_type(self) -> type[Any]:
@@ -42,7 +42,7 @@ def _imported(place: str) -> Any:
     return getattr(importlib.import_module(f"longspec_jax.drafters.{module}"), name)
 
 
-LONGSPEC = Kind("longspec.load:LongSpecOptions", "longspec.load:load")
+LONGSPEC = Kind("longspec:LongSpecOptions", "checkpoints.longspec:load")
 SMALL_LM = Kind("small_lm.load:SmallLMOptions", "small_lm.load:load")
 NAMED = {
     "ngram": Kind("ngram:NgramDraft"),

@@ -15,8 +15,7 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent

@@ -22,8 +22,7 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.dflash.drafter import DFlashDrafter
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.parallel.drafter import ParallelDrafter
 from longspec_jax.drafters.parallel.model import ParallelParams
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest

@@ -13,7 +13,7 @@ from longspec_jax.config.layers import HeadScales
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy

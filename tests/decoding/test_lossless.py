@@ -17,8 +17,7 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
 from longspec_jax.drafters.joined import Joined
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Needs
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.sharding import partition_spec
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_target, save_target

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from configs import demo
+from longspec_jax.drafters.checkpoints.longspec import load_draft
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.drafters.small_lm.load import SmallLMOptions, load
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer

@@ -8,7 +8,7 @@ import pytest
 from longspec_jax.config.known import TARGETS
 from longspec_jax.config.layers import LayerConfig, RecurrenceConfig, Rotary
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec import DraftConfig
 from tests.kit import tiny_target_config
 from train.drafts.longspec.objective import LongSpecObjective
 from train.drafts.longspec.settings import LongSpecSettings

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from longspec_jax import cli, files
-from longspec_jax.drafters.longspec.checkpoint import load_draft
+from longspec_jax.drafters.checkpoints.longspec import load_draft
 from longspec_jax.weights.hf import load_target
 from tests.train.tiny import (
     ROOT,

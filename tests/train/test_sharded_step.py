@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from longspec_jax.drafters.longspec import model as draft_lib
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters import longspec as draft_lib
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.models import target as target_lib
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import make_mesh, param_shardings

@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec.checkpoint import LAYER_RULES, hf_draft_config, layer_config
+from longspec_jax.drafters.checkpoints.longspec import LAYER_RULES, hf_draft_config, layer_config
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import build

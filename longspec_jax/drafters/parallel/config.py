@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from longspec_jax.checks import whole_number
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec.config import DraftConfig, check_vocab_size
+from longspec_jax.drafters.longspec import DraftConfig, check_vocab_size
 
 MOST_LAYERS = 3
 """More would cost a round more than they were ever seen to gain."""

@@ -1,7 +1,7 @@
 """The layers of the parallel LongSpec draft, and its parameters.
 
 A block is the pending token and learnt vectors in the slots behind it. Its layers are those of the
-LongSpec draft (:class:`~longspec_jax.drafters.longspec.model.LongSpecLayer`): self-attention,
+LongSpec draft (:class:`~longspec_jax.drafters.longspec.LongSpecLayer`): self-attention,
 cross-attention to the target's last-layer keys and values, MLP. The slots see each other in every
 layer. Only the first layer sees the tokens before the block, by self-attention keys and values of
 their embeddings: these depend on (token, position) alone, so one ring serves any number of layers
@@ -22,7 +22,7 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.longspec import LongSpecLayer
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.tables import BlockParams
 from longspec_jax.drafters.window import Rows

@@ -12,8 +12,7 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, NoDraft, Params
 from longspec_jax.drafters.joined import Joined
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.longspec.load import LongSpecOptions
+from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecOptions
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.blocks import LastQuery
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.checkpoints.longspec import load_draft, save_draft
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.partitioned import with_sharding
 

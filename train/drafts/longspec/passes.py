@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import with_sharding
 

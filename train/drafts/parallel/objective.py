@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec import checkpoint as longspec
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.checkpoints import longspec
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.drafters.parallel.checkpoint import ARCHITECTURE, load_draft, save_draft
 from longspec_jax.drafters.parallel.config import ParallelConfig
 from longspec_jax.drafters.parallel.model import ParallelLayers

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.longspec import checkpoint as longspec
+from longspec_jax.drafters.checkpoints import longspec
 from tests.kit import random_draft
 from train.config import StageConfig
 from train.drafts import block_attention

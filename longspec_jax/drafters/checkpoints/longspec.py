@@ -8,7 +8,14 @@ from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.features import QKV, QKV_BIAS, SELF_OUT
-from longspec_jax.drafters.longspec.config import DraftConfig, check_vocab_size
+from longspec_jax.drafters.checkpoints.vocabulary import load_draft_vocabulary
+from longspec_jax.drafters.draft import Target, pays_in_int8
+from longspec_jax.drafters.longspec import (
+    DraftConfig,
+    LongSpecDraft,
+    LongSpecOptions,
+    check_vocab_size,
+)
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.folder import open_folder
@@ -81,7 +88,7 @@ def load_draft(
 
     Returns:
       The configuration, and the parameters of
-      :class:`~longspec_jax.drafters.longspec.model.LongSpecLayer`.
+      :class:`~longspec_jax.drafters.longspec.LongSpecLayer`.
 
     Raises:
       FileNotFoundError: if the draft or one of its files is missing.
@@ -209,3 +216,35 @@ def without_prefix(tensors: Tensors) -> Tensors:
         return f"{name} (beside {prefix}*)"
 
     return {stripped(name): tensor for name, tensor in tensors.items()}
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: LongSpecOptions,
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> LongSpecDraft:
+    """Load a draft in the format of the LongSpec release, from a folder or a hub id.
+
+    Raises:
+      FileNotFoundError: if the draft, one of its files or its table of tokens is missing.
+      ValueError: if it does not belong to the target, or a file is damaged.
+    """
+    vocabulary = None
+    if options.vocabulary is not None:
+        limits = target.config.vocab_size, options.vocabulary
+        vocabulary = load_draft_vocabulary(source, *limits, revision=revision)
+    config, layer = load_draft(
+        source, target.config, dtype=target.config.dtype, mesh=mesh, revision=revision
+    )
+    return LongSpecDraft.bind(
+        config,
+        layer,
+        target.params,
+        vocabulary=vocabulary,
+        int8=pays_in_int8(target) if options.int8 is None else options.int8,
+        working=options.working_cache(target.config),
+        mesh=mesh,
+    )
