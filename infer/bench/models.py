@@ -23,6 +23,7 @@ from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.checkpoints.longspec import draft_table as longspec_table
+from longspec_jax.drafters.checkpoints.parallel import draft_table as parallel_table
 from longspec_jax.drafters.dflash.checkpoint import Format as DFlashFormat
 from longspec_jax.drafters.dflash.config import DFlashConfig
 from longspec_jax.drafters.dflash.dialects import LAYERS as DFLASH_LAYERS
@@ -38,9 +39,7 @@ from longspec_jax.drafters.eagle3.dialects import SPECFORGE
 from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, seen
 from longspec_jax.drafters.eagle3.model import Eagle3Params
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecOptions
-from longspec_jax.drafters.parallel.checkpoint import draft_table as parallel_table
-from longspec_jax.drafters.parallel.config import ParallelConfig
-from longspec_jax.drafters.parallel.load import ParallelDraft, ParallelOptions
+from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
 from longspec_jax.drafters.registry import options_of, separated
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft
 from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions

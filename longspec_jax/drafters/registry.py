@@ -55,7 +55,7 @@ EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
 MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
 TOKENSWIFT = Kind("tokenswift.load:TokenSwiftOptions", "tokenswift.load:load")
 MTP = Kind("eagle.load:EagleOptions", "mtp.load:load")
-PARALLEL = Kind("parallel.load:ParallelOptions", "parallel.load:load")
+PARALLEL = Kind("parallel:ParallelOptions", "checkpoints.parallel:load")
 DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,

@@ -16,7 +16,7 @@ from longspec_jax.config.known import PRESETS, TARGETS
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.longspec import draft_table
 from longspec_jax.drafters.longspec import DraftConfig
-from longspec_jax.drafters.parallel.config import ParallelConfig
+from longspec_jax.drafters.parallel import ParallelConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.tables import target_table
 from train.arguments import from_config

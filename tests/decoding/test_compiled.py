@@ -23,8 +23,7 @@ from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.dflash.drafter import DFlashDrafter
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
-from longspec_jax.drafters.parallel.drafter import ParallelDrafter
-from longspec_jax.drafters.parallel.model import ParallelParams
+from longspec_jax.drafters.parallel import ParallelDrafter, ParallelParams
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints import longspec
+from longspec_jax.drafters.checkpoints.parallel import ARCHITECTURE, load_draft, save_draft
 from longspec_jax.drafters.longspec import DraftConfig
-from longspec_jax.drafters.parallel.checkpoint import ARCHITECTURE, load_draft, save_draft
-from longspec_jax.drafters.parallel.config import ParallelConfig
-from longspec_jax.drafters.parallel.model import ParallelLayers
+from longspec_jax.drafters.parallel import ParallelConfig, ParallelLayers
 from longspec_jax.models.layers import INITIAL_SCALE
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.partitioned import with_sharding

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.drafters.parallel.config import ParallelConfig
-from longspec_jax.drafters.parallel.model import ParallelLayers
+from longspec_jax.drafters.parallel import ParallelConfig, ParallelLayers
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along
 

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.longspec import LAYER_RULES, hf_draft_config, layer_config
-from longspec_jax.drafters.parallel.config import ParallelConfig
+from longspec_jax.drafters.draft import Target, pays_in_int8
+from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import build
 from longspec_jax.weights.json_files import JsonObject
@@ -108,3 +109,24 @@ def draft_table(config: ParallelConfig) -> Table:
         ours, theirs = f"layers_{index}/", f"layers.{index}."
         leaves += [bind(rule, sizes, ours, theirs) for rule in LAYER_RULES]
     return Table(tuple(leaves), ROTARY)
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: ParallelOptions,
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> ParallelDraft:
+    """Load a parallel LongSpec draft from a folder or a hub id.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if it does not belong to the target, or a file is damaged.
+    """
+    config, params = load_draft(
+        source, target.config, dtype=target.config.dtype, mesh=mesh, revision=revision
+    )
+    int8 = pays_in_int8(target) if options.int8 is None else options.int8
+    return ParallelDraft.bind(config, params, target.params, int8=int8, mesh=mesh)
