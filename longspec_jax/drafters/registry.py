@@ -50,7 +50,7 @@ NAMED = {
     "suffix": Kind("suffix:SuffixDraft"),
 }
 """Kinds without weights."""
-EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
+EAGLE3 = Kind("eagle3:Eagle3Options", "checkpoints.eagle3:load")
 EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
 MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
 TOKENSWIFT = Kind("tokenswift.load:TokenSwiftOptions", "tokenswift.load:load")

@@ -81,7 +81,7 @@ def load_draft(
 ) -> tuple[Format, DFlashConfig, DFlashParams]:
     """Load a draft in any of the published dialects.
 
-    Arguments and errors as of :func:`longspec_jax.drafters.eagle3.checkpoint.load_draft`.
+    Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.eagle3.load_draft`.
     """
     with open_folder(source, mesh, revision) as folder:
         tensors = without_prefix(folder.tensors)

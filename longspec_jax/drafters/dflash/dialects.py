@@ -1,7 +1,7 @@
 """The ``config.json`` of DFlash and DSpark drafts, as their trainers write it, in and out.
 
 They count the target's layers differently, as with EAGLE-3 drafts
-(:mod:`longspec_jax.drafters.eagle3.dialects`): speculators by the hidden states that *enter* a
+(:mod:`longspec_jax.drafters.checkpoints.eagle3`): speculators by the hidden states that *enter* a
 layer, the others by those that *leave* it. A block of DFlash proposes behind the pending token's
 slot; a block of DSpark proposes from it on, one token more.
 """

@@ -10,11 +10,16 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoints.eagle3 import (
+    FIRST_LAYER,
+    USUAL_POSITIONS,
+    authors_base,
+    bound,
+)
 from longspec_jax.drafters.checkpoints.features import EMBEDDING, QKV, llama_rules, without_prefix
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.model import EagleConfig, EagleParams
-from longspec_jax.drafters.eagle3.dialects import FIRST_LAYER, USUAL_POSITIONS, authors_base
-from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, bound
+from longspec_jax.drafters.eagle3 import Eagle3Draft, Eagle3Options
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import REFUSED, build, check_refused, head_width, norm_eps

@@ -19,8 +19,7 @@ from flax import struct
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.drafters.eagle3.model import Eagle3Params, LevelOutput
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Params, LevelOutput
 from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU
 from longspec_jax.models.target import HEADS
@@ -43,7 +42,7 @@ class EagleConfig(Eagle3Config):
 class EagleLayer(nn.Module):
     """The draft as pure functions of hidden states and embeddings; attention is the caller's.
 
-    Arguments and results as of :class:`longspec_jax.drafters.eagle3.model.Eagle3Layer`.
+    Arguments and results as of :class:`longspec_jax.drafters.eagle3.Eagle3Layer`.
     """
 
     config: EagleConfig

@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 
 from longspec_jax.config.layers import LayerConfig
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoints.eagle3 import bound
 from longspec_jax.drafters.checkpoints.features import DROPPED, LAYER_CONFIG, QKV, llama_rules
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle.load import EagleOptions
-from longspec_jax.drafters.eagle3.load import Eagle3Draft, bound
+from longspec_jax.drafters.eagle3 import Eagle3Draft
 from longspec_jax.drafters.mtp.model import MtpConfig, MtpParams
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder

@@ -19,10 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft, save_draft
-from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.drafters.eagle3.dialects import SPECFORGE
-from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format, load_draft, save_draft
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Params
 from longspec_jax.drafters.vocabulary import most_frequent
 from longspec_jax.models.layers import INITIAL_SCALE
 from longspec_jax.models.target import capped, head_logits, head_of

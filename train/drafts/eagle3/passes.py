@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from longspec_jax.axes import Array
-from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.drafters.eagle3.model import Eagle3Layer
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Layer
 from longspec_jax.models.target import scaled
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import with_sharding

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format, load, save_draft
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
-from longspec_jax.drafters.eagle3.dialects import SPECFORGE
-from longspec_jax.drafters.eagle3.load import Eagle3Options, load
+from longspec_jax.drafters.eagle3 import Eagle3Options
 from tests.drafters.eagle3.toys import random_params
 from tests.kit import random_target, relative_error, tiny_target_config
 from train.config import StageConfig

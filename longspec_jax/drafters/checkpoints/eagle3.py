@@ -1,4 +1,6 @@
-"""The ``config.json`` of EAGLE-3 drafts, as the four families of trainers write it, in and out.
+"""EAGLE-3 drafts as the four families of trainers publish them, in and out.
+
+Every stored tensor is read, or dropped for a reason that is listed, or refused.
 
 The same key means different things in them. ``eagle_aux_hidden_state_layer_ids`` counts the layers
 that a hidden state *enters* where speculators writes it, and those that it *leaves* where SpecForge
@@ -10,7 +12,10 @@ marks of two is refused with both readings.
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from jax.sharding import Mesh
 
 from longspec_jax.checks import is_whole, shown
 from longspec_jax.config.layers import (
@@ -21,8 +26,26 @@ from longspec_jax.config.layers import (
     yarn_magnitude,
 )
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoints.features import LAYER_CONFIG, proposals
-from longspec_jax.drafters.eagle3.config import Eagle3Config
+from longspec_jax.drafters.checkpoints.features import (
+    DROPPED,
+    LAYER_CONFIG,
+    QKV,
+    TableFormat,
+    llama_rules,
+    proposals,
+    vocabulary_of,
+    vocabulary_tensors,
+    without_prefix,
+)
+from longspec_jax.drafters.draft import Target, pays_in_int8
+from longspec_jax.drafters.eagle3 import (
+    Eagle3Config,
+    Eagle3Draft,
+    Eagle3Options,
+    Eagle3Params,
+    seen,
+)
+from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import (
     REFUSED,
     build,
@@ -32,6 +55,7 @@ from longspec_jax.weights.hf_config import (
     raw_layer,
 )
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.params import write_model
 from longspec_jax.weights.rope import (
     inner_layers,
     raw_rope,
@@ -40,6 +64,7 @@ from longspec_jax.weights.rope import (
     rope_theta,
     scaling_entry,
 )
+from longspec_jax.weights.tables import ROTARY, Rule, Table, bind, layer_sizes
 
 MIDLAYER, FIRST_LAYER = "midlayer.", "layers.0."
 """What the names of the layer's tensors begin with."""
@@ -366,3 +391,172 @@ def _raw_rope(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
         scale = (scaling.attention_factor - 1) / (usual - 1 or 1)
         entry |= {"mscale": scale, "mscale_all_dim": 0.0}
     return {"rope_theta": config.rope_theta, "rope_scaling": entry}
+
+
+_NORMS = (
+    Rule("embedding_norm/scale", "D", (("input_layernorm.weight", "D"),)),
+    Rule("hidden_norm/scale", "D", (("hidden_norm.weight", "D"),)),
+)
+_FUSE = (Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),)
+_FUSE_NORM = (Rule("fuse_norm/scale", "C", (("input_norm.weight", "C"),)),)
+_FINAL_NORM = (Rule("final_norm/scale", "D", (("norm.weight", "D"),)),)
+_DROPPED = ROTARY | DROPPED
+
+
+@dataclass(frozen=True)
+class Format(TableFormat):
+    """How a draft is stored."""
+
+    dialect: Dialect
+
+    def table(self, config: Eagle3Config) -> Table:
+        """The tensors of a draft."""
+        sizes = layer_sizes(config) | {
+            "C": len(config.features) * config.target_width,
+            "E": config.target_width,
+            "V": config.vocab_size,
+            "v": config.proposable,
+        }
+        norms = _FUSE_NORM * config.norm_before_fuse
+        if config.feature_norms:
+            norms += tuple(
+                Rule(f"feature_norms_{each}/scale", "E", ((f"fc_norm.{each}.weight", "E"),))
+                for each in range(len(config.features))
+            )
+        dead: dict[str, tuple[int, ...]] = {}
+        if config.normed_head or config.normed_feedback:
+            norms += _FINAL_NORM
+        else:
+            dead["norm.weight"] = (config.model_width,)
+        # q, k and v read the embedding and the feature side by side.
+        prefix, wide = self.dialect.layer, sizes | {"D": 2 * config.model_width}
+        leaves = [bind(QKV, wide, theirs=prefix)]
+        layer = _NORMS + llama_rules(config)
+        leaves += [bind(rule, sizes, theirs=prefix) for rule in layer]
+        leaves += [bind(rule, sizes) for rule in (*_FUSE, *norms, *self.tables)]
+        return Table(tuple(leaves), _DROPPED, dead)
+
+
+def load_draft(
+    source: str | Path,
+    target: TargetConfig,
+    target_params: Any,
+    *,
+    layers: tuple[int, ...] | None = None,
+    theta: float | None = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> tuple[Format, Eagle3Config, Eagle3Params]:
+    """Load a draft in any of the published dialects.
+
+    Args:
+      source: a folder with ``config.json`` and weights, or a hub id.
+      target: the configuration of its target.
+      target_params: the target's parameters, of which the draft may share tables.
+      layers: layers of the target after which it takes the hidden states, -1 for the embedding; as
+        its file says if absent.
+      theta: its rotary base; as its file says if absent.
+      mesh: devices to shard over by the project's rules; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if the draft does not belong to the target, or its files are damaged, do not fit
+        together or can be read in two ways.
+    """
+    with open_folder(source, mesh, revision) as folder:
+        raw, tensors = folder.raw, without_prefix(folder.tensors)
+        dialect = dialect_of(raw, tensors)
+        config = draft_config(raw, dialect, tensors, target, layers=layers, theta=theta)
+        with folder.named():
+            config.check_fits(target)
+            vocabulary = vocabulary_of(tensors, config)
+        stored = Format(dialect, "embed_tokens.weight" in tensors, "lm_head.weight" in tensors)
+        layer = folder.params(stored.table(config), tensors, config.dtype)
+    tied = raw.flag("tie_word_embeddings", False)
+    tables = target, target_params, vocabulary, tied
+    return stored, config, Eagle3Params.bound(layer, config, *tables)
+
+
+def save_draft(
+    folder: str | Path, stored: Format, config: Eagle3Config, params: Eagle3Params
+) -> None:
+    """Save a draft in the dialect that it was loaded from, or in another.
+
+    Args:
+      folder: made if absent; weights in it are replaced, other files stay.
+      stored: how; tables that the draft shares with its target are written where it says so.
+      config: the draft's configuration.
+      params: its parameters, of any sharding; not in 8 bits.
+
+    Raises:
+      ValueError: for parameters in 8 bits.
+    """
+    more = vocabulary_tensors(params.vocabulary, config.vocab_size)
+    raw, where = hf_draft_config(config, stored.dialect), Path(folder).expanduser()
+    write_model(where, stored.table(config), stored.stored(params), config.dtype, raw, more)
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: Eagle3Options = Eagle3Options(),  # noqa: B008 - frozen.
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> Eagle3Draft:
+    """Load an EAGLE-3 draft as its trainer stored it, from a folder or a hub id.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if it does not belong to the target, or a file is damaged or can be read in two
+        ways.
+    """
+    stored, config, params = load_draft(
+        source,
+        target.config,
+        target.params,
+        layers=options.features,
+        theta=options.rope_theta,
+        mesh=mesh,
+        revision=revision,
+    )
+    return bound("eagle3", source, target, options, mesh, config, params, stored)
+
+
+def bound(
+    name: str,
+    source: str | Path,
+    target: Target,
+    options: Eagle3Options,
+    mesh: Mesh | None,
+    config: Eagle3Config,
+    params: Eagle3Params,
+    stored: Format | None = None,
+) -> Eagle3Draft:
+    """A draft with its options applied; says which tokens it sees where nobody named them.
+
+    Args:
+      name: of its kind.
+      source: its folder or hub id, for the message.
+      target: what it drafts for.
+      options: its options.
+      mesh: devices that it is spread over.
+      config: its configuration.
+      params: its parameters, not in 8 bits.
+      stored: how it was stored.
+    """
+    if options.yarn is not None:
+        config = config.stretched(options.yarn)
+    if pays_in_int8(target) if options.int8 is None else options.int8:
+        params = params.in_int8(mesh)
+    reach = seen(config, target.config, options)
+    if reach.window is not None and options.window is None and config.window is None:
+        warnings.warn(
+            f"{source}: the draft was made for {config.max_positions} positions and the target for "
+            f"{target.config.max_positions}, so it sees the first {reach.sinks} and the last "
+            f"{reach.window} tokens of a text; the draft option window=N changes that",
+            stacklevel=3,
+        )
+    working = options.cache_options.working_cache(target.config)
+    return Eagle3Draft(config, params, reach, stored, working, name)
