@@ -51,10 +51,10 @@ NAMED = {
 }
 """Kinds without weights."""
 EAGLE3 = Kind("eagle3:Eagle3Options", "checkpoints.eagle3:load")
-EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
+EAGLE = Kind("eagle:EagleOptions", "checkpoints.eagle:load")
 MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
 TOKENSWIFT = Kind("tokenswift.load:TokenSwiftOptions", "tokenswift.load:load")
-MTP = Kind("eagle.load:EagleOptions", "mtp.load:load")
+MTP = Kind("eagle:EagleOptions", "checkpoints.mtp:load")
 PARALLEL = Kind("parallel:ParallelOptions", "checkpoints.parallel:load")
 DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
 ARCHITECTURES = {

@@ -17,9 +17,8 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.eagle3 import bound
 from longspec_jax.drafters.checkpoints.features import DROPPED, LAYER_CONFIG, QKV, llama_rules
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle.load import EagleOptions
+from longspec_jax.drafters.eagle import EagleOptions, MtpConfig, MtpParams
 from longspec_jax.drafters.eagle3 import Eagle3Draft
-from longspec_jax.drafters.mtp.model import MtpConfig, MtpParams
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import target_config

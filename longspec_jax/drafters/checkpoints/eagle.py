@@ -4,7 +4,6 @@
 and hidden state has one. What is stored in which shape says the rest.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -18,8 +17,8 @@ from longspec_jax.drafters.checkpoints.eagle3 import (
 )
 from longspec_jax.drafters.checkpoints.features import EMBEDDING, QKV, llama_rules, without_prefix
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle.model import EagleConfig, EagleParams
-from longspec_jax.drafters.eagle3 import Eagle3Draft, Eagle3Options
+from longspec_jax.drafters.eagle import EagleConfig, EagleOptions, EagleParams
+from longspec_jax.drafters.eagle3 import Eagle3Draft
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import REFUSED, build, check_refused, head_width, norm_eps
@@ -31,23 +30,10 @@ _FUSE = (Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),)
 _FUSE_BIAS = (Rule("fuse/bias", "D", (("fc.bias", "D"),)),)
 
 
-@dataclass(frozen=True)
-class EagleOptions(Eagle3Options):
-    """Options of an EAGLE-1 or 2 draft, or of an MTP layer; none changes a token."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layers is not None:
-            raise ValueError(
-                f"layers={self.layers!r}: an EAGLE-1 or 2 draft reads the last hidden state; leave "
-                "layers out"
-            )
-
-
 def load(
     source: str | Path,
     target: Target,
-    options: EagleOptions = EagleOptions(),
+    options: EagleOptions = EagleOptions(),  # noqa: B008 - frozen.
     *,
     mesh: Mesh | None = None,
     revision: str | None = None,

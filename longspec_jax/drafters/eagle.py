@@ -1,17 +1,22 @@
-"""The layer of EAGLE-1 and 2; the drafter is EAGLE-3's.
+"""EAGLE-1, EAGLE-2 and multi-token prediction: layers over the target's last hidden state.
 
 The target's hidden state of a token, behind the final norm, and the embedding of the token behind
-it are projected to one vector of the model's width. The layer reads it without a norm before its
-attention, nothing is normed behind the layer, and the target's own LM head makes logits of its
-output (arXiv 2401.15077, section 3). The output stands in for the hidden state that only the target
-knows, so the next level of a tree goes on from it.
+it are projected to one vector of the model's width, which a layer reads. The target's own LM head
+makes logits of its output. The output stands in for the hidden state that only the target knows, so
+the next level of a tree goes on from it. The drafter is EAGLE-3's.
 
-Both papers train the same weights. EAGLE-2's tree, the best paths under a budget, is the one that
-all drafters here grow.
+- EAGLE (arXiv 2401.15077, section 3): no norm before the attention, and none behind the layer. Both
+  papers train the same weights; EAGLE-2's tree, the best paths under a budget, is the one that all
+  drafters here grow.
+- MTP (arXiv 2412.19437, section 2.2; arXiv 2509.18362): the two inputs are normed, each by itself.
+  A layer like the target's own reads them, and a norm of its own precedes the LM head. One layer
+  serves all levels.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -19,7 +24,7 @@ from flax import struct
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Params, LevelOutput
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Options, Eagle3Params, LevelOutput
 from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU
 from longspec_jax.models.target import HEADS
@@ -109,3 +114,62 @@ class EagleParams(Eagle3Params):
     """The draft's layer and its tables; the LM head is the target's."""
 
     module = EagleLayer
+
+
+@dataclass(frozen=True)
+class MtpConfig(EagleConfig):
+    """Shape of an MTP layer; ``features`` holds what leaves the target's final norm."""
+
+    hidden_first: bool = False
+    """Whether the projection reads the hidden state before the embedding."""
+
+
+class MtpLayer(EagleLayer):
+    """The layer as pure functions of hidden states and embeddings; attention is the caller's."""
+
+    config: Any
+
+    def setup(self) -> None:
+        """Declare the submodules."""
+        super().setup()
+        norm = partial(RMSNorm, self.config.norm_eps, jnp.dtype(self.config.dtype))
+        self.embedding_norm, self.hidden_norm, self.attention_norm = norm(), norm(), norm()
+        self.output_norm = norm()
+        if self.config.qk_norm:
+            self.q_norm, self.k_norm = norm(), norm()
+
+    def _joined(self, embedded: Array, feature: Array) -> Array:
+        parts = self.embedding_norm(embedded), self.hidden_norm(feature)
+        return super()._joined(*(parts[::-1] if self.config.hidden_first else parts))
+
+    def _heads(self, joined: Array, positions: Array) -> tuple[Array, Array, Array]:
+        c, scales = self.config, None
+        if c.qk_norm:
+            scales = self.q_norm.weights(c.head_width), self.k_norm.weights(c.head_width)
+        qkv = self.self_qkv(self.attention_norm(joined))
+        q, k, v = with_sharding(HEADS, *split_heads(qkv, *c.angles(positions), scales, c.norm_eps))
+        return q, k, v
+
+    def _left(self, x: Array, delta: Array) -> Array:
+        [out] = with_sharding("b t d", self.output_norm.add(x, delta)[1])
+        return out
+
+
+@struct.dataclass
+class MtpParams(EagleParams):
+    """The layer and the target's tables."""
+
+    module = MtpLayer
+
+
+@dataclass(frozen=True)
+class EagleOptions(Eagle3Options):
+    """Options of an EAGLE-1 or 2 draft, or of an MTP layer; none changes a token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers is not None:
+            raise ValueError(
+                f"layers={self.layers!r}: an EAGLE-1 or 2 draft reads the last hidden state; leave "
+                "layers out"
+            )
