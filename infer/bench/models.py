@@ -22,16 +22,14 @@ from longspec_jax.decoding.cache import KVCache, allocate
 from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
+from longspec_jax.drafters.checkpoints.dflash import LAYERS as DFLASH_LAYERS
+from longspec_jax.drafters.checkpoints.dflash import ZLAB, evenly
+from longspec_jax.drafters.checkpoints.dflash import Format as DFlashFormat
 from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format
 from longspec_jax.drafters.checkpoints.longspec import draft_table as longspec_table
 from longspec_jax.drafters.checkpoints.parallel import draft_table as parallel_table
-from longspec_jax.drafters.dflash.checkpoint import Format as DFlashFormat
-from longspec_jax.drafters.dflash.config import DFlashConfig
-from longspec_jax.drafters.dflash.dialects import LAYERS as DFLASH_LAYERS
-from longspec_jax.drafters.dflash.dialects import ZLAB, evenly
-from longspec_jax.drafters.dflash.load import DFlashDraft, DFlashOptions
-from longspec_jax.drafters.dflash.load import seen as seen_by_dflash
-from longspec_jax.drafters.dflash.model import DFlashParams
+from longspec_jax.drafters.dflash import DFlashConfig, DFlashDraft, DFlashOptions, DFlashParams
+from longspec_jax.drafters.dflash import seen as seen_by_dflash
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.draft import Target as LoadedTarget
 from longspec_jax.drafters.eagle3 import (

@@ -56,7 +56,7 @@ MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
 TOKENSWIFT = Kind("tokenswift.load:TokenSwiftOptions", "tokenswift.load:load")
 MTP = Kind("eagle:EagleOptions", "checkpoints.mtp:load")
 PARALLEL = Kind("parallel:ParallelOptions", "checkpoints.parallel:load")
-DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
+DFLASH = Kind("dflash:DFlashOptions", "checkpoints.dflash:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
     "LongSpecParallelDraft": PARALLEL,

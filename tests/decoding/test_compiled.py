@@ -20,7 +20,7 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.dflash.drafter import DFlashDrafter
+from longspec_jax.drafters.dflash import DFlashDrafter
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.parallel import ParallelDrafter, ParallelParams

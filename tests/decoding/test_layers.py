@@ -18,7 +18,7 @@ from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.drafters.dflash.drafter import DFlashDrafter
+from longspec_jax.drafters.dflash import DFlashDrafter
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter

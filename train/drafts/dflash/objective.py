@@ -15,10 +15,15 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.dflash.checkpoint import Format, load_draft, save_draft
-from longspec_jax.drafters.dflash.config import DFlashConfig
-from longspec_jax.drafters.dflash.dialects import LAYERS, ZLAB, evenly
-from longspec_jax.drafters.dflash.model import DFlashParams
+from longspec_jax.drafters.checkpoints.dflash import (
+    LAYERS,
+    ZLAB,
+    Format,
+    evenly,
+    load_draft,
+    save_draft,
+)
+from longspec_jax.drafters.dflash import DFlashConfig, DFlashParams
 from longspec_jax.models.target import head_of, scaled
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along

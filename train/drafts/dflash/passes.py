@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.drafters.dflash.config import DFlashConfig
-from longspec_jax.drafters.dflash.model import DFlashLayers
+from longspec_jax.drafters.dflash import DFlashConfig, DFlashLayers
 from longspec_jax.models.target import scaled
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along

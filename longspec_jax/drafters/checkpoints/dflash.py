@@ -1,4 +1,6 @@
-"""The ``config.json`` of DFlash and DSpark drafts, as their trainers write it, in and out.
+"""DFlash and DSpark drafts as their trainers publish them, in and out.
+
+Every stored tensor is read, or dropped for a reason that is listed, or refused.
 
 They count the target's layers differently, as with EAGLE-3 drafts
 (:mod:`longspec_jax.drafters.checkpoints.eagle3`): speculators by the hidden states that *enter* a
@@ -6,17 +8,41 @@ layer, the others by those that *leave* it. A block of DFlash proposes behind th
 slot; a block of DSpark proposes from it on, one token more.
 """
 
+import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+from jax.sharding import Mesh
 
 from longspec_jax.checks import is_whole
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoints.features import LAYER_CONFIG, proposals
-from longspec_jax.drafters.dflash.config import Confidence, DFlashConfig, Markov
+from longspec_jax.drafters.checkpoints.features import (
+    DROPPED,
+    LAYER_CONFIG,
+    TableFormat,
+    proposals,
+    vocabulary_of,
+    vocabulary_tensors,
+    without_prefix,
+)
+from longspec_jax.drafters.dflash import (
+    Confidence,
+    DFlashConfig,
+    DFlashDraft,
+    DFlashOptions,
+    DFlashParams,
+    Markov,
+    seen,
+)
+from longspec_jax.drafters.draft import Target, pays_in_int8
+from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import REFUSED, build, check_refused, hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.params import write_model
 from longspec_jax.weights.rope import inner_layers
+from longspec_jax.weights.tables import MARKOV, ROTARY, Rule, Table, bind, layer_rules, layer_sizes
 
 LAYERS = "Qwen3ForCausalLM"
 """The family whose layers all of these drafts have, whatever the target's."""
@@ -283,3 +309,141 @@ def _raw_heads(config: DFlashConfig) -> dict[str, Any]:
     if config.confidence is not None:
         found["confidence_head_with_markov"] = config.confidence.with_markov
     return found
+
+
+_TRUNK = (
+    Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),
+    Rule("hidden_norm/scale", "D", (("hidden_norm.weight", "D"),)),
+    Rule("final_norm/scale", "D", (("norm.weight", "D"),)),
+)
+_CONFIDENCE = (
+    Rule("confidence/kernel", "O I", (("confidence_head.proj.weight", "O I"),)),
+    Rule("confidence/bias", "O", (("confidence_head.proj.bias", "O"),)),
+)
+
+
+@dataclass(frozen=True)
+class Format(TableFormat):
+    """How a draft is stored."""
+
+    dialect: Dialect
+
+    def table(self, config: DFlashConfig) -> Table:
+        """The tensors of a draft."""
+        sizes = layer_sizes(config.trunk) | {
+            "C": len(config.features) * config.target_width,
+            "V": config.vocab_size,
+            "v": config.proposable,
+            "O": 1,
+            "I": config.confidence_width,
+        }
+        rules = _TRUNK + self.tables
+        if config.markov is not None:
+            rules += MARKOV
+            inputs, outputs = config.markov.joint_shape(config.model_width)
+            sizes |= {"R": config.markov.rank, "J": inputs, "P": outputs}
+            if config.markov.gated or config.markov.recurrent:
+                name = f"markov_head.{'gate' if config.markov.gated else 'joint'}_proj"
+                rules += (
+                    Rule("markov/fuse/kernel", "J P", ((f"{name}.weight", "P J"),)),
+                    Rule("markov/fuse/bias", "P", ((f"{name}.bias", "P"),)),
+                )
+        if config.confidence is not None:
+            rules += _CONFIDENCE
+        leaves = [bind(rule, sizes) for rule in rules]
+        for index in range(config.trunk.num_layers):
+            ours, theirs = f"layers_{index}/", f"layers.{index}."
+            leaves += [bind(rule, sizes, ours, theirs) for rule in layer_rules(config.trunk)]
+        return Table(tuple(leaves), ROTARY | DROPPED)
+
+
+def load_draft(
+    source: str | Path,
+    target: TargetConfig,
+    target_params: Any,
+    *,
+    layers: tuple[int, ...] | None = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> tuple[Format, DFlashConfig, DFlashParams]:
+    """Load a draft in any of the published dialects.
+
+    Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.eagle3.load_draft`.
+    """
+    with open_folder(source, mesh, revision) as folder:
+        tensors = without_prefix(folder.tensors)
+        dialect = dialect_of(folder.raw, tensors)
+        config = draft_config(folder.raw, dialect, target, layers=layers)
+        with folder.named():
+            config.check_fits(target)
+            vocabulary = vocabulary_of(tensors, config)
+        stored = Format(dialect, "embed_tokens.weight" in tensors, "lm_head.weight" in tensors)
+        layer = folder.params(stored.table(config), tensors, config.trunk.dtype)
+    heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}
+    params = DFlashParams.bound(layer, config, target, target_params, vocabulary)
+    return stored, config, replace(params, **heads)
+
+
+def save_draft(
+    folder: str | Path, stored: Format, config: DFlashConfig, params: DFlashParams
+) -> None:
+    """Save a draft in the dialect that it was loaded from.
+
+    Args:
+      folder: made if absent; weights in it are replaced, other files stay.
+      stored: how; tables that the draft shares with its target are written where it says so.
+      config: the draft's configuration.
+      params: its parameters, of any sharding; not in 8 bits.
+
+    Raises:
+      ValueError: for parameters in 8 bits.
+    """
+    raw = hf_draft_config(config, stored.dialect)
+    heads = {"markov": params.markov, "confidence": params.confidence}
+    own = {name: head for name, head in heads.items() if head is not None}
+    more = vocabulary_tensors(params.vocabulary, config.vocab_size)
+    table, dtype = stored.table(config), config.trunk.dtype
+    everything = stored.stored(params) | own
+    write_model(Path(folder).expanduser(), table, everything, dtype, raw, more)
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: DFlashOptions = DFlashOptions(),  # noqa: B008 - frozen.
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> DFlashDraft:
+    """Load a DFlash or DSpark draft as its trainer stored it.
+
+    Args:
+      source: a folder or hub id.
+      target: what it was trained for.
+      options: its options.
+      mesh: devices to spread it over; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if it does not belong to the target, or a file is damaged.
+    """
+    stored, config, params = load_draft(
+        *(source, target.config, target.params),
+        layers=options.features,
+        mesh=mesh,
+        revision=revision,
+    )
+    if options.yarn is not None:
+        config = config.stretched(options.yarn)
+    if pays_in_int8(target) if options.int8 is None else options.int8:
+        params = params.in_int8(mesh)
+    reach = seen(config, target.config, options)
+    if reach.window is not None and options.window is None and None in config.windows:
+        warnings.warn(
+            f"{source}: the draft was made for {config.trunk.max_positions} positions and the "
+            f"target for {target.config.max_positions}, so it sees the first {reach.sinks} and the "
+            f"last {reach.window} tokens of a text; the draft option window=N changes that",
+            stacklevel=2,
+        )
+    return DFlashDraft(config, params, reach, stored)
