@@ -54,8 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 """What each part of the library may import besides itself; parts not listed may import all."""
-LOADERS = {"checkpoints", "load", "checkpoint", "dialects"}
-"""Files and folders of the drafters that read weights; all others are handed them."""
+LOADERS = {"checkpoints", "load"}
+"""What reads weights among the drafters; all else is handed them."""
 ENTRY = {
     "train": {"infer", "configs"},
     "infer": {"train", "configs"},

@@ -43,7 +43,7 @@ from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecO
 from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
 from longspec_jax.drafters.registry import options_of, separated
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft
-from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
+from longspec_jax.drafters.small_lm import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target

@@ -43,7 +43,7 @@ def _imported(place: str) -> Any:
 
 
 LONGSPEC = Kind("longspec:LongSpecOptions", "checkpoints.longspec:load")
-SMALL_LM = Kind("small_lm.load:SmallLMOptions", "small_lm.load:load")
+SMALL_LM = Kind("small_lm:SmallLMOptions", "checkpoints.small_lm:load")
 NAMED = {
     "ngram": Kind("ngram:NgramDraft"),
     "streaming": Kind("streaming:StreamingDraft"),

@@ -19,7 +19,7 @@ from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from tests.decoding.lossless import (
     LENGTHS,

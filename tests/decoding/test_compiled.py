@@ -28,7 +28,7 @@ from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.drafters.dflash import toys as dflash_toys

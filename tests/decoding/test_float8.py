@@ -18,7 +18,7 @@ from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention import float8

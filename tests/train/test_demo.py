@@ -9,8 +9,9 @@ import pytest
 
 from configs import demo
 from longspec_jax.drafters.checkpoints.longspec import load_draft
+from longspec_jax.drafters.checkpoints.small_lm import load
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.small_lm.load import SmallLMOptions, load
+from longspec_jax.drafters.small_lm import SmallLMOptions
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
 from longspec_jax.weights.hf import load_target

@@ -21,8 +21,7 @@ from longspec_jax.drafters.retrieval.working_cache import (
     WorkingCache,
     WorkingCacheOptions,
 )
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
-from longspec_jax.drafters.small_lm.load import SmallLMOptions
+from longspec_jax.drafters.small_lm import SmallLMDrafter, SmallLMOptions
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
 from longspec_jax.ops.selection.blocks import BlockBudget

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoints.small_lm import load
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.small_lm.load import SmallLMOptions, load
+from longspec_jax.drafters.small_lm import SmallLMOptions
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.weights.hf import save_target

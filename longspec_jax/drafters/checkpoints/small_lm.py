@@ -1,4 +1,4 @@
-"""A small language model that drafts: its options, the draft, and how it is loaded.
+"""How a small language model that drafts is loaded, and when its vocabulary is its target's.
 
 Target and small model must mean the same by a token id. Their tokenizers are compared; where one
 comes without a tokenizer, vocabularies of one size are taken to be the same. Models of one family
@@ -9,7 +9,6 @@ logits.
 import dataclasses
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +16,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
-from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.small_lm import SmallLM, SmallLMOptions
 from longspec_jax.models.target import head_of
 from longspec_jax.weights.gguf.file import read_gguf
 from longspec_jax.weights.gguf.tokenizer import gguf_tokenizer
@@ -28,65 +25,6 @@ from longspec_jax.weights.hf import load_target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.model_files import read_config
-
-
-@dataclass(frozen=True)
-class SmallLMOptions(WorkingCacheOptions):
-    """How a small model is loaded, and how much of its cache it reads."""
-
-    dtype: str | None = None
-    """Of its parameters, activations and cache; the target's if absent."""
-    context: int | None = None
-    """Tokens of the longest text it will draft for, prompt and new ones; the target's whole range
-    if absent. A model that was made for fewer positions is refused."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.context is not None and self.context < 1:
-            raise ValueError(
-                f"context={self.context} must be at least 1: it is the length in tokens of the "
-                "longest text that the small model drafts for; leave it out for the target's range"
-            )
-
-
-@dataclass(frozen=True, eq=False)
-class SmallLM(Draft):
-    """A small model and its parameters."""
-
-    config: TargetConfig
-    params: Any = field(repr=False)
-    """Of its :class:`longspec_jax.models.target.Target`."""
-    narrower: bool = False
-    """Whether the small model lacks tokens of the target."""
-    working: WorkingCache | None = None
-    """What a proposal reads of its cache; all of it if absent."""
-    name: str = field(default="small_lm", init=False)
-
-    @property
-    def default_trees(self) -> DefaultTrees:
-        """Chains and narrow trees: a level costs a forward of all its layers."""
-        chain, pair, tree = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((4, 4, 4))
-        return DefaultTrees((chain, pair), (tree, chain), (TreeConfig((4, 8, 8, 8)), chain))
-
-    def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if it has more tokens than the target, or layers that do not draft."""
-        own = self.config
-        capped = own.attention_cap is not None or own.attention_sinks
-        if len(own.full_layers) < own.num_layers or capped:
-            raise ValueError(
-                f"{own.architecture} has layers with a window or a state, a soft cap, or attention "
-                "sinks, and "
-                "cannot be a small_lm draft; load a small model without them"
-            )
-        if self.config.vocab_size > target.vocab_size:
-            raise ValueError(
-                f"the small model has vocab_size={self.config.vocab_size}, the target "
-                f"{target.vocab_size}; load a small model of the target's own family"
-            )
-
-    def drafter(self, tree: TreeConfig, attention: str | None = None) -> SmallLMDrafter:
-        """The drafter that grows this tree."""
-        return SmallLMDrafter(self.config, tree, attention, self.narrower, self.working)
 
 
 class Tokens(NamedTuple):
@@ -102,7 +40,7 @@ class Tokens(NamedTuple):
 def load(
     source: str | Path,
     target: Target,
-    options: SmallLMOptions = SmallLMOptions(),
+    options: SmallLMOptions = SmallLMOptions(),  # noqa: B008 - frozen.
     *,
     mesh: Mesh | None = None,
     revision: str | None = None,

@@ -1,4 +1,4 @@
-"""The small-model drafter: beam search with a whole language model of its own, and its own cache.
+"""A small language model that drafts: beam search with a whole model and a cache of its own.
 
 The classic of speculative decoding (Leviathan et al. 2023, Chen et al. 2023) with trees. The model
 shares only the tokenizer with the target, so any published model of the same family serves. Its
@@ -28,7 +28,12 @@ from longspec_jax.drafters.base import (
     Uncommitted,
     View,
 )
-from longspec_jax.drafters.retrieval.working_cache import CachedSelection, WorkingCache
+from longspec_jax.drafters.draft import DefaultTrees, Draft
+from longspec_jax.drafters.retrieval.working_cache import (
+    CachedSelection,
+    WorkingCache,
+    WorkingCacheOptions,
+)
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
@@ -233,3 +238,62 @@ def _append_chunk(
     return tuple(
         jax.vmap(write_row)(cache, rows, at) for cache, rows in zip(caches, fresh, strict=True)
     )
+
+
+@dataclass(frozen=True)
+class SmallLMOptions(WorkingCacheOptions):
+    """How a small model is loaded, and how much of its cache it reads."""
+
+    dtype: str | None = None
+    """Of its parameters, activations and cache; the target's if absent."""
+    context: int | None = None
+    """Tokens of the longest text it will draft for, prompt and new ones; the target's whole range
+    if absent. A model that was made for fewer positions is refused."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.context is not None and self.context < 1:
+            raise ValueError(
+                f"context={self.context} must be at least 1: it is the length in tokens of the "
+                "longest text that the small model drafts for; leave it out for the target's range"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class SmallLM(Draft):
+    """A small model and its parameters."""
+
+    config: TargetConfig
+    params: Any = field(repr=False)
+    """Of its :class:`longspec_jax.models.target.Target`."""
+    narrower: bool = False
+    """Whether the small model lacks tokens of the target."""
+    working: WorkingCache | None = None
+    """What a proposal reads of its cache; all of it if absent."""
+    name: str = field(default="small_lm", init=False)
+
+    @property
+    def default_trees(self) -> DefaultTrees:
+        """Chains and narrow trees: a level costs a forward of all its layers."""
+        chain, pair, tree = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((4, 4, 4))
+        return DefaultTrees((chain, pair), (tree, chain), (TreeConfig((4, 8, 8, 8)), chain))
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError if it has more tokens than the target, or layers that do not draft."""
+        own = self.config
+        capped = own.attention_cap is not None or own.attention_sinks
+        if len(own.full_layers) < own.num_layers or capped:
+            raise ValueError(
+                f"{own.architecture} has layers with a window or a state, a soft cap, or attention "
+                "sinks, and "
+                "cannot be a small_lm draft; load a small model without them"
+            )
+        if self.config.vocab_size > target.vocab_size:
+            raise ValueError(
+                f"the small model has vocab_size={self.config.vocab_size}, the target "
+                f"{target.vocab_size}; load a small model of the target's own family"
+            )
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> SmallLMDrafter:
+        """The drafter that grows this tree."""
+        return SmallLMDrafter(self.config, tree, attention, self.narrower, self.working)
