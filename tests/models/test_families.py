@@ -20,9 +20,8 @@ from longspec_jax.weights.params import assemble
 from longspec_jax.weights.tables import target_table
 from tests.kit import random_draft, relative_error
 from tests.models.families import CASES, load, torch, transformers
-from train.drafts.longspec.objective import LongSpecObjective
-from train.drafts.longspec.passes import Draws
-from train.drafts.longspec.settings import LongSpecSettings
+from train.drafts.kinds import LongSpecSettings
+from train.drafts.longspec import Draws, LongSpecObjective
 from train.step import Batch
 from train.target import run_target
 

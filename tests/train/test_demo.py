@@ -19,7 +19,7 @@ from tests.train.tiny import ROOT, records
 from train import pipeline
 from train.arguments import from_config
 from train.data.corpus import prepare_corpus, tokens_file
-from train.drafts.longspec.settings import LongSpecSettings
+from train.drafts.kinds import LongSpecSettings
 from train.metrics import Metrics
 
 

@@ -27,7 +27,7 @@ from tests.train.tiny import (
     write_documents,
 )
 from train import pipeline, run
-from train.drafts.longspec import objective
+from train.drafts import longspec as objective
 
 
 def losses(workdir: Path) -> list[float]:

@@ -16,8 +16,8 @@ from longspec_jax.drafters.dflash import Confidence, DFlashOptions, Markov
 from longspec_jax.drafters.draft import Target
 from tests.drafters.dflash.toys import random_params
 from train.config import StageConfig
-from train.drafts.dflash.objective import DFlashObjective, begin, fresh_config
-from train.drafts.dflash.settings import DFlashSettings
+from train.drafts.dflash import DFlashObjective, begin, fresh_config
+from train.drafts.kinds import DFlashSettings
 from train.step import Batch
 from train.target import run_target
 

@@ -9,13 +9,8 @@ import pytest
 
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer
 from tests.kit import ALL_PASSES, relative_error, tiny_target_config
-from train.drafts.longspec import passes
-from train.drafts.longspec.passes import (
-    Draws,
-    noisy_shifts,
-    run_draft,
-    shifted_attention,
-)
+from train.drafts import longspec as passes
+from train.drafts.longspec import Draws, noisy_shifts, run_draft, shifted_attention
 from train.target import (
     TargetView,
     anchored_positions,

@@ -16,8 +16,7 @@ from longspec_jax.drafters.checkpoints import longspec
 from tests.kit import random_draft
 from train.config import StageConfig
 from train.drafts import block_attention
-from train.drafts.kinds import KINDS
-from train.drafts.parallel.settings import ParallelSettings
+from train.drafts.kinds import KINDS, ParallelSettings
 from train.target import run_target
 
 from .. import steps as tiny

@@ -1,8 +1,9 @@
 """What a DFlash draft learns under a frozen target, and how it is begun and exported.
 
-Blocks begin at random anchors in every row (:mod:`train.drafts.blocks`). Slot ``j`` learns the
-text's token at its own place, given the target's features before the anchor (arXiv 2602.06036). The
-text should be the target's own, which ``python -m train.regenerate`` makes of any.
+Blocks begin at random anchors in every row (:mod:`train.drafts.blocks`): the text's token at the
+anchor and mask tokens behind it, whose slots see each other and, in every layer, what is made of
+the target's features before the anchor. Slot ``j`` learns the text's token at its own place (arXiv
+2602.06036). The text should be the target's own, which ``python -m train.regenerate`` makes of any.
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
@@ -23,16 +25,16 @@ from longspec_jax.drafters.checkpoints.dflash import (
     load_draft,
     save_draft,
 )
-from longspec_jax.drafters.dflash import DFlashConfig, DFlashParams
+from longspec_jax.drafters.dflash import DFlashConfig, DFlashLayers, DFlashParams
 from longspec_jax.models.target import head_of, scaled
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along
 
-from ...acceptance import agreement_report
-from ...config import StageConfig
-from ...losses import cross_entropy_sum
-from ...step import Batch
-from ...target import (
+from ..acceptance import agreement_report
+from ..config import StageConfig
+from ..losses import cross_entropy_sum
+from ..step import Batch, cast
+from ..target import (
     FORWARD_AND_BACKWARD,
     TargetView,
     attention_flops,
@@ -43,13 +45,84 @@ from ...target import (
     mlp_flops,
     plain_positions,
     projection_flops,
+    recomputing,
     target_flops,
 )
-from ...views import Reads, target_view
-from ..base import Begun, Given, refuse_offsets
-from ..blocks import drawn_anchors, even_anchors, slot_hits, slot_weights
-from .passes import fresh_layers, run_blocks
-from .settings import DFlashSettings
+from ..views import Reads, target_view
+from .base import Begun, Given, refuse_offsets
+from .block_attention import block_attention
+from .blocks import drawn_anchors, even_anchors, places, slot_hits, slot_weights
+from .kinds import DFlashSettings
+
+
+def fresh_layers(config: DFlashConfig, key: Array) -> Any:
+    """Fresh parameters, in the configuration's dtype."""
+    dtype, positions = config.trunk.dtype, jnp.zeros((1, 2), jnp.int32)
+    embedded = jnp.zeros((1, 2, config.model_width), dtype)
+    hidden = [jnp.zeros((1, 2, config.target_width), dtype)] * len(config.features)
+
+    def touch(layers: DFlashLayers) -> None:
+        layers.keys_values(hidden, positions)
+        layers(embedded, positions, lambda layer, q, k, v: q)
+
+    layers: Any = DFlashLayers(config)
+    return layers.init(key, method=touch)["params"]
+
+
+def run_blocks(
+    config: DFlashConfig,
+    params: Any,
+    embedding: Float[Array, "V D"],
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    anchors: Int[Array, "B M"],
+    view: TargetView,
+    every: int,
+    mlp_chunk: int = 0,
+    factor: float = 1.0,
+) -> Float[Array, "B M slots D"]:
+    """What the LM head reads of every slot of every block.
+
+    Args:
+      config: of the draft.
+      params: its float32 parameters.
+      embedding: the target's table.
+      tokens: of whole rows.
+      positions: theirs, ascending by 1.
+      anchors: where blocks begin, one in every ``every`` tokens.
+      view: the target's, with the residual streams of ``config.features``.
+      every: as of :func:`train.drafts.blocks.drawn_anchors`.
+      mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all. Half as many
+        are taken, because the backward pass holds twice as much. Where there are several chunks,
+        the backward pass also recomputes everything but matmuls and attention.
+      factor: on embeddings, as of the target.
+    """
+    mlp_chunk = -(-mlp_chunk // 2)
+    layers = DFlashLayers(config, mlp_chunk=mlp_chunk)
+    rows, blocks = anchors.shape
+
+    def run(params: Any, hidden: Any, embedded: Array, at: Array) -> Array:
+        bound: Any = layers.bind({"params": params})
+        context = bound.keys_values(hidden, positions)
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            return block_attention(q, context[layer], anchors, every, own=(k, v))
+
+        return bound(embedded, at, attend)
+
+    with jax.named_scope("draft"):
+        pending = along(anchors, tokens)[:, :, None]
+        masks = jnp.full((rows, blocks, config.block - 1), config.mask_token, tokens.dtype)
+        block = jnp.concatenate([pending, masks], axis=2).reshape(rows, -1)
+        [embedded] = with_sharding("b t d", jnp.take(embedding, block, axis=0))
+        embedded = scaled(embedded, factor)
+        # Positions go on behind the row's end.
+        at = positions[:, :1] + places(anchors, config.block)
+        run = recomputing(run, rows, at.size, mlp_chunk)
+        hidden = [view.kept[each] for each in config.features]
+        found = run(cast(params, config.trunk.dtype), hidden, embedded, at)
+    return found.reshape(rows, blocks, config.block, -1)
+
 
 STORED = Format(ZLAB, embedding=False, head=False)
 """How a draft is exported: tables are the target's."""

@@ -21,14 +21,14 @@ from longspec_jax.models.target import head_of
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.weights.hf import save_target
 
-from ...acceptance import agreement_report, count_hits, counted_tokens
-from ...config import StageConfig
-from ...losses import distillation_sums, next_token_labels
-from ...step import Batch
-from ...target import TargetObjective, head_flops, plain_positions, run_target, target_flops
-from ...views import Reads, target_view
-from ..base import Begun, Given, refuse_offsets
-from .settings import SmallLMSettings
+from ..acceptance import agreement_report, count_hits, counted_tokens
+from ..config import StageConfig
+from ..losses import distillation_sums, next_token_labels
+from ..step import Batch
+from ..target import TargetObjective, head_flops, plain_positions, run_target, target_flops
+from ..views import Reads, target_view
+from .base import Begun, Given, refuse_offsets
+from .kinds import SmallLMSettings
 
 DEPTH = 3
 """Levels of its default trees."""

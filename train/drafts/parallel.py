@@ -1,17 +1,22 @@
 """What a parallel LongSpec draft learns under a frozen target, and how it is begun and saved.
 
-Blocks begin at random anchors in every row (:mod:`train.drafts.blocks`). Slot ``j`` learns the
-token behind its own, given the text up to the anchor, and through the Markov head the text's token
-at the slot (teacher forcing).
+Blocks begin at random anchors in every row (:mod:`train.drafts.blocks`). A block sees the last
+``W`` tokens before its anchor and the target's keys and values before it. Slot ``j`` learns the
+token behind its own, and through the Markov head the text's token at the slot (teacher forcing).
+
+The loss of a slot is ``(1 - share) * -log q[label] + share * sum |p - q|``, ``q`` the draft's
+distribution with the Markov head's correction and ``p`` the target's (DSpark's loss, whose share is
+0.9). Half of the distance is the total variation: how often draws of the two must differ.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
@@ -20,18 +25,19 @@ from longspec_jax.drafters.checkpoints.parallel import ARCHITECTURE, load_draft,
 from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.drafters.parallel import ParallelConfig, ParallelLayers
 from longspec_jax.models.layers import INITIAL_SCALE
-from longspec_jax.models.target import head_of
+from longspec_jax.models.target import capped, head_logits, head_of
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
 
-from ...acceptance import agreement_report
-from ...config import StageConfig
-from ...losses import Products
-from ...step import Batch
-from ...target import (
+from ..acceptance import agreement_report
+from ..config import StageConfig
+from ..losses import ChunkLoss, Products, chunked_loss, surprise_of
+from ..step import Batch, cast
+from ..target import (
     FORWARD_AND_BACKWARD,
+    TargetView,
     attention_flops,
     drawn_positions,
     head_flops,
@@ -40,14 +46,143 @@ from ...target import (
     mlp_flops,
     plain_positions,
     projection_flops,
+    recomputing,
     target_flops,
 )
-from ...views import Reads, target_view
-from ..base import Begun, Given
-from ..blocks import drawn_anchors, even_anchors, places, slot_hits, slot_weights
-from .loss import About, block_loss
-from .passes import Draws, run_blocks
-from .settings import ParallelSettings
+from ..views import Reads, target_view
+from .base import Begun, Given
+from .block_attention import block_attention
+from .blocks import drawn_anchors, even_anchors, places, slot_hits, slot_weights
+from .kinds import ParallelSettings
+
+
+class Draws(NamedTuple):
+    """A draft step's randomness."""
+
+    positions: Array
+    """``[A, B, T]``."""
+    anchors: Array
+    """``[A, B, M]``, ascending: where blocks begin."""
+
+
+def run_blocks(
+    config: ParallelConfig,
+    params: Any,
+    frozen: Any,
+    tokens: Int[Array, "B T"],
+    draws: Draws,
+    view: TargetView,
+    every: int,
+    mlp_chunk: int = 0,
+) -> Float[Array, "B slots D"]:
+    """What the LM head reads of every slot of every block.
+
+    The MLP goes in chunks of half of ``mlp_chunk``, because the backward pass holds twice as much.
+    Where there are several chunks, the backward pass also recomputes everything but matmuls and
+    attention.
+
+    Args:
+      config: of the draft.
+      params: its float32 parameters.
+      frozen: the target's.
+      tokens: of whole rows.
+      draws: of these rows.
+      view: of the target's forward over them.
+      every: as of :func:`drawn_anchors`.
+      mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
+    """
+    params = cast(
+        {name: each for name, each in params.items() if name != "markov"}, config.layer.dtype
+    )
+    mlp_chunk = -(-mlp_chunk // 2)
+    layers = ParallelLayers(config, mlp_chunk=mlp_chunk)
+    window, last = config.layer.window, tokens.shape[1] - 1
+    with jax.named_scope("draft"):
+        embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
+        [embedded] = with_sharding("b t d", embedded)
+        at = jnp.minimum(places(draws.anchors, config.block), last)
+
+        def run(params: Any, embedded: Array, draws: Draws, keys: Array, values: Array) -> Array:
+            bound: Any = layers.bind({"params": params})
+            rows = bound.keys_values(embedded, draws.positions)
+
+            def attend_self(layer: int, q: Array, k: Array, v: Array) -> Array:
+                # Deeper layers see their block alone.
+                past, reach = (rows, window) if layer == 0 else (None, 0)
+                return block_attention(q, past, draws.anchors, every, window=reach, own=(k, v))
+
+            def attend_cross(q: Array) -> Array:
+                return block_attention(q, (keys, values), draws.anchors, every)
+
+            pending, positions = along(draws.anchors, embedded), along(at, draws.positions)
+            return bound(pending, positions, attend_self, attend_cross)
+
+        run = recomputing(run, len(at), at.size, mlp_chunk)
+        return run(params, embedded, draws, view.keys, view.values)
+
+
+class About(NamedTuple):
+    """What is known of every slot."""
+
+    labels: Int[Array, "B n"]
+    """The token of the text that follows."""
+    weights: Float[Array, "B n"]
+    """0 where nothing is to be learned."""
+    teacher: Float[Array, "B n D"]
+    """The target's final hidden state that predicts the same token."""
+
+
+class BlockLoss(NamedTuple):
+    """Sums over weighted slots, float32."""
+
+    loss: Float[Array, ""]
+    """The mixture, which alone has a gradient."""
+    cross_entropy: Float[Array, ""]
+    """Of the text."""
+    distance: Float[Array, ""]
+    """``sum |p - q|``, 0 to 2."""
+    teacher_loss: Float[Array, ""]
+    """The target's own cross-entropy of the text."""
+
+
+def block_loss(
+    products: Products,
+    about: About,
+    *,
+    share: float,
+    chunk: int,
+    cap: float | None = None,
+) -> BlockLoss:
+    """The loss of all slots and its parts.
+
+    Args:
+      products: of the target's LM head, which is frozen, and of the Markov head if there is one:
+        its embedding of the token before each slot's, and its other table, which learn.
+      about: of the slots; no gradient.
+      share: of the distance, 0 to 1.
+      chunk: most tokens of a device whose logits exist at once; of each model half as many.
+      cap: bounds the logits of both softly, as the target's.
+    """
+    (_, head), *markov = products
+    learns = (False, *(True for _ in markov))
+    options: Any = dict(chunk=max(1, chunk // 2), head_gradients=learns, whole=head, cap=cap)
+    loss, sums = chunked_loss(partial(_of_chunk, share, cap), products, about, **options)
+    return BlockLoss(loss, *sums)
+
+
+def _of_chunk(
+    share: float, cap: float | None, logits: Array, head: Array, about: About
+) -> ChunkLoss:
+    wanted = capped(head_logits(head, about.teacher), cap)
+    lse, surprise, label = surprise_of(logits, about.labels)
+    teacher_lse, teacher, _ = surprise_of(wanted, about.labels)
+    q, p = jnp.exp(logits - lse[..., None]), jnp.exp(wanted - teacher_lse[..., None])
+    distance, sign = jnp.abs(p - q).sum(-1), jnp.sign(q - p)
+    away = q * (sign - jnp.sum(q * sign, axis=-1, keepdims=True))
+    error = (1 - share) * (q - label) + share * away
+    sums = tuple(jnp.sum(about.weights * each) for each in (surprise, distance, teacher))
+    loss = (1 - share) * sums[0] + share * sums[1]
+    return ChunkLoss(loss, error * about.weights[..., None], sums)
 
 
 @dataclass(frozen=True)

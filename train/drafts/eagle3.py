@@ -1,11 +1,19 @@
-"""What an EAGLE-3 draft learns under a frozen target, and how it is begun and exported.
+"""The training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2): what such a draft learns.
 
-In every step of the training-time test (:mod:`.passes`) the draft learns the target's distribution
-over the tokens that it can propose, ``p`` restricted to them and renormalised: the loss of a step
-is ``-sum p log q``. Tokens at which the target's own choice is none of them do not count, as in the
-published trainer. Steps count ``1, decay, decay^2, ...``.
+When the draft grows a tree, it knows the target's features up to the last committed token, and
+below that its own outputs. Training does the same from every token ``i`` of a row at once. Step 0
+reads the feature of ``i`` and token ``i + 1``. Step ``s`` reads what step ``s - 1`` put out there,
+and token ``i + 1 + s`` of the text, at position ``i + s``. It sees the keys of step 0 up to ``i``,
+which are of the target's features, and the keys of its own earlier steps at ``i`` alone. Its result
+predicts what the target predicts at token ``i + 1 + s``.
+
+In every step the draft learns the target's distribution over the tokens that it can propose, ``p``
+restricted to them and renormalised: the loss of a step is ``-sum p log q``. Tokens at which the
+target's own choice is none of them do not count, as in the published trainer. Steps count ``1,
+decay, decay^2, ...``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,35 +24,122 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format, load_draft, save_draft
-from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Params
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Layer, Eagle3Params
 from longspec_jax.drafters.vocabulary import most_frequent
 from longspec_jax.models.layers import INITIAL_SCALE
-from longspec_jax.models.target import capped, head_logits, head_of
+from longspec_jax.models.target import capped, head_logits, head_of, scaled
+from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.sharding import param_shardings
 
-from ...acceptance import agreement_report, count_hits, counted_tokens
-from ...config import StageConfig
-from ...losses import ChunkLoss, chunked_loss, next_token_labels, surprise_of
-from ...step import Batch, cast
-from ...target import (
+from ..acceptance import agreement_report, count_hits, counted_tokens
+from ..config import StageConfig
+from ..losses import ChunkLoss, chunked_loss, next_token_labels, surprise_of
+from ..step import Batch, cast
+from ..target import (
     FORWARD_AND_BACKWARD,
     TargetView,
     attention_flops,
     head_flops,
+    is_costly,
     matmul_flops,
     mlp_flops,
     plain_positions,
     target_flops,
 )
-from ...views import Reads, target_view
-from ..base import Begun, Given, refuse_offsets
-from .passes import fresh_layer, run_draft
-from .settings import Eagle3Settings
+from ..views import Reads, target_view
+from .base import Begun, Given, refuse_offsets
+from .kinds import Eagle3Settings
+from .own_keys import attention_with_own
+
+
+def fresh_layer(config: Eagle3Config, key: Array) -> Any:
+    """Fresh parameters of the layer, in the configuration's dtype."""
+    embedded = jnp.zeros((1, 2, config.model_width), config.dtype)
+    hidden = [jnp.zeros((1, 2, config.target_width), config.dtype)] * len(config.features)
+    layer: Any = Eagle3Layer(config)
+    return layer.init(key, embedded, hidden, jnp.zeros((1, 2), jnp.int32), method=_touch)["params"]
+
+
+def _touch(layer: Any, embedded: Array, hidden: Sequence[Array], positions: Array) -> None:
+    layer(embedded, layer.fused(hidden), positions, lambda q, k, v: q)
+
+
+def run_draft(
+    config: Eagle3Config,
+    params: Any,
+    embedding: Array,
+    tokens: Array,
+    positions: Array,
+    view: TargetView,
+    *,
+    steps: int,
+    mlp_chunk: int = 0,
+    factor: float = 1.0,
+) -> Float[Array, "B T S D"]:
+    """What the draft's LM head reads in every step of the training-time test.
+
+    Args:
+      config: of the draft.
+      params: of its layer.
+      embedding: the target's table ``[V, D]``.
+      tokens: of whole rows, ``[B, T]``.
+      positions: theirs.
+      view: the target's, with the residual streams of ``config.features``.
+      steps: of the test.
+      mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
+      factor: on embeddings, as of the target.
+
+    Returns:
+      At token ``t`` and step ``s`` what predicts the token behind ``t``, from token ``t - 1 - s``
+      on. What a row is too short for (``s >= t``) is meaningless, and finite.
+    """
+    layer: Any = Eagle3Layer(config, mlp_chunk=-(-mlp_chunk // 2))
+
+    def level(
+        params: Any, embedded: Array, feature: Array, positions: Array, past: Any
+    ) -> tuple[Array, Array, tuple[Array, Array]]:
+        fresh: Any = None
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            nonlocal fresh
+            fresh = k, v
+            return _attention(config, q, (*past, fresh))
+
+        output = layer.apply({"params": params}, embedded, feature, positions, attend)
+        return output.hidden, output.feedback, fresh
+
+    # All but matmuls and attention is computed again in the backward pass: steps would hold it all.
+    level = jax.checkpoint(level, policy=is_costly)
+    with jax.named_scope("draft"):
+        params = cast(params, config.dtype)
+        [embedded] = with_sharding("b t d", jnp.take(embedding, tokens, axis=0))
+        embedded = scaled(embedded, factor)
+        feature = layer.apply(
+            {"params": params}, [view.kept[each] for each in config.features], method="fused"
+        )
+        past, outputs = (), []
+        for step in range(steps):
+            ahead = jnp.roll(embedded, -1 - step, axis=1)
+            hidden, feature, fresh = level(params, ahead, feature, positions + step, past)
+            past = *past, fresh
+            outputs.append(jnp.roll(hidden, 1 + step, axis=1))
+        return jnp.stack(outputs, axis=2)
+
+
+def _attention(config: Eagle3Config, q: Array, levels: Sequence[tuple[Array, Array]]) -> Array:
+    """Attention of a step's queries, given keys and values of every step so far."""
+    (keys, values), *own = levels
+    scale = config.attention_scale
+    if not own:
+        return causal_attention(q, keys, values, scale=scale)
+    own_keys, own_values = (jnp.stack(each, axis=2) for each in zip(*own, strict=True))
+    return attention_with_own(q, keys, values, own_keys, own_values, scale=scale)
 
 
 class Frozen(NamedTuple):
