@@ -42,7 +42,7 @@ from longspec_jax.drafters.eagle3 import (
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
 from longspec_jax.drafters.registry import options_of, separated
-from longspec_jax.drafters.retrieval.draft import RetrievalDraft
+from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft
 from longspec_jax.drafters.small_lm import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts

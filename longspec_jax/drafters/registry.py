@@ -1,6 +1,6 @@
 """The kinds of drafts, and their options: one table, which imports none of them.
 
-To add a kind, add its folder (or file) here and its entry below. A kind without weights has a name.
+To add a kind, add its file here and its entry below. A kind without weights has a name.
 One with weights is identified by the ``architectures`` of its ``config.json``.
 :mod:`longspec_jax.loading` loads drafts with this table.
 """
@@ -88,7 +88,7 @@ MARKS = {
 
 RETRIEVE = "retrieve"
 """The option that turns on retrieval; names of the others about it begin with it."""
-_RETRIEVAL = "retrieval.draft:RetrievalOptions"
+_RETRIEVAL = "retrieval.hierarchy:RetrievalOptions"
 _RULES = {bool: Truth(), int: Whole(0), float: Real(0, LARGEST_NUMBER, "0 or more"), str: Word()}
 """Values of options by the type of their field; a dataclass of options may check more."""
 
@@ -117,8 +117,8 @@ def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any]
       draft: its name or folder, for the message.
 
     Returns:
-      The draft's own options, by name; and the
-      :class:`~longspec_jax.drafters.retrieval.draft.RetrievalOptions`, or None without retrieval.
+      The draft's own options, by name; and those of retrieval
+      (:class:`~longspec_jax.drafters.retrieval.hierarchy.RetrievalOptions`), or None without it.
 
     Raises:
       ValueError: for an unknown option about retrieval, or a wrong value.

@@ -24,9 +24,8 @@ from longspec_jax.drafters.dflash import DFlashDrafter
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.parallel import ParallelDrafter, ParallelParams
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
-from longspec_jax.drafters.retrieval.selection import SinksAndRecent
+from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest, SinksAndRecent
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter

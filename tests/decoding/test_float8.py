@@ -15,8 +15,8 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter

@@ -19,7 +19,7 @@ from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.medusa.drafter import MedusaConfig
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.parallel import ParallelParams
-from longspec_jax.drafters.retrieval.blocks import Quest
+from longspec_jax.drafters.retrieval.selection import Quest
 from longspec_jax.drafters.suffix import SuffixDrafter
 from longspec_jax.drafters.tokenswift import load as tokenswift
 from longspec_jax.models.target import Target

@@ -12,7 +12,7 @@ import pytest
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.retrieval.blocks import Quest
+from longspec_jax.drafters.retrieval.selection import Quest
 from longspec_jax.drafters.tokenswift.drafter import (
     TokenSwiftConfig,
     continuations,

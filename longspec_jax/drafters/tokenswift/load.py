@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
-from longspec_jax.drafters.retrieval.blocks import Quest
+from longspec_jax.drafters.retrieval.selection import Quest
 from longspec_jax.drafters.tokenswift.drafter import (
     TokenSwiftConfig,
     TokenSwiftDrafter,

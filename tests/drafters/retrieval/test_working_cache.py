@@ -14,8 +14,8 @@ from longspec_jax.drafters.base import Committed, Drafter, Features, NoDraft, Pa
 from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecOptions
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.blocks import LastQuery
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.selection import LastQuery
 from longspec_jax.drafters.retrieval.working_cache import (
     CachedSelection,
     WorkingCache,
