@@ -35,7 +35,7 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import Draft
-from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.ops.placement import tree_bytes
 
 from .arguments import SHAPES

@@ -22,29 +22,28 @@ from longspec_jax.decoding.cache import KVCache, allocate
 from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
-from longspec_jax.drafters.dflash.checkpoint import Format as DFlashFormat
-from longspec_jax.drafters.dflash.config import DFlashConfig
-from longspec_jax.drafters.dflash.dialects import LAYERS as DFLASH_LAYERS
-from longspec_jax.drafters.dflash.dialects import ZLAB, evenly
-from longspec_jax.drafters.dflash.load import DFlashDraft, DFlashOptions
-from longspec_jax.drafters.dflash.load import seen as seen_by_dflash
-from longspec_jax.drafters.dflash.model import DFlashParams
+from longspec_jax.drafters.checkpoints.dflash import LAYERS as DFLASH_LAYERS
+from longspec_jax.drafters.checkpoints.dflash import ZLAB, evenly
+from longspec_jax.drafters.checkpoints.dflash import Format as DFlashFormat
+from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format
+from longspec_jax.drafters.checkpoints.longspec import draft_table as longspec_table
+from longspec_jax.drafters.checkpoints.parallel import draft_table as parallel_table
+from longspec_jax.drafters.dflash import DFlashConfig, DFlashDraft, DFlashOptions, DFlashParams
+from longspec_jax.drafters.dflash import seen as seen_by_dflash
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.draft import Target as LoadedTarget
-from longspec_jax.drafters.eagle3.checkpoint import Format
-from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.drafters.eagle3.dialects import SPECFORGE
-from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, seen
-from longspec_jax.drafters.eagle3.model import Eagle3Params
-from longspec_jax.drafters.longspec.checkpoint import draft_table as longspec_table
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.load import LongSpecDraft, LongSpecOptions
-from longspec_jax.drafters.parallel.checkpoint import draft_table as parallel_table
-from longspec_jax.drafters.parallel.config import ParallelConfig
-from longspec_jax.drafters.parallel.load import ParallelDraft, ParallelOptions
+from longspec_jax.drafters.eagle3 import (
+    Eagle3Config,
+    Eagle3Draft,
+    Eagle3Options,
+    Eagle3Params,
+    seen,
+)
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecOptions
+from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
 from longspec_jax.drafters.registry import options_of, separated
-from longspec_jax.drafters.retrieval.draft import RetrievalDraft
-from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
+from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft
+from longspec_jax.drafters.small_lm import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target

@@ -45,7 +45,7 @@ from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.trials import round_seconds
 from longspec_jax.drafters.base import NOTHING, Needs
-from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.embedded import DEMO_NAME
 from longspec_jax.extras import missing_packages
 from longspec_jax.generation.requests import RequestEngine

@@ -39,8 +39,7 @@ from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, Sampli
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.ngram import NgramState, best_places
 from longspec_jax.drafters.registry import Kind
-from longspec_jax.drafters.retrieval.blocks import Quest
-from longspec_jax.drafters.retrieval.selection import Selector, SinksAndRecent
+from longspec_jax.drafters.retrieval.selection import Quest, Selector, SinksAndRecent
 from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.drafters.tree import Tree, beam_search, plant
 from longspec_jax.models.target import head_logits, head_of, target_logits

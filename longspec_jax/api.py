@@ -132,7 +132,7 @@ class LongSpec(Models):
             trees have that are chosen for calls that name none; ``4,16x4@64`` is the draft's alone,
             ``4,16x4@64~8`` with lookup. Plain decoding if absent.
           draft_options: options of the draft's kind by name, such as those of
-            :class:`~longspec_jax.drafters.longspec.load.LongSpecOptions`. Only
+            :class:`~longspec_jax.drafters.longspec.LongSpecOptions`. Only
             ``retrieve_verify=partial`` changes tokens.
           dtype: of parameters and activations; ``auto`` is bfloat16 where the GPU has it, float16
             on older GPUs and float32 on a CPU.

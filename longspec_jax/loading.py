@@ -35,7 +35,7 @@ from longspec_jax.drafters.registry import (
     separated,
     split_module,
 )
-from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
+from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft, RetrievalOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.weights import hf

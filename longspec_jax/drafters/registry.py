@@ -1,6 +1,6 @@
 """The kinds of drafts, and their options: one table, which imports none of them.
 
-To add a kind, add its folder (or file) here and its entry below. A kind without weights has a name.
+To add a kind, add its file here and its entry below. A kind without weights has a name.
 One with weights is identified by the ``architectures`` of its ``config.json``. A kind of any other
 module is named with it, ``MODULE:FOLDER``: see :func:`split_module`.
 :mod:`longspec_jax.loading` loads drafts with this table.
@@ -27,7 +27,7 @@ class Kind:
     the draft itself."""
     loader: str = ""
     """Module and function that load a draft with weights, such as
-    :func:`longspec_jax.drafters.longspec.load.load`."""
+    :func:`longspec_jax.drafters.checkpoints.longspec.load`."""
     package: str = "longspec_jax.drafters"
     """Of these modules; empty where they are named in full."""
 
@@ -47,19 +47,19 @@ class Kind:
         return getattr(importlib.import_module(dotted), name)
 
 
-LONGSPEC = Kind("longspec.load:LongSpecOptions", "longspec.load:load")
-SMALL_LM = Kind("small_lm.load:SmallLMOptions", "small_lm.load:load")
+LONGSPEC = Kind("longspec:LongSpecOptions", "checkpoints.longspec:load")
+SMALL_LM = Kind("small_lm:SmallLMOptions", "checkpoints.small_lm:load")
 NAMED = {
     "ngram": Kind("ngram:NgramDraft"),
     "streaming": Kind("streaming:StreamingDraft"),
     "suffix": Kind("suffix:SuffixDraft"),
 }
 """Kinds without weights."""
-EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
-EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
-MTP = Kind("eagle.load:EagleOptions", "mtp.load:load")
-PARALLEL = Kind("parallel.load:ParallelOptions", "parallel.load:load")
-DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
+EAGLE3 = Kind("eagle3:Eagle3Options", "checkpoints.eagle3:load")
+EAGLE = Kind("eagle:EagleOptions", "checkpoints.eagle:load")
+MTP = Kind("eagle:EagleOptions", "checkpoints.mtp:load")
+PARALLEL = Kind("parallel:ParallelOptions", "checkpoints.parallel:load")
+DFLASH = Kind("dflash:DFlashOptions", "checkpoints.dflash:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
     "LongSpecParallelDraft": PARALLEL,
@@ -96,7 +96,7 @@ their modules' names."""
 _WITH_MODULE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*):(.+)")
 RETRIEVE = "retrieve"
 """The option that turns on retrieval; names of the others about it begin with it."""
-_RETRIEVAL = Kind("retrieval.draft:RetrievalOptions")
+_RETRIEVAL = Kind("retrieval.hierarchy:RetrievalOptions")
 _RULES = {bool: Truth(), int: Whole(0), float: Real(0, LARGEST_NUMBER, "0 or more"), str: Word()}
 """Values of options by the type of their field; a dataclass of options may check more."""
 
@@ -152,8 +152,8 @@ def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any]
       draft: its name or folder, for the message.
 
     Returns:
-      The draft's own options, by name; and the
-      :class:`~longspec_jax.drafters.retrieval.draft.RetrievalOptions`, or None without retrieval.
+      The draft's own options, by name; and those of retrieval
+      (:class:`~longspec_jax.drafters.retrieval.hierarchy.RetrievalOptions`), or None without it.
 
     Raises:
       ValueError: for an unknown option about retrieval, or a wrong value.

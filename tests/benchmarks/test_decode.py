@@ -17,9 +17,8 @@ from benchmarks.models import draft_state, random_model
 from benchmarks.rounds import Bench, Setting
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.drafters.dflash.checkpoint import Format, save_draft
-from longspec_jax.drafters.dflash.dialects import ZLAB
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.checkpoints.dflash import ZLAB, Format, save_draft
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.ops.placement import tree_bytes
 from tests.drafters.dflash.toys import config_for, random_params
 

@@ -22,7 +22,7 @@ from contrib.tokenswift import (
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.retrieval.blocks import Quest
+from longspec_jax.drafters.retrieval.selection import Quest
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.weights.hf import save_target

@@ -17,9 +17,9 @@ from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.trials import branch, rejoin
 from longspec_jax.drafters.base import Drafter
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.models.target import Target, sinks_of
 from longspec_jax.ops.attention.reference import causal_attention
 from tests.kit import tiny_target_config

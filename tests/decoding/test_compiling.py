@@ -13,7 +13,7 @@ import pytest
 
 from longspec_jax import PLAIN, TreeConfig
 from longspec_jax.decoding.programs import compile_side_by_side
-from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.generation import call, warm
 from longspec_jax.generation.autotune import KnownTimings
 from longspec_jax.generation.warm import WarmShapes

@@ -26,8 +26,7 @@ from longspec_jax.decoding.trials import branch as branch_of
 from longspec_jax.decoding.trials import rehearse, rejoin
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.joined import Joined
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from tests.decoding.engines import (
     CONFIG,

@@ -18,13 +18,12 @@ from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.drafters.dflash.drafter import DFlashDrafter
-from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.dflash import DFlashDrafter
+from longspec_jax.drafters.eagle3 import Eagle3Drafter
+from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
-from longspec_jax.drafters.retrieval.selection import SinksAndRecent
+from longspec_jax.drafters.retrieval.selection import Quest, SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.recurrence.operands import RecurrentState

@@ -15,13 +15,12 @@ from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.checkpoints import eagle, mtp
 from longspec_jax.drafters.draft import with_tree
-from longspec_jax.drafters.eagle import load as eagle
 from longspec_jax.drafters.joined import Joined
-from longspec_jax.drafters.mtp import load as mtp
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.parallel.model import ParallelParams
-from longspec_jax.drafters.retrieval.blocks import Quest
+from longspec_jax.drafters.parallel import ParallelParams
+from longspec_jax.drafters.retrieval.selection import Quest
 from longspec_jax.drafters.suffix import SuffixDrafter
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention

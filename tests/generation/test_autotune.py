@@ -13,7 +13,7 @@ from longspec_jax import PLAIN, TreeConfig, make_mesh
 from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.decoding.policy import Measurement
 from longspec_jax.drafters.draft import is_large
-from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.generation import autotune, call, models
 from longspec_jax.generation import autotune as kept

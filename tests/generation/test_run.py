@@ -10,7 +10,7 @@ import pytest
 
 from longspec_jax import PLAIN, LongSpec
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.drafters.longspec.checkpoint import save_draft
+from longspec_jax.drafters.checkpoints.longspec import save_draft
 from longspec_jax.generation import call, requests, warm
 from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling

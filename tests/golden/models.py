@@ -76,14 +76,14 @@ TRAINED = {
 def write_models(folder: Path) -> None:
     """Write the folders that :data:`MODELS` names."""
     from longspec_jax import save_draft, save_target
-    from longspec_jax.drafters.dflash.checkpoint import Format as DFlashFormat
-    from longspec_jax.drafters.dflash.checkpoint import save_draft as save_dflash
-    from longspec_jax.drafters.dflash.dialects import ZLAB
-    from longspec_jax.drafters.eagle3.checkpoint import Format as Eagle3Format
-    from longspec_jax.drafters.eagle3.checkpoint import save_draft as save_eagle3
-    from longspec_jax.drafters.eagle3.dialects import SPECFORGE
-    from longspec_jax.drafters.longspec.config import DraftConfig
-    from longspec_jax.drafters.parallel.checkpoint import save_draft as save_parallel
+    from longspec_jax.drafters.checkpoints.dflash import ZLAB
+    from longspec_jax.drafters.checkpoints.dflash import Format as DFlashFormat
+    from longspec_jax.drafters.checkpoints.dflash import save_draft as save_dflash
+    from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE
+    from longspec_jax.drafters.checkpoints.eagle3 import Format as Eagle3Format
+    from longspec_jax.drafters.checkpoints.eagle3 import save_draft as save_eagle3
+    from longspec_jax.drafters.checkpoints.parallel import save_draft as save_parallel
+    from longspec_jax.drafters.longspec import DraftConfig
     from tests.decoding.lossless import CONFIG, SMALL
     from tests.drafters import test_eagle, test_medusa, test_mtp, test_tokenswift
     from tests.drafters.dflash import toys as dflash

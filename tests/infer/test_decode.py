@@ -27,7 +27,7 @@ from longspec_jax import (
     demo_prompts,
 )
 from longspec_jax.compilation import cache_folder, keep_programs
-from longspec_jax.drafters.vocabulary import save_draft_vocabulary
+from longspec_jax.drafters.checkpoints.vocabulary import save_draft_vocabulary
 from longspec_jax.embedded import DEMO
 from longspec_jax.generation.activity import Compiling, Slower, TreeTiming, Tuned
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION

@@ -17,7 +17,7 @@ from longspec_jax.config.layers import LinearRopeScaling
 from train import arguments, run
 from train.arguments import from_config, parse
 from train.config import MeshConfig, RunConfig, TargetConfig
-from train.drafts.longspec.settings import LongSpecSettings
+from train.drafts.kinds import LongSpecSettings
 
 
 def values() -> dict[str, Any]:

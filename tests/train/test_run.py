@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from longspec_jax import cli, files
-from longspec_jax.drafters.longspec.checkpoint import load_draft
+from longspec_jax.drafters.checkpoints.longspec import load_draft
 from longspec_jax.weights.hf import load_target
 from tests.train.tiny import (
     ROOT,
@@ -27,7 +27,7 @@ from tests.train.tiny import (
     write_documents,
 )
 from train import pipeline, run
-from train.drafts.longspec import objective
+from train.drafts import longspec as objective
 
 
 def losses(workdir: Path) -> list[float]:
