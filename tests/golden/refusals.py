@@ -171,7 +171,7 @@ def _http() -> Iterator[tuple[str, Any]]:
 def _ask(port: int, method: str, path: str, body: Any) -> tuple[int, Any]:
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        link.request(method, path, None if body is None else json.dumps(body))
+        link.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
         answer = link.getresponse()
         text = answer.read()
     finally:

@@ -99,13 +99,19 @@ def _of(result: Any) -> dict[str, Any]:
     }
 
 
+def sizes(spec: LongSpec, slots: int, tokens: int) -> Any:
+    """Options of an engine by the names that this version has for them."""
+    known = inspect.signature(spec.engine).parameters
+    return {
+        "slots" if "slots" in known else "max_num_seqs": slots,
+        "max_tokens" if "max_tokens" in known else "max_model_len": tokens,
+    }
+
+
 def _through_slots(spec: LongSpec, prompts: list[list[int]], base: dict[str, Any]) -> Any:
     """Five requests through two slots; tokens, rounds and the end of each."""
-    known = inspect.signature(spec.engine).parameters
-    slots = "slots" if "slots" in known else "max_num_seqs"
-    tokens = "max_tokens" if "max_tokens" in known else "max_model_len"
     found: dict[int, Any] = {}
-    with spec.engine(**{slots: 2, tokens: 192}) as engine:
+    with spec.engine(**sizes(spec, 2, 192)) as engine:
         for index, prompt in enumerate([*prompts, *prompts[:2]]):
             own = {"temperature": (0.0, 0.9)[index % 2], "seed": index}
             found[engine.submit(prompt, **{**base, **own})] = [[], [], None]
