@@ -12,8 +12,7 @@ round. ``acceptance`` is the mean of 64 nodes; fewer keep the share that the dem
 
 ``ttft`` is the time from sending a request to its first token, waiting in the queue included, and
 ``itl`` that from token to token, where tokens that come together share theirs.
-``http_and_scheduling_percent`` is what a stream that is alone takes beyond the same rounds launched
-behind one another without a server. ``worst_gap_ms`` is the longest pause of four running streams
+``worst_gap_ms`` is the longest pause of four running streams
 while a long prompt is prefilled beside them, from ``max_gap_ms`` for which the server was started.
 """
 
@@ -41,9 +40,7 @@ from longspec_jax.cli import as_options, counted, settled
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import TargetModel, Verification
-from longspec_jax.decoding.trials import round_seconds
 from longspec_jax.drafters.base import NOTHING, Needs
 from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.embedded import DEMO_NAME
@@ -63,8 +60,6 @@ STREAMS = 4
 """That run while a long prompt is admitted."""
 STREAM_CONTEXT = 256
 """Tokens of their prompts."""
-BEHIND = 16
-"""Rounds that are launched behind one another to time one."""
 TURNS = 2
 """Requests for each of those that are open at any time; one more where a single one is."""
 NODES, KEPT = (16, 32, 48, 64), (0.76, 0.89, 0.95, 1.0)
@@ -272,12 +267,11 @@ def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool)
     """A row for every load, of one server."""
     max_len = arguments.context + arguments.new_tokens
     engine, seconds = prepared_engine(spec, max(arguments.concurrency), max_len=max_len)
-    bare = bare_seconds(engine, arguments.context + arguments.new_tokens // 2)
     random = np.random.default_rng(int(speculation))
     with serving(spec, engine, max_len) as client:
         # What a first request pays is not counted.
         [first] = drawn(random, 1, min(arguments.context, STREAM_CONTEXT), spec)
-        client(load.ask, first, min(arguments.new_tokens, BEHIND))
+        client(load.ask, first, min(arguments.new_tokens, 16))
         for concurrency in arguments.concurrency:
             kind = "speculation" if speculation else "plain"
             step(f"{kind}, {counted(concurrency, 'request')} at a time")
@@ -301,7 +295,6 @@ def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool)
                     str(use.tree) if use.tree.num_levels else "none": count
                     for use, count in zip(engine.trees, rounds, strict=True)
                 },
-                **({} if concurrency != 1 else overhead(streams, rounds, bare)),
                 "prepare_seconds": rounded(seconds),
             }
 
@@ -309,29 +302,6 @@ def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool)
 def drawn(random: np.random.Generator, count: int, length: int, spec: LongSpec) -> list[list[int]]:
     """Random prompts."""
     return random.integers(0, spec.target_config.vocab_size, (count, length)).tolist()
-
-
-def bare_seconds(engine: RequestEngine, context: int) -> list[float]:
-    """Seconds of a round of every candidate beside one row, without a server."""
-    height = max(each.tree.num_levels for each in engine.engine.drafters) + 1
-    at = min(context, engine.engine.capacity - (BEHIND + 1) * height)
-    return [
-        round_seconds(engine.engine, candidate, 1, max(at, 1), SamplingKind.GREEDY, BEHIND)
-        for candidate in range(len(engine.engine.drafters))
-    ]
-
-
-def overhead(streams: Sequence[Stream], rounds: Sequence[int], bare: Sequence[float]) -> Row:
-    """What a server adds to the rounds of streams that were alone."""
-    took = sum(stream.arrivals[-1] - stream.arrivals[0] for stream in streams)
-    each = sum(count * seconds for count, seconds in zip(rounds, bare, strict=True)) / sum(rounds)
-    # Behind its last token every stream has one more round, which was launched ahead.
-    needed = max(sum(rounds) - len(streams), 1)
-    return {
-        "round_ms": rounded(1e3 * took / needed),
-        "bare_round_ms": rounded(1e3 * each),
-        "http_and_scheduling_percent": rounded(100 * (1 - each * needed / took)),
-    }
 
 
 def figures(streams: Sequence[Stream]) -> Row:
@@ -399,14 +369,12 @@ def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
 
 def line(row: Row) -> str:
     """A row for people."""
-    alone = "http_and_scheduling_percent"
     return (
         f"{row['shape']} S={row['context']} {row['concurrency']} at a time, "
         f"{'speculation' if row['speculation'] else 'plain':11}: {row['tokens_per_second']} "
         f"tokens/s at acceptance {row['acceptance_length']}; first token {row['ttft_ms_p50']} ms "
         f"(p99 {row['ttft_ms_p99']}), a later one {row['itl_ms_p50']} ms (p99 "
         f"{row['itl_ms_p99']})"
-        + (f"; HTTP and scheduling {row[alone]} % of a round" if alone in row else "")
     )
 
 
