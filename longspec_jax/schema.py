@@ -165,9 +165,8 @@ def build(
     section = where.rstrip(".: ")
     for name in values:
         if name not in declared:
-            of = f" of {owner}" if owner else ""
             known = dict.fromkeys([*declared, *others])
-            raise ValueError(f"{section}: {unknown(f'option{of}', name, known)}")
+            raise ValueError(f"{section}: {unknown('option', name, known, owner)}")
     required = [name for name, one in declared.items() if one.default is REQUIRED]
     if missing := [name for name in required if name not in values]:
         raise ValueError(f"{section} lacks {', '.join(missing)}; give every one a value")
@@ -181,9 +180,10 @@ def build(
         raise ValueError(said if said.startswith("--") else f"{section}: {said}") from None
 
 
-def unknown(what: str, name: Any, known: Iterable[str]) -> str:
-    """That a name is not known: the nearest one, or all there are."""
+def unknown(what: str, name: Any, known: Iterable[str], owner: str = "") -> str:
+    """That a name is not known, to its owner: the nearest one, or all there are."""
     names = list(known)
     close = nearest(name, names) if isinstance(name, str) else None
-    hint = f"did you mean {close!r}?" if close else f"known are {', '.join(names)}"
-    return f"unknown {what} {shown(name)}; {hint}"
+    every = f"{'it has' if owner else 'known are'} {', '.join(names)}"
+    hint = f"did you mean {close!r}?" if close else every
+    return f"unknown {what} {shown(name)}{f' for {owner}' if owner else ''}; {hint}"

@@ -173,7 +173,7 @@ def test_a_draft_vocabulary_is_a_list_of_tokens(tokens) -> None:
 
 
 OPTIONS = {
-    "unknown option of no/draft 'int4'; did you mean 'int8'?": {"int4": True},
+    "unknown option 'int4' for no/draft; did you mean 'int8'?": {"int4": True},
     "int8=1 must be True or False": {"int8": 1},
     "int8='yes' must be True or False": {"int8": "yes"},
     "vocabulary=True must be a whole number": {"vocabulary": True},
@@ -196,7 +196,7 @@ def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
         ({"sinks": -1}, "sinks=-1 must be a whole number from 0"),
         (
             {"name": "other"},
-            "unknown option of streaming 'name'; known are sinks, recent, ",
+            "unknown option 'name' for streaming; it has sinks, recent, ",
         ),
     ],
     ids=str,
@@ -211,11 +211,11 @@ def test_options_of_a_draft_are_checked_before_weights_are_read(monkeypatch, tmp
         "longspec_jax.api.load_with_tokenizer", lambda *_, **__: pytest.fail("read")
     )
     for draft, options, message in (
-        ("ngram", {"int8": True}, "unknown option of ngram 'int8'"),
+        ("ngram", {"int8": True}, "unknown option 'int8' for ngram"),
         ("streaming", {"recent": 0}, "sinks=32 must be at least 0 and recent=0"),
         ("streaming", {"retrieve": 7}, "retrieve=7: 7 slots"),
         ("demo", {"vocabulary": "x"}, "vocabulary='x' must be a whole number"),
-        (["demo", "ngram"], {"folded": True}, "unknown option of .* 'folded'; known are"),
+        (["demo", "ngram"], {"folded": True}, "unknown option 'folded' for .*; it has"),
     ):
         with pytest.raises(ValueError, match=f"^draft_options: {message}"):
             LongSpec.demo(draft=draft, draft_options=options)
@@ -246,7 +246,7 @@ def test_drafts_without_weights_are_named() -> None:
     draft = chosen.load(Target(tiny_target_config(), None))
     assert draft.name == "ngram" and isinstance(draft, Draft)
     assert made(draft=draft).drafts == (draft,)
-    with pytest.raises(ValueError, match="unknown option of ngram 'int8'; known are retrieve"):
+    with pytest.raises(ValueError, match="unknown option 'int8' for ngram; it has retrieve"):
         choose_drafts(["ngram"], {"int8": True})
     with pytest.raises(ValueError, match="two of the kind ngram"):
         made(draft=[draft, draft])
