@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from longspec_jax import cli
-from longspec_jax.checks import LARGEST_FLOAT32, SAMPLING, Real, Whole
+from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
 from longspec_jax.cli import COUNT, ByMachine, one_of, several
 from longspec_jax.config.known import TARGETS, TINY
 from longspec_jax.config.names import ATTENTION, KV_DTYPES
+from longspec_jax.config.sampling import rule
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, PARALLEL, SMALL_LM, Kind
@@ -246,7 +247,7 @@ TEXTS: Options = {
     "files": _of(cli.file_path, "text files, of one kind", nargs="+", required=True),
     "question": _of(str, "asked about every piece, in the target's chat form"),
     "context": _each(COUNT, "tokens of a piece", ByMachine([1024, 8192], [256])),
-    "temperature": _each(cli.number(SAMPLING["temperature"]), "0 is greedy", [0.0, 1.0]),
+    "temperature": _each(cli.number(rule("temperature")), "0 is greedy", [0.0, 1.0]),
     "tree": {
         **several(cli.drafting_tree),
         "help": f"the default choice if absent, else each of them: {cli.TREE_GRAMMAR}",
