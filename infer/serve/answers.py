@@ -15,8 +15,8 @@ from typing import Any
 from longspec_jax.decoding.logprobs import PromptLogprobs, TokenLogprob
 from longspec_jax.generation.requests import RequestOutput
 
+from .calls import Call
 from .gains import Answer, metrics_of, rounds_of
-from .protocol import Call
 from .token_texts import LONGEST_RUN, TokenTexts
 
 DONE = b"data: [DONE]\n\n"
@@ -107,7 +107,7 @@ class TextFormat:
     def choice(self, index: int, answer: Answer, call: Call) -> dict[str, Any]:
         """Text, log-probabilities and finish reason."""
         gain = answer.gain
-        if call.max_tokens == 0:  # One token was generated, because no fewer can be.
+        if call.most_new == 0:  # One token was generated, because no fewer can be.
             gain = replace(gain, tokens=(), logprobs=(), text="", finish="length")
         found = self._choice(index, answer.echoed + gain.text, ending(gain.finish, gain.reason))
         return {**found, "logprobs": self._logprobs(answer, gain, call)}
@@ -118,7 +118,7 @@ class TextFormat:
     def delta(self, index: int, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any]:
         """Text and log-probabilities."""
         first = answer.begins_with(gain)
-        if call.max_tokens == 0:
+        if call.most_new == 0:
             gain = replace(gain, tokens=(), logprobs=(), text="")
         found = self._choice(index, answer.echoed * first + gain.text)
         return {**found, "logprobs": self._logprobs(answer, gain, call)}
@@ -132,7 +132,7 @@ class TextFormat:
 
     def _logprobs(self, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any] | None:
         """Lists with an entry a token; the prompt's come first where it is echoed."""
-        if call.logprobs is None:
+        if call.alternatives is None:
             return None
         own: Iterable[TokenLogprob | None] = gain.logprobs
         tokens, entries, offsets = gain.tokens, own, list[int]()
@@ -147,7 +147,7 @@ class TextFormat:
             "token_logprobs": [entry and entry.logprob for entry in own],
             # Made while they are written: of a long prompt all together take a gigabyte.
             "top_logprobs": (
-                entry and self._top(text, entry, call.logprobs)
+                entry and self._top(text, entry, call.alternatives)
                 for text, entry in zip(texts, entries, strict=True)
             ),
             "text_offset": offsets + [self._offset(answer, token) for token in gain.tokens],
@@ -209,13 +209,13 @@ class ChatFormat:
         return {"index": index, "delta": delta, "logprobs": None, **GOES_ON}
 
     def _logprobs(self, gain: RequestOutput, call: Call) -> dict[str, Any] | None:
-        if call.logprobs is None:
+        if call.alternatives is None:
             return None
         content = (
             {
                 **self._token(token, entry.logprob),
                 "top_logprobs": [
-                    self._token(id, value) for id, value in entry.top[: call.logprobs]
+                    self._token(id, value) for id, value in entry.top[: call.alternatives]
                 ],
             }
             for token, entry in zip(gain.tokens, gain.logprobs, strict=True)
@@ -260,7 +260,7 @@ class Writer:
             "usage": self._usage(),
             "metrics": self._metrics(),
         }
-        if self.call.rounds:
+        if self.call.longspec.rounds:
             found["longspec"] = [
                 self._rounds(answer.gain, index) for index, answer in enumerate(self.answers)
             ]
@@ -277,23 +277,23 @@ class Writer:
         A token whose text is not complete makes none, unless there is something else to say.
         """
         more, answer, found = {}, self.answers[row], b""
-        if self.call.rounds:
+        if self.call.longspec.rounds:
             before = self.tails.get(row, ())
             more["longspec"] = self._rounds(gain, row, before)
             self.tails[row] = (*before, *gain.tokens)[-LONGEST_RUN:]
         first = answer.begins_with(gain)
-        shown = gain.text or (first and answer.echoed) or self.call.logprobs is not None
-        if shown or more or self.call.continuous_usage:
+        shown = gain.text or (first and answer.echoed) or self.call.alternatives is not None
+        if shown or more or self.call.stream_options.continuous_usage_stats:
             delta = self.format.delta(row, answer, gain, self.call)
             found += self._chunk(delta, more, long=is_long(gain))
         if gain.finish is not None:
-            finish = "length" if self.call.max_tokens == 0 else gain.finish
+            finish = "length" if self.call.most_new == 0 else gain.finish
             found += self._chunk(self.format.closing(row, ending(finish, gain.reason)))
         return found
 
     def ending(self) -> bytes:
         """The last events: the usage, if it is wanted, and ``[DONE]``."""
-        if not self.call.include_usage:
+        if not self.call.stream_options.include_usage:
             return DONE
         usage = {"usage": self._usage(), "metrics": self._metrics()}
         return event({**self._head(self.format.part), "choices": [], **usage}) + DONE
@@ -312,9 +312,9 @@ class Writer:
         self, choice: dict[str, Any], more: dict[str, Any] | None = None, *, long: bool = False
     ) -> bytes:
         usage = {}
-        if self.call.continuous_usage:
+        if self.call.stream_options.continuous_usage_stats:
             usage["usage"] = self._usage()
-        elif self.call.include_usage:
+        elif self.call.stream_options.include_usage:
             usage["usage"] = None
         head = self._head(self.format.part)
         return event({**head, "choices": [choice], **usage, **(more or {})}, long=long)
@@ -322,7 +322,7 @@ class Writer:
     def _usage(self) -> dict[str, Any]:
         """Tokens of prompts and answers. A prompt counts once for all its choices."""
         prompts = self.answers[:: self.call.n]
-        new = 0 if self.call.max_tokens == 0 else sum(one.new for one in self.answers)
+        new = 0 if self.call.most_new == 0 else sum(one.new for one in self.answers)
         prompt = sum(len(one.prompt) for one in prompts)
         cached = sum(one.cached for one in prompts)
         return {

@@ -5,12 +5,16 @@ bodies are parsed by one thread of their own, and texts are tokenised by a few.
 """
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -23,12 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from . import metrics as metrics_lib
 from .answers import DONE, ChatFormat, TextFormat, Writer, event, is_long, long_json_bytes
 from .bodies import MOST_BYTES, most_bytes, read_json, too_large
-from .documents import describe, read_page
-from .engine_thread import EngineThread, State
-from .gains import Ticket
-from .guards import CLIENT, HEALTH, PAGE, HostGuard, KeyGuard, as_json, refusal
-from .metrics import Metrics
-from .protocol import (
+from .calls import (
     Call,
     Row,
     ServedModel,
@@ -37,7 +36,11 @@ from .protocol import (
     read_tokenize,
     rows_of,
 )
-from .rules import Refused
+from .engine_thread import EngineThread, State
+from .gains import Ticket
+from .guards import CLIENT, HEALTH, PAGE, HostGuard, KeyGuard, as_json, refusal
+from .metrics import Metrics
+from .protocol import Chat, Completion, Refused, describe
 from .token_texts import TokenTexts
 
 LOG = logging.getLogger("longspec.serve")
@@ -166,7 +169,7 @@ class Routes:
         client = str(request.scope[CLIENT]) if len(self._served.api_keys) > 1 else ""
         call, rows = await self._in_pool(self._read_call, given, chat, client)
         if self._served.log_prompts:
-            LOG.info("prompt: %s", call.messages or call.prompts)
+            LOG.info("prompt: %s", call.messages if isinstance(call, Chat) else call.prompt)
         ticket = self._thread.submit(rows)
         try:
             writer = self._writer(call, ticket)
@@ -194,9 +197,9 @@ class Routes:
         return call, rows_of(call, self._model, client)
 
     def _writer(self, call: Call, ticket: Ticket) -> Writer:
-        if call.echo:
+        if isinstance(call, Completion) and call.echo:
             for index, answer in enumerate(ticket.answers):
-                prompt = call.prompts[index // call.n]
+                prompt = call.prompt[index // call.n]
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
         form = (ChatFormat if call.chat else TextFormat)(self._texts)
@@ -416,3 +419,40 @@ async def until_gone(request: Request, work: Awaitable[None]) -> bool:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+_OPEN = "default-src 'none'; img-src data:; connect-src 'self'; base-uri 'none'; "
+_CLOSED = "form-action 'none'; frame-ancestors 'none'"
+
+
+@dataclass(frozen=True)
+class Page:
+    """What ``GET /`` answers."""
+
+    body: bytes
+    """HTML in UTF-8."""
+    headers: dict[str, str]
+    """Content type, policy and what else a browser must know."""
+
+
+def read_page() -> Page:
+    """Read the page, which lies beside this file."""
+    text = (Path(__file__).parent / "page.html").read_text("utf-8")
+    policy = "".join(f"{name}-src {_digest(text, name)}; " for name in ("style", "script"))
+    return Page(
+        body=text.encode(),
+        headers={
+            "content-type": "text/html; charset=utf-8",
+            "content-security-policy": _OPEN + policy + _CLOSED,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+        },
+    )
+
+
+def _digest(text: str, element: str) -> str:
+    """What a policy calls the only inline style or script of a page."""
+    [inside] = re.findall(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+    return f"'sha256-{digest}'"

@@ -12,7 +12,7 @@ from typing import Any
 from longspec_jax.checks import shown
 from longspec_jax.weights.json_files import unique_keys
 
-from .rules import Refused
+from .protocol import Refused
 
 MOST_BYTES = 32 * 2**20
 """Of any body."""

@@ -37,11 +37,11 @@ from ..results import memory_plan_line
 from ..wording import command_words
 from .app import Served
 from .arguments import read_template
+from .calls import ServedModel
 from .engine_thread import EngineThread
-from .fields import MOST_ALTERNATIVES
 from .http_server import HttpServer, log_to_stderr
 from .metrics import Metrics
-from .protocol import ServedModel
+from .protocol import MOST_ALTERNATIVES
 
 PREFILLS = 4, 2, 1
 """Prompts that may be read at once: as many as fit beside as many slots. Each takes as much memory

@@ -32,10 +32,10 @@ from typing import Any
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 
+from .calls import Row
 from .gains import Answer, Ticket, proposed_tokens, wake
 from .metrics import Metrics
-from .protocol import Row
-from .rules import Refused
+from .protocol import Refused
 
 LOG = logging.getLogger("longspec.serve")
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or later"

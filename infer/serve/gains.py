@@ -16,8 +16,8 @@ from longspec_jax.decoding.report import RoundTree
 from longspec_jax.drafters.base import proposers
 from longspec_jax.generation.requests import RequestOutput
 
-from .protocol import Row
-from .rules import Refused
+from .calls import Row
+from .protocol import Refused
 from .token_texts import LONGEST_RUN, Offsets, TokenText, completed_text
 
 

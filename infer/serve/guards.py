@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from longspec_jax.checks import shown
 
 from .answers import json_bytes
-from .rules import Refused
+from .protocol import Refused
 
 HEALTH, PAGE = "/health", "/"
 CLIENT = "longspec.client"

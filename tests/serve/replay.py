@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from infer.serve.documents import read_page
+from infer.serve.app import read_page
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><b>&amp;"
 """What a model may say."""

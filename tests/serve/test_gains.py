@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from infer.serve import answers
 from infer.serve.answers import SLICE, TextFormat, Writer, json_bytes, long_json_bytes
 from infer.serve.gains import Answer, Ticket, rounds_of
-from infer.serve.protocol import Call
+from infer.serve.protocol import Completion, read
 from infer.serve.token_texts import TokenTexts, token_text
 from longspec_jax.decoding import logprobs
 from longspec_jax.decoding.logprobs import unpacked_logprobs
@@ -150,7 +150,8 @@ def test_log_probabilities_of_a_long_prompt_hold_up_nobody(
     answer = Answer((ord("x"),) * tokens, "x" * tokens)
     answer.add(gain, 0)
     texts = TokenTexts(lambda ids: "".join(map(chr, ids)))
-    writer = Writer(Call(False, logprobs=most), TextFormat(texts), "toy", [answer], texts)
+    call = read(Completion, {"prompt": "x", "logprobs": most})
+    writer = Writer(call, TextFormat(texts), "toy", [answer], texts)
     body = writer.events(0, gain)
     lists = json.loads(body.partition(b"\n")[0].removeprefix(b"data: "))["choices"][0]["logprobs"]
     assert {*map(len, lists.values())} == {tokens + 1} and lists["top_logprobs"][0] is None

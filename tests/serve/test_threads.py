@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from infer.serve.calls import Row
 from infer.serve.engine_thread import EngineThread, State
 from infer.serve.gains import Ticket
 from infer.serve.metrics import Metrics
-from infer.serve.protocol import Row
-from infer.serve.rules import Refused
+from infer.serve.protocol import Refused
 from longspec_jax.generation.requests import RequestOutput
 from tests.serve.kit import LEVELS, ScriptedEngine
 
