@@ -1,6 +1,6 @@
 """The routes: requests in, answers and streams out, and what guards them.
 
-The application knows the engine's thread by its tickets alone. It never blocks the event loop:
+The application knows the engine's thread by its handles alone. It never blocks the event loop:
 bodies are parsed by one thread of their own, and texts are tokenised by a few.
 """
 
@@ -25,8 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
-from .answers import DONE, ChatFormat, TextFormat, Writer, event, is_long, long_json_bytes
-from .bodies import MOST_BYTES, most_bytes, read_json, too_large
+from .answers import DONE, Writer, event, is_long, long_json_bytes
 from .calls import (
     Call,
     Row,
@@ -37,11 +36,22 @@ from .calls import (
     rows_of,
 )
 from .engine_thread import EngineThread, State
-from .gains import Ticket
-from .guards import CLIENT, HEALTH, PAGE, HostGuard, KeyGuard, as_json, refusal
+from .guards import (
+    CLIENT,
+    HEALTH,
+    MOST_BYTES,
+    PAGE,
+    HostGuard,
+    KeyGuard,
+    as_json,
+    most_bytes,
+    read_json,
+    refusal,
+    too_large,
+)
 from .metrics import Metrics
 from .protocol import Chat, Completion, Refused, describe
-from .token_texts import TokenTexts
+from .streaming import RequestHandle, TokenTexts
 
 LOG = logging.getLogger("longspec.serve")
 CLIENT_GONE = 499
@@ -170,25 +180,25 @@ class Routes:
         call, rows = await self._in_pool(self._read_call, given, chat, client)
         if self._served.log_prompts:
             LOG.info("prompt: %s", call.messages if isinstance(call, Chat) else call.prompt)
-        ticket = self._thread.submit(rows)
+        handle = self._thread.submit(rows)
         try:
-            writer = self._writer(call, ticket)
-            if await until_gone(request, ticket.begun()):
+            writer = self._writer(call, handle)
+            if await until_gone(request, handle.begun()):
                 return Response(status_code=CLIENT_GONE)
             if call.stream:
-                end, stream = partial(self._close, request, call, ticket, 200), ticket
-                ticket = None
+                end, stream = partial(self._close, request, call, handle, 200), handle
+                handle = None
                 return Events(pulsing(self._events(writer, stream)), end)
-            gone = await until_gone(request, _read_all(ticket))
-            self._log(request, call, ticket, CLIENT_GONE if gone else 200)
+            gone = await until_gone(request, _read_all(handle))
+            self._log(request, call, handle, CLIENT_GONE if gone else 200)
             if gone:
                 return Response(status_code=CLIENT_GONE)
             # Log-probabilities of a long prompt take a while to write.
             body = await self._in_pool(lambda: long_json_bytes(writer.body()))
             return Response(body, media_type="application/json")
         finally:
-            if ticket is not None:
-                self._thread.cancel(ticket)
+            if handle is not None:
+                self._thread.cancel(handle)
 
     def _read_call(
         self, given: dict[str, Any], chat: bool, client: str
@@ -196,29 +206,27 @@ class Routes:
         call = read_call(given, self._model, chat=chat)
         return call, rows_of(call, self._model, client)
 
-    def _writer(self, call: Call, ticket: Ticket) -> Writer:
+    def _writer(self, call: Call, handle: RequestHandle) -> Writer:
         if isinstance(call, Completion) and call.echo:
-            for index, answer in enumerate(ticket.answers):
+            for index, answer in enumerate(handle.answers):
                 prompt = call.prompt[index // call.n]
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
-        form = (ChatFormat if call.chat else TextFormat)(self._texts)
         model = self._model
         return Writer(
             call,
-            form,
             model.names[0],
-            ticket.answers,
+            handle.answers,
             self._texts,
             sources=model.sources,
             accepted_only=model.shared,
         )
 
-    async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
+    async def _events(self, writer: Writer, handle: RequestHandle) -> AsyncIterator[bytes]:
         """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""
         try:
             yield writer.opening()
-            async for row, gain in ticket.gains():
+            async for row, gain in handle.gains():
                 if is_long(gain):
                     events = await self._in_pool(writer.events, row, gain)
                 else:
@@ -233,18 +241,18 @@ class Routes:
             words = f"the server has a defect: {type(error).__name__}"
             yield event(Refused(words, status=500).body) + DONE
 
-    def _close(self, request: Request, call: Call, ticket: Ticket, status: int) -> None:
-        self._log(request, call, ticket, status)
-        self._thread.cancel(ticket)
+    def _close(self, request: Request, call: Call, handle: RequestHandle, status: int) -> None:
+        self._log(request, call, handle, status)
+        self._thread.cancel(handle)
 
-    def _log(self, request: Request, call: Call, ticket: Ticket, status: int) -> None:
+    def _log(self, request: Request, call: Call, handle: RequestHandle, status: int) -> None:
         LOG.info(
             "%s %r %d: %d prompt tokens, %d new, %s",
             request.method,
             request.url.path,
             status,
-            sum(len(row.tokens) for row in ticket.rows),
-            sum(answer.new for answer in ticket.answers),
+            sum(len(row.tokens) for row in handle.rows),
+            sum(answer.new for answer in handle.answers),
             "stream" if call.stream else "whole",
         )
 
@@ -391,9 +399,9 @@ async def pulsing(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         coming.cancel()
 
 
-async def _read_all(ticket: Ticket) -> None:
-    async for row, gain in ticket.gains():
-        ticket.answers[row].gains.append(gain)
+async def _read_all(handle: RequestHandle) -> None:
+    async for row, gain in handle.gains():
+        handle.answers[row].gains.append(gain)
 
 
 async def until_gone(request: Request, work: Awaitable[None]) -> bool:

@@ -9,15 +9,6 @@ from typing import Any
 
 import pytest
 
-from infer.serve.bodies import (
-    DEEPEST,
-    MOST_BYTES,
-    MOST_CONTAINERS,
-    MOST_STRINGS,
-    most_bytes,
-    most_values,
-    read_json,
-)
 from infer.serve.calls import (
     Call,
     Row,
@@ -26,6 +17,15 @@ from infer.serve.calls import (
     read_detokenize,
     read_tokenize,
     rows_of,
+)
+from infer.serve.guards import (
+    DEEPEST,
+    MOST_BYTES,
+    MOST_CONTAINERS,
+    MOST_STRINGS,
+    most_bytes,
+    most_values,
+    read_json,
 )
 from infer.serve.protocol import (
     GETS,
