@@ -26,7 +26,8 @@ from pydantic.json_schema import JsonSchemaValue, models_json_schema
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 import longspec_jax
-from longspec_jax.checks import LARGEST_WHOLE, SAMPLING, Real, Whole, nearest, shown
+from longspec_jax.checks import LARGEST_WHOLE, Whole, nearest, shown
+from longspec_jax.config.sampling import BIAS, MOST_ALTERNATIVES, OPTIONS, TOKEN
 
 SEEDS = 2**32
 MOST_CHOICES = 128
@@ -36,8 +37,6 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_STOP_TOKENS = 8
 """The model's own included."""
 MOST_BIASES = 1024
-MOST_ALTERNATIVES = 20
-"""Of ``top_logprobs``."""
 MOST_MESSAGES, MOST_PARTS = 4096, 1024
 """Of a request, and of each message."""
 LONGEST_PATTERN = 16_384
@@ -86,21 +85,28 @@ class Refused(Exception):
         }
 
 
-# What pydantic has no type for.
+# What pydantic has no type for, beside the library's own rules.
 
 
-class Rule:
-    """What a value must be: reads a value and describes itself as JSON schema."""
+class Neutral:
+    """A field that is not supported: only values at which it has no effect are accepted."""
 
-    json: JsonSchemaValue
+    def __init__(self, *values: object, remedy: str = "leave the field out") -> None:
+        """Bind the values beside null, which every optional field takes."""
+        self.values, self._remedy = values, remedy
 
-    def read(self, value: object) -> object:
-        """The value as the server takes it.
+    def read(self, value: object) -> None:
+        """Nothing: the value has no effect.
 
         Raises:
-          ValueError: says what the value must be, as the end of a sentence about it.
+          ValueError: if it has one.
         """
-        raise NotImplementedError
+        # 0 equals False in Python, and JSON has one kind of numbers.
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        for one in self.values:
+            if one == value and (type(one) is type(value) or (number and one is not False)):
+                return
+        raise ValueError(f"is not supported; {self._remedy}")
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -110,47 +116,7 @@ class Rule:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return dict(self.json)
-
-
-class Within(Rule):
-    """A number in a range. JSON has one kind of numbers, so 4.0 is a whole number."""
-
-    def __init__(self, allowed: Whole | Real) -> None:
-        self._allowed, self._whole = allowed, isinstance(allowed, Whole)
-        open_below = isinstance(allowed, Real) and not allowed.includes_least
-        self.json = {
-            "type": "integer" if self._whole else "number",
-            "exclusiveMinimum" if open_below else "minimum": allowed.least,
-            "maximum": allowed.most,
-        }
-
-    def read(self, value: object) -> int | float:
-        """The number."""
-        if self._whole and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if words := self._allowed.refusal(value):
-            raise ValueError(f"must be {words}")
-        assert isinstance(value, int | float), "as the rule says"
-        return value if self._whole else float(value)
-
-
-class Neutral(Rule):
-    """A field that is not supported: only values at which it has no effect are accepted."""
-
-    def __init__(self, *values: object, remedy: str = "leave the field out") -> None:
-        """Bind the values beside null, which every optional field takes."""
-        self.values, self._remedy = values, remedy
-        self.json = {"enum": list(values)} if values else {"type": "null"}
-
-    def read(self, value: object) -> None:
-        """Nothing: the value has no effect."""
-        # 0 equals False in Python, and JSON has one kind of numbers.
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        for one in self.values:
-            if one == value and (type(one) is type(value) or (number and one is not False)):
-                return
-        raise ValueError(f"is not supported; {self._remedy}")
+        return {"enum": list(self.values)} if self.values else {"type": "null"}
 
 
 class Says:
@@ -184,7 +150,6 @@ def either(words: str) -> Discriminator:
     return Discriminator(kind, custom_error_type="words", custom_error_message=words)
 
 
-TOKEN = Within(Whole(0))
 Token = Annotated[int, TOKEN]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1)]
@@ -201,17 +166,10 @@ def read_tokens(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
         raise ValueError("must be a list of token ids, at least one")
     if {*map(type, value)} != {int}:
-        return tuple(_token(index, one) for index, one in enumerate(value))
+        return tuple(TOKEN.read_json(f"item {index}", one) for index, one in enumerate(value))
     if min(value) < 0 or max(value) > LARGEST_WHOLE:
         raise ValueError("must hold token ids, which are whole numbers from 0")
     return tuple(value)
-
-
-def _token(index: int, value: object) -> int:
-    try:
-        return int(TOKEN.read(value))
-    except ValueError as error:
-        raise ValueError(f"item {index}, {shown(value)}, {error}") from None
 
 
 def read_prompts(value: object) -> tuple[Prompt, ...]:
@@ -240,10 +198,7 @@ def read_biases(value: object) -> dict[int, float]:
     for key, bias in value.items():
         if not (len(key) < 10 and key.isascii() and key.isdigit()):
             raise ValueError(f"has the name {shown(key)}, which is no token id")
-        try:
-            found[int(key)] = BIAS.read(bias)
-        except ValueError as error:
-            raise ValueError(f"of token {key}, {shown(bias)}, {error}") from None
+        found[int(key)] = BIAS.read_json(f"token {key}", bias)
     return found
 
 
@@ -427,16 +382,15 @@ class Form(Body):
         return {"regex": self.regex} if self.type == "regex" else {}
 
 
-BIAS = Within(Real(-100.0, 100.0, "from -100 to 100"))
 Biases = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, BIAS]],
     Field(max_length=MOST_BIASES),
 ]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Name = Annotated[str, Field(max_length=512)]
-NewTokens = Annotated[int, Within(SAMPLING["max_new_tokens"])]
-Alternatives = Annotated[int, Within(Whole(0, MOST_ALTERNATIVES))]
-Choices = Annotated[int, Within(Whole(1, MOST_CHOICES))]
+NewTokens = Annotated[int, OPTIONS["max_new_tokens"]]
+Alternatives = Annotated[int, Whole(0, MOST_ALTERNATIVES)]
+Choices = Annotated[int, Whole(1, MOST_CHOICES)]
 
 
 class Completing(Body):
@@ -449,17 +403,12 @@ class Completing(Body):
     """Answer in server-sent events."""
     stream_options: StreamOptions = StreamOptions()
     """Only with stream."""
-    temperature: Annotated[float, Within(SAMPLING["temperature"])] = 1.0
-    """0 is greedy."""
-    top_p: Annotated[float, Within(SAMPLING["top_p"])] = 1.0
-    """1 keeps all tokens."""
-    top_k: Annotated[int, Within(Whole(-1, note=" (0 and -1 keep all tokens)"))] = 0
+    temperature: Annotated[float, OPTIONS["temperature"]] = 1.0
+    top_p: Annotated[float, OPTIONS["top_p"]] | None = None
+    top_k: Annotated[int, Whole(-1, note=" (0 and -1 keep all tokens)")] = 0
     """0 keeps all tokens."""
-    min_p: Annotated[float, Within(SAMPLING["min_p"])] = 0.0
-    """Least probability of a drawn token, as a share of the likeliest's."""
-    seed: Annotated[int, Within(SAMPLING["seed"])] = Field(
-        default_factory=lambda: secrets.randbelow(SEEDS)
-    )
+    min_p: Annotated[float, OPTIONS["min_p"]] | None = None
+    seed: Annotated[int, OPTIONS["seed"]] = Field(default_factory=lambda: secrets.randbelow(SEEDS))
     """Of the draws; a new one if absent."""
     n: Choices = 1
     """Choices of each prompt; choice i has seed + i."""
@@ -477,13 +426,10 @@ class Completing(Body):
         dict[int, float], PlainValidator(read_biases, json_schema_input_type=Biases)
     ] = {}
     """What is added to the logits of tokens, from -100 to 100 by token id."""
-    presence_penalty: Annotated[float, Within(SAMPLING["presence_penalty"])] = 0.0
-    """Taken from tokens that were emitted."""
-    frequency_penalty: Annotated[float, Within(SAMPLING["frequency_penalty"])] = 0.0
-    """Taken as often as a token was emitted."""
-    repetition_penalty: Annotated[float, Within(SAMPLING["repetition_penalty"])] = 1.0
-    """Divides the logits of tokens of the prompt and the text; 1 has no effect."""
-    priority: Annotated[int, Within(Whole(-(2**31), 2**31 - 1))] = 0
+    presence_penalty: Annotated[float, OPTIONS["presence_penalty"]] | None = None
+    frequency_penalty: Annotated[float, OPTIONS["frequency_penalty"]] | None = None
+    repetition_penalty: Annotated[float, OPTIONS["repetition_penalty"]] | None = None
+    priority: Annotated[int, Whole(-(2**31), 2**31 - 1)] = 0
     """Lower goes first."""
     longspec: Speculation = Speculation()
     """About speculation."""
@@ -523,7 +469,7 @@ class Completion(Completing):
         PlainValidator(read_prompts, json_schema_input_type=str | Tokens | Texts | list[Tokens]),
     ]
     """What to continue."""
-    max_tokens: Annotated[int, Within(Whole(0, note=" (0 only with echo)"))] | None = None
+    max_tokens: Annotated[int, Whole(0, note=" (0 only with echo)")] | None = None
     """Most tokens to generate; what the context leaves if absent."""
     echo: bool = False
     """Begin the text with the prompt."""

@@ -225,7 +225,7 @@ BOTH = TEXTS + CHATS
         (BOTH, {"stop_token_ids": [*range(9)]}, "at most 8 items", None),
         (BOTH, {"stop_token_ids": [*range(8)]}, "a row takes 8", None),
         (BOTH, {"logit_bias": {"x": 1}}, "has the name 'x', which is no token id", None),
-        (BOTH, {"logit_bias": {"1": 101}}, "of token 1, 101, must be from -100 to 100", None),
+        (BOTH, {"logit_bias": {"1": 101}}, "token 1=101 must be a number from -100 to 100", None),
         (BOTH, {"model": "other"}, "the model 'other' does not exist; this server has toy", None),
         (
             BOTH,
