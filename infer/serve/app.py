@@ -331,8 +331,7 @@ class Routes:
 
     async def page(self, request: Request) -> Response:
         """The page: one file, which talks to no other server."""
-        page = read_page()
-        return Response(page.body, headers=page.headers)
+        return page_response()
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The JSON object of a request.
@@ -433,30 +432,18 @@ _OPEN = "default-src 'none'; img-src data:; connect-src 'self'; base-uri 'none';
 _CLOSED = "form-action 'none'; frame-ancestors 'none'"
 
 
-@dataclass(frozen=True)
-class Page:
-    """What ``GET /`` answers."""
-
-    body: bytes
-    """HTML in UTF-8."""
-    headers: dict[str, str]
-    """Content type, policy and what else a browser must know."""
-
-
-def read_page() -> Page:
-    """Read the page, which lies beside this file."""
+def page_response() -> Response:
+    """The page, which lies beside this file, with the policy by which its script alone runs."""
     text = (Path(__file__).parent / "page.html").read_text("utf-8")
     policy = "".join(f"{name}-src {_digest(text, name)}; " for name in ("style", "script"))
-    return Page(
-        body=text.encode(),
-        headers={
-            "content-type": "text/html; charset=utf-8",
-            "content-security-policy": _OPEN + policy + _CLOSED,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cache-control": "no-cache",
-        },
-    )
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": _OPEN + policy + _CLOSED,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return Response(text.encode(), headers=headers)
 
 
 def _digest(text: str, element: str) -> str:
