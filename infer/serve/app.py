@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
-from .answers import DONE, Writer, event, is_long, long_json_bytes
+from .answers import DONE, Writer, event, is_long, json_bytes, long_json_bytes
 from .calls import (
     Call,
     Row,
@@ -171,6 +171,7 @@ class Routes:
         # One: parsing keeps all other threads waiting, the event loop's too.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
         self._held = 0
+        self._document = json_bytes(describe(bool(served.api_keys)))
 
     async def complete(self, request: Request, chat: bool) -> Response:
         """Completions of both kinds, whole or as a stream."""
@@ -179,7 +180,8 @@ class Routes:
         client = str(request.scope[CLIENT]) if len(self._served.api_keys) > 1 else ""
         call, rows = await self._in_pool(self._read_call, given, chat, client)
         if self._served.log_prompts:
-            LOG.info("prompt: %s", call.messages if isinstance(call, Chat) else call.prompt)
+            turns = [one.turn for one in call.messages] if isinstance(call, Chat) else call.prompt
+            LOG.info("prompt: %s", turns)
         handle = self._thread.submit(rows)
         try:
             writer = self._writer(call, handle)
@@ -327,7 +329,7 @@ class Routes:
 
     async def openapi(self, request: Request) -> Response:
         """The description of all routes."""
-        return as_json(describe(bool(self._served.api_keys)))
+        return Response(self._document, media_type="application/json")
 
     async def page(self, request: Request) -> Response:
         """The page: one file, which talks to no other server."""

@@ -6,6 +6,7 @@ accepted at values without effect (:class:`Neutral`), or refused with a remedy. 
 are the library's own. Nothing here knows an engine, a tokenizer or HTTP's transport.
 """
 
+import functools
 import secrets
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -213,6 +214,17 @@ class WrongName(ValueError):
         self.name, self.begin, self.end = name, begin, end
 
 
+@functools.cache
+def _fields(kind: type[BaseModel]) -> dict[str, str | None]:
+    """The fields as clients write them, and what each means that is required."""
+    found = dict[str, str | None]()
+    for name, one in kind.model_fields.items():
+        about = f"{one.description}"
+        words = f"{about[:1].lower()}{about[1:].rstrip('.')}"
+        found[one.alias or name] = words if one.is_required() else None
+    return found
+
+
 class Body(BaseModel):
     """An object with known fields; null of any other is as absent.
 
@@ -230,20 +242,18 @@ class Body(BaseModel):
         """Refuse an unknown and a missing field, and leave out null."""
         if not isinstance(given, dict):
             return given
-        fields = {one.alias or name: one for name, one in cls.model_fields.items()}
-        required = {name for name, one in fields.items() if one.is_required()}
-        found = {name: one for name, one in given.items() if one is not None or name in required}
-        for name in found:
-            if name not in fields:
+        fields = _fields(cls)
+        for name, one in given.items():
+            if one is not None and name not in fields:
                 close = nearest(name, fields)
                 hint = f"did you mean {close}?" if close else "leave it out"
                 raise WrongName(name, begin=f"unknown field {shown(name)}", end=f"; {hint}")
-        for name, one in fields.items():
-            if name in required and name not in found:
-                about = f"{one.description}"
-                end = f" is missing: {about[:1].lower()}{about[1:].rstrip('.')}"
-                raise WrongName(name, begin=f"the field {name}", end=end)
-        return found
+        for name, about in fields.items():
+            if about is not None and name not in given:
+                raise WrongName(name, begin=f"the field {name}", end=f" is missing: {about}")
+        if None not in given.values():
+            return given
+        return {name: one for name, one in given.items() if one is not None or fields.get(name)}
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -275,12 +285,28 @@ class Part(Body):
     """The text of the part."""
 
 
-NO_TOOLS = "put what the model must know into its messages"
-_ROLES = f"must be system, developer, user or assistant; tools are not supported; {NO_TOOLS}"
+Parts = Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]
 _CONTENT = (
     'must be text, or a list of parts {"type": "text", "text": ...}; images and sound are not '
     "supported"
 )
+Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[Parts, Tag(LIST)], either(_CONTENT)]
+
+
+class Joined:
+    """The text of a message: its own, or that of its parts, of which none is kept."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def text(content: str | list[Part]) -> str:
+            return content if isinstance(content, str) else "".join(part.text for part in content)
+
+        return core_schema.no_info_after_validator_function(text, handler.generate_schema(Content))
+
+
+NO_TOOLS = "put what the model must know into its messages"
+_ROLES = f"must be system, developer, user or assistant; tools are not supported; {NO_TOOLS}"
 
 
 class Message(Body):
@@ -288,13 +314,7 @@ class Message(Body):
 
     role: Annotated[Literal["system", "developer", "user", "assistant"], Says(_ROLES)]
     """Who speaks; developer is another name of system."""
-    content: Annotated[
-        Annotated[str, Tag(TEXT)]
-        | Annotated[
-            list[Part], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True), Tag(LIST)
-        ],
-        either(_CONTENT),
-    ]
+    content: Annotated[str, Joined()]
     """The text."""
     name: Annotated[str, Field(max_length=256)] = ""
     """Given to the chat template, which may use it."""
@@ -307,11 +327,9 @@ class Message(Body):
     @property
     def turn(self) -> dict[str, str]:
         """As a chat template takes it."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
         name = {"name": self.name} if "name" in self.model_fields_set else {}
-        return {"role": role, "content": text, **name}
+        return {"role": role, "content": self.content, **name}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]

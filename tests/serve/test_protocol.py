@@ -29,6 +29,7 @@ from infer.serve.guards import (
 )
 from infer.serve.protocol import (
     GETS,
+    MOST_PARTS,
     POSTS,
     Chat,
     Completion,
@@ -511,8 +512,16 @@ def test_refusals_of_large_values_take_no_time() -> None:
         {"prompt": "a", "stop": [["z" * large]] * 9},
         {"prompt": "a", "longspec": {"t" * large: 1}},
         {"prompt": "a", "logit_bias": {"1" * large: 1}},
+        {f"name {number}": 1 for number in range(200_000)},
+        {"prompt": [1.5] * 400_000},
+        {"prompt": "a", "stop": [1] * 400_000},
+        {"prompt": "a", "stop_token_ids": [-1] * 400_000},
     ):
         assert len(str(refusal(read_call, given, MODEL, chat=False))) < 400
+    turn = {"role": "user", "content": [{"type": "text", "text": "a"}] * MOST_PARTS}
+    for wrong in ({}, {"role": "user", "content": [1] * 400_000}):
+        given = {"messages": [turn] * 100 + [wrong] * 400_000}
+        assert len(str(refusal(read_call, given, MODEL, chat=True))) < 400
     names = ", ".join(f'"{number}": 0' for number in [*range(200_000), 5])
     assert "the key '5' is given 2 times" in str(
         refusal(read_json, f"{{{names}}}".encode(), CONTEXT)
