@@ -9,7 +9,7 @@ are the library's own. Nothing here knows an engine, a tokenizer or HTTP's trans
 import functools
 import secrets
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -27,7 +27,7 @@ from pydantic.json_schema import JsonSchemaValue, models_json_schema
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 import longspec_jax
-from longspec_jax.checks import LARGEST_WHOLE, Whole, nearest, shown
+from longspec_jax.checks import LARGEST_WHOLE, OneOf, Text, Whole, nearest, shown
 from longspec_jax.config.sampling import BIAS, MOST_ALTERNATIVES, OPTIONS, TOKEN
 
 SEEDS = 2**32
@@ -118,20 +118,6 @@ class Neutral:
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         return {"enum": list(self.values)} if self.values else {"type": "null"}
-
-
-class Says:
-    """What a value must be, with a remedy, in place of pydantic's words."""
-
-    def __init__(self, words: str) -> None:
-        self._words = words
-
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.custom_error_schema(
-            handler(source), "words", custom_error_message=self._words
-        )
 
 
 TEXT, LIST = "a text", "a list"
@@ -279,7 +265,7 @@ Found = TypeVar("Found", bound=Body)
 class Part(Body):
     """A part of a message."""
 
-    type: Annotated[Literal["text"], Says("must be text; images and sound are not supported")]
+    type: Annotated[str, OneOf(("text",), "; images and sound are not supported")]
     """Text."""
     text: str
     """The text of the part."""
@@ -306,17 +292,19 @@ class Joined:
 
 
 NO_TOOLS = "put what the model must know into its messages"
-_ROLES = f"must be system, developer, user or assistant; tools are not supported; {NO_TOOLS}"
+_ROLES = OneOf(
+    ("system", "developer", "user", "assistant"), f"; tools are not supported; {NO_TOOLS}"
+)
 
 
 class Message(Body):
     """What one has said."""
 
-    role: Annotated[Literal["system", "developer", "user", "assistant"], Says(_ROLES)]
+    role: Annotated[str, _ROLES]
     """Who speaks; developer is another name of system."""
     content: Annotated[str, Joined()]
     """The text."""
-    name: Annotated[str, Field(max_length=256)] = ""
+    name: Annotated[str, Text(0, 256)] = ""
     """Given to the chat template, which may use it."""
     refusal: Annotated[None, Neutral(remedy="leave it out")] = None
     annotations: Annotated[None, Neutral([], remedy="leave it out")] = None
@@ -342,9 +330,9 @@ class Speculation(Body):
     """false: decode without a draft; the text is the same."""
     rounds: bool = False
     """true: the answer says what every round drafted and accepted."""
-    tree: Annotated[str, Field(max_length=64)] | None = None
+    tree: Annotated[str, Text(0, 64)] | None = None
     """The tree to draft: one of those in /v1/models, or none."""
-    drafter: Annotated[str, Field(max_length=256)] | None = None
+    drafter: Annotated[str, Text(0, 256)] | None = None
     """The draft; must be the server's own."""
 
 
@@ -361,7 +349,7 @@ class StreamOptions(Body):
 class SchemaFormat(Body):
     """A JSON schema."""
 
-    name: Annotated[str, Field(max_length=64)] = ""
+    name: Annotated[str, Text(0, 64)] = ""
     """Has no effect."""
     description: str = ""
     """Has no effect; say it in the messages."""
@@ -374,11 +362,11 @@ class SchemaFormat(Body):
 class Form(Body):
     """Tokens that would break the form are never drawn."""
 
-    type: Literal["text", "json_object", "json_schema", "regex"]
+    type: Annotated[str, OneOf(("text", "json_object", "json_schema", "regex"))]
     """What the text is."""
     json_schema: SchemaFormat | None = None
     """Of the type json_schema."""
-    regex: Annotated[str, Field(min_length=1, max_length=LONGEST_PATTERN)] | None = None
+    regex: Annotated[str, Text(1, LONGEST_PATTERN)] | None = None
     """What matches the whole text, of the type regex."""
 
     @model_validator(mode="after")
@@ -404,8 +392,8 @@ Biases = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, BIAS]],
     Field(max_length=MOST_BIASES),
 ]
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-Name = Annotated[str, Field(max_length=512)]
+Stop = Annotated[str, Text(1, LONGEST_STOP)]
+Name = Annotated[str, Text(0, 512)]
 NewTokens = Annotated[int, OPTIONS["max_new_tokens"]]
 Alternatives = Annotated[int, Whole(0, MOST_ALTERNATIVES)]
 Choices = Annotated[int, Whole(1, MOST_CHOICES)]
@@ -457,7 +445,7 @@ class Completing(Body):
     """Has no effect."""
     prompt_cache_key: str = ""
     """Has no effect: prompts are met again by their tokens."""
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: Annotated[str, Text(1, 256)] | None = None
     """Prompts of different ones are not reused for each other."""
     response_format: Form = Form(type="text")
     """Tokens that would break the form are never drawn."""
@@ -626,13 +614,9 @@ WORDS = {
     "bool_type": "must be true or false",
     "dict_type": "must be an object",
     "list_type": "must be a list",
-    "literal_error": "must be {expected}",
     "model_type": "must be an object with named fields",
-    "string_too_long": "must have at most {max_length} characters, got {length}",
-    "string_too_short": "must not be empty",
     "string_type": "must be text",
-    "string_unicode": "must be text without halves of surrogate pairs",
-    "too_long": "must have at most {max_length} items, got {length}",
+    "too_long": "must have at most {max_length} items, got {actual_length}",
     "too_short": "must have at least {min_length} item",
 }
 """What a value must be, by the error that pydantic has found."""
@@ -654,18 +638,13 @@ def _refused(error: ErrorDetails) -> Refused:
     """A refusal that says the value, the rule and the remedy, and names the field."""
     where = [one for one in error["loc"] if one not in (TEXT, LIST)]
     path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in where)[1:]
-    cause, value = error.get("ctx", {}).get("error"), error["input"]
+    context = error.get("ctx", {})
+    cause = context.get("error")
     if isinstance(cause, WrongName):
         of = f" of {path}" if path else ""
         return Refused(f"{cause.begin}{of}{cause.end}", f"{where[0] if where else cause.name:.80}")
-    if cause is not None:
-        words = str(cause)
-    elif error["type"] in WORDS:
-        length = len(value) if isinstance(value, str | list) else 0
-        words = WORDS[error["type"]].format(**{**error.get("ctx", {}), "length": length})
-    else:
-        words = error["msg"]
-    return Refused(f"{path}={shown(value)} {words}", str(where[0]))
+    found = WORDS[error["type"]].format(**context) if error["type"] in WORDS else error["msg"]
+    return Refused(f"{path}={shown(error['input'])} {cause or found}", str(where[0]))
 
 
 # The OpenAPI document.
