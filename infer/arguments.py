@@ -8,7 +8,7 @@ from typing import Any
 import longspec_jax
 from longspec_jax import cli
 from longspec_jax.checks import nearest
-from longspec_jax.config.names import ATTENTION, KV_DTYPES
+from longspec_jax.config import loading
 from longspec_jax.config.sampling import FILTERS, NUMBERS, OPTIONS, PENALTIES, neutral
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.drafters.registry import NAMED, is_name
@@ -27,7 +27,6 @@ from .prompts import (
     read_prompt_file,
 )
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DRAFT_HELP = (
     "Several propose into one tree, which prompt lookup joins by itself; a --tree has it where it "
     "says so, as in 4,16x4@64~8. Plain decoding if absent"
@@ -93,40 +92,9 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "draft from each other's texts, and clients can so guess what others write), shared=false. "
         "All drafts: retrieve=N (check rounds over N tokens of the target's cache first)",
     )
-    group.add_argument("--revision", type=cli.word, help="version of the target on the hub")
-    group.add_argument("--draft_revision", type=cli.word, help="version of the draft on the hub")
-    group.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", *DTYPES.values(), *DTYPES],
-        metavar="DTYPE",
-        help=f"auto, {', '.join(DTYPES.values())}. auto is bfloat16 on GPUs that have it, else "
-        "float16; float32 on a CPU, and for the demo",
-    )
-    group.add_argument(
-        "--kv_dtype",
-        choices=KV_DTYPES,
-        help="fp8 rounds keys and values to 8 bits before anything attends to them: half the "
-        "cache, and a text of its own that drafts do not change (docs/quantised.md)",
-    )
-    group.add_argument(
-        "--attention",
-        type=cli.one_of(ATTENTION),
-        help=f"attention implementation: {', '.join(ATTENTION)}; automatic if absent",
-    )
-    group.add_argument(
-        "--same_bits",
-        action=argparse.BooleanOptionalAction,
-        help="kernels with which text in 16 bits is that of plain decoding, token for token: the "
-        "default on Hopper GPUs. --no-same_bits is some per cent faster, and "
-        "near-ties of two tokens may fall otherwise",
-    )
-    group.add_argument(
-        "--prefill_chunk",
-        type=cli.COUNT,
-        metavar="TOKENS",
-        help="tokens of one prefill step; 256 if absent",
-    )
+    of_rows = {"row_slots", "offload"}
+    declared = {name: one for name, one in loading.OPTIONS.items() if name not in of_rows}
+    cli.add_options(group, declared)
     group.add_argument(
         "--mesh",
         type=cli.mesh,
@@ -139,19 +107,7 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
 
 def add_memory(group: Any) -> None:
     """Add the options that decide where the rows of a call lie."""
-    group.add_argument(
-        "--row_slots",
-        type=cli.COUNT,
-        metavar="ROWS",
-        help="rows that are decoded at once; those of a larger --batch wait for a slot. All rows "
-        "if absent",
-    )
-    group.add_argument(
-        "--offload",
-        action="store_true",
-        help="keep the target's cache in the host's memory, for contexts that do not fit on the "
-        "device; every pass moves the cache, so let it verify much (docs/retrieval.md)",
-    )
+    cli.add_options(group, {name: loading.OPTIONS[name] for name in ("row_slots", "offload")})
 
 
 def add_trees(group: Any, absent: str) -> None:

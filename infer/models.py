@@ -17,7 +17,7 @@ from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.status_line import StatusLine
 from longspec_jax.weights.hub import local_model
 
-from .arguments import DTYPES, drafts, is_demo
+from .arguments import drafts, is_demo
 from .wording import command_words
 
 
@@ -112,7 +112,7 @@ def load(arguments: argparse.Namespace, target: Path, sources: Sequence[str | Pa
         draft_options=cli.as_options(arguments.draft_option) if sources else None,
     )
     if arguments.dtype != "auto":  # Else what suits the model.
-        options["dtype"] = DTYPES.get(arguments.dtype, arguments.dtype)
+        options["dtype"] = arguments.dtype
     if is_demo(arguments):
         return LongSpec.demo(**options)
     return LongSpec.from_pretrained(target, **options)

@@ -160,13 +160,10 @@ class Real(Rule):
 
     def refusal(self, value: Any) -> str | None:
         """The range; NaN is in none."""
-        words = self.rule or (
-            f"from {self.least:g} to {self.most:g}"
-            if self.includes_least
-            else f"above {self.least:g}, at most {self.most:g}"
-        )
+        between = "from {:g} to {:g}" if self.includes_least else "above {:g}, at most {:g}"
+        words = self.rule or f"a number {between.format(self.least, self.most)}"
         if not is_number(value):
-            return f"a number, {words}"
+            return words if words.startswith("a number") else f"a number, {words}"
         above = value >= self.least if self.includes_least else value > self.least
         return None if above and value <= self.most else words
 
@@ -315,9 +312,11 @@ class Maybe(Rule):
         """The rule's, or null."""
         return {"anyOf": [self.rule.json_schema, {"type": "null"}]}
 
-    def plain(self, value: Any) -> Any:
-        """As of the rule."""
-        return None if value is None else self.rule.plain(value)
+    def read(self, name: str, value: Any, row: int | None = None) -> Any:
+        """As the rule reads it."""
+        if words := self.refusal(value):
+            raise Refused(name, value, words, row)
+        return None if value is None else self.rule.read(name, value, row)
 
     def of_text(self, text: str) -> Any:
         """As of the rule."""

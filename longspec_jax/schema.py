@@ -66,17 +66,19 @@ class Option:
 
 @dataclass(frozen=True)
 class Section(Rule):
-    """A mapping that holds exactly the fields of a dataclass."""
+    """A dataclass, or a mapping that holds exactly its fields."""
 
     kind: type[Any]
 
     def refusal(self, value: Any) -> str | None:
-        """Not a mapping; :meth:`read` looks into it."""
-        return None if isinstance(value, Mapping) else "a section with fields of its own"
+        """Neither; :meth:`read` looks into a mapping."""
+        good = isinstance(value, Mapping | self.kind)
+        return None if good else "a section with fields of its own"
 
     def read(self, name: str, value: Any, row: int | None = None) -> Any:
         """An instance of the dataclass."""
-        return build(self.kind, super().read(name, value, row), f"{name}.")
+        found = super().read(name, value, row)
+        return found if isinstance(found, self.kind) else build(self.kind, found, f"{name}.")
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,7 @@ def rule_of(hint: Any) -> Rule:
             return rule_of(args[0])
         return Maybe(rule) if type(None) in typing.get_args(args[0]) else rule
     if type(None) in args:
-        [kind] = [one for one in args if one is not type(None)]
-        return Maybe(rule_of(kind))
+        return Maybe(rule_of(next(one for one in args if one is not type(None))))
     if origin is tuple and args[1:] == (...,):
         return _Sections(rule_of(args[0]))
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):

@@ -72,5 +72,6 @@ def edges(rule: Rule) -> list[Any]:
 
 
 def wrong_text(rule: Rule) -> list[str]:
-    """Texts of a flag that break a rule of numbers, without spaces."""
-    return ["", "x", "True", *(str(value) for value in wrong(rule) if is_number(value))]
+    """Texts of a flag that break a rule, without spaces."""
+    texts = ["", "x", "True", *(str(value) for value in wrong(rule) if is_number(value))]
+    return [text for text in texts if rule.refusal(rule.of_text(text))]

@@ -13,7 +13,6 @@ from longspec_jax.checks import (
     LARGEST_NUMBER,
     Each,
     Real,
-    Rule,
     Text,
     That,
     Truth,
@@ -164,9 +163,11 @@ NUMBERS = ("max_new_tokens", "temperature", *FILTERS, *PENALTIES, "seed")
 """Options of one number: those that commands take as flags, and rows of a batch for themselves."""
 
 
-def rule(name: str) -> Rule:
-    """What an option may be, of one row."""
-    return OPTIONS[name].rule
+def rule(name: str) -> Whole | Real:
+    """What an option of one number may be, of one row."""
+    found = OPTIONS[name].rule
+    assert isinstance(found, Whole | Real), name
+    return found
 
 
 def neutral(names: Sequence[str]) -> dict[str, Any]:

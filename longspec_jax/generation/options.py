@@ -94,8 +94,9 @@ def resolve(
 
     def option(name: str, dtype: Any) -> Any:
         declared = OPTIONS[name]
-        given = merged.get(name, declared.default)
-        return np.asarray(by_row(name, given, rows, declared.rule), dtype)
+        if name not in merged:
+            return np.full(rows, declared.default, dtype)
+        return np.asarray(by_row(name, merged[name], rows, declared.rule), dtype)
 
     temperature, top_k = _temperature(merged, given, rows), option("top_k", np.int32)
     # A mass too small for float32 still leaves the most likely token.

@@ -7,6 +7,8 @@ import pytest
 
 import longspec_jax
 from infer import arguments, decode
+from longspec_jax.checks import Maybe, Truth
+from longspec_jax.config.loading import OPTIONS as LOADING
 from longspec_jax.config.sampling import NUMBERS, OPTIONS
 from longspec_jax.config.tree import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.embedded import DEMO
@@ -18,8 +20,9 @@ REFUSED = {
     # Numbers, as they were typed.
     **{
         f"--{name}={text}": f"--{name}: "
-        for name in NUMBERS
-        for text in wrong_text(OPTIONS[name].rule)
+        for name, declared in {**{name: OPTIONS[name] for name in NUMBERS}, **LOADING}.items()
+        if declared.rule != Truth() and declared.rule != Maybe(Truth())
+        for text in wrong_text(declared.rule)
     },
     "--max_new_tokens=1e9": f"--max_new_tokens: '1e9' {WHOLE}",
     "--max_new_tokens=1_000": f"--max_new_tokens: '1_000' {WHOLE}",
@@ -30,9 +33,6 @@ REFUSED = {
     "--mesh=4": "--mesh: '4' must be sizes of the axes data, fsdp, tp, such as tp=2",
     "--mesh=tp=0": "--mesh: 'tp=0' must be sizes of the axes",
     "--mesh=tp=2,tp=2": "each axis once",
-    "--row_slots=0": f"--row_slots: 0 {WHOLE} from 1",
-    "--row_slots=2.5": f"--row_slots: '2.5' {WHOLE} from 1",
-    "--prefill_chunk=0": f"--prefill_chunk: 0 {WHOLE} from 1",
     "--draft_option=": "--draft_option: the value is empty",
     # Trees.
     "--tree=4,4@0": "--tree: a tree budget counts the root and must be whole "
@@ -57,13 +57,11 @@ REFUSED = {
         f"{option}=": f"{option}: the value is empty; leave the option out"
         for option in (
             *("--messages", "--json", "--batch", "--prompt_file", "--target", "--draft"),
-            *("--revision", "--draft_revision"),
         )
     },
     "--prompt=": "--prompt: the prompt is empty",
     # Unknown things.
     "--attention=mosiac --target=a/b": "interpret; did you mean mosaic?",
-    "--dtype=int8": "--dtype: invalid choice: 'int8'",
     "--temprature=1": "unknown option --temprature; did you mean --temperature?",
     "--temp=1": "unknown option --temp",
     "stray": "unexpected argument 'stray'",
