@@ -33,6 +33,7 @@ MODULES = {
     "rouge": "eval",
     "gguf": "gguf",
     "prometheus_client": "serve",
+    "pydantic": "serve",
     "starlette": "serve",
     "uvicorn": "serve",
     "ray": "ray",

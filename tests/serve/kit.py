@@ -13,10 +13,10 @@ from typing import Any
 
 from infer.eval.decoders import by_round
 from infer.serve.app import Served
+from infer.serve.calls import ServedModel
 from infer.serve.engine_thread import EngineThread
 from infer.serve.http_server import HttpServer
 from infer.serve.metrics import Metrics
-from infer.serve.protocol import ServedModel
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.slots import EngineStatus

@@ -1,27 +1,111 @@
-"""What rows gain, how it reaches the reader of a call, and what is said of its speed.
+"""What rows gain: the texts of their tokens, and how they reach the reader of a call.
 
-The fields of acceptance are those of vLLM's answers.
+A token may be a part of a character. Its text is then U+FFFD, which says nothing, and its bytes are
+what a client needs: those of all tokens together are the text's.
 """
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from typing import Any
 
-from longspec_jax.decoding.report import RoundTree
-from longspec_jax.drafters.base import proposers
 from longspec_jax.generation.requests import RequestOutput
 
-from .protocol import Row
-from .rules import Refused
-from .token_texts import LONGEST_RUN, Offsets, TokenText, completed_text
+from .calls import Row
+from .protocol import Refused
+
+TokenText = Callable[..., str]
+"""The text of one token or of several in a row, special ones included."""
+INCOMPLETE = "\ufffd"
+"""Text of a part of a character."""
+LONGEST_RUN = 4
+"""Most tokens of a character: UTF-8 has four bytes."""
+LONGEST_OPEN = 64
+"""Tokens of a run that may go on inside a character: where tokens end one and begin the next."""
+MOST_TEXTS = 2**16
+"""Texts that are kept, some 10 MB. Runs of tokens have no end of different texts."""
 
 
-def joined(gains: Sequence[RequestOutput]) -> RequestOutput:
+class TokenTexts:
+    """The texts of tokens, of which the latest are kept; called as a :data:`TokenText`."""
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stored: Callable[[int], bytes | None] = lambda token: None,
+        special: Set[int] = frozenset(),
+    ) -> None:
+        """Bind the tokenizer.
+
+        Args:
+          decode: the text of token ids.
+          stored: the bytes of a token as the tokenizer stores it; None where that is not known.
+          special: tokens that are no part of a text.
+        """
+        self._text = functools.lru_cache(MOST_TEXTS)(partial(token_text, decode))
+        self._stored, self.special = stored, special
+
+    def __call__(self, *tokens: int) -> str:
+        """The text of one token or of several in a row."""
+        return self._text(*tokens)
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """What a token adds to the UTF-8 of a text; None where that is not known.
+
+        Also None of a special token, which adds nothing.
+        """
+        if token in self.special:
+            return None
+        text = self._text(token)
+        found = text.encode("utf-8", "replace") if INCOMPLETE not in text else self._stored(token)
+        return None if found is None else [*found]
+
+
+@dataclass
+class Offsets:
+    """Where each token of a text begins, in characters, as the tokens come."""
+
+    characters: int = 0
+    """Of the tokens before the open run."""
+    run: tuple[int, ...] = ()
+    """Tokens behind them, of which the last ends inside a character."""
+
+    def add(self, token: int, text_of: TokenText) -> int:
+        """Where the next token begins; of one inside a character that is where this begins."""
+        run = (*self.run, token)
+        text, own = text_of(*run), text_of(token)
+        if INCOMPLETE not in own:
+            at = self.characters + len(text) - len(own)
+        else:
+            at = self.here(text_of)
+        if text.endswith(INCOMPLETE) and len(run) < LONGEST_OPEN:
+            self.run = run
+        else:
+            self.characters, self.run = self.characters + len(text), ()
+        return at
+
+    def here(self, text_of: TokenText) -> int:
+        """Where the text so far ends, or the character begins that it ends in."""
+        return self.characters + len(text_of(*self.run).rstrip(INCOMPLETE) if self.run else "")
+
+
+def token_text(decode: Callable[[Sequence[int]], str], *tokens: int) -> str:
+    """The text of tokens inside a text, with its space: SentencePiece drops one at the start."""
+    return decode([*tokens, *tokens])[len(decode(tokens)) :]
+
+
+def completed_text(text_of: TokenText, tokens: Sequence[int]) -> str:
+    """The text that the last token completes; empty where it ends inside a character."""
+    runs = (text_of(*tokens[-count:]) for count in range(1, min(len(tokens), LONGEST_RUN) + 1))
+    return next((text for text in runs if INCOMPLETE not in text), "")
+
+
+def coalesce(gains: Sequence[RequestOutput]) -> RequestOutput:
     """What a row has gained in steps one after the other, as if it were one."""
     if len(gains) == 1:
         return gains[0]
@@ -94,10 +178,10 @@ class Answer:
     @property
     def gain(self) -> RequestOutput:
         """Everything that was kept."""
-        return joined(self.gains)
+        return coalesce(self.gains)
 
 
-class Ticket:
+class RequestHandle:
     """The rows of one call, by which an event loop follows them through another thread's engine.
 
     The event loop awaits :meth:`begun` and reads :meth:`gains`; the engine's thread calls
@@ -175,7 +259,7 @@ class Ticket:
                 by_row.setdefault(row, []).append(gain)
                 proposed[row] += verified
             for row, gains in by_row.items():
-                gain = joined(gains)
+                gain = coalesce(gains)
                 if gain.finish == "error" and gain.reason is None:
                     raise Refused(
                         "the model's logits were not finite, so the text cannot go on; the model "
@@ -189,100 +273,16 @@ class Ticket:
                 raise self._failure
 
 
-def wake(tickets: Iterable[Ticket]) -> None:
-    """Have the readers of tickets look, each in its loop; called by the engine's thread."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
-    for ticket in tickets:
-        by_loop.setdefault(ticket.loop, []).append(ticket)
+def wake(handles: Iterable[RequestHandle]) -> None:
+    """Have the readers of handles look, each in its loop; called by the engine's thread."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[RequestHandle]] = {}
+    for handle in handles:
+        by_loop.setdefault(handle.loop, []).append(handle)
     for loop, woken in by_loop.items():
         with contextlib.suppress(RuntimeError):  # The loop is closed, and nobody reads.
             loop.call_soon_threadsafe(_wake_all, woken)
 
 
-def _wake_all(tickets: Iterable[Ticket]) -> None:
-    for ticket in tickets:
-        ticket.wake()
-
-
-def metrics_of(answer: Answer) -> dict[str, Any]:
-    """Acceptance and times of a row that has ended."""
-    times = answer.times
-    first = _milliseconds(times.arrived, times.first)
-    decode = _milliseconds(times.first, times.last)
-    whole = _milliseconds(times.arrived, times.last)
-    between = answer.new - 1
-    return {
-        "speculative_decoding": acceptance_of(answer),
-        "time_to_first_token_ms": first,
-        "queue_time_ms": _milliseconds(times.arrived, times.started),
-        "mean_itl_ms": decode / between if decode is not None and between > 0 else None,
-        "tokens_per_second": 1000 * answer.new / whole if whole else None,
-    }
-
-
-def _milliseconds(begin: float | None, end: float | None) -> float | None:
-    return None if begin is None or end is None else round(1000 * (end - begin), 3)
-
-
-def acceptance_of(answer: Answer) -> dict[str, Any] | None:
-    """What the draft has given a row; None if it drafted nothing."""
-    levels, proposed = answer.levels, answer.proposed
-    rounds, accepted = len(answer.rounds), sum(answer.rounds)
-    if not rounds or not proposed:
-        return None
-    counts = Counter(answer.rounds)
-    return {
-        "mean_acceptance_length": 1 + accepted / rounds,
-        "draft_acceptance_rate": accepted / proposed,
-        "acceptance_histogram": [counts[n] for n in range(max(levels, *counts) + 1)],
-        "num_spec_steps": rounds,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": proposed,
-        "num_spec_tokens": levels,
-    }
-
-
-def rounds_of(
-    gain: RequestOutput,
-    text_of: TokenText,
-    row: int,
-    before: Sequence[int] = (),
-    sources: Sequence[str] = (),
-    *,
-    accepted_only: bool = False,
-) -> dict[str, Any]:
-    """The tokens of a row's gain and the rounds that they came from, for the page.
-
-    Args:
-      before: the last tokens before the gain, which may begin its first character.
-      sources: names of the drafters; where there are several, each draft token says who proposed
-        it.
-      accepted_only: show no other nodes of a tree than those of the accepted path.
-    """
-    tokens, depth, ids = [], 0, [*before]
-    proposed = gain.sources or gain.drafted
-    for token, drafted, bits in zip(gain.tokens, gain.drafted, proposed, strict=True):
-        depth = depth + 1 if drafted else 0
-        ids.append(token)
-        text = completed_text(text_of, ids[-LONGEST_RUN:])
-        told = {"text": text, "id": token, "drafted": drafted, "depth": depth}
-        by = {"source": proposers(sources, bits)} if drafted and len(sources) > 1 else {}
-        tokens.append({**told, **by})
-    rounds: list[dict[str, Any]] = [
-        {"accepted": accepted, "tree": None} for accepted in gain.rounds
-    ]
-    for one, tree in zip(rounds, gain.trees, strict=False):
-        reached = [node for node, parent in enumerate(tree.parents) if parent >= 0 or node == 0]
-        one["tree"] = _tree_of(tree, tree.path if accepted_only else reached, text_of)
-    return {"index": row, "tokens": tokens, "rounds": rounds}
-
-
-def _tree_of(tree: RoundTree, kept: Sequence[int], text_of: TokenText) -> dict[str, Any]:
-    """A round's tree by texts, of some nodes, the root among them."""
-    place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
-    return {
-        "tokens": [text_of(tree.tokens[node]) for node in kept],
-        "parents": [place[tree.parents[node]] for node in kept],
-        "draws": [text_of(tree.draws[node]) for node in kept],
-        "path": [place[node] for node in tree.path],
-    }
+def _wake_all(handles: Iterable[RequestHandle]) -> None:
+    for handle in handles:
+        handle.wake()

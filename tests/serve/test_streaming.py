@@ -12,10 +12,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from infer.serve import answers
-from infer.serve.answers import SLICE, TextFormat, Writer, json_bytes, long_json_bytes
-from infer.serve.gains import Answer, Ticket, rounds_of
-from infer.serve.protocol import Call
-from infer.serve.token_texts import TokenTexts, token_text
+from infer.serve.answers import SLICE, Writer, json_bytes, long_json_bytes, rounds_of
+from infer.serve.protocol import Completion, read
+from infer.serve.streaming import Answer, RequestHandle, TokenTexts, token_text
 from longspec_jax.decoding import logprobs
 from longspec_jax.decoding.logprobs import unpacked_logprobs
 from longspec_jax.generation.requests import RequestOutput
@@ -78,7 +77,7 @@ def test_a_row_keeps_the_trees_of_its_rounds_only_where_they_are_shown() -> None
     """A stream keeps none of its gains, and the counts are the same."""
     body: Any = {"prompt": "ab", "max_tokens": 60}
     told = []
-    with watched() as (server, tickets):
+    with watched() as (server, handles):
         for more in ({}, {"longspec": {"rounds": True}}, {"stream": True}):
             if "stream" in more:
                 *_, usage, _ = server.stream(
@@ -89,24 +88,24 @@ def test_a_row_keeps_the_trees_of_its_rounds_only_where_they_are_shown() -> None
                 answer = server.post("/v1/completions", **body, **more)[1]
                 told.append(answer["metrics"]["speculative_decoding"])
     assert told[0] == told[1] == told[2] and told[0]["num_draft_tokens"] > 50
-    kept = [[gain for gain in ticket.answers[0].gains] for ticket in tickets]
+    kept = [[gain for gain in handle.answers[0].gains] for handle in handles]
     trees = [sum(len(gain.trees) for gain in gains) for gains in kept]
     assert trees[0] == 0 and trees[1] == told[0]["num_spec_steps"] and kept[2] == []
 
 
 @contextmanager
-def watched() -> Iterator[tuple[Client, list[Ticket]]]:
-    """A server and the tickets of its calls."""
-    tickets: list[Ticket] = []
+def watched() -> Iterator[tuple[Client, list[RequestHandle]]]:
+    """A server and the handles of its calls."""
+    handles: list[RequestHandle] = []
     with serving(ScriptedEngine()) as server:
         submit = server.thread.submit
 
-        def noted(*given: Any) -> Ticket:
-            tickets.append(submit(*given))
-            return tickets[-1]
+        def noted(*given: Any) -> RequestHandle:
+            handles.append(submit(*given))
+            return handles[-1]
 
         server.thread.submit = noted  # type: ignore[method-assign]
-        yield server, tickets
+        yield server, handles
 
 
 def test_a_long_body_is_the_same_in_parts() -> None:
@@ -150,7 +149,8 @@ def test_log_probabilities_of_a_long_prompt_hold_up_nobody(
     answer = Answer((ord("x"),) * tokens, "x" * tokens)
     answer.add(gain, 0)
     texts = TokenTexts(lambda ids: "".join(map(chr, ids)))
-    writer = Writer(Call(False, logprobs=most), TextFormat(texts), "toy", [answer], texts)
+    call = read(Completion, {"prompt": "x", "logprobs": most})
+    writer = Writer(call, "toy", [answer], texts)
     body = writer.events(0, gain)
     lists = json.loads(body.partition(b"\n")[0].removeprefix(b"data: "))["choices"][0]["logprobs"]
     assert {*map(len, lists.values())} == {tokens + 1} and lists["top_logprobs"][0] is None
