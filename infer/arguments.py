@@ -7,33 +7,41 @@ from typing import Any
 
 import longspec_jax
 from longspec_jax import cli
-from longspec_jax.checks import SAMPLING, nearest
+from longspec_jax.checks import nearest
 from longspec_jax.config.names import ATTENTION, KV_DTYPES
+from longspec_jax.config.sampling import FILTERS, NUMBERS, OPTIONS, PENALTIES, neutral
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.drafters.registry import NAMED, is_name
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.released import RELEASED
 
 from .output import output_file
-from .prompts import STDIN, STYLES, Prompt, check_text, read_batch, read_messages, read_prompt_file
+from .prompts import (
+    ROW_OPTIONS,
+    STDIN,
+    STYLES,
+    Prompt,
+    check_text,
+    read_batch,
+    read_messages,
+    read_prompt_file,
+)
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DRAFT_HELP = (
     "Several propose into one tree, which prompt lookup joins by itself; a --tree has it where it "
     "says so, as in 4,16x4@64~8. Plain decoding if absent"
 )
-NO_FILTER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""Filters at the values that keep all tokens."""
-NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Penalties at the values without effect."""
-EPILOG = """\
+NO_FILTER = neutral(FILTERS)
+NO_PENALTY = neutral(PENALTIES)
+EPILOG = f"""\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
 
 A file named - is standard input. An option that takes several values is repeated for each.
 
 A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any
-of max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-frequency_penalty, seed, eos_token_id and stop_strings for its row.
+of {", ".join(ROW_OPTIONS)}
+for its row.
 
 Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 after Ctrl-C,
 143 after SIGTERM, 129 after SIGHUP: what was decoded until then is shown and, with --json, written.
@@ -191,20 +199,7 @@ def add_style(result: Any) -> None:
 def add_sampling(result: argparse.ArgumentParser) -> None:
     """Add the options of the draws, and those that end a row."""
     group = result.add_argument_group("generation")
-    defaults = {
-        "max_new_tokens": (256, "most tokens to generate"),
-        "temperature": (0.0, "0 is greedy"),
-        "top_p": (1.0, "draw from the most probable tokens that together have this share; 1: all"),
-        "top_k": (0, "draw from this many most probable tokens; 0: all"),
-        "min_p": (0.0, "least share of the most likely token's probability"),
-        "repetition_penalty": (1.0, "divides logits of tokens in prompt and text; 1 is none"),
-        "presence_penalty": (0.0, "subtracted from logits of tokens in the text"),
-        "frequency_penalty": (0.0, "the same for each time that they are in it"),
-        "seed": (0, "of the draws"),
-    }
-    for name, (value, note) in defaults.items():
-        kind = cli.number(SAMPLING[name])
-        group.add_argument(f"--{name}", type=kind, default=value, help=note)
+    cli.add_options(group, {name: OPTIONS[name] for name in NUMBERS})
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
     group.add_argument(
         "--stop",
@@ -239,7 +234,7 @@ def _add_output(result: argparse.ArgumentParser) -> None:
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generation options for all rows."""
-    options = {name: getattr(arguments, name) for name in SAMPLING}
+    options = {name: getattr(arguments, name) for name in NUMBERS}
     options |= {"eos_token_id": []} if arguments.ignore_eos else {}
     return options | ({"stop_strings": arguments.stop} if arguments.stop else {})
 

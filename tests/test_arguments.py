@@ -173,7 +173,7 @@ def test_a_draft_vocabulary_is_a_list_of_tokens(tokens) -> None:
 
 
 OPTIONS = {
-    "unknown option 'int4' for no/draft; it has working, sinks, refresh": {"int4": True},
+    "unknown option 'int4' for no/draft; did you mean 'int8'?": {"int4": True},
     "int8=1 must be True or False": {"int8": 1},
     "int8='yes' must be True or False": {"int8": "yes"},
     "vocabulary=True must be a whole number": {"vocabulary": True},
@@ -194,7 +194,10 @@ def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
         ({"recent": None}, "recent=None must be a whole number"),
         ({"recent": 0}, "sinks=32 must be at least 0 and recent=0 at least 1"),
         ({"sinks": -1}, "sinks=-1 must be a whole number from 0"),
-        ({"name": "other"}, "unknown option 'name' for streaming; it has sinks, recent"),
+        (
+            {"name": "other"},
+            "unknown option 'name' for streaming; it has sinks, recent, ",
+        ),
     ],
     ids=str,
 )
@@ -232,7 +235,7 @@ def test_the_demo_takes_the_names_that_the_command_takes(monkeypatch) -> None:
 
 def test_options_of_a_small_model() -> None:
     assert options_of(SMALL_LM, {"context": 8, "dtype": None}, "no/draft").context == 8
-    with pytest.raises(ValueError, match="^draft_options: dtype=3 must be a word, or left out"):
+    with pytest.raises(ValueError, match="^draft_options: dtype=3 must be text, or left out"):
         options_of(SMALL_LM, {"dtype": 3}, "no/draft")
     with pytest.raises(ValueError, match="^draft_options: context=0 must be at least 1"):
         options_of(SMALL_LM, {"context": 0}, "no/draft")

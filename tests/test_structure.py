@@ -12,19 +12,20 @@ LIBRARY = "longspec_jax"
 ALLOWED: dict[str, set[str]] = {
     "axes": set(),
     "checks": set(),
-    "cli": {"checks", "config", "extras", "files"},
+    "cli": {"checks", "config", "extras", "files", "schema"},
     "commands": set(),
-    "config": {"checks"},
+    "config": {"checks", "schema"},
     "embedded": set(),
     "extras": set(),
     "files": set(),
     "recipes": set(),
     "released": set(),
+    "schema": {"checks"},
     "sharding": {"axes", "config"},
     "status_line": set(),
     "ops": {"axes", "config", "files"},
     "models": {"axes", "config", "ops"},
-    "drafters": {"axes", "checks", "config", "ops", "models", "sharding"},
+    "drafters": {"axes", "checks", "config", "ops", "models", "schema", "sharding"},
     "compilation": {"files"},
     "decoding": {"axes", "config", "ops", "models", "drafters", "sharding"},
     "weights": {
@@ -51,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "models",
         "drafters",
         "decoding",
+        "schema",
     },
 }
 """What each part of the library may import besides itself; parts not listed may import all."""

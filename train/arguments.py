@@ -1,19 +1,16 @@
 """The arguments of the training commands: a configuration, overrides of its fields, few options.
 
 A configuration is a Python file with ``get_config([variant])``. Those of the project lie beside
-this folder, in a checkout and in a wheel alike, and are found by name from anywhere. Types and
-ranges of all fields are checked here, before anything runs: a key that no field takes and a field
-that no key fills are errors, too.
+this folder, in a checkout and in a wheel alike, and are found by name from anywhere. All fields are
+checked before anything runs, by their declarations in :mod:`train.config`: a key that no field
+takes and a field that no key fills are errors, too.
 """
 
 import argparse
-import dataclasses
-import difflib
 import re
 import sys
 import textwrap
 import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +22,10 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from longspec_jax import cli
-from longspec_jax.checks import Whole, shown
+from longspec_jax.checks import OneOf, Whole
+from longspec_jax.schema import build
 
-from .config import DraftSettings, RunConfig
+from .config import RunConfig
 from .drafts.kinds import KINDS
 
 BUNDLED = Path(__file__).parents[1] / "configs"
@@ -251,73 +249,9 @@ def from_config(values: Mapping[str, Any]) -> RunConfig:
       ValueError: for an unknown, missing, mistyped or out-of-range field, or fields that
         contradict each other.
     """
-    return _build(RunConfig, values, "--config")
-
-
-def _build(cls: Any, values: Mapping[str, Any], path: str) -> Any:
-    """An instance of a dataclass from a mapping with exactly its fields."""
-    if cls is DraftSettings:
-        cls = _draft_settings(values.get("kind"), path)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name in values:
-        if name not in fields:
-            close = difflib.get_close_matches(name, fields, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(fields)}"
-            raise ValueError(f"{path} has no field {name!r}{hint}")
-    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
-    if missing := sorted(required - set(values)):
-        raise ValueError(
-            f"{path} lacks {', '.join(missing)}; longspec_jax.recipes.base_config gives their "
-            "values"
-        )
-    kinds = typing.get_type_hints(cls, include_extras=True)
-    converted = {n: _convert(kinds[n], v, f"{path}.{n}") for n, v in values.items()}
-    try:
-        return cls(**converted)
-    except ValueError as error:
-        if cls.__module__.startswith(__package__ or "train"):
-            raise
-        raise ValueError(f"{path}: {error}") from None  # A shape of the library, without the path.
-
-
-def _draft_settings(kind: Any, path: str) -> type[DraftSettings]:
-    """The settings of a kind of draft."""
-    if isinstance(kind, str) and kind in KINDS:
-        return KINDS[kind].settings
-    raise ValueError(f"{path}.kind={shown(kind)} must be one of {', '.join(KINDS)}")
-
-
-def _convert(kind: Any, value: Any, path: str) -> Any:
-    """A value of a field's type and range."""
-    if typing.get_origin(kind) is typing.Annotated:
-        kind, rule = typing.get_args(kind)
-        value = _convert(kind, value, path)
-        if words := rule.refusal(value):
-            raise ValueError(f"{path}={shown(value)} must be {words}")
-        return value
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        if value is None:
-            return None
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={shown(value)} must be a section with fields of its own")
-        return _build(kind, value, path)
-    if typing.get_origin(kind) is tuple:
-        item = typing.get_args(kind)[0]
-        if isinstance(value, Mapping):
-            return _stages(item, value, path)
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{path}={shown(value)} must be a list")
-        return tuple(_convert(item, each, path) for each in value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{path}={shown(value)} must be of type {kind.__name__}")
-    return value
-
-
-def _stages(kind: Any, sections: Mapping[str, Any], path: str) -> tuple[Any, ...]:
-    """Named stages, from short to long sequences: a ConfigDict forgets the order of writing."""
-    built = [_build(kind, {"name": n, **s}, f"{path}.{n}") for n, s in sections.items()]
-    return tuple(sorted(built, key=lambda stage: (stage.seq_len, stage.name)))
+    draft = values.get("draft")
+    if isinstance(draft, Mapping):
+        kind = OneOf(tuple(KINDS)).read("--config.draft.kind", draft.get("kind"))
+        settings = build(KINDS[kind].settings, draft, "--config.draft.")
+        values = {**values, "draft": settings}
+    return build(RunConfig, values, "--config.")

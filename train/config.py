@@ -1,62 +1,55 @@
 """What a training run is, as frozen dataclasses with the range of every number.
 
 Each field is declared here once; :mod:`longspec_jax.recipes` holds the values and the config files
-override them. :func:`train.arguments.from_config` checks types and ranges; rules that concern
-several fields are checked by the dataclasses themselves.
+override them. :func:`longspec_jax.schema.build` checks types and ranges; rules that concern several
+fields are checked by the dataclasses themselves.
 """
 
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from longspec_jax.checks import LARGEST_NUMBER, Real, Whole
+from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole, is_whole
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.schema import build
 
 MOST_BUCKETS = 8
 SMALLEST_VOCABULARY = 259
 """Of a byte-level tokenizer: every byte, and three special tokens."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule of a field that is no plain range."""
-
-    allows: Callable[[Any], bool]
-    words: str
-
-    def refusal(self, value: Any) -> str | None:
-        """What a value must be instead; None for one that will do."""
-        return None if self.allows(value) else self.words
-
-
 AtLeastOne = Annotated[int, Whole(1)]
 ZeroOrMore = Annotated[int, Whole(0)]
-Share = Annotated[float, Real(0, 1, "a number from 0 to 1")]
-BelowOne = Annotated[float, Real(0, 1 - 1e-9, "a number from 0 to below 1")]
-Amount = Annotated[float, Real(0, LARGEST_NUMBER, f"a number from 0 to {LARGEST_NUMBER:g}")]
-Positive = Annotated[
-    float,
-    Real(0, LARGEST_NUMBER, f"a number above 0, at most {LARGEST_NUMBER:g}", includes_least=False),
-]
+Share = Annotated[float, Real(0, 1)]
+BelowOne = Annotated[float, Real(0, 1 - 1e-9, "from 0 to below 1")]
+Amount = Annotated[float, Real(0, LARGEST_NUMBER)]
+Positive = Annotated[float, Real(0, LARGEST_NUMBER, includes_least=False)]
 AxisSize = Annotated[
     int,
-    Rule(
-        lambda size: size == -1 or size >= 1, "a number of devices, at least 1, or -1 for the rest"
+    That(
+        lambda size: is_whole(size) and (size == -1 or size >= 1),
+        "a number of devices, at least 1, or -1 for the rest",
     ),
 ]
 LayerNumbers = Annotated[
     str,
-    Rule(
-        lambda text: re.fullmatch(r"([0-9]{1,4}(,[0-9]{1,4})*)?", text) is not None,
+    That(
+        lambda text: (
+            isinstance(text, str) and re.fullmatch(r"([0-9]{1,4}(,[0-9]{1,4})*)?", text) is not None
+        ),
         "numbers of layers with commas between, such as 1,15,28, or empty",
     ),
 ]
 Template = Annotated[
-    str, Rule(lambda text: "{content}" in text, "a template with {content}, and usually {role}")
+    str,
+    That(
+        lambda text: isinstance(text, str) and "{content}" in text,
+        "a template with {content}, and usually {role}",
+    ),
 ]
 
 
@@ -295,6 +288,29 @@ class StageConfig:
         return min((limit for limit in limits if limit), default=0)
 
 
+@dataclass(frozen=True)
+class _ByName(Rule):
+    """Stages by name; they run from short to long sequences, as a mapping has no order to keep."""
+
+    def refusal(self, value: object) -> str | None:
+        """Not a mapping of mappings."""
+        if isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values()):
+            return None
+        return "sections of stages by their names"
+
+    def read(self, name: str, value: Any, row: int | None = None) -> tuple[StageConfig, ...]:
+        """The stages."""
+        sections = super().read(name, value, row)
+        stages = [
+            build(StageConfig, {"name": stage, **section}, f"{name}.{stage}.")
+            for stage, section in sections.items()
+        ]
+        return tuple(sorted(stages, key=lambda stage: (stage.seq_len, stage.name)))
+
+
+Stages = Annotated[tuple[StageConfig, ...], _ByName()]
+
+
 def check_lengths(
     stages: Iterable[StageConfig], accept_seq_len: int, name: str, most: int, section: str
 ) -> None:
@@ -315,7 +331,7 @@ class PretrainingConfig:
     """A target trained from scratch before its draft: the demo."""
 
     shape: TargetConfig
-    stages: tuple[StageConfig, ...]
+    stages: Stages
 
 
 @dataclass(frozen=True)
@@ -327,7 +343,9 @@ class RunConfig:
     """Folder or hub id of the frozen target; empty where pretraining makes one."""
     revision: str
     """Revision of a hub target; the newest if empty."""
-    dtype: str
+    dtype: Annotated[
+        str, OneOf(("bfloat16", "float32"), "; gradients vanish in float16 without a scaled loss")
+    ]
     """Parameters and activations of the step; masters and optimiser are float32."""
     export: str
     """Folder for the draft in the released format; ``workdir/draft`` if empty."""
@@ -354,7 +372,7 @@ class RunConfig:
     data: DataConfig
     draft: DraftSettings
     optimizer: OptimizerConfig
-    stages: tuple[StageConfig, ...]
+    stages: Stages
     """Run from short to long sequences."""
     pretraining: PretrainingConfig | None = None
     log: LogConfig = LogConfig()
@@ -372,13 +390,6 @@ class RunConfig:
         if (made := self.pretraining) is not None:
             most = "--config.pretraining.shape.max_positions", made.shape.max_positions
             check_lengths(made.stages, self.accept_seq_len, *most, section="pretraining.stages")
-        if self.dtype == "float16":
-            raise ValueError(
-                "dtype='float16' is for decoding: its gradients vanish without a scaled loss; "
-                "train in bfloat16, or in float32 where the device has no bfloat16"
-            )
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"dtype={self.dtype!r} is not supported; choose bfloat16 or float32")
         self._check_sources()
         for stage in self.stages:
             data = stage.data or self.data

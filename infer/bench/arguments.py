@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from longspec_jax import cli
-from longspec_jax.checks import LARGEST_FLOAT32, SAMPLING, Real, Whole
+from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
 from longspec_jax.cli import COUNT, ByMachine, one_of, several
 from longspec_jax.config.known import TARGETS, TINY
 from longspec_jax.config.names import ATTENTION, KV_DTYPES
+from longspec_jax.config.sampling import rule
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, PARALLEL, SMALL_LM, Kind
@@ -275,7 +276,7 @@ def _texts(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--question", help="asked about every piece, in the target's chat form")
     _add_several(parser, "--context", COUNT, ByMachine([1024, 8192], [256]), "tokens of a piece")
-    temperature = cli.number(SAMPLING["temperature"])
+    temperature = cli.number(rule("temperature"))
     _add_several(parser, "--temperature", temperature, [0.0, 1.0], "0 is greedy")
     parser.add_argument(
         "--tree",

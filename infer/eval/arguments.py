@@ -7,7 +7,8 @@ from typing import Any
 
 import longspec_jax
 from longspec_jax import cli
-from longspec_jax.checks import SAMPLING, Whole
+from longspec_jax.checks import Whole
+from longspec_jax.config.sampling import rule
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
@@ -130,13 +131,13 @@ def _add_methods(group: Any) -> None:
     )
     group.add_argument(
         "--temperature",
-        **cli.several(cli.number(SAMPLING["temperature"])),
+        **cli.several(cli.number(rule("temperature"))),
         default=[0.0],
         help="0 is greedy",
     )
     group.add_argument(
         "--seed",
-        **cli.several(cli.number(SAMPLING["seed"])),
+        **cli.several(cli.number(rule("seed"))),
         default=[0],
         help="of the draws above temperature 0",
     )
@@ -144,12 +145,10 @@ def _add_methods(group: Any) -> None:
         ("top_p", 1.0, "draw from the most probable tokens that together have this share; 1: all"),
         ("top_k", 0, "draw from this many most probable tokens; 0: all"),
     ):
-        group.add_argument(
-            f"--{name}", type=cli.number(SAMPLING[name]), default=default, help=words
-        )
+        group.add_argument(f"--{name}", type=cli.number(rule(name)), default=default, help=words)
     group.add_argument(
         "--max_new_tokens",
-        type=cli.number(SAMPLING["max_new_tokens"]),
+        type=cli.number(rule("max_new_tokens")),
         metavar="TOKENS",
         help="most new tokens of a sample; the protocol's number if absent",
     )

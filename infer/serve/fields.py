@@ -4,7 +4,8 @@ Each is supported, or accepted at values without effect, or refused with a remed
 by these tables, and the OpenAPI document is made of them.
 """
 
-from longspec_jax.checks import SAMPLING, Real, Whole
+from longspec_jax.checks import Real, Whole
+from longspec_jax.config.sampling import rule
 
 from .rules import (
     AnyObject,
@@ -82,7 +83,7 @@ _STREAM = {
 
 
 _BIAS = Number(Real(-100.0, 100.0, "from -100 to 100"))
-_NEW = Number(SAMPLING["max_new_tokens"])
+_NEW = Number(rule("max_new_tokens"))
 _STOP: Rule = Text(LONGEST_STOP, 1)
 LONGEST_PATTERN = 16_384
 """Characters of a regular expression."""
@@ -107,14 +108,14 @@ SHARED = {
     "model": Field(Text(512), "as in /v1/models; the only one if absent"),
     "stream": Field(Flag(), "answer in server-sent events"),
     "stream_options": Field(Object(_STREAM), "only with stream"),
-    "temperature": Field(Number(SAMPLING["temperature"]), "0 is greedy; 1 if absent"),
-    "top_p": Field(Number(SAMPLING["top_p"]), "1 keeps all tokens"),
+    "temperature": Field(Number(rule("temperature")), "0 is greedy; 1 if absent"),
+    "top_p": Field(Number(rule("top_p")), "1 keeps all tokens"),
     "top_k": Field(Number(Whole(-1, note=" (0 and -1 keep all tokens)")), "0 keeps all tokens"),
     "min_p": Field(
-        Number(SAMPLING["min_p"]),
+        Number(rule("min_p")),
         "least probability of a drawn token, as a share of the likeliest's",
     ),
-    "seed": Field(Number(SAMPLING["seed"]), "of the draws; a new one if absent"),
+    "seed": Field(Number(rule("seed")), "of the draws; a new one if absent"),
     "n": Field(Number(Whole(1, MOST_CHOICES)), "choices of each prompt; choice i has seed + i"),
     "stop": Field(
         Either((_STOP, ListOf(_STOP, MOST_STOPS)), "must be text, or a list of texts, none empty"),
@@ -126,13 +127,13 @@ SHARED = {
     "ignore_eos": Field(Flag(), "go on past the model's own stop tokens"),
     "logit_bias": Field(Biases(_BIAS, MOST_BIASES), "what is added to the logits of tokens"),
     "presence_penalty": Field(
-        Number(SAMPLING["presence_penalty"]), "taken from tokens that were emitted"
+        Number(rule("presence_penalty")), "taken from tokens that were emitted"
     ),
     "frequency_penalty": Field(
-        Number(SAMPLING["frequency_penalty"]), "taken as often as a token was emitted"
+        Number(rule("frequency_penalty")), "taken as often as a token was emitted"
     ),
     "repetition_penalty": Field(
-        Number(SAMPLING["repetition_penalty"]),
+        Number(rule("repetition_penalty")),
         "divides the logits of tokens of the prompt and the text; 1 has no effect",
     ),
     "priority": Field(Number(Whole(-(2**31), 2**31 - 1)), "lower goes first; 0 if absent"),

@@ -5,14 +5,12 @@ One with weights is identified by the ``architectures`` of its ``config.json``.
 :mod:`longspec_jax.loading` loads drafts with this table.
 """
 
-import dataclasses
 import importlib
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
-from longspec_jax.checks import LARGEST_NUMBER, Real, Truth, Whole, Word, nearest, shown
+from longspec_jax.schema import build
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ MARKS = {
 RETRIEVE = "retrieve"
 """The option that turns on retrieval; names of the others about it begin with it."""
 _RETRIEVAL = "retrieval.draft:RetrievalOptions"
-_RULES = {bool: Truth(), int: Whole(0), float: Real(0, LARGEST_NUMBER, "0 or more"), str: Word()}
-"""Values of options by the type of their field; a dataclass of options may check more."""
+_WHERE = "draft_options: "
+"""What stands before the name of an option in a message."""
 
 
 def is_eagle(tensors: Set[str]) -> bool:
@@ -132,7 +130,7 @@ def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any]
             f"name {RETRIEVE} as well"
         )
     own = {name: value for name, value in options.items() if name not in about}
-    return own, _checked(_imported(_RETRIEVAL), about, f"{draft} with {RETRIEVE}")
+    return own, build(_imported(_RETRIEVAL), about, _WHERE, f"{draft} with {RETRIEVE}")
 
 
 def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
@@ -144,35 +142,4 @@ def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
     Raises:
       ValueError: for an unknown option, or a wrong value.
     """
-    return _checked(kind.options_type, values, draft)
-
-
-def _checked(options_type: type[Any], values: Mapping[str, Any], draft: str) -> Any:
-    """A dataclass of options from values, whose types its annotations give."""
-    fields = {field.name: field for field in dataclasses.fields(options_type) if field.init}
-    for name, value in values.items():
-        if name not in fields:
-            known = list(dict.fromkeys([*fields, RETRIEVE]))
-            close = nearest(str(name), known)
-            hint = f"; did you mean {close}?" if close else ""
-            raise ValueError(
-                f"draft_options: unknown option {shown(name)} for {draft}; it has "
-                f"{', '.join(known)}{hint}"
-            )
-        if words := _refusal(value, fields[name].type):
-            raise ValueError(f"draft_options: {name}={shown(value)} must be {words}")
-    try:
-        return options_type(**values)
-    except ValueError as error:
-        raise ValueError(f"draft_options: {error}") from error
-
-
-def _refusal(value: Any, annotation: Any) -> str | None:
-    """What a value must be to be in a field; None if it fits."""
-    types = set(get_args(annotation) or (annotation,))
-    optional = NoneType in types
-    if value is None and optional:
-        return None
-    [kind] = types - {NoneType}
-    words = _RULES[kind].refusal(value)
-    return f"{words}, or left out" if words and optional else words
+    return build(kind.options_type, values, _WHERE, draft, [RETRIEVE])

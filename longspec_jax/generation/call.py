@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions
 from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.candidates import tallest
 from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
-from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.report import TOKENS, Contents
 from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from longspec_jax.checks import is_number, is_whole, shown, whole_number
+from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import trials
 from longspec_jax.decoding.cache import cache_bytes
@@ -27,7 +28,6 @@ from longspec_jax.decoding.choices import launch_sizes
 from longspec_jax.decoding.chunks import most_reusable
 from longspec_jax.decoding.constrained import reason_of
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.prefixes import MOST_MOVING
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.report import Contents

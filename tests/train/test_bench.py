@@ -41,7 +41,7 @@ def test_the_needed_operations_are_shared_out() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--shape=foo"], "unknown 'foo'; choose from"),
+        (["--shape=foo"], "'foo' must be one of"),
         (["--length=0"], "0 must be a whole number"),
         (["--json=/nope/x"], "/nope/x: its folder does not exist"),
         (["--mesh=dp=2"], "sizes of the axes data, fsdp, tp"),

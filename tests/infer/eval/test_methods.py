@@ -80,7 +80,7 @@ def test_trees_of_the_methods() -> None:
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (["--task=nothing"], "--task: unknown 'nothing'; choose from gov_report"),
+        (["--task=nothing"], "--task: 'nothing' must be one of gov_report"),
         (["--task=qmsum", "--method=magic"], "--method: unknown method 'magic'; "),
         (["--task=qmsum", "--method=plain=4"], "plain takes no tree; write --method=plain"),
         (["--task=qmsum", "--method=ngram=none"], "decoding without a tree is --method=plain"),
