@@ -36,8 +36,7 @@ from scipy.special import ndtr, stdtrit
 
 from longspec_jax.cli import counted
 
-from ..eval.records import PLAIN_METHOD, Header, SampleRecord
-from ..eval.run_folder import Run, read
+from ..eval.records import PLAIN_METHOD, Header, Run, SampleRecord, read
 from ..eval.scores import METRICS, score
 from ..eval.tasks import metric_of
 

@@ -16,8 +16,7 @@ import pandas as pd
 
 from longspec_jax.cli import counted
 
-from ..eval.records import PLAIN_METHOD
-from ..eval.run_folder import Run
+from ..eval.records import PLAIN_METHOD, Run
 from ..eval.scores import METRICS
 from ..eval.tasks import metric_of
 from .frame import FEWEST, TEXT, Block, temperature_words

@@ -24,8 +24,7 @@ from matplotlib.figure import Figure
 from longspec_jax import files
 from longspec_jax.cli import counted
 
-from ..eval.records import PLAIN_METHOD, RoundTree, SampleRecord
-from ..eval.run_folder import Run
+from ..eval.records import PLAIN_METHOD, RoundTree, Run, SampleRecord
 from .frame import blocks_of, frame_of, methods
 from .missing import missing_or_doubtful, source_of
 from .tables import DEFINITIONS, EDGES, SECTIONS, Chart, Section, Table, tables_of

@@ -11,11 +11,13 @@ from infer.eval.records import (
     Breakdown,
     Header,
     RoundTree,
+    Run,
     SampleRecord,
     Setting,
     SkippedSample,
+    Writer,
+    write_header,
 )
-from infer.eval.run_folder import Run, Writer, write_header
 from infer.report.frame import blocks_of, frame_of
 
 HOSTILE = "</script><script>document.title = 'owned'</script><b onmouseover=alert(1)>&amp;"

@@ -14,8 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from infer.eval.records import SampleRecord, SkippedSample
-from infer.eval.run_folder import Run
+from infer.eval.records import Run, SampleRecord, SkippedSample
 from infer.report.__main__ import main
 from infer.report.frame import blocks_of, frame_of
 from infer.report.missing import missing_or_doubtful, source_of

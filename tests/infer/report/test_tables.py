@@ -9,8 +9,7 @@ import pytest
 
 from infer.eval import scores
 from infer.eval.arguments import TASK_NAMES
-from infer.eval.records import Divergence, SampleRecord
-from infer.eval.run_folder import Run, read
+from infer.eval.records import Divergence, Run, SampleRecord, read
 from infer.eval.tasks import metric_of
 from infer.report.frame import Estimate, blocks_of, frame_of
 from infer.report.page import csv_text, report
