@@ -10,7 +10,7 @@ DISTRIBUTION = "longspec_jax"
 PURPOSES = {
     "train": "training needs",
     "notebook": "charts need",
-    "eval": "scores of texts need",
+    "eval": "scores and reports need",
     "gguf": "GGUF files need",
     "serve": "serving needs",
     "ray": "replicas need",
@@ -29,6 +29,7 @@ MODULES = {
     "pyarrow": "train",
     "tqdm": "train",
     "matplotlib": "notebook",
+    "pandas": "eval",
     "rapidfuzz": "eval",
     "rouge": "eval",
     "gguf": "gguf",

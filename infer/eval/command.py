@@ -13,7 +13,7 @@ from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.status_line import StatusLine
 
 from ..wording import command_words
-from . import run_folder
+from . import records
 from .progress import Progress
 from .records import Header, SampleRecord
 
@@ -69,7 +69,7 @@ class Evaluation:
         settings = {decoder.name: decoder.setting for decoder in decoders}
         header = run.new_header(arguments, self._typed, spec, settings)
         done = self._continued(header, before)
-        writer = run_folder.Writer(arguments.out)
+        writer = records.Writer(arguments.out)
         written = () if before is None else before.skipped
         writer.add([each for task in tasks for each in task.skipped if each not in written])
         self._announce(tasks, done)
@@ -77,36 +77,36 @@ class Evaluation:
         self._run = run.EvalRun(arguments, decoders, spec, done, writer, self.progress, start)
         with command_words():
             self._run.work(tasks)
-        run_folder.write_summary(arguments.out, self._run.records)
+        records.write_summary(arguments.out, self._run.records)
 
-    def _before(self) -> run_folder.Run | None:
+    def _before(self) -> records.Run | None:
         """What earlier starts have written."""
         folder = self._arguments.out
-        if (folder / run_folder.HEADER).exists():
-            return run_folder.read(folder)
+        if (folder / records.HEADER).exists():
+            return records.read(folder)
         if any(folder.iterdir()):
             raise ValueError(
                 f"--out={folder} holds other files and no run; name an empty or new folder"
             )
         return None
 
-    def _continued(self, header: Header, before: run_folder.Run | None) -> Sequence[SampleRecord]:
+    def _continued(self, header: Header, before: records.Run | None) -> Sequence[SampleRecord]:
         """Write the header; return the records of earlier starts."""
         folder = self._arguments.out
         if before is None:
-            run_folder.write_header(folder, header)
+            records.write_header(folder, header)
             return ()
-        differences = run_folder.differences(before.header, header)
+        differences = records.differences(before.header, header)
         if differences:
             raise ValueError(
                 f"--out={folder} holds a run with other options ({'; '.join(differences)}); repeat "
                 f"its command ({before.header.command}), or name another folder"
             )
         again = (*before.header.continued, header.provenance)
-        run_folder.write_header(folder, replace(before.header, continued=again))
+        records.write_header(folder, replace(before.header, continued=again))
         if before.torn:
             self.progress.note(
-                f"the last line of {folder / run_folder.SAMPLES} was cut short; its sample is "
+                f"the last line of {folder / records.SAMPLES} was cut short; its sample is "
                 "measured again"
             )
         return before.samples

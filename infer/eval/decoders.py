@@ -64,26 +64,6 @@ def text_by_token(tokenizer: Any, prompt: list[int], tokens: Sequence[int]) -> t
     return (*pieces[:-1], pieces[-1] + text.flush())
 
 
-def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens of every target pass, and the draft tokens among them.
-
-    A pass ends with the token that no draft proposed. The last pass may have been cut before that
-    token; all of its tokens are then the draft's.
-    """
-    emitted, accepted = [], []
-    count = 0
-    for draft in drafted[1:]:
-        count += 1
-        if not draft:
-            emitted.append(count)
-            accepted.append(count - 1)
-            count = 0
-    if count:
-        emitted.append(count)
-        accepted.append(count)
-    return tuple(emitted), tuple(accepted)
-
-
 def round_trees(
     views: Iterable[RoundView], tokenizer: Any, emitted: Sequence[int]
 ) -> tuple[RoundTree, ...]:

@@ -28,7 +28,7 @@ from longspec_jax.weights.model_files import read_config
 
 from ..arguments import is_demo
 from .arguments import LONGSPEC
-from .decoders import Decoder, Options, by_round, text_by_token
+from .decoders import Decoder, Options, text_by_token
 from .methods import JOINED, SERVED, by_kind, with_drafts
 from .prepare import (
     LongBenchProtocol,
@@ -40,8 +40,17 @@ from .prepare import (
     prepare,
 )
 from .progress import Part, Progress, part_line
-from .records import PLAIN_METHOD, SCHEMA, Divergence, Header, Key, SampleRecord, Setting
-from .run_folder import Writer
+from .records import (
+    PLAIN_METHOD,
+    SCHEMA,
+    Divergence,
+    Header,
+    Key,
+    SampleRecord,
+    Setting,
+    Writer,
+    by_round,
+)
 
 KEPT = (
     "samples context min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
-from infer.eval.decoders import by_round
+from infer.eval.records import by_round
 from infer.serve.app import Served
 from infer.serve.calls import ServedModel
 from infer.serve.engine_thread import EngineThread

@@ -7,9 +7,9 @@ import pytest
 
 from infer.eval import __main__ as command
 from infer.eval.arguments import method_argument, parser, settled
-from infer.eval.decoders import by_round, round_trees
+from infer.eval.decoders import round_trees
 from infer.eval.methods import METHODS, Chosen, with_drafts
-from infer.eval.records import RoundTree
+from infer.eval.records import RoundTree, by_round
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import report as report_lib
 from longspec_jax.drafters.ngram import NgramDraft

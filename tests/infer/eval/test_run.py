@@ -10,8 +10,7 @@ from infer.eval import __main__ as command
 from infer.eval import run as run_lib
 from infer.eval.arguments import parser
 from infer.eval.decoders import Decoder
-from infer.eval.records import SampleRecord, acceptance_length
-from infer.eval.run_folder import SAMPLES, SUMMARY, Run, read
+from infer.eval.records import SAMPLES, SUMMARY, Run, SampleRecord, acceptance_length, read
 from longspec_jax import files
 from tests.infer.toys import save_toy, toy_spec
 from tests.serve.kit import GeneratingEngine, model_of, serving
