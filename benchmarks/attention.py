@@ -33,8 +33,12 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 
 from .models import check_memory
 from .report import Report, refusal, run_header
-from .timing import Roofline, announce, jax_seconds, measure_roofline
+from .timing import Roofline, jax_seconds, measure_roofline
 
+SHOWN = (
+    "implementation batch context heads kv_heads tokens microseconds tb_per_s tflop_per_s "
+    "percent_of_roof refusal"
+).split()
 HEAD_WIDTH = 128
 HEAD_MAJOR, TOKEN_MAJOR = "head-major", "token-major"
 """The two layouts of a cache: ``[B, K, S, H]``, the engine's, and ``[B, S, K, H]``."""
@@ -221,8 +225,7 @@ def _chain(case: Case, call: Call) -> Callable[..., jax.Array]:
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print a table, and write the files."""
-    cpu = jax.default_backend() == "cpu"
-    arguments = settled(arguments, cpu)
+    arguments = settled(arguments, jax.default_backend() == "cpu")
     cases = [
         Case(
             tokens=tokens,
@@ -241,15 +244,12 @@ def main(arguments: argparse.Namespace) -> None:
     for case in cases:
         words = f"{case.copies} caches of {case.context} tokens in {counted(case.batch, 'row')}"
         check_memory(words, case.copies * case.cache_bytes)
-    if cpu:
-        programs = len(cases) * len(arguments.implementation)
-        announce(f"{counted(len(cases), 'case')}, {counted(programs, 'program')} to compile")
     roofline = measure_roofline()
     method = (__doc__ or "").split("\n\n", 1)[1]
     header = run_header(jax.devices()[0].device_kind, method, **roofline.fields)
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for row in compare(cases, roofline, arguments.implementation):
-            report.add(row, line(row))
+            report.add(row)
 
 
 def compare(
@@ -284,17 +284,3 @@ def _seconds(name: str, case: Case, program: Any) -> float | str:
         return jax_seconds(lambda: program(*arrays)) / case.calls
     except Exception as error:  # An alternative that fails is a result, too.
         return refusal(error)
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row for people."""
-    shape = (
-        f"{row['implementation']:11s} B={row['batch']} S={row['context']:6d} "
-        f"{row['heads']}/{row['kv_heads']} T={row['tokens']:3d}"
-    )
-    if row["microseconds"] is None:
-        return f"{shape}  -  {row['refusal']}"
-    return (
-        f"{shape} {row['microseconds']:9.1f} us {row['tb_per_s']:6.2f} TB/s "
-        f"{row['tflop_per_s']:6.1f} TFLOP/s {row['percent_of_roof']:5.1f} %"
-    )

@@ -17,14 +17,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from longspec_jax.cli import counted, settled
+from longspec_jax.cli import settled
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
 
 from .arguments import SHAPES
 from .report import Report, Row, run_header
-from .timing import announce, median_seconds, rounded, step
+from .timing import median_seconds, rounded, step
 
+SHOWN = (
+    "implementation shape batch context ms_per_token percent_of_roof tokens_per_second "
+    "cuda_graph_skips"
+).split()
 WARM_TOKENS = 6
 """Tokens before the first timed one: compilation, and the two recordings of a CUDA graph."""
 ALIGNMENT = 64
@@ -40,15 +44,12 @@ def main(arguments: argparse.Namespace) -> None:
     device = "cpu" if cpu else "cuda"
     arguments = settled(arguments, cpu)
     points = [*itertools.product(arguments.batch, arguments.context)]
-    if cpu:
-        number = len(arguments.shape) * len(points)
-        announce(f"{counted(number, 'case')} of {', '.join(arguments.shape)}")
     values = torch.randn(2**20 if cpu else 2**30, device=device)
     bytes_per_s = 4 * len(values) / median_seconds(values.sum, lambda _: _synchronize())
     del values
     name = "cpu" if cpu else torch.cuda.get_device_name()
     header = run_header(name, __doc__ or "", roof_tb_per_s=bytes_per_s / 1e12)
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for shape in arguments.shape:
             step(f"drawing the weights of {shape}")
             model = random_model(SHAPES[shape], device)
@@ -63,7 +64,7 @@ def main(arguments: argparse.Namespace) -> None:
                 }
                 floor = row["step_bytes"] / bytes_per_s
                 row["percent_of_roof"] = rounded(100e3 * floor / row["ms_per_token"])
-                report.add(row, line(row))
+                report.add(row)
                 torch.compiler.reset()  # What the row took: graphs, compiled programs, memory.
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -162,16 +163,6 @@ def step_bytes(model: Any, batch: int, length: int) -> int:
         weights -= table.numel() * table.element_size()
     slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return weights + batch * length * slot * table.element_size()
-
-
-def line(row: Row) -> str:
-    """A row for people."""
-    return (
-        f"transformers {row['shape']} B={row['batch']} S={row['context']:6d} "
-        f"{row['ms_per_token']} ms per token ({row['percent_of_roof']} % of roof), "
-        f"{row['tokens_per_second']} tokens/s; {row['cuda_graph_skips']} graphs refused as CUDA "
-        "graphs"
-    )
 
 
 def _synchronize() -> None:

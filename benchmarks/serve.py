@@ -54,8 +54,12 @@ from .load import Stream
 from .models import check_memory, draft_options, random_model, target_bytes
 from .report import Report, Row, run_header
 from .rounds import GOLDEN, acceptance_edges
-from .timing import announce, rounded, step
+from .timing import rounded, step
 
+SHOWN = (
+    "shape context concurrency speculation tokens_per_second acceptance_length ttft_ms_p50 "
+    "ttft_ms_p99 itl_ms_p50 itl_ms_p99 max_gap_ms worst_gap_ms usual_gap_ms ttft_ms chunk"
+).split()
 STREAMS = 4
 """That run while a long prompt is admitted."""
 STREAM_CONTEXT = 256
@@ -74,22 +78,18 @@ def main(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if missing := missing_packages("serve"):
         raise ValueError(missing)
-    cpu = jax.default_backend() == "cpu"
-    arguments = settled(arguments, cpu)
+    arguments = settled(arguments, jax.default_backend() == "cpu")
     check(arguments)
-    if cpu:
-        announce(f"three servers of {arguments.target}")
     header = run_header(jax.devices()[0].device_kind, __doc__ or "")
     keep_programs()
     step(f"loading {arguments.target}")
     spec = models(arguments)
     plain = dataclasses.replace(spec, draft=None)
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for speculation, served in ((True, spec), (False, plain)):
             for row in under_load(served, arguments, speculation):
-                report.add(row, line(row))
-        row = admission(spec, arguments)
-        report.add(row, gap_line(row))
+                report.add(row)
+        report.add(admission(spec, arguments))
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -365,23 +365,3 @@ def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
         "chunk": chunk,
         "prepare_seconds": rounded(seconds),
     }
-
-
-def line(row: Row) -> str:
-    """A row for people."""
-    return (
-        f"{row['shape']} S={row['context']} {row['concurrency']} at a time, "
-        f"{'speculation' if row['speculation'] else 'plain':11}: {row['tokens_per_second']} "
-        f"tokens/s at acceptance {row['acceptance_length']}; first token {row['ttft_ms_p50']} ms "
-        f"(p99 {row['ttft_ms_p99']}), a later one {row['itl_ms_p50']} ms (p99 "
-        f"{row['itl_ms_p99']})"
-    )
-
-
-def gap_line(row: Row) -> str:
-    """The row of the long prompt for people."""
-    return (
-        f"{row['shape']} S={row['context']} beside {row['concurrency']} streams: worst gap "
-        f"{row['worst_gap_ms']} ms at --max_gap_ms={row['max_gap_ms']} (usual "
-        f"{row['usual_gap_ms']}), first token {row['ttft_ms']} ms, chunks of {row['chunk']}"
-    )

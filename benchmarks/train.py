@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from longspec_jax import cli
+from longspec_jax.cli import settled
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.recipes import DRAFTS, base_config, stage
 from longspec_jax.sharding import make_mesh
@@ -34,16 +35,21 @@ from .models import random_target
 from .report import Report, run_header
 from .timing import measure_roofline, rounded
 
+SHOWN = (
+    "config draft sequence layout tokens_per_second step_ms flops_utilization efficiency "
+    "peak_bytes step_bytes"
+).split()
+
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure every shape, length and mesh, print the rows, and write them to ``--json``."""
     for axes in arguments.mesh or ():  # Refused before anything is measured.
         make_mesh(**axes)
-    arguments = cli.settled(arguments, jax.default_backend() == "cpu")
+    arguments = settled(arguments, jax.default_backend() == "cpu")
     roofline = measure_roofline()
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     header = run_header(device, __doc__ or "", **roofline.fields)
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for shape in arguments.shape:
             for length in arguments.length:
                 alone = None
@@ -54,7 +60,7 @@ def main(arguments: argparse.Namespace) -> None:
                     )
                     alone = alone or row["tokens_per_second"]
                     row["efficiency"] = rounded(row["tokens_per_second"] / row["gpus"] / alone)
-                    report.add(row, line(row))
+                    report.add(row)
 
 
 def measure(
@@ -130,14 +136,3 @@ def _run_config(kind: str, target: TargetConfig, length: int) -> RunConfig:
         stages=dict(bench=stage(length, 1, 1e-4, max_offset=offset)),
     )
     return from_config(values.to_dict())
-
-
-def line(row: Mapping[str, Any]) -> str:
-    """A row for reading."""
-    return (
-        f"{row['config']} {row['sequence']} {row['layout']}: {row['tokens_per_second']} tokens/s, "
-        f"step {row['step_ms']} ms, {row['flops_utilization']:.1%} of the matmul rate, "
-        f"{row['efficiency']:.2f} of one device's speed per device; "
-        f"{row['peak_bytes'] / 1e9:.1f} GB per device, {row['step_bytes'] / 1e9:.1f} GB of it "
-        "while the step runs"
-    )

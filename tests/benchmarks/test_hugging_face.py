@@ -27,7 +27,7 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
     assert (row["implementation"], row["context"]) == ("transformers-static", 48)
     assert set(row) >= FIELDS and other["context"] == 64
     assert row["tokens_per_second"] == pytest.approx(1e3 / row["ms_per_token"], rel=1e-2)
-    assert "ms per token" in capsys.readouterr().out
+    assert "  ms_per_token " in capsys.readouterr().out
 
 
 def test_the_timed_step_decodes_as_without_a_cache() -> None:

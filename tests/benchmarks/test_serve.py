@@ -91,7 +91,7 @@ def test_the_command_loads_three_servers_and_writes_rows(
         assert 2 <= row["rounds"]["chain:3"]
     assert gap["worst_gap_ms"] >= gap["usual_gap_ms"] > 2 and gap["chunk"] == 32
     printed = capsys.readouterr()
-    assert "2 at a time, plain" in printed.out and "worst gap" in printed.out
+    assert "concurrency 2  speculation False" in printed.out and "worst_gap_ms" in printed.out
     assert "... speculation, 2 requests at a time" in printed.err
 
 

@@ -29,7 +29,7 @@ def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any
         assert 0 < row["step_bytes"] < row["peak_bytes"] and 0 < row["flops_utilization"]
     # A quarter of masters and moments, half of the weights.
     assert four["peak_bytes"] - four["step_bytes"] < (one["peak_bytes"] - one["step_bytes"]) / 2
-    assert "tiny 64 data=2,fsdp=2" in capsys.readouterr().out
+    assert "sequence 64  layout data=2,fsdp=2  tokens" in capsys.readouterr().out
 
 
 def test_the_needed_operations_are_shared_out() -> None:
