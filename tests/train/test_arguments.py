@@ -1,8 +1,6 @@
 """Configurations are found, overridden, checked, and become frozen dataclasses."""
 
-import dataclasses
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -263,22 +261,6 @@ def test_values_out_of_range_are_refused_by_name(path: str) -> None:
         with pytest.raises(Refused) as refused:
             from_config(changed(path, value))
         assert str(refused.value).startswith(f"--config.{path}={value!r} must be ")
-
-
-def test_every_number_has_a_range() -> None:
-    """A field that is added without one would take anything."""
-
-    def numbers(kind: Any) -> Iterator[str]:
-        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-            if hint in (int, float):
-                yield f"{kind.__name__}.{name}"
-            for inner in (hint, *typing.get_args(hint)):
-                known = isinstance(inner, type) and dataclasses.is_dataclass(inner)
-                if known and inner is not TargetConfig:
-                    yield from numbers(inner)
-
-    # A target's shape has checks of its own.
-    assert not [*numbers(RunConfig), *numbers(LongSpecSettings)]
 
 
 def test_shapes_of_a_target_are_refused_with_their_place() -> None:

@@ -12,7 +12,7 @@ from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import tiny_target_config
 from train.drafts.longspec.objective import LongSpecObjective
 from train.drafts.longspec.settings import LongSpecSettings
-from train.report import peak_tokens_per_second
+from train.loop import peak_tokens_per_second
 from train.target import TargetObjective, target_flops
 
 SETTINGS = LongSpecSettings("longspec", "", 512, True, 4, 4)
