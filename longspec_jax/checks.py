@@ -56,6 +56,10 @@ class Refused(ValueError):
         return f"{self.name}={shown(self.value)}{where} must be {self.words}"
 
 
+class Typed(str):
+    """The text of a flag, which stands for a value of the type of what it sets."""
+
+
 class Rule:
     """What a value must be, and how it is read. A subclass says :meth:`refusal` at least."""
 
@@ -81,11 +85,13 @@ class Rule:
         return value
 
     def read(self, name: str, value: object, row: int | None = None) -> Any:
-        """A value of Python, checked.
+        """A value of Python, or a typed one, checked.
 
         Raises:
           Refused: for a value that breaks the rule.
         """
+        if isinstance(value, Typed):
+            value = self.of_text(str(value))
         if words := self.refusal(value):
             raise Refused(name, value, words, row)
         return self.plain(value)
@@ -314,6 +320,8 @@ class Maybe(Rule):
 
     def read(self, name: str, value: object, row: int | None = None) -> Any:
         """As the rule reads it."""
+        if isinstance(value, Typed):
+            value = self.of_text(str(value))
         if words := self.refusal(value):
             raise Refused(name, value, words, row)
         return None if value is None else self.rule.read(name, value, row)

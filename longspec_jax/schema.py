@@ -31,6 +31,7 @@ from longspec_jax.checks import (
     Rule,
     Text,
     Truth,
+    Typed,
     Whole,
     nearest,
     shown,
@@ -86,7 +87,9 @@ class _Sections(Each):
     """A list whose items are read one by one, with their place in their names."""
 
     def read(self, name: str, value: object, row: int | None = None) -> tuple[Any, ...]:
-        """The items."""
+        """The items; typed ones have commas between them."""
+        if isinstance(value, Typed):
+            value = [Typed(one) for one in value.split(",")]
         if not isinstance(value, list | tuple):
             raise Refused(name, value, "a list", row)
         return tuple(self.item.read(f"{name}[{index}]", one) for index, one in enumerate(value))

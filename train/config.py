@@ -13,13 +13,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
-from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole, is_whole
+from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.schema import build
 
 MOST_BUCKETS = 8
 SMALLEST_VOCABULARY = 259
 """Of a byte-level tokenizer: every byte, and three special tokens."""
+
+
+@dataclass(frozen=True)
+class _AxisSize(Whole):
+    """A number of devices."""
+
+    def refusal(self, value: object) -> str | None:
+        """At least one, or -1."""
+        if super().refusal(value) is None and value != 0:
+            return None
+        return "a number of devices, at least 1, or -1 for the rest"
 
 
 class _Free:
@@ -35,13 +46,7 @@ Share = Annotated[float, Real(0, 1)]
 BelowOne = Annotated[float, Real(0, 1 - 1e-9, "from 0 to below 1")]
 Amount = Annotated[float, Real(0, LARGEST_NUMBER)]
 Positive = Annotated[float, Real(0, LARGEST_NUMBER, includes_least=False)]
-AxisSize = Annotated[
-    int,
-    That(
-        lambda size: is_whole(size) and (size == -1 or size >= 1),
-        "a number of devices, at least 1, or -1 for the rest",
-    ),
-]
+AxisSize = Annotated[int, _AxisSize(-1)]
 LayerNumbers = Annotated[
     str,
     That(
