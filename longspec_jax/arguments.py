@@ -25,20 +25,20 @@ LONGEST_SOURCE = 4096
 """Characters of a path that operating systems take."""
 
 
-def _is_source(value: Any) -> bool:
+def _is_source(value: object) -> bool:
     text = str(value)
     return isinstance(value, str | Path) and 0 < len(text) <= LONGEST_SOURCE and "\0" not in text
 
 
-def _is_tokenizer(value: Any) -> bool:
+def _is_tokenizer(value: object) -> bool:
     return callable(value) and hasattr(value, "decode") and not isinstance(value, type)
 
 
-def _is_streamer(value: Any) -> bool:
+def _is_streamer(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("put", "end"))
 
 
-def _is_options(value: Any) -> bool:
+def _is_options(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 

@@ -12,7 +12,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 LARGEST_WHOLE = 2**31 - 1
 """Sizes, positions and token ids are 32-bit integers on the device."""
@@ -26,12 +26,12 @@ SIMILAR = 0.75
 _DIGITS = re.compile(r"\s*[+-]?[0-9]{1,20}\s*")
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is an integer, Python's or NumPy's, and no boolean."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a real number, Python's or NumPy's, and no boolean."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
@@ -46,7 +46,7 @@ class Refused(ValueError):
       row: of the prompts, where each has a value of its own.
     """
 
-    def __init__(self, name: str, value: Any, words: str, row: int | None = None) -> None:
+    def __init__(self, name: str, value: object, words: str, row: int | None = None) -> None:
         super().__init__(name, value, words, row)
         self.name, self.value, self.words, self.row = name, value, words, row
 
@@ -56,10 +56,14 @@ class Refused(ValueError):
         return f"{self.name}={shown(self.value)}{where} must be {self.words}"
 
 
+class Typed(str):
+    """The text of a flag, which stands for a value of the type of what it sets."""
+
+
 class Rule:
     """What a value must be, and how it is read. A subclass says :meth:`refusal` at least."""
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """What a value must be instead; None for one that will do."""
         raise NotImplementedError
 
@@ -68,7 +72,7 @@ class Rule:
         """The rule as JSON schema; empty where JSON schema has no words for it."""
         return {}
 
-    def plain(self, value: Any) -> Any:
+    def plain(self, value: object) -> Any:
         """A value that will do, as Python's own type."""
         return value
 
@@ -76,21 +80,23 @@ class Rule:
         """The value that a text stands for; the text itself where it stands for none."""
         return text
 
-    def of_json(self, value: Any) -> Any:
+    def of_json(self, value: object) -> Any:
         """The value that one of JSON stands for."""
         return value
 
-    def read(self, name: str, value: Any, row: int | None = None) -> Any:
-        """A value of Python, checked.
+    def read(self, name: str, value: object, row: int | None = None) -> Any:
+        """A value of Python, or a typed one, checked.
 
         Raises:
           Refused: for a value that breaks the rule.
         """
+        if isinstance(value, Typed):
+            value = self.of_text(str(value))
         if words := self.refusal(value):
             raise Refused(name, value, words, row)
         return self.plain(value)
 
-    def read_json(self, name: str, value: Any) -> Any:
+    def read_json(self, name: str, value: object) -> Any:
         """A value of JSON, checked.
 
         Raises:
@@ -98,11 +104,11 @@ class Rule:
         """
         return self.read(name, self.of_json(value))
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
         """How pydantic reads a field that is annotated with this rule: as :meth:`of_json` does."""
         from pydantic_core import core_schema
 
-        def read(value: Any) -> Any:
+        def read(value: object) -> Any:
             found = self.of_json(value)
             if words := self.refusal(found):
                 raise ValueError(f"must be {words}")
@@ -110,7 +116,7 @@ class Rule:
 
         return core_schema.no_info_plain_validator_function(read)
 
-    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, core: object, handler: object) -> dict[str, Any]:
         """What pydantic puts into a JSON schema for this rule."""
         return self.json_schema
 
@@ -124,7 +130,7 @@ class Whole(Rule):
     note: str = ""
     """What an end means, or what to do instead; follows the rule."""
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """The range."""
         if is_whole(value) and self.least <= value <= self.most:
             return None
@@ -143,7 +149,7 @@ class Whole(Rule):
         """Decimal digits."""
         return int(text) if _DIGITS.fullmatch(text) else text
 
-    def of_json(self, value: Any) -> Any:
+    def of_json(self, value: object) -> Any:
         """JSON has one kind of numbers, so 4.0 is whole."""
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -158,7 +164,7 @@ class Real(Rule):
     """What a number must be, for reading; the range if empty."""
     includes_least: bool = True
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """The range; NaN is in none."""
         between = "from {:g} to {:g}" if self.includes_least else "above {:g}, at most {:g}"
         words = self.rule or f"a number {between.format(self.least, self.most)}"
@@ -189,7 +195,7 @@ class Real(Rule):
 class Truth(Rule):
     """True or false."""
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """Only Python's own two."""
         return None if isinstance(value, bool) else "True or False"
 
@@ -210,7 +216,7 @@ class Text(Rule):
     least: int = 0
     most: int | None = None
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """A string, and its length."""
         if not isinstance(value, str):
             return "text"
@@ -235,7 +241,7 @@ class OneOf(Rule):
     remedy: str = ""
     """What to do instead; follows the rule."""
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """The words, and the nearest one."""
         if isinstance(value, str) and value in self.words:
             return None
@@ -256,7 +262,7 @@ class That(Rule):
     allows: Callable[[Any], bool]
     words: str
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """The words."""
         return None if self.allows(value) else self.words
 
@@ -269,7 +275,7 @@ class Each(Rule):
     least: int = 0
     most: int | None = None
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """The length, or the first item that breaks the rule."""
         if not isinstance(value, list | tuple):
             return "a list"
@@ -291,7 +297,7 @@ class Each(Rule):
         """The items, each as Python's own type."""
         return list(map(self.item.plain, value))
 
-    def of_json(self, value: Any) -> Any:
+    def of_json(self, value: object) -> Any:
         """The items, each as its rule reads JSON."""
         return list(map(self.item.of_json, value)) if isinstance(value, list) else value
 
@@ -302,7 +308,7 @@ class Maybe(Rule):
 
     rule: Rule
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """As of the rule."""
         words = None if value is None else self.rule.refusal(value)
         return f"{words}, or left out" if words else None
@@ -312,8 +318,10 @@ class Maybe(Rule):
         """The rule's, or null."""
         return {"anyOf": [self.rule.json_schema, {"type": "null"}]}
 
-    def read(self, name: str, value: Any, row: int | None = None) -> Any:
+    def read(self, name: str, value: object, row: int | None = None) -> Any:
         """As the rule reads it."""
+        if isinstance(value, Typed):
+            value = self.of_text(str(value))
         if words := self.refusal(value):
             raise Refused(name, value, words, row)
         return None if value is None else self.rule.read(name, value, row)
@@ -322,12 +330,12 @@ class Maybe(Rule):
         """As of the rule."""
         return self.rule.of_text(text)
 
-    def of_json(self, value: Any) -> Any:
+    def of_json(self, value: object) -> Any:
         """As of the rule."""
         return None if value is None else self.rule.of_json(value)
 
 
-def whole_number(name: str, value: Any, least: int = 1, most: int = LARGEST_WHOLE) -> int:
+def whole_number(name: str, value: object, least: int = 1, most: int = LARGEST_WHOLE) -> int:
     """The value as an integer.
 
     Raises:
@@ -336,7 +344,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = LARGEST_WHOL
     return Whole(least, most).read(name, value)
 
 
-def finite_number(name: str, value: Any, least: float, most: float = LARGEST_NUMBER) -> float:
+def finite_number(name: str, value: object, least: float, most: float = LARGEST_NUMBER) -> float:
     """The value as a float.
 
     Raises:
@@ -345,7 +353,7 @@ def finite_number(name: str, value: Any, least: float, most: float = LARGEST_NUM
     return Real(least, most).read(name, value)
 
 
-def by_row(name: str, value: Any, rows: int, allowed: Rule) -> list[Any]:
+def by_row(name: str, value: object, rows: int, allowed: Rule) -> list[Any]:
     """A value per row, from one for all rows or a sequence with one per row.
 
     Raises:
@@ -381,7 +389,7 @@ def as_plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value for a message: as Python writes it, cut after :data:`LONGEST_SHOWN` characters."""
     try:
         text = repr(_beginning(value))

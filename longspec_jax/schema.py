@@ -31,6 +31,7 @@ from longspec_jax.checks import (
     Rule,
     Text,
     Truth,
+    Typed,
     Whole,
     nearest,
     shown,
@@ -55,11 +56,11 @@ class Option:
     default: Any = None
     about: str = ""
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
         """As its rule reads JSON."""
         return self.rule.__get_pydantic_core_schema__(source, handler)
 
-    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, core: object, handler: object) -> dict[str, Any]:
         """The rule's JSON schema, and the sentence."""
         return {**self.rule.json_schema, **({"description": self.about} if self.about else {})}
 
@@ -70,12 +71,12 @@ class Section(Rule):
 
     kind: type[Any]
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """Neither; :meth:`read` looks into a mapping."""
         good = isinstance(value, Mapping | self.kind)
         return None if good else "a section with fields of its own"
 
-    def read(self, name: str, value: Any, row: int | None = None) -> Any:
+    def read(self, name: str, value: object, row: int | None = None) -> Any:
         """An instance of the dataclass."""
         found = super().read(name, value, row)
         return found if isinstance(found, self.kind) else build(self.kind, found, f"{name}.")
@@ -85,19 +86,17 @@ class Section(Rule):
 class _Sections(Each):
     """A list whose items are read one by one, with their place in their names."""
 
-    def refusal(self, value: Any) -> str | None:
-        """Not a list; :meth:`read` looks into it."""
-        return None if isinstance(value, list | tuple) else "a list"
-
-    def read(self, name: str, value: Any, row: int | None = None) -> tuple[Any, ...]:
-        """The items."""
-        if words := self.refusal(value):
-            raise Refused(name, value, words, row)
+    def read(self, name: str, value: object, row: int | None = None) -> tuple[Any, ...]:
+        """The items; typed ones have commas between them."""
+        if isinstance(value, Typed):
+            value = [Typed(one) for one in value.split(",")]
+        if not isinstance(value, list | tuple):
+            raise Refused(name, value, "a list", row)
         return tuple(self.item.read(f"{name}[{index}]", one) for index, one in enumerate(value))
 
 
 @functools.cache
-def options(kind: Any) -> Mapping[str, Option]:
+def options(kind: type[Any]) -> Mapping[str, Option]:
     """The options that a dataclass or a ``TypedDict`` declares, by name and in order."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if not dataclasses.is_dataclass(kind):
@@ -113,14 +112,14 @@ def _default(field: Any) -> Any:
     return field.default if made is REQUIRED else made()
 
 
-def _option(hint: Any, default: Any = None) -> Option:
+def _option(hint: object, default: object = None) -> Option:
     marks = typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
     whole = next((mark for mark in marks if isinstance(mark, Option)), None)
     about = next((mark for mark in marks if isinstance(mark, str)), "")
     return whole or Option(rule_of(hint), default, about)
 
 
-def rule_of(hint: Any) -> Rule:
+def rule_of(hint: object) -> Rule:
     """The rule of an annotation: the one that it carries, or that of its type.
 
     Raises:
@@ -181,7 +180,7 @@ def build(
         raise ValueError(said if said.startswith("--") else f"{section}: {said}") from None
 
 
-def unknown(what: str, name: Any, known: Iterable[str], owner: str = "") -> str:
+def unknown(what: str, name: object, known: Iterable[str], owner: str = "") -> str:
     """That a name is not known, to its owner: the nearest one, or all there are."""
     names = list(known)
     close = nearest(name, names) if isinstance(name, str) else None

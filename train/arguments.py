@@ -18,11 +18,10 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from longspec_jax import cli
-from longspec_jax.checks import OneOf, Whole
+from longspec_jax.checks import OneOf, Typed, Whole
 from longspec_jax.schema import build
 
 from .config import RunConfig
@@ -39,7 +38,7 @@ EPILOG = """\
 
 configurations of the project:
 """
-_OVERRIDE = re.compile(r"--(no)?config\.")
+_OVERRIDE = re.compile(r"--(no)?config\.([^=]+)(=.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -94,45 +93,45 @@ def parse(argv: Sequence[str], options: cli.Parser | None = None) -> Arguments:
     given = (options or training_parser()).parse_args(rest)
     if not given.config:  # Before the overrides, which mean nothing without one.
         raise ValueError("--config=FILE is missing; try --config=demo, or --help for the others")
-    config = load(given.config)
-    _override(config, overrides)
+    values = load(given.config).to_dict()
+    for field, text in overrides.items():
+        _override(values, field.split("."), text)
     if options is None:
         _check_processes(given)
     file, colon, variant = given.config.partition(":")
     name = Path(file).stem + (colon + variant) * bool(variant)
     workdir = Path(given.workdir or f"runs/{name.replace(':', '-')}").expanduser()
-    return Arguments(name, from_config(config.to_dict()), workdir, given)
+    return Arguments(name, from_config(values), workdir, given)
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides of fields, each with a value that stands apart, and the other arguments."""
-    overrides, rest, takes_value = [], [], False
+def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Overrides of fields, the text by the dotted name, and the other arguments.
+
+    A value may stand apart from its field. A field without one is true, and after ``--no`` false.
+    """
+    overrides: dict[str, str] = {}
+    rest: list[str] = []
+    open_field = ""
     for word in argv:
-        if _OVERRIDE.match(word) or (takes_value and not word.startswith("--")):
-            overrides.append(word)
-            takes_value = word.startswith("--") and "=" not in word
+        if found := _OVERRIDE.fullmatch(word):
+            no, field, value = found.groups()
+            overrides[field] = value[1:] if value else "false" if no else "true"
+            open_field = "" if value or no else field
+        elif open_field and not word.startswith("--"):
+            overrides[open_field], open_field = word, ""
         else:
             rest.append(word)
-            takes_value = False
+            open_field = ""
     return overrides, rest
 
 
-def _override(config: ConfigDict, overrides: Sequence[str]) -> None:
-    """Change fields of a configuration.
-
-    Raises:
-      ValueError: for an unknown field, or a value of another type.
-    """
-    values, argv = flags.FlagValues(), ["train", *overrides]
-    try:
-        config_flags.DEFINE_config_dict("config", config, "", values, sys_argv=argv)
-        unexpected = values(argv)[1:]
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(_sentence(error)) from error
-    if unexpected:
-        raise ValueError(
-            f"unexpected argument {unexpected[0]!r}; overrides are written --config.NAME=VALUE"
-        )
+def _override(values: dict[str, Any], field: Sequence[str], text: str) -> None:
+    """Change a field, whose type its declaration knows; an unknown one is refused with the rest."""
+    for section in field[:-1]:
+        if not isinstance(values.get(section), dict):
+            values[section] = {}
+        values = values[section]
+    values[field[-1]] = Typed(text)
 
 
 def _check_processes(given: argparse.Namespace) -> None:
@@ -158,17 +157,6 @@ def _check_processes(given: argparse.Namespace) -> None:
         raise ValueError(
             f"--process={given.process} of --processes={given.processes}: count processes from 0"
         )
-
-
-def _sentence(error: Exception) -> str:
-    """The message of a flag library's error, without quoting and line breaks."""
-    text = str(error)
-    names = re.findall(r'"(\w+)"', text) or re.findall(r"\w+", text)
-    if names and ("instead of" in text or isinstance(error, KeyError | AttributeError)):
-        near = f"; did you mean {names[0]!r}?" if len(names) == 2 else ""
-        return f"the configuration has no field {names[-1]!r}{near}"
-    lines = ". ".join(line.strip() for line in text.splitlines() if line.strip())
-    return lines or f"the arguments cannot be read ({type(error).__name__}); see --help"
 
 
 # The configuration file.

@@ -12,7 +12,7 @@ from longspec_jax.drafters.longspec import DraftConfig
 from tests.kit import tiny_target_config
 from train.drafts.kinds import LongSpecSettings
 from train.drafts.longspec import LongSpecObjective
-from train.report import peak_tokens_per_second
+from train.loop import peak_tokens_per_second
 from train.target import TargetObjective, target_flops
 
 SETTINGS = LongSpecSettings("longspec", "", 512, True, 4, 4)
