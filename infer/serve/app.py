@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,8 +74,6 @@ class Served:
     model: ServedModel
     thread: EngineThread
     metrics: Metrics
-    about: dict[str, Any] = field(default_factory=dict)
-    """Of the model, for ``/v1/models`` and the page."""
     slots: int = 1
     created: int = 0
     api_keys: tuple[str, ...] = ()
@@ -267,7 +265,7 @@ class Routes:
                 "created": self._served.created,
                 "owned_by": "longspec",
                 "max_model_len": self._model.max_len,
-                "longspec": self._served.about,
+                "longspec": self._model.about,
             }
             for name in self._model.names
         ]

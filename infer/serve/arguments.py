@@ -42,7 +42,7 @@ SIZES = {
 CAPACITY = {
     "slots": Option(Whole(), None, "requests that are decoded at once; others wait"),
     "memory": Option(
-        Real(0.0, 1.0, includes_least=False),
+        Real(0.0, 1.0, "above 0, at most 1", includes_least=False),
         0.9,
         "share of the free memory for as many slots as fit, instead of --slots",
     ),

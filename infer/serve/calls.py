@@ -75,9 +75,24 @@ class ServedModel:
     """Names of those that propose, in the order of the bits of what answers hold."""
     shared: bool = False
     """Whether requests draft from each other's texts, so that rounds show accepted tokens alone."""
+    identical: bool = True
+    """Whether texts are promised to be those of plain decoding, token for token."""
     grammar: Callable[..., Any] | None = None
     """Makes a grammar of ``json_schema=`` or ``regex=``, whose ``state`` a row takes; None if
     requests can have none."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What ``/v1/models`` and the page say of it."""
+        return {
+            "chat": self.encode_chat is not None,
+            "max_model_len": self.max_len,
+            "tree": self.tree,
+            "trees": [*map(str, self.trees)],
+            "drafter": self.drafter,
+            "identical": self.identical,
+            "shared": self.shared,
+        }
 
 
 @dataclass(frozen=True)

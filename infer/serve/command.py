@@ -325,15 +325,6 @@ def served_over(
         model=model,
         thread=thread,
         metrics=metrics,
-        about={
-            "chat": model.encode_chat is not None,
-            "max_model_len": max_len,
-            "tree": model.tree,
-            "trees": [*map(str, model.trees)],
-            "drafter": model.drafter,
-            "identical": spec.identical,
-            "shared": model.shared,
-        },
         slots=tokens_engine(engine).slots,
         created=int(time.time()),
         api_keys=api_keys,
@@ -382,6 +373,7 @@ def served_model(
         drafter=drafter.name if drafter.tree.num_levels else None,
         sources=drafter.sources,
         shared=any(draft.shares_texts for draft in spec.drafts),
+        identical=spec.identical,
         grammar=spec.grammar if _knows_grammars(spec) else None,
     )
 

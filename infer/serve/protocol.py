@@ -27,7 +27,7 @@ from pydantic.json_schema import JsonSchemaValue, models_json_schema
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 import longspec_jax
-from longspec_jax.checks import LARGEST_WHOLE, OneOf, Text, Whole, nearest, shown
+from longspec_jax.checks import LARGEST_WHOLE, OneOf, Rule, Text, Whole, nearest, shown
 from longspec_jax.config.sampling import BIAS, MOST_ALTERNATIVES, OPTIONS, TOKEN
 
 SEEDS = 2**32
@@ -86,37 +86,32 @@ class Refused(Exception):
         }
 
 
-# What pydantic has no type for, beside the library's own rules.
+# What is read by a rule or a function, beside the rules of the library.
 
 
-class Neutral:
+class Neutral(Rule):
     """A field that is not supported: only values at which it has no effect are accepted."""
 
     def __init__(self, *values: object, remedy: str = "leave the field out") -> None:
         """Bind the values beside null, which every optional field takes."""
         self.values, self._remedy = values, remedy
 
-    def read(self, value: object) -> None:
-        """Nothing: the value has no effect.
-
-        Raises:
-          ValueError: if it has one.
-        """
+    def refusal(self, value: object) -> str | None:
+        """The values, and what to do instead."""
         # 0 equals False in Python, and JSON has one kind of numbers.
         number = isinstance(value, int | float) and not isinstance(value, bool)
         for one in self.values:
             if one == value and (type(one) is type(value) or (number and one is not False)):
-                return
-        raise ValueError(f"is not supported; {self._remedy}")
+                return None
+        allowed = "".join(f"{one!r} or " for one in self.values)
+        return f"{allowed}absent: nothing else is supported; {self._remedy}"
 
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.read)
+    def plain(self, value: object) -> None:
+        """Nothing: the value has no effect."""
 
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
+    @property
+    def json_schema(self) -> JsonSchemaValue:
+        """The values; null alone where there are none."""
         return {"enum": list(self.values)} if self.values else {"type": "null"}
 
 

@@ -265,8 +265,7 @@ def serving(
         levels=levels,
     )
     keys = () if api_key is None else (api_key, *other_keys)
-    model, about = model or scripted_model(), {"chat": True}
-    served = Served(model, thread, metrics, about, api_keys=keys, host=host)
+    served = Served(model or scripted_model(), thread, metrics, api_keys=keys, host=host)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:  # Which connections inherit.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
