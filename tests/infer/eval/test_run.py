@@ -8,7 +8,7 @@ import pytest
 
 from infer.eval import __main__ as command
 from infer.eval import run as run_lib
-from infer.eval.arguments import parser
+from infer.eval.arguments import config_of
 from infer.eval.decoders import Decoder
 from infer.eval.records import SAMPLES, SUMMARY, Run, SampleRecord, acceptance_length, read
 from longspec_jax import files
@@ -215,7 +215,7 @@ def test_a_run_that_another_process_writes_is_refused(options: list[str], tmp_pa
 
 def test_the_home_is_written_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    found = parser().parse_args(["--task=demo", "--out=~/run"])
+    found = config_of(["--task=demo", "--out=~/run"])
     assert found.out == Path("/home/me/run")
 
 
