@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infer.eval import scores
-from infer.eval.arguments import TASK_NAMES
+from infer.eval.config import TASK_NAMES
 from infer.eval.records import Divergence, Run, SampleRecord, read
 from infer.eval.tasks import metric_of
 from infer.report.frame import Estimate, blocks_of, frame_of
