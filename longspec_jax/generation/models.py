@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -78,21 +78,21 @@ class Models:
             return ()
         return tuple(self.draft) if isinstance(self.draft, Sequence) else (self.draft,)
 
-    @property
+    @cached_property
     def proposer(self) -> Draft | None:
         """All drafts as one; None for plain decoding."""
         several = len(self.drafts) > 1
         return JoinedDraft(self.drafts) if several else next(iter(self.drafts), None)
 
-    @property
+    @cached_property
     def target(self) -> TargetModel:
-        """The static part of the target."""
+        """The static part of the target, its kernels chosen."""
         mesh = None if self.mesh is None else self.mesh.abstract_mesh
         target = TargetModel(self.target_config, self.attention, mesh, self.offload)
         quantised = has_unpacked(self.target_params)
         return choose_kernels(target, self.same_bits, quantised=quantised)
 
-    @property
+    @cached_property
     def precision(self) -> str:
         """In what the target is computed, and what its weights and cache are stored in."""
         dtype, matrices = self.target_config.dtype, quantised_matrices(self.target_params)
@@ -103,7 +103,7 @@ class Models:
         cached = self.target_config.kv_dtype
         return computed if cached is None else f"{computed}, cache {cached}"
 
-    @property
+    @cached_property
     def large(self) -> bool:
         """Whether a GPU spends most of a round on reading the target's weights."""
         return is_large(self.target_params)
