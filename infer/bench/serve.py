@@ -42,7 +42,7 @@ from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import TargetModel, Verification
-from longspec_jax.decoding.trials import round_seconds
+from longspec_jax.decoding.warmup import round_seconds
 from longspec_jax.drafters.base import NOTHING, Needs
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.embedded import DEMO_NAME

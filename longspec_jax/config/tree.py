@@ -242,7 +242,7 @@ def _tree_widths(widths: Any) -> tuple[int, ...]:
 
 PLAIN = TreeConfig(())
 DEFAULT_TREE = TreeConfig(budget=64)
-"""The usual tree of a large target on a GPU, where :mod:`longspec_jax.generation.autotune` chooses
+"""The usual tree of a large target on a GPU, where :mod:`longspec_jax.generation.speeds` chooses
 for calls that name none: the paper's, of which the best 64 of 69 nodes are verified. They fill
 whole tiles of query rows, so that a round takes 4 to 9 % less time on a GPU (Vicuna-7B at 32k and
 4k), for at most 1 % fewer tokens (README)."""
