@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspec_jax.cli import counted
-from longspec_jax.generation.activity import Activity, Compiling, Prefilling, Tuning
+from longspec_jax.generation.activity import Activity, Compiling, Prefilling
 from longspec_jax.status_line import StatusLine
 
 from .records import (
@@ -56,7 +56,7 @@ class Progress:
 
     def activity(self, activity: Activity) -> None:
         """Show what a call does before its first round."""
-        doing = {Compiling: "compiling", Tuning: "timing trees"}.get(type(activity), "decoding")
+        doing = "compiling" if isinstance(activity, Compiling) else "decoding"
         if isinstance(activity, Prefilling):  # Decoding reports nothing, which would slow it down.
             doing = f"prefill {activity.done}/{activity.total}, then decoding"
         self.status.show(self._title, f"{self._detail}, {doing}")

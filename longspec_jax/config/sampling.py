@@ -148,8 +148,8 @@ class CallOptions(GenerateOptions, total=False):
 
     tree: TreeConfig | Sequence[int] | str | None
     """Shape of the trees, ``PLAIN`` for plain decoding; the object's own if absent. Without one the
-    fastest on this machine runs, which lookup joins. A few are timed the first time that
-    this model decodes here, and the timings kept (:mod:`longspec_jax.generation.autotune`)."""
+    fastest on this machine runs, which lookup joins: a few are tried as calls run, and what they
+    emit in a second is remembered (:mod:`longspec_jax.generation.speeds`)."""
     chat_template: str | None
     """A Jinja template for messages instead of the tokenizer's own."""
 

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.candidates import candidates
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.policy import Choice, Measurement, Policy
+from longspec_jax.decoding.policy import Choice, Measurement, Policy, candidates
 from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling

@@ -32,7 +32,6 @@ from longspec_jax.sharding import make_mesh, param_shardings
 from tests.decoding.layers import GPT_OSS, LENGTHS, RECURRENT, SIZES, WINDOWS, Family, W
 from tests.decoding.lossless import (
     SHORT,
-    assert_a_trial_changes_nothing,
     assert_lossless,
     assert_rows_come_and_go,
     assert_same,
@@ -163,15 +162,6 @@ def test_nor_does_a_cache_in_the_hosts_memory(family: Family, kinds: str) -> Non
     state = assert_lossless(target, STREAMING, family.models, *family.given, family.plain)
     found = jax.tree.leaves(state.rows.cache.keys)
     assert [leaf.sharding.memory_kind for leaf in found] == kinds.split()
-
-
-@pytest.mark.parametrize(("family", "tokens"), [(WINDOWS, 45), (RECURRENT, 9)], ids=str)
-def test_a_trial_that_shares_the_cache_leaves_windows_and_states(
-    family: Family, tokens: int
-) -> None:
-    """Though one goes on for longer than the slots that a ring has beside the window."""
-    given = family.given, family.plain, tokens
-    assert_a_trial_changes_nothing(family.target, family.longspec, family.models, *given)
 
 
 @pytest.mark.parametrize("family", [WINDOWS, RECURRENT], ids=str)

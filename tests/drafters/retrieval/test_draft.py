@@ -6,7 +6,7 @@ import pytest
 
 from longspec_jax.arguments import check_drafts
 from longspec_jax.config.tree import DEFAULT_TREE, PLAIN, TreeConfig
-from longspec_jax.decoding.candidates import candidates
+from longspec_jax.decoding.policy import candidates
 from longspec_jax.drafters.draft import Draft, Target, with_tree
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, RetrievalDraft, behind_chain

@@ -1,24 +1,20 @@
-"""An engine tried out beside its requests: rehearsed, measured while idle, branched off its rows.
+"""The warm-up of an idle engine: everything is compiled, and its rounds and chunks are timed.
 
-A rehearsal before the first request compiles everything. From the seconds of an idle engine's
+Before the first request every program runs once, so that no later one compiles. From the seconds of
 chunks and rounds follow the size of chunks that keeps running streams moving, and which tree pays
-beside how many live rows. What is here reads and sets an engine's own state; the engine knows
-nothing of it.
+beside how many live rows.
 """
 
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.decoding.choices import load_of
 from longspec_jax.decoding.chunks import KnownChunks
 from longspec_jax.decoding.constrained import (
     FREE,
@@ -29,7 +25,7 @@ from longspec_jax.decoding.constrained import (
 )
 from longspec_jax.decoding.copies import copy_prefix
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.policy import Choice, FastestWithinBudget
+from longspec_jax.decoding.policy import Choice, FastestWithinBudget, load_of
 from longspec_jax.decoding.prefill import (
     prefill_chunks,
     prefill_programs,
@@ -37,14 +33,14 @@ from longspec_jax.decoding.prefill import (
     slot_programs,
 )
 from longspec_jax.decoding.programs import compile_side_by_side
-from longspec_jax.decoding.round import one_round, slack_slots
-from longspec_jax.decoding.rows import Request, RowShardings, release, stack
+from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
+from longspec_jax.decoding.rows import Request, RowShardings, stack
 from longspec_jax.decoding.sampling import SamplingKind
-from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.ops.caches import with_ends
 
 TIMINGS = 3
 """Of which the least counts: what else runs on the machine only adds to them."""
+LONG = 0.5
+"""Seconds of a round that is timed once: a short run would wait for no more of them."""
 SMALLEST_CHUNK = 64
 """Tokens of the smallest chunk that is tried."""
 
@@ -65,44 +61,65 @@ def rehearse(
     Returns:
       Seconds of the last candidate's last round, at most.
     """
-    length, remaining = engine.rows.length, jnp.maximum(engine.rows.remaining, 1)
+    length, remaining = jnp.copy(engine.rows.length), jnp.maximum(engine.rows.remaining, 1)
     begun = 0.0
     for candidate in range(len(engine.drafters)):
         # From the start again, so that no row outgrows its budget.
-        fresh = {"length": jnp.copy(length), "remaining": jnp.copy(remaining)}
-        engine._rows = replace(engine.rows, **fresh)
+        engine.begin_at(length, remaining)
         for size in engine.launch_sizes * (1 if engine.target.mesh is None else 2):
             begun = engine.clock()
-            launched = Choice(candidate, 1), kind, range(size), constraints
-            engine._rows, report = engine._launch(*launched)
-            np.asarray(report)
+            np.asarray(engine.try_rounds(Choice(candidate, 1), kind, range(size), constraints))
     return engine.clock() - begun
 
 
-def programs_of_requests(
-    engine: Engine, requests: Sequence[Request], *, constrained: bool
+def programs(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    chunks: Sequence[int],
+    prompt_logprobs: Collection[int | None],
+    rounds: bool = True,
+    constrained: bool = False,
 ) -> Iterator[jax.stages.Lowered]:
     """Lower what takes longest to compile of all that requests may ask for, the slowest first.
 
-    Arguments as of :func:`rehearse_requests`, on one device.
+    Args:
+      engine: of one device, without arrays of its own yet.
+      requests: of one row, one of every kind; the last one asks for all that can be reported.
+      chunks: sizes of the chunks that prompts are prefilled in.
+      prompt_logprobs: alternatives of a prompt's tokens that are reported; None for none.
+      rounds: whether requests are decoded at all.
+      constrained: whether requests may have a constraint.
     """
     models = engine.target, engine.drafter, engine.params
-    own = [engine.as_it_takes(request) for request in requests]
-    slots = stack([own[-1]] * engine.slots)
+    last = engine.as_it_takes(requests[-1])
+    slots = stack([last] * engine.slots)
     rows = rows_outline(*models, slots, batch=engine.slots, capacity=engine.capacity)
-    for drafter, size in product(reversed(engine.drafters), reversed(engine.launch_sizes)):
+    kinds = sorted({request.sampling.kind for request in requests}, reverse=True)
+    # The more nodes, the longer a round takes to compile, as a rule.
+    slowest_first = sorted(engine.drafters, key=lambda one: -one.tree.num_nodes)
+    for drafter, size in product(slowest_first if rounds else (), reversed(engine.launch_sizes)):
         round_of, some = (engine.target, drafter, engine.params, rows), engine.some(range(size))
         if constrained:
             yield from constrained_programs(*round_of, engine.contents, *some)
-        for kind in sorted({request.sampling.kind for request in requests}, reverse=True):
+        for kind in kinds:
             launched = engine.target, drafter, kind, engine.params, rows
-            yield one_round.lower(*launched, engine.contents.of_kind(kind), *some)
-    prompts = engine.prompts
-    sizes = {"capacity": engine.capacity, "chunks": (*prompts.short_chunks, prompts.chunk)}
-    for logprobs in {None, engine.contents.logprobs}:
-        first = stack([own[-1]])
-        yield from prefill_programs(*models, first, batch=1, logprobs=logprobs, **sizes)
-    if engine.slots > 1:
+            contents = engine.contents.of_kind(kind)
+            if engine.streams:
+                yield one_round.lower(*launched, contents, *some)
+            else:
+                yield many_rounds.lower(*launched, np.int32(1), contents, *some)
+    batch = engine.slots if engine.together else 1
+    for logprobs in prompt_logprobs:
+        yield from prefill_programs(
+            *models,
+            stack([last] * batch),
+            batch=batch,
+            capacity=engine.capacity,
+            chunks=chunks,
+            logprobs=logprobs,
+        )
+    if engine.slots > 1 and not engine.together:
         yield from slot_programs(*models, slots, slots=engine.slots, capacity=engine.capacity)
 
 
@@ -117,9 +134,15 @@ def rehearse_requests(
         can be reported.
       constrained: whether requests may have a constraint.
     """
-    if engine.target.mesh is None and engine.streams:
-        programs = programs_of_requests(engine, requests, constrained=constrained)
-        compile_side_by_side(programs)
+    prompts = engine.prompts
+    chunks = *prompts.short_chunks, prompts.chunk
+    if engine.target.mesh is None:
+        asked = {None, engine.contents.logprobs}
+        compile_side_by_side(
+            programs(
+                engine, requests, chunks=chunks, prompt_logprobs=asked, constrained=constrained
+            )
+        )
 
     def pass_through(length: int, request: Request, constraint: Constraint | None = None) -> None:
         engine.submit(np.zeros(length, np.int32), request, constraint=constraint)
@@ -130,9 +153,9 @@ def rehearse_requests(
         pass_through(1, request)
         if constrained:
             pass_through(1, request, Anything())
-    prompts, slack = engine.prompts, slack_slots(engine.drafter.tree.num_levels)
+    slack = slack_slots(engine.drafter.tree.num_levels)
     most = engine.capacity - slack - int(requests[0].max_new_tokens[0])
-    for chunk in (*prompts.short_chunks, prompts.chunk):
+    for chunk in chunks:
         for request in (requests[0], requests[-1]):
             pass_through(min(chunk, most), request)
     # The second one copies the first one's chunk out of its slot, and the third one moves it there.
@@ -143,69 +166,12 @@ def rehearse_requests(
     engine.prefixes.forget_slots()
     pass_through(twice, requests[0])
     # A vacated slot, as a request leaves it that is cancelled.
-    engine._rows = release(engine.rows, 0)
+    engine.vacate(0)
     for request in requests:
         rehearse(engine, request.sampling.kind)
     if constrained:
         rehearse(engine, SamplingKind.ANY, {0: Guarded(Anything())})
-    engine._rows = release(engine.rows, 0)
-
-
-def branch(
-    engine: Engine,
-    drafters: Sequence[Drafter],
-    params: Params,
-    draft: Any,
-    *,
-    own_cache: bool,
-    tokens: int | None = None,
-    **options: Any,
-) -> Engine:
-    """An engine whose rows go on from where another's are, with other drafters.
-
-    Call it when all that was submitted is placed and read.
-
-    Args:
-      engine: the other one.
-      drafters: its candidates.
-      params: parameters of both models, as they take them.
-      draft: their state behind the same tokens; copied.
-      own_cache: whether the cache is copied. Else the other engine must not be stepped before
-        :func:`rejoin`. Rings and states always are: what a branch appends overwrites them.
-      tokens: most tokens that its rows emit, instead of what they may still emit.
-      **options: of the constructor, instead of the other engine's.
-    """
-    own = {"streams": engine.streams, "ahead": engine.ahead, "clock": engine.clock, **options}
-    other = Engine(
-        *(engine.target, drafters, params),
-        slots=engine.slots,
-        capacity=engine.capacity,
-        chunk=engine.prompts.chunk,
-        short_chunks=engine.prompts.short_chunks,
-        stop_width=engine.stop_width,
-        adjusted=engine.adjusted,
-        contents=engine.contents,
-        **own,
-    )
-    shared = engine.rows.cache
-    borrowed = None if own_cache else with_ends(shared, shared, jnp.copy)
-    rows = jax.tree.map(
-        lambda part: borrowed if borrowed and part is shared else jax.tree.map(jnp.copy, part),
-        replace(engine.rows, draft=draft),
-        is_leaf=lambda part: part is shared,
-    )
-    if tokens is not None:
-        rows = replace(rows, remaining=jnp.full_like(rows.remaining, tokens))
-    other._rows, other._next_id = rows, engine._next_id
-    other._slots.copy_of(engine._slots, tokens)
-    return other
-
-
-def rejoin(engine: Engine, branch: Engine) -> None:
-    """Take the cache back from a branch, but for rings and states; what it appended is unread."""
-    cache = with_ends(branch.rows.cache, engine.rows.cache)
-    engine._rows = replace(engine.rows, cache=cache)
-    branch.close()
+    engine.vacate(0)
 
 
 def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
@@ -257,16 +223,16 @@ def round_seconds(
     # A round may emit as many tokens as its tree has levels, and one more.
     most = rounds * slack_slots(engine.drafter.tree.num_levels)
     remaining = np.where(rows < live, most, 0).astype(np.int32)
-    sharding = engine.rows.length.sharding
     for _ in range(1 + TIMINGS):
-        fresh = jax.device_put({"length": length, "remaining": remaining}, sharding)
-        engine._rows = replace(engine.rows, **fresh)
+        engine.begin_at(length, remaining)
         jax.block_until_ready(engine.rows)
         begun = time.perf_counter()
         for _ in range(rounds):
-            engine._rows, _ = engine._launch(Choice(candidate, 1), kind, slots)
+            engine.try_rounds(Choice(candidate, 1), kind, slots)
         jax.block_until_ready(engine.rows)
         found.append((time.perf_counter() - begun) / rounds)
+        if len(found) > 1 and found[-1] > LONG:
+            break
     # The first one may compile.
     return min(found[1:])
 
