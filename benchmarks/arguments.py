@@ -5,15 +5,15 @@ GPUs would take hours (:class:`longspec_jax.cli.ByMachine`).
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from longspec_jax import cli
-from longspec_jax.checks import LARGEST_FLOAT32, SAMPLING, Real, Whole
+from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
 from longspec_jax.cli import COUNT, ByMachine, one_of, several
 from longspec_jax.config.known import TARGETS, TINY
 from longspec_jax.config.names import ATTENTION, KV_DTYPES
+from longspec_jax.config.sampling import rule
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, PARALLEL, SMALL_LM, Kind
@@ -49,10 +49,7 @@ WEIGHTS = ("whole", "one-order", "int8", *GROUPS)
 """How the weights of matmuls are stored; those of a draft are in 8 bits or whole. Whole ones may be
 multiplied in one order."""
 DTYPES = ("float32", "bfloat16", "float16")
-FLASHINFER = "flashinfer"
-ATTENTION_CANDIDATES = (
-    *("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked", FLASHINFER),
-)
+ATTENTION_CANDIDATES = ("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked")
 """What ``attention`` compares; ours is the automatic choice."""
 CHAIN = TreeConfig((1, 1, 1))
 """A small tree: the fastest on a CPU, which computes node after node."""
@@ -63,349 +60,22 @@ MATCHED_TREES = (
     TreeConfig((1,) * 6),
 )
 """Trees of 64, 69 and 16 nodes, and a chain."""
-SEVERAL_TOKENS = cli.number(Whole(2))
-"""New tokens: the first comes from the prefill, so that one alone is no decoding."""
-ACCEPTANCE = cli.number(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite"))
+Options = dict[str, dict[str, Any]]
+"""What ``add_argument`` takes, by the name of an option."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's parser."""
-    result = cli.Parser(
-        prog="python -m benchmarks",
-        description="Measure how fast decoding and its parts are, beside the alternatives.",
-    )
-    commands = result.add_subparsers(dest="command", required=True, metavar="|".join(BENCHMARKS))
-    for name, (_, summary, declare) in BENCHMARKS.items():
-        declare(commands.add_parser(name, help=summary, description=summary))
-    return result
+def _of(kind: Any, words: str, default: Any = None, **more: Any) -> dict[str, Any]:
+    """An option with one value."""
+    return {"type": kind, "help": words, "default": default, **more}
 
 
-def _attention(parser: argparse.ArgumentParser) -> None:
-    heads = ByMachine([(32, 32), (32, 8), (40, 8)], [(8, 2)])
-    everything = ["ours", "mosaic", "cudnn", "xla-masked", FLASHINFER]
-    _add_several(parser, "--tokens", COUNT, ByMachine([1, 16, 48, 69, 128], [1, 16]), "tree nodes")
-    _add_several(parser, "--heads", head_counts, heads, "query/key-value heads, such as 32/8")
-    _add_several(
-        *(parser, "--context", COUNT, ByMachine([4096, 16384, 32768, 131072], [2048])),
-        "cached tokens",
-    )
-    _add_several(parser, "--batch", COUNT, ByMachine([1, 8], [1]), "rows")
-    _add_dtype(parser)
-    _add_several(
-        *(parser, "--implementation", one_of(ATTENTION_CANDIDATES)),
-        ByMachine(everything, ["ours", "xla-masked"]),
-        f"any of {', '.join(ATTENTION_CANDIDATES)}",
-    )
-    _add_outputs(parser)
+def _each(kind: Any, words: str, default: Any = None) -> dict[str, Any]:
+    """An option that is given once for each of its values, or with commas between them."""
+    return {**several(kind, commas=True), "help": words, "default": default}
 
 
-def _decode(parser: argparse.ArgumentParser) -> None:
-    _add_setting(parser)
-    parser.add_argument(
-        "--acceptance",
-        type=ACCEPTANCE,
-        default=ByMachine(3.545, 2.1),
-        help="mean tokens emitted per round, the bonus included; the default is the paper's 3.57 "
-        "of 69 nodes",
-    )
-    _add_weights(parser)
-    parser.add_argument(
-        "--draft",
-        type=draft_source,
-        default="longspec",
-        help=f"kind of the draft, of random weights: {', '.join(KINDS)}; or the folder of a draft "
-        "for this shape",
-    )
-    _add_tree(parser)
-    parser.add_argument(
-        "--draft_option",
-        **several(cli.draft_option),
-        metavar="NAME[=VALUE]",
-        help="an option of the draft's kind. longspec: int8 reads weights and LM head in 8 bits "
-        "(here only where it is named), vocabulary=N proposes N tokens only",
-    )
-    _add_new_tokens(parser, ByMachine(192, 48), "tokens of one repetition")
-    _add_repetitions(parser, ByMachine(3, 2))
-    _add_same_bits(parser)
-    parser.add_argument(
-        "--kv_dtype", choices=KV_DTYPES, help="of the cache; as activations if absent"
-    )
-    parser.add_argument(
-        "--turns", type=COUNT, default=ByMachine(10, 3), help="repeats of a separately timed part"
-    )
-    parser.add_argument(
-        "--prefill",
-        type=COUNT,
-        metavar="TOKENS",
-        help="also time the target's prefill of the context, in chunks of this many tokens",
-    )
-    parser.add_argument(
-        "--attention",
-        type=one_of(ATTENTION),
-        help=f"one of {', '.join(ATTENTION)}; automatic if absent",
-    )
-    _add_mesh(parser)
-    _add_outputs(parser)
-
-
-def _match(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target",
-        default="demo",
-        help=f"demo, the folder of a checkpoint, or random weights of {', '.join(SHAPES)}",
-    )
-    _add_weights(parser)
-    _add_dtype(parser)
-    _add_several(
-        *(parser, "--drafter", str, ["oracle", "ngram"]),
-        "oracle knows the plain text; for the demo also demo, demo_small_lm, hierarchy; or a "
-        "draft's folder or kind",
-    )
-    parser.add_argument(
-        "--tree",
-        **several(cli.drafting_tree),
-        default=ByMachine([*MATCHED_TREES], [MATCHED_TREES[-1]]),
-        help=f"what is verified in a round: {cli.TREE_GRAMMAR}",
-    )
-    _add_several(
-        *(parser, "--batch", COUNT, ByMachine([1, 8], [1, 3])), "rows that are decoded at once"
-    )
-    _add_several(
-        *(
-            parser,
-            "--context",
-            COUNT,
-            ByMachine([128, 256, 384, 512, 640, 1024, 2048, 4096], [128]),
-        ),
-        "boundaries, in tokens: prompts have as many, one less and one more",
-    )
-    _add_new_tokens(parser, ByMachine(160, 24), "tokens of every prompt")
-    _add_same_bits(parser)
-    _add_mesh(parser)
-    _add_outputs(parser)
-
-
-def _quantised(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", default="demo", help="demo, or a target in 16 or 32 bits")
-    _add_several(
-        *(parser, "--quantised", str, []),
-        "folders of the same target quantised; made from it if absent",
-    )
-    parser.add_argument("--draft", default="demo", help="demo, or a draft's folder or kind")
-    _add_dtype(parser)
-    _add_tree(parser)
-    parser.add_argument("--context", type=COUNT, default=1024, help="tokens of every text")
-    _add_new_tokens(parser, ByMachine(256, 128), "tokens that continue every text")
-    _add_outputs(parser)
-
-
-def _products(parser: argparse.ArgumentParser) -> None:
-    _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
-    parser.add_argument(
-        "--rows",
-        **several(COUNT, commas=True),
-        default=[1, 16, 64],
-        help="rows that are multiplied",
-    )
-    _add_several(
-        *(parser, "--weights", one_of(WEIGHTS), ["whole"]),
-        f"how weights are stored: {', '.join(WEIGHTS)}",
-    )
-    _add_outputs(parser)
-
-
-def _serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target",
-        type=one_of([*SHAPES]),
-        default=ByMachine("vicuna7b", "demo"),
-        help=f"random weights of a shape, or demo, whose weights are real: {', '.join(SHAPES)}",
-    )
-    parser.add_argument(
-        "--acceptance",
-        type=ACCEPTANCE,
-        default=ByMachine(3.545, 2.1),
-        help="of random weights: mean tokens of a round with 64 nodes, the bonus included; fewer "
-        "nodes keep less",
-    )
-    parser.add_argument(
-        "--draft_option",
-        **several(cli.draft_option),
-        metavar="NAME[=VALUE]",
-        help="an option of the LongSpec draft, such as int8",
-    )
-    parser.add_argument(
-        "--context", type=COUNT, default=ByMachine(4096, 512), help="tokens of every prompt"
-    )
-    _add_new_tokens(parser, ByMachine(512, 48), "tokens of every answer")
-    _add_several(
-        *(parser, "--concurrency", COUNT, ByMachine([1, 8, 32], [1, 4])), "requests at any time"
-    )
-    parser.add_argument(
-        "--rate",
-        type=cli.number(Real(0.0, 1e6, "above 0", includes_least=False)),
-        help="requests a second, arriving as a Poisson process, instead of --concurrency",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=COUNT,
-        default=ByMachine(15, 5),
-        help="of every row, after which no further request begins",
-    )
-    parser.add_argument(
-        "--long_context",
-        type=COUNT,
-        default=ByMachine(12288, 2048),
-        help="tokens of a prompt that is sent beside four running streams",
-    )
-    parser.add_argument(
-        "--max_gap_ms",
-        type=COUNT,
-        default=ByMachine(50, 1000),
-        help="the longest pause of these streams, as of infer.serve",
-    )
-    _add_outputs(parser)
-
-
-def _texts(parser: argparse.ArgumentParser) -> None:
-    words = "demo, a released model (smollm2), a folder, a GGUF file or a hub id"
-    parser.add_argument("--target", default="demo", type=target_source, help=words)
-    _add_several(parser, "--draft", str, ["demo"], "drafts, by name, folder or kind")
-    parser.add_argument(
-        "--files", nargs="+", type=cli.file_path, required=True, help="text files, of one kind"
-    )
-    parser.add_argument("--question", help="asked about every piece, in the target's chat form")
-    _add_several(parser, "--context", COUNT, ByMachine([1024, 8192], [256]), "tokens of a piece")
-    temperature = cli.number(SAMPLING["temperature"])
-    _add_several(parser, "--temperature", temperature, [0.0, 1.0], "0 is greedy")
-    parser.add_argument(
-        "--tree",
-        **several(cli.drafting_tree),
-        help=f"the default choice if absent, else each of them: {cli.TREE_GRAMMAR}",
-    )
-    _add_dtype(parser)
-    _add_new_tokens(parser, ByMachine(256, 32), "tokens that continue every prompt")
-    _add_outputs(parser)
-
-
-def _transformers(parser: argparse.ArgumentParser) -> None:
-    _add_setting(parser)
-    _add_new_tokens(parser, ByMachine(24, 8), "tokens of one repetition")
-    _add_repetitions(parser, 3)
-    _add_outputs(parser)
-
-
-def _train(parser: argparse.ArgumentParser) -> None:
-    _add_shape(parser, ByMachine(["vicuna7b"], ["tiny"]))
-    parser.add_argument(
-        "--draft", choices=[*DRAFTS], default="longspec", help="kind of draft that is trained"
-    )
-    _add_several(
-        *(parser, "--length", cli.number(Whole(2)), ByMachine([1024], [64])), "tokens of a row"
-    )
-    parser.add_argument(
-        "--mesh",
-        type=cli.mesh,
-        action="append",
-        metavar="AXIS=N,...",
-        help=f"{cli.MESH_GRAMMAR}; repeat to measure several; one device if absent",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=COUNT,
-        default=ByMachine(16384, 128),
-        help="tokens of a micro-batch on each device that holds rows",
-    )
-    parser.add_argument("--accumulation", type=COUNT, default=4, help="micro-batches of a step")
-    parser.add_argument(
-        "--steps", type=COUNT, default=4, help="timed steps, after one warm-up step"
-    )
-    _add_outputs(parser)
-
-
-BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
-    "attention": (
-        "attention",
-        "attention of tree nodes to a long prefix, and the rooflines",
-        _attention,
-    ),
-    "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain", _decode),
-    "match": ("match", "whether the text is that of plain decoding, token by token", _match),
-    "products": ("products", "the matmuls of a verification, beside XLA's", _products),
-    "quantised": ("quantised", "what quantised weights change, and cost a draft", _quantised),
-    "serve": ("serve", "a whole server under load, through HTTP", _serve),
-    "texts": ("texts", "drafts on real text, with real weights, beside plain decoding", _texts),
-    "train": ("train", "whole training steps of a draft", _train),
-    "transformers": ("hugging_face", "plain decoding by Hugging Face transformers", _transformers),
-}
-"""Commands: the module that provides ``main(arguments)``, what it answers, its options."""
-
-
-def _add_several(
-    parser: argparse.ArgumentParser, option: str, kind: Any, default: Any, words: str
-) -> None:
-    parser.add_argument(option, **several(kind, commas=True), default=default, help=words)
-
-
-def _add_dtype(parser: argparse.ArgumentParser) -> None:
-    words, default = f"one of {', '.join(DTYPES)}", ByMachine("bfloat16", "float32")
-    parser.add_argument("--dtype", type=one_of(DTYPES), default=default, help=words)
-
-
-def _add_tree(parser: argparse.ArgumentParser) -> None:
-    words, default = f"what is verified in a round: {cli.TREE_GRAMMAR}", (DEFAULT_TREE, CHAIN)
-    parser.add_argument("--tree", type=cli.drafting_tree, default=ByMachine(*default), help=words)
-
-
-def _add_shape(parser: argparse.ArgumentParser, default: ByMachine) -> None:
-    _add_several(parser, "--shape", one_of([*SHAPES]), default, f"any of {', '.join(SHAPES)}")
-
-
-def _add_setting(parser: argparse.ArgumentParser) -> None:
-    _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
-    _add_several(parser, "--context", COUNT, ByMachine([4096], [1024]), "cached tokens")
-    _add_several(parser, "--batch", COUNT, [1], "rows")
-
-
-def _add_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--weights",
-        choices=("whole", *GROUPS, EXPERTS),
-        default="whole",
-        help=f"how the target's weights are stored; {EXPERTS} are the experts of sparse targets",
-    )
-
-
-def _add_mesh(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--mesh",
-        type=cli.mesh,
-        metavar="AXIS=N,...",
-        help=f"devices to spread the target over: {cli.MESH_GRAMMAR}; one if absent",
-    )
-
-
-def _add_same_bits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--same_bits",
-        action=argparse.BooleanOptionalAction,
-        help="as of python -m infer.decode: on where there are such kernels, unless --no-same_bits",
-    )
-
-
-def _add_new_tokens(parser: argparse.ArgumentParser, default: ByMachine, words: str) -> None:
-    parser.add_argument("--new_tokens", type=SEVERAL_TOKENS, default=default, help=words)
-
-
-def _add_repetitions(parser: argparse.ArgumentParser, default: Any) -> None:
-    parser.add_argument(
-        "--repetitions", type=COUNT, default=default, help="decodes of which the median counts"
-    )
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=cli.result_file, help="write header and rows to this file")
-    cli.add_traceback(parser)
+def _draft_option(words: str) -> dict[str, Any]:
+    return {**several(cli.draft_option), "metavar": "NAME[=VALUE]", "help": words}
 
 
 def target_source(text: str) -> str | Path:
@@ -431,3 +101,221 @@ def head_counts(text: str) -> tuple[int, int]:
             "second, such as 32/8"
         )
     return heads, kv_heads
+
+
+SEVERAL_TOKENS = cli.number(Whole(2))
+"""New tokens: the first comes from the prefill, so that one alone is no decoding."""
+ACCEPTANCE = _of(
+    cli.number(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite")),
+    "mean tokens emitted per round, the bonus included; serve: of 64 nodes, fewer keep less",
+    ByMachine(3.545, 2.1),  # The paper's 3.57 of 69 nodes.
+)
+SHAPE = _each(one_of([*SHAPES]), f"any of {', '.join(SHAPES)}", ByMachine(["vicuna7b"], ["demo"]))
+DTYPE = _of(one_of(DTYPES), f"one of {', '.join(DTYPES)}", ByMachine("bfloat16", "float32"))
+TREE_WORDS = f"what is verified in a round: {cli.TREE_GRAMMAR}"
+TREE = _of(cli.drafting_tree, TREE_WORDS, ByMachine(DEFAULT_TREE, CHAIN))
+STORED = {
+    "choices": ("whole", *GROUPS, EXPERTS),
+    "default": "whole",
+    "help": f"how the target's weights are stored; {EXPERTS} are the experts of sparse targets",
+}
+MESH = _of(
+    cli.mesh,
+    f"devices to spread the target over: {cli.MESH_GRAMMAR}; one if absent",
+    metavar="AXIS=N,...",
+)
+SAME_BITS = {
+    "action": argparse.BooleanOptionalAction,
+    "help": "as of python -m infer.decode: on where there are such kernels, unless --no-same_bits",
+}
+REPETITIONS = "decodes of which the median counts"
+ATTENTION_OPTIONS: Options = {
+    "tokens": _each(COUNT, "tree nodes", ByMachine([1, 16, 48, 69, 128], [1, 16])),
+    "heads": _each(
+        head_counts,
+        "query/key-value heads, such as 32/8",
+        ByMachine([(32, 32), (32, 8), (40, 8)], [(8, 2)]),
+    ),
+    "context": _each(COUNT, "cached tokens", ByMachine([4096, 16384, 32768, 131072], [2048])),
+    "batch": _each(COUNT, "rows", ByMachine([1, 8], [1])),
+    "dtype": DTYPE,
+    "implementation": _each(
+        one_of(ATTENTION_CANDIDATES),
+        f"any of {', '.join(ATTENTION_CANDIDATES)}",
+        ByMachine(["ours", "mosaic", "cudnn", "xla-masked"], ["ours", "xla-masked"]),
+    ),
+}
+DECODE: Options = {
+    "shape": SHAPE,
+    "context": _each(COUNT, "cached tokens", ByMachine([4096], [1024])),
+    "batch": _each(COUNT, "rows", [1]),
+    "acceptance": ACCEPTANCE,
+    "weights": STORED,
+    "draft": _of(
+        draft_source,
+        f"kind of the draft, of random weights: {', '.join(KINDS)}; or the folder of a draft for "
+        "this shape",
+        "longspec",
+    ),
+    "tree": TREE,
+    "draft_option": _draft_option(
+        "an option of the draft's kind. longspec: int8 reads weights and LM head in 8 bits (here "
+        "only where it is named), vocabulary=N proposes N tokens only"
+    ),
+    "new_tokens": _of(SEVERAL_TOKENS, "tokens of one repetition", ByMachine(192, 48)),
+    "repetitions": _of(COUNT, REPETITIONS, ByMachine(3, 2)),
+    "same_bits": SAME_BITS,
+    "kv_dtype": {"choices": KV_DTYPES, "help": "of the cache; as activations if absent"},
+    "turns": _of(COUNT, "repeats of a separately timed part", ByMachine(10, 3)),
+    "prefill": _of(
+        COUNT,
+        "also time the target's prefill of the context, in chunks of this many tokens",
+        metavar="TOKENS",
+    ),
+    "attention": _of(one_of(ATTENTION), f"one of {', '.join(ATTENTION)}; automatic if absent"),
+    "mesh": MESH,
+}
+MATCH: Options = {
+    "target": _of(
+        str, f"demo, the folder of a checkpoint, or random weights of {', '.join(SHAPES)}", "demo"
+    ),
+    "weights": STORED,
+    "dtype": DTYPE,
+    "drafter": _each(
+        str,
+        "oracle knows the plain text; for the demo also demo, demo_small_lm, hierarchy; or a "
+        "draft's folder or kind",
+        ["oracle", "ngram"],
+    ),
+    "tree": {
+        **several(cli.drafting_tree),
+        "help": TREE_WORDS,
+        "default": ByMachine([*MATCHED_TREES], [MATCHED_TREES[-1]]),
+    },
+    "batch": _each(COUNT, "rows that are decoded at once", ByMachine([1, 8], [1, 3])),
+    "context": _each(
+        COUNT,
+        "boundaries, in tokens: prompts have as many, one less and one more",
+        ByMachine([128, 256, 384, 512, 640, 1024, 2048, 4096], [128]),
+    ),
+    "new_tokens": _of(SEVERAL_TOKENS, "tokens of every prompt", ByMachine(160, 24)),
+    "same_bits": SAME_BITS,
+    "mesh": MESH,
+}
+PRODUCTS: Options = {
+    "shape": SHAPE,
+    "rows": _each(COUNT, "rows that are multiplied", [1, 16, 64]),
+    "weights": _each(one_of(WEIGHTS), f"how weights are stored: {', '.join(WEIGHTS)}", ["whole"]),
+}
+QUANTISED: Options = {
+    "target": _of(str, "demo, or a target in 16 or 32 bits", "demo"),
+    "quantised": _each(str, "folders of the same target quantised; made from it if absent", []),
+    "draft": _of(str, "demo, or a draft's folder or kind", "demo"),
+    "dtype": DTYPE,
+    "tree": TREE,
+    "context": _of(COUNT, "tokens of every text", 1024),
+    "new_tokens": _of(SEVERAL_TOKENS, "tokens that continue every text", ByMachine(256, 128)),
+}
+SERVE: Options = {
+    "target": _of(
+        one_of([*SHAPES]),
+        f"random weights of a shape, or demo, whose weights are real: {', '.join(SHAPES)}",
+        ByMachine("vicuna7b", "demo"),
+    ),
+    "acceptance": ACCEPTANCE,
+    "draft_option": _draft_option("an option of the LongSpec draft, such as int8"),
+    "context": _of(COUNT, "tokens of every prompt", ByMachine(4096, 512)),
+    "new_tokens": _of(SEVERAL_TOKENS, "tokens of every answer", ByMachine(512, 48)),
+    "concurrency": _each(COUNT, "requests at any time", ByMachine([1, 8, 32], [1, 4])),
+    "seconds": _of(COUNT, "of every row, after which no further request begins", ByMachine(15, 5)),
+    "long_context": _of(
+        COUNT,
+        "tokens of a prompt that is sent beside four running streams",
+        ByMachine(12288, 2048),
+    ),
+    "max_gap_ms": _of(
+        COUNT, "the longest pause of these streams, as of infer.serve", ByMachine(50, 1000)
+    ),
+}
+TEXTS: Options = {
+    "target": _of(
+        target_source,
+        "demo, a released model (smollm2), a folder, a GGUF file or a hub id",
+        "demo",
+    ),
+    "draft": _each(str, "drafts, by name, folder or kind", ["demo"]),
+    "files": _of(cli.file_path, "text files, of one kind", nargs="+", required=True),
+    "question": _of(str, "asked about every piece, in the target's chat form"),
+    "context": _each(COUNT, "tokens of a piece", ByMachine([1024, 8192], [256])),
+    "temperature": _each(cli.number(rule("temperature")), "0 is greedy", [0.0, 1.0]),
+    "tree": {
+        **several(cli.drafting_tree),
+        "help": f"the default choice if absent, else each of them: {cli.TREE_GRAMMAR}",
+    },
+    "dtype": DTYPE,
+    "new_tokens": _of(SEVERAL_TOKENS, "tokens that continue every prompt", ByMachine(256, 32)),
+}
+TRAIN: Options = {
+    "shape": SHAPE | {"default": ByMachine(["vicuna7b"], ["tiny"])},
+    "draft": {
+        "choices": [*DRAFTS],
+        "default": "longspec",
+        "help": "kind of draft that is trained",
+    },
+    "length": _each(cli.number(Whole(2)), "tokens of a row", ByMachine([1024], [64])),
+    "mesh": MESH
+    | {
+        "action": "append",
+        "help": f"{cli.MESH_GRAMMAR}; repeat to measure several; one device if absent",
+    },
+    "tokens": _of(
+        COUNT,
+        "tokens of a micro-batch on each device that holds rows",
+        ByMachine(16384, 128),
+    ),
+    "accumulation": _of(COUNT, "micro-batches of a step", 4),
+    "steps": _of(COUNT, "timed steps, after one warm-up step", 4),
+}
+TRANSFORMERS: Options = {
+    **{name: DECODE[name] for name in ("shape", "context", "batch")},
+    "new_tokens": _of(SEVERAL_TOKENS, "tokens of one repetition", ByMachine(24, 8)),
+    "repetitions": _of(COUNT, REPETITIONS, 3),
+}
+BENCHMARKS: dict[str, tuple[str, str, Options]] = {
+    "attention": (
+        "attention",
+        "attention of tree nodes to a long prefix, and the rooflines",
+        ATTENTION_OPTIONS,
+    ),
+    "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain", DECODE),
+    "match": ("match", "whether the text is that of plain decoding, token by token", MATCH),
+    "products": ("products", "the matmuls of a verification, beside XLA's", PRODUCTS),
+    "quantised": ("quantised", "what quantised weights change, and cost a draft", QUANTISED),
+    "serve": ("serve", "a whole server under load, through HTTP", SERVE),
+    "texts": ("texts", "drafts on real text, with real weights, beside plain decoding", TEXTS),
+    "train": ("train", "whole training steps of a draft", TRAIN),
+    "transformers": (
+        "hugging_face",
+        "plain decoding by Hugging Face transformers",
+        TRANSFORMERS,
+    ),
+}
+"""Commands: the module that provides ``main(arguments)``, what it answers, its options."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's parser."""
+    result = cli.Parser(
+        prog="python -m benchmarks",
+        description="Measure how fast decoding and its parts are, beside the alternatives.",
+    )
+    commands = result.add_subparsers(dest="command", required=True, metavar="|".join(BENCHMARKS))
+    for name, (_, summary, options) in BENCHMARKS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        for option, declared in options.items():
+            command.add_argument(f"--{option}", **declared)
+        command.add_argument(
+            "--json", type=cli.result_file, help="write header and rows to this file"
+        )
+        cli.add_traceback(command)
+    return result

@@ -5,20 +5,18 @@ under a random tree mask, to each other. For each case many calls on distinct ca
 larger than the GPU's second-level cache, run inside one compiled program in which every call waits
 for the one before; several executions of the program are queued back to back. The time of a call is
 the median over repetitions of that total divided by the number of calls, so that launch overhead
-is excluded alike for our kernels and for the alternatives (FlashInfer runs in a CUDA graph).
+is excluded alike for our kernels and for the alternatives.
 
 The roofline of a case is ``max(bytes / bandwidth, operations / rate)``: bytes are queries, keys,
 values and output once each, operations those of the two matmuls. Bandwidth and rate are measured in
 the same run.
 
-A candidate of jax that cannot be built or compiled gives the reason instead of a time. Keys and
-values of prefix and tree are one array for FlashInfer, which saves a concatenation.
+A candidate that cannot be built or compiled gives the reason instead of a time.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -33,11 +31,14 @@ from longspec_jax.cli import counted, settled
 from longspec_jax.ops.attention import dispatch
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
-from .arguments import FLASHINFER
 from .models import check_memory
 from .report import Report, refusal, run_header
-from .timing import Roofline, announce, jax_seconds, measure_roofline, median_seconds
+from .timing import Roofline, jax_seconds, measure_roofline
 
+SHOWN = (
+    "implementation batch context heads kv_heads tokens microseconds tb_per_s tflop_per_s "
+    "percent_of_roof refusal"
+).split()
 HEAD_WIDTH = 128
 HEAD_MAJOR, TOKEN_MAJOR = "head-major", "token-major"
 """The two layouts of a cache: ``[B, K, S, H]``, the engine's, and ``[B, S, K, H]``."""
@@ -112,44 +113,23 @@ class Case:
         return row
 
 
-def abstract_operands(case: Case, layout: str) -> tuple[Any, ...]:
-    """The shapes of :meth:`Operands.of`: compiling from them allocates nothing."""
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(case.dtype))
-    cache = shape(case.cache_shape(layout))
-    rows = (case.batch, case.tokens)
-    tree = shape((*rows, case.kv_heads, case.head_dim))
-    mask = jax.ShapeDtypeStruct((*rows, case.tokens), jnp.bool_)
-    q = shape((*rows, case.heads, case.head_dim))
-    return q, [(cache, cache)] * case.copies, tree, tree, mask
+def operands_of(case: Case, layout: str) -> tuple[Any, ...]:
+    """``(q, caches, tree_k, tree_v, mask)``: queries, distinct caches, tree rows, tree mask."""
+    keys = jax.random.split(jax.random.key(3), 3)
+    rows, dtype = (case.batch, case.tokens), jnp.dtype(case.dtype)
+    q = jax.random.normal(keys[0], (*rows, case.heads, case.head_dim), dtype)
+    tree_k = jax.random.normal(keys[1], (*rows, case.kv_heads, case.head_dim), dtype)
+    tree_v = jax.random.normal(keys[2], (*rows, case.kv_heads, case.head_dim), dtype)
+    mask = jnp.asarray(np.broadcast_to(tree_mask(case.tokens), (*rows, case.tokens)))
+    caches = caches_of(case.cache_shape(layout), case.dtype, case.copies)
+    return q, caches, tree_k, tree_v, mask
 
 
-class Operands:
-    """Random operands, whose caches stay in memory until a case of another shape comes."""
-
-    def __init__(self) -> None:
-        self._kind: Any = None
-        self._caches: list[tuple[jax.Array, jax.Array]] = []
-
-    def of(self, case: Case, layout: str) -> tuple[Any, ...]:
-        """``(q, caches, tree_k, tree_v, mask)``: queries, distinct caches, tree rows, tree mask."""
-        keys = jax.random.split(jax.random.key(3), 3)
-        rows = (case.batch, case.tokens)
-        dtype = jnp.dtype(case.dtype)
-        q = jax.random.normal(keys[0], (*rows, case.heads, case.head_dim), dtype)
-        tree_k = jax.random.normal(keys[1], (*rows, case.kv_heads, case.head_dim), dtype)
-        tree_v = jax.random.normal(keys[2], (*rows, case.kv_heads, case.head_dim), dtype)
-        mask = jnp.asarray(np.broadcast_to(tree_mask(case.tokens), (*rows, case.tokens)))
-        return q, self._caches_of(case, layout), tree_k, tree_v, mask
-
-    def _caches_of(self, case: Case, layout: str) -> list[tuple[jax.Array, jax.Array]]:
-        shape, dtype = case.cache_shape(layout), jnp.dtype(case.dtype)
-        kind = (shape, dtype, case.copies)
-        if kind != self._kind:
-            self._kind, self._caches = kind, []  # Freed before others are drawn.
-            fill = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
-            keys = jax.random.split(jax.random.key(2), 2 * case.copies)
-            self._caches = [(fill(keys[2 * i]), fill(keys[2 * i + 1])) for i in range(case.copies)]
-        return self._caches
+def caches_of(shape: tuple[int, ...], dtype: str, copies: int) -> list[tuple[jax.Array, jax.Array]]:
+    """Distinct random caches of keys and values."""
+    fill = jax.jit(lambda key: jax.random.normal(key, shape, jnp.dtype(dtype)))
+    keys = jax.random.split(jax.random.key(2), (copies, 2))
+    return [(fill(key[0]), fill(key[1])) for key in keys]
 
 
 def tree_mask(tokens: int) -> np.ndarray:
@@ -224,7 +204,8 @@ def compiled(case: Case, candidate: Candidate) -> Any:
     """The compiled program of a case, or why there is none; allocates nothing."""
     try:
         program = jax.jit(_chain(case, candidate.build(case)))
-        return program.lower(*abstract_operands(case, candidate.layout)).compile()
+        abstract = jax.eval_shape(lambda: operands_of(case, candidate.layout))
+        return program.lower(*abstract).compile()
     except Exception as error:  # A call that does not compile is a result, too.
         return refusal(error)
 
@@ -242,92 +223,9 @@ def _chain(case: Case, call: Call) -> Callable[..., jax.Array]:
     return program
 
 
-FLASHINFER_WORKSPACE = 256 << 20
-"""Bytes for the partial results of its splits, twice what its documentation recommends."""
-
-
-def flashinfer_seconds(case: Case) -> float:
-    """Median seconds of one call of FlashInfer."""
-    import torch
-
-    total = _flashinfer_chain_seconds(case)
-    torch.cuda.empty_cache()  # What the chain held is free by now, for jax beside it.
-    return total / case.calls
-
-
-def flashinfer_operands(case: Case, device: str) -> tuple[Any, list[Any]]:
-    """Queries ``[B, T, N, H]`` and distinct caches ``[2, B, S + T, K, H]``."""
-    import torch
-
-    torch.manual_seed(0)
-
-    def normal(*shape: int) -> Any:
-        return torch.randn(shape, device=device, dtype=getattr(torch, case.dtype))
-
-    whole = dataclasses.replace(case, context=case.context + case.tokens).cache_shape(TOKEN_MAJOR)
-    q = normal(case.batch, case.tokens, case.heads, case.head_dim)
-    return q, [normal(2, *whole) for _ in range(case.copies)]
-
-
-def _flashinfer_chain_seconds(case: Case) -> float:
-    """Median seconds of all calls, each waiting for the one before, as one CUDA graph."""
-    import torch
-
-    q, caches = flashinfer_operands(case, "cuda")
-    call = flashinfer_call(case, torch.from_numpy(tree_mask(case.tokens)).cuda())
-
-    def chain() -> Any:
-        out = q
-        for _ in range(case.turns):
-            for k, v in caches:
-                out = call(out, k, v)
-        return out
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        chain()
-        chain()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
-    return median_seconds(graph.replay, lambda _: torch.cuda.synchronize())
-
-
-def flashinfer_call(case: Case, tree: Any) -> Callable[..., Any]:
-    """FlashInfer's attention of a batch under a mask ``tree[T, T]``, as engines verify trees.
-
-    Planned once, outside the graph, as an engine does for all layers of a forward.
-
-    Returns:
-      ``(q, k, v) -> out``, keys and values of prefix and tree in one array.
-    """
-    import flashinfer  # pyright: ignore[reportMissingImports]
-    import torch
-
-    keys, dtype = case.context + case.tokens, getattr(torch, case.dtype)
-    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=tree.device)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=tree.device)
-    prefix = torch.ones(case.tokens, case.context, dtype=torch.bool, device=tree.device)
-    wrapper.plan(
-        *(ends * case.tokens, ends * keys, case.heads, case.kv_heads, case.head_dim),
-        custom_mask=torch.cat([prefix, tree], 1).flatten().repeat(case.batch),
-        q_data_type=dtype,
-    )
-
-    def call(q: Any, k: Any, v: Any) -> Any:
-        return wrapper.run(*(part.flatten(0, 1) for part in (q, k, v))).view(q.shape)
-
-    return call
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print a table, and write the files."""
-    # Torch needs its share of the memory that jax would otherwise take.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    cpu = jax.default_backend() == "cpu"
-    arguments = settled(arguments, cpu)
+    arguments = settled(arguments, jax.default_backend() == "cpu")
     cases = [
         Case(
             tokens=tokens,
@@ -346,15 +244,12 @@ def main(arguments: argparse.Namespace) -> None:
     for case in cases:
         words = f"{case.copies} caches of {case.context} tokens in {counted(case.batch, 'row')}"
         check_memory(words, case.copies * case.cache_bytes)
-    if cpu:
-        programs = len(cases) * len(arguments.implementation)
-        announce(f"{counted(len(cases), 'case')}, {counted(programs, 'program')} to compile")
     roofline = measure_roofline()
     method = (__doc__ or "").split("\n\n", 1)[1]
     header = run_header(jax.devices()[0].device_kind, method, **roofline.fields)
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for row in compare(cases, roofline, arguments.implementation):
-            report.add(row, line(row))
+            report.add(row)
 
 
 def compare(
@@ -365,47 +260,27 @@ def compare(
     Cases of one batch and context are compiled together, on all cores, before one is timed:
     compilation beside a measurement would disturb it.
     """
-    operands = Operands()
     for (batch, context), group in itertools.groupby(
         cases, lambda case: (case.batch, case.context)
     ):
         work = list(itertools.product(implementations, group))
-        ours = [(name, case) for name, case in work if name in CANDIDATES]
         # A kernel that does not come back is then the one after the last line printed.
-        print(f"batch {batch}, {context} cached tokens: compiling {len(ours)} programs", flush=True)
+        print(f"batch {batch}, {context} cached tokens: compiling {len(work)} programs", flush=True)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = pool.map(lambda item: compiled(item[1], CANDIDATES[item[0]]), ours)
-            programs = dict(zip(ours, found, strict=True))
-        for name, case in work:
-            outcome = _timed(name, case, programs.get((name, case)), operands)
+            programs = pool.map(lambda item: compiled(item[1], CANDIDATES[item[0]]), work)
+            programs = [*programs]
+        for (name, case), program in zip(work, programs, strict=True):
+            outcome = program if isinstance(program, str) else _seconds(name, case, program)
             if isinstance(outcome, str):
                 yield case.row(name, roofline, None, refusal=outcome)
             else:
                 yield case.row(name, roofline, outcome)
 
 
-def _timed(name: str, case: Case, program: Any, operands: Operands) -> float | str:
+def _seconds(name: str, case: Case, program: Any) -> float | str:
     """Seconds of one call, or why there are none."""
-    if isinstance(program, str):
-        return program
     try:
-        if name == FLASHINFER:
-            return flashinfer_seconds(case)
-        arrays = operands.of(case, CANDIDATES[name].layout)
-        return jax_seconds(functools.partial(program, *arrays)) / case.calls
+        arrays = operands_of(case, CANDIDATES[name].layout)
+        return jax_seconds(lambda: program(*arrays)) / case.calls
     except Exception as error:  # An alternative that fails is a result, too.
         return refusal(error)
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row for people."""
-    shape = (
-        f"{row['implementation']:11s} B={row['batch']} S={row['context']:6d} "
-        f"{row['heads']}/{row['kv_heads']} T={row['tokens']:3d}"
-    )
-    if row["microseconds"] is None:
-        return f"{shape}  -  {row['refusal']}"
-    return (
-        f"{shape} {row['microseconds']:9.1f} us {row['tb_per_s']:6.2f} TB/s "
-        f"{row['tflop_per_s']:6.1f} TFLOP/s {row['percent_of_roof']:5.1f} %"
-    )

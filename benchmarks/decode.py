@@ -26,16 +26,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer.output import tree_fields, tree_of
+from infer.output import tree_fields
 from infer.wording import command_words
 from longspec_jax import cli, make_mesh
-from longspec_jax.checks import shown_bytes
-from longspec_jax.cli import as_options, counted, settled
+from longspec_jax.cli import as_options, settled
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import Draft
-from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.ops.placement import tree_bytes
 
 from .arguments import SHAPES
@@ -43,26 +42,28 @@ from .models import Model, check_memory, draft_options, draft_state, random_mode
 from .report import Report, run_header
 from .rounds import PARTS, Bench, LoopTime, Setting, acceptance_edges
 from .stored import refuse_experts
-from .timing import announce, measure_roofline, rounded, step
+from .timing import measure_roofline, rounded, step
+
+SHOWN = (
+    "shape weights mesh batch context tree budget tokens_per_second plain_tokens_per_second "
+    "speed_up acceptance_length round_ms draft_ms verify_ms rest_ms round_over_plain "
+    "plain_ms_per_token plain_percent_of_roof prefill_seconds prefill_tokens_per_second"
+).split()
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write the files."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    cpu = jax.default_backend() == "cpu"
-    arguments = settled(arguments, cpu)
+    arguments = settled(arguments, jax.default_backend() == "cpu")
     settings = all_settings(arguments)
     for setting in settings:
         needed = setting.device_bytes // (arguments.mesh or {}).get("tp", 1)
         check_memory(f"{setting.shape} with {setting.context} cached tokens", needed)
-    if cpu:
-        shapes = ", ".join(dict.fromkeys(setting.shape for setting in settings))
-        announce(f"{counted(len(settings), 'case')} of the shape {shapes}")
     mesh = make_mesh(**arguments.mesh) if arguments.mesh else None
     roofline = measure_roofline()
     header = run_header(jax.devices()[0].device_kind, __doc__ or "", **roofline.fields)
     options = as_options(arguments.draft_option)
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
             step(f"drawing the weights of {shape}")
             model = random_model(
@@ -77,7 +78,7 @@ def main(arguments: argparse.Namespace) -> None:
             for setting in of_shape:
                 row = {"mesh": cli.mesh_text(arguments.mesh or {}), "draft_options": options}
                 row |= measure(setting, model, roofline.bytes_per_s)
-                report.add(row, line(row))
+                report.add(row)
             del model  # Before the next one is drawn.
 
 
@@ -226,25 +227,3 @@ def results(
         "rest_ms": rounded(1e3 * (round_ - sum(times.values()))),
         "acceptance_wanted": rounded(setting.acceptance),
     }
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row for people: what speculation gives, then where its time goes."""
-    stored = "" if row["weights"] == "whole" else f" {row['weights']}"
-    spread = f" {row['mesh']}" if row["mesh"] else ""
-    return (
-        f"{row['shape']}{stored}{spread} B={row['batch']} S={row['context']} tree={tree_of(row)}: "
-        f"{row['tokens_per_second']} tokens/s, {row['plain_tokens_per_second']} without, "
-        f"{row['speed_up']:.2f}x at acceptance {row['acceptance_length']} (drawn); "
-        f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
-        f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps of "
-        f"{row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of the roofline); "
-        f"weights {shown_bytes(row['target_bytes'])}, draft {shown_bytes(row['draft_bytes'])}, "
-        f"cache {shown_bytes(row['cache_bytes'])}, draft state "
-        f"{shown_bytes(row['draft_state_bytes'])}"
-        + (
-            f"; prompt {row['prefill_seconds']} s, {row['prefill_tokens_per_second']} tokens/s"
-            if "prefill_seconds" in row
-            else ""
-        )
-    )

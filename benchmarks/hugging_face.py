@@ -10,20 +10,25 @@ keys and values) over the bandwidth measured in this run.
 
 import argparse
 import gc
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from longspec_jax.cli import counted, settled
+from longspec_jax.cli import settled
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
 
 from .arguments import SHAPES
-from .report import Report, refusal, run_header
-from .timing import announce, median_seconds, rounded, step
+from .report import Report, Row, run_header
+from .timing import median_seconds, rounded, step
 
+SHOWN = (
+    "implementation shape batch context ms_per_token percent_of_roof tokens_per_second "
+    "cuda_graph_skips"
+).split()
 WARM_TOKENS = 6
 """Tokens before the first timed one: compilation, and the two recordings of a CUDA graph."""
 ALIGNMENT = 64
@@ -38,73 +43,66 @@ def main(arguments: argparse.Namespace) -> None:
     cpu = not torch.cuda.is_available()
     device = "cpu" if cpu else "cuda"
     arguments = settled(arguments, cpu)
-    if cpu:
-        axes = arguments.shape, arguments.batch, arguments.context
-        number = math.prod(map(len, axes))
-        announce(f"{counted(number, 'case')} of {', '.join(arguments.shape)}")
-    bytes_per_s = measure_bandwidth(device)
+    points = [*itertools.product(arguments.batch, arguments.context)]
+    values = torch.randn(2**20 if cpu else 2**30, device=device)
+    bytes_per_s = 4 * len(values) / median_seconds(values.sum, lambda _: _synchronize())
+    del values
     name = "cpu" if cpu else torch.cuda.get_device_name()
     header = run_header(name, __doc__ or "", roof_tb_per_s=bytes_per_s / 1e12)
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for shape in arguments.shape:
             step(f"drawing the weights of {shape}")
             model = random_model(SHAPES[shape], device)
-            for batch in arguments.batch:
-                for context in arguments.context:
-                    row = {
-                        "implementation": "transformers-static",
-                        "shape": shape,
-                        "context": context,
-                        "batch": batch,
-                        "dtype": SHAPES[shape].dtype,
-                        **timed(model, context, batch, arguments, bytes_per_s),
-                    }
-                    report.add(row, line(row))
-                    _release()
-            del model
-            _release()
+            for batch, context in points:
+                row = {
+                    "implementation": "transformers-static",
+                    "shape": shape,
+                    "context": context,
+                    "batch": batch,
+                    "dtype": SHAPES[shape].dtype,
+                    **measure(model, context, batch, arguments),
+                }
+                floor = row["step_bytes"] / bytes_per_s
+                row["percent_of_roof"] = rounded(100e3 * floor / row["ms_per_token"])
+                report.add(row)
+                torch.compiler.reset()  # What the row took: graphs, compiled programs, memory.
+                gc.collect()
+                torch.cuda.empty_cache()
 
 
-def timed(
-    model: Any, context: int, batch: int, arguments: argparse.Namespace, bytes_per_s: float
-) -> dict[str, Any]:
-    """The figures of one row, or the reason why there are none."""
-    try:
-        found = measure(model, context, batch, arguments)
-    except Exception as error:  # An alternative that fails is a result, too.
-        return {"ms_per_token": None, "refusal": refusal(error)}
-    floor = found["step_bytes"] / bytes_per_s
-    return {**found, "percent_of_roof": rounded(100e3 * floor / found["ms_per_token"])}
-
-
-def measure(model: Any, context: int, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(model: Any, context: int, batch: int, arguments: argparse.Namespace) -> Row:
     """The figures of one row; the cache is gone when it returns."""
     import torch
+    from torch._dynamo.utils import counters
     from transformers import StaticCache
 
-    tokens = WARM_TOKENS + arguments.new_tokens * arguments.repetitions
-    slots = -(-(context + tokens) // ALIGNMENT) * ALIGNMENT
+    count = arguments.new_tokens
+    tokens = WARM_TOKENS + count * arguments.repetitions
+    slots = math.ceil((context + tokens) / ALIGNMENT) * ALIGNMENT
     cache = StaticCache(config=model.config, max_cache_len=slots)
     compiled = torch.cuda.is_available()
-    before = compilations()
+    advance = greedy_step(model, cache, compiled)
+    last = torch.zeros((batch, 1), dtype=torch.long, device=model.device)
+    position = torch.full((1, 1), context, dtype=torch.long, device=model.device)
+
+    def decode(steps: int) -> float:
+        nonlocal last, position
+        begin = time.perf_counter()
+        for _ in range(steps):
+            last, position = advance(last, position), position + 1
+        _synchronize()
+        return time.perf_counter() - begin
+
     with torch.no_grad():
-        prefill_seconds = prefill(model, cache, context, batch, PREFILL_CHUNK)
-        seconds = decode_seconds(
-            greedy_step(model, cache, compiled),
-            torch.zeros((batch, 1), dtype=torch.long, device=model.device),
-            torch.full((1, 1), context, dtype=torch.long, device=model.device),
-            arguments.new_tokens,
-        )
-        warm_up = next(seconds)
-        median = statistics.median(next(seconds) for _ in range(arguments.repetitions))
+        prefill(model, cache, context, batch, PREFILL_CHUNK)
+        decode(WARM_TOKENS)
+        median = statistics.median(decode(count) for _ in range(arguments.repetitions)) / count
     return {
         "ms_per_token": rounded(1e3 * median),
         "tokens_per_second": rounded(batch / median),
         "compiled": compiled,
-        **{name: count - before[name] for name, count in compilations().items()},
-        "slots": slots,
-        "warm_up_seconds": rounded(warm_up),
-        "prefill_seconds": rounded(prefill_seconds),
+        # A graph that torch refuses to record as a CUDA graph runs all the same, only slower.
+        "cuda_graph_skips": counters["inductor"]["cudagraph_skips"],
         "step_bytes": step_bytes(model, batch, context + tokens // 2),
     }
 
@@ -125,18 +123,15 @@ def random_model(config: TargetConfig, device: str) -> Any:
         ).eval()
 
 
-def prefill(model: Any, cache: Any, context: int, batch: int, chunk: int) -> float:
-    """Fill the cache with a random prompt, uncompiled; returns its seconds."""
+def prefill(model: Any, cache: Any, context: int, batch: int, chunk: int) -> None:
+    """Fill the cache with a random prompt, uncompiled."""
     import torch
 
     prompt = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
-    begin = time.perf_counter()
     for start in range(0, context, chunk):
         fresh = prompt[:, start : start + chunk]
         positions = torch.arange(start, start + fresh.shape[1], device=model.device)[None]
         model(fresh, position_ids=positions, past_key_values=cache, logits_to_keep=1)
-    _synchronize()
-    return time.perf_counter() - begin
 
 
 def greedy_step(model: Any, cache: Any, compiled: bool) -> Callable[[Any, Any], Any]:
@@ -159,38 +154,6 @@ def greedy_step(model: Any, cache: Any, compiled: bool) -> Callable[[Any, Any], 
     return replayed
 
 
-def compilations() -> dict[str, int]:
-    """What torch has compiled so far: one graph and no skip is a step that runs as it should.
-
-    A graph that torch refuses to record as a CUDA graph runs all the same, only slower.
-    """
-    from torch._dynamo.utils import counters
-
-    return {
-        "graphs": counters["stats"]["unique_graphs"],
-        "cuda_graph_skips": counters["inductor"]["cudagraph_skips"],
-    }
-
-
-def decode_seconds(
-    step: Callable[[Any, Any], Any], tokens: Any, position: Any, count: int
-) -> Iterator[float]:
-    """Yield the seconds of the warm-up, then a token's seconds over every ``count`` tokens."""
-
-    def advance(steps: int) -> float:
-        nonlocal tokens, position
-        begin = time.perf_counter()
-        for _ in range(steps):
-            tokens = step(tokens, position)
-            position = position + 1
-        _synchronize()
-        return time.perf_counter() - begin
-
-    yield advance(WARM_TOKENS)
-    while True:
-        yield advance(count) / count
-
-
 def step_bytes(model: Any, batch: int, length: int) -> int:
     """Bytes a decode step must read: weights but the embedding table, cached keys and values."""
     config = model.config
@@ -202,41 +165,9 @@ def step_bytes(model: Any, batch: int, length: int) -> int:
     return weights + batch * length * slot * table.element_size()
 
 
-def measure_bandwidth(device: str) -> float:
-    """Bytes per second of reading 4 GB once, little on a CPU."""
-    import torch
-
-    elements = 2**30 if device == "cuda" else 2**20
-    values = torch.randn(elements, device=device)
-    return 4 * elements / median_seconds(values.sum, lambda _: _synchronize())
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row for people."""
-    shape = f"transformers {row['shape']} B={row['batch']} S={row['context']:6d}"
-    if row["ms_per_token"] is None:
-        return f"{shape}  -  {row['refusal']}"
-    return (
-        f"{shape} {row['ms_per_token']} ms per token ({row['percent_of_roof']} % of roof), "
-        f"{row['tokens_per_second']} tokens/s; warm-up {row['warm_up_seconds']} s, "
-        f"prefill {row['prefill_seconds']} s; {row['graphs']} graphs compiled, "
-        f"{row['cuda_graph_skips']} refused as CUDA graphs"
-    )
-
-
 def _synchronize() -> None:
     """Wait for the device."""
     import torch
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _release() -> None:
-    """Give back what the last row took: graphs, compiled programs, memory."""
-    import torch
-
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -7,7 +7,6 @@ and it imports no jax. Every request is a stream of its own connection.
 import http.client
 import itertools
 import json
-import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -138,24 +137,6 @@ def at_once(
 
     with ThreadPoolExecutor(concurrency) as pool:
         return [one for own in pool.map(take_turns, range(concurrency)) for one in own]
-
-
-def by_arrival(
-    port: int, prompts: Sequence[Tokens], new_tokens: int, rate: float, seconds: float
-) -> list[Stream]:
-    """Requests that arrive by themselves, as a Poisson process.
-
-    Arguments as of :func:`at_once`, but for ``rate``, the requests a second.
-    """
-    drawn, begun = random.Random(0), time.perf_counter()
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = []
-        for prompt in prompts:
-            if asked and time.perf_counter() - begun > seconds:
-                break
-            asked.append(pool.submit(ask, port, prompt, new_tokens))
-            time.sleep(drawn.expovariate(rate))
-        return [one.result() for one in asked]
 
 
 def beside(

@@ -38,8 +38,12 @@ from .arguments import SHAPES
 from .models import random_model
 from .report import Report, Row, run_header
 from .stored import refuse_experts
-from .timing import announce, step
+from .timing import step
 
+SHOWN = (
+    "target dtype drafter tree batch temperature top_p differing_tokens new_tokens "
+    "acceptance_length"
+).split()
 PERIOD = 61
 """Tokens after which a prompt for random weights repeats itself."""
 SAMPLINGS = ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9))
@@ -62,10 +66,7 @@ class Prompt(NamedTuple):
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare every combination, print, and write the file; 1 if a promise is not kept."""
-    cpu = jax.default_backend() == "cpu"
-    arguments = settled(arguments, cpu)
-    if cpu:
-        announce(counted(len(arguments.drafter) * len(arguments.tree), "combination"))
+    arguments = settled(arguments, jax.default_backend() == "cpu")
     step("loading the target")
     mesh = make_mesh(**arguments.mesh) if arguments.mesh else None
     stored = arguments.target, arguments.dtype, arguments.weights
@@ -83,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
     plain = dataclasses.replace(spec, draft=None, row_slots=1, expected_tokens=2 * roomy)
     [(_, expected, _)] = decode(plain, prompts, PLAIN, arguments.new_tokens, [1])
     different = 0
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for name, tree in cases(arguments.drafter, arguments.tree):
             drafted = dataclasses.replace(spec, draft=draft_of(name, spec, prompts, expected))
             for batch, found, acceptance in decode(
@@ -100,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
                         "acceptance_length": acceptance,
                     }
                     different += whole["differing_tokens"]
-                    report.add(whole, line(whole))
+                    report.add(whole)
     return cli.FAILED if different and spec.identical else cli.OK
 
 
@@ -238,16 +239,6 @@ def compared(
                 one != other for pair in pairs for one, other in itertools.zip_longest(*pair)
             ),
         }
-
-
-def line(row: Row) -> str:
-    """A row for reading."""
-    filtered = f" top-p {row['top_p']:g}" if row["top_p"] < 1 else ""
-    return (
-        f"{row['target']} {row['dtype']} {row['drafter']:8} {row['tree']:20} batch "
-        f"{row['batch']:8} T {row['temperature']:g}{filtered}: {row['differing_tokens']} of "
-        f"{row['new_tokens']} tokens differ; {row['acceptance_length']} tokens a round"
-    )
 
 
 @struct.dataclass

@@ -22,29 +22,28 @@ from longspec_jax.decoding.cache import KVCache, allocate
 from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
-from longspec_jax.drafters.dflash.checkpoint import Format as DFlashFormat
-from longspec_jax.drafters.dflash.config import DFlashConfig
-from longspec_jax.drafters.dflash.dialects import LAYERS as DFLASH_LAYERS
-from longspec_jax.drafters.dflash.dialects import ZLAB, evenly
-from longspec_jax.drafters.dflash.load import DFlashDraft, DFlashOptions
-from longspec_jax.drafters.dflash.load import seen as seen_by_dflash
-from longspec_jax.drafters.dflash.model import DFlashParams
+from longspec_jax.drafters.checkpoints.dflash import LAYERS as DFLASH_LAYERS
+from longspec_jax.drafters.checkpoints.dflash import ZLAB, evenly
+from longspec_jax.drafters.checkpoints.dflash import Format as DFlashFormat
+from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format
+from longspec_jax.drafters.checkpoints.longspec import draft_table as longspec_table
+from longspec_jax.drafters.checkpoints.parallel import draft_table as parallel_table
+from longspec_jax.drafters.dflash import DFlashConfig, DFlashDraft, DFlashOptions, DFlashParams
+from longspec_jax.drafters.dflash import seen as seen_by_dflash
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.draft import Target as LoadedTarget
-from longspec_jax.drafters.eagle3.checkpoint import Format
-from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.drafters.eagle3.dialects import SPECFORGE
-from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, seen
-from longspec_jax.drafters.eagle3.model import Eagle3Params
-from longspec_jax.drafters.longspec.checkpoint import draft_table as longspec_table
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.load import LongSpecDraft, LongSpecOptions
-from longspec_jax.drafters.parallel.checkpoint import draft_table as parallel_table
-from longspec_jax.drafters.parallel.config import ParallelConfig
-from longspec_jax.drafters.parallel.load import ParallelDraft, ParallelOptions
+from longspec_jax.drafters.eagle3 import (
+    Eagle3Config,
+    Eagle3Draft,
+    Eagle3Options,
+    Eagle3Params,
+    seen,
+)
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecOptions
+from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
 from longspec_jax.drafters.registry import options_of, separated
-from longspec_jax.drafters.retrieval.draft import RetrievalDraft
-from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
+from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft
+from longspec_jax.drafters.small_lm import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target
@@ -106,7 +105,7 @@ def random_model(
       mesh: what all of them are spread over; one device if absent.
     """
     chosen = draft_options(kind, options or {}, config)
-    target = _draw(_initializer(config), seed, weights, mesh)
+    target = random_target(config, seed, weights, mesh)
     match chosen:
         case ChosenDraft():
             draft: Draft = chosen.load(LoadedTarget(config, target), mesh)
@@ -124,7 +123,7 @@ def random_model(
             draft = ParallelDraft.bind(parallel, drawn, target, int8=int8, mesh=mesh)
         case SmallLMOptions():
             small = _small(config, chosen)
-            drawn = _draw(_initializer(small), seed + 1)
+            drawn = random_target(small, seed + 1)
             if mesh is not None:  # Whole on every device, as a small LM is loaded.
                 drawn = jax.device_put(drawn, NamedSharding(mesh, PartitionSpec()))
             draft = SmallLM(small, drawn, working=chosen.working_cache(config))
@@ -289,6 +288,13 @@ def check_memory(what: str, needed: int) -> None:
             f"{what} takes {shown_bytes(needed)} and {shown_bytes(free)} are free on the device; "
             "choose a shorter context, fewer rows or a smaller shape"
         )
+
+
+def random_target(
+    config: TargetConfig, seed: int = 0, weights: str = "whole", mesh: Mesh | None = None
+) -> Any:
+    """Random parameters of a target; arguments as of :func:`random_model`."""
+    return _draw(_initializer(config), seed, weights, mesh)
 
 
 def _initializer(config: TargetConfig) -> Callable[[jax.Array], Any]:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.cli import counted, settled
+from longspec_jax.cli import settled
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul import few_rows, ordered, quantised
 from longspec_jax.ops.matmul.packed_shares import packed_params
@@ -36,8 +36,11 @@ from .arguments import SHAPES
 from .models import WEIGHT_SCALE, check_memory
 from .report import Report, run_header
 from .stored import random_matrix
-from .timing import announce, jax_seconds, measure_roofline, rounded
+from .timing import jax_seconds, measure_roofline, rounded
 
+SHOWN = (
+    "shape stored product rows ours_microseconds roof_microseconds ours_gb_per_s xla_microseconds"
+).split()
 DISTINCT_BYTES = 240e6
 """Weights in turn: four times the second-level cache of an H200."""
 TURNS = 16
@@ -85,25 +88,21 @@ def ops_of(weights: str) -> dict[str, tuple[Op, Op]]:
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write the files."""
-    cpu = jax.default_backend() == "cpu"
-    arguments = settled(arguments, cpu)
+    arguments = settled(arguments, jax.default_backend() == "cpu")
     products = [[*ops_of(weights)] for weights in arguments.weights]
     for shape in arguments.shape:
         shapes = weight_shapes(SHAPES[shape])
         present = [name for names in products for name in names if name in shapes]
         largest = max(math.prod(shapes[name]) for name in present)
         check_memory(f"a product of {shape}", 2 * 4 * largest)
-    if cpu:
-        number = len(arguments.shape) * len(arguments.rows) * sum(map(len, products))
-        announce(f"{counted(2 * number, 'program')} to compile")
     roofline = measure_roofline()
     method = (__doc__ or "").split("\n\n", 1)[1]
     header = run_header(jax.devices()[0].device_kind, method, **roofline.fields)
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for shape in arguments.shape:
             for weights in arguments.weights:
                 for row in measure(shape, arguments.rows, roofline.bytes_per_s, weights):
-                    report.add(row, line(row))
+                    report.add(row)
 
 
 def weight_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
@@ -169,16 +168,6 @@ def measure(
                 **times,
                 "ours_gb_per_s": rounded(1e-3 * size / times["ours_microseconds"]),
             }
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row for people."""
-    ours, roof = row["ours_microseconds"], row["roof_microseconds"]
-    return (
-        f"{row['shape']} {row['stored']:10s} {row['product']:8s} {row['rows']:4d} rows "
-        f"{ours:8.4g} us ({100 * roof / ours:5.1f} % of the roof, {row['ours_gb_per_s']:.4g} GB/s),"
-        f" xla {row['xla_microseconds']:8.4g} us"
-    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

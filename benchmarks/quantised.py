@@ -30,8 +30,13 @@ from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.placement import tree_bytes
 
-from .report import Report, Row, run_header
+from .report import Report, run_header
 from .timing import step
+
+SHOWN = (
+    "target weights target_bytes perplexity changed_percent tokens changed_texts texts "
+    "acceptance_length"
+).split()
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -40,7 +45,10 @@ def main(arguments: argparse.Namespace) -> None:
     device = jax.devices()[0].device_kind
     header = run_header(device, __doc__ or "", draft=arguments.draft, tree=str(arguments.tree))
     expected: tuple[np.ndarray, Sequence[Any]] | None = None
-    with Report(header, arguments.json) as report, tempfile.TemporaryDirectory() as folder:
+    with (
+        Report(header, arguments.json, SHOWN) as report,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         for source in sources(arguments, Path(folder)):
             step(f"measuring {source}")
             spec = LongSpec.from_pretrained(
@@ -72,7 +80,7 @@ def main(arguments: argparse.Namespace) -> None:
                 "new_tokens": arguments.new_tokens,
                 "acceptance_length": round(result.stats.decode_tokens / passes, 3),
             }
-            report.add(row, line(row))
+            report.add(row)
 
 
 def sources(arguments: argparse.Namespace, folder: Path) -> Iterator[Path | str]:
@@ -118,13 +126,3 @@ def _scored_row(config: TargetConfig, params: Any, tokens: Array) -> tuple[Array
     log_probs = jax.nn.log_softmax(logits[:, :-1])
     losses = -jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=2)
     return jnp.argmax(logits, axis=2), losses.mean()
-
-
-def line(row: Row) -> str:
-    """A row for reading."""
-    return (
-        f"{row['target']}, {row['weights']}: {row['target_bytes'] / 1e6:.1f} MB, perplexity "
-        f"{row['perplexity']:.3f}, {row['changed_percent']:.2f} % of {row['tokens']} tokens "
-        f"changed, {row['changed_texts']} of {row['texts']} texts; "
-        f"{row['acceptance_length']} tokens a round"
-    )

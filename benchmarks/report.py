@@ -3,7 +3,9 @@
 A file is written anew after every row: a run that is cut short keeps what it measured.
 """
 
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,17 @@ def refusal(error: Exception) -> str:
 class Report:
     """The rows of one run, printed and written as they come; leaving it ends the file."""
 
-    def __init__(self, header: Row, path: Path | None = None):
-        """Print the header."""
+    def __init__(self, header: Row, path: Path | None = None, shown: Sequence[str] = ()):
+        """Print the header.
+
+        Args:
+          header: of :func:`run_header`.
+          path: the file to write, if any.
+          shown: the fields that are printed of a row; the file has all.
+        """
         self.rows: list[Row] = []
         self._path, self._whole = path, {"header": header, "rows": self.rows}
+        self._shown = shown
         self._kept = True
         print(header_line(header), flush=True)
 
@@ -50,10 +59,10 @@ class Report:
         if kind is None:
             raise OSError(f"--json={self._path} could not be written; its content is kept as said")
 
-    def add(self, row: Row, line: str) -> None:
-        """Print a row's line and write the file with the row."""
+    def add(self, row: Row) -> None:
+        """Print the row and write the file with it."""
         self.rows.append(row)
-        print(line, flush=True)
+        print("  ".join(f"{name} {row[name]}" for name in self._shown if name in row), flush=True)
         if self._path is None:
             return
         kept_before, self._kept = self._kept, True
@@ -68,6 +77,8 @@ class Report:
 def header_line(header: Row) -> str:
     """The header for people; the file has all of it."""
     device, versions = header.get("device", "unknown device"), header.get("versions", {})
+    if device == "cpu":
+        device = f"cpu ({os.cpu_count()} cores; a GPU measures the real shapes by default)"
     packages = [f"{name} {version}" for name, version in versions.items() if version]
     roofs = {"roof_tb_per_s": "TB/s", "roof_tflop_per_s": "TFLOP/s"}
     measured = [f"{header[name]:.3g} {unit}" for name, unit in roofs.items() if name in header]

@@ -2,8 +2,8 @@
 
 Requests are greedy streams of random prompts, no two of which begin alike, from a process of its
 own (``benchmarks.load``). A server with speculation and one without get the same load. At any time
-``concurrency`` requests are open, or they arrive as a Poisson process; twice as many as that are
-sent, as long as ``seconds`` have not passed.
+``concurrency`` requests are open; twice as many as that are sent, as long as ``seconds`` have not
+passed.
 
 The weights of a shape are random, so the target agrees with its draft as often as is drawn: at the
 nodes of one path of every tree it finds the next node's token the likeliest. All else is the real
@@ -12,8 +12,7 @@ round. ``acceptance`` is the mean of 64 nodes; fewer keep the share that the dem
 
 ``ttft`` is the time from sending a request to its first token, waiting in the queue included, and
 ``itl`` that from token to token, where tokens that come together share theirs.
-``http_and_scheduling_percent`` is what a stream that is alone takes beyond the same rounds launched
-behind one another without a server. ``worst_gap_ms`` is the longest pause of four running streams
+``worst_gap_ms`` is the longest pause of four running streams
 while a long prompt is prefilled beside them, from ``max_gap_ms`` for which the server was started.
 """
 
@@ -41,11 +40,9 @@ from longspec_jax.cli import as_options, counted, settled
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import TargetModel, Verification
-from longspec_jax.decoding.trials import round_seconds
 from longspec_jax.drafters.base import NOTHING, Needs
-from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.embedded import DEMO_NAME
 from longspec_jax.extras import missing_packages
 from longspec_jax.generation.requests import RequestEngine
@@ -57,14 +54,16 @@ from .load import Stream
 from .models import check_memory, draft_options, random_model, target_bytes
 from .report import Report, Row, run_header
 from .rounds import GOLDEN, acceptance_edges
-from .timing import announce, rounded, step
+from .timing import rounded, step
 
+SHOWN = (
+    "shape context concurrency speculation tokens_per_second acceptance_length ttft_ms_p50 "
+    "ttft_ms_p99 itl_ms_p50 itl_ms_p99 max_gap_ms worst_gap_ms usual_gap_ms ttft_ms chunk"
+).split()
 STREAMS = 4
 """That run while a long prompt is admitted."""
 STREAM_CONTEXT = 256
 """Tokens of their prompts."""
-BEHIND = 16
-"""Rounds that are launched behind one another to time one."""
 TURNS = 2
 """Requests for each of those that are open at any time; one more where a single one is."""
 NODES, KEPT = (16, 32, 48, 64), (0.76, 0.89, 0.95, 1.0)
@@ -79,22 +78,18 @@ def main(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if missing := missing_packages("serve"):
         raise ValueError(missing)
-    cpu = jax.default_backend() == "cpu"
-    arguments = settled(arguments, cpu)
+    arguments = settled(arguments, jax.default_backend() == "cpu")
     check(arguments)
-    if cpu:
-        announce(f"three servers of {arguments.target}")
     header = run_header(jax.devices()[0].device_kind, __doc__ or "")
     keep_programs()
     step(f"loading {arguments.target}")
     spec = models(arguments)
     plain = dataclasses.replace(spec, draft=None)
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for speculation, served in ((True, spec), (False, plain)):
             for row in under_load(served, arguments, speculation):
-                report.add(row, line(row))
-        row = admission(spec, arguments)
-        report.add(row, gap_line(row))
+                report.add(row)
+        report.add(admission(spec, arguments))
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -270,32 +265,27 @@ def prepared_engine(spec: LongSpec, slots: int, **options: Any) -> tuple[Request
 
 def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool) -> Iterator[Row]:
     """A row for every load, of one server."""
-    loads = [None] if arguments.rate is not None else list(arguments.concurrency)
     max_len = arguments.context + arguments.new_tokens
     engine, seconds = prepared_engine(spec, max(arguments.concurrency), max_len=max_len)
-    bare = bare_seconds(engine, arguments.context + arguments.new_tokens // 2)
     random = np.random.default_rng(int(speculation))
     with serving(spec, engine, max_len) as client:
         # What a first request pays is not counted.
         [first] = drawn(random, 1, min(arguments.context, STREAM_CONTEXT), spec)
-        client(load.ask, first, min(arguments.new_tokens, BEHIND))
-        for concurrency in loads:
-            where = f"{counted(concurrency, 'request')} at a time" if concurrency else "by arrival"
-            step(f"{'speculation' if speculation else 'plain'}, {where}")
+        client(load.ask, first, min(arguments.new_tokens, 16))
+        for concurrency in arguments.concurrency:
+            kind = "speculation" if speculation else "plain"
+            step(f"{kind}, {counted(concurrency, 'request')} at a time")
             before = [use.rounds for use in engine.trees]
-            count = concurrency * TURNS + (concurrency == 1) if concurrency else 512
+            count = concurrency * TURNS + (concurrency == 1)
             prompts = drawn(random, count, arguments.context, spec)
-            asked = prompts, arguments.new_tokens
-            if concurrency is None:
-                streams = client(load.by_arrival, *asked, arguments.rate, arguments.seconds)
-            else:
-                streams = client(load.at_once, *asked, concurrency, arguments.seconds)
+            streams = client(
+                load.at_once, prompts, arguments.new_tokens, concurrency, arguments.seconds
+            )
             rounds = [use.rounds - was for use, was in zip(engine.trees, before, strict=True)]
             yield {
                 "shape": arguments.target,
                 "context": arguments.context,
                 "concurrency": concurrency,
-                **({"rate": arguments.rate} if concurrency is None else {}),
                 "speculation": speculation,
                 **figures(streams),
                 "new_tokens": arguments.new_tokens,
@@ -305,7 +295,6 @@ def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool)
                     str(use.tree) if use.tree.num_levels else "none": count
                     for use, count in zip(engine.trees, rounds, strict=True)
                 },
-                **({} if concurrency != 1 else overhead(streams, rounds, bare)),
                 "prepare_seconds": rounded(seconds),
             }
 
@@ -313,29 +302,6 @@ def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool)
 def drawn(random: np.random.Generator, count: int, length: int, spec: LongSpec) -> list[list[int]]:
     """Random prompts."""
     return random.integers(0, spec.target_config.vocab_size, (count, length)).tolist()
-
-
-def bare_seconds(engine: RequestEngine, context: int) -> list[float]:
-    """Seconds of a round of every candidate beside one row, without a server."""
-    height = max(each.tree.num_levels for each in engine.engine.drafters) + 1
-    at = min(context, engine.engine.capacity - (BEHIND + 1) * height)
-    return [
-        round_seconds(engine.engine, candidate, 1, max(at, 1), SamplingKind.GREEDY, BEHIND)
-        for candidate in range(len(engine.engine.drafters))
-    ]
-
-
-def overhead(streams: Sequence[Stream], rounds: Sequence[int], bare: Sequence[float]) -> Row:
-    """What a server adds to the rounds of streams that were alone."""
-    took = sum(stream.arrivals[-1] - stream.arrivals[0] for stream in streams)
-    each = sum(count * seconds for count, seconds in zip(rounds, bare, strict=True)) / sum(rounds)
-    # Behind its last token every stream has one more round, which was launched ahead.
-    needed = max(sum(rounds) - len(streams), 1)
-    return {
-        "round_ms": rounded(1e3 * took / needed),
-        "bare_round_ms": rounded(1e3 * each),
-        "http_and_scheduling_percent": rounded(100 * (1 - each * needed / took)),
-    }
 
 
 def figures(streams: Sequence[Stream]) -> Row:
@@ -399,26 +365,3 @@ def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
         "chunk": chunk,
         "prepare_seconds": rounded(seconds),
     }
-
-
-def line(row: Row) -> str:
-    """A row for people."""
-    where = f"{row['concurrency']} at a time" if row["concurrency"] else f"{row['rate']}/s"
-    alone = "http_and_scheduling_percent"
-    return (
-        f"{row['shape']} S={row['context']} {where}, "
-        f"{'speculation' if row['speculation'] else 'plain':11}: {row['tokens_per_second']} "
-        f"tokens/s at acceptance {row['acceptance_length']}; first token {row['ttft_ms_p50']} ms "
-        f"(p99 {row['ttft_ms_p99']}), a later one {row['itl_ms_p50']} ms (p99 "
-        f"{row['itl_ms_p99']})"
-        + (f"; HTTP and scheduling {row[alone]} % of a round" if alone in row else "")
-    )
-
-
-def gap_line(row: Row) -> str:
-    """The row of the long prompt for people."""
-    return (
-        f"{row['shape']} S={row['context']} beside {row['concurrency']} streams: worst gap "
-        f"{row['worst_gap_ms']} ms at --max_gap_ms={row['max_gap_ms']} (usual "
-        f"{row['usual_gap_ms']}), first token {row['ttft_ms']} ms, chunks of {row['chunk']}"
-    )

@@ -12,7 +12,7 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,11 @@ from longspec_jax.generation.text import loops
 
 from .report import Report, Row, run_header
 from .timing import step
+
+SHOWN = (
+    "target prompt_tokens document temperature tree tokens_per_round tokens_per_second "
+    "plain_tokens_per_second gain identical loops"
+).split()
 
 
 class Prompt(NamedTuple):
@@ -49,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
         identical_promised=spec.identical,
     )
     different = 0
-    with Report(header, arguments.json) as report:
+    with Report(header, arguments.json, SHOWN) as report:
         for context in arguments.context:
             prompts = [*pieces(spec, arguments.files, context, arguments.question)]
             if not prompts:
@@ -63,9 +68,13 @@ def main(arguments: argparse.Namespace) -> int:
                         row = measured(spec, prompt, tree, temperature, seed, arguments.new_tokens)
                         whole = {"target": Path(arguments.target).name, "context": context, **row}
                         different += not row["identical"]
-                        report.add(whole, line(whole))
+                        report.add(whole)
                     recent = report.rows[-len(prompts) :]
-                    print(summary(recent), flush=True)
+                    tokens, gain = (
+                        statistics.fmean(row[name] for row in recent)
+                        for name in ("tokens_per_round", "gain")
+                    )
+                    print(f"  mean of {len(recent)}: {tokens:.2f} tokens a round, gain {gain:.2f}")
     return cli.FAILED if different and spec.identical else cli.OK
 
 
@@ -124,27 +133,3 @@ def measured(
         "identical": found.identical,
         "loops": loops(found.plain.sequences[0]),
     }
-
-
-def line(row: Row) -> str:
-    """A row for reading."""
-    return (
-        f"{row['target']} {row['prompt_tokens']:6d} tokens of {row['document'][:24]:24s} "
-        f"T={row['temperature']:g} {row['tree']:22s} {row['tokens_per_round']:5.2f} tokens a "
-        f"round, {row['tokens_per_second']:.0f} tokens/s for {row['plain_tokens_per_second']:.0f} "
-        f"({row['gain']:.2f}x){'' if row['identical'] else ', NOT IDENTICAL'}"
-        f"{', loops' if row['loops'] else ''}"
-    )
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """The mean of a tree's texts."""
-
-    def mean(name: str) -> Any:
-        return statistics.fmean(row[name] for row in rows)
-
-    first = rows[0]
-    return (
-        f"  mean of {len(rows)}: {first['tree']} T={first['temperature']:g}: "
-        f"{mean('tokens_per_round'):.2f} tokens a round, gain {mean('gain'):.2f}"
-    )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import statistics
 import sys
 import time
@@ -80,15 +79,6 @@ def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float
 def rounded(value: float) -> float:
     """Four significant digits: more would not repeat."""
     return float(f"{value:.4g}")
-
-
-def announce(work: str) -> None:
-    """Print what will run on a CPU, where even small cases are slow."""
-    print(
-        f"on a CPU ({os.cpu_count()} cores): {work}. A GPU measures the real shapes by default.",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def step(words: str) -> None:

@@ -9,21 +9,19 @@ beyond its arguments; the rest is weights, masters and moments.
 
 import argparse
 import dataclasses
-import functools
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from longspec_jax import cli
+from longspec_jax.cli import settled
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.models.target import Target
 from longspec_jax.recipes import DRAFTS, base_config, stage
-from longspec_jax.sharding import make_mesh, param_shardings
+from longspec_jax.sharding import make_mesh
 from train.arguments import from_config
 from train.config import RunConfig
 from train.drafts.base import Given
@@ -33,28 +31,36 @@ from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, st
 from train.target import mlp_tokens_at_once
 
 from .arguments import SHAPES
+from .models import random_target
 from .report import Report, run_header
-from .timing import rounded
+from .timing import measure_roofline, rounded
+
+SHOWN = (
+    "config draft sequence layout tokens_per_second step_ms flops_utilization efficiency "
+    "peak_bytes step_bytes"
+).split()
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure every shape, length and mesh, print the rows, and write them to ``--json``."""
     for axes in arguments.mesh or ():  # Refused before anything is measured.
         make_mesh(**axes)
-    arguments = cli.settled(arguments, jax.default_backend() == "cpu")
-    rate = matmul_rate()
+    arguments = settled(arguments, jax.default_backend() == "cpu")
+    roofline = measure_roofline()
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    header = run_header(device, __doc__ or "", matmul_tflop_per_s=round(rate / 1e12, 1))
-    with Report(header, arguments.json) as report:
+    header = run_header(device, __doc__ or "", **roofline.fields)
+    with Report(header, arguments.json, SHOWN) as report:
         for shape in arguments.shape:
             for length in arguments.length:
                 alone = None
                 for axes in ({}, *(arguments.mesh or ())):
                     row = measure(shape, length, axes, arguments)
-                    row["flops_utilization"] = rounded(row.pop("flops_per_s") / rate)
+                    row["flops_utilization"] = rounded(
+                        row.pop("flops_per_s") / roofline.operations_per_s
+                    )
                     alone = alone or row["tokens_per_second"]
                     row["efficiency"] = rounded(row["tokens_per_second"] / row["gpus"] / alone)
-                    report.add(row, line(row))
+                    report.add(row)
 
 
 def measure(
@@ -73,7 +79,7 @@ def measure(
     def count_tokens() -> np.ndarray:
         return np.ones(config.vocab_size, np.int64)
 
-    target = random_target(config, mesh)
+    target = random_target(config, mesh=mesh)
     given = Given(config, target, run.stages, run.seed, config.dtype, mesh, count_tokens)
     # Drawn below, and laid out as a step wants them, like those of a run.
     trainer, frozen, _ = KINDS[arguments.draft].begin(run.draft, given)
@@ -130,56 +136,3 @@ def _run_config(kind: str, target: TargetConfig, length: int) -> RunConfig:
         stages=dict(bench=stage(length, 1, 1e-4, max_offset=offset)),
     )
     return from_config(values.to_dict())
-
-
-def random_target(config: TargetConfig, mesh: Mesh) -> Any:
-    """Random weights, every device drawing its own shards, one array after the other."""
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    shapes = jax.eval_shape(
-        lambda key: Target(config).init(key, tokens, method="initialize")["params"],
-        jax.random.key(0),
-    )
-    leaves, tree = jax.tree.flatten(shapes)
-    shardings = jax.tree.leaves(param_shardings(mesh, shapes))
-    drawn = [
-        _drawer(leaf.shape, leaf.dtype.name, sharding)(jax.random.key(number, impl="rbg"))
-        for number, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-    ]
-    return jax.tree.unflatten(tree, drawn)
-
-
-@functools.cache
-def _drawer(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> Any:
-    """A compiled generator of one array; layers of equal shape share it."""
-
-    def draw(key: jax.Array) -> jax.Array:
-        values = 0.02 * jax.random.normal(key, shape, jnp.dtype(dtype))
-        return values if len(shape) > 1 else jnp.ones(shape, jnp.dtype(dtype))
-
-    return jax.jit(draw, out_shardings=sharding)
-
-
-def matmul_rate() -> float:
-    """Operations per second of a large matmul on the first device, bfloat16 on a GPU."""
-    side = 8192 if jax.default_backend() == "gpu" else 256
-    a, b = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
-    matmul = jax.jit(jnp.matmul)
-    jax.block_until_ready(matmul(a, b))
-    seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        results = [matmul(a, b) for _ in range(10)]
-        jax.block_until_ready(results)
-        seconds.append((time.perf_counter() - begin) / 10)
-    return 2 * side**3 / sorted(seconds)[2]
-
-
-def line(row: Mapping[str, Any]) -> str:
-    """A row for reading."""
-    return (
-        f"{row['config']} {row['sequence']} {row['layout']}: {row['tokens_per_second']} tokens/s, "
-        f"step {row['step_ms']} ms, {row['flops_utilization']:.1%} of the matmul rate, "
-        f"{row['efficiency']:.2f} of one device's speed per device; "
-        f"{row['peak_bytes'] / 1e9:.1f} GB per device, {row['step_bytes'] / 1e9:.1f} GB of it "
-        "while the step runs"
-    )

@@ -7,33 +7,40 @@ from typing import Any
 
 import longspec_jax
 from longspec_jax import cli
-from longspec_jax.checks import SAMPLING, nearest
-from longspec_jax.config.names import ATTENTION, KV_DTYPES
+from longspec_jax.checks import nearest
+from longspec_jax.config import loading
+from longspec_jax.config.sampling import FILTERS, NUMBERS, OPTIONS, PENALTIES, neutral
 from longspec_jax.config.tree import PLAIN
-from longspec_jax.drafters.registry import NAMED, is_name
+from longspec_jax.drafters.registry import NAMED, is_name, split_module
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.released import RELEASED
 
 from .output import output_file
-from .prompts import STDIN, STYLES, Prompt, check_text, read_batch, read_messages, read_prompt_file
+from .prompts import (
+    ROW_OPTIONS,
+    STDIN,
+    STYLES,
+    Prompt,
+    check_text,
+    read_batch,
+    read_messages,
+    read_prompt_file,
+)
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DRAFT_HELP = (
     "Several propose into one tree, which prompt lookup joins by itself; a --tree has it where it "
     "says so, as in 4,16x4@64~8. Plain decoding if absent"
 )
-NO_FILTER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""Filters at the values that keep all tokens."""
-NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Penalties at the values without effect."""
-EPILOG = """\
+NO_FILTER = neutral(FILTERS)
+NO_PENALTY = neutral(PENALTIES)
+EPILOG = f"""\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
 
 A file named - is standard input. An option that takes several values is repeated for each.
 
 A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any
-of max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-frequency_penalty, seed, eos_token_id and stop_strings for its row.
+of {", ".join(ROW_OPTIONS)}
+for its row.
 
 Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 after Ctrl-C,
 143 after SIGTERM, 129 after SIGHUP: what was decoded until then is shown and, with --json, written.
@@ -85,40 +92,9 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "draft from each other's texts, and clients can so guess what others write), shared=false. "
         "All drafts: retrieve=N (check rounds over N tokens of the target's cache first)",
     )
-    group.add_argument("--revision", type=cli.word, help="version of the target on the hub")
-    group.add_argument("--draft_revision", type=cli.word, help="version of the draft on the hub")
-    group.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", *DTYPES.values(), *DTYPES],
-        metavar="DTYPE",
-        help=f"auto, {', '.join(DTYPES.values())}. auto is bfloat16 on GPUs that have it, else "
-        "float16; float32 on a CPU, and for the demo",
-    )
-    group.add_argument(
-        "--kv_dtype",
-        choices=KV_DTYPES,
-        help="fp8 rounds keys and values to 8 bits before anything attends to them: half the "
-        "cache, and a text of its own that drafts do not change (docs/guides/quantised.md)",
-    )
-    group.add_argument(
-        "--attention",
-        type=cli.one_of(ATTENTION),
-        help=f"attention implementation: {', '.join(ATTENTION)}; automatic if absent",
-    )
-    group.add_argument(
-        "--same_bits",
-        action=argparse.BooleanOptionalAction,
-        help="kernels with which text in 16 bits is that of plain decoding, token for token: the "
-        "default on Hopper GPUs. --no-same_bits is some per cent faster, and "
-        "near-ties of two tokens may fall otherwise",
-    )
-    group.add_argument(
-        "--prefill_chunk",
-        type=cli.COUNT,
-        metavar="TOKENS",
-        help="tokens of one prefill step; 256 if absent",
-    )
+    of_rows = {"row_slots", "offload"}
+    declared = {name: one for name, one in loading.OPTIONS.items() if name not in of_rows}
+    cli.add_options(group, declared)
     group.add_argument(
         "--mesh",
         type=cli.mesh,
@@ -131,19 +107,7 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
 
 def add_memory(group: Any) -> None:
     """Add the options that decide where the rows of a call lie."""
-    group.add_argument(
-        "--row_slots",
-        type=cli.COUNT,
-        metavar="ROWS",
-        help="rows that are decoded at once; those of a larger --batch wait for a slot. All rows "
-        "if absent",
-    )
-    group.add_argument(
-        "--offload",
-        action="store_true",
-        help="keep the target's cache in the host's memory, for contexts that do not fit on the "
-        "device; every pass moves the cache, so let it verify much (docs/guides/memory.md)",
-    )
+    cli.add_options(group, {name: loading.OPTIONS[name] for name in ("row_slots", "offload")})
 
 
 def add_trees(group: Any, absent: str) -> None:
@@ -191,20 +155,7 @@ def add_style(result: Any) -> None:
 def add_sampling(result: argparse.ArgumentParser) -> None:
     """Add the options of the draws, and those that end a row."""
     group = result.add_argument_group("generation")
-    defaults = {
-        "max_new_tokens": (256, "most tokens to generate"),
-        "temperature": (0.0, "0 is greedy"),
-        "top_p": (1.0, "draw from the most probable tokens that together have this share; 1: all"),
-        "top_k": (0, "draw from this many most probable tokens; 0: all"),
-        "min_p": (0.0, "least share of the most likely token's probability"),
-        "repetition_penalty": (1.0, "divides logits of tokens in prompt and text; 1 is none"),
-        "presence_penalty": (0.0, "subtracted from logits of tokens in the text"),
-        "frequency_penalty": (0.0, "the same for each time that they are in it"),
-        "seed": (0, "of the draws"),
-    }
-    for name, (value, note) in defaults.items():
-        kind = cli.number(SAMPLING[name])
-        group.add_argument(f"--{name}", type=kind, default=value, help=note)
+    cli.add_options(group, {name: OPTIONS[name] for name in NUMBERS})
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
     group.add_argument(
         "--stop",
@@ -239,7 +190,7 @@ def _add_output(result: argparse.ArgumentParser) -> None:
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generation options for all rows."""
-    options = {name: getattr(arguments, name) for name in SAMPLING}
+    options = {name: getattr(arguments, name) for name in NUMBERS}
     options |= {"eos_token_id": []} if arguments.ignore_eos else {}
     return options | ({"stop_strings": arguments.stop} if arguments.stop else {})
 
@@ -316,7 +267,7 @@ def _check_draft_options(arguments: argparse.Namespace) -> None:
 
     options = cli.as_options(arguments.draft_option)
     sources = [each if is_name(each) else DRAFTS.get(each, each) for each in drafts(arguments)]
-    here = [each for each in sources if is_name(each) or Path(each).is_dir()]
+    here = [each for each in sources if is_name(each) or Path(split_module(each)[1]).is_dir()]
     if len(here) == len(sources):  # Others are on the hub, and fetched before they are checked.
         with command_words():
             choose_drafts(here, options)

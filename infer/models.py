@@ -12,12 +12,12 @@ import jax
 
 from longspec_jax import PLAIN, LongSpec, cli, make_mesh
 from longspec_jax.compilation import keep_programs
-from longspec_jax.drafters.registry import is_name
+from longspec_jax.drafters.registry import is_name, split_module
 from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.status_line import StatusLine
 from longspec_jax.weights.hub import local_model
 
-from .arguments import DTYPES, drafts, is_demo
+from .arguments import drafts, is_demo
 from .wording import command_words
 
 
@@ -68,7 +68,7 @@ def fetch(arguments: argparse.Namespace) -> tuple[Path, list[str | Path]]:
         if is_name(named)
         else DRAFTS[named]
         if named in DRAFTS
-        else _fetched("draft", named, arguments.draft_revision)
+        else _fetched_draft(named, arguments.draft_revision)
         for named in drafts(arguments)
     ]
 
@@ -78,6 +78,13 @@ def _fetched(option: str, source: str, revision: str | None) -> Path:
         return local_model(source, revision)
     except (OSError, ValueError) as error:
         raise type(error)(f"--{option}: {error}") from error
+
+
+def _fetched_draft(source: str, revision: str | None) -> str | Path:
+    """The draft's folder, behind its module where that is named."""
+    module, place = split_module(source)
+    folder = _fetched("draft", str(place), revision)
+    return f"{module}:{folder}" if module else folder
 
 
 def load_named(
@@ -112,7 +119,7 @@ def load(arguments: argparse.Namespace, target: Path, sources: Sequence[str | Pa
         draft_options=cli.as_options(arguments.draft_option) if sources else None,
     )
     if arguments.dtype != "auto":  # Else what suits the model.
-        options["dtype"] = DTYPES.get(arguments.dtype, arguments.dtype)
+        options["dtype"] = arguments.dtype
     if is_demo(arguments):
         return LongSpec.demo(**options)
     return LongSpec.from_pretrained(target, **options)

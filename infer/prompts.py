@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longspec_jax.checks import SAMPLING, TOKEN, Real, Whole, nearest, shown
+from longspec_jax.checks import Each, shown
+from longspec_jax.config.sampling import NUMBERS, OPTIONS, TOKEN
 from longspec_jax.files import expanded
 from longspec_jax.generation.chat import (
     VICUNA_TEMPLATE,
@@ -23,12 +24,13 @@ from longspec_jax.generation.chat import (
     plain_messages,
     require_tokenizer,
 )
+from longspec_jax.schema import unknown
 from longspec_jax.weights.json_files import unique_keys
 
 ROLES = ("system", "user", "assistant")
 SOURCES = ("prompt", "messages", "input_ids")
 """What a row of a batch file may be made of."""
-ROW_OPTIONS = (*SAMPLING, "eos_token_id", "stop_strings")
+ROW_OPTIONS = (*NUMBERS, "eos_token_id", "stop_strings")
 """What a row of a batch file may choose for itself."""
 STDIN = "-"
 MOST_BYTES = 2**28
@@ -209,43 +211,23 @@ def item_of(source: str, value: Any, where: str) -> Any:
         if not isinstance(value, str):
             raise ValueError(f"{where}: prompt {_as_json(value)} must be text; a row is one prompt")
         return check_text(value, where)
-    where = f"{where}: input_ids"
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where} {_as_json(value)} must be a list of token ids, at least one")
-    if any(isinstance(token, list) for token in value):
-        raise ValueError(f"{where} {shown(value)} holds lists; a row is one prompt, a list of ids")
-    return [_checked(TOKEN, token, where) for token in value]
+    if isinstance(value, list) and any(isinstance(token, list) for token in value):
+        raise ValueError(
+            f"{where}: input_ids {shown(value)} holds lists; a row is one prompt, a list of ids"
+        )
+    return Each(TOKEN, 1).read_json(f"{where}: input_ids", value)
 
 
 def _option(key: str, value: Any, where: str) -> Any:
     """A generation option of a row."""
     if key not in ROW_OPTIONS:
-        close = nearest(key, [*ROW_OPTIONS, *SOURCES])
-        hint = f"did you mean {close!r}?" if close else f"options are {', '.join(ROW_OPTIONS)}"
-        raise ValueError(f"{where}: unknown key {key!r}; {hint}")
-    where = f"{where}: {key}"
+        raise ValueError(f"{where}: {unknown('key', key, [*ROW_OPTIONS, *SOURCES])}")
     if value is None:
         remedy = " ([] never stops)" if key == "eos_token_id" else ""
-        raise ValueError(f"{where} is null; leave it out to take the command's{remedy}")
-    if key == "eos_token_id":
-        tokens = value if isinstance(value, list) else [value]
-        return [_checked(TOKEN, token, where) for token in tokens]
-    if key == "stop_strings":
-        return _texts(value, where)
-    return _checked(SAMPLING[key], value, where)
-
-
-def _texts(value: Any, where: str) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
-        raise ValueError(f"{where}: {_as_json(value)} must be a text or a list, none of them empty")
-    return texts
-
-
-def _checked(allowed: Whole | Real, value: Any, where: str) -> Any:
-    if words := allowed.refusal(value):
-        raise ValueError(f"{where}: {_as_json(value)} must be {words}")
-    return value
+        raise ValueError(f"{where}: {key} is null; leave it out to take the command's{remedy}")
+    if key not in NUMBERS and not isinstance(value, list):
+        value = [value]
+    return OPTIONS[key].rule.read_json(f"{where}: {key}", value)
 
 
 def _parse(text: str, where: str) -> Any:

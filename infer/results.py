@@ -11,14 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from typing import Any
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.generation.activity import Slower, Tuned
+from longspec_jax.generation.activity import Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION, GenerateResult, Stats, StreamRound
@@ -167,34 +166,26 @@ def tree_line(tree: TreeConfig) -> str:
 
 
 def tuned_line(tuned: Tuned, pays: str) -> str:
-    """Which tree a call runs that names none, and why."""
+    """Which tree a call begins with that names none, and why."""
     tree, timings = tuned.tree, tuned.timings
     several = len({timing.drafter for timing in timings if timing.tree.num_levels}) > 1
     of = f"{tuned.drafter}, " if several and tree.num_levels else ""
     chosen = of + tree_line(tree) if tree.num_levels else "plain decoding"
     if not timings:
-        return f"{chosen}, usual on this kind of machine: nothing was timed (--tree names another)"
-    fastest = max(
-        (each for each in timings if each.tree.num_levels), key=attrgetter("tokens_per_second")
-    )
-    best = f"{fastest.tokens_per_second:.0f}"
-    plain = next(f"{each.tokens_per_second:.0f}" for each in timings if not each.tree.num_levels)
+        return f"{chosen}, usual on this kind of machine (--tree names another)"
+    speeds = {timing.tree: timing.tokens_per_second for timing in timings}
+    plain = max((speeds[one] for one in speeds if not one.num_levels), default=None)
+    trees = {one: speed for one, speed in speeds.items() if one.num_levels}
     if tree.num_levels:
+        without = "" if plain is None else f", {plain:.0f} without"
         return (
-            f"{chosen}, the fastest of {len(timings)} timed here: {best} tokens/s, {plain} without "
-            "(--tree names another)"
+            f"{chosen}, the fastest of {len(timings)} in earlier calls here: "
+            f"{trees[tree]:.0f} tokens/s{without} (--tree names another)"
         )
+    best = max(trees, key=trees.__getitem__)
     return (
-        f"{chosen}: no tree pays for this model here, timed once: {plain} tokens/s, {best} with "
-        f"tree {fastest.tree} (--tree takes it all the same); {pays}"
-    )
-
-
-def slower_line(slower: Slower) -> str:
-    """That speculation did not pay in a call, and what follows from it."""
-    return (
-        f"slower than plain decoding was when it was timed, {slower.speed:.2f} of that speed; the "
-        "next run times the trees again"
+        f"{chosen}: no tree paid for this model here: {plain:.0f} tokens/s, {trees[best]:.0f} with "
+        f"tree {best} (--tree takes it all the same); {pays}"
     )
 
 
@@ -257,7 +248,7 @@ def _speed_lines(totals: dict[str, Any]) -> Iterator[str]:
 def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
     if len(trees) < 2:
         return
-    yield "trees               adaptive: chosen by tokens/s"
+    yield "trees               chosen by tokens/s as the run went"
     yield f"  {'draft':10}  {'tree':20}  rounds  tokens  ms/round"
     for use in trees:
         pace = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""

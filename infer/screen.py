@@ -13,9 +13,7 @@ from longspec_jax.generation.activity import (
     Compiling,
     DecodingPlainly,
     Prefilling,
-    Slower,
     Tuned,
-    Tuning,
 )
 from longspec_jax.status_line import NARROWEST, StatusLine
 
@@ -109,10 +107,7 @@ def described(activity: Activity) -> tuple[str, str] | None:
     match activity:
         case Compiling():
             return "compiling, once for prompts of about this length", ""
-        case Tuning(drafter, tree):
-            name = f"{drafter} {tree}" if tree.num_levels else "plain decoding"
-            return "timing trees, once for this model and machine", name
-        case Tuned() | Slower():
+        case Tuned():
             return None
         case Prefilling(done, total):
             return "reading the prompt", f"{bar(done, total)} {done} of {total} tokens"

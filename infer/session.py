@@ -13,7 +13,7 @@ import jax
 from longspec_jax import PLAIN, LongSpec, MemoryPlan, demo_prompts
 from longspec_jax.cli import as_options, counted
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.generation.activity import Activity, Slower, Tuned
+from longspec_jax.generation.activity import Activity, Tuned
 from longspec_jax.generation.result import StreamRound
 from longspec_jax.provenance import provenance
 from longspec_jax.released import RELEASED
@@ -28,7 +28,6 @@ from .results import (
     header_lines,
     lines,
     memory_plan_line,
-    slower_line,
     tuned_line,
 )
 from .screen import Screen
@@ -224,8 +223,6 @@ class Session:
             self._setting.update(draft=self._drafter, **tree_fields(self._tree))
             if self._speculates:  # Else there was nothing to choose.
                 self._out.entry(tuned_line(activity, PAYS), indent=2)
-        if isinstance(activity, Slower):
-            self._notes.append(slower_line(activity))
         self._out.activity(activity)
 
     @property

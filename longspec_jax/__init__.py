@@ -22,15 +22,15 @@ _CONTENTS = {
     "MemoryPlan": "longspec_jax.generation.memory",
     # Shapes.
     "TargetConfig": "longspec_jax.config.target",
-    "DraftConfig": "longspec_jax.drafters.longspec.config",
+    "DraftConfig": "longspec_jax.drafters.longspec",
     "TreeConfig": "longspec_jax.config.tree",
     "PLAIN": "longspec_jax.config.tree",
     "PRESETS": "longspec_jax.config.known",
     # Weights and devices.
     "load_target": "longspec_jax.weights.hf",
-    "load_draft": "longspec_jax.drafters.longspec.checkpoint",
+    "load_draft": "longspec_jax.drafters.checkpoints.longspec",
     "save_target": "longspec_jax.weights.hf",
-    "save_draft": "longspec_jax.drafters.longspec.checkpoint",
+    "save_draft": "longspec_jax.drafters.checkpoints.longspec",
     "make_mesh": "longspec_jax.sharding",
 }
 # The imports below, which only type checkers see, repeat the names for them.
@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from longspec_jax.config.known import PRESETS  # noqa: F401
     from longspec_jax.config.target import TargetConfig  # noqa: F401
     from longspec_jax.config.tree import PLAIN, TreeConfig  # noqa: F401
-    from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft  # noqa: F401
-    from longspec_jax.drafters.longspec.config import DraftConfig  # noqa: F401
+    from longspec_jax.drafters.checkpoints.longspec import (
+        load_draft,  # noqa: F401
+        save_draft,  # noqa: F401
+    )
+    from longspec_jax.drafters.longspec import DraftConfig  # noqa: F401
     from longspec_jax.embedded import demo_prompts  # noqa: F401
     from longspec_jax.generation.comparison import Comparison  # noqa: F401
     from longspec_jax.generation.inspection import RoundView  # noqa: F401

@@ -34,7 +34,6 @@ from longspec_jax.decoding.same_bits import is_identical
 from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
 from longspec_jax.generation import comparison, inspection
 from longspec_jax.generation.activity import OnActivity
-from longspec_jax.generation.autotune import KnownTimings
 from longspec_jax.generation.call import Plan, plan_call
 from longspec_jax.generation.grammar import Grammar, compile_grammar, vocabulary_of
 from longspec_jax.generation.inputs import Batch, Inputs, read_batch
@@ -53,6 +52,7 @@ from longspec_jax.generation.result import (
 )
 from longspec_jax.generation.run import Known, added_rounds, follow, learn, reads_rounds, start
 from longspec_jax.generation.scores import check_host, scores_of
+from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.loading import choose_drafts, load_with_tokenizer, with_lookup
 from longspec_jax.weights.hf import dequantised_types, load_stop_tokens
@@ -66,7 +66,7 @@ class LongSpec(Models):
     """
 
     _warm: WarmShapes = field(default_factory=WarmShapes)
-    _timings: KnownTimings = field(default_factory=KnownTimings)
+    _speeds: KnownSpeeds = field(default_factory=KnownSpeeds)
     _notices: Notices = field(default_factory=Notices, init=False)
 
     def __post_init__(self) -> None:
@@ -132,13 +132,13 @@ class LongSpec(Models):
             trees have that are chosen for calls that name none; ``4,16x4@64`` is the draft's alone,
             ``4,16x4@64~8`` with lookup. Plain decoding if absent.
           draft_options: options of the draft's kind by name, such as those of
-            :class:`~longspec_jax.drafters.longspec.load.LongSpecOptions`. Only
+            :class:`~longspec_jax.drafters.longspec.LongSpecOptions`. Only
             ``retrieve_verify=partial`` changes tokens.
           dtype: of parameters and activations; ``auto`` is bfloat16 where the GPU has it, float16
             on older GPUs and float32 on a CPU.
           mesh: devices to spread the parameters over, from :func:`longspec_jax.make_mesh`.
           tree: shape of the draft trees of calls that name none; if absent, the fastest on this
-            machine, which the first call finds out.
+            machine, which calls find out as they run.
           attention: attention implementation; chosen automatically if absent.
           revision: branch, tag or commit of the target on the hub.
           draft_revision: the same for the draft.
@@ -287,7 +287,7 @@ class LongSpec(Models):
             for added in rounds:
                 self._notices.look_at(added.stats)
                 yield added
-        learn(run)
+        learn(run, run.stats)
 
     def compare(
         self,
@@ -402,7 +402,7 @@ class LongSpec(Models):
         plan, batch = self._prepare(inputs, generation_config, options)
         if plan.rows > 1:
             raise ValueError(f"inspect() looks at one row and {plan.rows} were given")
-        how: Any = {"streams": True, "on_activity": None}
+        how: Any = {"streams": True, "on_activity": None, "fixed": True}
         return inspection.round_views(partial(start, plan, batch, self._known, **how))
 
     def breakdown(
@@ -420,7 +420,7 @@ class LongSpec(Models):
         """
         whole_number("rounds", rounds)
         plan, batch = self._prepare(inputs, generation_config, options)
-        run = start(plan, batch, self._known, streams=False, on_activity=None)
+        run = start(plan, batch, self._known, streams=False, on_activity=None, fixed=True)
         return inspection.time_parts(run, rounds)
 
     def score_gap(
@@ -474,4 +474,4 @@ class LongSpec(Models):
 
     @property
     def _known(self) -> Known:
-        return Known(self._warm, self._timings, self._notices)
+        return Known(self._warm, self._speeds, self._notices)

@@ -1,103 +1,81 @@
 """Checks of the arguments of ``LongSpec``, made before anything is read or computed.
 
-One table of rules for the constructors and calls. The generation options of a call are checked by
+One table of rules for the constructors and calls; how models are loaded is declared in
+:mod:`longspec_jax.config.loading`. The generation options of a call are checked by
 :mod:`longspec_jax.generation.options`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
-from longspec_jax.checks import as_plain, is_whole, shown, whole_number
-from longspec_jax.config.names import ATTENTION, KV_DTYPES, MESH_AXES
+from longspec_jax.checks import Maybe, Rule, That, Truth, Whole, as_plain, shown, whole_number
+from longspec_jax.config.loading import OPTIONS
+from longspec_jax.config.names import MESH_AXES
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.registry import NAMED, is_name
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 LARGEST_CHUNK = 2048
 """Most tokens of one prefill step, unless the target has more positions."""
 LONGEST_SOURCE = 4096
 """Characters of a path that operating systems take."""
 
 
-def _is_source(value: Any) -> bool:
+def _is_source(value: object) -> bool:
     text = str(value)
     return isinstance(value, str | Path) and 0 < len(text) <= LONGEST_SOURCE and "\0" not in text
 
 
-def _is_tokenizer(value: Any) -> bool:
+def _is_tokenizer(value: object) -> bool:
     return callable(value) and hasattr(value, "decode") and not isinstance(value, type)
 
 
-def _is_streamer(value: Any) -> bool:
+def _is_streamer(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("put", "end"))
 
 
-def _is_options(value: Any) -> bool:
+def _is_options(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
-def _is_a(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind)
-
-
-def _is_in(words: Sequence[str]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and value in words
-
-
-def _from(least: int) -> Callable[[Any], bool]:
-    return lambda value: is_whole(value) and value >= least
-
-
 _SOURCE = "a folder or the name of a repository on the Hugging Face hub"
-_MESH = f"a mesh with the axes {', '.join(MESH_AXES)}, such as longspec_jax.make_mesh(tp=4) makes"
-_REVISION = (
-    lambda value: isinstance(value, str) and value != "",
-    "the name of a branch, tag or commit on the hub",
-)
-_CALLBACK = callable, "a function of one argument, or left out"
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "target_config": (_is_a(TargetConfig), "a TargetConfig"),
-    "target": (_is_source, _SOURCE),
-    "draft": (
+_CALLBACK = Maybe(That(callable, "a function of one argument"))
+_RULES: dict[str, Rule] = {
+    **{name: option.rule for name, option in OPTIONS.items()},
+    "target_config": That(lambda value: isinstance(value, TargetConfig), "a TargetConfig"),
+    "target": That(_is_source, _SOURCE),
+    "draft": That(
         lambda value: all(map(_is_source, as_sources(value))),
         f"{_SOURCE}, or {', '.join(NAMED)}; or a list of these",
     ),
-    "draft_options": (_is_options, 'options of the draft by name, such as {"int8": True}'),
-    "dtype": (_is_in(DTYPES), f"one of {', '.join(DTYPES)}"),
-    "mesh": (lambda value: isinstance(value, Mesh) and value.axis_names == MESH_AXES, _MESH),
-    "attention": (
-        _is_in(ATTENTION),
-        f"one of {', '.join(ATTENTION)}, or left out to have it chosen",
+    "draft_options": Maybe(
+        That(_is_options, 'options of the draft by name, such as {"int8": True}')
     ),
-    "revision": _REVISION,
-    "draft_revision": _REVISION,
-    "tokenizer": (
-        _is_tokenizer,
-        "a tokenizer, as transformers.AutoTokenizer.from_pretrained(...) returns it",
+    "mesh": Maybe(
+        That(
+            lambda value: isinstance(value, Mesh) and value.axis_names == MESH_AXES,
+            f"a mesh with the axes {', '.join(MESH_AXES)}, such as longspec_jax.make_mesh(tp=4)",
+        )
     ),
-    "row_slots": (_from(1), "a number of rows, at least 1, or left out to decode all rows at once"),
-    "expected_tokens": (_from(0), "a number of tokens, 0 where it is not known"),
-    "offload": (_is_a(bool), "True, to keep the target's cache in the host's memory, or False"),
-    "kv_dtype": (
-        _is_in(KV_DTYPES),
-        f"one of {', '.join(KV_DTYPES)}, or left out to cache keys and values as they are computed",
+    "tokenizer": Maybe(
+        That(
+            _is_tokenizer,
+            "a tokenizer, as transformers.AutoTokenizer.from_pretrained(...) returns it",
+        )
     ),
-    "same_bits": (_is_a(bool), "True or False, or left out to have it chosen"),
-    "prefill_chunk": (_from(1), "a number of tokens, at least 1"),
-    **dict.fromkeys(("adaptive", "output_scores", "output_logits"), (_is_a(bool), "True or False")),
-    "streamer": (_is_streamer, "a transformers streamer, an object with the methods put and end"),
+    "prefill_chunk": Whole(),  # Of a model that is loaded.
+    "expected_tokens": Whole(0),
+    **dict.fromkeys(("adaptive", "output_scores", "output_logits"), Truth()),
+    "streamer": Maybe(
+        That(_is_streamer, "a transformers streamer, an object with the methods put and end")
+    ),
     "on_round": _CALLBACK,
     "on_activity": _CALLBACK,
 }
-_NEEDED = frozenset(
-    "target_config target dtype expected_tokens offload prefill_chunk adaptive".split()
-)
-"""What None will not do for."""
 
 
 def check_arguments(**values: Any) -> None:
@@ -109,9 +87,7 @@ def check_arguments(**values: Any) -> None:
       ValueError: names the argument, the value and what it must be.
     """
     for name, value in values.items():
-        good, must_be = _RULES[name]
-        if (value is not None or name in _NEEDED) and not good(value):
-            raise ValueError(f"{name}={shown(value)} must be {must_be}")
+        _RULES[name].read(name, value)
     if values.get("offload") and (mesh := values.get("mesh")) is not None:
         raise ValueError(
             f"offload=True supports one device, and mesh={dict(mesh.shape)} spreads the cache over "

@@ -1,15 +1,18 @@
 """The rules that values keep, in one place: what is whole is whole, what is finite is finite.
 
 Python takes ``True`` for 1, ``nan`` for any comparison and ``"8"`` for a size until something far
-away breaks; these functions say the name, the value and the rule where the value came in.
+away breaks. A rule says what a value must be. It reads the same value from Python, from the text of
+a flag and from JSON, and describes itself as JSON schema. :class:`Refused` is the one sentence for
+all of them: the name, the value and the rule. :mod:`longspec_jax.schema` gives rules to fields.
 """
 
 import difflib
 import itertools
 import numbers
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 LARGEST_WHOLE = 2**31 - 1
 """Sizes, positions and token ids are 32-bit integers on the device."""
@@ -20,132 +23,353 @@ LONGEST_SHOWN = 80
 """Characters of a value in a message."""
 SIMILAR = 0.75
 """Least similarity of a suggested name, as difflib measures it: ``stop`` is not ``top_p``."""
+_DIGITS = re.compile(r"\s*[+-]?[0-9]{1,20}\s*")
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is an integer, Python's or NumPy's, and no boolean."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a real number, Python's or NumPy's, and no boolean."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+class Refused(ValueError):
+    """A value that breaks the rule of its name.
+
+    Attributes:
+      name: of the value, as the user writes it: ``top_p``, ``--config.draft.layers``.
+      value: what was given.
+      words: what it must be instead, and what to do.
+      row: of the prompts, where each has a value of its own.
+    """
+
+    def __init__(self, name: str, value: object, words: str, row: int | None = None) -> None:
+        super().__init__(name, value, words, row)
+        self.name, self.value, self.words, self.row = name, value, words, row
+
+    def __str__(self) -> str:
+        """Name, value and rule."""
+        where = "" if self.row is None else f" of row {self.row}"
+        return f"{self.name}={shown(self.value)}{where} must be {self.words}"
+
+
+class Typed(str):
+    """The text of a flag, which stands for a value of the type of what it sets."""
+
+
+class Rule:
+    """What a value must be, and how it is read. A subclass says :meth:`refusal` at least."""
+
+    def refusal(self, value: object) -> str | None:
+        """What a value must be instead; None for one that will do."""
+        raise NotImplementedError
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The rule as JSON schema; empty where JSON schema has no words for it."""
+        return {}
+
+    def plain(self, value: object) -> Any:
+        """A value that will do, as Python's own type."""
+        return value
+
+    def of_text(self, text: str) -> Any:
+        """The value that a text stands for; the text itself where it stands for none."""
+        return text
+
+    def of_json(self, value: object) -> Any:
+        """The value that one of JSON stands for."""
+        return value
+
+    def read(self, name: str, value: object, row: int | None = None) -> Any:
+        """A value of Python, or a typed one, checked.
+
+        Raises:
+          Refused: for a value that breaks the rule.
+        """
+        if isinstance(value, Typed):
+            value = self.of_text(str(value))
+        if words := self.refusal(value):
+            raise Refused(name, value, words, row)
+        return self.plain(value)
+
+    def read_json(self, name: str, value: object) -> Any:
+        """A value of JSON, checked.
+
+        Raises:
+          Refused: for a value that breaks the rule.
+        """
+        return self.read(name, self.of_json(value))
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
+        """How pydantic reads a field that is annotated with this rule: as :meth:`of_json` does."""
+        from pydantic_core import core_schema
+
+        def read(value: object) -> Any:
+            found = self.of_json(value)
+            if words := self.refusal(found):
+                raise ValueError(f"must be {words}")
+            return self.plain(found)
+
+        return core_schema.no_info_plain_validator_function(read)
+
+    def __get_pydantic_json_schema__(self, core: object, handler: object) -> dict[str, Any]:
+        """What pydantic puts into a JSON schema for this rule."""
+        return self.json_schema
+
+
 @dataclass(frozen=True)
-class Whole:
-    """The rule of a whole number: a range, its ends included."""
+class Whole(Rule):
+    """A whole number in a range, its ends included."""
 
     least: int = 1
     most: int = LARGEST_WHOLE
     note: str = ""
     """What an end means, or what to do instead; follows the rule."""
 
-    def refusal(self, value: Any) -> str | None:
-        """What a value must be instead; None for one that will do."""
+    def refusal(self, value: object) -> str | None:
+        """The range."""
         if is_whole(value) and self.least <= value <= self.most:
             return None
         return f"a whole number from {self.least} to {self.most}{self.note}"
 
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The range."""
+        return {"type": "integer", "minimum": self.least, "maximum": self.most}
+
+    def plain(self, value: Any) -> int:
+        """An integer of Python."""
+        return int(value)
+
+    def of_text(self, text: str) -> Any:
+        """Decimal digits."""
+        return int(text) if _DIGITS.fullmatch(text) else text
+
+    def of_json(self, value: object) -> Any:
+        """JSON has one kind of numbers, so 4.0 is whole."""
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
 
 @dataclass(frozen=True)
-class Real:
-    """The rule of a real number: a range whose upper end is included."""
+class Real(Rule):
+    """A real number in a range whose upper end is included."""
 
     least: float
     most: float
-    rule: str
-    """What a number must be, for reading."""
+    rule: str = ""
+    """What a number must be, for reading; the range if empty."""
     includes_least: bool = True
 
-    def refusal(self, value: Any) -> str | None:
-        """What a value must be instead; None for one that will do."""
+    def refusal(self, value: object) -> str | None:
+        """The range; NaN is in none."""
+        between = "from {:g} to {:g}" if self.includes_least else "above {:g}, at most {:g}"
+        words = self.rule or f"a number {between.format(self.least, self.most)}"
         if not is_number(value):
-            return f"a number, {self.rule}"
+            return words if words.startswith("a number") else f"a number, {words}"
         above = value >= self.least if self.includes_least else value > self.least
-        return None if above and value <= self.most else self.rule  # Not true of NaN.
+        return None if above and value <= self.most else words
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The range."""
+        bound = "minimum" if self.includes_least else "exclusiveMinimum"
+        return {"type": "number", bound: self.least, "maximum": self.most}
+
+    def plain(self, value: Any) -> float:
+        """A float of Python."""
+        return float(value)
+
+    def of_text(self, text: str) -> Any:
+        """As Python reads floats."""
+        try:
+            return float(text)
+        except ValueError:
+            return text
 
 
 @dataclass(frozen=True)
-class Truth:
-    """The rule of what is so or not."""
+class Truth(Rule):
+    """True or false."""
 
-    def refusal(self, value: Any) -> str | None:
-        """What a value must be instead; None for one that will do."""
+    def refusal(self, value: object) -> str | None:
+        """Only Python's own two."""
         return None if isinstance(value, bool) else "True or False"
 
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """A boolean."""
+        return {"type": "boolean"}
+
+    def of_text(self, text: str) -> Any:
+        """``true`` and ``false`` in any case."""
+        return {"true": True, "false": False}.get(text.lower(), text)
+
 
 @dataclass(frozen=True)
-class Word:
-    """The rule of a name."""
+class Text(Rule):
+    """Text of bounded length."""
 
-    def refusal(self, value: Any) -> str | None:
-        """What a value must be instead; None for one that will do."""
-        return None if isinstance(value, str) and value else "a word"
+    least: int = 0
+    most: int | None = None
 
+    def refusal(self, value: object) -> str | None:
+        """A string, and its length."""
+        if not isinstance(value, str):
+            return "text"
+        if len(value) < self.least:
+            return "text that is not empty" if self.least == 1 else f"at least {self.least} long"
+        if self.most is not None and len(value) > self.most:
+            return f"text of at most {self.most} characters, and has {len(value)}"
+        return None
 
-SAMPLING: dict[str, Whole | Real] = {
-    "max_new_tokens": Whole(1),
-    "temperature": Real(0.0, LARGEST_FLOAT32, ">= 0 (0 is greedy) and finite"),
-    "top_k": Whole(0, note=" (0 keeps all tokens)"),
-    "top_p": Real(0.0, 1.0, "in (0, 1] (1 keeps all tokens)", includes_least=False),
-    "min_p": Real(0.0, 1.0, "in [0, 1] (0 keeps all tokens)"),
-    # It divides and multiplies logits, which must stay finite.
-    "repetition_penalty": Real(
-        1 / LARGEST_NUMBER, LARGEST_NUMBER, "above 0 (1 is none), from 1e-30 to 1e30"
-    ),
-    "presence_penalty": Real(-2.0, 2.0, "from -2 to 2 (0 is none)"),
-    "frequency_penalty": Real(-2.0, 2.0, "from -2 to 2 (0 is none)"),
-    "seed": Whole(0, 2**32 - 1),
-}
-"""Values of the generation options, of the library, the commands and batch files alike."""
-TOKEN = Whole(0)
-"""Values of a token id; the size of the vocabulary is checked where the target is known."""
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The bounds."""
+        bounds = {"minLength": self.least or None, "maxLength": self.most}
+        return {"type": "string", **{name: n for name, n in bounds.items() if n is not None}}
 
 
-def whole_number(name: str, value: Any, least: int = 1, most: int = LARGEST_WHOLE) -> int:
+@dataclass(frozen=True)
+class OneOf(Rule):
+    """One of several words."""
+
+    words: tuple[str, ...]
+    remedy: str = ""
+    """What to do instead; follows the rule."""
+
+    def refusal(self, value: object) -> str | None:
+        """The words, and the nearest one."""
+        if isinstance(value, str) and value in self.words:
+            return None
+        close = nearest(value, self.words) if isinstance(value, str) else None
+        hint = f"; did you mean {close}?" if close else ""
+        return f"one of {', '.join(self.words)}{self.remedy}{hint}"
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The words."""
+        return {"enum": list(self.words)}
+
+
+@dataclass(frozen=True)
+class That(Rule):
+    """A rule of its own: a test, and what passes it."""
+
+    allows: Callable[[Any], bool]
+    words: str
+
+    def refusal(self, value: object) -> str | None:
+        """The words."""
+        return None if self.allows(value) else self.words
+
+
+@dataclass(frozen=True)
+class Each(Rule):
+    """A list whose items keep one rule."""
+
+    item: Rule
+    least: int = 0
+    most: int | None = None
+
+    def refusal(self, value: object) -> str | None:
+        """The length, or the first item that breaks the rule."""
+        if not isinstance(value, list | tuple):
+            return "a list"
+        if not self.least <= len(value) <= (len(value) if self.most is None else self.most):
+            most = "" if self.most is None else f" and at most {self.most}"
+            return f"a list of at least {self.least}{most} items, and has {len(value)}"
+        for index, one in enumerate(value):
+            if words := self.item.refusal(one):
+                return f"a list of {words}; item {index} is {shown(one)}"
+        return None
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The items' schema and the bounds."""
+        most = {} if self.most is None else {"maxItems": self.most}
+        return {"type": "array", "items": self.item.json_schema, "minItems": self.least, **most}
+
+    def plain(self, value: Any) -> list[Any]:
+        """The items, each as Python's own type."""
+        return list(map(self.item.plain, value))
+
+    def of_json(self, value: object) -> Any:
+        """The items, each as its rule reads JSON."""
+        return list(map(self.item.of_json, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Maybe(Rule):
+    """What keeps a rule, or is left out."""
+
+    rule: Rule
+
+    def refusal(self, value: object) -> str | None:
+        """As of the rule."""
+        words = None if value is None else self.rule.refusal(value)
+        return f"{words}, or left out" if words else None
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The rule's, or null."""
+        return {"anyOf": [self.rule.json_schema, {"type": "null"}]}
+
+    def read(self, name: str, value: object, row: int | None = None) -> Any:
+        """As the rule reads it."""
+        if isinstance(value, Typed):
+            value = self.of_text(str(value))
+        if words := self.refusal(value):
+            raise Refused(name, value, words, row)
+        return None if value is None else self.rule.read(name, value, row)
+
+    def of_text(self, text: str) -> Any:
+        """As of the rule."""
+        return self.rule.of_text(text)
+
+    def of_json(self, value: object) -> Any:
+        """As of the rule."""
+        return None if value is None else self.rule.of_json(value)
+
+
+def whole_number(name: str, value: object, least: int = 1, most: int = LARGEST_WHOLE) -> int:
     """The value as an integer.
 
     Raises:
-      ValueError: if it is no whole number, or below ``least`` or above ``most``.
+      Refused: if it is no whole number, or below ``least`` or above ``most``.
     """
-    if words := Whole(least, most).refusal(value):
-        raise ValueError(f"{name}={shown(value)} must be {words}")
-    return int(value)
+    return Whole(least, most).read(name, value)
 
 
-def finite_number(name: str, value: Any, least: float, most: float = LARGEST_NUMBER) -> float:
+def finite_number(name: str, value: object, least: float, most: float = LARGEST_NUMBER) -> float:
     """The value as a float.
 
     Raises:
-      ValueError: if it is no finite number, or below ``least`` or above ``most``.
+      Refused: if it is no finite number, or below ``least`` or above ``most``.
     """
-    if is_number(value) and least <= value <= most:  # Not true of NaN.
-        return float(value)
-    raise ValueError(f"{name}={shown(value)} must be a number from {least:g} to {most:g}")
+    return Real(least, most).read(name, value)
 
 
-def by_row(name: str, value: Any, rows: int, allowed: Whole | Real) -> list[Any]:
-    """A number per row, from one for all rows or a sequence with one per row."""
+def by_row(name: str, value: object, rows: int, allowed: Rule) -> list[Any]:
+    """A value per row, from one for all rows or a sequence with one per row.
+
+    Raises:
+      ValueError: for a sequence of another length.
+      Refused: for a value that breaks the rule; names the row where there are several.
+    """
     value = as_plain(value)
-    given = [value] * rows
-    shared = isinstance(value, str | bytes) or not isinstance(value, Sequence)
-    if not shared:
-        given = list(value)
-        if len(given) != rows:
-            raise ValueError(
-                f"{name} has {len(given)} values for {rows} prompt{'s' * (rows != 1)}; pass one "
-                "number, or one per prompt"
-            )
-    whole = isinstance(allowed, Whole)
-    for row, one in enumerate(given):
-        if not is_number(one) or (whole and not is_whole(one)):
-            kind = "an integer" if is_number(one) else "a number"
-            where = "" if shared else in_row(row, rows)
-            raise ValueError(f"{name}={shown(one)}{where} must be {kind}, or one number per row")
-        if words := allowed.refusal(one):
-            raise ValueError(f"{name}={one}{in_row(row, rows)} must be {words}")
-    return [int(one) if whole else float(one) for one in given]
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        return [allowed.read(name, value)] * rows
+    if len(value) != rows:
+        raise ValueError(
+            f"{name} has {len(value)} values for {rows} prompt{'s' * (rows != 1)}; pass one "
+            "value, or one per prompt"
+        )
+    several = rows > 1
+    return [allowed.read(name, one, row if several else None) for row, one in enumerate(value)]
 
 
 def in_row(row: int, rows: int) -> str:
@@ -165,7 +389,7 @@ def as_plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value for a message: as Python writes it, cut after :data:`LONGEST_SHOWN` characters."""
     try:
         text = repr(_beginning(value))

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from longspec_jax import files
-from longspec_jax.checks import Real, Whole, nearest, shown
+from longspec_jax.checks import Each, Maybe, OneOf, Rule, Text, Truth, Whole, nearest, shown
 from longspec_jax.config.names import MESH_AXES
 from longspec_jax.config.tree import TreeConfig
+from longspec_jax.schema import Option
 
 SCRIPTS = {
     "infer.chat": "longspec-chat",
@@ -392,7 +393,6 @@ def typed(value: Any) -> str:
 
 # Values, as ``type=`` of ``add_argument``.
 
-_WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
 _AXIS = re.compile(rf"({'|'.join(MESH_AXES)})=([1-9]\d{{0,5}})")
 MESH_GRAMMAR = f"sizes of the axes {', '.join(MESH_AXES)}, such as tp=2 or data=2,tp=4"
 TREE_GRAMMAR = (
@@ -404,26 +404,43 @@ TREE_GRAMMAR = (
 )
 
 
-def number(allowed: Whole | Real) -> Callable[[str], Any]:
-    """A number that keeps a rule, as it was typed: nothing is rounded or cast."""
+def value(allowed: Rule) -> Callable[[str], Any]:
+    """A value that keeps a rule, as it was typed: nothing is rounded or cast."""
 
     def read(text: str) -> Any:
-        value: Any = text
-        if isinstance(allowed, Whole):
-            value = int(text) if _WHOLE.fullmatch(text.strip()) else text
-        else:
-            with contextlib.suppress(ValueError):
-                value = float(text)
-        if words := allowed.refusal(value):
-            written = shown(text) if isinstance(value, str) else f"{text.strip():.40}"
+        found = allowed.of_text(text)
+        if words := allowed.refusal(found):
+            written = shown(text) if isinstance(found, str) else f"{text.strip():.40}"
             raise argparse.ArgumentTypeError(f"{written} must be {words}")
-        return value
+        return found
 
     return read
 
 
-COUNT = number(Whole())
+number = value
+COUNT = value(Whole())
 """A whole number from 1."""
+
+
+def add_options(group: Any, declared: Mapping[str, Option], **defaults: Any) -> None:
+    """Add a flag for each declared option, ``--name``, with its rule, default and sentence.
+
+    Args:
+      group: a parser, or a group of its options.
+      declared: options by name.
+      **defaults: other defaults than the declared ones.
+    """
+    for name, option in declared.items():
+        rule = option.rule.rule if isinstance(option.rule, Maybe) else option.rule
+        how: dict[str, Any] = {"default": defaults.get(name, option.default), "help": option.about}
+        if isinstance(rule, Truth):
+            switch = "store_true" if how["default"] is False else argparse.BooleanOptionalAction
+            how["action"] = switch
+        elif isinstance(rule, Each):
+            how |= several(value(rule.item))
+        else:
+            how["type"] = value(rule)
+        group.add_argument(f"--{name}", **how)
 
 
 def word(text: str) -> str:
@@ -433,26 +450,13 @@ def word(text: str) -> str:
     return text
 
 
-def any_text(value: str) -> str:
-    """Text of any characters, spaces and line feeds too, but not empty."""
-    if not value:
-        raise argparse.ArgumentTypeError("the text is empty; leave the option out instead")
-    return value
+any_text = value(Text(1))
+"""Text of any characters, spaces and line feeds too, but not empty."""
 
 
 def one_of(known: Sequence[str]) -> Callable[[str], str]:
     """A name out of several."""
-
-    def name(text: str) -> str:
-        if word(text) in known:
-            return text
-        close = nearest(text, known)
-        hint = f" (did you mean {close}?)" if close else ""
-        raise argparse.ArgumentTypeError(
-            f"unknown {shown(text)}{hint}; choose from {', '.join(known)}"
-        )
-
-    return name
+    return value(OneOf(tuple(known)))
 
 
 def path(text: str) -> str:

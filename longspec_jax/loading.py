@@ -19,6 +19,7 @@ from longspec_jax.drafters.joined import JoinedDraft
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.registry import (
     ARCHITECTURES,
+    CONTRIBUTED,
     EAGLE,
     LONGSPEC,
     MARKS,
@@ -29,10 +30,12 @@ from longspec_jax.drafters.registry import (
     is_eagle,
     is_mtp,
     is_name,
+    kind_of_module,
     options_of,
     separated,
+    split_module,
 )
-from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
+from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft, RetrievalOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.weights import hf
@@ -130,23 +133,29 @@ def choose_drafts(
     """Find drafts of any kind and check their options; reads no weights.
 
     Args:
-      sources: names of kinds without weights, folders or hub ids.
+      sources: names of kinds without weights, folders or hub ids, these also as ``MODULE:FOLDER``.
       options: of their kinds and about retrieval, by name; of several drafts, of those that have
         weights.
       revision: branch, tag or commit of the hub.
 
     Raises:
       FileNotFoundError: if there is no such draft.
-      ValueError: for an unknown option or a wrong value.
+      ValueError: for an unknown option or a wrong value, or a module that brings no kind.
     """
     chosen = []
     for source in sources:
         named = is_name(source)
         given = {} if named and len(sources) > 1 else options
         own, retrieval = separated(given, str(source))
-        kind = NAMED[str(source)] if named else _kind_of(local_model(source, revision))
+        module, place = split_module(source)
+        if named:
+            kind = NAMED[str(source)]
+        elif module:
+            kind = kind_of_module(module)
+        else:
+            kind = _kind_of(local_model(source, revision))
         found = options_of(kind, own, str(source))
-        chosen.append(ChosenDraft(source, None if named else revision, kind, found, retrieval))
+        chosen.append(ChosenDraft(place, None if named else revision, kind, found, retrieval))
     return tuple(chosen)
 
 
@@ -165,6 +174,12 @@ def _kind_of(model: Path) -> Kind:
     """The kind of a draft in a folder, or in a GGUF file."""
     raw = read_config(model)
     names = raw.texts("architectures")
+    for mark, module in CONTRIBUTED.items():
+        if mark in names or raw.values.get(mark):
+            raise ValueError(
+                f"{raw.origin}: {mark} marks a draft of {module}, which is in a checkout of the "
+                f"project and not installed with it; name {module}:{model} there"
+            )
     kinds = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
     if kinds := kinds + [kind for key, kind in MARKS.items() if raw.values.get(key)]:
         return kinds[0]

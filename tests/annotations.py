@@ -14,6 +14,8 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     jaxtyping passes functions without a body, which differ in their signatures alone. A function
     inside another has a new one for every call, and each took beartype some milliseconds.
     """
+    if function.__qualname__.endswith("Config.__init__"):
+        return function  # A configuration refuses wrong types itself, in words.
     code = function.__code__
     signature = (
         *(function.__module__, function.__qualname__, code.co_varnames, function.__defaults__),

@@ -105,11 +105,11 @@ try:
 except ImportError:  # The GPU machine may lack beartype; the CPU suite always has it.
     pass
 else:
-    # Its own checks refuse wrong types in words, so it is imported before annotations are executed.
-    import longspec_jax.drafters.longspec.config  # noqa: F401
-
     install_import_hook(
-        ["longspec_jax.ops", "longspec_jax.decoding", "longspec_jax.drafters"],
+        [
+            *("longspec_jax.ops", "longspec_jax.decoding", "longspec_jax.drafters"),
+            *("contrib.medusa", "contrib.tokenswift"),
+        ],
         "tests.annotations.checked",
     )
     sys.meta_path.insert(0, TritonModules())

@@ -21,9 +21,8 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Params, View
-from longspec_jax.drafters.longspec.checkpoint import draft_table
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.model import LongSpecParams
+from longspec_jax.drafters.checkpoints.longspec import draft_table
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecParams
 from longspec_jax.models.layers import INITIAL_SCALE
 from longspec_jax.ops.hardware import require_hopper
 from longspec_jax.weights.tables import Table, target_table

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 import longspec_jax
 from longspec_jax import PLAIN, LongSpec, TreeConfig
-from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
+from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft, RetrievalOptions
 from longspec_jax.generation import memory
 from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.sharding import make_mesh, param_shardings

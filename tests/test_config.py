@@ -10,7 +10,7 @@ from longspec_jax.arguments import as_tree
 from longspec_jax.config.known import TINY
 from longspec_jax.config.layers import LayerConfig, LinearRopeScaling, Llama3RopeScaling, Rotary
 from longspec_jax.config.tree import DEFAULT_TREE, MAX_TREE_LEVELS, PLAIN, TreeConfig
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec import DraftConfig
 from tests.kit import tiny_target_config
 
 

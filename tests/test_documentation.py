@@ -28,7 +28,7 @@ from infer.serve import arguments as serve_arguments
 from longspec_jax import LongSpec
 from longspec_jax.cli import SCRIPTS, ByMachine, typed
 from longspec_jax.drafters import registry
-from longspec_jax.drafters.retrieval.draft import RetrievalOptions
+from longspec_jax.drafters.retrieval.hierarchy import RetrievalOptions
 from longspec_jax.provenance import provenance
 from train import arguments as train_arguments
 from train import prepare, questions, regenerate, vocabulary

@@ -1,19 +1,16 @@
 """The arguments of the training commands: a configuration, overrides of its fields, few options.
 
 A configuration is a Python file with ``get_config([variant])``. Those of the project lie beside
-this folder, in a checkout and in a wheel alike, and are found by name from anywhere. Types and
-ranges of all fields are checked here, before anything runs: a key that no field takes and a field
-that no key fills are errors, too.
+this folder, in a checkout and in a wheel alike, and are found by name from anywhere. All fields are
+checked before anything runs, by their declarations in :mod:`train.config`: a key that no field
+takes and a field that no key fills are errors, too.
 """
 
 import argparse
-import dataclasses
-import difflib
 import re
 import sys
 import textwrap
 import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,13 +18,13 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from longspec_jax import cli
-from longspec_jax.checks import Whole, shown
+from longspec_jax.checks import OneOf, Typed, Whole
+from longspec_jax.schema import build
 
-from .config import DraftSettings, RunConfig
+from .config import RunConfig
 from .drafts.kinds import KINDS
 
 BUNDLED = Path(__file__).parents[1] / "configs"
@@ -41,7 +38,7 @@ EPILOG = """\
 
 configurations of the project:
 """
-_OVERRIDE = re.compile(r"--(no)?config\.")
+_OVERRIDE = re.compile(r"--(no)?config\.([^=]+)(=.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -96,45 +93,45 @@ def parse(argv: Sequence[str], options: cli.Parser | None = None) -> Arguments:
     given = (options or training_parser()).parse_args(rest)
     if not given.config:  # Before the overrides, which mean nothing without one.
         raise ValueError("--config=FILE is missing; try --config=demo, or --help for the others")
-    config = load(given.config)
-    _override(config, overrides)
+    values = load(given.config).to_dict()
+    for field, text in overrides.items():
+        _override(values, field.split("."), text)
     if options is None:
         _check_processes(given)
     file, colon, variant = given.config.partition(":")
     name = Path(file).stem + (colon + variant) * bool(variant)
     workdir = Path(given.workdir or f"runs/{name.replace(':', '-')}").expanduser()
-    return Arguments(name, from_config(config.to_dict()), workdir, given)
+    return Arguments(name, from_config(values), workdir, given)
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides of fields, each with a value that stands apart, and the other arguments."""
-    overrides, rest, takes_value = [], [], False
+def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Overrides of fields, the text by the dotted name, and the other arguments.
+
+    A value may stand apart from its field. A field without one is true, and after ``--no`` false.
+    """
+    overrides: dict[str, str] = {}
+    rest: list[str] = []
+    open_field = ""
     for word in argv:
-        if _OVERRIDE.match(word) or (takes_value and not word.startswith("--")):
-            overrides.append(word)
-            takes_value = word.startswith("--") and "=" not in word
+        if found := _OVERRIDE.fullmatch(word):
+            no, field, value = found.groups()
+            overrides[field] = value[1:] if value else "false" if no else "true"
+            open_field = "" if value or no else field
+        elif open_field and not word.startswith("--"):
+            overrides[open_field], open_field = word, ""
         else:
             rest.append(word)
-            takes_value = False
+            open_field = ""
     return overrides, rest
 
 
-def _override(config: ConfigDict, overrides: Sequence[str]) -> None:
-    """Change fields of a configuration.
-
-    Raises:
-      ValueError: for an unknown field, or a value of another type.
-    """
-    values, argv = flags.FlagValues(), ["train", *overrides]
-    try:
-        config_flags.DEFINE_config_dict("config", config, "", values, sys_argv=argv)
-        unexpected = values(argv)[1:]
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(_sentence(error)) from error
-    if unexpected:
-        raise ValueError(
-            f"unexpected argument {unexpected[0]!r}; overrides are written --config.NAME=VALUE"
-        )
+def _override(values: dict[str, Any], field: Sequence[str], text: str) -> None:
+    """Change a field, whose type its declaration knows; an unknown one is refused with the rest."""
+    for section in field[:-1]:
+        if not isinstance(values.get(section), dict):
+            values[section] = {}
+        values = values[section]
+    values[field[-1]] = Typed(text)
 
 
 def _check_processes(given: argparse.Namespace) -> None:
@@ -160,17 +157,6 @@ def _check_processes(given: argparse.Namespace) -> None:
         raise ValueError(
             f"--process={given.process} of --processes={given.processes}: count processes from 0"
         )
-
-
-def _sentence(error: Exception) -> str:
-    """The message of a flag library's error, without quoting and line breaks."""
-    text = str(error)
-    names = re.findall(r'"(\w+)"', text) or re.findall(r"\w+", text)
-    if names and ("instead of" in text or isinstance(error, KeyError | AttributeError)):
-        near = f"; did you mean {names[0]!r}?" if len(names) == 2 else ""
-        return f"the configuration has no field {names[-1]!r}{near}"
-    lines = ". ".join(line.strip() for line in text.splitlines() if line.strip())
-    return lines or f"the arguments cannot be read ({type(error).__name__}); see --help"
 
 
 # The configuration file.
@@ -251,73 +237,9 @@ def from_config(values: Mapping[str, Any]) -> RunConfig:
       ValueError: for an unknown, missing, mistyped or out-of-range field, or fields that
         contradict each other.
     """
-    return _build(RunConfig, values, "--config")
-
-
-def _build(cls: Any, values: Mapping[str, Any], path: str) -> Any:
-    """An instance of a dataclass from a mapping with exactly its fields."""
-    if cls is DraftSettings:
-        cls = _draft_settings(values.get("kind"), path)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name in values:
-        if name not in fields:
-            close = difflib.get_close_matches(name, fields, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(fields)}"
-            raise ValueError(f"{path} has no field {name!r}{hint}")
-    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
-    if missing := sorted(required - set(values)):
-        raise ValueError(
-            f"{path} lacks {', '.join(missing)}; longspec_jax.recipes.base_config gives their "
-            "values"
-        )
-    kinds = typing.get_type_hints(cls, include_extras=True)
-    converted = {n: _convert(kinds[n], v, f"{path}.{n}") for n, v in values.items()}
-    try:
-        return cls(**converted)
-    except ValueError as error:
-        if cls.__module__.startswith(__package__ or "train"):
-            raise
-        raise ValueError(f"{path}: {error}") from None  # A shape of the library, without the path.
-
-
-def _draft_settings(kind: Any, path: str) -> type[DraftSettings]:
-    """The settings of a kind of draft."""
-    if isinstance(kind, str) and kind in KINDS:
-        return KINDS[kind].settings
-    raise ValueError(f"{path}.kind={shown(kind)} must be one of {', '.join(KINDS)}")
-
-
-def _convert(kind: Any, value: Any, path: str) -> Any:
-    """A value of a field's type and range."""
-    if typing.get_origin(kind) is typing.Annotated:
-        kind, rule = typing.get_args(kind)
-        value = _convert(kind, value, path)
-        if words := rule.refusal(value):
-            raise ValueError(f"{path}={shown(value)} must be {words}")
-        return value
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        if value is None:
-            return None
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={shown(value)} must be a section with fields of its own")
-        return _build(kind, value, path)
-    if typing.get_origin(kind) is tuple:
-        item = typing.get_args(kind)[0]
-        if isinstance(value, Mapping):
-            return _stages(item, value, path)
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{path}={shown(value)} must be a list")
-        return tuple(_convert(item, each, path) for each in value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{path}={shown(value)} must be of type {kind.__name__}")
-    return value
-
-
-def _stages(kind: Any, sections: Mapping[str, Any], path: str) -> tuple[Any, ...]:
-    """Named stages, from short to long sequences: a ConfigDict forgets the order of writing."""
-    built = [_build(kind, {"name": n, **s}, f"{path}.{n}") for n, s in sections.items()]
-    return tuple(sorted(built, key=lambda stage: (stage.seq_len, stage.name)))
+    draft = values.get("draft")
+    if isinstance(draft, Mapping):
+        kind = OneOf(tuple(KINDS)).read("--config.draft.kind", draft.get("kind"))
+        settings = build(KINDS[kind].settings, draft, "--config.draft.")
+        values = {**values, "draft": settings}
+    return build(RunConfig, values, "--config.")

@@ -1,20 +1,21 @@
 """What a training run is, as frozen dataclasses with the range of every number.
 
 Each field is declared here once; :mod:`longspec_jax.recipes` holds the values and the config files
-override them. :func:`train.arguments.from_config` checks types and ranges; rules that concern
-several fields are checked by the dataclasses themselves.
+override them. :func:`longspec_jax.schema.build` checks types and ranges; rules that concern several
+fields are checked by the dataclasses themselves.
 """
 
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
-from longspec_jax.checks import LARGEST_NUMBER, Real, Whole
+from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.schema import build
 
 MOST_BUCKETS = 8
 SMALLEST_VOCABULARY = 259
@@ -22,41 +23,45 @@ SMALLEST_VOCABULARY = 259
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A rule of a field that is no plain range."""
+class _AxisSize(Whole):
+    """A number of devices."""
 
-    allows: Callable[[Any], bool]
-    words: str
+    def refusal(self, value: object) -> str | None:
+        """At least one, or -1."""
+        if super().refusal(value) is None and value != 0:
+            return None
+        return "a number of devices, at least 1, or -1 for the rest"
 
-    def refusal(self, value: Any) -> str | None:
-        """What a value must be instead; None for one that will do."""
-        return None if self.allows(value) else self.words
+
+class _Free:
+    """The type of :data:`FREE`."""
 
 
+FREE = _Free()
+"""Marks a field that may differ between a run and its resume: it changes neither the batches nor
+the mathematics, or what it names counts by its content (:mod:`train.fingerprint`)."""
 AtLeastOne = Annotated[int, Whole(1)]
 ZeroOrMore = Annotated[int, Whole(0)]
-Share = Annotated[float, Real(0, 1, "a number from 0 to 1")]
-BelowOne = Annotated[float, Real(0, 1 - 1e-9, "a number from 0 to below 1")]
-Amount = Annotated[float, Real(0, LARGEST_NUMBER, f"a number from 0 to {LARGEST_NUMBER:g}")]
-Positive = Annotated[
-    float,
-    Real(0, LARGEST_NUMBER, f"a number above 0, at most {LARGEST_NUMBER:g}", includes_least=False),
-]
-AxisSize = Annotated[
-    int,
-    Rule(
-        lambda size: size == -1 or size >= 1, "a number of devices, at least 1, or -1 for the rest"
-    ),
-]
+Share = Annotated[float, Real(0, 1)]
+BelowOne = Annotated[float, Real(0, 1 - 1e-9, "from 0 to below 1")]
+Amount = Annotated[float, Real(0, LARGEST_NUMBER)]
+Positive = Annotated[float, Real(0, LARGEST_NUMBER, includes_least=False)]
+AxisSize = Annotated[int, _AxisSize(-1)]
 LayerNumbers = Annotated[
     str,
-    Rule(
-        lambda text: re.fullmatch(r"([0-9]{1,4}(,[0-9]{1,4})*)?", text) is not None,
+    That(
+        lambda text: (
+            isinstance(text, str) and re.fullmatch(r"([0-9]{1,4}(,[0-9]{1,4})*)?", text) is not None
+        ),
         "numbers of layers with commas between, such as 1,15,28, or empty",
     ),
 ]
 Template = Annotated[
-    str, Rule(lambda text: "{content}" in text, "a template with {content}, and usually {role}")
+    str,
+    That(
+        lambda text: isinstance(text, str) and "{content}" in text,
+        "a template with {content}, and usually {role}",
+    ),
 ]
 
 
@@ -108,12 +113,12 @@ class CorpusConfig:
 class DataConfig:
     """Where rows come from: files, the hub, or a corpus."""
 
-    files: str
+    files: Annotated[str, FREE]
     """Comma-separated paths or patterns of json, jsonl, text or parquet files; instead of
     ``hub``."""
-    hub: str
+    hub: Annotated[str, FREE]
     """A dataset on the Hugging Face hub, ``owner/name``, or one file of it, ``owner/name/file``."""
-    split: str
+    split: Annotated[str, FREE]
     """The split of a whole hub dataset."""
     pack: bool
     """Concatenate documents and cut rows of full length, masks and all; otherwise one truncated
@@ -124,18 +129,18 @@ class DataConfig:
     """Tokens left for the answer when a masked prompt is shortened; packed ones are not."""
     turn: Template
     """How a conversation's turn is written, with ``{role}`` and ``{content}``."""
-    max_bad_rows: ZeroOrMore
+    max_bad_rows: Annotated[ZeroOrMore, FREE]
     """Rows of files or hub that may be skipped because they hold no document; 0 refuses the first
     one."""
     begin_rows: bool = False
     """Begin every packed row with the tokenizer's first token, as prompts begin. Otherwise a row
     begins wherever the one before it was cut, and the model seldom sees that token at position
     0."""
-    corpus: CorpusConfig | None = None
+    corpus: Annotated[CorpusConfig | None, FREE] = None
     buckets: Annotated[int, Whole(1, MOST_BUCKETS, ": each is another program to compile")] = 1
     """Lengths that documents are padded to, if they are not packed: the stage's and its halves. A
     step has rows of one of them, shorter ones as many more."""
-    stream: bool = False
+    stream: Annotated[bool, FREE] = False
     """Read the hub data once, as a stream, straight into tokens on disk, instead of downloading
     them first; of a data set too large for this machine's disk only the tokens are kept."""
 
@@ -208,7 +213,7 @@ class DraftSettings:
 
     kind: str
     """The kind of draft that is trained."""
-    init: str
+    init: Annotated[str, FREE]
     """Folder or hub id of a draft to start from; fresh if empty."""
 
 
@@ -253,7 +258,7 @@ class StageConfig:
     seq_len: Annotated[int, Whole(2)]
     batch: AtLeastOne
     """Rows of one optimiser step, over all devices."""
-    accumulation: ZeroOrMore
+    accumulation: Annotated[ZeroOrMore, FREE]
     """Micro-batches a step is made of; 0: the fewest of at most 16k tokens per device, or one row
     where that is longer."""
     learning_rate: Positive
@@ -295,6 +300,29 @@ class StageConfig:
         return min((limit for limit in limits if limit), default=0)
 
 
+@dataclass(frozen=True)
+class _ByName(Rule):
+    """Stages by name; they run from short to long sequences, as a mapping has no order to keep."""
+
+    def refusal(self, value: object) -> str | None:
+        """Not a mapping of mappings."""
+        if isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values()):
+            return None
+        return "sections of stages by their names"
+
+    def read(self, name: str, value: object, row: int | None = None) -> tuple[StageConfig, ...]:
+        """The stages."""
+        sections = super().read(name, value, row)
+        stages = [
+            build(StageConfig, {"name": stage, **section}, f"{name}.{stage}.")
+            for stage, section in sections.items()
+        ]
+        return tuple(sorted(stages, key=lambda stage: (stage.seq_len, stage.name)))
+
+
+Stages = Annotated[tuple[StageConfig, ...], _ByName()]
+
+
 def check_lengths(
     stages: Iterable[StageConfig], accept_seq_len: int, name: str, most: int, section: str
 ) -> None:
@@ -315,7 +343,7 @@ class PretrainingConfig:
     """A target trained from scratch before its draft: the demo."""
 
     shape: TargetConfig
-    stages: tuple[StageConfig, ...]
+    stages: Stages
 
 
 @dataclass(frozen=True)
@@ -323,42 +351,44 @@ class RunConfig:
     """A whole training run."""
 
     seed: ZeroOrMore
-    target: str
+    target: Annotated[str, FREE]
     """Folder or hub id of the frozen target; empty where pretraining makes one."""
-    revision: str
+    revision: Annotated[str, FREE]
     """Revision of a hub target; the newest if empty."""
-    dtype: str
+    dtype: Annotated[
+        str, OneOf(("bfloat16", "float32"), "; gradients vanish in float16 without a scaled loss")
+    ]
     """Parameters and activations of the step; masters and optimiser are float32."""
-    export: str
+    export: Annotated[str, FREE]
     """Folder for the draft in the released format; ``workdir/draft`` if empty."""
-    title: str
+    title: Annotated[str, FREE]
     """A sentence for the model card."""
-    loss_chunk: ZeroOrMore
+    loss_chunk: Annotated[ZeroOrMore, FREE]
     """Most tokens of a device whose logits exist at once; 0: as many as take a gigabyte."""
-    mlp_chunk: ZeroOrMore
+    mlp_chunk: Annotated[ZeroOrMore, FREE]
     """Most tokens of a device whose MLP activations exist at once; 0: all of up to 16384, 8192 of
     more. The draft's MLP, which has a backward pass, goes in chunks of half as many."""
-    log_every: AtLeastOne
+    log_every: Annotated[AtLeastOne, FREE]
     """Steps from one record of the metrics to the next."""
-    save_every: ZeroOrMore
+    save_every: Annotated[ZeroOrMore, FREE]
     """Steps between checkpoints; 0 saves at the end of a stage and on a signal only."""
-    accept_every: ZeroOrMore
+    accept_every: Annotated[ZeroOrMore, FREE]
     """Steps between measurements of simulated acceptance; 0 for the end of a stage only."""
-    accept_rows: AtLeastOne
+    accept_rows: Annotated[AtLeastOne, FREE]
     """Rows one such measurement reads."""
-    accept_seq_len: ZeroOrMore
+    accept_seq_len: Annotated[ZeroOrMore, FREE]
     """Tokens of those rows; 0 for the stage's own length."""
-    max_to_keep: AtLeastOne
+    max_to_keep: Annotated[AtLeastOne, FREE]
     """Intact checkpoints of a stage that are kept."""
-    mesh: MeshConfig
+    mesh: Annotated[MeshConfig, FREE]
     data: DataConfig
     draft: DraftSettings
     optimizer: OptimizerConfig
-    stages: tuple[StageConfig, ...]
+    stages: Annotated[Stages, FREE]
     """Run from short to long sequences."""
-    pretraining: PretrainingConfig | None = None
-    log: LogConfig = LogConfig()
-    features: FeaturesConfig = FeaturesConfig()
+    pretraining: Annotated[PretrainingConfig | None, FREE] = None
+    log: Annotated[LogConfig, FREE] = LogConfig()
+    features: Annotated[FeaturesConfig, FREE] = FeaturesConfig()
 
     def __post_init__(self) -> None:
         if bool(self.target) == (self.pretraining is not None):
@@ -372,13 +402,6 @@ class RunConfig:
         if (made := self.pretraining) is not None:
             most = "--config.pretraining.shape.max_positions", made.shape.max_positions
             check_lengths(made.stages, self.accept_seq_len, *most, section="pretraining.stages")
-        if self.dtype == "float16":
-            raise ValueError(
-                "dtype='float16' is for decoding: its gradients vanish without a scaled loss; "
-                "train in bfloat16, or in float32 where the device has no bfloat16"
-            )
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"dtype={self.dtype!r} is not supported; choose bfloat16 or float32")
         self._check_sources()
         for stage in self.stages:
             data = stage.data or self.data
@@ -418,6 +441,23 @@ class RunConfig:
                     f"--config.{where}.hub=NAME and leave the others empty"
                 )
 
+    def identity(self, stage: StageConfig, shape: TargetConfig | None = None) -> dict[str, Any]:
+        """What a resumed run of a stage must have in common with the one before it.
+
+        All fields of a draft's stage that are not :data:`FREE`, by their names as they are typed;
+        of a stage that trains a target, those without the draft's, and its ``shape``. The digests
+        of data and models come to them (:func:`train.pipeline.plan_stage`).
+        """
+        values = _counted(self)
+        stages = {stage.name: _counted(stage)}
+        del stages[stage.name]["name"]
+        if shape is not None:
+            del values["draft"]
+            return _typed({**values, "pretraining": {"shape": asdict(shape), "stages": stages}})
+        if self.features.folder and self.features.int8:
+            values["features"] = {"int8": "True"}
+        return _typed({**values, "stages": stages})
+
     def runs_of_stages(self) -> "tuple[RunConfig, ...]":
         """For every stage a run of it alone, with its data in place of the run's."""
         return tuple(
@@ -426,3 +466,25 @@ class RunConfig:
             )
             for stage in self.stages
         )
+
+
+def _counted(section: Any) -> dict[str, Any]:
+    """The fields of a section that are not free, and those of the sections in it."""
+    hints = get_type_hints(type(section), include_extras=True)
+    names = [field.name for field in dataclasses.fields(section)]
+    values = {name: getattr(section, name) for name in names if FREE not in get_args(hints[name])}
+    return {
+        name: _counted(value) if dataclasses.is_dataclass(value) else value
+        for name, value in values.items()
+    }
+
+
+def _typed(values: Mapping[str, Any], prefix: str = "--config.") -> dict[str, Any]:
+    """Fields by their names as they are typed."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_typed(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,13 +1,12 @@
 """What makes a resumed run the same run, and one set of data the same data.
 
 Data and models count by their content, never by where they lie: a copied or moved file is the same
-data, a file that was rewritten under the same name is not. Everything in the configuration counts
-except what changes neither the batches nor the mathematics: where things lie, how often something
-is written, and how the work is split over devices, so that a run may be resumed on other ones. A
+data, a file that was rewritten under the same name is not. Of the configuration counts
+:meth:`train.config.RunConfig.identity`: everything but where things lie, how often something is
+written, and how the work is split over devices, so that a run may be resumed on other ones. A
 resume of another run is refused, with the names of what differs.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -15,40 +14,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.gguf.file import parts_of
 from longspec_jax.weights.hub import local_model
-
-from .config import RunConfig, StageConfig
 
 Fingerprint = dict[str, Any]
 """A value that JSON can hold for every name; two runs are the same if all are equal."""
 
-_NOT_COUNTED = (
-    "target", "revision", "export", "title", "loss_chunk", "mlp_chunk",
-    "log_every", "save_every",
-    "accept_every", "accept_rows", "accept_seq_len", "max_to_keep", "mesh", "stages", "pretraining",
-    "log", "features",
-)  # fmt: skip
-"""Fields of a run that do not count, or count through the stage, the rows and the models."""
-_NOT_COUNTED_IN = {
-    "data": ("files", "hub", "split", "stream", "corpus", "max_bad_rows"), "draft": ("init",),
-}  # fmt: skip
-"""Fields of its sections; most of them name places whose content counts."""
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.pth")
-
-
-def draft_settings(config: RunConfig, stage: StageConfig) -> Fingerprint:
-    """Settings of a draft's stage that count, by dotted names as they are typed."""
-    return _typed(_settings(config, stage))
-
-
-def target_settings(config: RunConfig, shape: TargetConfig, stage: StageConfig) -> Fingerprint:
-    """Settings that count of a stage that trains a target of this shape."""
-    kept = _settings(config, stage)
-    del kept["draft"]
-    stages = kept.pop("stages")
-    return _typed({**kept, "pretraining": {"shape": dataclasses.asdict(shape), "stages": stages}})
 
 
 def model_digest(source: str | Path, revision: str | None = None) -> str:
@@ -80,28 +52,6 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     names = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
     shown = {name: (now.get(name, "absent"), saved.get(name, "absent")) for name in names}
     return ", ".join(f"{name}={value} (was {before})" for name, (value, before) in shown.items())
-
-
-def _settings(config: RunConfig, stage: StageConfig) -> dict[str, Any]:
-    """All fields that count, the stage's own under its name."""
-    values = dataclasses.asdict(config)
-    kept = {name: value for name, value in values.items() if name not in _NOT_COUNTED}
-    for section, names in _NOT_COUNTED_IN.items():
-        kept[section] = {key: kept[section][key] for key in kept[section] if key not in names}
-    fields = dataclasses.asdict(stage)
-    del fields["accumulation"]  # Rows draw by themselves: micro-batches of any size are the same.
-    return {**kept, "stages": {fields.pop("name"): fields}}
-
-
-def _typed(values: Mapping[str, Any], prefix: str = "--config.") -> Fingerprint:
-    """Fields by their names as they are typed."""
-    flat: Fingerprint = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_typed(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 # Digests of files.

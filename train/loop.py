@@ -5,13 +5,14 @@ fetching the metrics of a step only after the next one is on its way. Before a s
 it waits for the step's own, so that nothing is saved of a training whose values are not finite.
 """
 
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,14 @@ from .config import RunConfig, StageConfig
 from .data.batches import Batches, prefetch
 from .fingerprint import Fingerprint, check_same_run
 from .metrics import Metrics
-from .report import Clock, Report, not_finite
 from .step import ROWS, Batch, Objective, Step, TrainState, learning_rate
 
 FIRST_SECONDS = 1.0
 """What the first step of a stage is taken to last, where the clock says how far the stage is."""
+_DENSE_PEAKS = {"H100": 990e12, "H200": 990e12, "A100": 312e12}
+"""Operations a second in 16 bits, without sparsity, as the vendor states them."""
+_SLOWER = ("PCIe", "NVL")
+"""Boards of the same names with other clocks, except A100."""
 TRY_AGAIN = 75
 """Exit status after SIGTERM, EX_TEMPFAIL of sysexits.h: schedulers may queue the job again."""
 
@@ -94,25 +98,63 @@ def run_stage(
       FloatingPointError: if loss, gradient, parameters or a measurement are not finite.
       ValueError: if the checkpoint is of another run, or none is intact.
     """
-    clock, step, name = Clock(), 0, stage.config.name
+    name, step, elapsed = stage.config.name, 0, 0.0
+
+    # Go on behind the newest intact checkpoint, and forget what was recorded after it.
     saved = checkpoints.find()
     if saved is not None:
         check_same_run(saved.meta["run"], stage.fingerprint, saved.folder)
         state = checkpoints.restore(saved, state)
         if saved.meta["done"]:
             return state
-        step, clock.elapsed = saved.meta["step"], saved.meta["elapsed"]
+        step, elapsed = saved.meta["step"], saved.meta["elapsed"]
     metrics.rewind(name, saved.meta["records"] if saved else 0)
-    keeper = _Keeper(stage, mesh, checkpoints, metrics, clock)
-    report = Report(name, run.log_every, metrics, clock, keeper.diverged)
+
+    def diverged(step: int, what: str) -> FloatingPointError:
+        """The error that ends a run whose values are not finite."""
+        kept = checkpoints.newest
+        return FloatingPointError(
+            f"stage {name} has diverged: {what} at step {step}; "
+            f"{f'the last finite checkpoint is {kept}' if kept else 'no checkpoint was saved yet'}"
+            "; begin anew with a lower learning_rate of the stage, or a lower "
+            "--config.optimizer.clip"
+        )
+
+    meter = Meter(name, run.log_every, metrics, diverged, elapsed)
+
+    def measure(step: int, state: TrainState) -> None:
+        """Record what the objective measures on the held-out rows."""
+        try:
+            with use_mesh(mesh.abstract_mesh):
+                values = stage.objective.measure(state.params, stage.frozen, stage.held_out)
+        except FloatingPointError as error:
+            raise diverged(step, str(error)) from error
+        if bad := not_finite(values):
+            raise diverged(step, bad)
+        metrics.write(name, step, {**values, "elapsed": meter.elapsed})
+
+    def save(step: int, state: TrainState, *, done: bool) -> None:
+        """Save a state whose steps have been checked; itself, it is checked here."""
+        if not _all_finite(state):
+            raise diverged(step, "parameters or optimiser state that are not finite")
+        meta = {
+            "step": step,
+            "elapsed": meter.elapsed,
+            "done": done,
+            "records": metrics.count(name),
+            "run": stage.fingerprint,
+        }
+        checkpoints.save(step, state, meta)
+
+    # Steps, one ahead of the device, until steps, epochs or time are up or a signal comes.
     metrics.start(name, step, stage.steps)
     ahead = prefetch(stage.batches, step, NamedSharding(mesh, ROWS))
     with stop_signals() as stop, closing(ahead) as batches:
-        clock.skip()
+        meter.skip()
         compiled = set()
-        while not (stopped := stop(step)) and stage.progress(step, clock.elapsed) < 1:
+        while not (stopped := stop(step)) and stage.progress(step, meter.elapsed) < 1:
             rate = learning_rate(
-                stage.progress_with(step, clock.elapsed),
+                stage.progress_with(step, meter.elapsed),
                 stage.config.learning_rate,
                 warmup=run.optimizer.warmup,
                 floor=run.optimizer.floor,
@@ -121,82 +163,158 @@ def run_stage(
             batch, real = next(batches)
             waited = time.monotonic() - started
             shape = batch.tokens.shape
-            padded = 1 - real / batch.tokens.size
             compiles = shape not in compiled
             if compiles:  # The step before must not be timed with it.
-                report.flush()
+                meter.flush()
             state, values = stage.step(state, stage.frozen, batch, np.float32(rate))
+            padded = 1 - real / batch.tokens.size
             more = {"lr": rate, "data_wait": waited, "padding": padded, "row_tokens": shape[-1]}
             peak = stage.peak_tokens_per_second(shape[-1])
-            report.add(step, {**values, **more}, real, peak)
+            meter.add(step, {**values, **more}, real, peak)
             step += 1
             if compiles:  # Compilation is not training time.
                 compiled.add(shape)
                 jax.block_until_ready(values)
-                report.skip()
+                meter.skip()
             measures, saves = _is_turn(step, run.accept_every), _is_turn(step, run.save_every)
             if measures or saves:
-                report.flush()
-                if stage.progress(step, clock.elapsed) < 1:  # Its end does both, below.
+                meter.flush()
+                if stage.progress(step, meter.elapsed) < 1:  # Its end does both, below.
                     if measures:
-                        keeper.measure(step, state)
+                        measure(step, state)
                     if saves:
-                        keeper.save(step, state, done=False)
-                report.skip()
-        report.flush()
+                        save(step, state, done=False)
+                meter.skip()
+        meter.flush()
         if stopped:
-            keeper.save(step, state, done=False)
+            save(step, state, done=False)
             raise Interrupted(f"stopped at step {step} of stage {name}", stopped)
-    keeper.measure(step, state)
+
+    # The end.
+    measure(step, state)
     metrics.finish()
-    keeper.save(step, state, done=True)
+    save(step, state, done=True)
     return state
 
 
-@dataclass(frozen=True)
-class _Keeper:
-    """Measures and saves a stage, and ends it if its values are not finite."""
+class _Timed(NamedTuple):
+    """A step, and what its speed is reckoned from."""
 
-    stage: Stage
-    mesh: Mesh
-    checkpoints: Checkpoints
-    metrics: Metrics
-    clock: Clock
+    seconds: float
+    tokens: int
+    peak: float | None
 
-    def measure(self, step: int, state: TrainState) -> None:
-        """Record what the objective measures on the held-out rows."""
-        stage = self.stage
-        try:
-            with use_mesh(self.mesh.abstract_mesh):
-                values = stage.objective.measure(state.params, stage.frozen, stage.held_out)
-        except FloatingPointError as error:
-            raise self.diverged(step, str(error)) from error
-        if bad := not_finite(values):
-            raise self.diverged(step, bad)
-        self.metrics.write(stage.config.name, step, {**values, "elapsed": self.clock.elapsed})
 
-    def save(self, step: int, state: TrainState, *, done: bool) -> None:
-        """Save a state whose steps have been checked; itself, it is checked here."""
-        if not _all_finite(state):
-            raise self.diverged(step, "parameters or optimiser state that are not finite")
-        meta = {
-            "step": step,
-            "elapsed": self.clock.elapsed,
-            "done": done,
-            "records": self.metrics.count(self.stage.config.name),
-            "run": self.stage.fingerprint,
-        }
-        self.checkpoints.save(step, state, meta)
+class Meter:
+    """Seconds and metrics of a stage's steps; metrics are fetched one step late.
 
-    def diverged(self, step: int, what: str) -> FloatingPointError:
-        """The error that ends a run whose values are not finite."""
-        kept = self.checkpoints.newest
-        return FloatingPointError(
-            f"stage {self.stage.config.name} has diverged: {what} at step {step}; "
-            f"{f'the last finite checkpoint is {kept}' if kept else 'no checkpoint was saved yet'}"
-            "; begin anew with a lower learning_rate of the stage, or a lower "
-            "--config.optimizer.clip"
-        )
+    Every step is checked for values that are not finite. Speeds are means over the timed steps
+    since the last record.
+
+    Attributes:
+      elapsed: seconds of training in this stage; compilation, measurements and saves do not count.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        every: int,
+        metrics: Metrics,
+        diverged: Callable[[int, str], Exception],
+        elapsed: float = 0.0,
+    ):
+        """Bind a log.
+
+        Args:
+          stage: the name of its records.
+          every: steps from one record to the next.
+          metrics: takes the records.
+          diverged: makes the error that ends the run, of a step and what is wrong with it.
+          elapsed: seconds of the stage in earlier calls.
+        """
+        self._stage, self._every, self._metrics, self._diverged = stage, every, metrics, diverged
+        self.elapsed = elapsed
+        self._since = time.monotonic()
+        self._pending: tuple[int, dict[str, Any], int, float | None] | None = None
+        self._skipped = False
+        self._timed: list[_Timed] = []
+
+    def add(
+        self, step: int, values: Mapping[str, Any], real_tokens: int, peak: float | None = None
+    ) -> None:
+        """Take a step's metrics, and write those of the step before.
+
+        ``real_tokens`` are without padding, and ``peak`` tokens a second would fully use the
+        devices.
+        """
+        self.flush()
+        self._pending, self._skipped = (step, dict(values), real_tokens, peak), False
+
+    def skip(self) -> None:
+        """Do not count the time until now; a pending step, part of it, has no speed."""
+        self._since, self._skipped = time.monotonic(), True
+
+    def flush(self) -> None:
+        """Wait for the pending step, check it, and write its metrics if it is its turn.
+
+        Raises:
+          FloatingPointError: if loss or gradient are not finite, after they are recorded.
+        """
+        if self._pending is None:
+            return
+        (step, on_device, tokens, peak), self._pending = self._pending, None
+        values = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        self.elapsed += seconds
+        self._metrics.advance()
+        if not self._skipped:
+            self._timed.append(_Timed(seconds, tokens, peak))
+        wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
+        if wrong or step % self._every == 0:
+            more = {**_speed(self._timed), **_memory(), "elapsed": self.elapsed}
+            self._timed.clear()
+            self._metrics.write(self._stage, step, {**values, **more})
+        if wrong:
+            raise self._diverged(step, wrong)
+
+
+def _speed(steps: Sequence[_Timed]) -> dict[str, float]:
+    """The mean speed of some steps; nothing if there are none."""
+    if not steps:
+        return {}
+    total, tokens = sum(step.seconds for step in steps), sum(step.tokens for step in steps)
+    seconds = max(total, 1e-9)
+    speed = {"step_time": total / len(steps), "tokens_per_second": tokens / seconds}
+    if all(step.peak for step in steps):
+        needed = sum(step.tokens / step.peak for step in steps if step.peak)
+        speed["flops_utilization"] = needed / seconds
+    return speed
+
+
+def _memory() -> dict[str, float]:
+    """Most bytes that were in use on any of this process's devices, where they report it."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    return {"peak_bytes": max(peaks)} if peaks else {}
+
+
+def peak_tokens_per_second(
+    flops_per_token: float, dtype: str, devices: Sequence[Any]
+) -> float | None:
+    """Tokens a second that devices at their peak would train on; None if the peak is unknown."""
+    kind = devices[0].device_kind
+    for name, peak in _DENSE_PEAKS.items():
+        slower = name != "A100" and any(word in kind for word in _SLOWER)
+        if name in kind and not slower and dtype != "float32":
+            return len(devices) * peak / flops_per_token
+    return None
+
+
+def not_finite(values: Mapping[str, float]) -> str:
+    """Names and values of what is not a finite number; empty if all are."""
+    wrong = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
+    return " and ".join(wrong)
 
 
 def _is_turn(step: int, every: int) -> bool:

@@ -34,12 +34,11 @@ from .data.tokens import load_tokenizer
 from .drafts.base import Begun, DraftTrainer, Given
 from .drafts.kinds import KINDS
 from .features import Features, open_features
-from .fingerprint import Fingerprint, check_same_run, draft_settings, model_digest, target_settings
-from .loop import Stage, run_stage
+from .fingerprint import Fingerprint, check_same_run, model_digest
+from .loop import Stage, peak_tokens_per_second, run_stage
 from .losses import tokens_at_once
 from .metrics import Metrics, open_writers
 from .processes import by_first, gathered
-from .report import peak_tokens_per_second
 from .step import (
     Batch,
     Objective,
@@ -163,9 +162,9 @@ class PlannedStage(NamedTuple):
 
 
 def plan_stage(
-    run: TrainingRun, stage: StageConfig, kind: str, vocab_size: int, settings: Fingerprint
+    run: TrainingRun, stage: StageConfig, kind: str, vocab_size: int, identity: Fingerprint
 ) -> PlannedStage:
-    """Read the data of a stage from end to end."""
+    """Read the data of a stage from end to end; their digest completes the stage's identity."""
     source = Source(run.config, run.workdir, run.target_source, vocab_size, run.data_section)
     rows, held_out = source.split(stage, run.mesh)
     if len(rows) < stage.batch:
@@ -175,7 +174,7 @@ def plan_stage(
             f"--config.{stages}.{stage.name}.batch to at most {len(rows)}, or give more data"
         )
     data = {"data and tokenizer": source.fingerprint(), "rows to train on": len(rows)}
-    return PlannedStage(run, stage, f"{kind}_{stage.name}", rows, held_out, {**settings, **data})
+    return PlannedStage(run, stage, f"{kind}_{stage.name}", rows, held_out, {**identity, **data})
 
 
 def settle(run: TrainingRun, plans: Sequence[PlannedStage]) -> None:
@@ -208,8 +207,8 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
     plans = []
     for stage in config.stages:
         stage = with_micro_batches(stage, run.mesh)
-        settings = target_settings(run.config, shape, stage)
-        plans.append(plan_stage(run, stage, "target", shape.vocab_size, settings))
+        identity = run.config.identity(stage, shape)
+        plans.append(plan_stage(run, stage, "target", shape.vocab_size, identity))
     settle(run, plans)
     objective = TargetObjective(shape, run.config.loss_chunk or tokens_at_once(shape.vocab_size))
     params = None
@@ -251,8 +250,8 @@ def plan_draft(run: TrainingRun) -> list[PlannedStage]:
     plans = []
     for part in _stage_by_stage(run):
         [stage] = part.config.stages
-        settings = {**draft_settings(part.config, stage), **models}
-        plans.append(plan_stage(part, stage, "draft", target.vocab_size, settings))
+        identity = {**part.config.identity(stage), **models}
+        plans.append(plan_stage(part, stage, "draft", target.vocab_size, identity))
     return plans
 
 
@@ -371,8 +370,6 @@ def _models(run: TrainingRun) -> Fingerprint:
     models = {"the target": model_digest(run.target_source, config.revision or None)}
     if config.draft.init:
         models["the draft it starts from"] = model_digest(config.draft.init)
-    if config.features.folder and config.features.int8:
-        models["--config.features.int8"] = "True"
     return models
 
 

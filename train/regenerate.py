@@ -23,7 +23,8 @@ import sys
 from collections.abc import Sequence
 
 from longspec_jax import cli
-from longspec_jax.checks import SAMPLING, Whole
+from longspec_jax.checks import Whole
+from longspec_jax.config.sampling import rule
 
 from .config import add_documents
 
@@ -91,7 +92,7 @@ def parser() -> cli.Parser:
         "seed": (0, "of the run; the seed of each answer is derived from it"),
     }
     for name, (value, text) in options.items():
-        add(f"--{name}", type=cli.number(SAMPLING[name]), default=value, help=text)
+        add(f"--{name}", type=cli.number(rule(name)), default=value, help=text)
     return result
 
 

@@ -20,8 +20,9 @@ from jaxtyping import Int
 
 from longspec_jax import cli
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec.checkpoint import draft_config
-from longspec_jax.drafters.vocabulary import most_frequent, save_draft_vocabulary
+from longspec_jax.drafters.checkpoints.longspec import draft_config
+from longspec_jax.drafters.checkpoints.vocabulary import save_draft_vocabulary
+from longspec_jax.drafters.vocabulary import most_frequent
 from longspec_jax.extras import missing_packages
 from longspec_jax.files import expanded
 from longspec_jax.weights.hf import load_stop_tokens

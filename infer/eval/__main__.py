@@ -23,12 +23,12 @@ def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None 
 
 def _run(typed: Sequence[str], end: Callable[[int], object] | None) -> int:
     """Read and check the arguments, before anything slow, and do what they say."""
-    from . import arguments as arguments_lib
+    from .arguments import config_of
 
-    arguments = arguments_lib.settled(arguments_lib.parser().parse_args(typed))
-    from .command import Evaluation
+    config = config_of(typed)
+    from .run import Evaluation
 
-    evaluation = Evaluation(arguments, typed)
+    evaluation = Evaluation(config)
     try:
         cli.run_in_thread(evaluation.work)
         return cli.OK

@@ -1,16 +1,22 @@
 """How a method decodes a group of prompts, and what its rounds looked like."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from longspec_jax import GenerateResult, LongSpec, TreeConfig
+from longspec_jax.cli import as_options
+from longspec_jax.config.tree import PLAIN
 from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.endpoint import Endpoint, RemoteResult
 from longspec_jax.generation.inspection import RoundView
 from longspec_jax.generation.text import Detokenizer
 
-from .records import Breakdown, RoundTree, Setting, Stop
+from .config import EvalConfig
+from .methods import JOINED, SERVED, by_kind, with_drafts
+from .records import PLAIN_METHOD, Breakdown, RoundTree, Setting, Stop
 
 Options = Mapping[str, Any]
 """Of ``LongSpec.generate``, for all rows of a call."""
@@ -32,8 +38,13 @@ class Decoder:
         self, prompts: Sequence[list[int]], options: Options, on_activity: OnActivity
     ) -> GenerateResult | RemoteResult:
         """Decode the rows of a group as one call."""
-        chosen = {"tree": self.tree, "adaptive": self.adaptive, "on_activity": on_activity}
-        return self.spec.generate([*prompts], **chosen, **options)
+        return self.spec.generate(
+            [*prompts],
+            tree=self.tree,
+            adaptive=self.adaptive,
+            on_activity=on_activity,
+            **options,
+        )
 
     def breakdown(
         self, prompts: Sequence[list[int]], options: Options, rounds: int
@@ -64,26 +75,6 @@ def text_by_token(tokenizer: Any, prompt: list[int], tokens: Sequence[int]) -> t
     return (*pieces[:-1], pieces[-1] + text.flush())
 
 
-def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens of every target pass, and the draft tokens among them.
-
-    A pass ends with the token that no draft proposed. The last pass may have been cut before that
-    token; all of its tokens are then the draft's.
-    """
-    emitted, accepted = [], []
-    count = 0
-    for draft in drafted[1:]:
-        count += 1
-        if not draft:
-            emitted.append(count)
-            accepted.append(count - 1)
-            count = 0
-    if count:
-        emitted.append(count)
-        accepted.append(count)
-    return tuple(emitted), tuple(accepted)
-
-
 def round_trees(
     views: Iterable[RoundView], tokenizer: Any, emitted: Sequence[int]
 ) -> tuple[RoundTree, ...]:
@@ -111,3 +102,43 @@ def _round_tree(view: RoundView, tokenizer: Any, emitted: int) -> RoundTree:
         path=path,
         stop="ended" if emitted < len(tree.path) else stop,
     )
+
+
+def ready_decoders(config: EvalConfig, spec: LongSpec) -> list[Decoder]:
+    """The methods of a run, ready to decode.
+
+    Args:
+      config: of the run.
+      spec: with all its drafts.
+
+    Raises:
+      ValueError: for a method without its draft, or two drafts of one kind.
+    """
+    # Lookup that joined them by itself is behind those that were named.
+    own_drafts = spec.drafts[: len(config.drafts)]
+    names = dict(zip(by_kind(own_drafts), config.drafts, strict=True))
+    names[JOINED] = "+".join(each.name for each in spec.drafts)
+    found: list[Decoder] = []
+    for chosen, draft in with_drafts(config.method, own_drafts):
+        method = chosen.method
+        tree = chosen.tree(draft, jax.default_backend() == "cpu")
+        has_options = draft is not None and (draft.own_params or len(own_drafts) == 1)
+        setting = Setting(
+            None if method.kind is None else names[method.kind],
+            None if tree is None or not tree.num_levels else str(tree),
+            None if tree is None else tree.num_nodes,
+            as_options(config.models.draft_option) if has_options else {},
+        )
+        own = replace(spec, draft=draft)
+        if method.attention is not None:
+            # Attention that reads every slot of a cache gets no more slots than it needs.
+            own = replace(own, attention=method.attention, expected_tokens=0)
+        found.append(Decoder(chosen.name, setting, own, tree, method.adaptive))
+    return found
+
+
+def remote_decoders(server: Endpoint) -> list[Decoder]:
+    """The methods of an :class:`Endpoint`: without its draft, and with it."""
+    setting = Setting(None, None, None, {})
+    trees = {PLAIN_METHOD: PLAIN, SERVED: None}
+    return [Decoder(name, setting, server, tree, False) for name, tree in trees.items()]

@@ -152,7 +152,7 @@ def by_kind(drafts: "Sequence[Draft]") -> "dict[str, Draft]":
     Raises:
       ValueError: for two of one kind: a method names a kind.
     """
-    from longspec_jax.drafters.retrieval.draft import RetrievalDraft
+    from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft
 
     found: dict[str, Draft] = {}
     for draft in drafts:

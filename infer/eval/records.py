@@ -1,27 +1,73 @@
-"""What an evaluation keeps of every sample: raw counts, from which every figure is derived.
+"""What an evaluation keeps: raw counts, from which every figure is derived, in a folder.
 
 One definition holds throughout. The acceptance length is the tokens that decode rounds emit / the
 target's forward passes, the bonus included, the prefill and its first token excluded. Tokens per
 second are the same tokens / the seconds of the rounds.
+
+A folder has a header, a line of results per sample, the skipped samples and a summary. Lines are
+appended as samples end, so a killed run continues behind its last whole line. A line that was cut
+short in writing is removed before the next one is added.
 """
 
 import dataclasses
+import json
 import math
-import types
-import typing
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from longspec_jax import files
+from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole
+from longspec_jax.schema import Section, build
 
 SCHEMA = 1
 """Version of the files; raised when an older reader would misread newer ones."""
 PLAIN_METHOD = "plain"
 """The method that all others are compared with."""
-MEASURED = "_s", "_tokens", "_passes"
-"""How the names of fields end that hold seconds or counts."""
+HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
+SUMMARY = "summary.json"
+COMPARED = "target dtype protocol tasks temperatures seeds batch".split()
+"""Fields of the header that a continued run must share, beside methods and options."""
 
 End = Literal["eos", "length"]
 Stop = Literal["not proposed", "nothing below", "ended"]
+
+
+class _Wholes(Rule):
+    """Whole numbers; thousands in every record, so that their types are looked at together."""
+
+    def refusal(self, value: Any) -> str | None:
+        """Anything else than a list of them."""
+        good = isinstance(value, list | tuple) and {*map(type, value)} <= {int}
+        return None if good else "a list of whole numbers"
+
+    def plain(self, value: Any) -> tuple[int, ...]:
+        """A tuple of them."""
+        return tuple(value)
+
+
+class _Settings(Rule):
+    """Settings by the names of methods."""
+
+    def refusal(self, value: Any) -> str | None:
+        """Anything else than an object."""
+        return None if isinstance(value, Mapping) else "an object of settings"
+
+    def read(self, name: str, value: Any, row: int | None = None) -> Any:
+        """The settings."""
+        found = super().read(name, value, row)
+        return {key: Section(Setting).read(f"{name}.{key}", each) for key, each in found.items()}
+
+
+Wholes = Annotated[tuple[int, ...], _Wholes()]
+Seed = Annotated[int, Whole(0, 2**32 - 1)]
+Free = Annotated[
+    Mapping[str, Any], That(lambda value: isinstance(value, Mapping), "an object of named values")
+]
+"""Whatever a version, a drafter or a device has to say."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +78,7 @@ class Key:
     sample: str
     method: str
     temperature: float
-    seed: int
+    seed: Seed
 
 
 @dataclass(frozen=True)
@@ -45,7 +91,7 @@ class Setting:
     """As ``--tree`` takes it; None without a tree, or where the run chose among several."""
     nodes: int | None
     """Verified nodes of a round, the root included; None where rounds differ."""
-    options: Mapping[str, Any]
+    options: Free
     """Of the drafter's kind."""
 
 
@@ -70,7 +116,7 @@ class Divergence:
 
     index: int
     """Among the emitted tokens."""
-    gap: float | None
+    gap: Annotated[float | None, Real(-LARGEST_NUMBER, LARGEST_NUMBER)]
     """How much plain decoding's own scores prefer its token, noise and temperature included: the
     distance of the draw from a tie. None if one of the two texts had ended, or it is unknown."""
 
@@ -81,16 +127,16 @@ class RoundTree:
 
     position: int
     """Of the root, among all tokens of prompt and text."""
-    tokens: tuple[int, ...]
+    tokens: Wholes
     texts: tuple[str, ...]
-    parents: tuple[int, ...]
+    parents: Wholes
     """Index of every node's parent; -1 for the root."""
-    drawn: tuple[int, ...]
+    drawn: Wholes
     """What the target drew behind every node."""
     drawn_texts: tuple[str, ...]
-    path: tuple[int, ...]
+    path: Wholes
     """The accepted nodes, the root first; the draw behind the last is the round's last token."""
-    stop: Stop
+    stop: Annotated[Stop, OneOf(get_args(Stop))]
     """Why the path ended: the target's draw was not among the children, there were no children, or
     the text ended."""
 
@@ -104,7 +150,7 @@ class SampleRecord:
     method: str
     """Such as ``plain`` or ``longspec-tree``."""
     temperature: float
-    seed: int
+    seed: Seed
     setting: Setting
     call: str
     """Names the call that decoded the sample: rows of one call share its seconds."""
@@ -118,9 +164,9 @@ class SampleRecord:
     """Emitted tokens, a stop token included; the first comes from the prefill."""
     target_passes: int
     """Forward passes of the decode phase."""
-    emitted_by_round: tuple[int, ...]
+    emitted_by_round: Wholes
     """Tokens of every target pass, the bonus included. Their sum is ``new_tokens - 1``."""
-    accepted_by_round: tuple[int, ...]
+    accepted_by_round: Wholes
     """Draft tokens among them: one less, except in a last round that ended inside the draft."""
     prefill_s: float
     """Of the whole call, without compilation."""
@@ -130,14 +176,14 @@ class SampleRecord:
     """Spent on programs that earlier calls had not compiled."""
     breakdown: Breakdown | None
     """None unless ``--breakdown`` was given."""
-    tokens: tuple[int, ...]
+    tokens: Wholes
     text: str
     references: tuple[str, ...]
     """What counts as an answer; empty where the task has none."""
     identical_to_plain: bool | None
     """None for plain decoding, and if plain decoding did not run."""
     divergence: Divergence | None
-    ended: End
+    ended: Annotated[End, OneOf(get_args(End))]
     pieces: tuple[str, ...] | None = None
     """The text by token, for samples whose rounds are kept."""
     rounds: tuple[RoundTree, ...] | None = None
@@ -177,7 +223,7 @@ class Header:
     """Where, with what and how a run was made."""
 
     schema: int
-    provenance: Mapping[str, Any]
+    provenance: Free
     """Of the run's beginning: device, versions, commit, date."""
     command: str
     """As it was typed first."""
@@ -185,16 +231,16 @@ class Header:
     dtype: str
     protocol: str
     tasks: tuple[str, ...]
-    methods: Mapping[str, Setting]
+    methods: Annotated[Mapping[str, Setting], _Settings()]
     """By name, in the order they run."""
     temperatures: tuple[float, ...]
-    seeds: tuple[int, ...]
+    seeds: Wholes
     batch: int
-    options: Mapping[str, Any]
+    options: Free
     """All other options that a continued run must share."""
-    definitions: Mapping[str, str]
+    definitions: Free
     """Of the figures, by their names."""
-    continued: tuple[Mapping[str, Any], ...] = ()
+    continued: tuple[Free, ...] = ()
     """Provenance of every later start."""
 
 
@@ -286,54 +332,165 @@ def figures_in_words(records: Sequence[SampleRecord]) -> list[str]:
     return found
 
 
-def from_json(kind: type[Any], value: Any, where: str) -> Any:
-    """A record from its JSON values.
+def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens of every target pass, and the draft tokens among them.
+
+    A pass ends with the token that no draft proposed. The last pass may have been cut before that
+    token; all of its tokens are then the draft's.
+
+    Args:
+      drafted: of every token of a text whether a draft proposed it; the first is the prefill's.
+    """
+    emitted, accepted = [], []
+    count = 0
+    for draft in drafted[1:]:
+        count += 1
+        if not draft:
+            emitted.append(count)
+            accepted.append(count - 1)
+            count = 0
+    if count:
+        emitted.append(count)
+        accepted.append(count)
+    return tuple(emitted), tuple(accepted)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a folder holds."""
+
+    name: str
+    """Of the folder, or what tells it from others."""
+    header: Header
+    samples: tuple[SampleRecord, ...]
+    skipped: tuple[SkippedSample, ...]
+    torn: int
+    """Bytes of a last line that was cut short; it is not counted."""
+
+
+def read(folder: Path) -> Run:
+    """Everything a run has written.
 
     Raises:
-      ValueError: if a field is missing, unknown or of another type, or a measure is negative.
+      FileNotFoundError: if this is no folder of a run.
+      ValueError: for a line that is no record, naming the file, the line and the remedy.
     """
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: {kind.__name__} must be an object")
-    hints = typing.get_type_hints(kind)
-    required = {
-        field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING
-    }
-    missing, unknown = sorted(required - set(value)), sorted(set(value) - set(hints))
-    if missing or unknown:
-        words = [f"lacks {', '.join(missing)}"] if missing else []
-        words += [f"has unknown {', '.join(unknown)}"] if unknown else []
-        raise ValueError(f"{where}: {kind.__name__} {' and '.join(words)}")
-    fields = {name: _typed(hints[name], item, f"{where}: {name}") for name, item in value.items()}
-    for name, item in fields.items():
-        if name.endswith(MEASURED) and not item >= 0:  # NaN is not, either.
-            raise ValueError(f"{where}: {name}: {item} must be 0 or more")
-    return kind(**fields)
+    header = read_header(folder)
+    samples, torn = _lines(folder / SAMPLES, SampleRecord)
+    skipped, _ = _lines(folder / SKIPPED, SkippedSample)
+    for key, number in Counter(record.key for record in samples).items():
+        if number > 1:
+            raise ValueError(
+                f"{folder / SAMPLES} holds {key} twice, so its figures would count it twice; "
+                "remove one of the two lines"
+            )
+    return Run(folder.resolve().name, header, tuple(samples), tuple(skipped), torn)
 
 
-def _typed(hint: Any, value: Any, where: str) -> Any:
-    """A value of the annotated type, tuples and records built from lists and objects."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin is types.UnionType:
-        if value is None and types.NoneType in parts:
-            return None
-        [hint] = [part for part in parts if part is not types.NoneType]
-        return _typed(hint, value, where)
-    if origin is Literal:
-        if value not in parts:
-            raise ValueError(f"{where}: {value!r} is none of {', '.join(map(repr, parts))}")
-        return value
-    if origin is tuple and isinstance(value, Sequence) and not isinstance(value, str):
-        if parts[0] is int and {*map(type, value)} <= {int}:  # Thousands in every record.
-            return tuple(value)
-        return tuple(_typed(parts[0], item, where) for item in value)
-    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
-        return {key: _typed(parts[1], item, where) for key, item in value.items()}
-    if dataclasses.is_dataclass(hint):
-        return from_json(typing.cast(type[Any], hint), value, where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if origin is None and isinstance(value, hint) and (hint is not int or value is not True):
-        return value
-    raise ValueError(f"{where}: {value!r} has the wrong type")
+def read_header(folder: Path) -> Header:
+    """The header of a run."""
+    path = folder / HEADER
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no {HEADER}; name the folder of an evaluation run")
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not JSON ({error}); start the run again in another folder"
+        ) from None
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(
+            f"{path} is of schema {schema} and this version reads {SCHEMA}; repeat the run, or "
+            "read it with the version of its commit"
+        )
+    return build(Header, value, f"{path}: ")
+
+
+def write_header(folder: Path, header: Header) -> None:
+    """Write a header, whole or not at all."""
+    text = json.dumps(dataclasses.asdict(header), indent=1, ensure_ascii=False) + "\n"
+    files.replace(folder / HEADER, text.encode())
+
+
+def write_summary(folder: Path, records: Sequence[SampleRecord]) -> None:
+    """Write a row per task, method and temperature, under the header of the run."""
+    values = {"header": dataclasses.asdict(read_header(folder)), "rows": summary_rows(records)}
+    files.replace(folder / SUMMARY, (json.dumps(values, indent=1) + "\n").encode())
+
+
+def differences(one: Header, other: Header) -> list[str]:
+    """The options that differ, so that the second run cannot continue the first, in words."""
+    left, right = (_compared(header) for header in (one, other))
+    return [
+        f"{name}: {left.get(name)} there, {right.get(name)} now"
+        for name in dict.fromkeys([*left, *right])
+        if left.get(name) != right.get(name)
+    ]
+
+
+def _compared(header: Header) -> dict[str, Any]:
+    """What a continued run must share with it, as JSON values."""
+    values = json.loads(json.dumps(dataclasses.asdict(header)))
+    methods = {f"method {name}": setting for name, setting in values["methods"].items()}
+    return {**{name: values[name] for name in COMPARED}, **methods, **values["options"]}
+
+
+class Writer:
+    """Adds whole lines to a run's files, each on the disk before the next."""
+
+    def __init__(self, folder: Path):
+        """Open the files of a folder, and remove a last line that was cut short.
+
+        Args:
+          folder: of the run; it exists.
+        """
+        self._paths = {SampleRecord: folder / SAMPLES, SkippedSample: folder / SKIPPED}
+        for path in self._paths.values():
+            _remove_torn_line(path)
+
+    def add(self, records: Iterable[SampleRecord] | Iterable[SkippedSample]) -> None:
+        """Add the records of one call, all of them or none."""
+        lines: dict[Path, list[str]] = {}
+        for record in records:
+            text = json.dumps(dataclasses.asdict(record), ensure_ascii=False, allow_nan=False)
+            lines.setdefault(self._paths[type(record)], []).append(text + "\n")
+        for path, texts in lines.items():
+            data = "".join(texts).encode("utf-8", "backslashreplace")
+            before = path.stat().st_size if path.exists() else 0
+            with path.open("ab", buffering=0) as file:
+                try:
+                    left = memoryview(data)
+                    while left:  # A write may take a part; the next one raises the reason.
+                        left = left[file.write(left) :]
+                    os.fsync(file.fileno())
+                except BaseException:  # On a full disk no half of a call may stay.
+                    file.truncate(before)
+                    raise
+
+
+def _remove_torn_line(path: Path) -> None:
+    """Remove the bytes behind the last whole line."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def _lines(path: Path, kind: type[Any]) -> tuple[Sequence[Any], int]:
+    """The records of a file, and the bytes of a last line that was cut short."""
+    if not path.exists():
+        return [], 0
+    data = path.read_bytes()
+    *whole, rest = data.split(b"\n")
+    records = []
+    for number, line in enumerate(whole, start=1):
+        where = f"{path}, line {number}"
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{where} is not JSON ({error}); remove the line, and the run measures it again"
+            ) from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} must be an object; remove the line")
+        records.append(build(kind, value, f"{where}: "))
+    return records, len(rest)

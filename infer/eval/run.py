@@ -1,19 +1,18 @@
 """The run: every method over every sample at every temperature, each result written at once."""
 
 import argparse
+import contextlib
 import dataclasses
-import shlex
+import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from longspec_jax import LongSpec, cli
-from longspec_jax.cli import as_options
-from longspec_jax.config.tree import PLAIN
+from longspec_jax import LongSpec, cli, files
+from longspec_jax.cli import counted
 from longspec_jax.embedded import DEMO
 from longspec_jax.generation.comparison import first_difference
 from longspec_jax.generation.endpoint import Endpoint
@@ -21,32 +20,42 @@ from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.loading import load_tokenizer
 from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
+from longspec_jax.status_line import StatusLine
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.model_files import read_config
 
-from ..arguments import is_demo
-from .arguments import LONGSPEC
-from .decoders import Decoder, Options, by_round, text_by_token
-from .methods import JOINED, SERVED, by_kind, with_drafts
-from .prepare import (
-    LongBenchProtocol,
-    LongSpecProtocol,
-    PreparedTask,
-    Prompt,
-    Sources,
-    Target,
-    prepare,
+from ..models import load_named, start_devices
+from ..wording import command_words
+from .config import EvalConfig
+from .decoders import Decoder, Options, ready_decoders, remote_decoders, text_by_token
+from .progress import Part, Progress
+from .prompts import PreparedTask, Prompt, Target, prepare
+from .records import (
+    HEADER,
+    PLAIN_METHOD,
+    SAMPLES,
+    SCHEMA,
+    Divergence,
+    Header,
+    Key,
+    Run,
+    SampleRecord,
+    Writer,
+    by_round,
+    differences,
+    read,
+    write_header,
+    write_summary,
 )
-from .progress import Part, Progress, part_line
-from .records import PLAIN_METHOD, SCHEMA, Divergence, Header, Key, SampleRecord, Setting
-from .run_folder import Writer
 
 KEPT = (
-    "samples context min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos "
-    "revision draft_revision mesh prefill_chunk row_slots offload same_bits kv_dtype attention "
+    "samples min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos "
     "breakdown rounds cases repetitions"
+).split()
+KEPT_OF_MODELS = (
+    "revision draft_revision mesh prefill_chunk row_slots offload same_bits kv_dtype attention"
 ).split()
 """Options that a continued run must repeat, beside those with a field in the header."""
 DEFINITIONS = {
@@ -58,12 +67,104 @@ DEFINITIONS = {
 }
 
 
+def evaluate(config: EvalConfig) -> Run:
+    """Measure what a configuration asks for; what is there of an earlier start is not repeated.
+
+    Returns:
+      The run, as it is in its folder.
+
+    Raises:
+      OSError: for models or data that cannot be read or fetched.
+      ValueError: for what cannot be met, and a folder that holds something else.
+    """
+    evaluation = Evaluation(config)
+    with contextlib.closing(evaluation.progress):
+        evaluation.work()
+    return read(config.out)
+
+
+class Evaluation:
+    """One start of a run."""
+
+    def __init__(self, config: EvalConfig):
+        self._status = StatusLine(sys.stderr)
+        self.progress = Progress(self._status)
+        self._config = config
+        self._run: EvalRun | None = None
+
+    def save(self) -> None:
+        """Say what a stopped run keeps; it is on the disk already."""
+        count = 0 if self._run is None else self._run.close()
+        self.progress.close()
+        cli.say(
+            f"interrupted; {self._config.out} keeps the results so far ({count}), and the same "
+            "command continues from there"
+        )
+
+    def work(self) -> None:
+        """Load, check and decode."""
+        self._status.show("starting")
+        start_devices()
+        files.make_folder(self._config.out, "--out")
+        with files.alone(self._config.out, "--out"):
+            self._measure()
+
+    def _measure(self) -> None:
+        """The same, in a folder that no other process writes."""
+        config, folder = self._config, self._config.out
+        before = _before(config)
+        spec = reached(config) if config.endpoint else _loaded(config, self._status)
+        if spec.tokenizer is None:
+            raise ValueError(f"--target={config.target} comes without a tokenizer; add its files")
+        self._status.show("preparing the prompts")
+        target = spec.target_config
+        given = Target(spec.tokenizer, target.vocab_size, target.max_positions)
+        tasks = [prepare(name, config, given) for name in config.tasks]
+        if isinstance(spec, Endpoint):
+            decoders = remote_decoders(spec)
+        else:
+            spec = expecting(tasks, spec)
+            decoders = ready_decoders(config, spec)
+        header = _header(config, spec, decoders)
+        if before is not None:
+            self._check_same(before, header)
+            again = (*before.header.continued, header.provenance)
+            header = replace(before.header, continued=again)
+        write_header(folder, header)
+        writer = Writer(folder)
+        skipped = () if before is None else before.skipped
+        writer.add([each for task in tasks for each in task.skipped if each not in skipped])
+        for task in tasks:
+            self.progress.note(task.words)
+        done = () if before is None else before.samples
+        if done:
+            self.progress.note(f"{counted(len(done), 'result')} of earlier starts")
+        start = len(header.continued)
+        self._run = EvalRun(config, decoders, spec, done, writer, self.progress, start)
+        with command_words():
+            self._run.work(tasks)
+        write_summary(folder, self._run.records)
+
+    def _check_same(self, before: Run, header: Header) -> None:
+        """Refuse a folder of another configuration, and say what of it was cut short."""
+        folder = self._config.out
+        if found := differences(before.header, header):
+            raise ValueError(
+                f"--out={folder} holds a run with other options ({'; '.join(found)}); repeat its "
+                f"command ({before.header.command}), or name another folder"
+            )
+        if before.torn:
+            self.progress.note(
+                f"the last line of {folder / SAMPLES} was cut short; its sample is measured again"
+            )
+
+
 class EvalRun:
     """Decodes the samples that have no record yet."""
 
     def __init__(
         self,
-        arguments: argparse.Namespace,
+        config: EvalConfig,
         decoders: Sequence[Decoder],
         spec: LongSpec | Endpoint,
         done: Sequence[SampleRecord],
@@ -71,10 +172,10 @@ class EvalRun:
         progress: Progress,
         start: int = 0,
     ):
-        self._arguments, self._decoders, self._spec = arguments, decoders, spec
+        self._config, self._decoders, self._spec = config, decoders, spec
         self._writer, self._progress = writer, progress
         self._start = start
-        self._stop_tokens = () if arguments.ignore_eos else spec.stop_tokens
+        self._stop_tokens = () if config.ignore_eos else spec.stop_tokens
         self._records = {record.key: record for record in done}
         self._lock = threading.Lock()
         self._closed = False
@@ -93,7 +194,7 @@ class EvalRun:
     def work(self, tasks: Sequence[PreparedTask]) -> None:
         """Run all that is missing."""
         for task in tasks:
-            for temperature in self._arguments.temperature:
+            for temperature in self._config.temperatures:
                 for decoder in self._decoders:
                     self._part(task, temperature, decoder)
 
@@ -102,7 +203,7 @@ class EvalRun:
 
         Groups of prompts are those of an uninterrupted run, wherever an earlier start was killed.
         """
-        seeds = self._arguments.seed if temperature > 0 else self._arguments.seed[:1]
+        seeds = self._config.seeds if temperature > 0 else self._config.seeds[:1]
         keys = {
             (seed, place): Key(task.name, prompt.sample, decoder.name, temperature, seed)
             for seed in seeds
@@ -112,8 +213,8 @@ class EvalRun:
         before = self._of(keys.values())
         self._progress.at(part, before)
         for seed in seeds:
-            for begin in range(0, len(task.prompts), self._arguments.batch):
-                group = range(len(task.prompts))[begin : begin + self._arguments.batch]
+            for begin in range(0, len(task.prompts), self._config.batch):
+                group = range(len(task.prompts))[begin : begin + self._config.batch]
                 wanted = [keys[seed, place] for place in group]
                 if not all(key in self._records for key in wanted):
                     self._group(wanted, [task.prompts[place] for place in group], task, decoder)
@@ -121,7 +222,7 @@ class EvalRun:
         found = self._of(keys.values())
         if len(found) > len(before):
             plain = self._of(replace(key, method=PLAIN_METHOD) for key in keys.values())
-            self._progress.line(part_line(part, found, plain))
+            self._progress.line(part.line(found, plain))
 
     def _of(self, keys: Iterable[Key]) -> list[SampleRecord]:
         return [self._records[key] for key in keys if key in self._records]
@@ -130,13 +231,11 @@ class EvalRun:
         self, keys: Sequence[Key], prompts: Sequence[Prompt], task: PreparedTask, decoder: Decoder
     ) -> None:
         """Decode prompts in one call and write their records."""
-        arguments, first = self._arguments, keys[0]
+        config, first = self._config, keys[0]
         options = self._options(first)
         tokens = [prompt.tokens for prompt in prompts]
         whole = {**options, "max_new_tokens": [prompt.new_tokens for prompt in prompts]}
-        runs = [
-            decoder.decode(tokens, whole, self._on_activity) for _ in range(arguments.repetitions)
-        ]
+        runs = [decoder.decode(tokens, whole, self._on_activity) for _ in range(config.repetitions)]
         found = sorted(runs, key=lambda run: run.stats.decode_seconds)[len(runs) // 2]
         place = f"{first.task}/{first.sample}/{first.method}"
         shared = {
@@ -147,9 +246,7 @@ class EvalRun:
             "decode_s": found.stats.decode_seconds,
             "compile_s": found.stats.compile_seconds,
             "breakdown": (
-                decoder.breakdown(tokens, whole, arguments.breakdown)
-                if arguments.breakdown
-                else None
+                decoder.breakdown(tokens, whole, config.breakdown) if config.breakdown else None
             ),
             "start": self._start,
         }
@@ -158,9 +255,9 @@ class EvalRun:
             emitted, accepted = by_round(found.drafted[row])
             same, divergence = self._compared(key, prompt, new, options)
             trees = pieces = None
-            if arguments.rounds and prompt in task.prompts[: arguments.cases]:
+            if config.rounds and prompt in task.prompts[: config.cases]:
                 own = {**options, "max_new_tokens": prompt.new_tokens}
-                trees = decoder.trees(prompt.tokens, own, emitted[: arguments.rounds])
+                trees = decoder.trees(prompt.tokens, own, emitted[: config.rounds])
                 if trees:
                     pieces = text_by_token(self._spec.tokenizer, prompt.tokens, new)
             records.append(
@@ -187,8 +284,8 @@ class EvalRun:
 
     def _options(self, key: Key) -> dict[str, Any]:
         """Of every row of a call, but for the number of its tokens."""
-        arguments = self._arguments
-        filters = {"top_k": arguments.top_k, "top_p": arguments.top_p}
+        config = self._config
+        filters = {"top_k": config.top_k, "top_p": config.top_p}
         return {
             "temperature": key.temperature,
             "seed": key.seed,
@@ -231,114 +328,68 @@ class EvalRun:
         return False, Divergence(index, gap)
 
 
-def ready_decoders(
-    arguments: argparse.Namespace, spec: Any, target: Path, drafts: Sequence[str | Path]
-) -> list[Decoder]:
-    """The methods of a run, ready to decode.
-
-    Raises:
-      ValueError: for a method without its draft, or two drafts of one kind.
-    """
-    # Lookup that joined them by itself is behind those that were named.
-    own_drafts = spec.drafts[: len(drafts)]
-    named: dict[str, tuple[str, str | Path | None]] = {
-        kind: (str(name), source)
-        for kind, name, source in zip(
-            by_kind(own_drafts), arguments.draft or (), drafts, strict=True
+def _before(config: EvalConfig) -> Run | None:
+    """What earlier starts have written."""
+    if (config.out / HEADER).exists():
+        return read(config.out)
+    if any(config.out.iterdir()):
+        raise ValueError(
+            f"--out={config.out} holds other files and no run; name an empty or new folder"
         )
-    }
-    named[JOINED] = "+".join(each.name for each in spec.drafts), None
-    found: list[Decoder] = []
-    for chosen, draft in with_drafts(arguments.method, own_drafts):
-        method = chosen.method
-        source, folder = (None, None) if method.kind is None else named[method.kind]
-        tree = chosen.tree(draft, jax.default_backend() == "cpu")
-        has_options = draft is not None and (draft.own_params or len(own_drafts) == 1)
-        setting = Setting(
-            source,
-            None if tree is None or not tree.num_levels else str(tree),
-            None if tree is None else tree.num_nodes,
-            as_options(arguments.draft_option) if has_options else {},
-        )
-        own = replace(spec, draft=draft)
-        if method.attention is not None:
-            # Attention that reads every slot of a cache gets no more slots than it needs.
-            own = replace(own, attention=method.attention, expected_tokens=0)
-        found.append(Decoder(chosen.name, setting, own, tree, method.adaptive))
-    return found
+    return None
 
 
-def endpoint(arguments: argparse.Namespace) -> Endpoint:
+def _loaded(config: EvalConfig, status: StatusLine) -> LongSpec:
+    """The models of a run, with all its drafts."""
+    models = replace(config.models, target=config.target, draft=list(config.drafts) or None)
+    return load_named(argparse.Namespace(**vars(models), tree=None), status)[0]
+
+
+def reached(config: EvalConfig) -> Endpoint:
     """The server, with what prompts depend on in the target, whose weights are not read."""
     folder = DEMO / "target"
-    if not is_demo(arguments):
-        folder = local_model(arguments.target, arguments.revision)
+    if not config.models.is_demo:
+        folder = local_model(config.target, config.models.revision)
     return Endpoint.reached(
-        arguments.endpoint,
+        config.endpoint or "",
         target_config(read_config(folder), "float32"),
         load_tokenizer(folder),
         load_stop_tokens(folder),
-        concurrency=arguments.batch,
+        concurrency=config.batch,
     )
 
 
-def remote_decoders(server: Any) -> list[Decoder]:
-    """The methods of an :class:`Endpoint`: without its draft, and with it."""
-    setting = Setting(None, None, None, {})
-    trees = {PLAIN_METHOD: PLAIN, SERVED: None}
-    return [Decoder(name, setting, server, tree, False) for name, tree in trees.items()]
-
-
-def prepared_tasks(arguments: argparse.Namespace, spec: LongSpec | Endpoint) -> list[PreparedTask]:
-    """The prompts of all tasks."""
-    config = spec.target_config
-    target = Target(spec.tokenizer, config.vocab_size, config.max_positions)
-    if arguments.protocol == LONGSPEC:
-        protocol = LongSpecProtocol.of(target, arguments.min_prompt, arguments.max_prompt)
-    else:
-        protocol = LongBenchProtocol.of(target, arguments.prompt_style, arguments.max_prompt)
-    sources = Sources(
-        dict(arguments.data or ()), arguments.context, arguments.prompt_style, arguments.samples
-    )
-    return [prepare(name, sources, protocol, arguments.max_new_tokens) for name in arguments.task]
-
-
-def expecting(tasks: Sequence[PreparedTask], spec: LongSpec | Endpoint) -> LongSpec | Endpoint:
+def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:
     """The models, with caches for the longest prompt if empty slots cost no time.
 
     Prompts of all lengths then share the programs of a method, each of which takes up to half a
     minute to compile. XLA's attention reads empty slots; the kernels do not.
     """
-    if isinstance(spec, Endpoint):
-        return spec
     if spec.attention is not None or not has_kernels(spec.target_config.dtype):
         return spec
     sizes = (len(each.tokens) + each.new_tokens for task in tasks for each in task.prompts)
-    longest = max(sizes, default=0)
-    return replace(spec, expected_tokens=longest)
+    return replace(spec, expected_tokens=max(sizes, default=0))
 
 
-def new_header(
-    arguments: argparse.Namespace,
-    typed: Sequence[str],
-    spec: LongSpec | Endpoint,
-    methods: Mapping[str, Setting],
-) -> Header:
+def _header(config: EvalConfig, spec: LongSpec | Endpoint, decoders: Sequence[Decoder]) -> Header:
     """Where, with what and how the run is made."""
-    options = {name: getattr(arguments, name) for name in KEPT}
-    options["data"] = {task: str(path) for task, path in arguments.data or ()}
     return Header(
         schema=SCHEMA,
-        provenance=provenance(arguments.endpoint or jax.devices()[0].device_kind),
-        command=shlex.join(["python", "-m", "infer.eval", *typed]),
-        target=arguments.target,
+        provenance=provenance(config.endpoint or jax.devices()[0].device_kind),
+        command=config.command,
+        target=config.target,
         dtype=spec.precision if isinstance(spec, LongSpec) else spec.target_config.dtype,
-        protocol=arguments.protocol,
-        tasks=tuple(arguments.task),
-        methods=methods,
-        temperatures=tuple(arguments.temperature),
-        seeds=tuple(arguments.seed),
-        batch=arguments.batch,
-        options=options,
+        protocol=config.protocol,
+        tasks=tuple(config.tasks),
+        methods={decoder.name: decoder.setting for decoder in decoders},
+        temperatures=tuple(config.temperatures),
+        seeds=tuple(config.seeds),
+        batch=config.batch,
+        options={
+            **{name: getattr(config, name) for name in KEPT},
+            **{name: getattr(config.models, name) for name in KEPT_OF_MODELS},
+            "context": config.contexts,
+            "data": {task: str(path) for task, path in config.data},
+        },
         definitions=DEFINITIONS,
     )

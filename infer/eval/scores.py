@@ -91,22 +91,26 @@ class Metric:
 
 METRICS = {
     "rouge_l": Metric(
-        *(rouge_l, "ROUGE-L"),
+        rouge_l,
+        "ROUGE-L",
         "LongBench's, F measure over distinct words, far above the usual one for long texts",
         by_package=True,
     ),
     "edit_similarity": Metric(
-        *(code_similarity, "edit similarity"),
+        code_similarity,
+        "edit similarity",
         "LongBench's, python-Levenshtein's ratio of the first line without a comment",
         by_package=True,
     ),
     "whole_similarity": Metric(
-        *(edit_similarity, "similarity"),
+        edit_similarity,
+        "similarity",
         "python-Levenshtein's ratio of the whole answer",
         by_package=True,
     ),
     "exact_match": Metric(
-        *(exact_match, "exact match"),
+        exact_match,
+        "exact match",
         "share of answers whose last boxed number, or last number, is the reference",
     ),
     "found": Metric(found, "found", "share of answers that begin with the hidden code"),

@@ -50,15 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     arguments = parser().parse_args(argv)
 
-    from . import render
-    from .blocks import read_runs
-    from .figures import EDGES
-    from .report import report
+    from . import page
+    from .frame import read_runs
+    from .tables import EDGES
 
     edges = (0, *sorted(set(arguments.lengths))) if arguments.lengths else EDGES
     runs = read_runs(arguments.runs)
-    paths = render.targets(arguments.out or str(arguments.runs[0]))
-    render.write(report(runs, edges), paths)
+    paths = page.targets(arguments.out or str(arguments.runs[0]))
+    page.write(page.report(runs, edges), paths)
     for path in paths:
         print(path)
     return cli.OK

@@ -1,229 +1,368 @@
-"""The tables of a report, each specified by its columns.
+"""The tables of a report: every section divides rows of the frame by bodies, rows and groups.
 
-:data:`SPECS` has the sections of a report in their order. The layouts follow the LongSpec
-paper (Tables 1 and 4, Figures 3, 5 and 7) and SpecExtend (Table 2).
+:data:`SECTIONS` has them in their order. The layouts follow the LongSpec paper (Tables 1 and 4,
+Figures 3, 5 and 7) and SpecExtend (Table 2). A finished table is a data frame with a row for every
+cell that has a figure.
 """
+
+# pandas' own annotations name everything that a call might return for any arguments:
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
 
 import itertools
 import math
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from ..eval.records import PLAIN_METHOD, compared_with_plain
+import pandas as pd
+
+from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
+
 from ..eval.scores import METRICS
-from ..eval.tasks import metric_of
-from .blocks import Block
-from .figures import (
-    PART_NAMES,
+from .frame import (
+    DRAWS,
+    FEWEST,
+    LEVEL,
     Estimate,
-    Part,
-    Selection,
-    acceptance,
-    at_depth,
-    occupied,
-    part_of_round,
-    positions,
-    quality,
-    seconds_of,
-    speed,
-    stopped,
-    untouched_round,
-    whole_speed,
-    within,
-)
-from .table import (
-    ChartSpec,
-    Figure,
-    Format,
-    Groups,
-    Rows,
-    TableSpec,
-    View,
-    Words,
-    by_task_and_block,
-    hundredfold,
-    length,
-    milliseconds,
-    percent,
-    rate,
-    seconds,
-    signed,
-    speculative_methods,
-    times,
+    Of,
+    beside,
+    difference,
+    estimate,
+    gain,
+    in_ranges,
+    quotient,
+    rounds_of,
+    sums_by_unit,
+    temperature_words,
+    value_of,
 )
 
-
-def _column(name: str, part: Part, words: Format) -> Figure:
-    """A column of one figure."""
-    return Figure(name, lambda records: records.figure(part), words)
-
-
-TAU = _column("τ", acceptance, length)
-SPEED = _column("tokens/s", speed, rate)
-SPEED_UP = Figure("speed-up", lambda records: records.ratio(speed), times)
-PARTS = tuple(
-    _column(name, partial(part_of_round, [field]), milliseconds)
-    for field, name in PART_NAMES.items()
-)
-
-
-def _pairs(records: Selection) -> Rows:
-    """Every two methods; the later one first, since others are compared with plain decoding."""
-    return [
-        (f"{first} : {second}", replace(records, method=first, baseline=second))
-        for second, first in itertools.combinations(records.block.methods, 2)
-    ]
+PAPER_EDGES = (0, 5_000, 10_000, 15_000, 20_000, 25_000, 32_000)
+"""Ends of the ranges of lengths in the LongSpec paper's Table 4."""
+EDGES = (*PAPER_EDGES, 64_000, 128_000, 256_000, 512_000, 1_024_000)
+DEFINITIONS = {
+    "τ": f"{ACCEPTANCE_DEFINITION}; sums over samples",
+    "tokens/s": "tokens of the decode rounds / their seconds, without prefill, the token drawn "
+    "from it, compilation and detokenisation; sums over samples; of a batch all rows together",
+    "speed-up": "tokens/s / tokens/s of plain decoding by this library (its own flash decoding, "
+    "not an eager implementation), on the same samples and seeds",
+    "draft, target, verify time": "the drafter proposes a tree; the target's forward over it; "
+    "draws, acceptance, commit, drafter update and the host in between. They are measured in a "
+    "run of its own that waits for every part, so their sum exceeds an untouched round",
+    "small figures": f"{LEVEL:.0%} bootstrap intervals (expanded percentile, "
+    f"{DRAWS} resamples of the samples). All seeds of a sample, and all rows that ever "
+    f"shared a call, are resampled together. Fewer than {FEWEST} samples have no "
+    "interval",
+}
+"""The figures of all tables, printed once in a report."""
 
 
-def _by_length(view: View) -> Groups:
-    parts = PARTS if any(record.breakdown for record in view.records) else ()
-    columns = (Words("samples", _count), TAU, SPEED, SPEED_UP, *parts)
-    ranges = occupied((record.prompt_tokens for record in view.records), view.edges)
-    return [(each.name, columns, partial(replace, lengths=each)) for each in ranges]
+@dataclass(frozen=True)
+class Cell:
+    """What stands in one place of a table."""
+
+    text: str
+    interval: str = ""
+    """As it is read; empty without one."""
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    samples: int | None = None
+    bold: bool = False
+    """Whether it stands out, in the sense that the table's notes give."""
 
 
-def _by_depth(view: View) -> Groups:
-    deepest = max((n for each in view.records for n in each.accepted_by_round), default=0)
-    depths = range(1, deepest + 1)
-    columns = [_column(str(depth), partial(at_depth, depth), percent) for depth in depths]
-    return view.one_group("rounds that accept a draft token at depth", *columns)
+@dataclass(frozen=True)
+class Figure:
+    """A column of numbers: a function of the sums of columns of the frame."""
+
+    name: str
+    columns: tuple[str, ...]
+    words: Callable[[float], str]
+    of: Of = quotient
+    neutral: float = math.nan
+    """A value; figures whose interval excludes it are bold."""
+
+    def value(self, rows: pd.DataFrame) -> float | None:
+        """The figure of some rows; None if there is none."""
+        return value_of(sums_by_unit(rows, self.columns), self.of)
+
+    def cell(self, rows: pd.DataFrame) -> Cell | None:
+        """The figure of some rows, with its interval; None if there is none."""
+        found = estimate(sums_by_unit(rows, self.columns), self.of)
+        return None if found is None else shown(found, self.words, self.neutral)
 
 
-def _by_position(view: View) -> Groups:
-    drafted = [record for record in view.records if record.method != PLAIN_METHOD]
-    places = itertools.chain.from_iterable(map(positions, drafted))
-    ranges = occupied(places, view.edges)
-    columns = [_column(place.name, partial(within, place), length) for place in ranges]
-    return view.one_group("τ of rounds at position", *columns)
+def shown(found: Estimate, words: Callable[[float], str], neutral: float = math.nan) -> Cell:
+    """A figure as a cell."""
+    text, interval = words(found.value), ""
+    if not math.isnan(found.low):
+        ends = words(found.low), words(found.high)
+        # An interval that rounds to the figure itself says nothing, as that of plain decoding's τ.
+        interval = " to ".join(ends) if {*ends} != {text} else ""
+    bold = neutral < found.low or neutral > found.high
+    return Cell(text, interval, found.value, found.low, found.high, found.samples, bold)
 
 
-def _by_batch(view: View) -> Groups:
-    """A column for every batch; its block is the one that differs from the row's in batch alone."""
-    columns = []
-    for batch in sorted({block.batch for block in view.blocks}):
-        blocks = [block for block in view.blocks if block.batch == batch]
-        name = blocks[0].batch_words if len(blocks) == 1 else str(batch)
-        columns.append(Figure(name, partial(_speed_at, blocks), rate))
-    return view.one_group("tokens/s at batch", *columns)
+@dataclass(frozen=True)
+class Words:
+    """A column of texts."""
+
+    name: str
+    text: Callable[[pd.DataFrame], str]
+    """Empty if there is nothing to say."""
+
+    def cell(self, rows: pd.DataFrame) -> Cell | None:
+        """The text about some rows; None if there is none."""
+        text = self.text(rows)
+        return Cell(text) if text else None
 
 
-def _speed_at(blocks: Sequence[Block], records: Selection) -> Estimate | None:
-    found = [block for block in blocks if block.condition == records.block.condition]
-    return replace(records, block=found[0]).figure(speed) if found else None
+@dataclass(frozen=True)
+class Chart:
+    """What the charts of a table show: of every body, a series for every row."""
+
+    unit: str
+    place_unit: str = ""
+    """What the names along the other axis are; empty if they say it."""
+    is_joined: bool = True
+    """Whether lines join the points of a series."""
+    level: float = math.nan
+    """A value to compare with, drawn as a line across."""
+    of: tuple[str, str] | None = None
+    """Section and column to draw, whose places are its groups; all columns of the table if None."""
 
 
-def _conditions(view: View) -> Rows:
-    """A body for every task and condition that was measured at several batches."""
+@dataclass(frozen=True)
+class Section:
+    """A question of the report: how its tables divide rows, and the charts of them.
+
+    ``body``, ``row`` and ``group`` name columns of the rows, whose values head the table's.
+    """
+
+    title: str
+    caption: str
+    columns: Sequence[Figure | Words]
+    group: str = ""
+    """Empty for one group of columns."""
+    row: str = "method"
+    body: str = "block"
+    heading: str | None = None
+    """Of the one group; or of all groups, each of which then is the one column of its rows."""
+    rows: Callable[[pd.DataFrame, Sequence[int]], pd.DataFrame] = lambda frame, edges: frame
+    """What is divided, from the frame and the edges of ranges of lengths."""
+    notes: tuple[str, ...] = ()
+    """What this table alone has to explain."""
+    corner: str = "method"
+    """Heading of the rows' names."""
+    marks_best: bool = False
+    """Whether the greatest figure of a column is bold."""
+    at_each_temperature: bool = True
+    """Whether there is a table for every temperature."""
+    chart: Chart | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A finished table."""
+
+    key: str
+    caption: str
+    section: Section
+    cells: pd.DataFrame = field(repr=False)
+    """Columns ``body``, ``row``, ``group``, ``column``, and the fields of :class:`Cell`."""
+
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        """The group and the name of every column, in their order."""
+        ordered = self.cells.sort_values("place", kind="stable")
+        return list(dict.fromkeys(zip(ordered["group"], ordered["column"], strict=True)))
+
+    @property
+    def bodies(self) -> dict[str, dict[str, dict[tuple[str, str], Any]]]:
+        """The cells by body, by row, and by group and column."""
+        found: dict[str, dict[str, dict[tuple[str, str], Any]]] = {}
+        for cell in self.cells.itertuples():
+            row = found.setdefault(str(cell.body), {}).setdefault(str(cell.row), {})
+            row[str(cell.group), str(cell.column)] = cell
+        return found
+
+
+def tables_of(key: str, frame: pd.DataFrame, edges: Sequence[int]) -> list[Table]:
+    """The tables of a section, as far as they have a figure."""
+    section = SECTIONS[key]
+    if not section.at_each_temperature:
+        tables = [Table(key, section.caption, section, _cells(section, frame, edges))]
+    else:
+        tables = [
+            Table(
+                slug(key, temperature),
+                f"{section.caption}, {temperature_words(temperature)}",
+                section,
+                _cells(section, frame[frame["temperature"] == temperature], edges),
+            )
+            for temperature in sorted(frame["temperature"].unique())
+        ]
+    return [table for table in tables if len(table.cells)]
+
+
+def _cells(section: Section, frame: pd.DataFrame, edges: Sequence[int]) -> pd.DataFrame:
+    """The cells of a table that have a figure, row by row."""
+    rows = section.rows(frame, edges).assign(one=section.heading or "")
+    group = section.group or "one"
+    groups = [each for each, _ in rows.groupby(group, observed=True)]
     found = []
-    for condition in dict.fromkeys(block.condition for block in view.blocks):
-        sizes = [block for block in view.blocks if block.condition == condition]
-        if len(sizes) > 1:
-            most = max(sizes, key=lambda block: len(block.methods))
-            found += [
-                (f"{task}, {condition}", Selection(most, view.temperature, task=task))
-                for task in view.tasks
-            ]
-    return found
+    by = [section.body, section.row, group]
+    for (body, row, each), part in rows.groupby(by, observed=True):
+        for number, column in enumerate(section.columns):
+            cell = column.cell(part)
+            if cell is not None:
+                heads = (each, column.name) if section.heading is None else (section.heading, each)
+                place = {
+                    "body": str(body),
+                    "row": str(row),
+                    "group": str(heads[0]),
+                    "column": str(heads[1]) if section.group else column.name,
+                    "place": groups.index(each) * len(section.columns) + number,
+                }
+                found.append({**place, **asdict(cell)})
+    cells = pd.DataFrame(found)
+    if section.marks_best and found:
+        for _, values in cells.groupby(["body", "group", "column"])["value"]:
+            if values.count() > 1:
+                cells.loc[values.idxmax(), "bold"] = True
+    return cells
 
 
-def _by_metric(view: View) -> Groups:
-    tasks = [task for task in view.tasks if _is_scored(view.blocks, task)]
-    return [
-        (
-            task,
-            (_column(METRICS[metric_of(task) or ""].name, quality, hundredfold),),
-            partial(replace, task=task),
-        )
-        for task in tasks
-    ]
+def slug(*words: object) -> str:
+    """A name for links within a page and for files."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(map(str, words)).lower()).strip("-")
 
 
-def _is_scored(blocks: Sequence[Block], task: str) -> bool:
-    metric = metric_of(task)
-    return (
-        metric is not None
-        and METRICS[metric].missing is None
-        and any(r.references for block in blocks for r in block.records if r.task == task)
-    )
+two_digits = "{:.2f}".format
+times = "{:.2f}×".format
+signed = "{:+.2f}".format
 
 
-def unscored(block: Block) -> list[str]:
-    """Why tasks that have references have no score, in sentences."""
-    found = []
-    for task in block.tasks:
-        metric = metric_of(task)
-        if not any(record.references for record in block.records if record.task == task):
-            continue
-        if metric is None:
-            found.append(f"{task} has references, but no score of its own.")
-        elif missing := METRICS[metric].missing:
-            found.append(f"{task} has no score: {missing}.")
-    return found
+def rate(value: float) -> str:
+    """Tokens per second, with three digits at least."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def _span(column: Figure) -> Words:
+def seconds(value: float) -> str:
+    """Seconds, to the millisecond if they are few."""
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def percent(value: float) -> str:
+    """A share."""
+    return f"{100 * value:.1f} %"
+
+
+def milliseconds(value: float) -> str:
+    """Seconds as milliseconds."""
+    return f"{1000 * value:.2f}"
+
+
+def hundredfold(value: float) -> str:
+    """A score from 0 to 1, as papers print it."""
+    return f"{100 * value:.1f}"
+
+
+TOKENS, WITH_PREFILL = ("tokens", "seconds"), ("new_tokens", "all_seconds")
+OF_PLAIN = ("tokens_other", "seconds_other")
+"""Those of plain decoding; in pairs of methods those of the second."""
+TAU = Figure("τ", ("tokens", "passes"), two_digits)
+SPEED = Figure("tokens/s", TOKENS, rate)
+SPEED_UP = Figure("speed-up", (*TOKENS, *OF_PLAIN), times, of=gain)
+PARTS = (
+    Figure("draft time", ("draft_s", "parts"), milliseconds),
+    Figure("target time", ("verify_s", "parts"), milliseconds),
+    Figure("verify time", ("other_s", "parts"), milliseconds),
+)
+"""By the names that the LongSpec paper's Table 4 gives them."""
+
+
+def _span(figure: Figure) -> Words:
     """The least and the greatest of the tasks' figures."""
 
-    def text(records: Selection) -> str:
-        estimates = [column.estimate(replace(records, task=task)) for task in records.block.tasks]
-        values = [estimate.value for estimate in estimates if estimate is not None]
-        ends = dict.fromkeys(map(column.words, (min(values), max(values)) if values else ()))
-        return " to ".join(ends)
+    def text(rows: pd.DataFrame) -> str:
+        found = [figure.value(each) for _, each in rows.groupby("task", observed=True)]
+        values = sorted(value for value in found if value is not None)
+        ends = [figure.words(value) for value in (*values[:1], *values[-1:])]
+        return " to ".join(dict.fromkeys(ends))
 
-    return Words(column.name, text)
-
-
-def _identical(records: Selection) -> str:
-    same, compared = compared_with_plain(records.records)
-    return f"{same} of {compared}" if compared else ""
+    return Words(figure.name, text)
 
 
-def _identical_share(records: Selection) -> str:
-    same, compared = compared_with_plain(records.records)
+def _identical(rows: pd.DataFrame) -> str:
+    verdicts = rows["is_identical"].dropna()
+    return f"{int(verdicts.sum())} of {len(verdicts)}" if len(verdicts) else ""
+
+
+def _identical_share(rows: pd.DataFrame) -> str:
+    verdicts = rows["is_identical"].dropna().astype(bool)
     # Rounded down: never 100 % unless all are identical.
-    return f"{math.floor(10_000 * same / compared) / 100:.4g} %" if compared else ""
+    share = math.floor(10_000 * verdicts.sum() / len(verdicts)) / 100 if len(verdicts) else 0
+    return f"{share:.4g} %" if len(verdicts) else ""
 
 
-def _first_difference(records: Selection) -> str:
-    found = [record.divergence.index for record in records.records if record.divergence]
-    return f"token {statistics.median(found):g}" if found else ""
+def _first_difference(rows: pd.DataFrame) -> str:
+    found = rows["differs_at"].dropna()
+    return f"token {found.median():g}" if len(found) else ""
 
 
-def _widest_gap(records: Selection) -> str:
-    found = [record.divergence for record in records.records if record.divergence]
-    gaps = [divergence.gap for divergence in found if divergence.gap is not None]
-    return f"{max(gaps):.3g}" if gaps else ""
+def _widest_gap(rows: pd.DataFrame) -> str:
+    gaps = rows["gap"].dropna()
+    return f"{gaps.max():.3g}" if len(gaps) else ""
 
 
-def _count(records: Selection) -> str:
-    return str(len(records.records) or "")
+def _pairs(rows: pd.DataFrame, edges: Sequence[int]) -> pd.DataFrame:
+    """Every two methods; the later one first, since others are compared with plain decoding."""
+    pairs = beside(rows, rows)
+    pairs = pairs[pairs["method"].cat.codes > pairs["method_other"].cat.codes]
+    names = pairs["method"].astype(str) + " : " + pairs["method_other"].astype(str)
+    both = itertools.combinations(rows["method"].cat.categories, 2)
+    known = [f"{later} : {earlier}" for earlier, later in both]
+    return pairs.assign(pair=pd.Categorical(names, known, ordered=True))
 
 
-def _mean(values: Iterable[int]) -> str:
-    values = list(values)
-    return f"{statistics.mean(values):.0f}" if values else ""
+def _depths(rows: pd.DataFrame, edges: Sequence[int]) -> pd.DataFrame:
+    """A row for every depth, with the rounds of a unit that accepted a draft token there."""
+    by = ["block", "method", "unit", "accepted"]
+    counts = rounds_of(rows).groupby(by, observed=True, as_index=False, sort=False)["rounds"].sum()
+    deepest = int(counts["accepted"].max()) if len(counts) else 0
+    found = counts.merge(pd.DataFrame({"depth": range(1, deepest + 1)}), how="cross")
+    return found.assign(reached=found["rounds"].where(found["accepted"] >= found["depth"], 0))
 
 
-SPECS = {
-    "brief": TableSpec(
+def _positions(rows: pd.DataFrame, edges: Sequence[int]) -> pd.DataFrame:
+    rounds = rounds_of(rows)
+    return rounds.assign(range=in_ranges(rounds["position"], edges))
+
+
+SECTIONS = {
+    "brief": Section(
         "In brief",
         "In brief: from the worst task to the best",
-        lambda view: view.by_temperature(_span(SPEED_UP), _span(TAU), _span(SPEED)),
+        (_span(SPEED_UP), _span(TAU), _span(SPEED)),
+        group="at",
         notes=("The least and the greatest figure of any task.",),
         at_each_temperature=False,
-        chart=ChartSpec("speed-up", column="speed-up", joined=False, level=1.0),
+        chart=Chart("speed-up", is_joined=False, level=1.0, of=("main", "speed-up")),
     ),
-    "lossless": TableSpec(
+    "lossless": Section(
         "Losslessness",
         "Is the text that of plain decoding?",
-        lambda view: view.by_temperature(
+        (
             Words("identical", _identical),
             Words("share", _identical_share),
             Words("first differs at", _first_difference),
             Words("widest gap", _widest_gap),
         ),
+        group="at",
         notes=(
             "Identical: equal, token for token, to plain decoding of the same sample, temperature "
             "and seed; of the texts that were compared.",
@@ -235,112 +374,134 @@ SPECS = {
         ),
         at_each_temperature=False,
     ),
-    "main": TableSpec(
+    "main": Section(
         "Tasks and methods",
         "τ, speed and speed-up by task",
-        lambda view: view.by_task(TAU, SPEED, SPEED_UP),
+        (TAU, SPEED, SPEED_UP),
+        group="task",
         notes=("LongSpec, Table 1 and Figure 3. Bold: the best of a column.",),
         marks_best=True,
     ),
-    "pairs": TableSpec(
+    "pairs": Section(
         "Methods against each other",
         "Methods against each other on the same samples",
-        lambda view: view.by_task(
-            Figure("speed ratio", SPEED_UP.estimate, times, neutral=1),
-            Figure("τ difference", lambda each: each.difference(acceptance), signed, neutral=0),
+        (
+            Figure("speed ratio", (*TOKENS, *OF_PLAIN), times, of=gain, neutral=1),
+            Figure(
+                "τ difference",
+                ("tokens", "passes", "tokens_other", "passes_other"),
+                signed,
+                of=difference,
+                neutral=0,
+            ),
         ),
+        group="task",
+        row="pair",
         rows=_pairs,
-        corner="first : second",
         notes=(
             "Speed ratio: tokens/s of the first method / that of the second. τ difference: τ of "
             "the first minus that of the second. Both are over the samples and seeds that both "
             "decoded, and a resample takes a sample for both methods.",
             "Bold: the interval excludes 1, or 0. Of many pairs some do by chance.",
         ),
+        corner="first : second",
     ),
-    "lengths": TableSpec(
+    "lengths": Section(
         "Length of the prompt",
         "By the length of the prompt in tokens",
-        _by_length,
-        bodies=by_task_and_block,
+        (Words("samples", lambda rows: str(len(rows))), TAU, SPEED, SPEED_UP, *PARTS),
+        group="length",
+        body="task_and_block",
         notes=(
             "LongSpec, Table 4; SpecExtend, Table 2, whose own τ counts accepted draft tokens "
             "alone and is smaller by one. Ranges without a sample are left out. Draft, target and "
             "verify time: milliseconds per round.",
         ),
     ),
-    "depth": TableSpec(
+    "depth": Section(
         "Acceptance by depth",
         "Acceptance by depth",
-        _by_depth,
-        rows=speculative_methods,
+        (Figure("share", ("reached", "rounds"), percent),),
+        group="depth",
+        heading="rounds that accept a draft token at depth",
+        rows=_depths,
         notes=(
             "Share of all rounds whose accepted path reaches the depth. One plus the sum of a line "
             "is τ, except for last rounds that end inside the draft. A share / the one before is "
             "the chance that a path continues.",
         ),
-        chart=ChartSpec("share of rounds", "depth"),
+        chart=Chart("share of rounds", "depth"),
     ),
-    "context": TableSpec(
+    "context": Section(
         "Acceptance along the context",
         "Acceptance by position in the context",
-        _by_position,
-        rows=speculative_methods,
+        (Figure("τ", ("emitted", "rounds"), two_digits),),
+        group="range",
+        heading="τ of rounds at position",
+        rows=_positions,
         notes=(
             "τ of the rounds whose first new token stands in the range, counted from the beginning "
             "of the prompt.",
         ),
-        chart=ChartSpec("τ", "position"),
+        chart=Chart("τ", "position"),
     ),
-    "parts": TableSpec(
+    "parts": Section(
         "Parts of a round",
         "Where the time of a round goes",
-        lambda view: view.one_group(
-            "ms per round",
+        (
             *PARTS,
-            _column("their sum", partial(part_of_round, [*PART_NAMES]), milliseconds),
-            _column("untouched round", untouched_round, milliseconds),
+            Figure("their sum", ("parts_s", "parts"), milliseconds),
+            Figure("untouched round", ("untouched_s", "untouched_rounds"), milliseconds),
         ),
+        heading="ms per round",
         notes=(
             "LongSpec, Figure 5, without its split of the target's time into attention and the "
             "rest. Untouched round: decode seconds / rounds of the run that all other tables show.",
         ),
-        chart=ChartSpec("seconds per round", joined=False),
+        chart=Chart("seconds per round", is_joined=False),
     ),
-    "batches": TableSpec(
+    "batches": Section(
         "Batches",
         "Throughput by batch",
-        _by_batch,
-        bodies=_conditions,
+        (SPEED,),
+        group="batch_name",
+        body="task_and_condition",
+        heading="tokens/s at batch",
         notes=("LongSpec, Figure 7. The last call of a run may have fewer rows.",),
-        chart=ChartSpec("tokens/s", "batch"),
+        chart=Chart("tokens/s", "batch"),
     ),
-    "quality": TableSpec(
+    "quality": Section(
         "Quality",
         "Quality of the answers",
-        _by_metric,
+        (Figure("score", ("score", "texts"), hundredfold),),
+        group="scored",
+        heading="",
         notes=(
             "100 x the mean over texts of the best score against any reference. A lossless method "
             "has plain decoding's score; only texts that are not identical differ.",
             *(f"{metric.name}: {metric.meaning}." for metric in METRICS.values()),
         ),
     ),
-    "times": TableSpec(
+    "times": Section(
         "What a user waits for",
         "Seconds, and speed with the prefill",
-        lambda view: view.one_group(
-            "",
-            Words("texts", _count),
-            Words("prompt tokens", lambda each: _mean(r.prompt_tokens for r in each.records)),
-            Words("new tokens", lambda each: _mean(r.new_tokens for r in each.records)),
-            _column("prefill (s)", partial(seconds_of, "prefill_s"), seconds),
-            _column("decoding (s)", partial(seconds_of, "decode_s"), seconds),
+        (
+            Words("texts", lambda rows: str(len(rows))),
+            Words("prompt tokens", lambda rows: f"{rows['prompt_tokens'].mean():.0f}"),
+            Words("new tokens", lambda rows: f"{rows['new_tokens'].mean():.0f}"),
+            Figure("prefill (s)", ("prefill_share", "texts"), seconds),
+            Figure("decoding (s)", ("decode_share", "texts"), seconds),
             SPEED,
-            _column("tokens/s with prefill", whole_speed, rate),
-            Figure("speed-up with prefill", lambda each: each.ratio(whole_speed), times),
-            _column("ended by a stop token", stopped, percent),
+            Figure("tokens/s with prefill", WITH_PREFILL, rate),
+            Figure(
+                "speed-up with prefill",
+                (*WITH_PREFILL, "new_tokens_other", "all_seconds_other"),
+                times,
+                of=gain,
+            ),
+            Figure("ended by a stop token", ("stopped", "texts"), percent),
         ),
-        bodies=by_task_and_block,
+        body="task_and_block",
         notes=(
             "Tokens and seconds are means of a text; of a batch, a row's share of its call. "
             "Compilation and detokenisation are excluded.",
@@ -349,4 +510,4 @@ SPECS = {
         ),
     ),
 }
-"""What every section of a report shows of its records."""
+"""What every section of a report shows, by keys."""

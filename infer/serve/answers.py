@@ -7,17 +7,19 @@
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
 from longspec_jax.decoding.logprobs import PromptLogprobs, TokenLogprob
+from longspec_jax.decoding.report import RoundTree
+from longspec_jax.drafters.base import proposers
 from longspec_jax.generation.requests import RequestOutput
 
-from .gains import Answer, metrics_of, rounds_of
-from .protocol import Call
-from .token_texts import LONGEST_RUN, TokenTexts
+from .calls import Call
+from .streaming import LONGEST_RUN, Answer, TokenText, TokenTexts, completed_text
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
@@ -101,38 +103,34 @@ class TextFormat:
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
     """Of the answer's id, and the ``object`` of a body and of a chunk."""
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
+    def __init__(self, texts: TokenTexts, alternatives: int | None) -> None:
+        """Bind the texts of tokens, and how many alternatives of each are told, if any are."""
+        self._texts, self._alternatives = texts, alternatives
 
-    def choice(self, index: int, answer: Answer, call: Call) -> dict[str, Any]:
-        """Text, log-probabilities and finish reason."""
-        gain = answer.gain
-        if call.max_tokens == 0:  # One token was generated, because no fewer can be.
-            gain = replace(gain, tokens=(), logprobs=(), text="", finish="length")
-        found = self._choice(index, answer.echoed + gain.text, ending(gain.finish, gain.reason))
-        return {**found, "logprobs": self._logprobs(answer, gain, call)}
+    def choice(
+        self, index: int, answer: Answer, gain: RequestOutput, end: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The choice of a whole answer: text, log-probabilities, and the end as of `ending`."""
+        return {**self.delta(index, answer, gain, first=True), **end}
 
-    def opening(self, index: int, answer: Answer) -> None:
+    def opening(self, index: int) -> None:
         """None: an echoed prompt comes with the first tokens."""
 
-    def delta(self, index: int, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any]:
-        """Text and log-probabilities."""
-        first = answer.begins_with(gain)
-        if call.max_tokens == 0:
-            gain = replace(gain, tokens=(), logprobs=(), text="")
-        found = self._choice(index, answer.echoed * first + gain.text)
-        return {**found, "logprobs": self._logprobs(answer, gain, call)}
+    def delta(
+        self, index: int, answer: Answer, gain: RequestOutput, *, first: bool
+    ) -> dict[str, Any]:
+        """Text and log-probabilities of a gain, behind the echoed prompt if it is the first."""
+        scores = self._logprobs(answer, gain)
+        text = answer.echoed * first + gain.text
+        return {"index": index, "text": text, "logprobs": scores, **GOES_ON}
 
     def closing(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
         """The end, as of :func:`ending`."""
-        return {**self._choice(index, "", end), "logprobs": None}
+        return {"index": index, "text": "", "logprobs": None, **end}
 
-    def _choice(self, index: int, text: str, end: Mapping[str, Any] = GOES_ON) -> dict[str, Any]:
-        return {"index": index, "text": text, **end}
-
-    def _logprobs(self, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any] | None:
+    def _logprobs(self, answer: Answer, gain: RequestOutput) -> dict[str, Any] | None:
         """Lists with an entry a token; the prompt's come first where it is echoed."""
-        if call.logprobs is None:
+        if self._alternatives is None:
             return None
         own: Iterable[TokenLogprob | None] = gain.logprobs
         tokens, entries, offsets = gain.tokens, own, list[int]()
@@ -147,8 +145,7 @@ class TextFormat:
             "token_logprobs": [entry and entry.logprob for entry in own],
             # Made while they are written: of a long prompt all together take a gigabyte.
             "top_logprobs": (
-                entry and self._top(text, entry, call.logprobs)
-                for text, entry in zip(texts, entries, strict=True)
+                entry and self._top(text, entry) for text, entry in zip(texts, entries, strict=True)
             ),
             "text_offset": offsets + [self._offset(answer, token) for token in gain.tokens],
         }
@@ -168,56 +165,50 @@ class TextFormat:
             return answer.offsets.here(self._texts)
         return answer.offsets.add(token, self._texts)
 
-    def _top(self, text: str, entry: Any, alternatives: int) -> dict[str, float]:
+    def _top(self, text: str, entry: TokenLogprob) -> dict[str, float]:
         """Log-probabilities by text; of tokens with one text, that of the likeliest."""
-        top = {self._texts(id): value for id, value in reversed(entry.top[:alternatives])}
+        top = {self._texts(id): value for id, value in reversed(entry.top[: self._alternatives])}
         return {text: entry.logprob, **top}
 
 
 class ChatFormat:
-    """Choices of ``/v1/chat/completions``."""
+    """Choices of ``/v1/chat/completions``; methods as of :class:`TextFormat`."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
+    def __init__(self, texts: TokenTexts, alternatives: int | None) -> None:
+        self._texts, self._alternatives = texts, alternatives
 
-    def choice(self, index: int, answer: Answer, call: Call) -> dict[str, Any]:
+    def choice(
+        self, index: int, answer: Answer, gain: RequestOutput, end: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Message, log-probabilities and finish reason."""
-        gain = answer.gain
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": gain.text, "refusal": None},
-            "logprobs": self._logprobs(gain, call),
-            **ending(gain.finish, gain.reason),
-        }
+        message = {"role": "assistant", "content": gain.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": self._logprobs(gain), **end}
 
-    def opening(self, index: int, answer: Answer) -> dict[str, Any]:
+    def opening(self, index: int) -> dict[str, Any]:
         """The role."""
-        return self._delta(index, {"role": "assistant", "content": ""})
+        return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def delta(self, index: int, answer: Answer, gain: RequestOutput, call: Call) -> dict[str, Any]:
+    def delta(
+        self, index: int, answer: Answer, gain: RequestOutput, *, first: bool
+    ) -> dict[str, Any]:
         """Text and log-probabilities."""
-        found = self._delta(index, {"content": gain.text})
-        return {**found, "logprobs": self._logprobs(gain, call)}
+        return self._chunk(index, {"content": gain.text}) | {"logprobs": self._logprobs(gain)}
 
     def closing(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
-        """The end, as of :func:`ending`."""
-        return {**self._delta(index, {}), **end}
+        """The end."""
+        return {**self._chunk(index, {}), **end}
 
-    def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, index: int, delta: dict[str, str]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, **GOES_ON}
 
-    def _logprobs(self, gain: RequestOutput, call: Call) -> dict[str, Any] | None:
-        if call.logprobs is None:
+    def _logprobs(self, gain: RequestOutput) -> dict[str, Any] | None:
+        if self._alternatives is None:
             return None
         content = (
-            {
-                **self._token(token, entry.logprob),
-                "top_logprobs": [
-                    self._token(id, value) for id, value in entry.top[: call.logprobs]
-                ],
-            }
+            self._token(token, entry.logprob)
+            | {"top_logprobs": [self._token(*one) for one in entry.top[: self._alternatives]]}
             for token, entry in zip(gain.tokens, gain.logprobs, strict=True)
         )
         return {"content": content, "refusal": None}
@@ -231,7 +222,6 @@ class Writer:
     """Writes the body or the chunks of one call."""
 
     call: Call
-    format: TextFormat | ChatFormat
     model: str
     answers: list[Answer]
     texts: TokenTexts
@@ -239,36 +229,40 @@ class Writer:
     """Names of the drafters that propose."""
     accepted_only: bool = False
     """Show no nodes of trees but the accepted ones: the others may be of other people's texts."""
-    id: str = ""
-    created: int = 0
     tails: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """The last tokens of every row that events have told of."""
 
     def __post_init__(self) -> None:
         """Name the answer."""
-        self.id = self.id or f"{self.format.prefix}-{secrets.token_hex(12)}"
-        self.created = self.created or int(time.time())
+        kind = ChatFormat if self.call.chat else TextFormat
+        self.format: TextFormat | ChatFormat = kind(self.texts, self.call.alternatives)
+        self.id, self.created = f"{kind.prefix}-{secrets.token_hex(12)}", int(time.time())
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
-        found = {
-            **self._head(self.format.whole),
-            "choices": [
-                self.format.choice(index, answer, self.call)
-                for index, answer in enumerate(self.answers)
-            ],
-            "usage": self._usage(),
-            "metrics": self._metrics(),
-        }
-        if self.call.rounds:
+        choices = []
+        for index, answer in enumerate(self.answers):
+            gain = self._shown(answer.gain)
+            end = ending(gain.finish, gain.reason)
+            choices.append(self.format.choice(index, answer, gain, end))
+        usage = {"usage": self._usage(), "metrics": self._metrics()}
+        found = {**self._head(self.format.whole), "choices": choices, **usage}
+        if self.call.longspec.rounds:
             found["longspec"] = [
                 self._rounds(answer.gain, index) for index, answer in enumerate(self.answers)
             ]
         return found
 
+    def _shown(self, gain: RequestOutput) -> RequestOutput:
+        """What is shown of a gain. A call for no tokens has one, because no fewer can be."""
+        if self.call.most_new != 0:
+            return gain
+        finish = None if gain.finish is None else "length"
+        return replace(gain, tokens=(), logprobs=(), text="", finish=finish)
+
     def opening(self) -> bytes:
         """The events before the first token."""
-        choices = [self.format.opening(*one) for one in enumerate(self.answers)]
+        choices = map(self.format.opening, range(len(self.answers)))
         return b"".join(self._chunk(choice) for choice in choices if choice is not None)
 
     def events(self, row: int, gain: RequestOutput) -> bytes:
@@ -277,23 +271,22 @@ class Writer:
         A token whose text is not complete makes none, unless there is something else to say.
         """
         more, answer, found = {}, self.answers[row], b""
-        if self.call.rounds:
+        if self.call.longspec.rounds:
             before = self.tails.get(row, ())
             more["longspec"] = self._rounds(gain, row, before)
             self.tails[row] = (*before, *gain.tokens)[-LONGEST_RUN:]
-        first = answer.begins_with(gain)
-        shown = gain.text or (first and answer.echoed) or self.call.logprobs is not None
-        if shown or more or self.call.continuous_usage:
-            delta = self.format.delta(row, answer, gain, self.call)
+        first, shown = answer.begins_with(gain), self._shown(gain)
+        said = gain.text or (first and answer.echoed) or self.call.alternatives is not None
+        if said or more or self.call.stream_options.continuous_usage_stats:
+            delta = self.format.delta(row, answer, shown, first=first)
             found += self._chunk(delta, more, long=is_long(gain))
         if gain.finish is not None:
-            finish = "length" if self.call.max_tokens == 0 else gain.finish
-            found += self._chunk(self.format.closing(row, ending(finish, gain.reason)))
+            found += self._chunk(self.format.closing(row, ending(shown.finish, gain.reason)))
         return found
 
     def ending(self) -> bytes:
         """The last events: the usage, if it is wanted, and ``[DONE]``."""
-        if not self.call.include_usage:
+        if not self.call.stream_options.include_usage:
             return DONE
         usage = {"usage": self._usage(), "metrics": self._metrics()}
         return event({**self._head(self.format.part), "choices": [], **usage}) + DONE
@@ -312,9 +305,9 @@ class Writer:
         self, choice: dict[str, Any], more: dict[str, Any] | None = None, *, long: bool = False
     ) -> bytes:
         usage = {}
-        if self.call.continuous_usage:
+        if self.call.stream_options.continuous_usage_stats:
             usage["usage"] = self._usage()
-        elif self.call.include_usage:
+        elif self.call.stream_options.include_usage:
             usage["usage"] = None
         head = self._head(self.format.part)
         return event({**head, "choices": [choice], **usage, **(more or {})}, long=long)
@@ -322,7 +315,7 @@ class Writer:
     def _usage(self) -> dict[str, Any]:
         """Tokens of prompts and answers. A prompt counts once for all its choices."""
         prompts = self.answers[:: self.call.n]
-        new = 0 if self.call.max_tokens == 0 else sum(one.new for one in self.answers)
+        new = 0 if self.call.most_new == 0 else sum(one.new for one in self.answers)
         prompt = sum(len(one.prompt) for one in prompts)
         cached = sum(one.cached for one in prompts)
         return {
@@ -335,3 +328,87 @@ class Writer:
     def _metrics(self) -> dict[str, Any] | None:
         """Acceptance and times, in the fields of vLLM; None for several rows."""
         return metrics_of(self.answers[0]) if len(self.answers) == 1 else None
+
+
+def metrics_of(answer: Answer) -> dict[str, Any]:
+    """Acceptance and times of a row that has ended."""
+    times = answer.times
+    first = _milliseconds(times.arrived, times.first)
+    decode = _milliseconds(times.first, times.last)
+    whole = _milliseconds(times.arrived, times.last)
+    between = answer.new - 1
+    return {
+        "speculative_decoding": acceptance_of(answer),
+        "time_to_first_token_ms": first,
+        "queue_time_ms": _milliseconds(times.arrived, times.started),
+        "mean_itl_ms": decode / between if decode is not None and between > 0 else None,
+        "tokens_per_second": 1000 * answer.new / whole if whole else None,
+    }
+
+
+def _milliseconds(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else round(1000 * (end - begin), 3)
+
+
+def acceptance_of(answer: Answer) -> dict[str, Any] | None:
+    """What the draft has given a row; None if it drafted nothing."""
+    levels, proposed = answer.levels, answer.proposed
+    rounds, accepted = len(answer.rounds), sum(answer.rounds)
+    if not rounds or not proposed:
+        return None
+    counts = Counter(answer.rounds)
+    return {
+        "mean_acceptance_length": 1 + accepted / rounds,
+        "draft_acceptance_rate": accepted / proposed,
+        "acceptance_histogram": [counts[n] for n in range(max(levels, *counts) + 1)],
+        "num_spec_steps": rounds,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": proposed,
+        "num_spec_tokens": levels,
+    }
+
+
+def rounds_of(
+    gain: RequestOutput,
+    text_of: TokenText,
+    row: int,
+    before: Sequence[int] = (),
+    sources: Sequence[str] = (),
+    *,
+    accepted_only: bool = False,
+) -> dict[str, Any]:
+    """The tokens of a row's gain and the rounds that they came from, for the page.
+
+    Args:
+      before: the last tokens before the gain, which may begin its first character.
+      sources: names of the drafters; where there are several, each draft token says who proposed
+        it.
+      accepted_only: show no other nodes of a tree than those of the accepted path.
+    """
+    tokens, depth, ids = [], 0, [*before]
+    proposed = gain.sources or gain.drafted
+    for token, drafted, bits in zip(gain.tokens, gain.drafted, proposed, strict=True):
+        depth = depth + 1 if drafted else 0
+        ids.append(token)
+        text = completed_text(text_of, ids[-LONGEST_RUN:])
+        told = {"text": text, "id": token, "drafted": drafted, "depth": depth}
+        by = {"source": proposers(sources, bits)} if drafted and len(sources) > 1 else {}
+        tokens.append({**told, **by})
+    rounds: list[dict[str, Any]] = [
+        {"accepted": accepted, "tree": None} for accepted in gain.rounds
+    ]
+    for one, tree in zip(rounds, gain.trees, strict=False):
+        reached = [node for node, parent in enumerate(tree.parents) if parent >= 0 or node == 0]
+        one["tree"] = _tree_of(tree, tree.path if accepted_only else reached, text_of)
+    return {"index": row, "tokens": tokens, "rounds": rounds}
+
+
+def _tree_of(tree: RoundTree, kept: Sequence[int], text_of: TokenText) -> dict[str, Any]:
+    """A round's tree by texts, of some nodes, the root among them."""
+    place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
+    return {
+        "tokens": [text_of(tree.tokens[node]) for node in kept],
+        "parents": [place[tree.parents[node]] for node in kept],
+        "draws": [text_of(tree.draws[node]) for node in kept],
+        "path": [place[node] for node in tree.path],
+    }

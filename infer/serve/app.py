@@ -1,16 +1,20 @@
 """The routes: requests in, answers and streams out, and what guards them.
 
-The application knows the engine's thread by its tickets alone. It never blocks the event loop:
+The application knows the engine's thread by its handles alone. It never blocks the event loop:
 bodies are parsed by one thread of their own, and texts are tokenised by a few.
 """
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -21,14 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
-from .answers import DONE, ChatFormat, TextFormat, Writer, event, is_long, long_json_bytes
-from .bodies import MOST_BYTES, most_bytes, read_json, too_large
-from .documents import describe, read_page
-from .engine_thread import EngineThread, State
-from .gains import Ticket
-from .guards import CLIENT, HEALTH, PAGE, HostGuard, KeyGuard, as_json, refusal
-from .metrics import Metrics
-from .protocol import (
+from .answers import DONE, Writer, event, is_long, json_bytes, long_json_bytes
+from .calls import (
     Call,
     Row,
     ServedModel,
@@ -37,8 +35,23 @@ from .protocol import (
     read_tokenize,
     rows_of,
 )
-from .rules import Refused
-from .token_texts import TokenTexts
+from .engine_thread import EngineThread, State
+from .guards import (
+    CLIENT,
+    HEALTH,
+    MOST_BYTES,
+    PAGE,
+    HostGuard,
+    KeyGuard,
+    as_json,
+    most_bytes,
+    read_json,
+    refusal,
+    too_large,
+)
+from .metrics import Metrics
+from .protocol import Chat, Completion, Refused, describe
+from .streaming import RequestHandle, TokenTexts
 
 LOG = logging.getLogger("longspec.serve")
 CLIENT_GONE = 499
@@ -61,8 +74,6 @@ class Served:
     model: ServedModel
     thread: EngineThread
     metrics: Metrics
-    about: dict[str, Any] = field(default_factory=dict)
-    """Of the model, for ``/v1/models`` and the page."""
     slots: int = 1
     created: int = 0
     api_keys: tuple[str, ...] = ()
@@ -158,6 +169,7 @@ class Routes:
         # One: parsing keeps all other threads waiting, the event loop's too.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
         self._held = 0
+        self._document = json_bytes(describe(bool(served.api_keys)))
 
     async def complete(self, request: Request, chat: bool) -> Response:
         """Completions of both kinds, whole or as a stream."""
@@ -166,26 +178,27 @@ class Routes:
         client = str(request.scope[CLIENT]) if len(self._served.api_keys) > 1 else ""
         call, rows = await self._in_pool(self._read_call, given, chat, client)
         if self._served.log_prompts:
-            LOG.info("prompt: %s", call.messages or call.prompts)
-        ticket = self._thread.submit(rows)
+            turns = [one.turn for one in call.messages] if isinstance(call, Chat) else call.prompt
+            LOG.info("prompt: %s", turns)
+        handle = self._thread.submit(rows)
         try:
-            writer = self._writer(call, ticket)
-            if await until_gone(request, ticket.begun()):
+            writer = self._writer(call, handle)
+            if await until_gone(request, handle.begun()):
                 return Response(status_code=CLIENT_GONE)
             if call.stream:
-                end, stream = partial(self._close, request, call, ticket, 200), ticket
-                ticket = None
+                end, stream = partial(self._close, request, call, handle, 200), handle
+                handle = None
                 return Events(pulsing(self._events(writer, stream)), end)
-            gone = await until_gone(request, _read_all(ticket))
-            self._log(request, call, ticket, CLIENT_GONE if gone else 200)
+            gone = await until_gone(request, _read_all(handle))
+            self._log(request, call, handle, CLIENT_GONE if gone else 200)
             if gone:
                 return Response(status_code=CLIENT_GONE)
             # Log-probabilities of a long prompt take a while to write.
             body = await self._in_pool(lambda: long_json_bytes(writer.body()))
             return Response(body, media_type="application/json")
         finally:
-            if ticket is not None:
-                self._thread.cancel(ticket)
+            if handle is not None:
+                self._thread.cancel(handle)
 
     def _read_call(
         self, given: dict[str, Any], chat: bool, client: str
@@ -193,29 +206,27 @@ class Routes:
         call = read_call(given, self._model, chat=chat)
         return call, rows_of(call, self._model, client)
 
-    def _writer(self, call: Call, ticket: Ticket) -> Writer:
-        if call.echo:
-            for index, answer in enumerate(ticket.answers):
-                prompt = call.prompts[index // call.n]
+    def _writer(self, call: Call, handle: RequestHandle) -> Writer:
+        if isinstance(call, Completion) and call.echo:
+            for index, answer in enumerate(handle.answers):
+                prompt = call.prompt[index // call.n]
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
-        form = (ChatFormat if call.chat else TextFormat)(self._texts)
         model = self._model
         return Writer(
             call,
-            form,
             model.names[0],
-            ticket.answers,
+            handle.answers,
             self._texts,
             sources=model.sources,
             accepted_only=model.shared,
         )
 
-    async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
+    async def _events(self, writer: Writer, handle: RequestHandle) -> AsyncIterator[bytes]:
         """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""
         try:
             yield writer.opening()
-            async for row, gain in ticket.gains():
+            async for row, gain in handle.gains():
                 if is_long(gain):
                     events = await self._in_pool(writer.events, row, gain)
                 else:
@@ -230,18 +241,18 @@ class Routes:
             words = f"the server has a defect: {type(error).__name__}"
             yield event(Refused(words, status=500).body) + DONE
 
-    def _close(self, request: Request, call: Call, ticket: Ticket, status: int) -> None:
-        self._log(request, call, ticket, status)
-        self._thread.cancel(ticket)
+    def _close(self, request: Request, call: Call, handle: RequestHandle, status: int) -> None:
+        self._log(request, call, handle, status)
+        self._thread.cancel(handle)
 
-    def _log(self, request: Request, call: Call, ticket: Ticket, status: int) -> None:
+    def _log(self, request: Request, call: Call, handle: RequestHandle, status: int) -> None:
         LOG.info(
             "%s %r %d: %d prompt tokens, %d new, %s",
             request.method,
             request.url.path,
             status,
-            sum(len(row.tokens) for row in ticket.rows),
-            sum(answer.new for answer in ticket.answers),
+            sum(len(row.tokens) for row in handle.rows),
+            sum(answer.new for answer in handle.answers),
             "stream" if call.stream else "whole",
         )
 
@@ -254,7 +265,7 @@ class Routes:
                 "created": self._served.created,
                 "owned_by": "longspec",
                 "max_model_len": self._model.max_len,
-                "longspec": self._served.about,
+                "longspec": self._model.about,
             }
             for name in self._model.names
         ]
@@ -316,12 +327,11 @@ class Routes:
 
     async def openapi(self, request: Request) -> Response:
         """The description of all routes."""
-        return as_json(describe(bool(self._served.api_keys)))
+        return Response(self._document, media_type="application/json")
 
     async def page(self, request: Request) -> Response:
         """The page: one file, which talks to no other server."""
-        page = read_page()
-        return Response(page.body, headers=page.headers)
+        return page_response()
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The JSON object of a request.
@@ -388,9 +398,9 @@ async def pulsing(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         coming.cancel()
 
 
-async def _read_all(ticket: Ticket) -> None:
-    async for row, gain in ticket.gains():
-        ticket.answers[row].gains.append(gain)
+async def _read_all(handle: RequestHandle) -> None:
+    async for row, gain in handle.gains():
+        handle.answers[row].gains.append(gain)
 
 
 async def until_gone(request: Request, work: Awaitable[None]) -> bool:
@@ -416,3 +426,28 @@ async def until_gone(request: Request, work: Awaitable[None]) -> bool:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+_OPEN = "default-src 'none'; img-src data:; connect-src 'self'; base-uri 'none'; "
+_CLOSED = "form-action 'none'; frame-ancestors 'none'"
+
+
+def page_response() -> Response:
+    """The page, which lies beside this file, with the policy by which its script alone runs."""
+    text = (Path(__file__).parent / "page.html").read_text("utf-8")
+    policy = "".join(f"{name}-src {_digest(text, name)}; " for name in ("style", "script"))
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": _OPEN + policy + _CLOSED,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return Response(text.encode(), headers=headers)
+
+
+def _digest(text: str, element: str) -> str:
+    """What a policy calls the only inline style or script of a page."""
+    [inside] = re.findall(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+    return f"'sha256-{digest}'"

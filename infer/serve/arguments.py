@@ -4,7 +4,8 @@ import argparse
 
 import longspec_jax
 from longspec_jax import cli
-from longspec_jax.checks import Real, Whole
+from longspec_jax.checks import Real, Truth, Whole
+from longspec_jax.schema import Option
 
 from ..arguments import add_models
 from ..prompts import STYLES, read_text
@@ -18,7 +19,47 @@ SIGTERM and Ctrl-C end it in order: requests that run are finished, new ones are
 Exit status: 0 after SIGTERM or Ctrl-C while it serves, 2 for a request that cannot be met, 1 for a
 failure while running, 130 after Ctrl-C and 143 after SIGTERM before it serves.
 """
-_SECONDS = cli.number(Real(0.0, 1e6, "above 0", includes_least=False))
+_SECONDS = Real(0.0, 1e6, "above 0", includes_least=False)
+SIZES = {
+    "max_len": Option(
+        Whole(2),
+        None,
+        "most tokens of a request, prompt and answer; those that the target was made for if "
+        "absent, on a CPU at most 4096",
+    ),
+    "max_gap_ms": Option(
+        _SECONDS,
+        None,
+        "the longest pause of a running stream while a prompt is read, in milliseconds; sets the "
+        "size of prompt chunks",
+    ),
+    "offload_prefixes": Option(
+        Whole(1, 2**50),
+        None,
+        "bytes of the host's memory for prompts that no slot holds any more; 0 if absent",
+    ),
+}
+CAPACITY = {
+    "slots": Option(Whole(), None, "requests that are decoded at once; others wait"),
+    "memory": Option(
+        Real(0.0, 1.0, "above 0, at most 1", includes_least=False),
+        0.9,
+        "share of the free memory for as many slots as fit, instead of --slots",
+    ),
+}
+LIMITS = {
+    "queue_requests": Option(Whole(), 256, "most requests without a first token"),
+    "queue_tokens": Option(
+        Whole(), None, "most tokens of their prompts; 64 times --max_len if absent"
+    ),
+    "request_seconds": Option(
+        _SECONDS, None, "a request that takes longer is ended; no limit if absent"
+    ),
+    "drain_seconds": Option(
+        _SECONDS, 30.0, "how long requests that run are awaited after SIGTERM or Ctrl-C"
+    ),
+    "log_prompts": Option(Truth(), False, "write prompts to the log"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,8 +88,11 @@ def parser() -> argparse.ArgumentParser:
     result.set_defaults(row_slots=None, offload=False, adaptive=False, compare=None, stream=None)
     result.set_defaults(batch=None, prompt_file=None)
     _add_address(result.add_argument_group("address"))
-    _add_sizes(result.add_argument_group("sizes"))
-    _add_limits(result.add_argument_group("limits"))
+    sizes, limits = result.add_argument_group("sizes"), result.add_argument_group("limits")
+    cli.add_options(sizes, SIZES)
+    cli.add_options(sizes.add_mutually_exclusive_group(), CAPACITY)
+    cli.add_options(limits, LIMITS)
+    cli.add_traceback(limits)
     return result
 
 
@@ -60,7 +104,7 @@ def _add_address(group: argparse._ArgumentGroup) -> None:
         help="the address to listen at; 0.0.0.0 for all of this machine's",
     )
     group.add_argument(
-        "--port", type=cli.number(Whole(0, 65535)), default=8000, help="0 for any free one"
+        "--port", type=cli.value(Whole(0, 65535)), default=8000, help="0 for any free one"
     )
     keys = group.add_mutually_exclusive_group()
     keys.add_argument(
@@ -79,67 +123,6 @@ def _add_address(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="the model's name for clients; the target's if absent",
     )
-
-
-def _add_sizes(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max_len",
-        type=cli.number(Whole(2)),
-        metavar="TOKENS",
-        help="most tokens of a request, prompt and answer; those that the target was made for if "
-        "absent, on a CPU at most 4096",
-    )
-    slots = group.add_mutually_exclusive_group()
-    slots.add_argument(
-        "--slots", type=cli.COUNT, help="requests that are decoded at once; others wait"
-    )
-    slots.add_argument(
-        "--memory",
-        type=cli.number(Real(0.0, 1.0, "above 0, at most 1", includes_least=False)),
-        metavar="SHARE",
-        default=0.9,
-        help="of the free memory, for as many slots as fit",
-    )
-    group.add_argument(
-        "--max_gap_ms",
-        type=_SECONDS,
-        metavar="MS",
-        help="the longest pause of a running stream while a prompt is read; sets the size of "
-        "prompt chunks",
-    )
-    group.add_argument(
-        "--offload_prefixes",
-        type=cli.number(Whole(1, 2**50)),
-        metavar="BYTES",
-        help="of the host's memory, for prompts that no slot holds any more; 0 if absent",
-    )
-
-
-def _add_limits(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--queue_requests", type=cli.COUNT, default=256, help="most requests without a first token"
-    )
-    group.add_argument(
-        "--queue_tokens",
-        type=cli.COUNT,
-        metavar="TOKENS",
-        help="most tokens of their prompts; 64 times --max_len if absent",
-    )
-    group.add_argument(
-        "--request_seconds",
-        type=_SECONDS,
-        metavar="SECONDS",
-        help="a request that takes longer is ended; no limit if absent",
-    )
-    group.add_argument(
-        "--drain_seconds",
-        type=_SECONDS,
-        metavar="SECONDS",
-        default=30.0,
-        help="how long requests that run are awaited after SIGTERM or Ctrl-C",
-    )
-    group.add_argument("--log_prompts", action="store_true", help="write prompts to the log")
-    cli.add_traceback(group)
 
 
 def read_keys(arguments: argparse.Namespace) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ import jax
 from longspec_jax import LongSpec, TreeConfig, cli
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
+from longspec_jax.decoding.engine import Engine
 from longspec_jax.extras import missing_packages
 from longspec_jax.generation.chat import encode_chat, encode_text
 from longspec_jax.generation.memory import free_bytes
@@ -37,11 +38,11 @@ from ..results import memory_plan_line
 from ..wording import command_words
 from .app import Served
 from .arguments import read_template
+from .calls import ServedModel
 from .engine_thread import EngineThread
-from .fields import MOST_ALTERNATIVES
 from .http_server import HttpServer, log_to_stderr
 from .metrics import Metrics
-from .protocol import ServedModel
+from .protocol import MOST_ALTERNATIVES
 
 PREFILLS = 4, 2, 1
 """Prompts that may be read at once: as many as fit beside as many slots. Each takes as much memory
@@ -116,7 +117,7 @@ class Service:
         )
 
     def _lines(self, spec: LongSpec, engine: RequestEngine) -> Iterator[str]:
-        drafter = engine.engine.drafter
+        drafter = tokens_engine(engine).drafter
         draft = (
             f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.num_levels else "no draft"
         )
@@ -125,7 +126,7 @@ class Service:
             yield "  shared=true: requests draft from each other's texts; clients can so guess them"
         yield f"  {memory_plan_line(engine.memory)}"
         free = free_bytes(spec.mesh)
-        slots = counted(engine.engine.slots, "slot")
+        slots = counted(tokens_engine(engine).slots, "slot")
         yield f"  {slots} of {self._max_len} tokens" + (
             "" if free is None else f"; {shown_bytes(free)} are free"
         )
@@ -225,6 +226,11 @@ def curl(base: str, key: str | None) -> str:
     return typed if key is None else f'{typed} -H "Authorization: Bearer $API_KEY"'
 
 
+def tokens_engine(engine: RequestEngine) -> Engine:
+    """The engine below one of requests, for its slots and the drafter of its tallest tree alone."""
+    return engine.engine
+
+
 def planned_engine(
     spec: LongSpec,
     *,
@@ -305,7 +311,7 @@ def served_over(
     model = served_model(
         spec, engine, names=names, max_len=max_len, most_rows=queue_requests, template=template
     )
-    levels = engine.engine.drafter.tree.num_levels
+    levels = tokens_engine(engine).drafter.tree.num_levels
     metrics = Metrics(levels)
     thread = EngineThread(
         engine,
@@ -319,16 +325,7 @@ def served_over(
         model=model,
         thread=thread,
         metrics=metrics,
-        about={
-            "chat": model.encode_chat is not None,
-            "max_model_len": max_len,
-            "tree": model.tree,
-            "trees": [*map(str, model.trees)],
-            "drafter": model.drafter,
-            "identical": spec.identical,
-            "shared": model.shared,
-        },
-        slots=engine.engine.slots,
+        slots=tokens_engine(engine).slots,
         created=int(time.time()),
         api_keys=api_keys,
         host=host,
@@ -346,7 +343,7 @@ def served_model(
     template: str | None = None,
 ) -> ServedModel:
     """What requests are checked against; arguments as of :func:`served_over`."""
-    tokenizer, drafter = spec.tokenizer, engine.engine.drafter
+    tokenizer, drafter = spec.tokenizer, tokens_engine(engine).drafter
     if tokenizer is not None:
         # The first call may change the tokenizer's own settings, beside which no other thread may
         # use it ("Already borrowed").
@@ -371,11 +368,12 @@ def served_model(
         encode=encode,
         decode=decode,
         encode_chat=chat_encoder(tokenizer, template, max_len),
-        trees=tuple(each.tree for each in engine.engine.drafters),
+        trees=tuple(use.tree for use in engine.trees),
         tree=str(drafter.tree) if drafter.tree.num_levels else None,
         drafter=drafter.name if drafter.tree.num_levels else None,
         sources=drafter.sources,
         shared=any(draft.shares_texts for draft in spec.drafts),
+        identical=spec.identical,
         grammar=spec.grammar if _knows_grammars(spec) else None,
     )
 

@@ -7,13 +7,13 @@ What is queued is bounded, in requests and in tokens.
 Who owns what:
 
 * The thread alone uses the engine, and what it knows of rows in it (``_rows``, ``_unstarted``, a
-  ticket's ``ids`` and ``open``). ``RequestEngine.trees`` is the exception: it is made of tuples
+  handle's ``ids`` and ``open``). ``RequestEngine.trees`` is the exception: it is made of tuples
   that the thread replaces whole, so any thread may read it.
-* Both sides use the inbox, the open tickets, the counts of the queue, the ends of rows and the
+* Both sides use the inbox, the open handles, the counts of the queue, the ends of rows and the
   state. All of them are read and written under one lock, ``_changed``. Nobody calls the engine or
   waits for anything else while he holds it.
-* A ticket's answers are its reader's. The thread writes their ``times`` and nothing else; each of
-  these is one assignment. Gains go from the thread to the reader through the ticket's own queue.
+* A handle's answers are its reader's. The thread writes their ``times`` and nothing else; each of
+  these is one assignment. Gains go from the thread to the reader through the handle's own queue.
 * :class:`~infer.serve.metrics.Metrics` locks for itself.
 """
 
@@ -32,10 +32,10 @@ from typing import Any
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 
-from .gains import Answer, Ticket, proposed_tokens, wake
+from .calls import Row
 from .metrics import Metrics
-from .protocol import Row
-from .rules import Refused
+from .protocol import Refused
+from .streaming import Answer, RequestHandle, proposed_tokens, wake
 
 LOG = logging.getLogger("longspec.serve")
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or later"
@@ -84,7 +84,7 @@ class EngineThread:
         """The lock. Of the same thread a second ``with`` may stand in a first one."""
         # Under the lock.
         self._inbox: deque[Callable[[], None]] = deque()
-        self._tickets: set[Ticket] = set()
+        self._handles: set[RequestHandle] = set()
         """All that have not ended, those in the inbox too; the thread alone takes them out."""
         self._queued_rows = self._queued_tokens = 0
         self._ended: deque[float] = deque(maxlen=32)
@@ -92,7 +92,7 @@ class EngineThread:
         self._closing = False
         self._state = State.READY
         # The thread's.
-        self._rows: dict[int, tuple[Ticket, int]] = {}
+        self._rows: dict[int, tuple[RequestHandle, int]] = {}
         self._unstarted: set[int] = set()
         """Requests in the engine's queue, as far as is known."""
         self._thread = threading.Thread(target=self._run, name="engine")
@@ -118,7 +118,7 @@ class EngineThread:
     def open_calls(self) -> int:
         """Calls that have not ended."""
         with self._changed:
-            return len(self._tickets)
+            return len(self._handles)
 
     @property
     def waiting(self) -> int:
@@ -156,8 +156,8 @@ class EngineThread:
         with self._changed:
             return [
                 answer
-                for ticket in self._tickets
-                for answer in ticket.answers
+                for handle in self._handles
+                for answer in handle.answers
                 if answer.times.first is not None and answer.finish is None
             ]
 
@@ -198,7 +198,7 @@ class EngineThread:
                 retry_after=retry,
             )
 
-    def submit(self, rows: Sequence[Row]) -> Ticket:
+    def submit(self, rows: Sequence[Row]) -> RequestHandle:
         """Queue the rows of a call, all or none.
 
         Raises:
@@ -207,18 +207,18 @@ class EngineThread:
         tokens = sum(len(row.tokens) for row in rows)
         with self._changed:
             self.check_room(len(rows), tokens)
-            ticket = Ticket(rows, time.monotonic() + self._seconds, self._levels)
+            handle = RequestHandle(rows, time.monotonic() + self._seconds, self._levels)
             self._queued_rows += len(rows)
             self._queued_tokens += tokens
-            self._tickets.add(ticket)
-            self._post(partial(self._begin, ticket))
-        return ticket
+            self._handles.add(handle)
+            self._post(partial(self._begin, handle))
+        return handle
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         """End a call before its time, if it has not ended."""
         with self._changed:
-            if ticket in self._tickets:
-                self._post(partial(self._end, ticket, "cancelled"))
+            if handle in self._handles:
+                self._post(partial(self._end, handle, "cancelled"))
 
     def drain(self) -> None:
         """Take no more requests; those that were taken go on."""
@@ -229,9 +229,9 @@ class EngineThread:
     def abandon(self) -> None:
         """End all calls, as the server shuts down."""
         with self._changed:
-            for ticket in self._tickets:
+            for handle in self._handles:
                 refused = Refused(SHUTTING_DOWN, status=503, code="shutting_down", retry_after=5)
-                self._post(partial(self._end, ticket, "abandoned", refused))
+                self._post(partial(self._end, handle, "abandoned", refused))
 
     def close(self) -> None:
         """End the thread once nothing is open, and wait for it."""
@@ -285,39 +285,39 @@ class EngineThread:
             each()
         return True
 
-    def _begin(self, ticket: Ticket) -> None:
+    def _begin(self, handle: RequestHandle) -> None:
         """Submit the rows of a call, unless it has ended before, as one may whose time was over."""
         with self._changed:
-            if ticket not in self._tickets:
+            if handle not in self._handles:
                 return
-        for index, row in enumerate(ticket.rows):
+        for index, row in enumerate(handle.rows):
             try:
                 id = self._engine.submit([*row.tokens], **row.options)
             except (*USER_ERRORS, TypeError) as error:
-                self._end(ticket, "refused", Refused(str(error)))
+                self._end(handle, "refused", Refused(str(error)))
                 return
             except Exception as error:  # This request's alone: the engine has taken nothing.
                 LOG.exception("a request could not be submitted")
                 words = f"the server has a defect: {type(error).__name__}"
-                self._end(ticket, "refused", Refused(words, status=500))
+                self._end(handle, "refused", Refused(words, status=500))
                 return
-            ticket.ids.append(id)
-            self._rows[id] = ticket, index
+            handle.ids.append(id)
+            self._rows[id] = handle, index
             self._unstarted.add(id)
-        ticket.begin()
-        wake([ticket])
+        handle.begin()
+        wake([handle])
 
     def _publish(self, outputs: Iterable[RequestOutput]) -> None:
         now, woken = time.monotonic(), set()
         for output in outputs:
             if output.id not in self._rows:
                 continue
-            ticket, index = self._rows[output.id]
-            answer = ticket.answers[index]
+            handle, index = self._rows[output.id]
+            answer = handle.answers[index]
             times, prompt = answer.times, len(answer.prompt)
             if times.first is None:
                 self._count_first(prompt)
-                self._metrics.first(now - ticket.arrived, prompt)
+                self._metrics.first(now - handle.arrived, prompt)
                 times.first = now
             else:
                 self._metrics.between(now - (times.last or now), len(output.tokens))
@@ -325,25 +325,25 @@ class EngineThread:
             proposed = proposed_tokens(output, answer.speculates)
             self._metrics.gained(now, output, proposed)
             # A tree has hundreds of numbers: 50 MB of them in a text of 32,000 tokens.
-            kept = output if ticket.rows[index].traced else replace(output, trees=())
-            ticket.put(index, kept, proposed)
-            woken.add(ticket)
+            kept = output if handle.rows[index].traced else replace(output, trees=())
+            handle.put(index, kept, proposed)
+            woken.add(handle)
             if output.finish is not None:
                 del self._rows[output.id]
-                ticket.open -= 1
+                handle.open -= 1
                 with self._changed:
                     self._ended.append(now)
-                self._metrics.ended(output.finish, now - ticket.arrived)
-            if not ticket.open:
-                self._forget(ticket)
+                self._metrics.ended(output.finish, now - handle.arrived)
+            if not handle.open:
+                self._forget(handle)
         wake(woken)
 
     def _note_started(self, begun: float) -> None:
         """Note which rows have left the engine's queue in the step that began then."""
         if self._unstarted:
             started = self._unstarted - {*self._engine.queued}
-            for ticket, index in (self._rows[id] for id in started if id in self._rows):
-                ticket.answers[index].times.started = begun
+            for handle, index in (self._rows[id] for id in started if id in self._rows):
+                handle.answers[index].times.started = begun
             self._unstarted -= started
 
     def _count_first(self, tokens: int) -> None:
@@ -352,26 +352,26 @@ class EngineThread:
             self._queued_rows -= 1
             self._queued_tokens -= tokens
 
-    def _end(self, ticket: Ticket, how: str, refused: Refused | None = None) -> None:
+    def _end(self, handle: RequestHandle, how: str, refused: Refused | None = None) -> None:
         """End a call before its time, if it has not ended."""
         with self._changed:
-            if ticket not in self._tickets:
+            if handle not in self._handles:
                 return
-        for id in ticket.ids:
+        for id in handle.ids:
             if self._rows.pop(id, None) is not None:
                 self._engine.cancel(id)
-        for index, row in enumerate(ticket.rows):
-            if ticket.answers[index].times.first is None:
+        for index, row in enumerate(handle.rows):
+            if handle.answers[index].times.first is None:
                 self._count_first(len(row.tokens))
-        for _ in range(ticket.open):
-            self._metrics.ended(how, time.monotonic() - ticket.arrived)
-        ticket.fail(refused or Refused("the request was cancelled", status=499))
-        self._forget(ticket)
-        wake([ticket])
+        for _ in range(handle.open):
+            self._metrics.ended(how, time.monotonic() - handle.arrived)
+        handle.fail(refused or Refused("the request was cancelled", status=499))
+        self._forget(handle)
+        wake([handle])
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, handle: RequestHandle) -> None:
         with self._changed:
-            self._tickets.discard(ticket)
+            self._handles.discard(handle)
 
     def _end_late(self) -> None:
         """End calls that take too long."""
@@ -379,21 +379,21 @@ class EngineThread:
             return
         now = time.monotonic()
         with self._changed:
-            late = [ticket for ticket in self._tickets if ticket.deadline < now]
-        for ticket in late:
+            late = [handle for handle in self._handles if handle.deadline < now]
+        for handle in late:
             message = f"the request took longer than --request_seconds={self._seconds:g}"
-            self._end(ticket, "late", Refused(message, status=504, code="timeout"))
+            self._end(handle, "late", Refused(message, status=504, code="timeout"))
 
     def _fail(self, error: BaseException) -> None:
         """Tell every open call, and take no more."""
         with self._changed:
             self._state = State.FAILED
             self._inbox.clear()
-            tickets, self._tickets = [*self._tickets], set()
+            handles, self._handles = [*self._handles], set()
         message = explained(error)[0] if isinstance(error, Exception) else repr(error)
-        for ticket in tickets:
-            ticket.fail(Refused(f"the engine has failed: {message}", status=500))
-            self._metrics.ended("failed", time.monotonic() - ticket.arrived)
-        wake(tickets)
+        for handle in handles:
+            handle.fail(Refused(f"the engine has failed: {message}", status=500))
+            self._metrics.ended("failed", time.monotonic() - handle.arrived)
+        wake(handles)
         if self.on_failure is not None:
             self.on_failure(error)

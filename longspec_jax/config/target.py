@@ -1,6 +1,8 @@
 """The configuration of a target: a list of layers, described by data."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from longspec_jax.checks import finite_number, shown, whole_number
@@ -154,14 +156,21 @@ class TargetConfig:
         if len(self.recurrent_layers) == self.num_layers:
             raise ValueError("one layer at least must have attention: prompts are measured by it")
 
-    @property
+    @cached_property
     def rotary(self) -> Rotary:
         """The rotation of the layer that drafts read."""
         return Rotary(self.rope_theta, self.rope_scaling, self.rotary_width)
 
+    @cached_property
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """The description of every layer."""
+        if not self.kinds:
+            return (LayerConfig(self.rotary),) * self.num_layers
+        return tuple(self.kinds[kind] for kind in self.pattern)
+
     def layer(self, index: int) -> LayerConfig:
         """The description of a layer."""
-        return self.kinds[self.pattern[index]] if self.kinds else LayerConfig(self.rotary)
+        return self.layers[index]
 
     @property
     def is_sparse(self) -> bool:
@@ -180,16 +189,16 @@ class TargetConfig:
         rotated = [index for index in full if self.layer(index).rotary is not None]
         return (rotated or full or [self.num_layers - 1])[-1]
 
-    @property
+    @cached_property
     def full_layers(self) -> tuple[int, ...]:
         """The layers that attend to the whole context: without a window or a recurrence."""
-        kinds = enumerate(map(self.layer, range(self.num_layers)))
+        kinds = enumerate(self.layers)
         return tuple(i for i, kind in kinds if kind.window is None and kind.recurrence is None)
 
-    @property
-    def recurrent_layers(self) -> dict[int, RecurrenceConfig]:
+    @cached_property
+    def recurrent_layers(self) -> Mapping[int, RecurrenceConfig]:
         """The layers with a recurrence."""
-        kinds = enumerate(map(self.layer, range(self.num_layers)))
+        kinds = enumerate(self.layers)
         return {i: kind.recurrence for i, kind in kinds if kind.recurrence is not None}
 
     def check_read(self, reader: str) -> None:

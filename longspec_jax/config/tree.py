@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from longspec_jax.checks import is_number, is_whole, shown
@@ -169,22 +170,22 @@ class TreeConfig:
         lookup = "" if self.lookup is None else f"~{self.lookup}"
         return shape + budget + threshold + lookup
 
-    @property
+    @cached_property
     def num_levels(self) -> int:
         """Draft levels, the root not counted: the most tokens one round can accept."""
         return max(len(self.widths), self.lookup or 0)
 
-    @property
+    @cached_property
     def num_grown(self) -> int:
         """Nodes that a drafter with a model grows, the root included."""
         return 1 + sum(self.widths)
 
-    @property
+    @cached_property
     def num_proposed(self) -> int:
         """Those with what lookup proposes, of which the budget's are verified."""
         return self.num_grown + PLACES * (self.lookup or 0)
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         """Nodes with the root: the query tokens of one verification."""
         return self.num_grown if self.budget is None else min(self.budget, self.num_proposed)
@@ -241,7 +242,7 @@ def _tree_widths(widths: Any) -> tuple[int, ...]:
 
 PLAIN = TreeConfig(())
 DEFAULT_TREE = TreeConfig(budget=64)
-"""The usual tree of a large target on a GPU, where :mod:`longspec_jax.generation.autotune` chooses
+"""The usual tree of a large target on a GPU, where :mod:`longspec_jax.generation.speeds` chooses
 for calls that name none: the paper's, of which the best 64 of 69 nodes are verified. They fill
 whole tiles of query rows, so that a round takes 4 to 9 % less time on a GPU (Vicuna-7B at 32k and
 4k), for at most 1 % fewer tokens (README)."""

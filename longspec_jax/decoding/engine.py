@@ -7,7 +7,7 @@ finished. Launches are queued ahead of what was read, so that the device does no
 
 Two kinds of launches run rounds (:mod:`longspec_jax.decoding.round`). A stream takes one round a
 launch, and reads it while the next one runs. A call that nobody follows takes as many rounds as
-fill :data:`~longspec_jax.decoding.choices.LAUNCH_SECONDS`.
+fill :data:`~longspec_jax.decoding.launches.LAUNCH_SECONDS`.
 """
 
 import math
@@ -17,13 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
-from longspec_jax.decoding.candidates import tallest
-from longspec_jax.decoding.choices import ChoicesByLoad, most_rounds
 from longspec_jax.decoding.constrained import (
     FREE,
     Constraint,
@@ -31,9 +30,16 @@ from longspec_jax.decoding.constrained import (
     constrained_round,
     reason_of,
 )
-from longspec_jax.decoding.launches import Faults, LaunchQueue
+from longspec_jax.decoding.launches import Faults, LaunchQueue, most_rounds
 from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs, unpacked_logprobs
-from longspec_jax.decoding.policy import Choice, Measurement, Policy, default_policy
+from longspec_jax.decoding.policy import (
+    Choice,
+    Chooser,
+    Measurement,
+    Policy,
+    default_policy,
+    tallest,
+)
 from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting, padded_stops
@@ -119,7 +125,7 @@ class Engine:
         self.slots, self.capacity, self.stop_width = slots, capacity, stop_width
         self.streams, self.ahead, self.adjusted = streams, ahead, adjusted
         self.contents, self.clock = contents, clock
-        self._together, self._readmits = together, readmits
+        self.together, self._readmits = together, readmits
 
         # Requests, from their prompts to their slots.
         needs = self.drafter.needs
@@ -141,13 +147,11 @@ class Engine:
         self._next_id = 0
 
         # Launches, and what chooses them.
-        self._choices = ChoicesByLoad([policy or default_policy(len(drafters))], len(drafters))
+        self._choices = Chooser([policy or default_policy(len(drafters))], len(drafters))
         self._launches, self._faults = LaunchQueue(clock), Faults(clock, forgiven=readmits)
         self._programs: dict[tuple[int, SamplingKind, int], Any] = {}
         self.launch_sizes: tuple[int, ...] = (slots,)
         """Rows of a launch of rounds, ascending: the least that holds the live ones are taken."""
-        self.rounds_per_launch: int | None = None
-        """Of launches of many rounds; None for as many as fill their time."""
         self.round_seconds = math.nan
         """Of the last launch, or as they are known from an earlier run; NaN before."""
 
@@ -226,7 +230,7 @@ class Engine:
         Args:
           policies: for one live row, two, up to four and so on; the last one for all others.
         """
-        self._choices = ChoicesByLoad(policies, len(self.drafters))
+        self._choices = Chooser(policies, len(self.drafters))
 
     def submit(
         self,
@@ -300,7 +304,7 @@ class Engine:
     def _release(self, id: int) -> None:
         slot = self._slots.held.index(id)
         self._slots.vacate(slot)
-        self._rows = release(self.rows, slot)
+        self.vacate(slot)
 
     def forget(self) -> None:
         """Forget what earlier requests did: their prompts, and all counts."""
@@ -308,6 +312,66 @@ class Engine:
         self.preemptions = self.prefilled = 0
         self.seconds_of_prefill = 0.0
         self._choices.forget()
+
+    def begin_at(self, length: Array | np.ndarray, remaining: Array | np.ndarray) -> None:
+        """Have the rows be of these lengths and budgets, whatever they hold: to try rounds out.
+
+        Args:
+          length: ``[B]`` tokens of every row; copied.
+          remaining: ``[B]`` tokens that each may still emit; copied.
+        """
+        sharding = self.rows.length.sharding
+        # New arrays: the next launch donates the rows.
+        own = [
+            jnp.copy(each) if isinstance(each, jax.Array) else jax.device_put(each, sharding)
+            for each in (length, remaining)
+        ]
+        self._rows = replace(self.rows, length=own[0], remaining=own[1])
+
+    def try_rounds(
+        self,
+        choice: Choice,
+        kind: SamplingKind,
+        slots: Sequence[int],
+        constraints: Mapping[int, Guarded] = FREE,
+    ) -> Array:
+        """Launch rounds of these slots of an idle engine; their report, which nobody has read."""
+        self._rows, report = self._launch(choice, kind, slots, constraints)
+        return report
+
+    def vacate(self, slot: int) -> None:
+        """End the row of a slot on the device, as that of a request that is cancelled."""
+        self._rows = release(self.rows, slot)
+
+    def fork(self, drafters: Sequence[Drafter], params: Params, draft: Any) -> "Engine":
+        """An engine whose rows go on from copies of these, with other drafters.
+
+        Call it when all that was submitted is placed and read.
+
+        Args:
+          drafters: its candidates.
+          params: parameters of both models, as they take them.
+          draft: their state behind the same tokens; copied.
+        """
+        other = Engine(
+            self.target,
+            drafters,
+            params,
+            slots=self.slots,
+            capacity=self.capacity,
+            chunk=self.prompts.chunk,
+            short_chunks=self.prompts.short_chunks,
+            stop_width=self.stop_width,
+            adjusted=self.adjusted,
+            contents=self.contents,
+            streams=self.streams,
+            ahead=self.streams or len(drafters) == 1,
+            clock=self.clock,
+        )
+        other._rows = jax.tree.map(jnp.copy, replace(self.rows, draft=draft))
+        other._next_id = self._next_id
+        other._slots.copy_of(self._slots)
+        return other
 
     def finish(self) -> None:
         """Take no more steps: end the threads, and wait for nothing; the rows stay."""
@@ -379,6 +443,18 @@ class Engine:
 
     def _step(self, begun: float, decode: bool) -> None:
         before = len(self._launches)
+        if self.prompts:
+            self._advance_prompts(begun)
+        if decode:
+            self._launch_rounds(begun)
+        queued = int(self.ahead and len(self._launches) > before)
+        # A prompt's chunk and its first token may have been launched beside the rounds.
+        most = queued + 2 if self.ahead else 0
+        while len(self._launches) > (most if self._outputs else queued):
+            self._launches.land()
+
+    def _advance_prompts(self, begun: float) -> None:
+        """Begin prompts, launch a chunk of one, and move one that has ended into a slot."""
         if (index := self._plan().postpone) is not None:
             self.prompts.postpone(index)
             self.preemptions += 1
@@ -393,13 +469,6 @@ class Engine:
         if (index := self._plan().place) is not None:
             self._place(self.prompts.under_way[index], begun)
             del self.prompts.under_way[index]
-        if decode:
-            self._launch_rounds(begun)
-        queued = int(self.ahead and len(self._launches) > before)
-        # A prompt's chunk and its first token may have been launched beside the rounds.
-        most = queued + 2 if self.ahead else 0
-        while len(self._launches) > (most if self._outputs else queued):
-            self._launches.land()
 
     def _plan(self) -> Plan:
         # A prefill of tokens that rounds emitted would give their keys other bits.
@@ -436,7 +505,7 @@ class Engine:
         """Move prefilled rows into slots, and have their first tokens read."""
         rows = prefill.rows
         assert rows is not None, "placed after its last chunk"
-        if self._together or self.slots == 1:
+        if self.together or self.slots == 1:
             self._rows, slot = rows, 0
         else:
             slot = self._slots.vacant(prefill.waiting[0].names)
@@ -474,7 +543,7 @@ class Engine:
             return
         most = 1
         if not self.streams:
-            most = most_rounds(self.rounds_per_launch, len(self.drafters), self.round_seconds)
+            most = most_rounds(len(self.drafters), self.round_seconds)
         named = {self._slots.active[id].waiting.candidate for id in live} - {None}
         if named:
             choice = Choice(max(one for one in named if one is not None), most)

@@ -1,4 +1,4 @@
-"""Launches that were not read yet, and the faults of an engine.
+"""Launches: their size, those that were not read yet, and the faults of an engine.
 
 Another thread waits for each launch and notes when it ended. A fault loses all arrays that were
 donated; an engine may go on behind one.
@@ -12,15 +12,53 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.decoding.policy import Choice
+from longspec_jax.decoding.policy import Choice, load_of
+from longspec_jax.decoding.round import MOST_ROUNDS
 
 LOG = logging.getLogger(__name__)
 
 FAULTS_APART = 60.0
 """Seconds between two faults, below which an engine does not go on behind the second."""
+
+LAUNCH_SECONDS = 0.4
+"""Seconds of a launch of many rounds: the host can interrupt a run between two of them. Behind each
+a GPU waits some 2 ms for the host."""
+FIRST_ROUNDS = 4
+"""Rounds of the first launch of many where nothing is known of a round's seconds."""
+FEW_SLOTS = 4
+"""Slots of which a CPU always launches all: another size would prolong a start by two thirds."""
+
+
+def most_rounds(candidates: int, round_seconds: float) -> int:
+    """Rounds of a launch of many: as many as fill :data:`LAUNCH_SECONDS`.
+
+    Args:
+      candidates: how many trees there are to choose among.
+      round_seconds: of the last launch; NaN before the first.
+    """
+    if candidates > 1 or jax.process_count() > 1:
+        # The policy decides, or every process has to decide alike.
+        return MOST_ROUNDS
+    if math.isnan(round_seconds):
+        return FIRST_ROUNDS
+    return min(max(int(LAUNCH_SECONDS / max(round_seconds, 1e-6)), 1), MOST_ROUNDS)
+
+
+def launch_sizes(slots: int) -> tuple[int, ...]:
+    """Rows of an engine's launches, ascending: 1, 2, 4, ... and all slots.
+
+    Every size has a program for each candidate and kind of sampling. A CPU takes seconds to compile
+    one, so there the sizes are one row, a quarter of the slots, and all; of few slots all alone.
+    """
+    if jax.default_backend() == "cpu":
+        fewer = {1, slots // 4} if slots > FEW_SLOTS else set()
+    else:
+        fewer = {1 << power for power in range(load_of(slots))}
+    return tuple(sorted({*fewer, slots}))
 
 
 class Launch(NamedTuple):

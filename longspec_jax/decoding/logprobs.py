@@ -15,11 +15,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
+from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.decoding.programs import program
 from longspec_jax.ops.slicing import whole_chunks
 
-MOST_ALTERNATIVES = 20
-"""Most alternatives of a token that are reported."""
 SLICE = 128
 """Tokens of prompts whose logits exist at once."""
 

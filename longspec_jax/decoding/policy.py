@@ -1,5 +1,7 @@
 """Which tree to run next: the one with most tokens per second, found out at a bounded cost.
 
+The one chooser: of a call that names no tree, of ``adaptive``, and of a server by its load.
+
 A policy knows no clock, no arrays and no models. It gets what some rounds of a candidate emitted
 and how long they took, and says which candidate to run next and for how many rounds. What a
 candidate costs is measured where it matters, in the run itself: at this context, with this batch,
@@ -17,22 +19,38 @@ are known, change with them. What a look at another one finds is about that one 
 At the end of a burst the device waits for the host, the longer the more buffers a round has. That
 *wait* is estimated from bursts of different lengths of one candidate: without it whatever runs in
 long bursts would seem faster than what runs in short ones.
+
+A round of 64 nodes costs little more than a plain one beside one row, and several times as much
+beside eight. What a round emits in a row does not depend on the others. So every number of live
+rows has a policy of its own, and they share what they know of acceptance (:class:`Chooser`).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+
+from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.drafters.base import Drafter
+from longspec_jax.drafters.draft import with_tree
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level
 
 FIRST_LOOK = 2
 """Rounds of the first bursts of every candidate: one round may emit little by chance."""
 SUSPICIOUS = 5.0
 """Times the cheapest candidate's round from which a first timing does not count: it may have met a
 pause."""
+KNOWN_ROUNDS = 16.0
+"""Rounds for which what a candidate emitted in earlier runs counts."""
 MANY = 2**31 - 1
 """More rounds than any run has."""
 RECENT = 5
 """Timings of which the least counts; a context grows, so old ones are dropped."""
+
+SMALL = 16
+"""Nodes of the small tree among which an engine chooses by its load."""
 
 
 class Choice(NamedTuple):
@@ -203,13 +221,30 @@ class FastestWithinBudget:
         return cls((Estimate(),) * candidates)
 
     @classmethod
-    def timed(cls, seconds: Sequence[float]) -> "FastestWithinBudget":
-        """A policy that knows what a round of each candidate took, and not what it emits.
+    def timed(
+        cls, seconds: Sequence[float], tokens: Sequence[float | None] = ()
+    ) -> "FastestWithinBudget":
+        """A policy that knows what a round of each candidate took.
 
-        Of launches that are queued ahead, so that the host adds nothing to a burst.
+        Args:
+          seconds: of launches that are queued ahead, so that the host adds nothing to a burst.
+          tokens: that a round of each emitted in a row before; None of one that is to be looked at.
+            Of plain decoding it is 1, so that it is known without a look.
         """
+        known = tokens or (None,) * len(seconds)
         # Two timings each: no candidate is looked at for its seconds alone.
-        return cls(tuple(Estimate(((1, each),) * 2, brief=0.0, rehearsed=True) for each in seconds))
+        return cls(
+            tuple(
+                Estimate(
+                    timings=((1, each),) * 2,
+                    brief=0.0,
+                    tokens=emitted or 0.0,
+                    weight=0.0 if emitted is None else KNOWN_ROUNDS,
+                    rehearsed=True,
+                )
+                for each, emitted in zip(seconds, known, strict=True)
+            )
+        )
 
     def with_tokens_of(self, other: Policy) -> "FastestWithinBudget":
         """The same seconds, with what another policy knows of the tokens of a round."""
@@ -303,3 +338,187 @@ class FastestWithinBudget:
 def default_policy(candidates: int) -> Policy:
     """The fastest of several candidates within a budget; of one, that one."""
     return FastestWithinBudget.over(candidates) if candidates > 1 else Always()
+
+
+def load_of(live: int) -> int:
+    """The class of a number of live rows: 0 for one, 1 for two, 2 for up to four, and so on."""
+    return (max(live, 1) - 1).bit_length()
+
+
+class LateChoices:
+    """A policy's choices, where launches are queued before the last ones were read.
+
+    When the rounds that the policy chose are launched, the last of them are still running. The
+    policy then observes what was read by then, and the rest when that candidate runs again. If
+    nothing was read, one more round of the same candidate is launched.
+    """
+
+    def __init__(self, policy: Policy, candidates: int) -> None:
+        """Begin with the policy's first choice."""
+        self.totals = (Measurement(),) * candidates
+        """What every candidate has done, as far as it was read."""
+        self.policy = policy
+        """As it is behind what it has observed."""
+        self._unobserved = [Measurement()] * candidates
+        self._choice = policy.choose()
+        self._missing = self._choice.rounds
+
+    def next(self, running: Sequence[Choice], most: int) -> Choice:
+        """The candidate and the rounds of the next launch."""
+        seen = self._unobserved[self._choice.candidate]
+        if self._missing <= 0 and seen.rounds:
+            self._observe(self._choice.candidate)
+            self._choice = self.policy.choose()
+            same = [run.rounds for run in running if run.candidate == self._choice.candidate]
+            self._missing = self._choice.rounds - sum(same)
+        rounds = min(max(self._missing, 1), most)
+        self._missing -= rounds
+        return Choice(self._choice.candidate, rounds)
+
+    def record(self, candidate: int, seen: Measurement) -> None:
+        """Note what a launch did; the policy observes it before its next choice."""
+        self._unobserved[candidate] += seen
+        totals = list(self.totals)
+        totals[candidate] += seen
+        self.totals = tuple(totals)
+
+    def resume(self, latest: Policy) -> None:
+        """Go on after other rounds ran, with what the policy that chose them knows of tokens."""
+        if isinstance(self.policy, FastestWithinBudget):
+            self.policy = self.policy.with_tokens_of(latest)
+        self._choice = self.policy.choose()
+        self._missing = self._choice.rounds
+
+    def forget(self) -> None:
+        """Forget the totals, and not what the policy has learnt."""
+        self.totals = (Measurement(),) * len(self.totals)
+
+    def settle(self) -> None:
+        """Have the policy observe all that was read."""
+        for candidate, seen in enumerate(self._unobserved):
+            if seen.rounds:
+                self._observe(candidate)
+
+    def _observe(self, candidate: int) -> None:
+        self.policy = self.policy.observe(candidate, self._unobserved[candidate])
+        self._unobserved[candidate] = Measurement()
+
+
+class Chooser:
+    """The late choices of one policy for every number of live rows, by powers of two."""
+
+    def __init__(self, policies: Sequence[Policy], candidates: int) -> None:
+        """Begin with the first policy.
+
+        Args:
+          policies: for one live row, two, up to four and so on; the last one for all others.
+
+        Raises:
+          NotImplementedError: if there is a choice in a computation of several processes.
+        """
+        if candidates > 1 and jax.process_count() > 1:
+            raise NotImplementedError(
+                f"{jax.process_count()} processes would each choose by their own clock and run "
+                "different programs; decode with one fixed tree instead"
+            )
+        self._by_load = [LateChoices(policy, candidates) for policy in policies]
+        self._load = 0
+
+    @property
+    def totals(self) -> tuple[Measurement, ...]:
+        """What every candidate has done, as far as it was read."""
+        every: Any = zip(*(choices.totals for choices in self._by_load), strict=True)
+        return tuple(sum(parts, Measurement()) for parts in every)
+
+    def next(self, running: Sequence[Choice], most: int, live: int) -> Choice:
+        """As of :class:`LateChoices`, for the rounds of this many live rows."""
+        load = self._of(live)
+        if load != self._load:
+            before = self._by_load[self._load]
+            before.settle()
+            self._by_load[load].settle()
+            self._by_load[load].resume(before.policy)
+            self._load = load
+        return self._by_load[load].next(running, most)
+
+    def record(self, candidate: int, seen: Measurement, live: int) -> None:
+        """Note what a launch beside this many live rows did."""
+        self._by_load[self._of(live)].record(candidate, seen)
+
+    def forget(self) -> None:
+        """Forget the totals, and not what the policies have learnt."""
+        for choices in self._by_load:
+            choices.forget()
+
+    def _of(self, live: int) -> int:
+        return min(load_of(live), len(self._by_load) - 1)
+
+
+def smaller_tree(tree: TreeConfig) -> TreeConfig:
+    """A chain of half a tree's levels: most of what is accepted, where every node costs.
+
+    ``(4, 16, 16, 16, 16)`` becomes ``(1, 1, 1)``. Lookup keeps its levels. Of a chain with a tree
+    at its end it is half the chain with the same tree.
+    """
+    if tree.lookup:
+        widths = (1,) * -(-len(tree.widths) // 2)
+        return TreeConfig(widths, min(tree.num_nodes, SMALL), lookup=tree.lookup)
+    if tree.chain:
+        half, end = -(-tree.chain // 2), tree.end
+        budget = None if end.budget is None else half + end.budget
+        return TreeConfig((1,) * half + end.widths, budget, tree.threshold, half)
+    return TreeConfig((1,) * -(-tree.num_levels // 2), chain=tree.chain)
+
+
+def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
+    """What a run may choose among: no tree, and the drafters; a smaller tree too of a single one.
+
+    Partial verification does not pay everywhere, so of a single hierarchy its draft's own tree is
+    one as well, verified on one level.
+
+    Args:
+      drafters: of which each differs from the others in its tree.
+
+    Returns:
+      The candidates, the cheapest first.
+    """
+    own = list(drafters)
+    if len(own) == 1:
+        [alone] = own
+        own.insert(0, with_tree(alone, smaller_tree(alone.tree)))
+        if isinstance(alone, Hierarchy) and alone.levels:
+            own.append(with_tree(alone, on_one_level(alone.inner.tree)))
+    own.sort(key=lambda drafter: drafter.tree.num_nodes)
+    return tuple(dict.fromkeys([with_tree(own[0], PLAIN), *own]))
+
+
+def candidates_by_load(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
+    """What an engine may choose among by its load: no tree, a small tree, and the default one.
+
+    At eight rows 64 nodes of each cost two to three plain rounds, and 16 nodes less than two. A
+    default tree that is small itself has no smaller one beside it, whose programs would take as
+    long to compile.
+
+    Args:
+      drafters: as of :func:`candidates`; of each name the first one counts.
+
+    Returns:
+      The candidates, the cheapest first.
+    """
+    default = {drafter.name: drafter for drafter in reversed(drafters)}
+    own = [default[name] for name in dict.fromkeys(drafter.name for drafter in drafters)]
+    both = [*own, *(with_tree(one, smaller) for one in own if (smaller := _small_tree(one)))]
+    both.sort(key=lambda drafter: drafter.tree.num_nodes)
+    return tuple(dict.fromkeys([with_tree(own[0], PLAIN), *both]))
+
+
+def _small_tree(drafter: Drafter) -> TreeConfig | None:
+    tree = drafter.tree
+    if tree.num_nodes <= SMALL:
+        return None
+    return smaller_tree(tree) if isinstance(drafter, Hierarchy) else replace(tree, budget=SMALL)
+
+
+def tallest(drafters: Sequence[Drafter]) -> Drafter:
+    """The drafter with the tallest tree, whose rounds need the most slack slots."""
+    return max(drafters, key=lambda drafter: drafter.tree.num_levels)

@@ -163,7 +163,7 @@ class Program:
         # A leaf without a shape is a static argument. What else matters to a compilation, such as
         # types and devices, is left to jax: it varies little, and follows from the rest.
         leaves, structure = jax.tree.flatten((args, kwargs))
-        key = self, structure, *(getattr(leaf, "shape", leaf) for leaf in leaves)
+        key = self, structure, *[getattr(leaf, "shape", leaf) for leaf in leaves]
         return RECENT.get(key, functools.partial(self._jitted, args, kwargs))[1]
 
     def _cache_size(self) -> int:

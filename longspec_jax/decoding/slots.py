@@ -178,17 +178,11 @@ class Slots:
         for slot in range(len(self.held)):
             self.vacate(slot)
 
-    def copy_of(self, other: "Slots", tokens: int | None) -> None:
-        """Hold what another engine's slots do.
-
-        Args:
-          other: of as many slots.
-          tokens: that every request may still emit; None for as many as there.
-        """
+    def copy_of(self, other: "Slots") -> None:
+        """Hold what another engine's slots do, of which there are as many."""
         self.held = list(other.held)
         self.active = {
-            id: replace(active, left=tokens or active.left, tokens=list(active.tokens))
-            for id, active in other.active.items()
+            id: replace(active, tokens=list(active.tokens)) for id, active in other.active.items()
         }
 
     def first(

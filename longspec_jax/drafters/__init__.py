@@ -1,9 +1,9 @@
 """Drafters: what proposes the tree of tokens that the target verifies.
 
-A kind of draft is a folder here (:mod:`.longspec`, :mod:`.small_lm`), or one file if it has no
-weights (:mod:`.ngram`, :mod:`.streaming`), and an entry in :mod:`.registry`. A folder holds
-``drafter``, which proposes trees (:mod:`.base` is its interface), and ``load``: the options of the
-kind, its draft (:mod:`.draft` is the interface) and its loader.
+A kind of draft is a file here, such as :mod:`.longspec` or, without weights, :mod:`.ngram`: its
+configuration, its module and parameters, the drafter, which proposes trees (:mod:`.base` is its
+interface), and the draft with its options (:mod:`.draft` is the interface). Published files of a
+kind are read in :mod:`.checkpoints`, which alone reads weights. :mod:`.registry` lists the kinds.
 
 All kinds share :mod:`.tree` (growing, budget, accepting), :mod:`.retrieval` (reading a part of a
 cache) and :mod:`.vocabulary` (proposing some of the tokens).

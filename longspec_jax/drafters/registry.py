@@ -1,18 +1,19 @@
 """The kinds of drafts, and their options: one table, which imports none of them.
 
-To add a kind, add its folder (or file) here and its entry below. A kind without weights has a name.
-One with weights is identified by the ``architectures`` of its ``config.json``.
+To add a kind, add its file here and its entry below. A kind without weights has a name.
+One with weights is identified by the ``architectures`` of its ``config.json``. A kind of any other
+module is named with it, ``MODULE:FOLDER``: see :func:`split_module`.
 :mod:`longspec_jax.loading` loads drafts with this table.
 """
 
-import dataclasses
 import importlib
+import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any
 
-from longspec_jax.checks import LARGEST_NUMBER, Real, Truth, Whole, Word, nearest, shown
+from longspec_jax.schema import build
 
 
 @dataclass(frozen=True)
@@ -24,39 +25,39 @@ class Kind:
     the draft itself."""
     loader: str = ""
     """Module and function that load a draft with weights, such as
-    :func:`longspec_jax.drafters.longspec.load.load`."""
+    :func:`longspec_jax.drafters.checkpoints.longspec.load`."""
+    package: str = "longspec_jax.drafters"
+    """Of these modules; empty where they are named in full."""
 
     @property
     def options_type(self) -> type[Any]:
         """The dataclass of its options."""
-        return _imported(self.options)
+        return self._imported(self.options)
 
     @property
     def load(self) -> Any:
         """The function that loads a draft."""
-        return _imported(self.loader)
+        return self._imported(self.loader)
+
+    def _imported(self, place: str) -> Any:
+        module, name = place.split(":")
+        dotted = f"{self.package}.{module}" if self.package else module
+        return getattr(importlib.import_module(dotted), name)
 
 
-def _imported(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(importlib.import_module(f"longspec_jax.drafters.{module}"), name)
-
-
-LONGSPEC = Kind("longspec.load:LongSpecOptions", "longspec.load:load")
-SMALL_LM = Kind("small_lm.load:SmallLMOptions", "small_lm.load:load")
+LONGSPEC = Kind("longspec:LongSpecOptions", "checkpoints.longspec:load")
+SMALL_LM = Kind("small_lm:SmallLMOptions", "checkpoints.small_lm:load")
 NAMED = {
     "ngram": Kind("ngram:NgramDraft"),
     "streaming": Kind("streaming:StreamingDraft"),
     "suffix": Kind("suffix:SuffixDraft"),
 }
 """Kinds without weights."""
-EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
-EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
-MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
-TOKENSWIFT = Kind("tokenswift.load:TokenSwiftOptions", "tokenswift.load:load")
-MTP = Kind("eagle.load:EagleOptions", "mtp.load:load")
-PARALLEL = Kind("parallel.load:ParallelOptions", "parallel.load:load")
-DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
+EAGLE3 = Kind("eagle3:Eagle3Options", "checkpoints.eagle3:load")
+EAGLE = Kind("eagle:EagleOptions", "checkpoints.eagle:load")
+MTP = Kind("eagle:EagleOptions", "checkpoints.mtp:load")
+PARALLEL = Kind("parallel:ParallelOptions", "checkpoints.parallel:load")
+DFLASH = Kind("dflash:DFlashOptions", "checkpoints.dflash:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
     "LongSpecParallelDraft": PARALLEL,
@@ -72,7 +73,6 @@ ARCHITECTURES = {
     "Qwen3DSparkModel": DFLASH,
     "Gemma4DSparkModel": DFLASH,
     "MTPDraftModel": MTP,
-    "MedusaModel": MEDUSA,
 }
 """Kinds with weights. A whole model of a family that targets may have is a small language model.
 The published LongSpec drafts name no architecture of their own, so any other one means them."""
@@ -81,16 +81,22 @@ MARKS = {
     "num_nextn_predict_layers": MTP,
     "speculators_model_type": EAGLE3,
     "draft_vocab_size": EAGLE3,
-    "medusa_num_heads": MEDUSA,
-    "medusa_heads": TOKENSWIFT,
 }
 """Keys of ``config.json`` that only this kind has, whatever the architecture."""
+CONTRIBUTED = {
+    "MedusaModel": "contrib.medusa",
+    "medusa_num_heads": "contrib.medusa",
+    "medusa_heads": "contrib.tokenswift",
+}
+"""Architectures and keys of the kinds in ``contrib/`` of a checkout, so that they are refused with
+their modules' names."""
 
+_WITH_MODULE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*):(.+)")
 RETRIEVE = "retrieve"
 """The option that turns on retrieval; names of the others about it begin with it."""
-_RETRIEVAL = "retrieval.draft:RetrievalOptions"
-_RULES = {bool: Truth(), int: Whole(0), float: Real(0, LARGEST_NUMBER, "0 or more"), str: Word()}
-"""Values of options by the type of their field; a dataclass of options may check more."""
+_RETRIEVAL = Kind("retrieval.hierarchy:RetrievalOptions")
+_WHERE = "draft_options: "
+"""What stands before the name of an option in a message."""
 
 
 def is_eagle(tensors: Set[str]) -> bool:
@@ -110,6 +116,33 @@ def is_name(source: Any) -> bool:
     return isinstance(source, str) and source in NAMED
 
 
+def split_module(source: str | Path) -> tuple[str, str | Path]:
+    """The module of a source ``MODULE:FOLDER`` and the folder or hub id; no module for others."""
+    found = _WITH_MODULE.fullmatch(source) if isinstance(source, str) else None
+    return (found[1], found[2]) if found else ("", source)
+
+
+def kind_of_module(module: str) -> Kind:
+    """The kind of drafts that a module brings, its ``KIND``; the module is imported.
+
+    Raises:
+      ValueError: if there is no such module or it has none.
+    """
+    try:
+        kind = getattr(importlib.import_module(module), "KIND", None)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{module}:... names the module of a draft, and it cannot be imported ({error}); run "
+            "from the folder that has it, or set PYTHONPATH"
+        ) from error
+    if not isinstance(kind, Kind):
+        raise ValueError(
+            f"{module}:... names the module of a draft, and {module} has no KIND; "
+            "docs/guides/drafts.md says what such a module has"
+        )
+    return kind
+
+
 def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any], Any]:
     """A draft's own options, and those about retrieval.
 
@@ -117,8 +150,8 @@ def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any]
       draft: its name or folder, for the message.
 
     Returns:
-      The draft's own options, by name; and the
-      :class:`~longspec_jax.drafters.retrieval.draft.RetrievalOptions`, or None without retrieval.
+      The draft's own options, by name; and those of retrieval
+      (:class:`~longspec_jax.drafters.retrieval.hierarchy.RetrievalOptions`), or None without it.
 
     Raises:
       ValueError: for an unknown option about retrieval, or a wrong value.
@@ -132,7 +165,7 @@ def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any]
             f"name {RETRIEVE} as well"
         )
     own = {name: value for name, value in options.items() if name not in about}
-    return own, _checked(_imported(_RETRIEVAL), about, f"{draft} with {RETRIEVE}")
+    return own, build(_RETRIEVAL.options_type, about, _WHERE, f"{draft} with {RETRIEVE}")
 
 
 def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
@@ -144,35 +177,4 @@ def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
     Raises:
       ValueError: for an unknown option, or a wrong value.
     """
-    return _checked(kind.options_type, values, draft)
-
-
-def _checked(options_type: type[Any], values: Mapping[str, Any], draft: str) -> Any:
-    """A dataclass of options from values, whose types its annotations give."""
-    fields = {field.name: field for field in dataclasses.fields(options_type) if field.init}
-    for name, value in values.items():
-        if name not in fields:
-            known = list(dict.fromkeys([*fields, RETRIEVE]))
-            close = nearest(str(name), known)
-            hint = f"; did you mean {close}?" if close else ""
-            raise ValueError(
-                f"draft_options: unknown option {shown(name)} for {draft}; it has "
-                f"{', '.join(known)}{hint}"
-            )
-        if words := _refusal(value, fields[name].type):
-            raise ValueError(f"draft_options: {name}={shown(value)} must be {words}")
-    try:
-        return options_type(**values)
-    except ValueError as error:
-        raise ValueError(f"draft_options: {error}") from error
-
-
-def _refusal(value: Any, annotation: Any) -> str | None:
-    """What a value must be to be in a field; None if it fits."""
-    types = set(get_args(annotation) or (annotation,))
-    optional = NoneType in types
-    if value is None and optional:
-        return None
-    [kind] = types - {NoneType}
-    words = _RULES[kind].refusal(value)
-    return f"{words}, or left out" if words and optional else words
+    return build(kind.options_type, values, _WHERE, draft, [RETRIEVE])

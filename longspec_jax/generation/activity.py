@@ -41,8 +41,8 @@ class TreeTiming:
         return self.tokens / self.seconds
 
     def corrected(self, seen: Measurement) -> "TreeTiming":
-        """The timing after a run of the same tree; its rounds count more than those kept before."""
-        kept = min(self.rounds, seen.rounds, MOST_KEPT)
+        """The timing after more rounds of the same tree."""
+        kept = min(self.rounds, MOST_KEPT)
         share = kept / (kept + seen.rounds)
         return replace(
             self,
@@ -55,19 +55,6 @@ class TreeTiming:
 @dataclass(frozen=True)
 class Compiling:
     """Programs of a new shape are compiled and tried out."""
-
-
-@dataclass(frozen=True)
-class _OfTree:
-    drafter: str
-    """The name of the drafter; ``plain`` for plain decoding."""
-    tree: TreeConfig
-    """Its tree; without levels, plain decoding."""
-
-
-@dataclass(frozen=True)
-class Tuning(_OfTree):
-    """A tree is timed, once for calls of this kind on this machine, to choose what they run."""
 
 
 @dataclass(frozen=True)
@@ -91,20 +78,17 @@ class DecodingPlainly:
 
 
 @dataclass(frozen=True)
-class Tuned(_OfTree):
-    """The call has chosen what it runs."""
+class Tuned:
+    """What a call that names no tree begins with; it runs another tree where that is faster."""
 
+    drafter: str
+    """The name of the drafter; ``plain`` for plain decoding."""
+    tree: TreeConfig
+    """Its tree; without levels, plain decoding."""
     timings: tuple[TreeTiming, ...]
-    """What was timed now or before; empty if nothing could be, and the tree is the default one."""
+    """What earlier calls of its kind have shown; empty for the tree that is usual on such a
+    machine."""
 
 
-@dataclass(frozen=True)
-class Slower(_OfTree):
-    """The call was slower than plain decoding; the next one of its kind times all trees again."""
-
-    speed: float
-    """Over plain decoding's, as it was timed."""
-
-
-Activity: TypeAlias = Compiling | Tuning | Tuned | Prefilling | DecodingPlainly | Slower
+Activity: TypeAlias = Compiling | Tuned | Prefilling | DecodingPlainly
 OnActivity: TypeAlias = Callable[[Activity], None]

@@ -1,17 +1,26 @@
 """The plan of a call: all that is static, on which its programs depend. Its rows are data."""
 
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions
 from longspec_jax.decoding.cache import bucket_capacity
-from longspec_jax.decoding.candidates import tallest
 from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
-from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
+from longspec_jax.decoding.policy import tallest
+from longspec_jax.decoding.programs import processors
 from longspec_jax.decoding.report import TOKENS, Contents
 from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request
@@ -22,7 +31,10 @@ from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.memory import MemoryPlan, plan_memory
 from longspec_jax.generation.models import Models, drafters_for
+from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
 
+FEW = 32
+"""New tokens below which a call has one candidate: the others would be compiled for nothing."""
 SMALLEST_CHUNK = 64
 """Prefill chunks of short prompts are powers of two from here."""
 
@@ -81,15 +93,18 @@ class Plan:
 
     target: TargetModel
     drafters: tuple[Drafter, ...]
-    """What a round may run, the cheapest first; several only where a clock chooses."""
+    """What a round may run, the cheapest first; several only where a clock chooses. Of an open plan
+    what may pay, the usual tree first."""
     params: Params
     rows: int
     slots: int
     """Rows that are decoded at once."""
     longest: int
-    """Tokens of the longest prompt."""
-    new_tokens: tuple[int, int]
-    """Tokens that a row may emit: of the row with the fewest, and of that with the most."""
+    """Tokens of the longest prompt of the first such call."""
+    new_tokens: int
+    """Tokens that a row emits in a warm-up, at most two."""
+    short: bool
+    """Whether fewer than :data:`FEW` new tokens are wanted."""
     stop_width: int
     """Most stop tokens of a row."""
     kind: SamplingKind
@@ -103,10 +118,8 @@ class Plan:
     chunks: tuple[int, ...]
     """The sizes of the prefill steps that its prompts take, ascending."""
     memory: MemoryPlan
-    large: bool
-    """Whether a GPU spends most of a round on reading the target's weights."""
     open: bool
-    """Whether one of the drafters, or none, is chosen before the first round."""
+    """Whether the call names no tree, so that the clock may choose."""
 
     @property
     def waits(self) -> bool:
@@ -118,7 +131,7 @@ class Plan:
         """Whether all prompts are prefilled as one batch."""
         return not (self.waits or self.shape.alone)
 
-    @property
+    @cached_property
     def drafter(self) -> Drafter:
         """Of several drafters the one with the tallest tree."""
         return tallest(self.drafters)
@@ -128,13 +141,24 @@ class Plan:
         """The drafter's name and its tree."""
         return self.drafter.name, self.drafter.tree
 
-    @property
-    def room(self) -> int:
-        """Tokens that a row of the cache can hold behind its prompt."""
-        slack = slack_slots(self.drafter.tree.num_levels)
-        return self.shape.capacity - self.longest - slack
+    @cached_property
+    def kind_of_call(self) -> str:
+        """A hash of everything that the speeds of its candidates depend on, coarsely."""
+        facts = {
+            "device": jax.devices()[0].device_kind,
+            "processors": _processors(),
+            "versions": [jax.__version__, _own_version()],
+            "target": repr(self.target),
+            "drafters": [repr(drafter) for drafter in self.drafters],
+            **_quantised(self.params.target),
+            "draft": _fingerprint(self.params.draft),
+            "rows": 1 << (self.slots - 1).bit_length(),
+            "context": 1 << max(9, (self.longest - 1).bit_length()),
+            "sampling": self.kind.name,
+        }
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
-    @property
+    @cached_property
     def signature(self) -> tuple[Any, ...]:
         """Everything that a compilation depends on."""
         return (
@@ -154,7 +178,7 @@ class Plan:
         )
         most = self.contents.logprobs
         return Request(
-            *(sampling, stops, none + min(2, self.new_tokens[1])),
+            *(sampling, stops, none + self.new_tokens),
             adjustments=AdjustmentOptions.none(self.rows) if self.adjusted else None,
             logprobs=None if self.kind is not SamplingKind.ANY or most is None else none + most,
             prompt_logprobs=none if self.scored else None,
@@ -165,34 +189,80 @@ class Plan:
         params = Params(self.params.target, None)
         return replace(self, drafters=(NoDraft(),), params=params, open=False)
 
-    @property
-    def alternatives(self) -> tuple["Plan", ...]:
-        """The same without a draft, and with each of the drafters alone."""
-        alone = (replace(self, drafters=(drafter,), open=False) for drafter in self.drafters)
-        return (self.without_draft(), *alone)
-
-    def state_of(self, other: "Plan", draft: Any) -> Any:
-        """The part of this plan's draft state that one of the alternatives takes."""
-        return () if isinstance(other.drafter, NoDraft) else draft
-
 
 def plan_call(
     models: Models, batch: Batch, tree: TreeConfig | None = None, *, adaptive: bool = False
 ) -> Plan:
     """The drafters of a call, its sizes, and what it takes of the devices.
 
+    Calls that differ in data alone have the same plan, made once.
     Arguments and errors as of :func:`~longspec_jax.generation.models.drafters_for`.
     """
-    lengths, request = [len(prompt) for prompt in batch.prompts], batch.request
-    rows, longest = len(lengths), max(lengths)
-    fewest, most = int(request.max_new_tokens.min()), int(request.max_new_tokens.max())
-    slots = rows if models.row_slots is None else min(rows, models.row_slots)
+    lengths, request = list(map(len, batch.prompts)), batch.request
+    rows, longest, most = len(lengths), max(lengths), int(request.max_new_tokens.max())
     drafters, draft = drafters_for(models, tree, rows, adaptive=adaptive)
-    levels = tallest(drafters).tree.num_levels
-    sizes = longest, most, levels, models.prefill_chunk, models.expected_tokens
-    shape = Shape.for_call(*sizes, alone=has_same_bits(models.target))
-    # A prompt that is prefilled beside the slots is a batch of its own.
+    shape = shape_for(models, drafters, longest, most, models.expected_tokens)
+    chunks = tuple(sorted({*map(shape.chunk_of, lengths)})) if shape.alone else (shape.chunk,)
     reported = request.logprobs is not None or request.prompt_logprobs is not None
+    wanted = CallShape(
+        rows=rows,
+        shape=shape,
+        chunks=chunks,
+        stop_width=request.stop_tokens.shape[1],
+        kind=request.sampling.kind,
+        reported=reported,
+        scored=request.prompt_logprobs is not None,
+        adjusted=request.adjustments is not None,
+        new_tokens=min(2, most),
+        short=most < FEW,
+    )
+    key = tree, adaptive, wanted
+    if key not in models.plans:
+        models.plans[key] = _planned(models, drafters, draft, wanted, longest, tree, adaptive)
+    return models.plans[key]
+
+
+class CallShape(NamedTuple):
+    """What tells the plans of a model's calls apart, beside their tree; as in :class:`Plan`."""
+
+    rows: int
+    shape: Shape
+    chunks: tuple[int, ...]
+    stop_width: int
+    kind: SamplingKind
+    reported: bool
+    """Whether log-probabilities are reported."""
+    scored: bool
+    adjusted: bool
+    new_tokens: int
+    short: bool
+
+
+def shape_for(
+    models: Models,
+    drafters: Sequence[Drafter],
+    longest: int,
+    new_tokens: int,
+    expected: int = 0,
+) -> Shape:
+    """The static sizes of rows that these drafters decode; arguments as of :class:`Shape`'s."""
+    levels, alone = tallest(drafters).tree.num_levels, has_same_bits(models.target)
+    chunk = models.prefill_chunk
+    return Shape.for_call(longest, new_tokens, levels, chunk, expected=expected, alone=alone)
+
+
+def _planned(
+    models: Models,
+    drafters: tuple[Drafter, ...],
+    draft: Any,
+    wanted: CallShape,
+    longest: int,
+    tree: TreeConfig | None,
+    adaptive: bool,
+) -> Plan:
+    rows, shape = wanted.rows, wanted.shape
+    slots = rows if models.row_slots is None else min(rows, models.row_slots)
+    # A prompt that is prefilled beside the slots is a batch of its own.
     batches = [slots, 1] if slots < rows or (shape.alone and rows > 1) else [rows]
     return Plan(
         target=models.target,
@@ -201,18 +271,55 @@ def plan_call(
         rows=rows,
         slots=slots,
         longest=longest,
-        new_tokens=(fewest, most),
-        stop_width=request.stop_tokens.shape[1],
-        kind=request.sampling.kind,
-        contents=Contents(logprobs=MOST_ALTERNATIVES) if reported else TOKENS,
-        scored=request.prompt_logprobs is not None,
-        adjusted=request.adjustments is not None,
+        new_tokens=wanted.new_tokens,
+        short=wanted.short,
+        stop_width=wanted.stop_width,
+        kind=wanted.kind,
+        contents=Contents(logprobs=MOST_ALTERNATIVES) if wanted.reported else TOKENS,
+        scored=wanted.scored,
+        adjusted=wanted.adjusted,
         shape=shape,
-        chunks=tuple(sorted({*map(shape.chunk_of, lengths)})) if shape.alone else (shape.chunk,),
+        chunks=wanted.chunks,
         memory=plan_memory(
-            *(models, drafters, draft, batches, shape.capacity, shape.chunk),
-            adjusted=request.adjustments is not None,
+            models,
+            drafters,
+            draft,
+            batches,
+            shape.capacity,
+            shape.chunk,
+            adjusted=wanted.adjusted,
         ),
-        large=models.large,
         open=tree is None and models.tree is None and not adaptive,
     )
+
+
+def _quantised(target: Any) -> dict[str, Any]:
+    """The kinds of quantised weights; nothing of a whole target."""
+    labels = sorted({matrix.label for matrix in quantised_matrices(target)})
+    return {"weights": labels} if labels else {}
+
+
+def _processors() -> list[Any]:
+    """What a CPU's rounds depend on: its model, and how many of it this process may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        model = platform.processor()
+    return [processors(), model]
+
+
+def _own_version() -> str | None:
+    """The library's version: other kernels have other timings."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("longspec_jax")
+
+
+def _fingerprint(draft: Any) -> str:
+    """A hash of a draft's small arrays, which no two trained drafts share, and of all shapes."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(draft)[0]:
+        digest.update(f"{path}{leaf.shape}{leaf.dtype}".encode())
+        if leaf.ndim == 1:
+            digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()

@@ -26,6 +26,7 @@ from longspec_jax.generation.call import Plan
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.result import GenerateResult, OnRound, StreamRound
 from longspec_jax.generation.run import Run, follow, prefilled, reads_rounds
+from longspec_jax.generation.speeds import Settled
 from longspec_jax.ops.partitioned import use_mesh
 
 
@@ -79,14 +80,12 @@ def run_both(run: Run, on_round: OnRound | None = None) -> Comparison:
         return Comparison(plain, plain, ())
     plan, plain_run = run.plan.without_draft(), None
     if not plan.waits and _room_for_two(plan):
-        compiled = run.known.warm.prepare(plan, streams, run.on_activity)
-        plain_run = run.branch(plan, own_cache=True)
-        plain_run.compile_seconds = compiled
+        plain_run = run.plainly(run.known.warm.prepare(plan, streams, run.on_activity))
     speculative = follow(run, on_round)
     run.engine.close()  # Its cache makes room for plain decoding's.
     if plain_run is None:
         options = {"streams": streams, "on_activity": run.on_activity}
-        plain_run = prefilled(plan, run.batch, run.known, **options)
+        plain_run = prefilled(Settled(plan), run.batch, run.known, **options)
     total = int(run.batch.request.max_new_tokens.sum())
 
     def listen(added: StreamRound) -> None:

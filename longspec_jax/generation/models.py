@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from longspec_jax.compilation import cache_folder
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.decoding.candidates import candidates
+from longspec_jax.decoding.policy import candidates
 from longspec_jax.decoding.same_bits import check_tree, choose_kernels, serves_tree
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft
@@ -20,7 +19,7 @@ from longspec_jax.drafters.joined import JoinedDraft
 from longspec_jax.ops.matmul.quantised_weights import has_unpacked, quantised_matrices
 
 SEVERAL = 4
-"""Rows decoded together from which the default tree of a large target is timed too: 64 nodes of
+"""Rows decoded together from which a large target has smaller trees to choose from: 64 nodes of
 each are 256 in one pass."""
 SPARSE_LEVELS = 4, 3, 5
 """Levels of the chains for a target of experts, the default one first."""
@@ -71,28 +70,38 @@ class Models:
         parts = config.architecture, size, self.precision, f"draft {' and '.join(names) or 'none'}"
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    @property
+    @cached_property
+    def plans(self) -> dict[Any, Any]:
+        """The plans of calls so far, by what tells them apart."""
+        return {}
+
+    @cached_property
+    def candidates(self) -> dict[Any, tuple[tuple[Drafter, ...], Any]]:
+        """What :func:`drafters_for` has found for calls so far."""
+        return {}
+
+    @cached_property
     def drafts(self) -> tuple[Draft, ...]:
         """All drafts; none for plain decoding."""
         if self.draft is None:
             return ()
         return tuple(self.draft) if isinstance(self.draft, Sequence) else (self.draft,)
 
-    @property
+    @cached_property
     def proposer(self) -> Draft | None:
         """All drafts as one; None for plain decoding."""
         several = len(self.drafts) > 1
         return JoinedDraft(self.drafts) if several else next(iter(self.drafts), None)
 
-    @property
+    @cached_property
     def target(self) -> TargetModel:
-        """The static part of the target."""
+        """The static part of the target, its kernels chosen."""
         mesh = None if self.mesh is None else self.mesh.abstract_mesh
         target = TargetModel(self.target_config, self.attention, mesh, self.offload)
         quantised = has_unpacked(self.target_params)
         return choose_kernels(target, self.same_bits, quantised=quantised)
 
-    @property
+    @cached_property
     def precision(self) -> str:
         """In what the target is computed, and what its weights and cache are stored in."""
         dtype, matrices = self.target_config.dtype, quantised_matrices(self.target_params)
@@ -103,7 +112,7 @@ class Models:
         cached = self.target_config.kv_dtype
         return computed if cached is None else f"{computed}, cache {cached}"
 
-    @property
+    @cached_property
     def large(self) -> bool:
         """Whether a GPU spends most of a round on reading the target's weights."""
         return is_large(self.target_params)
@@ -129,6 +138,19 @@ def drafters_for(
         choice among nothing.
       NotImplementedError: for more nodes of all rows than have the same bits.
     """
+    key = tree, rows, adaptive, choices
+    if key not in models.candidates:
+        models.candidates[key] = _found_for(models, tree, rows, adaptive, choices)
+    return models.candidates[key]
+
+
+def _found_for(
+    models: Models,
+    tree: TreeConfig | None,
+    rows: int,
+    adaptive: bool,
+    choices: Callable[[Sequence[Drafter]], tuple[Drafter, ...]],
+) -> tuple[tuple[Drafter, ...], Any]:
     chosen = models.tree if tree is None else tree
     draft = models.proposer
     if draft is None and tree is None:
@@ -156,7 +178,7 @@ def drafters_for(
         check_tree(target, chosen)
         trees = (chosen,)
     else:
-        trees = trees_to_time(
+        trees = likely_trees(
             draft.default_trees,
             models.large,
             models.mesh,
@@ -164,12 +186,16 @@ def drafters_for(
             sparse=target.config.is_sparse,
             serves=partial(serves_tree, target),
         )
+        if adaptive:  # Its candidates have plain decoding of their own.
+            trees = tuple(each for each in trees if each.num_levels)
+        elif models.offload:  # Moving the cache takes the same time under every tree.
+            trees = trees[:1]
     target.check_rows(together, max((tree.num_nodes for tree in trees), default=1))
     drafters = tuple(draft.drafter(tree, models.attention) for tree in trees)
     return choices(drafters) if adaptive else drafters, draft.params
 
 
-def trees_to_time(
+def likely_trees(
     defaults: DefaultTrees,
     large: bool,
     mesh: Mesh | None,
@@ -178,22 +204,29 @@ def trees_to_time(
     sparse: bool = False,
     serves: Callable[[TreeConfig], bool] = bool,
 ) -> tuple[TreeConfig, ...]:
-    """What a call without a tree may run, the default one first: no other where none is timed.
+    """What a call without a tree may run: the usual tree first, plain decoding last.
+
+    The first alone where it is settled, and where no clock may choose.
 
     Args:
       mesh: what its parameters are spread over; None for one device.
-      sparse: whether the target has experts. Then its trees are chains, and all of them are timed.
+      sparse: whether the target has experts. Then its trees are chains of several lengths.
       serves: whether the target's kernels can verify a tree.
     """
     settled = large and defaults.settled
-    small = defaults.cpu if jax.default_backend() == "cpu" else defaults.gpu
+    small = _few(defaults.cpu) if jax.default_backend() == "cpu" else defaults.gpu
     trees = defaults.large if large else small
     if large and rows >= SEVERAL and defaults.together:
         trees, settled = defaults.together, False
     if sparse:
         trees, settled = _chains(trees), False
     trees = tuple(filter(serves, trees))
-    return trees if may_time(mesh) and not settled else trees[:1]
+    return (*trees, PLAIN) if may_choose(mesh) and not settled else trees[:1]
+
+
+def _few(trees: Sequence[TreeConfig]) -> tuple[TreeConfig, ...]:
+    """On a CPU, where a program takes seconds to compile: the first tree, and lookup alone."""
+    return tuple(tree for index, tree in enumerate(trees) if not index or not tree.widths)
 
 
 def _chains(trees: Sequence[TreeConfig]) -> tuple[TreeConfig, ...]:
@@ -209,7 +242,7 @@ def _chains(trees: Sequence[TreeConfig]) -> tuple[TreeConfig, ...]:
     return tuple(dict.fromkeys(chains))
 
 
-def may_time(mesh: Mesh | None) -> bool:
-    """Whether a clock whose timings are kept may choose what calls run."""
+def may_choose(mesh: Mesh | None) -> bool:
+    """Whether a clock may choose what calls run."""
     # Several processes would choose by their own clocks and run different programs.
-    return mesh is None and jax.process_count() == 1 and cache_folder() is not None
+    return mesh is None and jax.process_count() == 1

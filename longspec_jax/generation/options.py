@@ -7,97 +7,33 @@ beams and constraints, are refused by name.
 
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
 from longspec_jax.checks import (
-    SAMPLING,
-    Real,
-    Whole,
     as_plain,
     by_row,
     in_row,
     is_whole,
-    nearest,
     shown,
     whole_number,
 )
-from longspec_jax.config.tree import TreeConfig
+from longspec_jax.config.sampling import (
+    BIAS,
+    OPTIONS,
+    CallOptions,
+    GenerateOptions,
+)
 from longspec_jax.decoding.adjustments import AdjustmentOptions
-from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
+from longspec_jax.schema import unknown
 
-DEFAULT_NEW_TOKENS = 256
+__all__ = ["CallOptions", "GenerateOptions", "resolve", "sequences_per_prompt"]
+
 TRANSFORMERS_TOP_K = 50
 """The ``top_k`` with which transformers samples from a GenerationConfig that sets none."""
-
-
-BIAS = Real(-100.0, 100.0, "a number from -100 to 100")
-ALTERNATIVES = Whole(0, MOST_ALTERNATIVES, " (None for no log-probabilities)")
-
-
-class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of ``generate`` and ``stream``.
-
-    Options of transformers that have no effect here are accepted too: ``use_cache=True``,
-    ``num_beams=1``, ``pad_token_id`` and others. ``max_length`` limits prompt and new tokens
-    together.
-    """
-
-    max_new_tokens: int | Sequence[int]
-    """Most tokens to emit; 256 if absent."""
-    do_sample: bool
-    """False draws the argmax; if absent, a temperature above 0 samples."""
-    temperature: float | Sequence[float]
-    """0 draws the argmax. 0 if absent, 1 with ``do_sample=True``."""
-    top_k: int | Sequence[int]
-    """Only the ``k`` most likely tokens can be drawn; 0 for all, the default without a
-    GenerationConfig."""
-    top_p: float | Sequence[float]
-    """Only the smallest set of most likely tokens with this mass; 1 for all."""
-    min_p: float | Sequence[float]
-    """Only tokens with at least this share of the most likely token's probability; 0 for all."""
-    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]]
-    """What is added to the logits of tokens, by id, from -100 to 100; one for all rows, or one per
-    row. Added before penalties and temperature, at temperature 0 too, as in vLLM."""
-    repetition_penalty: float | Sequence[float]
-    """Divides positive logits of tokens in the prompt or the text so far, multiplies negative ones;
-    1 for none."""
-    presence_penalty: float | Sequence[float]
-    """Subtracted from the logits of tokens in the text so far, from -2 to 2."""
-    frequency_penalty: float | Sequence[float]
-    """Subtracted for each time that a token is in the text so far, from -2 to 2."""
-    logprobs: int | Sequence[int | None]
-    """Report the log-probability of every token, and of this number of the most likely tokens
-    there, at most 20. They are the target's, before biases, penalties, temperature and filters."""
-    prompt_logprobs: bool | int | Sequence[bool | int]
-    """The same of the prompt's tokens; True for their own alone."""
-    seed: int | Sequence[int]
-    """The row's random stream, the same for every row if one number is given; 0 if absent."""
-    eos_token_id: int | Sequence[int] | Sequence[Sequence[int]]
-    """Tokens that end a row, or one set per row; the model's own if absent, ``[]`` for none."""
-    stop_strings: str | Sequence[str] | Sequence[Sequence[str]]
-    """Texts that end a row, or one list per row, beside the stop tokens. The row's tokens end with
-    the one that completes a stop string, its text before the string. The prompt is not searched,
-    and the name of a special token, which has no text, is met with the token
-    (:mod:`longspec_jax.generation.stops`)."""
-    num_return_sequences: int
-    """Rows of every prompt, one behind the other, the ``i``-th with the seed ``seed + i``; 1 if
-    absent."""
-
-
-class CallOptions(GenerateOptions, total=False):
-    """What else every call takes."""
-
-    tree: TreeConfig | Sequence[int] | str | None
-    """Shape of the trees, ``PLAIN`` for plain decoding; the object's own if absent. Without one the
-    fastest on this machine runs, which lookup joins. A few are timed the first time that
-    this model decodes here, and the timings kept (:mod:`longspec_jax.generation.autotune`)."""
-    chat_template: str | None
-    """A Jinja template for messages instead of the tokenizer's own."""
-
 
 _ANY = object()
 _WITHOUT_EFFECT = (
@@ -156,13 +92,16 @@ def resolve(
     merged = {**_from_config(generation_config, prompt_lengths, given), **given}
     rows = len(prompt_lengths)
 
-    def option(name: str, default: float, dtype: Any) -> Any:
-        return np.asarray(by_row(name, merged.get(name, default), rows, SAMPLING[name]), dtype)
+    def option(name: str, dtype: Any) -> Any:
+        declared = OPTIONS[name]
+        if name not in merged:
+            return np.full(rows, declared.default, dtype)
+        return np.asarray(by_row(name, merged[name], rows, declared.rule), dtype)
 
-    temperature, top_k = _temperature(merged, given, rows), option("top_k", 0, np.int32)
+    temperature, top_k = _temperature(merged, given, rows), option("top_k", np.int32)
     # A mass too small for float32 still leaves the most likely token.
-    top_p = np.maximum(option("top_p", 1.0, np.float32), np.finfo(np.float32).tiny)
-    min_p = option("min_p", 0.0, np.float64)
+    top_p = np.maximum(option("top_p", np.float32), np.finfo(np.float32).tiny)
+    min_p = option("min_p", np.float64)
     filters = {"top_k": top_k > 0, "top_p": top_p < 1, "min_p": min_p > 0}
     if not temperature.any():
         _check_no_filter(given, **filters)
@@ -172,9 +111,9 @@ def resolve(
         log_min_p = np.log(min_p).astype(np.float32)
     kind = SamplingKind.SAMPLED if temperature.any() else SamplingKind.GREEDY
     adjustments = AdjustmentOptions.of(
-        repetition=option("repetition_penalty", 1.0, np.float32),
-        presence=option("presence_penalty", 0.0, np.float32),
-        frequency=option("frequency_penalty", 0.0, np.float32),
+        repetition=option("repetition_penalty", np.float32),
+        presence=option("presence_penalty", np.float32),
+        frequency=option("frequency_penalty", np.float32),
         biases=_biases(merged.get("logit_bias"), rows, vocab_size),
     )
     logprobs = _alternatives("logprobs", merged.get("logprobs"), rows)
@@ -184,14 +123,14 @@ def resolve(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        seed=option("seed", 0, np.uint32),
+        seed=option("seed", np.uint32),
         log_min_p=log_min_p,
         kind=kind,
     )
     return Request(
         sampling,
         _stop_tokens(merged.get("eos_token_id", model_stop_tokens), rows, checked),
-        option("max_new_tokens", DEFAULT_NEW_TOKENS, np.int32),
+        option("max_new_tokens", np.int32),
         adjustments=None if adjustments.neutral else adjustments,
         logprobs=logprobs,
         prompt_logprobs=_alternatives("prompt_logprobs", merged.get("prompt_logprobs"), rows),
@@ -218,11 +157,7 @@ def _biases(value: Any, rows: int, vocab_size: int) -> list[dict[int, float]]:
                     f"logit_bias has the token {shown(token)}{in_row(row, rows)}, and the target's "
                     f"vocabulary has the ids 0 to {vocab_size - 1}; pass token ids"
                 )
-            if words := BIAS.refusal(bias):
-                where = in_row(row, rows)
-                raise ValueError(
-                    f"logit_bias={shown(bias)} of token {token}{where} must be {words}"
-                )
+            BIAS.read(f"logit_bias[{token}]", bias, row if rows > 1 else None)
     return [{int(token): float(bias) for token, bias in given.items()} for given in biases]
 
 
@@ -237,7 +172,7 @@ def _alternatives(name: str, value: Any, rows: int) -> Any:
         return None
     fixed = [one or other for one, other in zip(own_alone, neither, strict=True)]
     asked = [0 if known else item for item, known in zip(items, fixed, strict=True)]
-    found = by_row(name, asked if several else asked[0], rows, ALTERNATIVES)
+    found = by_row(name, asked if several else asked[0], rows, OPTIONS[name].rule)
     return np.where(neither, -1, found).astype(np.int32)
 
 
@@ -256,7 +191,8 @@ def sequences_per_prompt(
     value = options.get("num_return_sequences")
     if value is None:
         value = getattr(generation_config, "num_return_sequences", None)
-    count = 1 if value is None else whole_number("num_return_sequences", value)
+    rule = OPTIONS["num_return_sequences"].rule
+    count = 1 if value is None else rule.read("num_return_sequences", value)
     if count > 1 and not np.any(request.sampling.temperature):
         raise ValueError(
             f"num_return_sequences={count} gives equal rows at temperature 0; set temperature (or "
@@ -267,15 +203,11 @@ def sequences_per_prompt(
 
 def _check_names(options: Mapping[str, Any]) -> None:
     """Refuse a name that neither this library nor transformers knows, with the nearest one."""
-    known = list(GenerateOptions.__annotations__)
     for name, value in options.items():
         if value is not None and name in _HINTS:
             raise NotImplementedError(f"{name}= is not supported: {_HINTS[name]}")
-        if name in {*known, *_HINTS, *_NEUTRAL, "max_length"}:
-            continue
-        close = nearest(name, known)
-        hint = f"did you mean {close!r}?" if close else f"known are {', '.join(known)}"
-        raise TypeError(f"unknown generation option {name!r}; {hint}")
+        if name not in {*OPTIONS, *_HINTS, *_NEUTRAL, "max_length"}:
+            raise TypeError(unknown("generation option", name, OPTIONS))
 
 
 def _from_config(
@@ -304,12 +236,11 @@ def _supported(
     values: Mapping[str, Any], prompt_lengths: Sequence[int], owner: str = ""
 ) -> dict[str, Any]:
     """The options of this library among those of transformers; others must have no effect."""
-    known = GenerateOptions.__annotations__
-    found = {key: value for key, value in values.items() if key in known}
+    found = {key: value for key, value in values.items() if key in OPTIONS}
     if "max_length" in values and "max_new_tokens" not in values:
         name = f"{owner}max_length"
         found["max_new_tokens"] = _rest(name, values["max_length"], prompt_lengths)
-    others = values.keys() - known - {"max_length"}
+    others = values.keys() - OPTIONS.keys() - {"max_length"}
     refused = [key for key in sorted(others) if _has_effect(key, values[key])]
     if refused:
         named = ", ".join(f"{owner}{key}={shown(values[key])}" for key in refused)
@@ -342,15 +273,12 @@ def _rest(name: str, max_length: Any, prompt_lengths: Sequence[int]) -> list[int
 def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> Any:
     """Temperatures of the rows: 0 where ``do_sample`` chooses the most likely token."""
     sample = merged.get("do_sample")
-    if not isinstance(sample, bool | np.bool_ | None):
-        raise ValueError(
-            f"do_sample={shown(sample)} must be True or False, for all rows; a row with "
-            "temperature 0 draws the argmax"
-        )
+    if sample is not None and not isinstance(sample, np.bool_):
+        OPTIONS["do_sample"].rule.read("do_sample", sample)
     if "temperature" in given and "do_sample" not in given:
         sample = None  # A temperature in the call decides alone whether to sample.
     given_or_default = merged.get("temperature", 1.0 if sample else 0.0)
-    values = by_row("temperature", given_or_default, rows, SAMPLING["temperature"])
+    values = by_row("temperature", given_or_default, rows, OPTIONS["temperature"].rule)
     array = np.asarray(values, np.float32)
     if sample is None or (sample and array.all()):
         return array

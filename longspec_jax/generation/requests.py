@@ -19,23 +19,22 @@ import jax
 import numpy as np
 
 from longspec_jax.checks import is_number, is_whole, shown, whole_number
+from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding import trials
+from longspec_jax.decoding import warmup
 from longspec_jax.decoding.cache import cache_bytes
-from longspec_jax.decoding.candidates import candidates_by_load, tallest
-from longspec_jax.decoding.choices import launch_sizes
 from longspec_jax.decoding.chunks import most_reusable
 from longspec_jax.decoding.constrained import reason_of
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
+from longspec_jax.decoding.launches import launch_sizes
+from longspec_jax.decoding.policy import candidates_by_load
 from longspec_jax.decoding.prefixes import MOST_MOVING
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
-from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.slots import EngineStatus, StepOutput
-from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.generation.call import Shape
+from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.generation.call import shape_for
 from longspec_jax.generation.chat import check_no_open_thought
 from longspec_jax.generation.grammar import Grammar, GrammarState
 from longspec_jax.generation.inputs import Batch, Inputs, is_chat, read_batch
@@ -43,7 +42,6 @@ from longspec_jax.generation.memory import check_fits, plan_memory
 from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
-from longspec_jax.generation.run import tree_uses
 from longspec_jax.generation.text import Piece, RowText
 
 STOP_WIDTH = 8
@@ -54,7 +52,7 @@ STOP_WIDTH = 8
 class RequestOutput(StepOutput):
     """The output of a request in a step: that of the engine, and its text.
 
-    The request is named as :meth:`RequestEngine.submit` returned it, and ``finish`` is ``stop`` at
+    The request is named as it was submitted, and ``finish`` is ``stop`` at
     a stop string, too. Log-probabilities are of requests that ask with ``logprobs=`` and
     ``prompt_logprobs=``, trees of an engine made with ``traced=True``.
     """
@@ -66,7 +64,75 @@ class RequestOutput(StepOutput):
     """The text by the tokens that completed it, and whether each was an accepted draft token."""
 
 
-class RequestEngine:
+class TextEngine:
+    """An engine whose requests have texts: what calls, streams and servers step alike."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Read no text yet.
+
+        Args:
+          engine: decodes the requests' tokens.
+        """
+        self.engine = engine
+        self._texts: dict[int, RowText] = {}
+
+    def read(self, id: int, text: RowText | None) -> None:
+        """Have the tokens of a submitted request read as they come; None for tokens alone."""
+        if text is not None:
+            self._texts[id] = text
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return self.engine.busy
+
+    def step(self, *, decode: bool = True) -> list[RequestOutput]:
+        """Launch the next rounds and return new output; call it while :attr:`busy`.
+
+        Args:
+          decode: whether rounds are launched, not prompts alone.
+        """
+        outputs: list[RequestOutput] = []
+        stopped = set[int]()  # In this step; of others the engine reports no more.
+        for output in self.engine.step(decode=decode):
+            if output.id not in stopped:
+                outputs.append(self._output(output))
+                stopped |= {output.id} if outputs[-1].finish is not None else set()
+        return outputs
+
+    def cancel(self, id: int) -> None:
+        """End a request before its time; nothing more is reported of it."""
+        self.engine.cancel(id)
+        self._texts.pop(id, None)
+
+    def _output(self, output: StepOutput) -> RequestOutput:
+        pieces: tuple[Piece, ...] = ()
+        if (own := self._texts.get(output.id)) is not None:
+            try:
+                output, pieces = own.take(output)
+            except Exception as error:  # The tokenizer's, and this request's alone.
+                output = replace(output, finish="error", reason=reason_of(error))
+        if output.finish is not None:
+            self.cancel(output.id)
+        text = "".join(piece.text for piece in pieces)
+        return RequestOutput(**vars(output), text=text, pieces=pieces)
+
+
+def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
+    """What every candidate of an engine has done so far; one without a tree decodes plainly."""
+    return tuple(
+        TreeUse(
+            drafter.name if drafter.tree.num_levels else NoDraft().name,
+            drafter.tree,
+            total.rounds,
+            total.tokens,
+            total.seconds,
+        )
+        for drafter, total in zip(engine.drafters, engine.totals, strict=True)
+    )
+
+
+class RequestEngine(TextEngine):
     """Requests that come and go; made by :meth:`longspec_jax.LongSpec.engine`. A context manager.
 
     The text of a request depends on target, prompt, options and seed, not on its neighbours. These
@@ -105,9 +171,7 @@ class RequestEngine:
             apart, tree, slots, adaptive=adaptive, choices=candidates_by_load
         )
         drafters = drafters if adaptive else drafters[:1]
-        levels = tallest(drafters).tree.num_levels
-        alone = has_same_bits(models.target)
-        shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
+        shape = shape_for(models, drafters, max_tokens, 0)
         if prefixes:
             _say_if_nothing_is_reused(drafters[0], max_tokens, shape.chunk)
         batches = [slots, *[1] * prefills]
@@ -120,7 +184,7 @@ class RequestEngine:
         check_fits(memory, models.mesh)
         self.memory = memory
         """What the engine takes on the device."""
-        self.engine = Engine(
+        engine = Engine(
             *(models.target, drafters, Params(models.target_params, draft)),
             slots=slots,
             capacity=shape.capacity,
@@ -134,15 +198,11 @@ class RequestEngine:
             adjusted=adjusted,
             contents=Contents(logprobs, trees=traced),
         )
+        super().__init__(engine)
         self._max_gap_ms, self._grammars = max_gap_ms, grammars
         self._pinned: Set[Hashable] = set()
-        self._models, self._texts = models, dict[int, RowText]()
+        self._models = models
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request waits or runs."""
-        return self.engine.busy
 
     @property
     def status(self) -> EngineStatus:
@@ -214,8 +274,7 @@ class RequestEngine:
             "cache_salt": cache_salt,
         }
         id = self.engine.submit(prompt, request, **more)
-        if text is not None:
-            self._texts[id] = text
+        self.read(id, text)
         return id
 
     def _candidate(self, tree: TreeConfig) -> int:
@@ -238,21 +297,6 @@ class RequestEngine:
                 "eos_token_id does not name; leave out eos_token_id"
             )
         return grammar.state() if isinstance(grammar, Grammar) else grammar
-
-    def step(self) -> list[RequestOutput]:
-        """Launch the next rounds and return new output; call it while :attr:`busy`."""
-        outputs: list[RequestOutput] = []
-        stopped = set[int]()  # In this step; of others the engine reports no more.
-        for output in self.engine.step():
-            if output.id not in stopped:
-                outputs.append(self._output(output))
-                stopped |= {output.id} if outputs[-1].finish is not None else set()
-        return outputs
-
-    def cancel(self, id: int) -> None:
-        """End a request before its time; nothing more is reported of it."""
-        self.engine.cancel(id)
-        self._texts.pop(id, None)
 
     def prepare(self) -> None:
         """Compile everything before the first request, and time what ``max_gap_ms`` depends on.
@@ -292,15 +336,15 @@ class RequestEngine:
             # the host's memory is moved by whole layers, however few rows read it.
             engine.launch_sizes = launch_sizes(engine.slots)
         if self._max_gap_ms is not None:
-            chunk = trials.largest_chunk(
-                trials.smaller_chunks(engine.prompts.chunk),
-                lambda size: trials.chunk_seconds(engine, size, requests[0]),
-                *(trials.longest_round(engine, slowest), self._max_gap_ms / 1000),
+            chunk = warmup.largest_chunk(
+                warmup.smaller_chunks(engine.prompts.chunk),
+                lambda size: warmup.chunk_seconds(engine, size, requests[0]),
+                *(warmup.longest_round(engine, slowest), self._max_gap_ms / 1000),
             )
             engine.prompts.take_chunks_of(chunk)
-        trials.rehearse_requests(engine, requests, constrained=self._grammars)
+        warmup.rehearse_requests(engine, requests, constrained=self._grammars)
         if len(engine.drafters) > 1:
-            engine.choose_by(trials.timed_policies(engine, slowest))
+            engine.choose_by(warmup.timed_policies(engine, slowest))
 
     def close(self) -> None:
         """Let go of all arrays."""
@@ -315,20 +359,6 @@ class RequestEngine:
     def __exit__(self, *_: object) -> None:
         """Close the engine."""
         self.close()
-
-    def _output(self, output: StepOutput) -> RequestOutput:
-        pieces: tuple[Piece, ...] = ()
-        if (own := self._texts.get(output.id)) is not None:
-            try:
-                output, pieces = own.take(output)
-            except Exception as error:  # The tokenizer's, and this request's alone.
-                output = replace(output, finish="error", reason=reason_of(error))
-        if output.finish is not None:
-            self.engine.cancel(output.id)
-        if output.finish is not None:
-            self._texts.pop(output.id, None)
-        text = "".join(piece.text for piece in pieces)
-        return RequestOutput(**vars(output), text=text, pieces=pieces)
 
 
 def _of_one_row(batch: Batch, speculate: bool) -> Request:

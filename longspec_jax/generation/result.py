@@ -14,7 +14,7 @@ import numpy as np
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.logprobs import TokenLogprob
-from longspec_jax.generation.activity import Activity, OnActivity, TreeTiming, Tuned
+from longspec_jax.generation.activity import TreeTiming
 from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.text import Piece
@@ -27,6 +27,8 @@ SHOWN = 40
 """Characters of the text in the ``repr`` of a result."""
 ROUNDS = 64
 """Rounds after which a draft is judged."""
+FEW_ROUNDS = 24
+"""The same of a draft that the clock has given up."""
 USELESS = 0.05
 """A draft with fewer accepted tokens per round does not fit its target."""
 
@@ -187,21 +189,11 @@ class Notices:
         if rounds >= ROUNDS and accepted <= USELESS * rounds:
             self._warn(f"{accepted} of the draft's tokens were accepted in {rounds} rounds")
 
-    def heard(self, on_activity: OnActivity | None) -> OnActivity:
-        """The same listener, which also has the timings of trees looked at."""
-
-        def tell(activity: Activity) -> None:
-            if isinstance(activity, Tuned):
-                self.look_at_timings(activity.timings)
-            if on_activity is not None:
-                on_activity(activity)
-
-        return tell
-
-    def look_at_timings(self, timings: Sequence[TreeTiming]) -> None:
-        """Warn if next to no draft token was accepted while trees were timed."""
-        accepted = [timing.tokens - 1 for timing in timings if timing.tree.num_levels]
-        if accepted and max(accepted) <= USELESS:
+    def look_at_speeds(self, known: Sequence[TreeTiming]) -> None:
+        """Warn if next to no draft token was accepted, however soon a draft was given up."""
+        trees = [one for one in known if one.tree.num_levels]
+        accepted = [one.tokens - 1 for one in trees]
+        if sum(one.rounds for one in trees) >= FEW_ROUNDS and max(accepted) <= USELESS:
             self._warn(f"at most {max(accepted):.2f} of the draft's tokens were accepted per round")
 
     def _warn(self, found: str) -> None:

@@ -4,42 +4,30 @@ A call whose rows all have a slot is prefilled, as one batch or row after row, a
 a call with more rows than slots, prompts are prefilled between the rounds of the others.
 """
 
-import contextlib
-import time
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import jax
-
-from longspec_jax.decoding import trials
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import TokenLogprob
-from longspec_jax.decoding.slots import StepOutput
+from longspec_jax.decoding.same_bits import is_identical
 from longspec_jax.drafters.base import NoDraft, proposers
-from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling, Slower, Tuned
-from longspec_jax.generation.autotune import (
-    KnownTimings,
-    fastest,
-    time_trees,
-    timing_key,
-    worth_timing,
-)
+from longspec_jax.generation.activity import Activity, OnActivity, Prefilling, Tuned
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.inputs import Batch
-from longspec_jax.generation.memory import free_bytes
+from longspec_jax.generation.requests import RequestOutput, TextEngine, tree_uses
 from longspec_jax.generation.result import (
     GenerateResult,
     Notices,
     OnRound,
     Stats,
     StreamRound,
-    TreeUse,
 )
-from longspec_jax.generation.text import Piece, RowText, continuation
-from longspec_jax.generation.warm import WarmShapes, compile_trials, plan_engine
+from longspec_jax.generation.speeds import KnownSpeeds, Settled, settle
+from longspec_jax.generation.text import Piece, continuation
+from longspec_jax.generation.warm import WarmShapes, plan_engine
 from longspec_jax.ops.placement import tree_bytes
 
 
@@ -47,7 +35,7 @@ class Known(NamedTuple):
     """What a loaded model's earlier calls have shown; kept up by every call."""
 
     warm: WarmShapes
-    timings: KnownTimings
+    speeds: KnownSpeeds
     notices: Notices
 
 
@@ -57,8 +45,6 @@ class RowOutput:
 
     histogram: list[int]
     """Rounds by accepted draft tokens."""
-    text: RowText | None = None
-    """Reads the tokens as they come; None where their text is read behind the last one."""
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     """Whether each token was an accepted draft token."""
@@ -71,22 +57,14 @@ class RowOutput:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     done: bool = False
 
-    def read_with(self, text: RowText | None) -> None:
-        """Have the tokens read as they come, and those that there are."""
-        self.text = text
-        if text is not None:
-            self.pieces += text.add(self.tokens, self.drafted, self.done).pieces
-
     def since(self, tokens: int, pieces: int) -> tuple[tuple[Any, ...], ...]:
         """Tokens, drafted, pieces and log-probabilities behind the first ones."""
         by_token = self.tokens[tokens:], self.drafted[tokens:]
         return *map(tuple, by_token), tuple(self.pieces[pieces:]), tuple(self.logprobs[tokens:])
 
-    def add(self, output: StepOutput) -> None:
-        """Take in what the row has gained, up to its first stop string."""
-        if self.text is not None:
-            output, pieces = self.text.take(output)
-            self.pieces += pieces
+    def add(self, output: RequestOutput) -> None:
+        """Take in what the row has gained."""
+        self.pieces += output.pieces
         self.tokens += output.tokens
         self.drafted += output.drafted
         self.sources += output.sources
@@ -104,29 +82,27 @@ class Run:
 
     plan: Plan
     batch: Batch
-    engine: Engine
+    requests: TextEngine
     rows: list[RowOutput]
     known: Known
     on_activity: OnActivity = field(repr=False)
     compile_seconds: float = 0.0
-    timing_key: Mapping[str, Any] | None = None
-    """Of the kept timings that chose its tree; None where none did."""
+    kind: str | None = None
+    """The kind of call, of which its speeds are remembered; None where they are not."""
 
-    def __post_init__(self) -> None:
-        """Watch for stop strings from the first token on."""
-        if self.batch.stop_strings:
-            self.read_text()
+    reads_text: bool = False
+    """Whether text is read as tokens come; else behind the last one."""
 
-    def read_text(self) -> None:
-        """Have the text of every row read as its tokens come."""
-        for index, row in enumerate(self.rows):
-            if row.text is None:
-                row.read_with(self.batch.text(index))
+    @property
+    def engine(self) -> Engine:
+        """What decodes its rows."""
+        return self.requests.engine
 
     @property
     def stats(self) -> Stats:
         """The counts so far."""
         rows, engine, sources = self.rows, self.engine, self.plan.drafter.sources
+        accepted = Counter(bits for row in rows for bits in row.sources if bits)
         return Stats(
             prompt_tokens=tuple(map(len, self.batch.prompts)),
             new_tokens=tuple(len(row.tokens) for row in rows),
@@ -138,35 +114,49 @@ class Run:
             compile_seconds=self.compile_seconds,
             draft_state_bytes=tree_bytes(engine.rows.draft),
             memory=self.plan.memory,
-            accepted_by_source=dict(
-                Counter(proposers(sources, bits) for row in rows for bits in row.sources if bits)
-            ),
+            accepted_by_source={proposers(sources, bits): n for bits, n in accepted.items()},
             lossless=all(drafter.lossless for drafter in self.plan.drafters),
         )
 
-    def branch(self, plan: Plan, *, own_cache: bool, **options: Any) -> "Run":
-        """The same rows behind their prefill, with one of the plan's alternatives.
+    def plainly(self, compile_seconds: float) -> "Run":
+        """The same rows, prefilled as they are, without a draft; each a copy.
 
-        The other arguments are those of :func:`longspec_jax.decoding.trials.branch`.
+        Args:
+          compile_seconds: that it took to make its programs.
         """
-        draft = self.plan.state_of(plan, self.engine.rows.draft)
-        engine = trials.branch(
-            *(self.engine, plan.drafters, plan.params, draft), own_cache=own_cache, **options
-        )
+        plan = self.plan.without_draft()
+        engine = self.engine.fork(plan.drafters, plan.params, ())
         engine.seconds_of_prefill = self.engine.seconds_of_prefill
         engine.round_seconds = self.known.warm.round_seconds(plan)
         rows = [
             RowOutput(
-                *(_no_rounds(plan), None, list(row.tokens), list(row.drafted)),
+                _no_rounds(plan),
+                tokens=list(row.tokens),
+                drafted=list(row.drafted),
                 logprobs=list(row.logprobs),
                 prompt_logprobs=row.prompt_logprobs,
                 done=row.done,
             )
             for row in self.rows
         ]
-        return Run(plan, self.batch, engine, rows, self.known, self.on_activity)
+        requests = TextEngine(engine)
+        for index, row in enumerate(rows):
+            text = self.batch.text(index) if self.reads_text else None
+            if text is not None:
+                row.pieces += text.add(row.tokens, row.drafted, row.done).pieces
+                requests.read(index, text)
+        return Run(
+            plan,
+            self.batch,
+            requests,
+            rows,
+            self.known,
+            self.on_activity,
+            compile_seconds,
+            reads_text=self.reads_text,
+        )
 
-    def _add(self, output: StepOutput) -> None:
+    def _add(self, output: RequestOutput) -> None:
         """Take in what a row has gained.
 
         Raises:
@@ -174,8 +164,6 @@ class Run:
           RuntimeError: if what the row has gained cannot be read.
         """
         row = self.rows[output.id]
-        if row.done:
-            return  # A stop string has ended it, and this was launched before.
         if output.reason is not None:
             raise RuntimeError(f"row {output.id} cannot go on: {output.reason}")
         if output.finish == "error":
@@ -190,19 +178,16 @@ class Run:
                 "checkpoint"
             )
         row.add(output)
-        if row.done and output.finish is None:
-            self.engine.cancel(output.id)
 
     def prefill(self) -> "Run":
         """Run the prompts of a call whose rows all have a slot, to their first tokens."""
-        told, total = -1, self.plan.longest
-        if not self.plan.together:
-            total = sum(map(len, self.batch.prompts[: self.plan.rows]))
+        told, lengths = -1, list(map(len, self.batch.prompts))
+        total = max(lengths) if self.plan.together else sum(lengths)
         while self.engine.prefilling:
             if self.engine.prefilled > told:
                 told = self.engine.prefilled
                 self.on_activity(Prefilling(told, total))
-            for output in self.engine.step(decode=False):
+            for output in self.requests.step(decode=False):
                 self._add(output)
         return self
 
@@ -216,7 +201,7 @@ class Run:
             if any(row.tokens for row in self.rows):
                 yield self
             while engine.busy:
-                outputs = engine.step()
+                outputs = self.requests.step()
                 for output in outputs:
                     self._add(output)
                 if outputs:
@@ -231,20 +216,6 @@ def _no_rounds(plan: Plan) -> list[int]:
     return [0] * (plan.drafter.tree.num_levels + 1)
 
 
-def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
-    """What every candidate of an engine has done so far; one without a tree decodes plainly."""
-    return tuple(
-        TreeUse(
-            drafter.name if drafter.tree.num_levels else NoDraft().name,
-            drafter.tree,
-            total.rounds,
-            total.tokens,
-            total.seconds,
-        )
-        for drafter, total in zip(engine.drafters, engine.totals, strict=True)
-    )
-
-
 def start(
     plan: Plan,
     batch: Batch,
@@ -253,31 +224,32 @@ def start(
     streams: bool,
     on_activity: OnActivity | None,
     rounds: bool = True,
+    fixed: bool = False,
 ) -> Run:
-    """Make a call ready to decode, an open plan with its fastest drafter.
+    """Make a call ready to decode.
 
     Args:
       streams: whether the run is followed round by round.
-      on_activity: called with everything that takes time, and with the choice of a tree.
+      on_activity: called with everything that takes time, and with what it begins with.
       rounds: whether it will be decoded at all, and not prefilled alone.
+      fixed: whether it runs one tree to its end, whatever it names.
     """
-    tell = known.notices.heard(on_activity)
-    key, timings, choices = None, (), [each.choice for each in plan.alternatives]
-    if plan.open and len(plan.drafters) > 1:
-        key = timing_key(plan, streams)
-        timings = known.timings.find(key, choices) or ()
-        if not timings and worth_timing(plan):
-            return _start_after_timing(plan, batch, known, key, streams, tell)
+    tell = on_activity or _nobody
+    how = {"streams": streams, "identical": is_identical(plan.target), "fixed": fixed}
+    settled = settle(plan, known.speeds, **how)
     if plan.open:
-        plan = plan.alternatives[fastest(choices, timings)]
-        tell(Tuned(*plan.choice, timings))
-    run = prefilled(plan, batch, known, streams=streams, on_activity=tell, rounds=rounds)
-    run.timing_key = key if timings else None
-    return run
+        first = settled.plan.drafters[settled.first]
+        name = first.name if first.tree.num_levels else NoDraft().name
+        tell(Tuned(name, first.tree, settled.timings))
+    return prefilled(settled, batch, known, streams=streams, on_activity=tell, rounds=rounds)
+
+
+def _nobody(activity: Activity) -> None:
+    """Hear what nobody asked to be told."""
 
 
 def prefilled(
-    plan: Plan,
+    settled: Settled,
     batch: Batch,
     known: Known,
     *,
@@ -287,59 +259,30 @@ def prefilled(
 ) -> Run:
     """Compile what is new and, where every row has a slot, run the prompts.
 
-    Arguments as of :func:`start`. The plan is not open; of a batch of more rows the first are its
-    own.
+    Arguments as of :func:`start`.
     """
+    plan = settled.plan
     compiled = known.warm.prepare(plan, streams, on_activity, rounds=rounds)
-    engine = plan_engine(plan, streams=streams)
+    policy = settled.policy(known.warm.seconds(plan))
+    engine = plan_engine(plan, streams=streams, policy=policy)
     engine.round_seconds = known.warm.round_seconds(plan)
+    requests = TextEngine(engine)
     for row in range(plan.rows):  # The rows' numbers are those of the requests.
         engine.submit(batch.prompts[row], batch.request.row(row))
+        requests.read(row, batch.text(row) if streams else None)
     rows = [RowOutput(_no_rounds(plan)) for _ in range(plan.rows)]
-    run = Run(plan, batch, engine, rows, known, on_activity, compiled)
+    run = Run(
+        plan,
+        batch,
+        requests,
+        rows,
+        known,
+        on_activity,
+        compiled,
+        settled.kind,
+        reads_text=streams,
+    )
     return run if plan.waits else run.prefill()
-
-
-def _start_after_timing(
-    whole: Plan,
-    batch: Batch,
-    known: Known,
-    key: Mapping[str, Any],
-    streams: bool,
-    on_activity: OnActivity,
-) -> Run:
-    """Time all trees behind the call's own prompts, keep the timings, and go on with the best."""
-    first = replace(whole, rows=whole.slots)
-    plans, shared = first.alternatives, replace(first, drafters=(first.drafter,), open=False)
-    on_activity(Compiling())
-    seconds = compile_trials(shared, plans, streams)
-    how: Any = {"streams": streams, "on_activity": on_activity}
-    run = prefilled(shared, batch, known, **how, rounds=False)
-    begin, timings = time.perf_counter(), ()
-    # A row that has ended with its first token shows nothing.
-    if not any(row.done for row in run.rows):
-        timings = time_trees(run.engine, shared, plans, on_activity)
-        known.timings.keep(key, timings)
-    index = fastest([each.choice for each in plans], timings)
-    plan = plans[index]
-    on_activity(Tuned(*plan.choice, timings))
-    seconds += run.compile_seconds + time.perf_counter() - begin
-    if whole.waits:
-        plan = whole.alternatives[index]
-        del run
-        run = prefilled(plan, batch, known, **how)
-        run.compile_seconds, run.timing_key = run.compile_seconds + seconds, key
-        return run
-    free = free_bytes()
-    if free is None or free > plan.memory.needed_bytes:
-        # Later calls begin with a prefill of the chosen drafter's own, and compile nothing either.
-        # That takes a second cache: if the estimate of what is free was wrong, they do compile.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            seconds += known.warm.prepare(plan, streams, lambda activity: None)
-    settled = run.branch(plan, own_cache=False)
-    run.engine.close()
-    settled.compile_seconds, settled.timing_key = seconds, key
-    return settled
 
 
 def reads_rounds(batch: Batch, on_round: OnRound | None) -> bool:
@@ -351,17 +294,15 @@ def reads_rounds(batch: Batch, on_round: OnRound | None) -> bool:
     return on_round is not None or bool(batch.stop_strings)
 
 
-def learn(run: Run) -> None:
-    """Correct what is known by a finished run, and report one that was slower."""
-    known, seen = run.known, run.engine.totals[0]
-    known.notices.look_at(run.stats)
-    if len(run.plan.drafters) > 1 or not seen.rounds:
-        return
-    known.warm.learn(run.plan, seen.seconds / seen.rounds)
-    if run.timing_key is not None and not run.plan.waits:
-        speed = known.timings.correct(run.timing_key, *run.plan.choice, seen)
-        if speed is not None:
-            run.on_activity(Slower(*run.plan.choice, speed))
+def learn(run: Run, stats: Stats) -> None:
+    """Remember what a finished run has shown of its candidates; ``stats`` are its counts."""
+    known, totals = run.known, run.engine.totals
+    known.notices.look_at(stats)
+    if run.kind is not None and not run.plan.waits:
+        known.speeds.learn(run.kind, run.plan.drafters, totals)
+        known.notices.look_at_speeds(known.speeds.find(run.kind))
+    if len(totals) == 1 and totals[0].rounds:
+        known.warm.learn(run.plan, totals[0].seconds / totals[0].rounds)
 
 
 def follow(run: Run, on_round: OnRound | None = None) -> GenerateResult:
@@ -385,7 +326,7 @@ def follow(run: Run, on_round: OnRound | None = None) -> GenerateResult:
         logprobs=tuple(tuple(row.logprobs) for row in run.rows),
         prompt_logprobs=tuple(row.prompt_logprobs for row in run.rows),
     )
-    learn(run)
+    learn(run, result.stats)
     return result
 
 
@@ -394,14 +335,13 @@ def _text(run: Run, index: int) -> str | None:
     row, batch = run.rows[index], run.batch
     if batch.tokenizer is None:
         return None
-    if row.text is not None:
+    if run.reads_text:
         return "".join(piece.text for piece in row.pieces)
     return continuation(batch.tokenizer, batch.prompts[index].tolist(), row.tokens)
 
 
 def added_rounds(run: Run) -> Generator[StreamRound, None, None]:
     """Decode to the end, and yield what every round adds; close the generator to stop early."""
-    run.read_text()
     begins = [(0, 0)] * len(run.rows)
     with closing(run.rounds()) as rounds:
         for _ in rounds:

@@ -7,25 +7,22 @@ time, so that prefill and decode seconds mean the same in every call.
 
 import math
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Set
 from functools import partial
-from itertools import chain
 from threading import Lock
 from typing import Any
 
-import jax
 import numpy as np
 
-from longspec_jax.decoding import trials
+from longspec_jax.decoding import warmup
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.prefill import prefill_programs, rows_outline, slot_programs
+from longspec_jax.decoding.policy import Policy
 from longspec_jax.decoding.programs import RECENT, compile_side_by_side
-from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.generation.activity import Compiling, OnActivity
 from longspec_jax.generation.call import Plan
 
 
-def plan_engine(plan: Plan, *, streams: bool) -> Engine:
+def plan_engine(plan: Plan, *, streams: bool, policy: Policy | None = None) -> Engine:
     """An engine for the rows of a plan; of a stream, if the run is followed round by round."""
     streams = streams or plan.waits
     return Engine(
@@ -41,6 +38,7 @@ def plan_engine(plan: Plan, *, streams: bool) -> Engine:
         together=plan.together,
         # A run that nobody follows decides on the next tree by the last rounds.
         ahead=streams or len(plan.drafters) == 1,
+        policy=policy,
     )
 
 
@@ -49,58 +47,39 @@ def can_precompile(plan: Plan) -> bool:
     return plan.target.mesh is None and not plan.target.offload and not plan.waits
 
 
-def plan_programs(plan: Plan, streams: bool, *, rounds: bool) -> Iterator[jax.stages.Lowered]:
-    """Lower everything a plan runs, the slowest to compile first; see :func:`can_precompile`."""
-    models, request = (plan.target, plan.drafter, plan.params), plan.empty_request
-    batch, capacity, slots = plan.rows, plan.shape.capacity, ()
-    if batch > 1 and not plan.together:
-        slots = slot_programs(*models, request, slots=batch, capacity=capacity)
-        batch, request = 1, request.row(0)
-    logprobs = plan.contents.logprobs if plan.scored else None
-    prompts = prefill_programs(
-        *(*models, request), batch=batch, capacity=capacity, chunks=plan.chunks, logprobs=logprobs
-    )
-    return chain(round_programs(plan, streams) if rounds else (), prompts, slots)
-
-
-def round_programs(plan: Plan, streams: bool) -> Iterator[jax.stages.Lowered]:
-    """Lower the launches of rounds alone."""
-    models, request = (plan.target, plan.drafter, plan.params), plan.empty_request
-    rows = rows_outline(*models, request, batch=plan.rows, capacity=plan.shape.capacity)
-    for drafter in plan.drafters:
-        args = plan.target, drafter, plan.kind, plan.params, rows
-        contents = plan.contents.of_kind(plan.kind)
-        launch = (one_round, args) if streams else (many_rounds, (*args, np.int32(1)))
-        yield launch[0].lower(*launch[1], contents)
-
-
-def compile_trials(shared: Plan, plans: Sequence[Plan], streams: bool) -> float:
-    """Compile the prefill that some plans share, and the rounds of each; return the seconds."""
-    begin = time.perf_counter()
-    if can_precompile(shared):
-        # The more nodes, the longer a round takes to compile, as a rule; a prefill is one pass.
-        longest_first = sorted(plans, key=lambda plan: -plan.drafter.tree.num_nodes)
-        rounds = chain.from_iterable(round_programs(plan, streams) for plan in longest_first)
-        compile_side_by_side(chain(rounds, plan_programs(shared, streams, rounds=False)))
-    return time.perf_counter() - begin
-
-
-def rehearse(plan: Plan, streams: bool, rounds: bool) -> float:
+def rehearse(plan: Plan, streams: bool, rounds: bool) -> tuple[float, ...]:
     """Compile everything that a plan runs, and run a little of it.
 
     Arguments as of :meth:`WarmShapes.prepare`.
 
     Returns:
-      Seconds of a round; NaN where none ran alone.
+      Seconds of a round of every candidate, at the context of the longest prompt; none where none
+      ran alone.
     """
-    if can_precompile(plan):
-        compile_side_by_side(plan_programs(plan, streams, rounds=rounds))
     with plan_engine(plan, streams=streams) as engine:
-        for row, length in enumerate(_rehearsed_lengths(plan)):
-            engine.submit(np.zeros(length, np.int32), plan.empty_request.row(row))
+        request = plan.empty_request.row(0)
+        if can_precompile(plan):
+            compile_side_by_side(
+                warmup.programs(
+                    engine,
+                    [request],
+                    chunks=plan.chunks,
+                    prompt_logprobs=[plan.contents.logprobs if plan.scored else None],
+                    rounds=rounds,
+                )
+            )
+        for length in _rehearsed_lengths(plan):
+            engine.submit(np.zeros(length, np.int32), request)
         while engine.busy if plan.waits else engine.prefilling:
             engine.step(decode=plan.waits)
-        return trials.rehearse(engine, plan.kind) if rounds and not plan.waits else math.nan
+        if not rounds or plan.waits:
+            return ()
+        alone = warmup.rehearse(engine, plan.kind)
+        if len(plan.drafters) == 1:
+            return (alone,)
+        at = plan.slots, plan.longest, plan.kind
+        every = range(len(plan.drafters))
+        return tuple(warmup.round_seconds(engine, index, *at) for index in every)
 
 
 def _rehearsed_lengths(plan: Plan) -> list[int]:
@@ -119,7 +98,7 @@ class WarmShapes:
     def __init__(self) -> None:
         """Start with none."""
         self._programs: dict[Any, Set[Any]] = {}
-        self._round_seconds: dict[Any, float] = {}
+        self._round_seconds: dict[Any, tuple[float, ...]] = {}
         self._lock = Lock()
 
     def prepare(
@@ -145,15 +124,20 @@ class WarmShapes:
             # Of shapes whose programs were let go nothing is remembered.
             known = {signature for *_, signature in self._programs} & self._round_seconds.keys()
             self._round_seconds = {one: self._round_seconds[one] for one in known}
-            if not math.isnan(round_seconds):
+            if round_seconds:
                 self._round_seconds[signature] = round_seconds
         return seconds
 
+    def seconds(self, plan: Plan) -> tuple[float, ...]:
+        """Seconds of a round of every candidate of such a call; none where none ran."""
+        return self._round_seconds.get(plan.signature, ())
+
     def round_seconds(self, plan: Plan) -> float:
-        """Seconds of a round of such a call, as it last ran; NaN where none did."""
-        return self._round_seconds.get(plan.signature, math.nan)
+        """Seconds of a round of the only candidate, as it last ran; NaN where none did."""
+        found = self.seconds(plan)
+        return found[0] if len(found) == 1 else math.nan
 
     def learn(self, plan: Plan, round_seconds: float) -> None:
         """Remember how long the rounds of a finished run took."""
         with self._lock:
-            self._round_seconds[plan.signature] = round_seconds
+            self._round_seconds[plan.signature] = (round_seconds,)

@@ -5,7 +5,7 @@ A launch of few rows takes what else there is of them out of the arrays of all r
 reads the launch's rows in place, and commits write to them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -100,23 +100,6 @@ def put_rows(state: Tree, rows: Lengths, before: Tree, after: Tree) -> Tree:
         return whole.at[rows].set(new, mode="promise_in_bounds", unique_indices=True)
 
     return jax.tree.map(put, state, before, after, is_leaf=_is_cache)
-
-
-def with_ends(cache: Cache, other: Cache, change: Callable[[Any], Any] = lambda end: end) -> Cache:
-    """The cache with the rings and the states of another one, each changed.
-
-    They hold the end of a row alone, and what is appended overwrites it.
-    """
-
-    def chosen(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            change(theirs[index]) if index in cache.rings else layer
-            for index, layer in enumerate(mine)
-        )
-
-    keys, values = chosen(cache.keys, other.keys), chosen(cache.values, other.values)
-    states = jax.tree.map(change, other.states)
-    return replace(cache, keys=keys, values=values, states=states)
 
 
 def put_tokens(

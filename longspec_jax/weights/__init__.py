@@ -4,5 +4,5 @@
 :mod:`.json_files` checks. :mod:`.tables` says which stored tensor is which block of which
 parameter. :mod:`.hub` finds folders, :mod:`.checkpoint` opens their weight files, and
 :mod:`.params` fills sharded arrays from them and writes them back. The formats of drafts lie beside
-the drafts, such as :mod:`longspec_jax.drafters.longspec.checkpoint`.
+the drafts, such as :mod:`longspec_jax.drafters.checkpoints.longspec`.
 """

@@ -17,9 +17,8 @@ from benchmarks.models import draft_state, random_model
 from benchmarks.rounds import Bench, Setting
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.drafters.dflash.checkpoint import Format, save_draft
-from longspec_jax.drafters.dflash.dialects import ZLAB
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.checkpoints.dflash import ZLAB, Format, save_draft
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.ops.placement import tree_bytes
 from tests.drafters.dflash.toys import config_for, random_params
 
@@ -71,13 +70,13 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
     outputs = 128 + 3 * 64 + 2 * 96 + 64
     assert short["draft_bytes"] == elements + 4 * (outputs + 128 + 64 + 3 * 64) + 61 * (64 + 4 + 4)
     printed = capsys.readouterr()
-    plan, *steps = printed.err.splitlines()
+    steps = printed.err.splitlines()
     assert steps[0] == "... drawing the weights of tiny" and "timing rounds" in printed.err
-    assert plan.startswith("on a CPU (") and "2 cases of the shape tiny. A GPU" in plan
-    _, *lines = printed.out.splitlines()
+    where, *lines = printed.out.splitlines()
+    assert where.startswith("cpu (") and "a GPU measures the real shapes" in where
     for text, row in zip(lines, written["rows"], strict=True):
-        gain = f"{row['plain_tokens_per_second']} without, {row['speed_up']:.2f}x at acceptance"
-        assert text.startswith(f"tiny B=3 S={row['context']} tree=2,3@4: ") and gain in text
+        assert text.startswith("shape tiny  weights whole") and f"context {row['context']}" in text
+        assert f"speed_up {row['speed_up']}  acceptance_length" in text
 
 
 def test_a_drafts_folder_and_random_ones_of_its_kind(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from infer import output
 
 def test_the_file_is_whole_after_every_row(tmp_path: Path, capsys) -> None:
     file = tmp_path / "rows.json"
-    report = bench_report.Report({"device": "a"}, file)
+    report = bench_report.Report({"device": "a"}, file, ("number", "absent"))
     for number in range(3):
-        report.add({"number": number}, f"line {number}")
+        report.add({"number": number, "more": 1})
         written = json.loads(file.read_text())
         assert written == {"header": {"device": "a"}, "rows": report.rows}
-    assert len(report.rows) == 3 and "line 2" in capsys.readouterr().out
+    assert len(report.rows) == 3 and "number 2\n" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -42,8 +42,8 @@ def test_rows_that_cannot_be_written_are_kept_and_the_run_goes_on(
     monkeypatch.setattr(output.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(type(failure) if failure else OSError):
         with bench_report.Report({"device": "a"}, file) as report:
-            report.add({"number": 1}, "line 1")
-            report.add({"number": 2}, "line 2")
+            report.add({"number": 1})
+            report.add({"number": 2})
             if failure:
                 raise failure
     said = capsys.readouterr().err
@@ -59,7 +59,7 @@ def test_a_file_that_could_be_written_after_all_is_whole(tmp_path: Path, monkeyp
     with bench_report.Report({"device": "a"}, file) as report:
         with monkeypatch.context() as full:
             full.setattr(os, "fsync", fail_to_write)
-            report.add({"number": 1}, "line 1")
+            report.add({"number": 1})
     assert json.loads(file.read_text())["rows"] == [{"number": 1}]
 
 

@@ -18,7 +18,7 @@ def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any
     assert main(["train", *OPTIONS, "--mesh=data=2,fsdp=2", f"--json={file}"]) == 0
     written = json.loads(file.read_text())
     one, four = written["rows"]
-    assert {"device", "versions", "commit", "date", "matmul_tflop_per_s"} <= set(written["header"])
+    assert {"device", "versions", "commit", "date", "roof_tflop_per_s"} <= set(written["header"])
     assert (one["gpus"], one["layout"], one["rows"]) == (1, "one", 2)
     assert (four["gpus"], four["layout"], four["rows"]) == (4, "data=2,fsdp=2", 8)
     assert one["efficiency"] == 1.0 and four["efficiency"] > 0
@@ -29,7 +29,7 @@ def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any
         assert 0 < row["step_bytes"] < row["peak_bytes"] and 0 < row["flops_utilization"]
     # A quarter of masters and moments, half of the weights.
     assert four["peak_bytes"] - four["step_bytes"] < (one["peak_bytes"] - one["step_bytes"]) / 2
-    assert "tiny 64 data=2,fsdp=2" in capsys.readouterr().out
+    assert "sequence 64  layout data=2,fsdp=2  tokens" in capsys.readouterr().out
 
 
 def test_the_needed_operations_are_shared_out() -> None:
@@ -43,7 +43,7 @@ def test_the_needed_operations_are_shared_out() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--shape=foo"], "unknown 'foo'; choose from"),
+        (["--shape=foo"], "'foo' must be one of"),
         (["--length=0"], "0 must be a whole number"),
         (["--json=/nope/x"], "/nope/x: its folder does not exist"),
         (["--mesh=dp=2"], "sizes of the axes data, fsdp, tp"),

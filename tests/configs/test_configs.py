@@ -14,22 +14,18 @@ import pytest
 import configs
 from longspec_jax.config.known import PRESETS, TARGETS
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec.checkpoint import draft_table
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.parallel.config import ParallelConfig
+from longspec_jax.drafters.checkpoints.longspec import draft_table
+from longspec_jax.drafters.longspec import DraftConfig
+from longspec_jax.drafters.parallel import ParallelConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.tables import target_table
 from train.arguments import from_config
 from train.config import RunConfig
-from train.drafts.dflash import objective as dflash
-from train.drafts.dflash.settings import DFlashSettings
-from train.drafts.eagle3.objective import Eagle3Objective, fresh_config
-from train.drafts.eagle3.settings import Eagle3Settings
-from train.drafts.longspec.objective import LongSpecObjective
-from train.drafts.parallel.objective import ParallelObjective
-from train.drafts.parallel.settings import ParallelSettings
-from train.drafts.small_lm import objective as small_lm
-from train.drafts.small_lm.settings import SmallLMSettings
+from train.drafts import dflash, small_lm
+from train.drafts.eagle3 import Eagle3Objective, fresh_config
+from train.drafts.kinds import DFlashSettings, Eagle3Settings, ParallelSettings, SmallLMSettings
+from train.drafts.longspec import LongSpecObjective
+from train.drafts.parallel import ParallelObjective
 from train.pipeline import with_micro_batches
 from train.step import Batch, make_optimizer, state_shardings
 

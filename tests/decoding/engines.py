@@ -7,20 +7,18 @@ from typing import Any
 import numpy as np
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.candidates import candidates
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.policy import Choice, Measurement, Policy
+from longspec_jax.decoding.policy import Choice, Measurement, Policy, candidates
 from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from tests.decoding.lossless import (
     LENGTHS,

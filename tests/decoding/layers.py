@@ -21,8 +21,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.ops.recurrence import recurrence
 from longspec_jax.ops.recurrence.delta_rule import delta_rule_reference
 from longspec_jax.ops.recurrence.operands import RecurrentTokens, empty_state

@@ -15,11 +15,10 @@ from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.slots import StepOutput
-from longspec_jax.decoding.trials import branch, rejoin
 from longspec_jax.drafters.base import Drafter
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.models.target import Target, sinks_of
 from longspec_jax.ops.attention.reference import causal_attention
 from tests.kit import tiny_target_config
@@ -201,22 +200,6 @@ def assert_lossless(target, drafter, params, tokens, lengths, req, plain, **opti
     assert_same(rows, plain)
     assert emitted_in_rounds(state) > 0
     return state
-
-
-def assert_a_trial_changes_nothing(target, drafter, params, given, plain, count: int) -> None:
-    """A trial of ``count`` tokens behind the prompts, which shares the cache with the rows."""
-    engine = engine_of(target, [drafter], params, *given)
-    texts: list[list[int]] = [[] for _ in plain]
-    while engine.prefilling:
-        for output in engine.step(decode=False):
-            texts[output.id] += output.tokens
-    trial = branch(engine, [drafter], params, engine.rows.draft, own_cache=False, tokens=count)
-    while trial.busy:
-        trial.step()
-    rejoin(engine, trial)
-    rows, _ = run(engine)
-    found = [np.asarray([*begun, *rest]) for begun, rest in zip(texts, rows, strict=True)]
-    assert_same(found, plain)
 
 
 @partial(jax.jit, static_argnames=("config", "recur"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from longspec_jax.checks import SAMPLING
+from longspec_jax.config.sampling import rule
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments, adjust
 from longspec_jax.decoding.engine import Engine
@@ -207,7 +207,7 @@ def test_an_engine_without_tables_refuses_penalties() -> None:
 def test_logits_stay_finite_at_both_ends_of_what_is_allowed() -> None:
     """Else a request's own option is taken for weights that overflow (status 500 of a server)."""
     ends = [
-        [SAMPLING[name].least, SAMPLING[name].most]
+        [rule(name).least, rule(name).most]
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
     ]
     options = [*product(*ends)]
@@ -222,7 +222,7 @@ def test_logits_stay_finite_at_both_ends_of_what_is_allowed() -> None:
     logits = jnp.asarray([[[largest, -largest, largest, -largest]]])
     found = adjust(jnp.tile(logits, (len(options), 1, 1)), emitted)
     assert jnp.isfinite(found).all()
-    for temperature in (1e-37, 1.0, SAMPLING["temperature"].most):
+    for temperature in (1e-37, 1.0, rule("temperature").most):
         sampling = replace(
             request(1.0).sampling.of_kind(SamplingKind.ANY),
             temperature=jnp.full(len(options), temperature),

@@ -20,17 +20,14 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.dflash.drafter import DFlashDrafter
-from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.parallel.drafter import ParallelDrafter
-from longspec_jax.drafters.parallel.model import ParallelParams
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
+from longspec_jax.drafters.dflash import DFlashDrafter
+from longspec_jax.drafters.eagle3 import Eagle3Drafter
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
+from longspec_jax.drafters.parallel import ParallelDrafter, ParallelParams
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
-from longspec_jax.drafters.retrieval.selection import SinksAndRecent
+from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest, SinksAndRecent
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.drafters.dflash import toys as dflash_toys

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax import PLAIN, TreeConfig
+from longspec_jax import PLAIN
 from longspec_jax.decoding.programs import compile_side_by_side
-from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.generation import call, warm
-from longspec_jax.generation.autotune import KnownTimings
+from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes
-from tests.infer.toys import bound_draft, toy_spec
+from tests.infer.toys import toy_spec
 
 OPTIONS = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
 PROMPT = "ab cd gh é"
@@ -43,15 +42,8 @@ def compiled() -> Iterator[Counter[str]]:
 def spec(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
     jax.clear_caches()
-    # A run on a busy machine would have the next one choose another tree.
-    monkeypatch.setattr(KnownTimings, "correct", lambda *_: None)
-    # Two trees beside plain decoding: each is a program of its own.
-    trees = dataclasses.replace(
-        bound_draft(toy_spec()).default_trees, cpu=(TreeConfig((1, 1, 1)), TreeConfig((2, 2)))
-    )
-    monkeypatch.setattr(LongSpecDraft, "default_trees", trees)
     # The toy is shared with other tests: what it knows of trees and shapes is not.
-    own = {"_timings": KnownTimings(), "_warm": WarmShapes()}
+    own = {"_speeds": KnownSpeeds(), "_warm": WarmShapes()}
     return dataclasses.replace(toy_spec(), tree=None, **own)
 
 
@@ -114,16 +106,12 @@ def test_what_fails_reaches_the_caller() -> None:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["at once", "streamed"])
 def test_a_first_call_compiles_every_program_once(spec, streams) -> None:
-    """Three rounds; the prefill all of them share, and that of the one that later calls begin with.
-
-    Whether its state differs from what all share is the clock's to say: plain decoding has none.
-    """
+    """The rounds of plain decoding and of a tree, and the prefill that both share."""
     on_round = (lambda added: None) if streams else None
     with compiled() as found:
         result = spec.generate(PROMPT, **OPTIONS, on_round=on_round)
-    assert found["jit(one_round)" if streams else "jit(many_rounds)"] == 3
-    assert found["jit(_prefill_chunk)"] == found["jit(_start)"] == 1
-    assert 1 <= found["jit(_extend)"] <= 2
+    assert found["jit(one_round)" if streams else "jit(many_rounds)"] == 2
+    assert found["jit(_prefill_chunk)"] == found["jit(_start)"] == found["jit(_extend)"] == 1
     with compiled() as found:
         again = spec.generate(PROMPT, **OPTIONS, on_round=on_round)
     assert not found and again.stats.compile_seconds == 0.0

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from longspec_jax.decoding import prompts as prompts_lib
-from longspec_jax.decoding.candidates import candidates
-from longspec_jax.decoding.choices import launch_sizes
 from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
+from longspec_jax.decoding.launches import launch_sizes
+from longspec_jax.decoding.policy import candidates
 from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.rows import RowShardings, insert
 from longspec_jax.decoding.sampling import SamplingKind

@@ -13,8 +13,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.ops import hardware
 from longspec_jax.sharding import make_mesh, param_shardings

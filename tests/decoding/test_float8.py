@@ -13,12 +13,12 @@ from longspec_jax.config.layers import HeadScales
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention import float8

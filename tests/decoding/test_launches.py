@@ -13,21 +13,27 @@ import pytest
 
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import engine as engine_lib
-from longspec_jax.decoding.candidates import candidates, smaller_tree, tallest
-from longspec_jax.decoding.choices import LAUNCH_SECONDS
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
+from longspec_jax.decoding.launches import LAUNCH_SECONDS
+from longspec_jax.decoding.policy import (
+    Always,
+    Choice,
+    FastestWithinBudget,
+    Measurement,
+    Policy,
+    candidates,
+    smaller_tree,
+    tallest,
+)
 from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.trials import branch as branch_of
-from longspec_jax.decoding.trials import rehearse, rejoin
+from longspec_jax.decoding.warmup import rehearse
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.joined import Joined
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from tests.decoding.engines import (
     CONFIG,
@@ -319,21 +325,17 @@ def test_rehearsal_compiles_everything_and_emits_within_the_budget() -> None:
     assert many_rounds._cache_size() - before == 3
 
 
-def test_branches_go_on_from_one_prefill() -> None:
-    """One that shares the cache gives it back; one with its own decodes beside the first."""
+def test_an_engine_goes_on_from_copies_of_anothers_rows() -> None:
+    """Without a draft, beside the first one, from one prefill."""
     req = requested(MIXED)
     engine = lookup_engine(req)
     first: list[StepOutput] = []
     while engine.prefilling:
         first += engine.step(decode=False)
-    plain = branch_of(engine, [NoDraft()], Params(TABLE, ()), (), own_cache=True)
-    trial = branch_of(engine, [DRAFTER], PARAMS, engine.rows.draft, own_cache=False, tokens=20)
-    while trial.totals[0].rounds < 3:
-        trial.step()
-    rejoin(engine, trial)
+    plain = engine.fork([NoDraft()], Params(TABLE, ()), ())
     expected = plainly(req)
-    for branch in (plain, engine):
-        rows, _ = run(branch)
+    for each in (plain, engine):
+        rows, _ = run(each)
         start = [out.tokens for out in sorted(first, key=lambda out: out.id)]
         assert_same([np.concatenate(pair) for pair in zip(start, rows, strict=True)], expected)
 

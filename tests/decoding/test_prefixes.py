@@ -16,9 +16,9 @@ from longspec_jax.decoding.prefixes import HostChunks, Match, SlotPrefixes, chun
 from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NOTHING, Needs, NoDraft, Params
-from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
-from longspec_jax.drafters.retrieval.blocks import Quest
+from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.selection import Quest
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.decoding.engines import (

@@ -11,7 +11,7 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.draft import DefaultTrees
-from longspec_jax.generation.models import trees_to_time
+from longspec_jax.generation.models import likely_trees
 from longspec_jax.ops import hardware
 from longspec_jax.sharding import make_mesh
 from tests.kit import tiny_target_config
@@ -111,4 +111,4 @@ def test_trees_that_the_kernels_cannot_verify_are_not_chosen_and_are_refused_by_
         same_bits.check_tree(target, deep)
     serves = functools.partial(same_bits.serves_tree, target)
     defaults = DefaultTrees((deep,), (deep, PLAIN), (deep, TreeConfig((1,) * 8)))
-    assert trees_to_time(defaults, True, None, serves=serves) == (TreeConfig((1,) * 8),)
+    assert likely_trees(defaults, True, None, serves=serves) == (TreeConfig((1,) * 8),)

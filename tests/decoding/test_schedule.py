@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.candidates import candidates_by_load
-from longspec_jax.decoding.choices import ChoicesByLoad, load_of
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.launches import FAULTS_APART
-from longspec_jax.decoding.policy import FastestWithinBudget, Measurement
+from longspec_jax.decoding.policy import (
+    Chooser,
+    FastestWithinBudget,
+    Measurement,
+    candidates_by_load,
+    load_of,
+)
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.slots import StepOutput
-from longspec_jax.decoding.trials import largest_chunk, smaller_chunks
+from longspec_jax.decoding.warmup import largest_chunk, smaller_chunks
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
@@ -310,7 +314,7 @@ def simulated(
       loads: live rows of every round.
     """
     policies = [FastestWithinBudget.timed(own) for own in seconds]
-    choices, ran = ChoicesByLoad(policies, len(tokens)), []
+    choices, ran = Chooser(policies, len(tokens)), []
     for live in loads:
         choice = choices.next([], 1, live)
         candidate, taken = choice.candidate, seconds[load_of(live)][choice.candidate]

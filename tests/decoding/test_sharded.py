@@ -20,8 +20,7 @@ from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache

@@ -14,10 +14,10 @@ import pytest
 from longspec_jax.config.layers import LinearRopeScaling, Rotary
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Needs, Params
+from longspec_jax.drafters.checkpoints.eagle import load
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle.load import EagleOptions, load
-from longspec_jax.drafters.eagle.model import EagleConfig, EagleParams
-from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
+from longspec_jax.drafters.eagle import EagleConfig, EagleOptions, EagleParams
+from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.registry import EAGLE
 from longspec_jax.loading import choose_drafts
 from longspec_jax.models.layers import rotary_frequencies

@@ -13,12 +13,17 @@ import pytest
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters import draft as draft_module
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise
+from longspec_jax.drafters.checkpoints.longspec import load, save_draft
 from longspec_jax.drafters.draft import Target, is_large
-from longspec_jax.drafters.longspec.checkpoint import save_draft
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter, ring_mask, ring_positions
-from longspec_jax.drafters.longspec.load import LongSpecOptions, load
-from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
+from longspec_jax.drafters.longspec import (
+    DraftConfig,
+    LongSpecDrafter,
+    LongSpecLayer,
+    LongSpecOptions,
+    LongSpecParams,
+    ring_mask,
+    ring_positions,
+)
 from longspec_jax.drafters.retrieval.selection import WorkingSet, everything
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits

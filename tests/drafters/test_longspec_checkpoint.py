@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from longspec_jax.config.known import PRESETS
 from longspec_jax.config.layers import LinearRopeScaling, YarnRopeScaling
-from longspec_jax.drafters.longspec.checkpoint import hf_draft_config, load_draft, save_draft
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.checkpoints.longspec import hf_draft_config, load_draft, save_draft
+from longspec_jax.drafters.longspec import DraftConfig
 from tests.kit import random_draft, tiny_target_config
 from tests.models.draft_oracle import Shape, random_state
 

@@ -15,9 +15,9 @@ from longspec_jax import LongSpec
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.checkpoints.mtp import load
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.mtp.load import load
-from longspec_jax.drafters.mtp.model import MtpConfig, MtpParams
+from longspec_jax.drafters.eagle import MtpConfig, MtpParams
 from longspec_jax.drafters.registry import MTP, SMALL_LM
 from longspec_jax.loading import choose_drafts
 from longspec_jax.weights.hf import load_target, save_target

@@ -9,23 +9,23 @@ import jax
 import numpy as np
 import pytest
 
+from contrib import tokenswift
+from contrib.medusa import MedusaConfig
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.checkpoints import eagle, mtp
 from longspec_jax.drafters.draft import with_tree
-from longspec_jax.drafters.eagle import load as eagle
 from longspec_jax.drafters.joined import Joined
-from longspec_jax.drafters.medusa.drafter import MedusaConfig
-from longspec_jax.drafters.mtp import load as mtp
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.parallel.model import ParallelParams
-from longspec_jax.drafters.retrieval.blocks import Quest
+from longspec_jax.drafters.parallel import ParallelParams
+from longspec_jax.drafters.retrieval.selection import Quest
 from longspec_jax.drafters.suffix import SuffixDrafter
-from longspec_jax.drafters.tokenswift import load as tokenswift
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.selection.blocks import BlockBudget
+from tests.contrib import test_medusa, test_tokenswift
 from tests.decoding.lossless import (
     CONFIG,
     EVERY,
@@ -36,7 +36,7 @@ from tests.decoding.lossless import (
     generate,
     prompts,
 )
-from tests.drafters import test_eagle, test_medusa, test_mtp, test_tokenswift
+from tests.drafters import test_eagle, test_mtp
 from tests.drafters.dflash import test_drafter as test_dflash
 from tests.drafters.parallel import test_drafter as test_parallel
 from tests.infer.toys import save_toy, toy_spec
@@ -175,7 +175,7 @@ def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     sizes = config.model_width, config.vocab_size, config.num_layers
     heads = MedusaConfig(2, 1, *sizes, own_tables=False, dtype="float32")
     test_medusa.published(tmp_path / "medusa", test_medusa.random_heads(heads, params))
-    drafts = [tmp_path / "eagle", tmp_path / "medusa", "suffix"]
+    drafts = [tmp_path / "eagle", f"contrib.medusa:{tmp_path / 'medusa'}", "suffix"]
     found = LongSpec.from_pretrained(target, drafts).drafts
     assert [each.name for each in found] == ["eagle", "medusa", "suffix"]
     with pytest.raises(ValueError, match="unknown option 'window' for .*medusa; it has retrieve"):

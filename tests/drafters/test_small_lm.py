@@ -12,13 +12,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise, View
-from longspec_jax.drafters.small_lm.drafter import (
-    SPARE,
-    SmallLMDrafter,
-    SmallLMState,
-    allocate,
-    append,
-)
+from longspec_jax.drafters.small_lm import SPARE, SmallLMDrafter, SmallLMState, allocate, append
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from longspec_jax.config.tree import TreeConfig
+from longspec_jax.drafters.checkpoints.small_lm import load
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
-from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions, load
+from longspec_jax.drafters.small_lm import SmallLM, SmallLMDrafter, SmallLMOptions
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import save_target
 from tests.kit import random_target, tiny_target_config

@@ -1,14 +1,11 @@
 """Whose factors the tables of a draft over the target's features have."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
-import pytest
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.tables import TableParams
-from longspec_jax.drafters.tokenswift.drafter import TokenSwiftConfig, TokenSwiftParams
 from longspec_jax.models.target import target_logits
 from tests.drafters.eagle3.toys import config_for
 from tests.kit import normal, random_target, relative_error, tiny_target_config
@@ -46,17 +43,3 @@ def test_tables_that_are_stored_are_read_as_they_are() -> None:
     assert not draft.own_embedding and draft.embedding is WEIGHTS["embedding"]
     assert relative_error(draft.embedded(TOKENS), WEIGHTS["embedding"][TOKENS]) == 0
     assert relative_error(draft.logits(HIDDEN), products(head)) < 1e-5
-
-
-@pytest.mark.parametrize("cap", [None, 0.5])
-def test_tokenswifts_heads_read_the_targets(cap: float | None) -> None:
-    sizes = TARGET.model_width, TARGET.vocab_size, TARGET.num_layers
-    config = TokenSwiftConfig(1, *sizes, 1e-5, "float32", logits_divisor=4.0, logit_cap=cap)
-    scale = {"scale": jnp.ones(TARGET.model_width)}
-    kernel = jnp.zeros((TARGET.model_width, TARGET.model_width))
-    heads = {"heads_0": {"input_norm": scale, "output_norm": scale, "block_0": {"kernel": kernel}}}
-    logits = TokenSwiftParams(heads, WEIGHTS["head"]).logits(config, HIDDEN[:, 0], 1)
-    plain = replace(config, logits_divisor=1.0, logit_cap=None)
-    raw = TokenSwiftParams(heads, WEIGHTS["head"]).logits(plain, HIDDEN[:, 0], 1) / 4
-    expected = raw if cap is None else cap * jnp.tanh(raw / cap)
-    assert relative_error(logits, expected) < 1e-6 and relative_error(logits, 4 * raw) > 0.1

@@ -10,9 +10,9 @@ import pytest
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.drafters.tree import (
     Tree,

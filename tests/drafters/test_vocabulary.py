@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from longspec_jax.drafters.vocabulary import (
+from longspec_jax.drafters.checkpoints.vocabulary import (
     FILE,
-    check_vocabulary,
     load_draft_vocabulary,
-    most_frequent,
     save_draft_vocabulary,
 )
+from longspec_jax.drafters.vocabulary import check_vocabulary, most_frequent
 
 COUNTS = np.array([0, 5, 0, 9, 5, 2, 0])
 

@@ -10,8 +10,8 @@ import pytest
 
 from longspec_jax import PLAIN, LongSpec
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.drafters.longspec.checkpoint import save_draft
-from longspec_jax.generation import call, requests, warm
+from longspec_jax.drafters.checkpoints.longspec import save_draft
+from longspec_jax.generation import call, warm
 from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
 from longspec_jax.generation.call import Shape, plan_call
@@ -104,8 +104,7 @@ def test_a_batch_of_prompts_that_are_prefilled_alone(monkeypatch: pytest.MonkeyP
     prompts, options = [long[:90], long[:1], long], dict(max_new_tokens=[9, 1, 7], eos_token_id=[])
     together = spec.generate(prompts, **options)
     plan = spec.check(prompts, **options)
-    for module in (call, requests):
-        monkeypatch.setattr(module, "has_same_bits", lambda target: True)
+    monkeypatch.setattr(call, "has_same_bits", lambda target: True)
     assert spec.check(prompts, **options).cache_bytes > plan.cache_bytes, "one row more"
     told = []
     first = spec.generate(prompts, **options, on_activity=told.append)
@@ -246,19 +245,19 @@ def test_comparisons_run_both_in_the_same_way(monkeypatch) -> None:
         ways.append((options["streams"], plan.drafter.tree == PLAIN))
         return engines(plan, **options)
 
-    branch = Run.branch
+    plainly = Run.plainly
 
-    def branched(run, plan, **options):
-        branched = branch(run, plan, **options)
-        ways.append((branched.engine.streams, plan.drafter.tree == PLAIN))
-        return branched
+    def forked(run, compile_seconds):
+        found = plainly(run, compile_seconds)
+        ways.append((found.engine.streams, found.plan.drafter.tree == PLAIN))
+        return found
 
     options = dict(max_new_tokens=5, eos_token_id=[])
     for on_round in (None, lambda added: None):
         toy_spec().compare(PROMPT, **options, on_round=on_round)  # Compiles beforehand.
         with monkeypatch.context() as inside:
             inside.setattr(run_lib, "plan_engine", noted)
-            inside.setattr(Run, "branch", branched)
+            inside.setattr(Run, "plainly", forked)
             toy_spec().compare(PROMPT, **options, on_round=on_round)
     assert ways == [(False, False), (False, True), (True, False), (True, True)]
 
@@ -276,7 +275,7 @@ def test_ctrl_c_is_honoured_between_two_launches(monkeypatch) -> None:
 
     spec.generate(PROMPT, max_new_tokens=400, eos_token_id=[])
     monkeypatch.setattr(Engine, "_launch", interrupted)
-    monkeypatch.setattr("longspec_jax.decoding.choices.LAUNCH_SECONDS", 1e-6)
+    monkeypatch.setattr("longspec_jax.decoding.launches.LAUNCH_SECONDS", 1e-6)
     with pytest.raises(KeyboardInterrupt):
         spec.generate(PROMPT, max_new_tokens=400, eos_token_id=[])
     assert launches == [1, 1, 1]

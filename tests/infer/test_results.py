@@ -154,19 +154,23 @@ def test_json_without_a_call() -> None:
 
 
 def test_why_a_tree() -> None:
-    """The fastest, none, or the usual one where nothing was timed."""
+    """The fastest, none, or the usual one where nothing is known."""
     chain = TreeConfig((1, 1, 1))
     slow = (
         TreeTiming("plain", TreeConfig(()), 0.01, 1.0),
         TreeTiming("longspec", chain, 0.04, 2.0),
     )
     assert tuned_line(Tuned("plain", TreeConfig(()), slow), "this shows it pay") == (
-        "plain decoding: no tree pays for this model here, timed once: 100 tokens/s, 50 with tree "
-        "chain:3 (--tree takes it all the same); this shows it pay"
+        "plain decoding: no tree paid for this model here: 100 tokens/s, 50 with tree chain:3 "
+        "(--tree takes it all the same); this shows it pay"
     )
     assert tuned_line(Tuned("longspec", chain, ()), "") == (
-        "tree chain:3 (4 nodes per target pass), usual on this kind of machine: nothing was timed "
+        "tree chain:3 (4 nodes per target pass), usual on this kind of machine "
         "(--tree names another)"
+    )
+    assert tuned_line(Tuned("longspec", chain, slow[1:]), "") == (
+        "tree chain:3 (4 nodes per target pass), the fastest of 1 in earlier calls here: "
+        "50 tokens/s (--tree names another)"
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from infer.screen import GREEN, RESET, Screen, described
 from longspec_jax import TreeConfig, status_line
-from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling, Tuned, Tuning
+from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling, Tuned
 from longspec_jax.status_line import ERASE, StatusLine
 
 
@@ -25,8 +25,6 @@ def terminal(monkeypatch) -> Terminal:
 
 def test_every_activity_is_described() -> None:
     assert described(Compiling()) == ("compiling, once for prompts of about this length", "")
-    assert described(Tuning("longspec", TreeConfig((4, 5))))[1] == "longspec 4,5"
-    assert described(Tuning("plain", TreeConfig(())))[1] == "plain decoding"
     assert described(Tuned("longspec", TreeConfig((4, 5)), ())) is None
     assert described(Prefilling(2048, 8123)) == (
         "reading the prompt",

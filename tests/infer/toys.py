@@ -18,10 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from longspec_jax import LongSpec, TreeConfig
-from longspec_jax.drafters.longspec.checkpoint import save_draft
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.load import LongSpecDraft
-from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.checkpoints.longspec import save_draft
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecLayer
 from longspec_jax.models.target import Target
 from longspec_jax.weights import hf
 from tests.kit import tiny_target_config

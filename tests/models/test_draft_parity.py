@@ -11,9 +11,8 @@ from safetensors.numpy import save_file
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
-from longspec_jax.drafters.longspec.checkpoint import load_draft
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
+from longspec_jax.drafters.checkpoints.longspec import load_draft
+from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecLayer, LongSpecParams
 from longspec_jax.ops.attention.dispatch import causal_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh
 from tests.kit import after_prompts, greedy_beliefs, tiny_target_config, view_of

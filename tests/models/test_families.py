@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Needs
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.sharding import partition_spec
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_target, save_target
@@ -20,9 +20,8 @@ from longspec_jax.weights.params import assemble
 from longspec_jax.weights.tables import target_table
 from tests.kit import random_draft, relative_error
 from tests.models.families import CASES, load, torch, transformers
-from train.drafts.longspec.objective import LongSpecObjective
-from train.drafts.longspec.passes import Draws
-from train.drafts.longspec.settings import LongSpecSettings
+from train.drafts.kinds import LongSpecSettings
+from train.drafts.longspec import Draws, LongSpecObjective
 from train.step import Batch
 from train.target import run_target
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.longspec.model import LongSpecParams
+from longspec_jax.drafters.longspec import LongSpecParams
 from longspec_jax.models.target import head_of
 from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul.packed_shares import PackedShares, packed_params

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
-from infer.eval.decoders import by_round
+from infer.eval.records import by_round
 from infer.serve.app import Served
+from infer.serve.calls import ServedModel
 from infer.serve.engine_thread import EngineThread
 from infer.serve.http_server import HttpServer
 from infer.serve.metrics import Metrics
-from infer.serve.protocol import ServedModel
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.slots import EngineStatus
@@ -265,8 +265,7 @@ def serving(
         levels=levels,
     )
     keys = () if api_key is None else (api_key, *other_keys)
-    model, about = model or scripted_model(), {"chat": True}
-    served = Served(model, thread, metrics, about, api_keys=keys, host=host)
+    served = Served(model or scripted_model(), thread, metrics, api_keys=keys, host=host)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:  # Which connections inherit.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from infer.serve.documents import read_page
+from infer.serve.app import page_response
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><b>&amp;"
 """What a model may say."""
@@ -139,10 +139,9 @@ class Replay:
     """Streams that the client left."""
 
     def app(self) -> Starlette:
-        page = read_page()
         return Starlette(
             routes=[
-                Route("/", lambda _: Response(page.body, headers=page.headers)),
+                Route("/", lambda _: page_response()),
                 Route("/v1/models", self._models),
                 Route("/stats", self._stats),
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),

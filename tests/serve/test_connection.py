@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infer.serve import connection
+from infer.serve import http_server
 from infer.serve.command import open_to_all
 from tests.serve.kit import Client, ScriptedEngine, scripted_model, serving
 
@@ -36,7 +36,7 @@ def head(path: str = "/health", *more: str, method: str = "GET") -> bytes:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setattr(connection, "SEND_SECONDS", SOON)
+    monkeypatch.setattr(http_server, "SEND_SECONDS", SOON)
     with serving(ScriptedEngine(), api_key="key") as client:
         yield client
 
@@ -74,7 +74,7 @@ def test_a_request_that_does_not_come_ends_its_connection(
 
 
 def test_a_request_that_came_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SEND_SECONDS", SOON)
+    monkeypatch.setattr(http_server, "SEND_SECONDS", SOON)
     engine = ScriptedEngine()
     engine.gate.clear()
     threading.Timer(4 * SOON, engine.gate.set).start()
@@ -105,7 +105,7 @@ def until(condition: Callable[[], Any], seconds: float = 20) -> None:
 def test_a_reader_that_takes_nothing_is_cut_and_its_row_is_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "READ_SECONDS", SOON)
+    monkeypatch.setattr(http_server, "READ_SECONDS", SOON)
     engine = ScriptedEngine(single=threading.Semaphore(0))
     model = scripted_model(max_len=100_000)
     with (
@@ -128,7 +128,7 @@ def test_a_reader_that_takes_nothing_is_cut_and_its_row_is_freed(
 
 def test_a_short_answer_that_nobody_reads_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fits into the server's own buffer, of which nothing is told to the application."""
-    monkeypatch.setattr(connection, "READ_SECONDS", SOON)
+    monkeypatch.setattr(http_server, "READ_SECONDS", SOON)
     with serving(ScriptedEngine(), send_buffer=4096) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", server.port))
@@ -145,7 +145,7 @@ def test_a_short_answer_that_nobody_reads_ends_too(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_slow_reader_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "READ_SECONDS", SOON)
+    monkeypatch.setattr(http_server, "READ_SECONDS", SOON)
     model = scripted_model(max_len=10_000)
     with (
         serving(ScriptedEngine(), model, send_buffer=4096) as server,

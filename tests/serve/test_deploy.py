@@ -11,7 +11,7 @@ import yaml
 
 from infer.arguments import check
 from infer.serve import arguments
-from infer.serve.bodies import MOST_BYTES
+from infer.serve.guards import MOST_BYTES
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = (DEPLOY / "longspec-serve.service").read_text()

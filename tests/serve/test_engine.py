@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from infer.serve.calls import ServedModel
 from infer.serve.command import served_model
-from infer.serve.protocol import ServedModel
-from infer.serve.token_texts import token_text
+from infer.serve.streaming import token_text
 from longspec_jax import PLAIN
 from tests.infer.toys import TREE, toy_spec
 from tests.kit import compilations

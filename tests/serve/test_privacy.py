@@ -10,7 +10,7 @@ import pytest
 
 from infer.serve.command import served_model
 from longspec_jax import LongSpec, TreeConfig
-from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
+from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft, RetrievalOptions
 from longspec_jax.drafters.suffix import SuffixDraft
 from tests.infer.toys import toy_spec
 from tests.serve.kit import Client, serving

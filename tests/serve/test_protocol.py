@@ -3,12 +3,22 @@
 import itertools
 import json
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from infer.serve.bodies import (
+from infer.serve.calls import (
+    Call,
+    Row,
+    options_of,
+    read_call,
+    read_detokenize,
+    read_tokenize,
+    rows_of,
+)
+from infer.serve.guards import (
     DEEPEST,
     MOST_BYTES,
     MOST_CONTAINERS,
@@ -17,17 +27,19 @@ from infer.serve.bodies import (
     most_values,
     read_json,
 )
-from infer.serve.documents import GETS, POSTS, describe
-from infer.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, SHARED, TOKENIZE
 from infer.serve.protocol import (
-    Call,
-    Row,
-    read_call,
-    read_detokenize,
-    read_tokenize,
-    rows_of,
+    GETS,
+    MOST_PARTS,
+    POSTS,
+    Chat,
+    Completion,
+    Detokenize,
+    Neutral,
+    Refused,
+    Tokenize,
+    describe,
+    read,
 )
-from infer.serve.rules import Neutral, Refused
 from longspec_jax import TreeConfig
 from tests.serve.kit import MAX_LEN, scripted_model
 
@@ -83,63 +95,198 @@ def refusal(work: Any, *arguments: Any, **named: Any) -> Refused:
     ],
 )
 def test_fields_become_the_options_of_the_engine(fields: dict, options: dict) -> None:
-    assert completion(**fields).options == options
-    assert chat(**fields).options == options
+    assert options_of(completion(**fields), MODEL) == options
+    assert options_of(chat(**fields), MODEL) == options
+
+
+# Faults and edges of every field, by the description that clients read.
+
+DOCUMENT = json.loads(json.dumps(describe(has_key=True)))
+ASKED: dict[Any, dict[str, Any]] = {
+    Completion: {"prompt": "ab", "stream": True, "echo": True},
+    Chat: {"messages": TALK, "stream": True, "logprobs": True},
+    Tokenize: {"prompt": "ab"},
+    Detokenize: {"tokens": [1]},
+}
+"""What every field needs of the others."""
+SAMPLES: dict[str, Any] = {
+    "null": None,
+    "boolean": True,
+    "integer": 10**9,
+    "number": 0.37,
+    "string": "another",
+    "array": [0.37],
+    "object": {"another": 1},
+}
+
+
+def choices(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a value may be, each without a choice of its own."""
+    if "$ref" in schema:
+        return choices(DOCUMENT["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
+    inner = schema.get("anyOf", schema.get("oneOf"))
+    return [schema] if inner is None else [one for each in inner for one in choices(each)]
+
+
+def faults(schema: dict[str, Any]) -> Iterator[Any]:
+    """Values that a schema forbids: each wrong type, what is out of range, each fault inside."""
+    own = choices(schema)
+    types = {one.get("type") for one in own}
+    types |= {"integer"} if "number" in types else set()
+    words = [word for one in own for word in one.get("enum", [one.get("const")])]
+    yield from (
+        value for kind, value in SAMPLES.items() if kind not in types and value not in words
+    )
+    for one in own:
+        if "minimum" in one or "exclusiveMinimum" in one:
+            yield one["minimum"] - 1 if "minimum" in one else one["exclusiveMinimum"]
+            yield 2 * one["maximum"] + 1
+        if "maxLength" in one:
+            yield "a" * (one["maxLength"] + 1)
+            yield from [""] * ("minLength" in one)
+        if "maxProperties" in one:
+            yield {f"{number}": 0 for number in range(one["maxProperties"] + 1)}
+        for name, inner in one.get("properties", {}).items():
+            whole = next(edges(one))
+            yield from ({**whole, name: wrong} for wrong in faults(inner))
+            if name in one.get("required", ()):
+                yield {other: value for other, value in whole.items() if other != name}
+    lists = [one for one in own if one.get("type") == "array"]
+    for one in lists if len(lists) == 1 else ():
+        yield from ([wrong] for wrong in faults(one["items"]))
+        yield from [[]] * ("minItems" in one)
+        if "maxItems" in one:
+            yield [next(edges(one["items"]))] * (one["maxItems"] + 1)
+
+
+def edges(schema: dict[str, Any]) -> Iterator[Any]:
+    """Values that a schema allows, at the ends of its ranges."""
+    for one in choices(schema):
+        match one:
+            case {"enum": words}:
+                yield from words
+            case {"const": word}:
+                yield word
+            case {"type": "boolean"}:
+                yield from (True, False)
+            case {"type": "integer" | "number", "maximum": most}:
+                yield from (one.get("minimum", most), most)
+            case {"type": "string"}:
+                yield from ("a" * one.get("minLength", 1), "a" * one.get("maxLength", 1))
+            case {"type": "array", "items": inner}:
+                yield [next(edges(inner))]
+                yield [next(edges(inner))] * one.get("maxItems", 2)
+            case {"type": "object"}:
+                needed = ((name, one["properties"][name]) for name in one.get("required", ()))
+                yield {name: next(edges(inner)) for name, inner in needed}
+
+
+@pytest.mark.parametrize("kind", ASKED, ids=lambda kind: kind.__name__)
+def test_every_field_takes_what_it_is_described_to_take_and_names_itself_for_the_rest(
+    kind: Any,
+) -> None:
+    """Each field of wrong types, at its edges and out of its range, and all that is inside it."""
+    asked, refused = ASKED[kind], 0
+    for name, schema in DOCUMENT["components"]["schemas"][kind.__name__]["properties"].items():
+        for wrong in faults(schema):
+            error = refusal(read, kind, {**asked, name: wrong})
+            assert (error.status, error.param) == (400, name), (name, wrong)
+            assert str(error).startswith((name, "the field ", "unknown field ")), str(error)
+            refused += 1
+        for right in edges(schema):
+            if name != "best_of":  # Which must be n.
+                read(kind, {name: right} if name == "messages" else {**asked, name: right})
+    assert refused > 15
+
+
+def test_a_name_that_no_field_has_is_told_the_nearest() -> None:
+    for kind, asked in ASKED.items():
+        assert "leave it out" in str(refusal(read, kind, {**asked, "colour": 1}))
+        error = refusal(read, kind, {**asked, "modle": 1})
+        assert str(error) == "unknown field 'modle'; did you mean model?" and error.param == "modle"
+
+
+TEXTS, CHATS = (completion,), (chat,)
+BOTH = TEXTS + CHATS
 
 
 @pytest.mark.parametrize(
-    "fields, words, param",
+    "kinds, fields, words",
     [
-        ({"colour": 1}, "unknown field 'colour'; leave it out", "colour"),
-        ({"temperatur": 1}, "did you mean temperature?", "temperatur"),
-        ({"temperature": "hot"}, "temperature='hot' must be a number", "temperature"),
-        ({"temperature": True}, "must be a number", "temperature"),
-        ({"temperature": -1}, "temperature=-1 must be >= 0", "temperature"),
-        ({"top_p": 0}, "top_p=0 must be in (0, 1]", "top_p"),
-        ({"top_k": 1.5}, "top_k=1.5 must be a whole number", "top_k"),
-        ({"min_p": 2}, "min_p=2 must be in [0, 1]", "min_p"),
-        ({"n": 0}, "n=0 must be a whole number from 1", "n"),
-        ({"n": 17}, "the request has 17 rows (prompts times n) and the server takes 16", "n"),
-        ({"seed": 2**32}, "must be a whole number from 0 to 4294967295", "seed"),
-        ({"stop": ["a"] * 17}, "at most 16 items", "stop"),
-        ({"stop": ""}, "must be text, or a list of texts, none empty", "stop"),
-        ({"stop": "a" * 257}, "at most 256 characters", "stop"),
-        ({"stop_token_ids": [*range(9)]}, "at most 8 items", "stop_token_ids"),
-        ({"stop_token_ids": [*range(8)]}, "a row takes 8", "stop_token_ids"),
-        ({"logit_bias": {"x": 1}}, "has the name 'x', which is no token id", "logit_bias"),
-        ({"logit_bias": {"1": 101}}, "of token 1, 101, must be from -100 to 100", "logit_bias"),
-        ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "at most 1024", "logit_bias"),
-        ({"presence_penalty": 3}, "must be from -2 to 2", "presence_penalty"),
-        ({"repetition_penalty": 0}, "must be above 0", "repetition_penalty"),
-        ({"model": "other"}, "the model 'other' does not exist; this server has toy", "model"),
-        ({"stream": 1}, "must be true or false", "stream"),
-        ({"stream_options": {}}, "stream_options needs stream=true", "stream_options"),
+        (BOTH, {"temperature": "hot"}, "temperature='hot' must be a number, >= 0"),
+        (BOTH, {"top_k": 1.5}, "top_k=1.5 must be a whole number from -1"),
+        (BOTH, {"stream": 1}, "stream=1 must be true or false"),
+        (BOTH, {"longspec": 1}, "longspec=1 must be an object with named fields"),
+        (BOTH, {"longspec": {"round": True}}, "unknown field 'round' of longspec; did you mean"),
+        (BOTH, {"longspec": {"tree": "4,4"}}, "is none of this server's trees, none, chain:3; nam"),
+        (BOTH, {"longspec": {"tree": "4,x"}}, "longspec.tree='4,x': "),
+        (BOTH, {"longspec": {"drafter": "x"}}, "is not this server's, script"),
+        (BOTH, {"stop": 5}, "stop=5 must be text, or a list of texts, none empty"),
+        (BOTH, {"stop": ["a"] * 17}, "must have at most 16 items, got 17"),
+        (BOTH, {"stop": ["a", ""]}, "stop[1]='' must be text that is not empty"),
+        (BOTH, {"stop": "a" * 257}, "must be text of at most 256 characters, and has 257"),
+        (BOTH, {"stop_token_ids": [*range(8)]}, "a row takes 8"),
+        (BOTH, {"logit_bias": {"x": 1}}, "has the name 'x', which is no token id"),
+        (BOTH, {"logit_bias": {"1": 101}}, "token 1=101 must be a number from -100 to 100"),
+        (BOTH, {"model": "other"}, "the model 'other' does not exist; this server has toy"),
+        (BOTH, {"n": 17}, "the request has 17 rows (prompts times n) and the server takes 16"),
+        (BOTH, {"stream_options": {}}, "stream_options needs stream=true; leave it out"),
+        (BOTH, {"response_format": {"type": "json_object"}}, "this server knows no grammars"),
+        (BOTH, {"response_format": {"type": "regex"}}, "of type regex needs the field regex"),
         (
-            {"stream": True, "stream_options": {"usage": True}},
-            "is wrong: unknown field 'usage'",
-            "stream_options",
+            BOTH,
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "the field schema of response_format.json_schema is missing: the JSON schema that",
         ),
         (
-            {"longspec": {"tree": "4,4"}},
-            "is none of this server's trees, none, chain:3; name one of these",
-            "longspec",
+            BOTH,
+            {"min_tokens": 3},
+            "min_tokens=3 must be 0 or absent: nothing else is supported; leave the",
         ),
-        ({"longspec": {"tree": "4,x"}}, "longspec.tree='4,x': ", "longspec"),
-        ({"longspec": {"drafter": "x"}}, "is not this server's, script", "longspec"),
-        ({"longspec": {"round": True}}, "did you mean rounds?", "longspec"),
-        ({"response_format": {"type": "json_object"}}, "knows no grammars", "response_format"),
-        ({"response_format": {"type": "regex"}}, "needs the field regex", "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "needs the field json", "response_format"),
-        ({"min_tokens": 3}, "is not supported", "min_tokens"),
-        ({"use_beam_search": 0}, "is not supported", "use_beam_search"),
+        (
+            BOTH,
+            {"use_beam_search": 0},
+            "use_beam_search=0 must be False or absent: nothing else is",
+        ),
+        (TEXTS, {"prompt": ["a", 1]}, "must be text, token ids, or a list of one of these"),
+        (TEXTS, {"prompt": [[]]}, "must be text, token ids, or a list of one of these"),
+        (TEXTS, {"max_tokens": 0}, "max_tokens=0 generates nothing"),
+        (TEXTS, {"best_of": 2}, "best_of=2 must be n=1: nothing is ranked"),
+        (CHATS, {"max_tokens": 1, "max_completion_tokens": 2}, "both are given; drop it"),
+        (CHATS, {"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
+        (
+            CHATS,
+            {"tools": [{}]},
+            "tools=[{}] must be [] or absent: nothing else is supported; put what",
+        ),
+        (CHATS, {"chat_template": "x"}, "--chat_template=FILE"),
+        (CHATS, {"messages": []}, "messages=[] must have at least 1 item"),
+        (CHATS, {"messages": [*TALK, {"role": "user"}]}, "the field content of messages[1] is mis"),
+        (
+            CHATS,
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].role='tool' must be one of system, developer, user, assistant; tools are",
+        ),
+        (
+            CHATS,
+            {"messages": [{"role": "user", "content": 5}]},
+            'content=5 must be text, or a list of parts {"type": "text", "text": ...}; images',
+        ),
+        (
+            CHATS,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
+            "messages[0].content[0].type='image_url' must be one of text; images and sound are",
+        ),
     ],
 )
-def test_what_is_wrong_is_named_with_a_remedy(fields: dict, words: str, param: str) -> None:
-    for kind in (completion, chat):
-        error = refusal(kind, **fields)
-        assert words in str(error) and error.param == param
+def test_a_refusal_says_value_rule_and_remedy(
+    kinds: tuple[Any, ...], fields: dict, words: str
+) -> None:
+    for kind in kinds:
+        error = refusal(lambda kind=kind: rows_of(kind(**fields), MODEL))
+        assert words in str(error) and error.param == [*fields][0]
         assert error.body["error"]["message"] == str(error)
-        assert error.status == (404 if param == "model" else 400)
+        assert error.status == (404 if "model" in fields else 400)
 
 
 @pytest.mark.parametrize("end", ["<think>\n", "<seed:think>", "[THINK]", "<THINKING>\n\n"])
@@ -161,56 +308,23 @@ def test_a_form_is_refused_behind_a_template_that_opens_the_reasoning(end: str) 
     assert rows(text, end)[0].options["grammar"] == "a state"
 
 
-@pytest.mark.parametrize(
-    "kind, fields, words",
-    [
-        (completion, {"prompt": []}, "must be text, token ids, or a list"),
-        (completion, {"prompt": [[]]}, "must be text, token ids, or a list"),
-        (completion, {"prompt": ["a", 1]}, "must be text, token ids, or a list"),
-        (completion, {"prompt": None}, "must be text, token ids, or a list"),
-        (completion, {"max_tokens": 0}, "max_tokens=0 generates nothing"),
-        (completion, {"best_of": 2}, "best_of=2 must be n=1"),
-        (completion, {"logprobs": 21}, "from 0 to 20"),
-        (completion, {"logprobs": True}, "must be a whole number"),
-        (completion, {"suffix": "x"}, "put everything into prompt"),
-        (chat, {"max_tokens": 0}, "must be a whole number from 1"),
-        (chat, {"max_tokens": 1, "max_completion_tokens": 2}, "both are given"),
-        (chat, {"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
-        (chat, {"tools": [{}]}, "is not supported; put what the model must know"),
-        (chat, {"tool_choice": "auto"}, "is not supported; put what"),
-        (chat, {"modalities": ["audio"]}, "is not supported; answers are text"),
-        (chat, {"messages": []}, "at least 1 item"),
-        (chat, {"messages": [{"role": "user"}]}, "the field content is missing"),
-        (chat, {"messages": [{"role": "tool", "content": "x"}]}, "tools are not supported"),
-        (
-            chat,
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "images and sound are not supported",
-        ),
-        (chat, {"chat_template": "x"}, "--chat_template=FILE"),
-    ],
-)
-def test_what_is_wrong_of_one_endpoint(kind: Any, fields: dict, words: str) -> None:
-    assert words in str(refusal(kind, **fields))
-
-
 def test_a_prompt_that_is_missing_is_named() -> None:
-    error = refusal(read_call, {}, MODEL, chat=False)
+    error = refusal(read, Completion, {})
     assert str(error) == "the field prompt is missing: what to continue"
     assert error.param == "prompt"
 
 
 def test_every_neutral_value_and_null_is_accepted() -> None:
-    for chats, fields in ((False, COMPLETIONS), (True, CHAT)):
-        base = {"messages": TALK} if chats else {"prompt": "ab"}
-        plain = read_call({**base, "seed": 1}, MODEL, chat=chats)
-        for name, one in fields.items():
-            if one.required or name == "seed":
+    for kind, base in ((Completion, {"prompt": "ab"}), (Chat, {"messages": TALK})):
+        plain = read(kind, {**base, "seed": 1})
+        for name, one in kind.model_fields.items():
+            if one.is_required() or name == "seed":
                 continue
-            values = one.rule.values if isinstance(one.rule, Neutral) else ()
-            for value in (None, *values):
-                given = {**base, "seed": 1, name: value}
-                assert read_call(given, MODEL, chat=chats) == plain, name
+            neutral = [
+                value for rule in one.metadata if isinstance(rule, Neutral) for value in rule.values
+            ]
+            for value in (None, *neutral):
+                assert read(kind, {**base, "seed": 1, name: value}) == plain, name
 
 
 def test_rows_have_seeds_budgets_and_the_order_of_choices() -> None:
@@ -250,13 +364,13 @@ def test_messages_are_made_of_parts_and_developers_are_systems() -> None:
         logprobs=True,
         top_logprobs=2,
     )
-    assert call.messages == (
+    assert [one.turn for one in call.messages] == [
         {"role": "system", "content": "aa"},
         {"role": "assistant", "content": ""},
         {"role": "user", "content": "b", "name": "x"},
-    )
-    assert call.logprobs == call.options["logprobs"] == 2
+    ]
     [row] = rows_of(call, MODEL)
+    assert call.alternatives == row.options["logprobs"] == 2
     assert row.tokens == (0, 0, 1) and row.options["max_new_tokens"] == 3
 
 
@@ -377,8 +491,16 @@ def test_refusals_of_large_values_take_no_time() -> None:
         {"prompt": "a", "stop": [["z" * large]] * 9},
         {"prompt": "a", "longspec": {"t" * large: 1}},
         {"prompt": "a", "logit_bias": {"1" * large: 1}},
+        {f"name {number}": 1 for number in range(200_000)},
+        {"prompt": [1.5] * 400_000},
+        {"prompt": "a", "stop": [1] * 400_000},
+        {"prompt": "a", "stop_token_ids": [-1] * 400_000},
     ):
         assert len(str(refusal(read_call, given, MODEL, chat=False))) < 400
+    turn = {"role": "user", "content": [{"type": "text", "text": "a"}] * MOST_PARTS}
+    for wrong in ({}, {"role": "user", "content": [1] * 400_000}):
+        given = {"messages": [turn] * 100 + [wrong] * 400_000}
+        assert len(str(refusal(read_call, given, MODEL, chat=True))) < 400
     names = ", ".join(f'"{number}": 0' for number in [*range(200_000), 5])
     assert "the key '5' is given 2 times" in str(
         refusal(read_json, f"{{{names}}}".encode(), CONTEXT)
@@ -387,16 +509,17 @@ def test_refusals_of_large_values_take_no_time() -> None:
 
 
 def test_the_description_has_every_route_and_field() -> None:
-    document = json.loads(json.dumps(describe(has_key=True)))
-    assert document["paths"].keys() == {*POSTS, *GETS}
-    tables = (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE)
-    for path, fields in zip(POSTS, tables, strict=True):
-        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-        assert body["schema"]["properties"].keys() == fields.keys()
-        assert body["schema"]["additionalProperties"] == {"type": "null"}
-    assert document["paths"]["/health"]["get"]["security"] == []
-    seed = SHARED["seed"].schema["anyOf"][0]
-    assert seed == {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
+    assert DOCUMENT["paths"].keys() == {*POSTS, *GETS}
+    schemas = DOCUMENT["components"]["schemas"]
+    for path, kind in zip(POSTS, ASKED, strict=True):
+        body = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert body["schema"] == {"$ref": f"#/components/schemas/{kind.__name__}"}
+        assert schemas[kind.__name__]["properties"].keys() == kind.model_fields.keys()
+        assert schemas[kind.__name__]["additionalProperties"] == {"type": "null"}
+    assert DOCUMENT["paths"]["/health"]["get"]["security"] == []
+    seed = schemas["Chat"]["properties"]["seed"]
+    assert seed["anyOf"][0] == {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
+    assert seed["description"] == "Of the draws; a new one if absent."
 
 
 HOSTILE: list[Any] = [
@@ -409,8 +532,8 @@ HOSTILE: list[Any] = [
 
 def test_whatever_a_field_holds_is_read_or_refused_by_name() -> None:
     accepted = 0
-    for kind, fields in ((completion, COMPLETIONS), (chat, CHAT)):
-        for name, value in itertools.product(fields, HOSTILE):
+    for kind, model in ((completion, Completion), (chat, Chat)):
+        for name, value in itertools.product(model.model_fields, HOSTILE):
             try:
                 rows_of(kind(**{name: value}), MODEL)
                 accepted += 1

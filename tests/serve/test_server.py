@@ -19,9 +19,9 @@ from openai.types.chat.completion_create_params import (
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 
 from infer.serve import app
-from infer.serve.documents import GETS, POSTS
+from infer.serve.calls import ServedModel
 from infer.serve.http_server import log_to_stderr
-from infer.serve.protocol import ServedModel
+from infer.serve.protocol import GETS, POSTS
 from longspec_jax.decoding import launches
 from tests.serve.kit import Client, ScriptedEngine, events, scripted_model, serving
 

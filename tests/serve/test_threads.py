@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from infer.serve.calls import Row
 from infer.serve.engine_thread import EngineThread, State
-from infer.serve.gains import Ticket
 from infer.serve.metrics import Metrics
-from infer.serve.protocol import Row
-from infer.serve.rules import Refused
+from infer.serve.protocol import Refused
+from infer.serve.streaming import RequestHandle
 from longspec_jax.generation.requests import RequestOutput
 from tests.serve.kit import LEVELS, ScriptedEngine
 
@@ -34,7 +34,7 @@ class OneRowAStep(ScriptedEngine):
         return [RequestOutput(done, (1,), (False,), (), "length")]
 
 
-class SlowlyRead(Ticket):
+class SlowlyRead(RequestHandle):
     """Whoever reads its deadline lets the other threads run first."""
 
     @property
@@ -50,27 +50,27 @@ class SlowlyRead(Ticket):
 @pytest.fixture
 def switching(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Threads take turns as often as they can."""
-    monkeypatch.setattr("infer.serve.engine_thread.Ticket", SlowlyRead)
+    monkeypatch.setattr("infer.serve.engine_thread.RequestHandle", SlowlyRead)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-async def follow(thread: EngineThread, ticket: Ticket, index: int) -> str:
+async def follow(thread: EngineThread, handle: RequestHandle, index: int) -> str:
     """Read a call, or part of it, and say how it ended."""
     try:
-        await ticket.begun()
+        await handle.begun()
         if index % 5 == 0:
             return "cancelled"
-        async for _ in ticket.gains():
+        async for _ in handle.gains():
             pass
         return "whole"
     except Refused as refused:
         assert refused.code == "timeout", refused
         return "late"
     finally:
-        thread.cancel(ticket)
+        thread.cancel(handle)
 
 
 async def client(thread: EngineThread, ended: list[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from infer.serve.token_texts import MOST_TEXTS, Offsets, TokenTexts
+from infer.serve.streaming import MOST_TEXTS, Offsets, TokenTexts
 from longspec_jax.generation.text import stored_bytes
 
 TEXT = "a é € 你好 😀 ä"

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from configs import demo
+from longspec_jax.drafters.checkpoints.longspec import load_draft
+from longspec_jax.drafters.checkpoints.small_lm import load
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.longspec.checkpoint import load_draft
-from longspec_jax.drafters.small_lm.load import SmallLMOptions, load
+from longspec_jax.drafters.small_lm import SmallLMOptions
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
 from longspec_jax.weights.hf import load_target
@@ -18,7 +19,7 @@ from tests.train.tiny import ROOT, records
 from train import pipeline
 from train.arguments import from_config
 from train.data.corpus import prepare_corpus, tokens_file
-from train.drafts.longspec.settings import LongSpecSettings
+from train.drafts.kinds import LongSpecSettings
 from train.metrics import Metrics
 
 

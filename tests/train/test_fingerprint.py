@@ -18,7 +18,7 @@ from train import fingerprint
 from train.arguments import from_config
 from train.config import RunConfig
 from train.data.source import Source
-from train.fingerprint import check_same_run, draft_settings, model_digest, target_settings
+from train.fingerprint import check_same_run, model_digest
 
 
 def of(target: Path, files: str, workdir: Path = Path("absent"), **options: Any) -> str:
@@ -101,7 +101,7 @@ def run_with(**changes: Any) -> RunConfig:
 
 def settings(**changes: Any) -> dict[str, Any]:
     run = run_with(**changes)
-    return draft_settings(run, run.stages[0])
+    return run.identity(run.stages[0])
 
 
 @pytest.mark.parametrize(
@@ -152,11 +152,10 @@ def test_a_target_that_is_trained_counts_its_shape_and_no_draft() -> None:
     run = from_config(demo.get_config("tiny").to_dict())
     assert run.pretraining is not None
     stage, shape = run.pretraining.stages[0], run.pretraining.shape
-    before = target_settings(run, shape, stage)
-    assert before == target_settings(
-        dataclasses.replace(run, draft=dataclasses.replace(run.draft, window=3)), shape, stage
-    )
-    after = target_settings(run, dataclasses.replace(shape, num_layers=7), stage)
+    before = run.identity(stage, shape)
+    other = dataclasses.replace(run, draft=dataclasses.replace(run.draft, window=3))
+    assert before == other.identity(stage, shape)
+    after = run.identity(stage, dataclasses.replace(shape, num_layers=7))
     changed = [name for name in before if before[name] != after[name]]
     assert changed == ["--config.pretraining.shape.num_layers"]
     assert "--config.pretraining.stages.short.learning_rate" in before

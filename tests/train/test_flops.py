@@ -8,11 +8,11 @@ import pytest
 from longspec_jax.config.known import TARGETS
 from longspec_jax.config.layers import LayerConfig, RecurrenceConfig, Rotary
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec import DraftConfig
 from tests.kit import tiny_target_config
-from train.drafts.longspec.objective import LongSpecObjective
-from train.drafts.longspec.settings import LongSpecSettings
-from train.report import peak_tokens_per_second
+from train.drafts.kinds import LongSpecSettings
+from train.drafts.longspec import LongSpecObjective
+from train.loop import peak_tokens_per_second
 from train.target import TargetObjective, target_flops
 
 SETTINGS = LongSpecSettings("longspec", "", 512, True, 4, 4)

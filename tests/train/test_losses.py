@@ -9,7 +9,7 @@ import pytest
 from longspec_jax.ops.slicing import chunk_length
 from tests.kit import ALL_PASSES, relative_error
 from train.acceptance import count_hits
-from train.drafts.parallel.loss import About, block_loss
+from train.drafts.parallel import About, block_loss
 from train.losses import cross_entropy_sum, distillation_sums, next_token_labels
 
 

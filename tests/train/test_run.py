@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from longspec_jax import cli, files
-from longspec_jax.drafters.longspec.checkpoint import load_draft
+from longspec_jax.drafters.checkpoints.longspec import load_draft
 from longspec_jax.weights.hf import load_target
 from tests.train.tiny import (
     ROOT,
@@ -27,7 +27,7 @@ from tests.train.tiny import (
     write_documents,
 )
 from train import pipeline, run
-from train.drafts.longspec import objective
+from train.drafts import longspec as objective
 
 
 def losses(workdir: Path) -> list[float]:
@@ -230,7 +230,7 @@ MISTAKES = {
         ["--config=configs/vicuna7b.py:huge"],
         "no variant 'huge'; choose one of all, short",
     ),
-    "type": (["--config=configs/demo.py", "--config.seed=x"], "--config.seed=x: invalid literal"),
+    "type": (["--config=configs/demo.py", "--config.seed=x"], "--config.seed='x' must be a whole"),
     "flag": (["--config=configs/demo.py", "--wrkdir=x"], "--wrkdir; did you mean --workdir?"),
     "argument": (["--config=configs/demo.py", "x"], "unexpected argument 'x'"),
     "no data": (["--config=configs/vicuna7b.py:short", "--config.data.hub="], "one source of data"),
@@ -312,7 +312,7 @@ def test_the_shell_sees_one_line_and_a_status() -> None:
     )
     assert ended.returncode == cli.BAD_INPUT and not ended.stdout
     assert ended.stderr.splitlines() == [
-        "error: the configuration has no field 'sed'; did you mean 'seed'?"
+        "error: --config: unknown option 'sed'; did you mean 'seed'?"
     ]
 
 

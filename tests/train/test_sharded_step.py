@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from longspec_jax.drafters.longspec import model as draft_lib
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters import longspec as draft_lib
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.models import target as target_lib
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import ALL_PASSES, tiny_target_config
 from train import target as training_target
 from train.config import OptimizerConfig
-from train.drafts.longspec import passes
-from train.drafts.longspec.objective import LongSpecObjective
-from train.drafts.longspec.settings import LongSpecSettings
+from train.drafts import longspec as passes
+from train.drafts.kinds import LongSpecSettings
+from train.drafts.longspec import LongSpecObjective
 from train.step import ROWS, Batch, TrainState, make_optimizer, make_step, state_shardings
 from train.target import TargetObjective
 

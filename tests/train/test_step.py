@@ -11,13 +11,13 @@ import pytest
 from jax.sharding import NamedSharding
 
 from longspec_jax.config.layers import ExpertsConfig, LayerConfig, RecurrenceConfig, Rotary
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.models.target import head_of
 from longspec_jax.sharding import make_mesh, param_shardings, path_name
 from tests.kit import ALL_PASSES, random_target, relative_error, tiny_target_config
 from train.config import OptimizerConfig
-from train.drafts.longspec.objective import LongSpecObjective
-from train.drafts.longspec.settings import LongSpecSettings
+from train.drafts.kinds import LongSpecSettings
+from train.drafts.longspec import LongSpecObjective
 from train.step import (
     ROWS,
     Batch,

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.longspec.checkpoint import save_draft
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.vocabulary import FILE, load_draft_vocabulary
+from longspec_jax.drafters.checkpoints.longspec import save_draft
+from longspec_jax.drafters.checkpoints.vocabulary import FILE, load_draft_vocabulary
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.weights.hf import save_target
 from tests.kit import random_draft, random_target, tiny_target_config
 from train import vocabulary

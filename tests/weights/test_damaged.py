@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.drafters.longspec.checkpoint import load_draft
+from longspec_jax.drafters.checkpoints.longspec import load_draft
 from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target
 from tests.kit import random_target, tiny_target_config
 

@@ -8,9 +8,9 @@ import pytest
 from benchmarks.shapes import SHAPES
 from longspec_jax.config.known import PRESETS
 from longspec_jax.config.layers import LinearRopeScaling
-from longspec_jax.drafters.longspec import checkpoint
-from longspec_jax.drafters.longspec.checkpoint import hf_draft_config
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.checkpoints import longspec as checkpoint
+from longspec_jax.drafters.checkpoints.longspec import hf_draft_config
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.json_files import JsonObject
 from tests.kit import tiny_target_config

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec import checkpoint
+from longspec_jax.drafters.checkpoints import longspec as checkpoint
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.checkpoints.longspec import load_draft, save_draft
+from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.sharding import make_mesh, param_shardings
 from longspec_jax.weights import params as stream
 from longspec_jax.weights.checkpoint import open_tensors

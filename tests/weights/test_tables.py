@@ -7,9 +7,8 @@ import pytest
 
 from longspec_jax.config.known import PRESETS
 from longspec_jax.config.layers import ExpertsConfig, LayerConfig, Rotary
-from longspec_jax.drafters.longspec.checkpoint import draft_table
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.checkpoints.longspec import draft_table
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.tables import target_table

@@ -1,11 +1,11 @@
 """What a kind of draft brings to the trainer, and what the trainer gives it.
 
-The trainer (pipeline, step, loop, checkpoints, metrics, benchmark) knows no kind by name. A kind is
-a folder of :mod:`train.drafts` with
+The trainer (pipeline, step, loop, checkpoints, metrics, benchmark) knows no kind by name. A kind
+has
 
-- *settings*, a subclass of :class:`train.config.DraftSettings`: the section ``draft`` of a
-  configuration, every field with its range;
-- a *trainer*, a :class:`DraftTrainer`: it begins a draft for a target, gives the
+- *settings* in :mod:`train.drafts.kinds`, a subclass of :class:`train.config.DraftSettings`: the
+  section ``draft`` of a configuration, every field with its range;
+- a file of :mod:`train.drafts` with ``begin`` and a :class:`DraftTrainer`: it gives the
   :class:`train.step.Objective` of each stage, and exports the draft.
 
 The objective says what the draft reads of the frozen target (:func:`train.views.target_view` gives

@@ -1,23 +1,115 @@
 """The kinds of draft that can be trained, by their names in ``--config.draft.kind``.
 
-A new kind is a folder here and an entry in :data:`KINDS`; :mod:`.base` says what it brings. Each of
-its parameters needs one rule of :data:`longspec_jax.sharding.RULES`, and
-:data:`longspec_jax.recipes.DRAFTS` has its usual settings.
+A kind is a file here, its settings and an entry in :data:`KINDS`; :mod:`.base` says what it brings.
+Each of its parameters needs one rule of :data:`longspec_jax.sharding.RULES`, and
+:data:`longspec_jax.recipes.DRAFTS` has its usual settings. This file imports no jax.
 """
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from ..config import DraftSettings
-from .dflash.settings import DFlashSettings
-from .eagle3.settings import Eagle3Settings
-from .longspec.settings import LongSpecSettings
-from .parallel.settings import ParallelSettings
-from .small_lm.settings import SmallLMSettings
+from longspec_jax.checks import Whole
+
+from ..config import AtLeastOne, DraftSettings, LayerNumbers, Positive, Share, ZeroOrMore
 
 if TYPE_CHECKING:
     from .base import Begun, Given
+
+MOST_STEPS = 32
+
+
+@dataclass(frozen=True)
+class LongSpecSettings(DraftSettings):
+    """The draft and its random transforms."""
+
+    window: AtLeastOne
+    """Past tokens its self-attention sees."""
+    anchor_offset: bool
+    """Use anchor-offset positions in the stages that set a ``max_offset``."""
+    max_sinks: ZeroOrMore
+    """Most positions that stay in place."""
+    max_shift: AtLeastOne
+    """Most tokens the draft runs ahead of the target's keys."""
+    distillation: Share = 0.0
+    """Share of the divergence from the target's own distribution in the loss, 0 to 1. The rest is
+    the cross-entropy of the text, which is all the paper learns."""
+
+
+@dataclass(frozen=True)
+class Eagle3Settings(DraftSettings):
+    """The draft and its training-time test (arXiv 2503.01840)."""
+
+    layers: LayerNumbers
+    """Layers of the target after which a fresh draft takes the hidden states, counted from 0; an
+    early, a middle and a late one if empty, as published."""
+    vocabulary: ZeroOrMore
+    """Tokens that a fresh draft can propose: those that are to be predicted most often in the data;
+    0 for all of the target's."""
+    steps: Annotated[int, Whole(1, MOST_STEPS, ": each is another pass of the draft")]
+    """Passes of a training step, each on the output of the one before, as when drafting."""
+    decay: Share
+    """Weight of a pass in the loss, relative to that of the one before it."""
+
+
+@dataclass(frozen=True)
+class DFlashSettings(DraftSettings):
+    """The draft and its blocks (arXiv 2602.06036). The first four are a fresh draft's."""
+
+    layers: Annotated[int, Whole(1, 32)]
+    """Layers of the draft."""
+    features: LayerNumbers
+    """Layers of the target after which it takes the hidden states, counted from 0; as
+    many as it has layers, evenly spread, if empty."""
+    block: Annotated[int, Whole(2, 64)]
+    """Slots of a block, the pending token's included; one token less is proposed."""
+    mask_token: Annotated[int, Whole(-1)]
+    """The target's token that stands in the slots to be filled; -1 for the last of its vocabulary,
+    which is mostly padding."""
+    anchor_every: AtLeastOne
+    """Tokens of a row for each block. The block begins at a random one of them."""
+    decay: Positive
+    """Slot ``j`` weighs ``exp(-(j - 1) / decay)``: the first ones decide how much is accepted."""
+
+
+@dataclass(frozen=True)
+class ParallelSettings(DraftSettings):
+    """The draft and its blocks."""
+
+    window: AtLeastOne
+    """Tokens before a block that the first layer sees."""
+    layers: Annotated[int, Whole(1, 3)]
+    block: Annotated[int, Whole(2, 16)]
+    """Slots of a block, the pending token's included; as many tokens are proposed."""
+    markov_rank: ZeroOrMore
+    """Rank of the correction by the token before a slot; 0 for none."""
+    anchor_every: AtLeastOne
+    """Tokens of a row for each block. The block begins at a random one of them."""
+    decay: Positive
+    """Slot ``j`` weighs ``exp(-j / decay)``: the first ones decide how much is accepted."""
+    anchor_offset: bool
+    """Use anchor-offset positions in the stages that set a ``max_offset``."""
+    max_sinks: ZeroOrMore
+    """Most positions that stay in place."""
+    distillation: Share
+    """Share of the distance to the target's own distribution in the loss, 0 to 1. The rest is the
+    cross-entropy of the text."""
+
+
+@dataclass(frozen=True)
+class SmallLMSettings(DraftSettings):
+    """The model: Llama's layers over the target's vocabulary. Sizes are a fresh one's."""
+
+    layers: Annotated[int, Whole(1, 64)]
+    width: AtLeastOne
+    """Of its hidden states; ``heads`` of equal and even width divide it."""
+    mlp_width: AtLeastOne
+    heads: AtLeastOne
+    kv_heads: AtLeastOne
+    """Heads of keys and values, a divisor of ``heads``."""
+    distillation: Share
+    """Share of the divergence from the target's own distribution in the loss, 0 to 1. The rest is
+    the cross-entropy of the text. At 0 the target never runs, but where rows are measured."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +136,9 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "longspec": Kind(LongSpecSettings, "longspec.objective"),
-    "eagle3": Kind(Eagle3Settings, "eagle3.objective"),
-    "dflash": Kind(DFlashSettings, "dflash.objective"),
-    "parallel": Kind(ParallelSettings, "parallel.objective"),
-    "small_lm": Kind(SmallLMSettings, "small_lm.objective"),
+    "longspec": Kind(LongSpecSettings, "longspec"),
+    "eagle3": Kind(Eagle3Settings, "eagle3"),
+    "dflash": Kind(DFlashSettings, "dflash"),
+    "parallel": Kind(ParallelSettings, "parallel"),
+    "small_lm": Kind(SmallLMSettings, "small_lm"),
 }

@@ -58,3 +58,40 @@ def behind(rows: Float[Array, "B T ..."], first: Array | int) -> Float[Array, "B
     """Rows without the last token, behind another one."""
     first = jnp.broadcast_to(jnp.asarray(first, rows.dtype), rows[:, :1].shape)
     return jnp.concatenate([first, rows[:, :-1]], axis=1)
+
+
+def attention_with_own(
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "B T K H"],
+    values: Float[Array, "B T K H"],
+    own_keys: Float[Array, "B T R K H"],
+    own_values: Float[Array, "B T R K H"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """One softmax over keys ``<= t`` of a row and ``R`` keys that token ``t`` has for itself.
+
+    The last token of a row, which has no use here, gets 0.
+
+    Args:
+      q: the queries.
+      keys: of the row.
+      values: likewise.
+      own_keys: those that a token has for itself.
+      own_values: likewise.
+      scale: factor on the scores; ``H ** -0.5`` if absent.
+    """
+    batch, length, heads, width = q.shape
+    factor = width**-0.5 if scale is None else scale
+    grouped = q.reshape(batch, length, keys.shape[2], -1, width)
+    scores = factor * jnp.einsum(
+        "BTKGH,BTRKH->BTKGR", grouped, own_keys, preferred_element_type=jnp.float32
+    )
+    own = jnp.einsum(
+        "BTKGR,BTRKH->BTKGH", jax.nn.softmax(scores).astype(q.dtype), own_values
+    ).reshape(q.shape)
+    score = jax.nn.logsumexp(scores, axis=-1).reshape(batch, length, heads, 1)
+    # A query sees the keys before its place and shall see its own: it moves one place.
+    out = causal_beside(behind(q, 0), keys, values, behind(score, 0), scale=factor)
+    out, share = (jnp.pad(each[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0))) for each in out)
+    return out + share * own

@@ -2,17 +2,31 @@
 
 Some parts are read where they lie in the cache, as spans of its slots; others are gathered into a
 compact copy. Attention takes either as prefixes: another way of reading is another type here.
+
+:class:`SinksAndRecent` chooses without any state. Two retrievers choose the best blocks of a row by
+queries of the target, before every full verification. They keep its first and its last blocks in
+any case:
+
+- :class:`Quest` (arXiv:2406.10774) as SpecPV uses it (arXiv:2512.02337, section 3.2): a summary of
+  every block bounds the attention that a query could find in it. Every layer and every key/value
+  head reads the blocks with the highest bounds for its own last queries. Summaries grow with the
+  committed tokens; nothing is summarised twice. Layers with a window read that.
+- :class:`AttentionRetriever`, of SpecExtend (arXiv:2505.20776, section 2.2): the query of the last
+  verified token in the layer that drafts read is compared with all cached keys of that layer. All
+  layers read the blocks with the most attention.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.base import (
     NOTHING,
     Committed,
@@ -23,7 +37,18 @@ from longspec_jax.drafters.base import (
 )
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.caches import Caches
-from longspec_jax.ops.selection.blocks import BlockTable, gather_blocks
+from longspec_jax.ops.selection.blocks import (
+    BlockBudget,
+    BlockTable,
+    Extremes,
+    attended_scores,
+    bound_scores,
+    choose_blocks,
+    extend_extremes,
+    gather_blocks,
+    no_extremes,
+)
+from longspec_jax.ops.slicing import along, last_along
 
 
 @struct.dataclass
@@ -154,3 +179,144 @@ class SinksAndRecent(Selector):
     def choose(self, state: tuple[()], view: View) -> Spans:
         """The spans of the rows in view."""
         return self(view.length)
+
+
+@dataclass(frozen=True)
+class Retriever(Selector):
+    """A selector that chooses the best blocks; subclasses score them (:meth:`table`).
+
+    ``begin`` raises ValueError if the cache is no whole number of blocks.
+    """
+
+    config: TargetConfig
+    """The target's."""
+    budget: BlockBudget = BlockBudget()
+
+    def table(self, state: Any, view: View) -> BlockTable:
+        """The best blocks, of all layers alike ``[B, k]`` or of every head ``[B, L, K, k]``.
+
+        ``L`` counts the layers without a window.
+        """
+        raise NotImplementedError
+
+    def choose(self, state: Any, view: View) -> Selection:
+        """The best blocks of every full layer, laid end to end; all tokens if they fit."""
+        if not self.budget.gathers(view.cache.capacity):
+            return everything(view.length)
+        return end_to_end(view.cache, self.table(state, view), self.budget.block)
+
+    def gathered_slots(self, capacity: int) -> int:
+        """The budget, unless it holds the whole cache."""
+        return self.budget.gathers(capacity)
+
+
+@struct.dataclass
+class QuestState:
+    """Summaries of the keys, and the last verified queries."""
+
+    extremes: Extremes
+    """2 / block of the keys' bytes."""
+    queries: Leaf[Float[Array, "B Q L N H"]]
+    """Of the tokens that were verified last, the oldest first; garbage from ``count[b]`` on."""
+    count: Leaf[Lengths]
+    """How many of them there are."""
+
+
+@dataclass(frozen=True)
+class Quest(Retriever):
+    """Chooses blocks by the upper bound on their products with the mean of the last queries."""
+
+    queries: int = 8
+    """How many of the last tokens of a verification score the blocks, at most."""
+
+    def __post_init__(self) -> None:
+        if self.queries < 1:
+            raise ValueError(f"queries={self.queries} must be at least 1: they score the blocks")
+
+    @property
+    def needs(self) -> Needs:
+        """Keys and queries of all layers without a window."""
+        layers = self.config.full_layers
+        return Needs(queries=layers, keys=layers)
+
+    def begin(self, batch: int, capacity: int) -> QuestState:
+        """Summaries of blocks without a key."""
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        blocks, layers = self.budget.blocks_of(capacity), len(c.full_layers)
+        shape = (batch, self.queries, layers, c.num_heads, c.head_width)
+        return QuestState(
+            no_extremes(batch, blocks, layers, c.num_kv_heads, c.head_width, dtype),
+            jnp.zeros(shape, dtype),
+            jnp.zeros((batch,), jnp.int32),
+        )
+
+    def extend(self, state: QuestState, committed: Committed) -> QuestState:
+        """Take their keys into the summaries, and their last queries in place of the old ones."""
+        features, count = committed.features, committed.count
+        layers = self.config.full_layers
+        keys = jnp.stack([features.keys[layer] for layer in layers], axis=2)
+        extremes = extend_extremes(state.extremes, keys, committed.start, count, self.budget.block)
+        latest = partial(_latest, count=count, most=self.queries)
+        queries = jnp.stack([latest(features.queries[layer]) for layer in layers], axis=2)
+        # A row that does not advance keeps what it has.
+        advanced = (count > 0)[:, None, None, None, None]
+        return QuestState(
+            extremes,
+            jnp.where(advanced, queries, state.queries),
+            jnp.where(count > 0, jnp.minimum(count, self.queries), state.count),
+        )
+
+    def table(self, state: QuestState, view: View) -> BlockTable:
+        """The best blocks of every layer and key/value head, ``[B, L, K, k]``."""
+        counts = jnp.arange(self.queries) < state.count[:, None]
+        scores = bound_scores(state.queries, counts, state.extremes)
+        return choose_blocks(scores, view.length, self.budget)
+
+
+def _latest(rows: Float[Array, "B n N H"], count: Lengths, most: int) -> Float[Array, "B Q N H"]:
+    """The last rows that count; garbage behind them."""
+    at = jnp.maximum(count - most, 0)[:, None] + jnp.arange(most)
+    at = jnp.minimum(at, rows.shape[1] - 1)
+    return along(at, rows)
+
+
+@struct.dataclass
+class LastQuery:
+    """The query of the last verified token in the layer that drafts read."""
+
+    query: Leaf[Float[Array, "B N H"]]
+
+
+@dataclass(frozen=True)
+class AttentionRetriever(Retriever):
+    """Chooses blocks by the attention of the last verified token, the same in all layers."""
+
+    @property
+    def needs(self) -> Needs:
+        """The queries of the layer that drafts read; the last token's is enough."""
+        return Needs(queries=(self.config.read_layer,), recent=1)
+
+    def begin(self, batch: int, capacity: int) -> LastQuery:
+        """A query of zeros."""
+        self.budget.blocks_of(capacity)  # Raises unless they are whole blocks.
+        return self.empty(batch)
+
+    def empty(self, batch: int) -> LastQuery:
+        """A query of zeros, for a cache of any capacity."""
+        shape = (batch, self.config.num_heads, self.config.head_width)
+        return LastQuery(jnp.zeros(shape, jnp.dtype(self.config.dtype)))
+
+    def extend(self, state: LastQuery, committed: Committed) -> LastQuery:
+        """The last token's query; a row that does not advance keeps what it has."""
+        queries = committed.features.queries[self.config.read_layer]
+        joined = (committed.count > 0)[:, None, None]
+        last = last_along(queries, committed.count)
+        return LastQuery(jnp.where(joined, last, state.query))
+
+    def table(self, state: LastQuery, view: View) -> BlockTable:
+        """The blocks that every row's query attends to most, ``[B, k]``."""
+        # Of a launch of few rows their keys are copied, in this one layer.
+        keys = view.cache.layer(self.config.read_layer, view.length).of_batch().keys
+        self.budget.blocks_of(keys.shape[2])  # Raises unless they are whole blocks.
+        scores = attended_scores(state.query, keys, view.length, self.budget.block)
+        return choose_blocks(scores, view.length, self.budget)

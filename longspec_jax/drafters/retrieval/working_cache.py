@@ -24,7 +24,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import MAX_TREE_LEVELS
 from longspec_jax.drafters.base import Committed, View
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, LastQuery
+from longspec_jax.drafters.retrieval.selection import AttentionRetriever, LastQuery
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, followed, gather_blocks
 

@@ -14,8 +14,7 @@ import pytest
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Needs, Params
-from longspec_jax.drafters.dflash.config import Confidence, Markov
-from longspec_jax.drafters.dflash.drafter import DFlashDrafter
+from longspec_jax.drafters.dflash import Confidence, DFlashDrafter, Markov
 from tests.decoding.lossless import CONFIG
 from tests.drafters.dflash.toys import config_for, random_params
 from tests.drafters.kit import (

@@ -15,16 +15,24 @@ from longspec_jax.cli import as_options, draft_option
 from longspec_jax.config.layers import Llama3RopeScaling
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.drafters.base import Needs
-from longspec_jax.drafters.dflash.checkpoint import Format, load_draft, save_draft
-from longspec_jax.drafters.dflash.config import Confidence, DFlashConfig, Markov
-from longspec_jax.drafters.dflash.dialects import (
+from longspec_jax.drafters.checkpoints.dflash import (
     DEEPSPEC,
     SPECULATORS,
     ZLAB,
     Dialect,
+    Format,
     hidden_layers,
+    load,
+    load_draft,
+    save_draft,
 )
-from longspec_jax.drafters.dflash.load import DFlashDraft, DFlashOptions, load
+from longspec_jax.drafters.dflash import (
+    Confidence,
+    DFlashConfig,
+    DFlashDraft,
+    DFlashOptions,
+    Markov,
+)
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.registry import DFLASH
 from longspec_jax.loading import choose_drafts

@@ -19,9 +19,8 @@ from safetensors.numpy import load_file
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Params
-from longspec_jax.drafters.dflash.config import Confidence, Markov
-from longspec_jax.drafters.dflash.drafter import DFlashDrafter
-from longspec_jax.drafters.dflash.load import load
+from longspec_jax.drafters.checkpoints.dflash import load
+from longspec_jax.drafters.dflash import Confidence, DFlashDrafter, Markov
 from longspec_jax.drafters.draft import Target
 from tests.drafters.kit import Given
 from tests.kit import random_target, tiny_target_config, view_of

@@ -6,10 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.dflash.checkpoint import Format
-from longspec_jax.drafters.dflash.config import DFlashConfig
-from longspec_jax.drafters.dflash.dialects import ZLAB, Dialect
-from longspec_jax.drafters.dflash.model import DFlashParams
+from longspec_jax.drafters.checkpoints.dflash import ZLAB, Dialect, Format
+from longspec_jax.drafters.dflash import DFlashConfig, DFlashParams
 from tests.drafters.kit import random_tree
 
 

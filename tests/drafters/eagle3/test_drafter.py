@@ -16,7 +16,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
-from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
+from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.models.layers import yarn_ramp
 from longspec_jax.ops.selection.blocks import BlockBudget

@@ -17,11 +17,18 @@ from longspec_jax.config.layers import LinearRopeScaling, Llama3RopeScaling, Yar
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Needs
+from longspec_jax.drafters.checkpoints.eagle3 import (
+    AUTHORS,
+    DEEPSPEC,
+    SPECFORGE,
+    SPECULATORS,
+    Dialect,
+    Format,
+    load,
+    save_draft,
+)
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
-from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.drafters.eagle3.dialects import AUTHORS, DEEPSPEC, SPECFORGE, SPECULATORS, Dialect
-from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, load, seen
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Options, seen
 from longspec_jax.drafters.registry import EAGLE3, LONGSPEC
 from longspec_jax.drafters.window import Seen
 from longspec_jax.loading import choose_drafts

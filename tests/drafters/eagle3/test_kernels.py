@@ -10,7 +10,7 @@ import pytest
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
-from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
+from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.ops import hardware, launchers
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.kit import greedy_beliefs, tiny_target_config, view_of

@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Params
+from longspec_jax.drafters.checkpoints.eagle3 import load
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
-from longspec_jax.drafters.eagle3.load import Eagle3Draft, load
+from longspec_jax.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from tests.drafters.kit import Given
 from tests.kit import random_target, tiny_target_config, view_of
 

@@ -5,10 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.eagle3.checkpoint import Format
-from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.drafters.eagle3.dialects import SPECFORGE, Dialect
-from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Dialect, Format
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Params
 from tests.drafters.kit import random_tree
 
 

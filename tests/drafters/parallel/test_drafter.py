@@ -18,11 +18,14 @@ from safetensors.numpy import load_file
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Needs, Params
-from longspec_jax.drafters.parallel.checkpoint import draft_table, load_draft, save_draft
-from longspec_jax.drafters.parallel.config import ParallelConfig
-from longspec_jax.drafters.parallel.drafter import ParallelDrafter
-from longspec_jax.drafters.parallel.load import ParallelDraft
-from longspec_jax.drafters.parallel.model import ParallelLayers, ParallelParams
+from longspec_jax.drafters.checkpoints.parallel import draft_table, load_draft, save_draft
+from longspec_jax.drafters.parallel import (
+    ParallelConfig,
+    ParallelDraft,
+    ParallelDrafter,
+    ParallelLayers,
+    ParallelParams,
+)
 from tests.decoding.lossless import CONFIG
 from tests.drafters.kit import Listening, assert_partitioned
 from tests.drafters.parallel.toys import config_for, random_tree

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.parallel.checkpoint import draft_table
-from longspec_jax.drafters.parallel.config import ParallelConfig
+from longspec_jax.drafters.checkpoints.parallel import draft_table
+from longspec_jax.drafters.longspec import DraftConfig
+from longspec_jax.drafters.parallel import ParallelConfig
 from tests.drafters import kit
 
 

@@ -13,9 +13,16 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Features, NoDraft, Params, View
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, LastQuery, Quest, Retriever
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
-from longspec_jax.drafters.retrieval.selection import Selector, Spans, WorkingSet
+from longspec_jax.drafters.retrieval.selection import (
+    AttentionRetriever,
+    LastQuery,
+    Quest,
+    Retriever,
+    Selector,
+    Spans,
+    WorkingSet,
+)
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding.lossless import (

@@ -12,18 +12,16 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, NoDraft, Params
 from longspec_jax.drafters.joined import Joined
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.longspec.load import LongSpecOptions
+from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecOptions
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.blocks import LastQuery
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.selection import LastQuery
 from longspec_jax.drafters.retrieval.working_cache import (
     CachedSelection,
     WorkingCache,
     WorkingCacheOptions,
 )
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
-from longspec_jax.drafters.small_lm.load import SmallLMOptions
+from longspec_jax.drafters.small_lm import SmallLMDrafter, SmallLMOptions
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
 from longspec_jax.ops.selection.blocks import BlockBudget

@@ -1,15 +1,18 @@
 """Which methods run with which drafts, how rounds are counted, and what contradicts itself."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infer.eval import __main__ as command
-from infer.eval.arguments import method_argument, parser, settled
-from infer.eval.decoders import by_round, round_trees
+from infer.eval.arguments import config_of, method_argument, parser
+from infer.eval.config import EvalConfig
+from infer.eval.decoders import round_trees
 from infer.eval.methods import METHODS, Chosen, with_drafts
-from infer.eval.records import RoundTree
+from infer.eval.records import RoundTree, by_round
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import report as report_lib
 from longspec_jax.drafters.ngram import NgramDraft
@@ -80,7 +83,7 @@ def test_trees_of_the_methods() -> None:
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (["--task=nothing"], "--task: unknown 'nothing'; choose from gov_report"),
+        (["--task=nothing"], "--task: 'nothing' must be one of gov_report"),
         (["--task=qmsum", "--method=magic"], "--method: unknown method 'magic'; "),
         (["--task=qmsum", "--method=plain=4"], "plain takes no tree; write --method=plain"),
         (["--task=qmsum", "--method=ngram=none"], "decoding without a tree is --method=plain"),
@@ -120,12 +123,24 @@ def test_what_cannot_be_meant_is_refused(typed: list[str], words: str, tmp_path,
 
 
 def test_defaults() -> None:
-    found = settled(parser().parse_args(["--task=demo", "--out=x"]))
-    assert found.task == ["demo_code", "demo_docs", "demo_copy", "demo_needle"]
-    assert found.draft == ["demo", "demo_small_lm", "ngram", "streaming"]
-    assert (found.temperature, found.seed, found.context) == ([0.0], [0], [2048])
-    other = settled(parser().parse_args(["--task=lcc", "--out=x", "--target=y", "--seed=2"]))
-    assert other.draft is None and other.seed == [2]
+    found = config_of(["--task=demo", "--out=x"])
+    assert found.tasks == ["demo_code", "demo_docs", "demo_copy", "demo_needle"]
+    assert [*found.drafts] == ["demo", "demo_small_lm", "ngram", "streaming"]
+    assert (found.temperatures, found.seeds, found.contexts) == ([0.0], [0], [2048])
+    other = config_of(["--task=lcc", "--out=x", "--target=y", "--seed=2"])
+    assert not other.drafts and other.seeds == [2]
+    released = config_of(["--task=lcc", "--out=x", "--target=smollm2"])
+    assert [*released.drafts] == ["smollm2-longspec"]
+
+
+def test_a_configuration_of_python_is_checked_as_a_command_is() -> None:
+    with pytest.raises(ValueError, match="--samples=0 must be a whole number from 1"):
+        EvalConfig(task=["demo"], out=Path("x"), samples=0)
+    with pytest.raises(ValueError, match="--context has no effect on --task=lcc"):
+        EvalConfig(task=["lcc"], out=Path("x"), context=[512])
+    assert EvalConfig(task=["demo"], out=Path("x")) == replace(
+        config_of(["--task=demo", "--out=x"]), command=""
+    )
 
 
 def test_every_method_is_described(capsys) -> None:

@@ -1,12 +1,21 @@
 """Prompts as the protocols ask them, and what is left out."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infer.eval.prepare import Asked, LongBenchProtocol, LongSpecProtocol, Sources, Target, prepare
+from infer.eval.config import EvalConfig
+from infer.eval.prompts import (
+    Asked,
+    PreparedTask,
+    Target,
+    longbench_prompt,
+    longspec_prompt,
+    prepare,
+)
 from infer.eval.tasks import DEPTHS, DIGITS, SENTENCE, SUITE, TASKS, Sample, needle_document
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
@@ -35,13 +44,20 @@ class Characters:
         return dict.fromkeys(self.symbols, 0)
 
 
-def longspec(tokenizer: Any = None, least: int | None = None, most: int | None = None):
-    target = Target(tokenizer or Characters(), 2**20, POSITIONS)
-    return LongSpecProtocol.of(target, least, most)
+TARGET = Target(Characters(), 2**20, POSITIONS)
+CONFIG = EvalConfig(task=["lcc"], out=Path("unused"), min_prompt=0)
+LONGBENCH = EvalConfig(
+    task=["gov_report"], out=Path("unused"), protocol="longbench", prompt_style="raw"
+)
 
 
-def longbench(style: str | None = "raw", most: int | None = None) -> LongBenchProtocol:
-    return LongBenchProtocol.of(TARGET, style, most)
+def release(task: str, asked: Sample, config: EvalConfig = CONFIG, target: Target = TARGET) -> str:
+    """What the release asks."""
+    return text_of(longspec_prompt(config, target, TASKS[task], asked))
+
+
+def longbench(task: str, asked: Sample, config: EvalConfig = LONGBENCH) -> Asked:
+    return longbench_prompt(config, TARGET, TASKS[task], asked)
 
 
 def text_of(found: Asked) -> str:
@@ -55,84 +71,93 @@ def sample(context: str = "CONTEXT", question: str = "INPUT") -> Sample:
 
 def test_the_release_asks_in_one_text_of_its_own_format() -> None:
     """As its evaluation script writes it (LongSpec, ``inference_long-bench.py``)."""
-    asked = text_of(longspec(least=0).prompt(TASKS["gov_report"], sample()))
-    assert asked == (
+    assert release("gov_report", sample()) == (
         "\x01<s>system\nYou are a helpful assistant</s>\n<s>user\nYou are given a report by a "
         "government agency. Write a one-page summary of the report.\n\nReport:\nCONTEXT\n\nNow, "
         "write a one-page summary of the report.</s>\n<s>assistant\nSummary:"
     )
-    query = text_of(longspec(least=0).prompt(TASKS["qmsum"], sample()))
+    query = release("qmsum", sample())
     assert query.endswith("\n\nQuery: INPUT</s>\n<s>assistant\nAnswer:")
-    code = text_of(longspec(least=0).prompt(TASKS["repobench-p"], sample()))
+    code = release("repobench-p", sample())
     assert code.endswith("below. \nCONTEXTNow, complete the code given.</s>\n<s>assistant\n")
     assert "INPUT" not in code  # The release leaves it out.
 
 
 def test_qwen_is_asked_in_chatml() -> None:
     """Problems of AIME are short, and the lower bound is not for them."""
-    asked = text_of(longspec(Characters("<|im_start|>")).prompt(TASKS["aime24"], sample()))
-    assert asked == (
+    target = Target(Characters("<|im_start|>"), 2**20, POSITIONS)
+    assert release("aime24", sample(), replace(CONFIG, min_prompt=None), target) == (
         "\x01<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\nCONTEXT"
         "<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-@pytest.mark.parametrize(("length", "kept"), [(1200, False), (1201, True), (2000, True)])
-def test_the_release_skips_prompts_out_of_its_bounds(length: int, kept: bool) -> None:
-    task = TASKS["lcc"]
-    empty = text_of(longspec(least=0).prompt(task, sample("")))
-    found = longspec().prompt(task, sample("x" * (length - len(empty))))
-    assert (not found.refusal) is kept and found.original_tokens == length
-    beyond = longspec().prompt(task, sample("x" * (2001 - len(empty))))
-    assert "more than 2000 tokens" in beyond.refusal
+@pytest.mark.parametrize(
+    ("length", "refusal"),
+    [
+        (1200, "no more than 1200 tokens"),
+        (1201, ""),
+        (2000, ""),
+        (2001, "more than 2000 tokens"),
+    ],
+)
+def test_the_release_skips_prompts_out_of_its_bounds(length: int, refusal: str) -> None:
+    empty = release("lcc", sample(""))
+    usual = replace(CONFIG, min_prompt=None)
+    found = longspec_prompt(usual, TARGET, TASKS["lcc"], sample("x" * (length - len(empty))))
+    assert found.original_tokens == length
+    assert found.refusal.startswith(refusal) and bool(found.refusal) is bool(refusal)
 
 
 def test_longbench_asks_in_one_text() -> None:
     """As its configuration has it (``dataset2prompt.json``)."""
-    ask = longbench().prompt
-    assert text_of(ask(TASKS["gov_report"], sample())) == (
+    assert text_of(longbench("gov_report", sample())) == (
         "\x01You are given a report by a government agency. Write a one-page summary of the "
         "report.\n\nReport:\nCONTEXT\n\nNow, write a one-page summary of the report.\n\nSummary:"
     )
-    assert text_of(ask(TASKS["qmsum"], sample())).endswith("\n\nQuery: INPUT\nAnswer:")
-    assert text_of(ask(TASKS["repobench-p"], sample())) == (
+    assert text_of(longbench("qmsum", sample())).endswith("\n\nQuery: INPUT\nAnswer:")
+    assert text_of(longbench("repobench-p", sample())) == (
         "\x01Please complete the code given below. \nCONTEXTINPUTNext line of code:\n"
     )
 
 
 def test_longbench_cuts_the_middle() -> None:
     """Of the tokens, the one that begins the text among them; the halves are joined as text."""
-    whole = text_of(longbench().prompt(TASKS["lcc"], sample("x" * 500)))
-    found = longbench(most=101).prompt(TASKS["lcc"], sample("x" * 500))
-    assert not found.refusal
+    whole = text_of(longbench("lcc", sample("x" * 500)))
+    cut = replace(LONGBENCH, max_prompt=101)
+    found = longbench("lcc", sample("x" * 500), cut)
     # The first half has 49 letters behind the token of the beginning, which is put there again.
     assert text_of(found) == whole[:50] + whole[-50:]
     assert found.original_tokens == len(whole) and len(found.tokens) == 100
-    short = longbench(most=101).prompt(TASKS["lcc"], sample("x"))
-    assert not short.refusal and short.original_tokens == len(short.tokens)
+    short = longbench("lcc", sample("x"), cut)
+    assert short.original_tokens == len(short.tokens)
+
+
+@pytest.mark.parametrize(("positions", "most"), [(16384, 15500), (32768, 31500), (131072, 129804)])
+def test_limits_of_longbench(positions: int, most: int) -> None:
+    target = Target(Characters(), 2**20, positions)
+    found = longbench_prompt(LONGBENCH, target, TASKS["lcc"], sample("x" * positions))
+    assert len(found.tokens) == most
 
 
 def test_longbench_puts_the_chat_format_around_all_but_code() -> None:
-    asked = text_of(longbench("longspec").prompt(TASKS["multi_news"], sample()))
+    chat = replace(LONGBENCH, prompt_style="longspec")
+    asked = text_of(longbench("multi_news", sample(), chat))
     assert "<s>user\nYou are given several news passages." in asked.replace("\x01", "")
-    code = text_of(longbench("longspec").prompt(TASKS["lcc"], sample()))
-    assert "<s>" not in code
+    assert "<s>" not in text_of(longbench("lcc", sample(), chat))
     with pytest.raises(
         ValueError, match="tokenizer has none; choose --prompt_style=native, vicuna"
     ):
-        longbench(style=None)
-    limits = [
-        LongBenchProtocol.of(Target(Characters(), 9, positions), "raw", None).most
-        for positions in (16384, 32768, 131072)
-    ]
-    assert limits == [15500, 31500, 129804]
+        longbench("multi_news", sample(), replace(LONGBENCH, prompt_style=None))
 
 
-def sources(path: Path | None = None, **changes: Any) -> Sources:
-    fields: dict[str, Any] = dict(
-        data={} if path is None else {"": path}, contexts=[100], style=None, limit=None
-    )
-    return Sources(**{**fields, **changes})
+def prepared(
+    name: str, path: Path | None = None, target: Any = None, **options: Any
+) -> PreparedTask:
+    """The prompts of a task, from a file of its own."""
+    data = [] if path is None else [("", path)]
+    config = EvalConfig(task=[name], out=Path("unused"), data=data, **options)
+    return prepare(name, config, target or TARGET)
 
 
 def written(path: Path, *rows: dict[str, Any]) -> Path:
@@ -140,48 +165,44 @@ def written(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-TARGET = Target(Characters(), 2**20, POSITIONS)
-
-
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     rows = [{"context": "x" * size, "_id": str(size)} for size in (10, 1500, 3000)]
     path = written(tmp_path / "lcc.jsonl", *rows)
-    found = prepare("lcc", sources(path), longspec(), None)
+    found = prepared("lcc", path)
     [prompt] = found.prompts
     assert prompt.sample == "1500" and prompt.new_tokens == 1024
     assert [(each.sample, each.reason.split(" tokens")[0]) for each in found.skipped] == [
         ("10", "no more than 1200"),
         ("3000", "more than 2000"),
     ]
-    short = prepare("lcc", sources(path, limit=1), longspec(), 7)
+    short = prepared("lcc", path, samples=1, max_new_tokens=7)
     assert [each.sample for each in short.prompts] == ["1500"] and short.prompts[0].new_tokens == 7
     with pytest.raises(ValueError, match="all 3 samples are skipped .* --max_prompt change"):
-        prepare("lcc", sources(path), longspec(most=3), None)
+        prepared("lcc", path, max_prompt=3)
 
 
 def test_prompts_of_a_length_that_is_asked_for_are_too_long_by_that() -> None:
-    longer = sources(contexts=[POSITIONS + 1])
     with pytest.raises(
         ValueError, match="leave no room in .* positions.; name a shorter --context"
     ):
-        prepare("needle", longer, longspec(), None)
+        prepared("needle", context=[POSITIONS + 1])
 
 
 def test_new_tokens_fit_the_targets_range(tmp_path: Path) -> None:
     path = written(tmp_path / "lcc.jsonl", {"context": "x" * 3800})
-    found = prepare("lcc", sources(path), longspec(most=3990), None)
+    found = prepared("lcc", path, max_prompt=3990)
     [prompt] = found.prompts
     assert len(prompt.tokens) + prompt.new_tokens == POSITIONS
     longer = written(tmp_path / "longer.jsonl", {"context": "x" * 4000})
     with pytest.raises(ValueError, match="leave no room in 4000 positions"):
-        prepare("lcc", sources(longer), longspec(most=9999), None)
+        prepared("lcc", longer, max_prompt=9999)
 
 
 def test_books_are_cut_to_every_context(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", {"text": "y" * 300}, {"text": "z" * 150})
-    found = prepare("pg19", sources(path, contexts=[100, 200]), longspec(), None)
-    assert [each.sample for each in found.prompts] == ["0 to 100", "0 to 200", "1 to 100"]
-    assert [len(each.tokens) for each in found.prompts] == [101, 201, 101]
+    found = prepared("pg19", path, context=[130, 200])
+    assert [each.sample for each in found.prompts] == ["0 to 130", "0 to 200", "1 to 130"]
+    assert [len(each.tokens) for each in found.prompts] == [131, 201, 131]
     assert {each.new_tokens for each in found.prompts} == {256}
 
 
@@ -192,7 +213,7 @@ def test_prompts_of_a_users_file(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "hello"}]},
     ]
     path = written(tmp_path / "a.jsonl", *rows)
-    found = prepare("jsonl", sources(path, style="longspec"), longspec(), 5).prompts
+    found = prepared("jsonl", path, prompt_style="longspec", max_new_tokens=5).prompts
     assert [each.sample for each in found] == ["0", "mine", "2"]
     assert [each.references for each in found] == [("a",), ("r",), ()]
     assert found[1].tokens == [5, 6]
@@ -209,8 +230,8 @@ def test_prompts_of_a_users_file(tmp_path: Path) -> None:
         ),
         ([{"prompt": "x", "input_ids": [1]}], "needs exactly one of"),
         ([{"prompt": ""}], "line 1: the prompt is empty"),
-        ([{"input_ids": []}], r"input_ids \[\] must be a list of token ids, at least one"),
-        ([{"input_ids": "ab cd"}], "line 1: input_ids 'ab cd' must be a list of token ids"),
+        ([{"input_ids": []}], r"input_ids=\[\] must be a list of at least 1 items"),
+        ([{"input_ids": "ab cd"}], "line 1: input_ids='ab cd' must be a list"),
         ([{"messages": "hello"}], "line 1"),
         ([{"prompt": "x", "id": 1}, {"prompt": "y", "id": 1}], "two samples have the id '1'"),
     ],
@@ -218,18 +239,18 @@ def test_prompts_of_a_users_file(tmp_path: Path) -> None:
 def test_rows_that_cannot_be_asked(tmp_path: Path, rows: list[dict], words: str) -> None:
     path = written(tmp_path / "a.jsonl", *rows)
     with pytest.raises(ValueError, match=words):
-        prepare("jsonl", sources(path), longspec(), 5)
+        prepared("jsonl", path)
 
 
 def test_problems_of_2024_are_chosen_by_their_ids(tmp_path: Path) -> None:
     """Of the usual dataset, which has three years; another file is taken whole."""
     rows = [{"id": number, "problem": f"p{number}", "answer": 7} for number in range(90)]
     path = written(tmp_path / "a.jsonl", *rows)
-    found = prepare("aime24", sources(path), longspec(), None).prompts
+    found = prepared("aime24", path).prompts
     assert [each.sample for each in found] == [str(number) for number in range(60, 90)]
     assert found[0].references == ("7",)
     few = written(tmp_path / "few.jsonl", *rows[:3])
-    assert len(prepare("aime24", sources(few), longspec(), None).prompts) == 3
+    assert len(prepared("aime24", few).prompts) == 3
 
 
 @on_the_demo
@@ -254,9 +275,8 @@ def test_needles_lie_in_a_users_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a line of hay\n" * 99)
     tokenizer = load_tokenizer(DEMO / "target")
-    protocol = LongSpecProtocol.of(Target(tokenizer, 4096, 16384), None, None)
-    named = sources(text, contexts=[200, 300])
-    found = prepare("needle", named, protocol, None).prompts
+    target = Target(tokenizer, 4096, 16384)
+    found = prepared("needle", text, target, context=[200, 300]).prompts
     assert [len(each.tokens) for each in found] == [200] * 4 + [300] * 4
     for prompt in found:
         assert prompt.references[0] in tokenizer.decode(prompt.tokens)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from infer.eval import run_folder
+from infer.eval import records
 from infer.eval.records import (
+    SAMPLES,
     SCHEMA,
     Breakdown,
     Divergence,
@@ -19,12 +20,15 @@ from infer.eval.records import (
     SampleRecord,
     Setting,
     SkippedSample,
+    Writer,
     acceptance_length,
     decode_seconds,
+    differences,
+    read,
     summary_rows,
     tokens_per_second,
+    write_header,
 )
-from infer.eval.run_folder import SAMPLES, Writer, differences, read, write_header
 
 SETTING = Setting("demo", "4,16@8", 8, {"int8": True})
 TREE = RoundTree(
@@ -97,7 +101,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
     skipped = SkippedSample("qmsum", "8", 3, "too short")
     Writer(folder).add([skipped])
     found = read(folder)
-    assert found == run_folder.Run(folder.name, HEADER, (RECORD,), (skipped,), 0)
+    assert found == records.Run(folder.name, HEADER, (RECORD,), (skipped,), 0)
     assert not differences(found.header, HEADER)
 
 
@@ -127,7 +131,7 @@ def test_a_call_is_written_whole_or_not_at_all(folder: Path, monkeypatch) -> Non
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_folder.os, "fsync", full)
+    monkeypatch.setattr(records.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         Writer(folder).add([another(sample="8"), another(sample="9")])
     assert read(folder).samples == (RECORD,)
@@ -151,15 +155,15 @@ def test_a_partial_write_is_continued(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"new_tokens": "8"}, "line 1: new_tokens: '8' has the wrong type"),
-        ({"new_tokens": True}, "new_tokens: True has the wrong type"),
-        ({"decode_s": -0.5}, "line 1: decode_s: -0.5 must be 0 or more"),
-        ({"prefill_s": math.nan}, "prefill_s: nan must be 0 or more"),
-        ({"target_passes": -1}, "target_passes: -1 must be 0 or more"),
-        ({"ended": "stop"}, "ended: 'stop' is none of 'eos', 'length'"),
-        ({"tokens": [1, "2"]}, "tokens: '2' has the wrong type"),
-        ({"colour": 1}, "SampleRecord has unknown colour"),
-        ({"setting": {"drafter": None}}, "setting: Setting lacks nodes, options, tree"),
+        ({"new_tokens": "8"}, "line 1: new_tokens='8' must be a whole number from 0"),
+        ({"new_tokens": True}, "new_tokens=True must be"),
+        ({"decode_s": -0.5}, "line 1: decode_s=-0.5 must be 0 or more"),
+        ({"prefill_s": math.nan}, "prefill_s=nan must be 0 or more"),
+        ({"target_passes": -1}, "target_passes=-1 must be"),
+        ({"ended": "stop"}, "ended='stop' must be one of eos, length"),
+        ({"tokens": [1, "2"]}, "tokens=.* must be a list of whole numbers"),
+        ({"colour": 1}, "line 1: unknown option 'colour'"),
+        ({"setting": {"drafter": None}}, "line 1: setting lacks tree, nodes, options"),
     ],
 )
 def test_what_is_no_record_is_refused(folder: Path, change: dict, words: str) -> None:
@@ -178,7 +182,7 @@ def test_files_that_are_damaged_say_what_to_do(folder: Path) -> None:
     path.write_text(line * 2)
     with pytest.raises(ValueError, match="count it twice; remove one of the two lines"):
         read(folder)
-    (folder / run_folder.HEADER).write_text('{"schema": 99}')
+    (folder / records.HEADER).write_text('{"schema": 99}')
     with pytest.raises(ValueError, match="of schema 99 and this version reads"):
         read(folder)
     with pytest.raises(FileNotFoundError, match="name the folder of an evaluation run"):

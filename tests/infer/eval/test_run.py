@@ -8,10 +8,9 @@ import pytest
 
 from infer.eval import __main__ as command
 from infer.eval import run as run_lib
-from infer.eval.arguments import parser
+from infer.eval.arguments import config_of
 from infer.eval.decoders import Decoder
-from infer.eval.records import SampleRecord, acceptance_length
-from infer.eval.run_folder import SAMPLES, SUMMARY, Run, read
+from infer.eval.records import SAMPLES, SUMMARY, Run, SampleRecord, acceptance_length, read
 from longspec_jax import files
 from tests.infer.toys import save_toy, toy_spec
 from tests.serve.kit import GeneratingEngine, model_of, serving
@@ -184,24 +183,25 @@ def test_of_several_runs_the_one_of_median_seconds_is_kept(
     assert [record.decode_s for record in read(tmp_path).samples] == [2.0, 2.0]
 
 
-def test_a_folder_with_other_files_is_refused(options: list[str], tmp_path, capsys) -> None:
-    (tmp_path / "mine.txt").write_text("x")
-    assert command.main([*options, f"--out={tmp_path}"]) == 2
-    assert "holds other files and no run; name an empty or new" in capsys.readouterr().err
-
-
-def test_what_can_be_no_folder_is_refused(options: list[str], tmp_path, capsys) -> None:
-    """Before anything is loaded, by the option's name."""
-    (tmp_path / "file").write_text("x")
-    for out, words in (
-        (f"{tmp_path}/file", "/file cannot be the folder of a run (File exists); name another"),
-        (f"{tmp_path}/file/run", "/run cannot be the folder of a run (Not a directory)"),
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("mine", "holds other files and no run; name an empty or new folder"),
+        ("file", "file cannot be the folder of a run (File exists); name another"),
+        ("file/run", "/run cannot be the folder of a run (Not a directory)"),
         ("", "--out: the value is empty"),
-    ):
-        assert command.main([*options, f"--out={out}"]) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: --out") and words in line
-    assert (tmp_path / "file").read_text() == "x"
+    ],
+)
+def test_what_can_be_no_folder_of_a_run_is_refused(
+    options: list[str], tmp_path: Path, monkeypatch, capsys, out: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for name in ("mine/notes.txt", "file"):
+        (tmp_path / name).write_text("x")
+    assert command.main([*options, f"--out={out}"]) == 2
+    assert words in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == (tmp_path / "mine/notes.txt").read_text() == "x"
 
 
 def test_a_run_that_another_process_writes_is_refused(options: list[str], tmp_path, capsys) -> None:
@@ -210,14 +210,21 @@ def test_a_run_that_another_process_writes_is_refused(options: list[str], tmp_pa
         assert command.main([*options, f"--out={tmp_path}"]) == 2
     assert "another process is writing this run" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
-    with files.alone(tmp_path, "--out"):
-        pass
 
 
-def test_the_home_is_written_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    found = parser().parse_args(["--task=demo", "--out=~/run"])
-    assert found.out == Path("/home/me/run")
+def test_python_measures_what_the_command_does(
+    options: list[str], made: Path, tmp_path: Path
+) -> None:
+    """The run of the command is complete, so that nothing is measured again."""
+    drawn = [option for option in options if option != "--temperature=0"]
+    more = ["--samples=2", "--batch=2", "--rounds=2", "--breakdown=2"]
+    before = read(made)
+    config = config_of([*drawn, *more, f"--out={made}"])
+    again = run_lib.evaluate(config)
+    assert again.samples == before.samples
+    assert len(again.header.continued) == len(before.header.continued) + 1
+    with pytest.raises(ValueError, match="holds a run with other options .*batch: 2 there, 1 now"):
+        run_lib.evaluate(dataclasses.replace(config, batch=1))
 
 
 def test_another_text_is_told_with_its_gap(options: list[str], tmp_path, monkeypatch) -> None:

@@ -4,16 +4,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from infer.eval.records import (
     SCHEMA,
     Breakdown,
     Header,
     RoundTree,
+    Run,
     SampleRecord,
     Setting,
     SkippedSample,
+    Writer,
+    write_header,
 )
-from infer.eval.run_folder import Run, Writer, write_header
+from infer.report.frame import blocks_of, frame_of
 
 HOSTILE = "</script><script>document.title = 'owned'</script><b onmouseover=alert(1)>&amp;"
 """What a model may say."""
@@ -125,6 +130,11 @@ def run(
     }
     given: Mapping[str, Any] = {**values, **changed}
     return Run(name, Header(**given), tuple(records), tuple(skipped), torn)
+
+
+def framed(records: Sequence[SampleRecord], edges: Sequence[int] = (0, 5000)) -> pd.DataFrame:
+    """The records of one run as a frame."""
+    return frame_of(blocks_of([run(records)]), edges)
 
 
 def write(made: Run, folder: Path) -> Path:

@@ -12,11 +12,9 @@ import pytest
 from longspec_jax.sharding import make_mesh
 from tests.kit import random_target, relative_error, tiny_target_config
 from train.config import StageConfig
+from train.drafts import dflash, eagle3
 from train.drafts.base import Given
-from train.drafts.dflash import objective as dflash
-from train.drafts.dflash.settings import DFlashSettings
-from train.drafts.eagle3 import objective as eagle3
-from train.drafts.eagle3.settings import Eagle3Settings
+from train.drafts.kinds import DFlashSettings, Eagle3Settings
 from train.step import Batch
 
 PLAIN = tiny_target_config(vocab_size=48, model_width=16, mlp_width=20, num_heads=4, head_width=8)

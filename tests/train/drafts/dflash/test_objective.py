@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.dflash.checkpoint import Format, save_draft
-from longspec_jax.drafters.dflash.config import Confidence, Markov
-from longspec_jax.drafters.dflash.dialects import SPECULATORS, ZLAB
-from longspec_jax.drafters.dflash.load import DFlashOptions, load
+from longspec_jax.drafters.checkpoints.dflash import SPECULATORS, ZLAB, Format, load, save_draft
+from longspec_jax.drafters.dflash import Confidence, DFlashOptions, Markov
 from longspec_jax.drafters.draft import Target
 from tests.drafters.dflash.toys import random_params
 from train.config import StageConfig
-from train.drafts.dflash.objective import DFlashObjective, begin, fresh_config
-from train.drafts.dflash.settings import DFlashSettings
+from train.drafts.dflash import DFlashObjective, begin, fresh_config
+from train.drafts.kinds import DFlashSettings
 from train.step import Batch
 from train.target import run_target
 

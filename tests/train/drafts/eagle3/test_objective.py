@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format, load, save_draft
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
-from longspec_jax.drafters.eagle3.dialects import SPECFORGE
-from longspec_jax.drafters.eagle3.load import Eagle3Options, load
+from longspec_jax.drafters.eagle3 import Eagle3Options
 from tests.drafters.eagle3.toys import random_params
 from tests.kit import random_target, relative_error, tiny_target_config
 from train.config import StageConfig
 from train.drafts.base import Given
-from train.drafts.eagle3.objective import Eagle3Objective, begin, fresh_config
-from train.drafts.eagle3.passes import attention_with_own, run_draft
-from train.drafts.eagle3.settings import Eagle3Settings
+from train.drafts.eagle3 import Eagle3Objective, attention_with_own, begin, fresh_config, run_draft
+from train.drafts.kinds import Eagle3Settings
 from train.step import Batch
 from train.target import TargetView, run_target
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec import DraftConfig
 from tests.kit import tiny_target_config
-from train.drafts.longspec.objective import LongSpecObjective
-from train.drafts.longspec.settings import LongSpecSettings
+from train.drafts.kinds import LongSpecSettings
+from train.drafts.longspec import LongSpecObjective
 from train.step import Batch
 from train.target import TargetObjective
 

@@ -7,16 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer
 from tests.kit import ALL_PASSES, relative_error, tiny_target_config
-from train.drafts.longspec import passes
-from train.drafts.longspec.passes import (
-    Draws,
-    noisy_shifts,
-    run_draft,
-    shifted_attention,
-)
+from train.drafts import longspec as passes
+from train.drafts.longspec import Draws, noisy_shifts, run_draft, shifted_attention
 from train.target import (
     TargetView,
     anchored_positions,

@@ -12,7 +12,7 @@ from tests.kit import random_target, relative_error, tiny_target_config
 from tests.weights.quantised.test_load import dequantised, matrices
 from train.config import StageConfig
 from train.drafts.base import Given
-from train.drafts.longspec.settings import LongSpecSettings
+from train.drafts.kinds import LongSpecSettings
 
 from .. import steps as tiny
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from train.config import StageConfig
-from train.drafts.longspec.objective import LongSpecObjective
-from train.drafts.longspec.settings import LongSpecSettings
+from train.drafts.kinds import LongSpecSettings
+from train.drafts.longspec import LongSpecObjective
 from train.target import run_target
 
 from .. import steps as tiny

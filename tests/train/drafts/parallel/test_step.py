@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.longspec import checkpoint as longspec
+from longspec_jax.drafters.checkpoints import longspec
 from tests.kit import random_draft
 from train.config import StageConfig
 from train.drafts import block_attention
-from train.drafts.kinds import KINDS
-from train.drafts.parallel.settings import ParallelSettings
+from train.drafts.kinds import KINDS, ParallelSettings
 from train.target import run_target
 
 from .. import steps as tiny

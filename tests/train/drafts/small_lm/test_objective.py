@@ -12,13 +12,14 @@ import pytest
 
 from contrib.quantise import main as quantise
 from longspec_jax.config.layers import LayerConfig, Rotary
+from longspec_jax.drafters.checkpoints.small_lm import load
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.small_lm.load import SmallLMOptions, load
+from longspec_jax.drafters.small_lm import SmallLMOptions
 from longspec_jax.weights.hf import save_target
 from tests.kit import random_target, tiny_target_config
 from train.config import StageConfig
-from train.drafts.small_lm.objective import SmallLMObjective, begin, fresh_config
-from train.drafts.small_lm.settings import SmallLMSettings
+from train.drafts.kinds import SmallLMSettings
+from train.drafts.small_lm import SmallLMObjective, begin, fresh_config
 
 from .. import steps as tiny
 

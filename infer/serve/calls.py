@@ -1,0 +1,326 @@
+"""What a request asks of the engine: rows of tokens and options, within the bounds of a server.
+
+Every bound is checked before work begins: the number of rows, and the tokens of prompt and answer.
+Nothing here knows HTTP or jax.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from longspec_jax.checks import shown
+from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.generation.chat import check_no_open_thought
+
+from .protocol import (
+    MOST_STOP_TOKENS,
+    SEEDS,
+    Chat,
+    Completing,
+    Completion,
+    Detokenize,
+    Prompt,
+    Refused,
+    Speculation,
+    Tokenize,
+    read,
+)
+
+OPTIONS = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "logit_bias",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "priority",
+}
+"""Fields that the engine takes under the same name."""
+FILTERS = {"top_p", "top_k", "min_p"}
+Call = Completion | Chat
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a request is checked against, and what makes tokens of its text."""
+
+    names: tuple[str, ...]
+    """The first is the model's name in answers."""
+    max_len: int
+    """Most tokens of a prompt and its answer."""
+    vocab_size: int
+    stop_tokens: tuple[int, ...]
+    most_rows: int
+    """Of a request: prompts times choices."""
+    encode: Callable[[str, bool], list[int]]
+    """Token ids of a text, with or without special tokens."""
+    decode: Callable[[Sequence[int]], str]
+    """Text of token ids, special tokens included."""
+    encode_chat: Callable[[list[dict[str, str]]], list[int]] | None = None
+    """Token ids of messages; None without a chat template."""
+    stored_bytes: Callable[[int], bytes | None] = lambda token: None
+    """The bytes of a token as the tokenizer stores it; None where that is not known."""
+    special: frozenset[int] = frozenset()
+    """Tokens that are no part of a text."""
+    trees: tuple[TreeConfig, ...] = ()
+    """What a request may name: the engine chooses among these for all others."""
+    tree: str | None = None
+    """The tallest of them; None for plain decoding."""
+    drafter: str | None = None
+    sources: tuple[str, ...] = ()
+    """Names of those that propose, in the order of the bits of what answers hold."""
+    shared: bool = False
+    """Whether requests draft from each other's texts, so that rounds show accepted tokens alone."""
+    identical: bool = True
+    """Whether texts are promised to be those of plain decoding, token for token."""
+    grammar: Callable[..., Any] | None = None
+    """Makes a grammar of ``json_schema=`` or ``regex=``, whose ``state`` a row takes; None if
+    requests can have none."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What ``/v1/models`` and the page say of it."""
+        return {
+            "chat": self.encode_chat is not None,
+            "max_model_len": self.max_len,
+            "tree": self.tree,
+            "trees": [*map(str, self.trees)],
+            "drafter": self.drafter,
+            "identical": self.identical,
+            "shared": self.shared,
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One choice: a prompt and its options for ``engine.submit``."""
+
+    tokens: tuple[int, ...]
+    options: dict[str, Any]
+    traced: bool = False
+    """Whether its answer shows the trees of its rounds."""
+
+
+def read_call(given: dict[str, Any], model: ServedModel, *, chat: bool) -> Call:
+    """A request for completions of a model that is served.
+
+    Args:
+      given: its fields.
+      model: what it is checked against.
+      chat: whether it has messages instead of prompts.
+
+    Raises:
+      Refused: names the field and the remedy.
+    """
+    call = read(Chat, given) if chat else read(Completion, given)
+    _check_model(call.model, model)
+    if isinstance(call, Chat):
+        require_template(model)
+    rows = call.n * (1 if isinstance(call, Chat) else len(call.prompt))
+    if rows > model.most_rows:
+        raise Refused(
+            f"the request has {rows} rows (prompts times n) and the server takes {model.most_rows} "
+            "at once; send fewer in each request, or start the server with a larger "
+            "--queue_requests",
+            "n" if call.n > 1 else "prompt",
+        )
+    return call
+
+
+def _check_model(name: str | None, model: ServedModel) -> None:
+    """Refuse a model that is not served."""
+    if name is not None and name not in model.names:
+        raise Refused(
+            f"the model {shown(name)} does not exist; this server has {model.names[0]}",
+            "model",
+            status=404,
+            code="model_not_found",
+        )
+
+
+def require_template(model: ServedModel) -> Callable[[list[dict[str, str]]], list[int]]:
+    """What makes tokens of messages.
+
+    Raises:
+      Refused: if the model has no template.
+    """
+    if model.encode_chat is None:
+        raise Refused(
+            "this model has no chat template; use /v1/completions, or start the server with "
+            "--chat_template=FILE, a Jinja template",
+            "messages",
+        )
+    return model.encode_chat
+
+
+def options_of(call: Completing, model: ServedModel) -> dict[str, Any]:
+    """The options of all rows of a call, under the engine's names.
+
+    Raises:
+      Refused: for more stop tokens than a row takes, and for what the server cannot draft.
+    """
+    found = call.model_dump(include=OPTIONS, exclude_unset=True)
+    found["temperature"] = call.temperature
+    if call.top_k == -1:
+        found["top_k"] = 0
+    if not call.temperature:
+        # The likeliest token passes every filter.
+        found = {name: value for name, value in found.items() if name not in FILTERS}
+    if call.stop:
+        found["stop_strings"] = [call.stop] if isinstance(call.stop, str) else call.stop
+    if "stop_token_ids" in call.model_fields_set or call.ignore_eos:
+        own = () if call.ignore_eos else model.stop_tokens
+        stops = sorted({*own, *call.stop_token_ids})
+        if len(stops) > MOST_STOP_TOKENS:
+            raise Refused(
+                f"the request has {len(stops)} stop tokens with the model's own, and a row takes "
+                f"{MOST_STOP_TOKENS}; pass fewer, or their texts as stop",
+                "stop_token_ids",
+            )
+        found["eos_token_id"] = stops
+    return found | _speculation(call.longspec, model)
+
+
+def _speculation(about: Speculation, model: ServedModel) -> dict[str, Any]:
+    """The options of a row that say how it is drafted for."""
+    try:
+        named = None if about.tree is None else TreeConfig.parse(about.tree)
+    except ValueError as error:
+        raise Refused(f"longspec.tree={shown(about.tree)}: {error}", "longspec") from None
+    if named not in (None, PLAIN, *model.trees):
+        raise Refused(
+            f"longspec.tree={shown(about.tree)} is none of this server's trees, "
+            f"{', '.join(map(str, model.trees)) or 'none'}; name one of these, leave it out, or "
+            "start a server with --tree",
+            "longspec",
+        )
+    if about.drafter not in (None, model.drafter):
+        raise Refused(
+            f"longspec.drafter={shown(about.drafter)} is not this server's, {model.drafter}; leave "
+            "it out, or start a server with --draft",
+            "longspec",
+        )
+    if model.drafter is None:
+        return {}
+    if named == PLAIN or not about.speculation:
+        return {"speculate": False}
+    return {} if named is None else {"tree": named}
+
+
+def _grammar(call: Call, model: ServedModel) -> Callable[[], Any] | None:
+    """What makes the grammar of a call's text; None for any text."""
+    if not (form := call.response_format.grammar):
+        return None
+    if model.grammar is None:
+        raise Refused(
+            "this server knows no grammars, which response_format needs; start it where "
+            "llguidance is installed: pip install 'longspec_jax[grammar]'",
+            "response_format",
+        )
+    if call.ignore_eos:
+        raise Refused("a text of a form ends with it; leave out ignore_eos", "ignore_eos")
+    return partial(model.grammar, **form)
+
+
+def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]:
+    """The rows of a call, in the order of its choices. Tokenises, which may take a while.
+
+    Args:
+      client: a word for the key that the client has, of several; prompts of others are not found.
+
+    Raises:
+      Refused: for a text that is no prompt, and for what exceeds the context.
+    """
+    common, grammar, rows, form = options_of(call, model), _grammar(call, model), [], None
+    if isinstance(call, Chat):
+        param, encode = "messages", require_template(model)
+        prompts = [_made(lambda: encode([one.turn for one in call.messages]), param)]
+    else:
+        param = "prompt"
+        prompts = [_tokens(prompt, call, model) for prompt in call.prompt]
+    if call.alternatives is not None:
+        common["logprobs"] = call.alternatives
+        if call.echo:
+            common["prompt_logprobs"] = call.alternatives
+    if client or call.cache_salt:
+        common["cache_salt"] = f"{client} {call.cache_salt or ''}"  # The word has no space.
+    if grammar is not None:
+        if call.chat:
+            _made(lambda: check_no_open_thought(model.decode, prompts[0]), "response_format")
+        form = _made(grammar, "response_format")
+    for tokens in prompts:
+        if not tokens:
+            raise Refused("the prompt is empty; pass at least one token", param)
+        _check_vocabulary(tokens, model, param)
+        new = _new_tokens(call, len(tokens), model, param)
+        for index in range(call.n):
+            options = {**common, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS}
+            if form is not None:  # Compiled here, and not while others wait for the engine.
+                options["grammar"] = _made(form.state, "response_format")
+            rows.append(Row(tuple(tokens), options, call.longspec.rounds))
+    return tuple(rows)
+
+
+def _tokens(prompt: Prompt, call: Completion, model: ServedModel) -> Sequence[int]:
+    if isinstance(prompt, tuple):
+        return prompt
+    return _made(lambda: model.encode(prompt, call.add_special_tokens), "prompt")
+
+
+def _made(make: Callable[[], Found], param: str) -> Found:
+    """What is made of a field; what cannot be made of it is refused."""
+    try:
+        return make()
+    except ValueError as error:
+        raise Refused(str(error), param) from None
+
+
+def _check_vocabulary(tokens: Sequence[int], model: ServedModel, param: str) -> None:
+    if max(tokens) >= model.vocab_size:
+        outside = next(token for token in tokens if token >= model.vocab_size)
+        raise Refused(
+            f"token id {outside} is outside the model's vocabulary of {model.vocab_size}; tokenise "
+            "with this model's tokenizer",
+            param,
+        )
+
+
+def _new_tokens(call: Call, prompt: int, model: ServedModel, param: str) -> int:
+    """The most tokens that a row may emit. A call for none runs one, which is not shown."""
+    left = model.max_len - prompt
+    new = max(1, left if call.most_new is None else call.most_new)
+    if new > left:
+        # litellm recognises the first sentence.
+        raise Refused(
+            f"This model's maximum context length is {model.max_len} tokens. However, you "
+            f"requested {prompt + new} tokens ({prompt} in the {param}, {new} in the completion). "
+            f"Please reduce the length of the {param} or completion.",
+            param,
+            code="context_length_exceeded",
+        )
+    return new
+
+
+def read_tokenize(given: dict[str, Any], model: ServedModel) -> tuple[list[int], bool]:
+    """The tokens of a text or of messages, and whether their texts are wanted too."""
+    asked = read(Tokenize, given)
+    _check_model(asked.model, model)
+    if (messages := asked.messages) is not None:
+        encode = require_template(model)
+        tokens = _made(lambda: encode([one.turn for one in messages]), "messages")
+    else:
+        text = asked.prompt or ""
+        tokens = _made(lambda: model.encode(text, asked.add_special_tokens), "prompt")
+    return tokens, asked.return_token_strs
+
+
+def read_detokenize(given: dict[str, Any], model: ServedModel) -> tuple[int, ...]:
+    """The tokens whose text is wanted."""
+    asked = read(Detokenize, given)
+    _check_model(asked.model, model)
+    _check_vocabulary(asked.tokens, model, "tokens")
+    return asked.tokens

@@ -1,0 +1,303 @@
+"""The warm-up of an idle engine: everything is compiled, and its rounds and chunks are timed.
+
+Before the first request every program runs once, so that no later one compiles. From the seconds of
+chunks and rounds follow the size of chunks that keeps running streams moving, and which tree pays
+beside how many live rows.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.decoding.chunks import KnownChunks
+from longspec_jax.decoding.constrained import (
+    FREE,
+    Anything,
+    Constraint,
+    Guarded,
+    constrained_programs,
+)
+from longspec_jax.decoding.copies import copy_prefix
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.policy import Choice, FastestWithinBudget, load_of
+from longspec_jax.decoding.prefill import (
+    prefill_chunks,
+    prefill_programs,
+    rows_outline,
+    slot_programs,
+)
+from longspec_jax.decoding.programs import compile_side_by_side
+from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
+from longspec_jax.decoding.rows import Request, RowShardings, stack
+from longspec_jax.decoding.sampling import SamplingKind
+
+TIMINGS = 3
+"""Of which the least counts: what else runs on the machine only adds to them."""
+LONG = 0.5
+"""Seconds of a round that is timed once: a short run would wait for no more of them."""
+SMALLEST_CHUNK = 64
+"""Tokens of the smallest chunk that is tried."""
+
+
+def rehearse(
+    engine: Engine, kind: SamplingKind, constraints: Mapping[int, Guarded] = FREE
+) -> float:
+    """Run a round of every candidate and size of launch, so that no later one compiles.
+
+    The engine is of no use afterwards, unless it is idle. On a mesh there are two: a launch's rows
+    may be sharded otherwise than those of the prefill, so that the second round compiles, too.
+
+    Args:
+      engine: whose launches are compiled.
+      kind: of the launches to come.
+      constraints: of the launches to come, by slot.
+
+    Returns:
+      Seconds of the last candidate's last round, at most.
+    """
+    length, remaining = jnp.copy(engine.rows.length), jnp.maximum(engine.rows.remaining, 1)
+    begun = 0.0
+    for candidate in range(len(engine.drafters)):
+        # From the start again, so that no row outgrows its budget.
+        engine.begin_at(length, remaining)
+        for size in engine.launch_sizes * (1 if engine.target.mesh is None else 2):
+            begun = engine.clock()
+            np.asarray(engine.try_rounds(Choice(candidate, 1), kind, range(size), constraints))
+    return engine.clock() - begun
+
+
+def programs(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    chunks: Sequence[int],
+    prompt_logprobs: Collection[int | None],
+    rounds: bool = True,
+    constrained: bool = False,
+) -> Iterator[jax.stages.Lowered]:
+    """Lower what takes longest to compile of all that requests may ask for, the slowest first.
+
+    Args:
+      engine: of one device, without arrays of its own yet.
+      requests: of one row, one of every kind; the last one asks for all that can be reported.
+      chunks: sizes of the chunks that prompts are prefilled in.
+      prompt_logprobs: alternatives of a prompt's tokens that are reported; None for none.
+      rounds: whether requests are decoded at all.
+      constrained: whether requests may have a constraint.
+    """
+    models = engine.target, engine.drafter, engine.params
+    last = engine.as_it_takes(requests[-1])
+    slots = stack([last] * engine.slots)
+    rows = rows_outline(*models, slots, batch=engine.slots, capacity=engine.capacity)
+    kinds = sorted({request.sampling.kind for request in requests}, reverse=True)
+    # The more nodes, the longer a round takes to compile, as a rule.
+    slowest_first = sorted(engine.drafters, key=lambda one: -one.tree.num_nodes)
+    for drafter, size in product(slowest_first if rounds else (), reversed(engine.launch_sizes)):
+        round_of, some = (engine.target, drafter, engine.params, rows), engine.some(range(size))
+        if constrained:
+            yield from constrained_programs(*round_of, engine.contents, *some)
+        for kind in kinds:
+            launched = engine.target, drafter, kind, engine.params, rows
+            contents = engine.contents.of_kind(kind)
+            if engine.streams:
+                yield one_round.lower(*launched, contents, *some)
+            else:
+                yield many_rounds.lower(*launched, np.int32(1), contents, *some)
+    batch = engine.slots if engine.together else 1
+    for logprobs in prompt_logprobs:
+        yield from prefill_programs(
+            *models,
+            stack([last] * batch),
+            batch=batch,
+            capacity=engine.capacity,
+            chunks=chunks,
+            logprobs=logprobs,
+        )
+    if engine.slots > 1 and not engine.together:
+        yield from slot_programs(*models, slots, slots=engine.slots, capacity=engine.capacity)
+
+
+def rehearse_requests(
+    engine: Engine, requests: Sequence[Request], *, constrained: bool = False
+) -> None:
+    """Run requests through an idle engine, so that no later one compiles anything.
+
+    Args:
+      engine: an idle one, that goes on to serve.
+      requests: of one row, one of every kind, of few new tokens; the last one asks for all that
+        can be reported.
+      constrained: whether requests may have a constraint.
+    """
+    prompts = engine.prompts
+    chunks = *prompts.short_chunks, prompts.chunk
+    if engine.target.mesh is None:
+        asked = {None, engine.contents.logprobs}
+        compile_side_by_side(
+            programs(
+                engine, requests, chunks=chunks, prompt_logprobs=asked, constrained=constrained
+            )
+        )
+
+    def pass_through(length: int, request: Request, constraint: Constraint | None = None) -> None:
+        engine.submit(np.zeros(length, np.int32), request, constraint=constraint)
+        while engine.busy:
+            engine.step()
+
+    for request in requests:
+        pass_through(1, request)
+        if constrained:
+            pass_through(1, request, Anything())
+    slack = slack_slots(engine.drafter.tree.num_levels)
+    most = engine.capacity - slack - int(requests[0].max_new_tokens[0])
+    for chunk in chunks:
+        for request in (requests[0], requests[-1]):
+            pass_through(min(chunk, most), request)
+    # The second one copies the first one's chunk out of its slot, and the third one moves it there.
+    twice = min(prompts.chunk + 1, most)
+    pass_through(twice, requests[0])
+    pass_through(twice, requests[0])
+    engine.prefixes.collect(wait=True)
+    engine.prefixes.forget_slots()
+    pass_through(twice, requests[0])
+    # A vacated slot, as a request leaves it that is cancelled.
+    engine.vacate(0)
+    for request in requests:
+        rehearse(engine, request.sampling.kind)
+    if constrained:
+        rehearse(engine, SamplingKind.ANY, {0: Guarded(Anything())})
+    engine.vacate(0)
+
+
+def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
+    """Seconds of a chunk of a prompt at the longest context that a row holds.
+
+    Args:
+      engine: an idle one.
+      chunk: tokens of the chunk.
+      request: options of one row, of any kind.
+    """
+    longest, found = engine.capacity // chunk * chunk, []
+    tokens, length = np.zeros((1, longest), np.int32), np.asarray([longest], np.int32)
+    shardings = [RowShardings.beside(engine.params.target, rows) for rows in (engine.slots, 1)]
+    # The last chunk alone is run, behind a context of zeros.
+    known = max(longest // chunk - 2, 0)
+    for _ in range(TIMINGS):
+        zeros = copy_prefix(*shardings, engine.rows.cache, np.int32(0), np.int32(0))
+        launches = prefill_chunks(
+            *(engine.target, engine.drafter, engine.params, tokens, length, request),
+            capacity=engine.capacity,
+            chunk=chunk,
+            known=KnownChunks(zeros, known),
+        )
+        # The first one compiles, and goes along with what a draft learns of the known chunks.
+        if longest > chunk:
+            jax.block_until_ready(next(launches).ready)
+        begun = time.perf_counter()
+        jax.block_until_ready(next(launches).ready)
+        found.append(time.perf_counter() - begun)
+    return min(found)
+
+
+def round_seconds(
+    engine: Engine, candidate: int, live: int, context: int, kind: SamplingKind, rounds: int = 1
+) -> float:
+    """Seconds of a round of a candidate.
+
+    Args:
+      engine: an idle one, whose slots hold nothing that is needed.
+      candidate: index of the candidate.
+      live: rows that take part.
+      context: tokens of each of them.
+      kind: the sampling kind of the launch.
+      rounds: that are launched before the first one is read.
+    """
+    found, rows = [], np.arange(engine.slots)
+    slots = range(next(size for size in engine.launch_sizes if size >= live))
+    length = np.full(engine.slots, context, np.int32)
+    # A round may emit as many tokens as its tree has levels, and one more.
+    most = rounds * slack_slots(engine.drafter.tree.num_levels)
+    remaining = np.where(rows < live, most, 0).astype(np.int32)
+    for _ in range(1 + TIMINGS):
+        engine.begin_at(length, remaining)
+        jax.block_until_ready(engine.rows)
+        begun = time.perf_counter()
+        for _ in range(rounds):
+            engine.try_rounds(Choice(candidate, 1), kind, slots)
+        jax.block_until_ready(engine.rows)
+        found.append((time.perf_counter() - begun) / rounds)
+        if len(found) > 1 and found[-1] > LONG:
+            break
+    # The first one may compile.
+    return min(found[1:])
+
+
+def timed_policies(engine: Engine, kind: SamplingKind) -> tuple[FastestWithinBudget, ...]:
+    """A policy for every number of live rows, by powers of two, that knows the rounds' seconds.
+
+    They are measured at a quarter of the longest context.
+
+    Args:
+      engine: an idle one.
+      kind: the sampling kind of the rounds.
+    """
+    context = engine.capacity // 4
+    loads = [min(1 << load, engine.slots) for load in range(load_of(engine.slots) + 1)]
+    return tuple(
+        FastestWithinBudget.timed(
+            [
+                round_seconds(engine, candidate, live, context, kind)
+                for candidate in range(len(engine.drafters))
+            ]
+        )
+        for live in loads
+    )
+
+
+def longest_round(engine: Engine, kind: SamplingKind) -> float:
+    """Seconds of the slowest candidate's round with all rows at the longest context."""
+    context = engine.capacity - slack_slots(engine.drafter.tree.num_levels) - 1
+    context -= slack_slots(engine.drafter.tree.num_levels)
+    return max(
+        round_seconds(engine, candidate, engine.slots, max(context, 1), kind)
+        for candidate in range(len(engine.drafters))
+    )
+
+
+def largest_chunk(
+    sizes: Sequence[int], seconds: Callable[[int], float], a_round: float, most: float
+) -> int:
+    """The largest chunk that, with a round behind it, takes no longer than allowed.
+
+    Warns where none does, and takes the smallest.
+
+    Args:
+      sizes: tokens of chunks, descending; those behind the first that fits are not timed.
+      seconds: of a chunk, by its tokens.
+      a_round: seconds of a round.
+      most: seconds allowed.
+    """
+    needed = math.inf
+    for size in sizes:
+        needed = seconds(size) + a_round
+        if needed <= most:
+            return size
+    warnings.warn(
+        f"max_gap_ms={1000 * most:g} cannot be kept: a chunk of {sizes[-1]} tokens and a round "
+        f"take {1000 * needed:.0f} ms at the longest context; allow more, or shorter contexts",
+        stacklevel=2,
+    )
+    return sizes[-1]
+
+
+def smaller_chunks(chunk: int) -> list[int]:
+    """A chunk's size and its halves, down to :data:`SMALLEST_CHUNK`; descending."""
+    sizes = [chunk]
+    while sizes[-1] % 2 == 0 and sizes[-1] // 2 >= SMALLEST_CHUNK:
+        sizes.append(sizes[-1] // 2)
+    return sizes

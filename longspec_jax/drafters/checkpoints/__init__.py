@@ -1,0 +1,1 @@
+"""Published files of drafts: one reader, and for what is trained here one writer, a kind."""

@@ -1,0 +1,449 @@
+"""DFlash and DSpark drafts as their trainers publish them, in and out.
+
+Every stored tensor is read, or dropped for a reason that is listed, or refused.
+
+They count the target's layers differently, as with EAGLE-3 drafts
+(:mod:`longspec_jax.drafters.checkpoints.eagle3`): speculators by the hidden states that *enter* a
+layer, the others by those that *leave* it. A block of DFlash proposes behind the pending token's
+slot; a block of DSpark proposes from it on, one token more.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from longspec_jax.checks import is_whole
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoints.features import (
+    DROPPED,
+    LAYER_CONFIG,
+    TableFormat,
+    proposals,
+    vocabulary_of,
+    vocabulary_tensors,
+    without_prefix,
+)
+from longspec_jax.drafters.dflash import (
+    Confidence,
+    DFlashConfig,
+    DFlashDraft,
+    DFlashOptions,
+    DFlashParams,
+    Markov,
+    seen,
+)
+from longspec_jax.drafters.draft import Target, pays_in_int8
+from longspec_jax.weights.folder import open_folder
+from longspec_jax.weights.hf_config import REFUSED, build, check_refused, hf_config, target_config
+from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.params import write_model
+from longspec_jax.weights.rope import inner_layers
+from longspec_jax.weights.tables import MARKOV, ROTARY, Rule, Table, bind, layer_rules, layer_sizes
+
+LAYERS = "Qwen3ForCausalLM"
+"""The family whose layers all of these drafts have, whatever the target's."""
+HEADS = {"vanilla": {}, "gated": {"gated": True}, "rnn": {"recurrent": True}}
+"""Kinds of Markov heads, and the fields of :class:`Markov` for them."""
+_REFUSED = {
+    "causal_head": "every slot sees none of the later ones (JetSpec)",
+    "use_swa": "windows of another kind",
+    "swa_window_size": "windows of another kind",
+    "final_logit_softcapping": "a soft cap on logits",
+    "output_multiplier": "a factor on logits",
+    "input_embedding_scale": "a factor on embeddings",
+    **dict.fromkeys(("conv_kernel_size", "conv_group_size"), "the convolutions of DFlash 2"),
+    **dict.fromkeys(("selector_rank", "selector_top_k"), "the selector of DFlash 2"),
+}
+"""Keys that change the arithmetic, and what they ask for. A 1 is a factor that changes nothing."""
+_FACTORS = "output_multiplier", "input_embedding_scale"
+_OF_OTHERS = {
+    "candidate_selector.": "DFlash 2",
+    "attention_conv.": "DFlash 2",
+    "mlp_conv.": "DFlash 2",
+    "refiner_head.": "XPress",
+    "hidden_dim_adapter": "JetSpec with an adapter of widths",
+}
+"""Parts of tensors' names, and the drafts that alone have them, whatever their file says."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a family of trainers writes these drafts."""
+
+    name: str
+    entering: bool = False
+    """Whether layers are counted by the hidden states that enter them, not by those that leave."""
+
+
+ZLAB = Dialect("z-lab and SpecForge")
+DEEPSPEC = Dialect("DeepSpec")
+SPECULATORS = Dialect("speculators", entering=True)
+DIALECTS = (ZLAB, DEEPSPEC, SPECULATORS)
+
+
+def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
+    """The dialect of a draft, by its ``config.json``.
+
+    Args:
+      raw: the file.
+      tensors: names of the tensors beside it.
+
+    Raises:
+      ValueError: for a draft of another kind, by its file or by its tensors.
+    """
+    for name in tensors:
+        for part, kind in _OF_OTHERS.items():
+            if part in name:
+                raise ValueError(
+                    f"{raw.origin}: the weights beside it hold {name}, which drafts of {kind} "
+                    "have; they compute more than DFlash and DSpark drafts and are not supported "
+                    "yet; load another draft"
+                )
+    names = raw.texts("architectures")
+    if other := [name for name in names if name.startswith(("DFlash2", "Gemma4"))]:
+        raise raw.error(
+            "architectures",
+            f"is not supported: {other[0]} computes more than the layers of DFlash and DSpark "
+            "drafts for Qwen3 and Llama",
+            "load another draft",
+        )
+    if raw.has("speculators_model_type"):
+        if raw.text("speculators_model_type", "") not in ("dflash", "dspark"):
+            raise raw.error(
+                "speculators_model_type", "must be 'dflash' or 'dspark'", "load another draft"
+            )
+        return SPECULATORS
+    return ZLAB if raw.has("dflash_config") else DEEPSPEC
+
+
+def draft_config(
+    raw: JsonObject,
+    dialect: Dialect,
+    target: TargetConfig,
+    *,
+    layers: tuple[int, ...] | None = None,
+) -> DFlashConfig:
+    """The draft that a ``config.json`` describes.
+
+    Args:
+      raw: the parsed file.
+      dialect: whose it is.
+      target: the target that it will draft for.
+      layers: as ``features`` of the configuration; as the file says if absent.
+
+    Raises:
+      ValueError: if the file describes what is not computed here.
+    """
+    part = inner_layers(raw, LAYER_CONFIG) if dialect is SPECULATORS else raw
+    own = raw.part("dflash_config") if dialect is ZLAB else raw
+    for holder in (own, raw, part):
+        for key, what in _REFUSED.items():
+            value = holder.values.get(key)
+            if value and not (value == 1 and value is not True and key in _FACTORS):
+                raise holder.error(key, f"is not supported: {what}", "load another draft")
+    if (made_for := raw.whole("num_target_layers", target.num_layers)) != target.num_layers:
+        raise ValueError(
+            f"{raw.origin}: the draft was made for a target of num_target_layers={made_for}, the "
+            f"target has {target.num_layers} layers; load the draft that belongs to this target"
+        )
+    trunk = _trunk(part, target.dtype)
+    dspark = raw.text("speculators_model_type", "dspark") == "dspark" and dialect is not ZLAB
+    if dialect is ZLAB:
+        projector = own.text("projector_type", "dflash")
+        if projector not in ("dflash", "dspark"):
+            raise own.error("projector_type", "must be dflash or dspark", "load another draft")
+        dspark = projector == "dspark"
+    windows = _windows(part, trunk.num_layers)
+    markov = _markov(own, dspark)
+    confident = own.flag("enable_confidence_head", dspark and dialect is SPECULATORS)
+    return build(
+        raw,
+        DFlashConfig,
+        trunk=trunk,
+        target_width=part.whole(
+            "target_hidden_size", raw.whole("target_hidden_size", trunk.model_width)
+        ),
+        proposable=raw.whole("draft_vocab_size", trunk.vocab_size),
+        features=layers or hidden_layers(own, dialect, target.num_layers, trunk.num_layers),
+        block=(own if own.has("block_size") else raw).whole("block_size"),
+        mask_token=own.whole("mask_token_id", least=0),
+        from_pending=raw.flag("sample_from_anchor", dspark),
+        windows=windows,
+        causal=_causal(raw, own, dialect, windows),
+        markov=markov,
+        confidence=Confidence(own.flag("confidence_head_with_markov", markov is not None))
+        if confident
+        else None,
+    )
+
+
+def _trunk(part: JsonObject, dtype: str) -> TargetConfig:
+    """The layers. The file may name the target's family and code of its own, which is never run."""
+    check_refused(part, REFUSED)
+    layers = {**part.values, "architectures": [LAYERS], "model_type": "qwen3"}
+    layers |= {"use_sliding_window": False, "auto_map": None}
+    return target_config(JsonObject(layers, part.origin), dtype)
+
+
+def hidden_layers(
+    own: JsonObject, dialect: Dialect, target_layers: int, draft_layers: int
+) -> tuple[int, ...]:
+    """The layers after which hidden states are taken, by the counting of the dialect."""
+    key = "aux_hidden_state_layer_ids" if dialect is SPECULATORS else "target_layer_ids"
+    if not own.has(key):
+        return evenly(target_layers, draft_layers)
+    ids, least = own.values[key], 0 if dialect.entering else -1
+    most = target_layers if dialect.entering else target_layers - 1
+    listed = isinstance(ids, list) and bool(ids)
+    if not listed or not all(is_whole(each) and least <= each <= most for each in ids):
+        verb = "enter" if dialect.entering else "leave"
+        raise own.error(
+            key,
+            f"must be layers of the target, {least} to {most}: it has {target_layers} layers, and "
+            f"{dialect.name} counts the hidden states that {verb} the layers",
+            "load the draft that belongs to this target",
+        )
+    return tuple(each - dialect.entering for each in ids)
+
+
+def evenly(target_layers: int, draft_layers: int) -> tuple[int, ...]:
+    """The layers of z-lab's code where the file names none: one for each of the draft's."""
+    if draft_layers == 1:
+        return (target_layers // 2,)
+    span = target_layers - 4
+    return tuple(round(1 + layer * span / (draft_layers - 1)) for layer in range(draft_layers))
+
+
+def _windows(part: JsonObject, layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer, if it has one."""
+    kinds = part.texts("layer_types") or ["full_attention"] * layers
+    if len(kinds) != layers or {*kinds} - {"full_attention", "sliding_attention"}:
+        raise part.error(
+            "layer_types", f"must say full_attention or sliding_attention for {layers} layers"
+        )
+    return tuple(
+        part.whole("sliding_window") if kind == "sliding_attention" else None for kind in kinds
+    )
+
+
+def _causal(
+    raw: JsonObject, own: JsonObject, dialect: Dialect, windows: Iterable[int | None]
+) -> tuple[bool, ...]:
+    """Whether slots see none of the later ones: where the window slides, unless the file says."""
+    slides = not raw.flag("sliding_window_non_causal", False)
+    if dialect is ZLAB:
+        slides = own.flag("causal", raw.flag("is_causal", slides))
+    return tuple(window is not None and slides for window in windows)
+
+
+def _markov(own: JsonObject, dspark: bool) -> Markov | None:
+    rank = own.whole("markov_rank", 0, least=0) if dspark else 0
+    kind = own.text("markov_head_type", "vanilla")
+    if kind not in HEADS:
+        raise own.error("markov_head_type", f"must be one of {', '.join(HEADS)}")
+    return Markov(rank, **HEADS[kind]) if rank else None
+
+
+def hf_draft_config(config: DFlashConfig, dialect: Dialect) -> dict[str, Any]:
+    """A ``config.json`` in a dialect, which :func:`draft_config` reads as ``config``."""
+    layer = hf_config(config.trunk) | _raw_windows(config)
+    ids = [layer + dialect.entering for layer in config.features]
+    causal = any(config.causal)
+    heads = _raw_heads(config)
+    if dialect is SPECULATORS:
+        kind = "dspark" if heads else "dflash"
+        del layer["architectures"]
+        return {
+            "architectures": ["DSparkDraftModel" if heads else "DFlashDraftModel"],
+            "speculators_model_type": kind,
+            "speculators_config": proposals(kind, config.tokens),
+            LAYER_CONFIG: layer,
+            "aux_hidden_state_layer_ids": ids,
+            "draft_vocab_size": config.proposable,
+            "block_size": config.block,
+            "mask_token_id": config.mask_token,
+            "sample_from_anchor": config.from_pending,
+            "sliding_window_non_causal": any(config.windows) and not causal,
+            "torch_dtype": config.trunk.dtype,
+            **({"target_hidden_size": config.target_width} if _narrower(config) else {}),
+            **heads,
+        }
+    own = {"target_layer_ids": ids, "mask_token_id": config.mask_token} | heads
+    if dialect is DEEPSPEC:
+        absent = {"markov_rank": 0, "enable_confidence_head": False}
+        named = {"architectures": ["Qwen3DSparkModel"], "block_size": config.block}
+        return layer | named | absent | own
+    if any(config.windows):
+        own["causal"] = causal
+    if config.from_pending:
+        own["projector_type"] = "dspark"
+    named = {"architectures": ["DFlashDraftModel"], "block_size": config.block}
+    return layer | named | {"dflash_config": own}
+
+
+def _narrower(config: DFlashConfig) -> bool:
+    return config.target_width != config.model_width
+
+
+def _raw_windows(config: DFlashConfig) -> dict[str, Any]:
+    kinds = ["full_attention" if each is None else "sliding_attention" for each in config.windows]
+    windows = [each for each in config.windows if each is not None]
+    slides = {"sliding_window": windows[0], "use_sliding_window": True} if windows else {}
+    return {"layer_types": kinds, **slides}
+
+
+def _raw_heads(config: DFlashConfig) -> dict[str, Any]:
+    """Keys about the heads of DSpark; none for DFlash."""
+    if config.markov is None and config.confidence is None:
+        return {}
+    found: dict[str, Any] = {"markov_rank": 0, "enable_confidence_head": bool(config.confidence)}
+    if config.markov is not None:
+        fields = {"gated": config.markov.gated, "recurrent": config.markov.recurrent}
+        chosen = {name: True for name, on in fields.items() if on}
+        kind = next(kind for kind, fields in HEADS.items() if fields == chosen)
+        found |= {"markov_rank": config.markov.rank, "markov_head_type": kind}
+    if config.confidence is not None:
+        found["confidence_head_with_markov"] = config.confidence.with_markov
+    return found
+
+
+_TRUNK = (
+    Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),
+    Rule("hidden_norm/scale", "D", (("hidden_norm.weight", "D"),)),
+    Rule("final_norm/scale", "D", (("norm.weight", "D"),)),
+)
+_CONFIDENCE = (
+    Rule("confidence/kernel", "O I", (("confidence_head.proj.weight", "O I"),)),
+    Rule("confidence/bias", "O", (("confidence_head.proj.bias", "O"),)),
+)
+
+
+@dataclass(frozen=True)
+class Format(TableFormat):
+    """How a draft is stored."""
+
+    dialect: Dialect
+
+    def table(self, config: DFlashConfig) -> Table:
+        """The tensors of a draft."""
+        sizes = layer_sizes(config.trunk) | {
+            "C": len(config.features) * config.target_width,
+            "V": config.vocab_size,
+            "v": config.proposable,
+            "O": 1,
+            "I": config.confidence_width,
+        }
+        rules = _TRUNK + self.tables
+        if config.markov is not None:
+            rules += MARKOV
+            inputs, outputs = config.markov.joint_shape(config.model_width)
+            sizes |= {"R": config.markov.rank, "J": inputs, "P": outputs}
+            if config.markov.gated or config.markov.recurrent:
+                name = f"markov_head.{'gate' if config.markov.gated else 'joint'}_proj"
+                rules += (
+                    Rule("markov/fuse/kernel", "J P", ((f"{name}.weight", "P J"),)),
+                    Rule("markov/fuse/bias", "P", ((f"{name}.bias", "P"),)),
+                )
+        if config.confidence is not None:
+            rules += _CONFIDENCE
+        leaves = [bind(rule, sizes) for rule in rules]
+        for index in range(config.trunk.num_layers):
+            ours, theirs = f"layers_{index}/", f"layers.{index}."
+            leaves += [bind(rule, sizes, ours, theirs) for rule in layer_rules(config.trunk)]
+        return Table(tuple(leaves), ROTARY | DROPPED)
+
+
+def load_draft(
+    source: str | Path,
+    target: TargetConfig,
+    target_params: Any,
+    *,
+    layers: tuple[int, ...] | None = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> tuple[Format, DFlashConfig, DFlashParams]:
+    """Load a draft in any of the published dialects.
+
+    Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.eagle3.load_draft`.
+    """
+    with open_folder(source, mesh, revision) as folder:
+        tensors = without_prefix(folder.tensors)
+        dialect = dialect_of(folder.raw, tensors)
+        config = draft_config(folder.raw, dialect, target, layers=layers)
+        with folder.named():
+            config.check_fits(target)
+            vocabulary = vocabulary_of(tensors, config)
+        stored = Format(dialect, "embed_tokens.weight" in tensors, "lm_head.weight" in tensors)
+        layer = folder.params(stored.table(config), tensors, config.trunk.dtype)
+    heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}
+    params = DFlashParams.bound(layer, config, target, target_params, vocabulary)
+    return stored, config, replace(params, **heads)
+
+
+def save_draft(
+    folder: str | Path, stored: Format, config: DFlashConfig, params: DFlashParams
+) -> None:
+    """Save a draft in the dialect that it was loaded from.
+
+    Args:
+      folder: made if absent; weights in it are replaced, other files stay.
+      stored: how; tables that the draft shares with its target are written where it says so.
+      config: the draft's configuration.
+      params: its parameters, of any sharding; not in 8 bits.
+
+    Raises:
+      ValueError: for parameters in 8 bits.
+    """
+    raw = hf_draft_config(config, stored.dialect)
+    heads = {"markov": params.markov, "confidence": params.confidence}
+    own = {name: head for name, head in heads.items() if head is not None}
+    more = vocabulary_tensors(params.vocabulary, config.vocab_size)
+    table, dtype = stored.table(config), config.trunk.dtype
+    everything = stored.stored(params) | own
+    write_model(Path(folder).expanduser(), table, everything, dtype, raw, more)
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: DFlashOptions = DFlashOptions(),  # noqa: B008 - frozen.
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> DFlashDraft:
+    """Load a DFlash or DSpark draft as its trainer stored it.
+
+    Args:
+      source: a folder or hub id.
+      target: what it was trained for.
+      options: its options.
+      mesh: devices to spread it over; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if it does not belong to the target, or a file is damaged.
+    """
+    stored, config, params = load_draft(
+        *(source, target.config, target.params),
+        layers=options.features,
+        mesh=mesh,
+        revision=revision,
+    )
+    if options.yarn is not None:
+        config = config.stretched(options.yarn)
+    if pays_in_int8(target) if options.int8 is None else options.int8:
+        params = params.in_int8(mesh)
+    reach = seen(config, target.config, options)
+    if reach.window is not None and options.window is None and None in config.windows:
+        warnings.warn(
+            f"{source}: the draft was made for {config.trunk.max_positions} positions and the "
+            f"target for {target.config.max_positions}, so it sees the first {reach.sinks} and the "
+            f"last {reach.window} tokens of a text; the draft option window=N changes that",
+            stacklevel=2,
+        )
+    return DFlashDraft(config, params, reach, stored)

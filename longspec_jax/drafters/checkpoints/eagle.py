@@ -1,0 +1,98 @@
+"""EAGLE-1 and 2 drafts as they are published, and the draft bound to its target.
+
+``config.json`` is that of a Llama of one layer; ``bias`` tells whether the projection of embedding
+and hidden state has one. What is stored in which shape says the rest.
+"""
+
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoints.eagle3 import (
+    FIRST_LAYER,
+    USUAL_POSITIONS,
+    authors_base,
+    bound,
+)
+from longspec_jax.drafters.checkpoints.features import EMBEDDING, QKV, llama_rules, without_prefix
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.eagle import EagleConfig, EagleOptions, EagleParams
+from longspec_jax.drafters.eagle3 import Eagle3Draft
+from longspec_jax.weights.checkpoint import Tensors
+from longspec_jax.weights.folder import open_folder
+from longspec_jax.weights.hf_config import REFUSED, build, check_refused, head_width, norm_eps
+from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.rope import rope_scaling
+from longspec_jax.weights.tables import ROTARY, Rule, Table, bind, layer_sizes
+
+_FUSE = (Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),)
+_FUSE_BIAS = (Rule("fuse/bias", "D", (("fc.bias", "D"),)),)
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: EagleOptions = EagleOptions(),  # noqa: B008 - frozen.
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> Eagle3Draft:
+    """Load an EAGLE-1 or 2 draft.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if it does not belong to the target, or a file is damaged.
+    """
+    with open_folder(source, mesh, revision) as folder:
+        tensors = without_prefix(folder.tensors)
+        config = _config(folder.raw, tensors, target.config, options.rope_theta)
+        with folder.named():
+            config.check_fits(target.config)
+        table = draft_table(config, embedding="embed_tokens.weight" in tensors)
+        layer = folder.params(table, tensors, config.dtype)
+    params = EagleParams.bound(layer, config, target.config, target.params)
+    return bound("eagle", source, target, options, mesh, config, params)
+
+
+def draft_table(config: EagleConfig, *, embedding: bool) -> Table:
+    """The tensors of a draft, maybe with an embedding of its own."""
+    sizes = layer_sizes(config) | {"C": 2 * config.model_width, "V": config.vocab_size}
+    layer = QKV, *llama_rules(config)
+    others = _FUSE + _FUSE_BIAS * config.fuse_bias + EMBEDDING * embedding
+    leaves = [bind(rule, sizes, theirs=FIRST_LAYER) for rule in layer]
+    return Table((*leaves, *(bind(rule, sizes) for rule in others)), ROTARY)
+
+
+def _config(
+    raw: JsonObject, tensors: Tensors, target: TargetConfig, theta: float | None
+) -> EagleConfig:
+    """The draft that a ``config.json`` and its tensors describe."""
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    raw.require(sizes, "an EAGLE draft")
+    check_refused(raw, REFUSED)
+    if raw.whole("num_hidden_layers", 1) != 1:
+        raise raw.error("num_hidden_layers", "is not supported: one layer is", "load another draft")
+    width, heads = raw.whole("hidden_size"), raw.whole("num_attention_heads")
+    vocabulary, scaling = raw.whole("vocab_size"), rope_scaling(raw)
+    return build(
+        raw,
+        EagleConfig,
+        model_width=width,
+        target_width=width,
+        mlp_width=raw.whole("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=raw.whole("num_key_value_heads", heads),
+        head_width=head_width(raw, width, heads, None),
+        vocab_size=vocabulary,
+        proposable=vocabulary,
+        features=(target.num_layers,),
+        max_positions=raw.whole("max_position_embeddings", USUAL_POSITIONS),
+        rope_theta=authors_base(raw, scaling) if theta is None else theta,
+        rope_scaling=scaling,
+        norm_eps=norm_eps(raw, 1e-6),
+        dtype=target.dtype,
+        qkv_bias=f"{FIRST_LAYER}self_attn.q_proj.bias" in tensors,
+        normed_head=False,
+        fuse_bias="fc.bias" in tensors,
+    )

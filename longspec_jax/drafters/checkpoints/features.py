@@ -1,0 +1,138 @@
+"""What files of drafts have in common: the names of a layer's tensors, and tables of their own.
+
+Trainers of drafts over the target's features store a reduced vocabulary among the weights: ``d2t``
+holds what to add to each of the draft's ids.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from longspec_jax.drafters.tables import NOT_WHOLE, Sizes, TableParams
+from longspec_jax.drafters.vocabulary import check_vocabulary
+from longspec_jax.weights.checkpoint import Tensor, Tensors
+from longspec_jax.weights.tables import MLP, QKV_BIAS_PARTS, QKV_KERNEL, Rule
+
+LAYER_CONFIG = "transformer_layer_config"
+"""Where files of speculators describe the layers."""
+QKV = Rule("self_qkv/fused/kernel", "D K * H", QKV_KERNEL)
+QKV_BIAS = Rule("self_qkv/fused/bias", "K * H", QKV_BIAS_PARTS)
+SELF_OUT = Rule("self_out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),))
+_MLP_NORM = Rule("mlp_norm/scale", "D", (("post_attention_layernorm.weight", "D"),))
+_QK_NORM = (
+    Rule("q_norm/scale", "H", (("self_attn.q_norm.weight", "H"),)),
+    Rule("k_norm/scale", "H", (("self_attn.k_norm.weight", "H"),)),
+)
+EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
+_HEAD = (Rule("head", "v D", (("lm_head.weight", "v D"),)),)
+
+
+def llama_rules(config: Any) -> tuple[Rule, ...]:
+    """Of a Llama's layer, by its switches: all but :data:`QKV` and the norms before it."""
+    switched = (QKV_BIAS,) * config.qkv_bias + _QK_NORM * config.qk_norm
+    return SELF_OUT, _MLP_NORM, *MLP, *switched
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """How a draft is stored."""
+
+    dialect: Any
+    """Whose ``config.json`` it has."""
+    embedding: bool
+    """Whether its own embedding is stored."""
+    head: bool
+    """Whether its own LM head is stored."""
+
+    @property
+    def tables(self) -> tuple[Rule, ...]:
+        """The rules of its own tables."""
+        return EMBEDDING * self.embedding + _HEAD * self.head
+
+    def stored(self, params: TableParams) -> dict[str, Any]:
+        """The layers, and the tables that are stored; raises ValueError for those in 8 bits."""
+        if params.int8:
+            raise ValueError("the draft is in 8 bits; load it with int8=False to save it")
+        tables = {"embedding": self.embedding, "head": self.head}
+        return {**params.layer, **{name: getattr(params, name) for name in tables if tables[name]}}
+
+
+def proposals(algorithm: str, tokens: int = 3) -> dict[str, Any]:
+    """How speculators would decode with a draft; its loader asks for it."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+        "verifier": {"name_or_path": None, "architectures": []},
+    }
+
+
+OFFSETS, MEMBERS = "d2t", "t2d"
+"""What to add to each of the draft's ids, and which of the target's tokens it knows."""
+
+
+DROPPED = {
+    r"verifier_(norm|lm_head)\.weight": "the target has its own",
+    MEMBERS: "it follows from d2t, with which it is compared",
+}
+"""Tensors that no draft over the target's features needs."""
+
+
+_PREFIX = "model."
+"""Stands before all names in some files."""
+
+
+def vocabulary_of(tensors: Tensors, draft: Sizes) -> np.ndarray | None:
+    """The target's tokens that the draft knows, taken out of its tensors; None for all of them.
+
+    ``d2t`` holds offsets: the target's id is the draft's plus the offset at it.
+    """
+    offsets, members = tensors.pop(OFFSETS, None), tensors.get(MEMBERS)
+    if offsets is None:
+        if draft.proposable != draft.vocab_size:
+            raise ValueError(
+                f"the draft knows {draft.proposable} of {draft.vocab_size} tokens, and d2t, "
+                f"which says which, is not among its tensors; {NOT_WHOLE}"
+            )
+        return None
+    if offsets.shape != (draft.proposable,):
+        raise ValueError(
+            f"d2t {offsets.shape} must have draft_vocab_size={draft.proposable} numbers; use the "
+            "config.json that was saved with the weights"
+        )
+    tokens = check_vocabulary(np.arange(draft.proposable) + _whole(offsets), draft.vocab_size)
+    if members is not None:
+        listed = np.flatnonzero(_whole(members))
+        if members.shape != (draft.vocab_size,) or not np.array_equal(np.sort(tokens), listed):
+            raise ValueError(
+                f"d2t names {len(tokens)} tokens and t2d {members.shape} marks {len(listed)}, and "
+                f"they must be the same ones of the target's {draft.vocab_size}; {NOT_WHOLE}"
+            )
+    same = len(tokens) == draft.vocab_size and bool((tokens == np.arange(len(tokens))).all())
+    return None if same else tokens
+
+
+def vocabulary_tensors(vocabulary: Any, vocab_size: int) -> dict[str, np.ndarray]:
+    """The inverse of :func:`vocabulary_of`: ``d2t`` and ``t2d``; none for all tokens."""
+    if vocabulary is None:
+        return {}
+    tokens = np.asarray(vocabulary, np.int64)
+    offsets = tokens - np.arange(len(tokens))
+    return {OFFSETS: offsets, MEMBERS: np.isin(np.arange(vocab_size), tokens)}
+
+
+def _whole(tensor: Tensor) -> np.ndarray:
+    """A small tensor of whole numbers."""
+    if len(tensor.shape) != 1:
+        raise ValueError(f"d2t and t2d must be lists, got {tensor.shape}; {NOT_WHOLE}")
+    return tensor.read((slice(None),))
+
+
+def without_prefix(tensors: Tensors) -> Tensors:
+    """The tensors under their usual names, where all carry a prefix."""
+    named: Mapping[str, Tensor] = tensors
+    if not all(name.startswith(_PREFIX) for name in named if name not in (OFFSETS, MEMBERS)):
+        return dict(named)
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in named.items()}

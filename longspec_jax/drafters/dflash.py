@@ -1,0 +1,487 @@
+"""DFlash and DSpark: one forward over a block of mask tokens, and a tree of its slots' best tokens.
+
+Hidden states of several layers of the target are fused to one feature a token (arXiv:2602.06036).
+Every layer makes keys and values of it with the weights that serve the block's own tokens, so the
+committed tokens are context for all layers without passing through any. Their entries depend on
+(feature, position) alone: entry ``i`` of every layer's cache is made of the feature of token ``i``.
+
+A round runs the block once, whatever the tree: the pending token and mask tokens behind it, which
+see each other and the entries. A level of the tree takes the logits of one slot. Slots do not know
+of each other's tokens, so without a Markov head the continuations of all nodes of a level are the
+same, and beam search by their sums is the tree of the best paths (DDTree, arXiv:2604.12989). A
+Markov head (DSpark) corrects the logits behind every node by its token. A confidence head says how
+likely a slot is right behind a node: paths through it are worth less by that, so that a budget or a
+threshold stops where the slots become guesses.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from longspec_jax.axes import Array
+from longspec_jax.checks import whole_number
+from longspec_jax.config.layers import YarnRopeScaling
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
+from longspec_jax.drafters.draft import DefaultTrees, Draft
+from longspec_jax.drafters.tables import SINKS, BlockParams, FeatureOptions, check_fits
+from longspec_jax.drafters.tree import Tree, beam_search, nodes_run, plant
+from longspec_jax.drafters.window import Entries, Rows, Seen
+from longspec_jax.models.layers import Projection, RMSNorm, rotary_angles
+from longspec_jax.models.target import HEADS, Attend, Layer, stored_logits
+from longspec_jax.ops.attention.dispatch import speculative_attention
+from longspec_jax.ops.attention.operands import Fresh
+from longspec_jax.ops.embedding import look_up
+from longspec_jax.ops.layer import split_heads
+from longspec_jax.ops.partitioned import with_sharding
+from longspec_jax.ops.slicing import along
+
+
+@dataclass(frozen=True)
+class Markov:
+    """A head that corrects a slot's logits by the token before it (DSpark)."""
+
+    rank: int
+    gated: bool = False
+    """Whether a gate of the slot's hidden state precedes the correction."""
+    recurrent: bool = False
+    """Whether a state runs along the tokens of the block."""
+
+    def __post_init__(self) -> None:
+        whole_number("markov_rank", self.rank)
+        if self.gated and self.recurrent:
+            raise ValueError("a Markov head is either gated or recurrent")
+
+    def joint_shape(self, model_width: int) -> tuple[int, int]:
+        """Inputs and outputs of the projection of a gated or a recurrent head."""
+        if self.recurrent:
+            return 2 * self.rank + model_width, 3 * self.rank
+        return model_width + self.rank, self.rank
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """A head that predicts how likely a slot's token is accepted (DSpark)."""
+
+    with_markov: bool
+    """Whether it reads the Markov head's embedding of the token before as well."""
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """Layers over a block: the pending token and mask tokens behind it."""
+
+    trunk: TargetConfig
+    """Its layers, which are those of Qwen3."""
+    target_width: int
+    """Width of the target's hidden states."""
+    proposable: int
+    """Tokens that the draft's LM head knows."""
+    features: tuple[int, ...]
+    """Layers of the target after which the draft takes the hidden states; -1 is the embedding."""
+    block: int
+    """Slots of a block, the pending token's included."""
+    mask_token: int
+    """What stands in the other slots."""
+    from_pending: bool = False
+    """Whether the pending token's slot proposes too: every slot proposes the token behind its own.
+    Else every other slot proposes its own token."""
+    windows: tuple[int | None, ...] = ()
+    """Committed tokens that each layer sees, the last ones; all where None. One for each layer."""
+    causal: tuple[bool, ...] = ()
+    """Whether a slot sees none of the later ones, for each layer."""
+    markov: Markov | None = None
+    confidence: Confidence | None = None
+
+    def __post_init__(self) -> None:
+        layers = self.trunk.num_layers
+        object.__setattr__(self, "windows", self.windows or (None,) * layers)
+        object.__setattr__(self, "causal", self.causal or (False,) * layers)
+        if (len(self.windows), len(self.causal)) != (layers, layers):
+            raise ValueError(
+                f"windows={self.windows} and causal={self.causal} must name each of the {layers} "
+                "layers"
+            )
+        for name in ("target_width", "proposable"):
+            whole_number(name, getattr(self, name))
+        whole_number("block_size", self.block, 1 if self.from_pending else 2)
+        whole_number("mask_token_id", self.mask_token, 0, self.vocab_size - 1)
+        for window in filter(None, self.windows):
+            whole_number("sliding_window", window)
+        if self.proposable > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.proposable} is above vocab_size={self.vocab_size}: a "
+                "draft proposes some of its target's tokens"
+            )
+        if self.confidence and self.confidence.with_markov and not self.markov:
+            raise ValueError(
+                "confidence_head_with_markov reads a Markov head, and markov_rank is 0: use the "
+                "config.json that was saved with the weights"
+            )
+
+    @property
+    def model_width(self) -> int:
+        """Width of the draft."""
+        return self.trunk.model_width
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target."""
+        return self.trunk.vocab_size
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that proposes the token behind the pending one."""
+        return 0 if self.from_pending else 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a block proposes, one behind the other."""
+        return self.block - self.first_slot
+
+    @property
+    def confidence_width(self) -> int:
+        """Inputs of the confidence head."""
+        reads_markov = self.confidence and self.confidence.with_markov
+        return self.model_width + (self.markov.rank if self.markov and reads_markov else 0)
+
+    def stretched(self, factor: float) -> "DFlashConfig":
+        """The same draft with YaRN over its trained range."""
+        trained = self.trunk.max_positions
+        trunk = dataclasses.replace(
+            self.trunk,
+            rope_scaling=YarnRopeScaling.usual(factor, trained),
+            max_positions=int(factor * trained),
+        )
+        return dataclasses.replace(self, trunk=trunk)
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError unless this draft can read the target's features and tokens."""
+        check_fits(self, target)
+
+
+class DFlashLayers(nn.Module):
+    """The draft as pure functions of features and embeddings; attention is the caller's."""
+
+    config: DFlashConfig
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0 for all."""
+
+    def setup(self) -> None:
+        """Declare the submodules."""
+        c, dtype = self.config.trunk, jnp.dtype(self.config.trunk.dtype)
+        fused = len(self.config.features) * self.config.target_width
+        self.fuse = Projection((fused,), (c.model_width,), dtype)
+        self.hidden_norm = RMSNorm(c.norm_eps, dtype)
+        self.layers = [Layer(c, self.mlp_chunk) for _ in range(c.num_layers)]
+        self.final_norm = RMSNorm(c.norm_eps, dtype)
+
+    def keys_values(self, hidden: Sequence[Array], positions: Array) -> tuple[Rows, ...]:
+        """Keys and values ``[B, n, K, H]`` of committed tokens, for every layer.
+
+        Args:
+          hidden: the target's states at ``config.features``, ``[B, n, target_width]`` each.
+          positions: of the tokens, ``[B, n]``.
+        """
+        c, angles = self.config.trunk, self._angles(positions)
+        [fused] = with_sharding("b t d", self.fuse(jnp.concatenate(hidden, axis=-1)))
+        feature = self.hidden_norm(fused)
+        rows = []
+        for layer in self.layers:
+            attention, scales = layer.attention, None
+            if c.qk_norm:
+                norms = attention.q_norm, attention.k_norm
+                scales = norms[0].weights(c.head_width), norms[1].weights(c.head_width)
+            heads = split_heads(attention.qkv(feature), *angles, scales, c.norm_eps)
+            _, k, v = with_sharding(HEADS, *heads)
+            rows.append((k, v))
+        return tuple(rows)
+
+    def __call__(self, embedded: Array, positions: Array, attend: Attend) -> Array:
+        """Run the layers over a block; returns what the LM head reads, ``[B, T, D]``.
+
+        Args:
+          embedded: embeddings of the block's tokens ``[B, T, D]``.
+          positions: theirs, ``[B, T]``.
+          attend: ``(layer, q, k, v) -> out`` over what the slots see.
+        """
+        x, delta, angles = embedded, None, self._angles(positions)
+        for index, layer in enumerate(self.layers):
+            x, delta, _, _ = layer(x, delta, angles, lambda q, k, v, i=index: attend(i, q, k, v))
+        [hidden] = with_sharding("b t d", self.final_norm.add(x, delta)[1])
+        return hidden
+
+    def _angles(self, positions: Array) -> tuple[Array, Array]:
+        c = self.config.trunk
+        return rotary_angles(positions, c.head_width, c.rotary)
+
+
+@struct.dataclass
+class DFlashParams(BlockParams):
+    """The draft's layers, its heads, and its tables, of which some may be the target's."""
+
+    module = DFlashLayers
+    confidence: Any = None
+    """``kernel [1, C]`` and ``bias [1]`` of the confidence head; None without one."""
+
+    @property
+    def own_params(self) -> Any:
+        """Those not shared with the target."""
+        return *super().own_params, self.confidence
+
+    def keys_values(
+        self, config: DFlashConfig, hidden: Sequence[Array], positions: Array
+    ) -> tuple[Rows, ...]:
+        """As of :meth:`DFlashLayers.keys_values`."""
+        return self._apply(config, hidden, positions, method=DFlashLayers.keys_values)
+
+    def block(self, config: DFlashConfig, tokens: Array, positions: Array, attend: Attend) -> Array:
+        """The layers over tokens ``[B, T]``; arguments as of :class:`DFlashLayers`."""
+        return self._apply(config, self.embedded(tokens), positions, attend)
+
+    def trust(self, config: DFlashConfig, tokens: Array, hidden: Array) -> Array:
+        """How likely the target accepts a slot's token, a logarithm ``[B, w]`` (DSpark, 3.3).
+
+        Args:
+          config: of the draft, which has a confidence head.
+          tokens: those before the slot, ``[B, w]``.
+          hidden: the slot's, ``[B, 1, D]``.
+        """
+        parts = [jnp.broadcast_to(hidden, (*tokens.shape, hidden.shape[-1]))]
+        if config.confidence is not None and config.confidence.with_markov:
+            parts.append(look_up(self.markov["embedding"], tokens))
+        joint = jnp.concatenate(parts, axis=-1).astype(jnp.float32)
+        kernel, bias = (self.confidence[name].astype(jnp.float32) for name in ("kernel", "bias"))
+        return jax.nn.log_sigmoid((joint * kernel).sum(axis=-1) + bias)
+
+
+def markov_step(
+    params: Any, config: Markov, tokens: Array, hidden: Array, state: Array
+) -> tuple[Array, Array]:
+    """What a Markov head adds to a slot's logits behind each of some tokens (DSpark, section 3.2).
+
+    Args:
+      params: :attr:`DFlashParams.markov`.
+      config: of the head.
+      tokens: those before the slot, ``[B, w]``.
+      hidden: the slot's, ``[B, 1, D]``.
+      state: what the recurrent head knows of the tokens before these, ``[B, w, r]``.
+
+    Returns:
+      What is added, ``[B, w, v]`` in float32, and the state behind the tokens.
+    """
+    before = look_up(params["embedding"], tokens)
+    latent = before
+    if config.gated or config.recurrent:
+        slot = jnp.broadcast_to(hidden, (*tokens.shape, hidden.shape[-1]))
+        parts = (state, before, slot) if config.recurrent else (slot, before)
+        joint = params["fuse"]
+        mixed = jnp.concatenate(parts, axis=-1) @ joint["kernel"] + joint["bias"]
+        if config.gated:
+            latent = jax.nn.sigmoid(mixed) * before
+        else:
+            gate, candidate, output = jnp.split(mixed, 3, axis=-1)
+            gate, latent = jax.nn.sigmoid(gate), jnp.tanh(output)
+            state = gate * state + (1 - gate) * jnp.tanh(candidate)
+    return stored_logits(params["head"], latent), state
+
+
+@struct.dataclass
+class DFlashState:
+    """What a row keeps of its committed tokens: an entry of each, for every layer."""
+
+    layers: tuple[Entries, ...]
+
+
+@dataclass(frozen=True)
+class DFlashDrafter(Drafter):
+    """Proposes trees by beam search over the cumulative log-probability of a block's slots."""
+
+    config: DFlashConfig
+    tree: TreeConfig = PLAIN
+    attention: str | None = None
+    """Implementation of attention, and of the choice among a level's continuations; chosen
+    automatically if absent."""
+    window: int | None = None
+    """Entries of committed tokens that it sees beside the sinks, the last ones; all if absent.
+    Layers with a shorter window of their own see that."""
+    sinks: int = 0
+    """First entries that it sees as well, where there is a window."""
+    name: str = field(default="dflash", init=False)
+
+    def __post_init__(self) -> None:
+        Seen(self.window, self.sinks).checked()
+        if self.tree.num_levels > self.config.tokens:
+            raise ValueError(
+                f"a tree of {self.tree.num_levels} levels is deeper than the block of this draft, "
+                f"which proposes {self.config.tokens} tokens; use fewer levels"
+            )
+
+    @property
+    def seen(self) -> tuple[Seen, ...]:
+        """Which entries each layer sees."""
+        both = Seen(self.window, self.sinks)
+        own = self.config.windows
+        return tuple(
+            both if each is None or (both.window or each) < each else Seen(each, 0) for each in own
+        )
+
+    @property
+    def needs(self) -> Needs:
+        """The hidden states that it fuses, of the tokens that its layers see."""
+        windows = [seen.window for seen in self.seen if seen.window is not None]
+        recent = max(windows) if len(windows) == len(self.seen) else None
+        first = 0 if recent is None else max(seen.sinks for seen in self.seen)
+        return Needs(tuple(sorted({*self.config.features})), recent=recent, first=first)
+
+    def begin(self, params: Params, batch: int, capacity: int) -> DFlashState:
+        """No entry yet."""
+        c, dtype = self.config.trunk, jnp.dtype(self.config.trunk.dtype)
+        sizes = batch, capacity, c.num_kv_heads, c.head_width, dtype
+        return DFlashState(tuple(seen.begin(*sizes) for seen in self.seen))
+
+    def extend(self, params: Params, state: DFlashState, committed: Committed) -> DFlashState:
+        """Make entries of the tokens' features."""
+        tokens, start, count, features = committed
+        draft: DFlashParams = params.draft
+        at = start[:, None] + jnp.arange(tokens.shape[1])
+        hidden = [features.hidden[layer] for layer in self.config.features]
+        fresh = draft.keys_values(self.config, hidden, at)
+        layers = zip(self.seen, state.layers, fresh, strict=True)
+        return DFlashState(
+            tuple(seen.written(entries, rows, at, count) for seen, entries, rows in layers)
+        )
+
+    def propose(self, params: Params, state: DFlashState, view: View, noise: SamplingNoise) -> Tree:
+        """Run the block, and grow the tree over its slots."""
+        levels, first = self.tree.num_levels, self.config.first_slot
+        if not levels:
+            return plant(view.pending, self.tree)
+        draft: DFlashParams = params.draft
+        if draft.vocabulary is not None:
+            noise = noise.among(draft.vocabulary)
+        hidden = self._block(draft, state, view)[:, first : first + levels]
+        logits = draft.logits(hidden)
+        markov, batch = self.config.markov, len(view.pending)
+        rank = 0 if markov is None else markov.rank
+        states = jnp.zeros((batch, nodes_run(self.tree), rank), hidden.dtype)
+
+        def score(states: Array, tree: Tree, nodes: slice, depth: int) -> tuple[Array, Array]:
+            slot, tokens = logits[:, depth : depth + 1], tree.tokens[:, nodes]
+            if markov is None:
+                scores = noise.scores(slot, depth)
+                return states, jnp.broadcast_to(scores, (*tokens.shape, scores.shape[2]))
+            # The root's parent is none: its state is still zero.
+            state = along(jnp.maximum(tree.parents[:, nodes], 0), states)
+            added, state = markov_step(
+                draft.markov, markov, tokens, hidden[:, depth : depth + 1], state
+            )
+            states = jax.lax.dynamic_update_slice_in_dim(states, state, nodes.start, axis=1)
+            return states, noise.scores(slot + added, depth)
+
+        def trust(states: Array, tree: Tree, nodes: slice, depth: int) -> Array:
+            tokens = tree.tokens[:, nodes]
+            return draft.trust(self.config, tokens, hidden[:, depth : depth + 1])
+
+        return beam_search(
+            *(view.pending, self.tree, score, states, draft.vocabulary, self.attention),
+            trust=None if self.config.confidence is None else trust,
+        )
+
+    def _block(self, draft: DFlashParams, state: DFlashState, view: View) -> Array:
+        """What the LM head reads of every slot, ``[B, block, D]``."""
+        c, slots, position = self.config, self.config.block, view.position
+        tokens = jnp.full((len(position), slots), c.mask_token, jnp.int32)
+        tokens = tokens.at[:, 0].set(view.pending)
+        angles = partial(_turns, c)
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            seen, entries = self.seen[layer], state.layers[layer]
+            prefix = seen.past(entries, jnp.where(view.done, 0, position))
+            sinks, there = seen.first(entries, position, angles)
+            inside = jnp.tri(slots, dtype=bool) if c.causal[layer] else jnp.ones((slots,) * 2, bool)
+            mask = jnp.concatenate(
+                [
+                    jnp.broadcast_to(there[:, None], (len(position), slots, seen.sinks)),
+                    jnp.broadcast_to(inside, (len(position), slots, slots)),
+                ],
+                axis=2,
+            )
+            keys, values = (
+                jnp.concatenate([one, other], axis=1)
+                for one, other in zip(sinks, (k, v), strict=True)
+            )
+            fresh = Fresh(keys, values, mask)
+            return speculative_attention(q, prefix, fresh, implementation=self.attention)
+
+        return draft.block(c, tokens, position[:, None] + jnp.arange(slots), attend)
+
+
+def _turns(config: DFlashConfig, positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines of rotations to add to others: without YaRN's factor, which keys have."""
+    c, scaling = config.trunk, config.trunk.rope_scaling
+    if isinstance(scaling, YarnRopeScaling):
+        scaling = replace(scaling, attention_factor=1.0)
+    return rotary_angles(positions, c.head_width, replace(c.rotary, scaling=scaling))
+
+
+DEEPEST = 16
+"""Levels of the deepest default tree; longer blocks are hardly ever accepted whole."""
+
+
+@dataclass(frozen=True)
+class DFlashOptions(FeatureOptions):
+    """Options of a DFlash or DSpark draft; none changes a token."""
+
+
+def seen(config: DFlashConfig, target: TargetConfig, options: DFlashOptions) -> Seen:
+    """Which tokens its layers see that have no window of their own."""
+    sinks, window = SINKS if options.sinks is None else options.sinks, options.window
+    made_for = config.trunk.max_positions
+    if window is None and made_for < target.max_positions:
+        # Sinks, ring and block together span the range of its positions.
+        window = max(1, made_for - sinks - config.block)
+    if window is None or window >= target.max_positions:
+        return Seen(None, 0)
+    return Seen(window, sinks)
+
+
+@dataclass(frozen=True, eq=False)
+class DFlashDraft(Draft):
+    """Layers over a block, the tables they share with their target, and what they see of a text."""
+
+    config: DFlashConfig
+    params: DFlashParams = field(repr=False)
+    seen: Seen = Seen(None, 0)
+    stored: Any = None
+    """How it was stored, for :func:`longspec_jax.drafters.checkpoints.dflash.save_draft`."""
+    name: str = field(default="dflash", init=False)
+
+    @property
+    def default_trees(self) -> DefaultTrees:
+        """As deep as the block, since levels are nearly free; narrow where nodes cost time."""
+        levels = min(self.config.tokens, DEEPEST)
+
+        def tree(width: int, depth: int, budget: int | None = None) -> TreeConfig:
+            return TreeConfig((width,) * min(depth, levels), budget)
+
+        whole, half, chain = tree(8, levels, 64), tree(4, levels, 32), tree(1, levels)
+        return DefaultTrees(
+            (tree(1, 4), tree(1, 2), tree(2, 2)),
+            (chain, half, whole),
+            (whole, half, chain),
+            settled=False,
+            together=(whole, half, tree(4, 6, 12)),
+        )
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> DFlashDrafter:
+        """The drafter that grows this tree; raises ValueError if it is deeper than a block."""
+        return DFlashDrafter(self.config, tree, attention, *self.seen)

@@ -1,1 +1,0 @@
-"""DFlash and DSpark drafts: one forward over a block of mask tokens proposes several tokens."""

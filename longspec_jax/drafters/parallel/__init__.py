@@ -1,1 +1,0 @@
-"""The parallel LongSpec draft: one forward over a block of learnt slots proposes all tokens."""

@@ -1,1 +1,0 @@
-"""A small language model of the target's tokenizer, which drafts with a cache of its own."""

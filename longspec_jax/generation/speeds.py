@@ -1,0 +1,192 @@
+"""What rounds take and emit on this machine: learnt while calls run, kept in one small file.
+
+The cost of a round depends on the machine and the model, its gain on the draft. For a large target
+on a GPU 64 nodes cost little more than one. On a CPU they cost three times as much, and a small
+model on a GPU is bound by launches. Several rows of a large target make every node cost more, too.
+
+So a call that names no tree has candidates: plain decoding and a few trees. The warm-up of its
+shape times a round of each at the call's own context, which compiles them anyway. The call begins
+with the tree that is usual on such a machine, or with what was fastest in earlier calls of its
+kind, and the policy (:mod:`longspec_jax.decoding.policy`) goes on choosing by the tokens a second
+of each. Nothing is run for timing alone.
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+
+from longspec_jax import files
+from longspec_jax.compilation import cache_folder
+from longspec_jax.config.tree import TreeConfig
+from longspec_jax.decoding.policy import FastestWithinBudget, Measurement, Policy
+from longspec_jax.drafters.base import Drafter
+from longspec_jax.generation.activity import TreeTiming
+from longspec_jax.generation.call import Plan
+
+DAYS = 30
+"""After which what was kept does not count: drivers, clocks and neighbours change."""
+MOST_KINDS = 256
+"""Kinds of calls in the file, the latest ones."""
+WORSE, JUDGED = 0.8, 8
+"""Speed over the fastest's below which a candidate of earlier processes is not compiled again, and
+rounds that have to show it."""
+GAIN = 1.03
+"""How much faster than plain decoding a tree must have been to be begun with."""
+
+
+class KnownSpeeds:
+    """What this process knows of the candidates of each kind of call, measured here or kept."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._known: dict[str, tuple[TreeTiming, ...]] = {}
+        self._pruned: dict[str, frozenset[TreeConfig]] = {}
+        self._written: dict[str, int] = {}
+        """Rounds behind what this process has last written of a kind."""
+        self._lock = Lock()
+
+    def find(self, kind: str) -> tuple[TreeTiming, ...]:
+        """What is known of a kind; nothing of a new one."""
+        with self._lock:
+            if kind not in self._known:
+                self._known[kind] = kept_speeds(kind)
+                self._pruned[kind] = _clearly_worse(self._known[kind])
+            return self._known[kind]
+
+    def candidates(self, kind: str, drafters: Sequence[Drafter]) -> list[Drafter]:
+        """Those of the drafters that are worth a program, the same ones for the whole process."""
+        self.find(kind)
+        return [one for one in drafters if one.tree not in self._pruned[kind]]
+
+    def learn(self, kind: str, drafters: Sequence[Drafter], totals: Sequence[Measurement]) -> None:
+        """Take in what a run did with each of its candidates, and keep it."""
+        known = {one.tree: one for one in self.find(kind)}
+        for drafter, seen in zip(drafters, totals, strict=True):
+            if seen.row_rounds:
+                label = drafter.name if drafter.tree.num_levels else "plain"
+                before = known.get(drafter.tree, TreeTiming(label, drafter.tree, 1.0, 1.0))
+                known[drafter.tree] = before.corrected(seen)
+        with self._lock:
+            self._known[kind] = tuple(known.values())
+            rounds, written = sum(one.rounds for one in known.values()), self._written.get(kind, 0)
+            # What is known changes less and less.
+            if rounds < 2 * written:
+                return
+            self._written[kind] = rounds
+        kept_speeds(kind, self._known[kind])
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A plan with what its call may run."""
+
+    plan: Plan
+    first: int = 0
+    """The candidate that it begins with."""
+    timings: tuple[TreeTiming, ...] = ()
+    """What earlier calls of its kind have shown."""
+    kind: str | None = None
+    """The kind of call; None where nothing is learnt."""
+
+    def policy(self, seconds: Sequence[float]) -> Policy | None:
+        """What chooses among the candidates; None where nothing is known of their seconds.
+
+        Args:
+          seconds: of a round of each, as the warm-up found them.
+        """
+        if len(seconds) < 2:
+            return None
+        emitted = {one.tree: one.tokens for one in self.timings}
+        trees = [drafter.tree for drafter in self.plan.drafters]
+        tokens = [emitted.get(tree) if tree.num_levels else 1.0 for tree in trees]
+        return FastestWithinBudget.timed(seconds, tokens)
+
+
+def settle(
+    plan: Plan, speeds: KnownSpeeds, *, streams: bool, identical: bool, fixed: bool = False
+) -> Settled:
+    """The candidates of a call: those of an open plan, plain decoding among them.
+
+    Args:
+      streams: whether the run is followed round by round.
+      identical: whether text is that of plain decoding, so that the clock may choose during the
+        run. Else only the first call of a kind does, and the others run what was fastest in it.
+      fixed: whether the call runs one candidate to its end.
+    """
+    if not plan.open or len(plan.drafters) == 1:
+        return Settled(plan)
+    usual, kind = plan.drafters[0].tree, f"{plan.kind_of_call}{' streamed' * streams}"
+    timings = speeds.find(kind)
+    own = sorted(plan.drafters, key=lambda drafter: drafter.tree.num_nodes)
+    own = speeds.candidates(kind, own)
+    first = begun_with(own, timings, usual)
+    if fixed or plan.short or (timings and not identical):
+        own, first = [own[first]], 0
+    return Settled(replace(plan, drafters=tuple(own)), first, timings, kind)
+
+
+def begun_with(drafters: Sequence[Drafter], known: Sequence[TreeTiming], usual: TreeConfig) -> int:
+    """Index of the candidate that a call begins with.
+
+    Args:
+      drafters: the candidates.
+      known: of earlier calls of the kind.
+      usual: the tree of such a machine, which runs where nothing is known.
+    """
+    trees = [drafter.tree for drafter in drafters]
+    speeds = {one.tree: one.tokens_per_second for one in known if one.tree in trees}
+    if not speeds:
+        return trees.index(usual)
+    plain = max((speed for tree, speed in speeds.items() if not tree.num_levels), default=0.0)
+    best = max(speeds, key=speeds.__getitem__)
+    pays = speeds[best] > GAIN * plain or not plain
+    return trees.index(best if pays else trees[0])
+
+
+def _clearly_worse(known: Sequence[TreeTiming]) -> frozenset[TreeConfig]:
+    """Trees that earlier processes found slow; never plain decoding, which bounds what is lost."""
+    best = max((one.tokens_per_second for one in known), default=0.0)
+    slow = (one for one in known if one.tokens_per_second < WORSE * best)
+    return frozenset(one.tree for one in slow if one.tree.num_levels and one.rounds >= JUDGED)
+
+
+def kept_speeds(kind: str, found: Sequence[TreeTiming] | None = None) -> tuple[TreeTiming, ...]:
+    """The speeds of a kind of call in the file that this machine keeps, or none.
+
+    A file that is missing, damaged or old counts for nothing, and one that cannot be written is
+    done without.
+
+    Args:
+      kind: of call.
+      found: what to write in their place; None to read alone.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return ()
+    file, kinds = folder / "speeds.json", {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        kinds = dict(json.loads(file.read_text("utf-8")))
+    if found is not None:
+        trees = [[one.drafter, str(one.tree), one.seconds, one.tokens, one.rounds] for one in found]
+        kinds.pop(kind, None)
+        latest = dict([*kinds.items(), (kind, [time.time(), trees])][-MOST_KINDS:])
+        with contextlib.suppress(OSError):
+            files.make_private(folder)
+            files.replace(file, json.dumps(latest).encode())
+        return tuple(found)
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        written, trees = kinds[kind]
+        read = [TreeTiming(label, TreeConfig.parse(tree), *more) for label, tree, *more in trees]
+        if time.time() - written < DAYS * 86400 and all(map(_is_sound, read)):
+            return tuple(read)
+    return ()
+
+
+def _is_sound(timing: TreeTiming) -> bool:
+    """Whether a timing's numbers are possible."""
+    named, most = isinstance(timing.drafter, str), timing.tree.num_levels + 1
+    return named and 0 < timing.seconds < math.inf and 1 <= timing.tokens <= most

@@ -1,0 +1,8 @@
+"""What this version computes, recorded before a change and compared behind it.
+
+    python -m tests.golden record FOLDER
+    python -m tests.golden compare FOLDER [--only tokens|digests|training|refusals] [--names GLOB]
+
+Both on one machine: another processor adds floats up in another order. The folder keeps the models,
+so that a change of the tests' toys does not change them.
+"""

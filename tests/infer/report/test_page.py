@@ -1,0 +1,340 @@
+"""``python -m infer.report``: what it writes, what it says is missing, and what it refuses."""
+
+import csv
+import dataclasses
+import html.parser
+import io
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from infer.eval.records import Run, SampleRecord, SkippedSample
+from infer.report.__main__ import main
+from infer.report.frame import blocks_of, frame_of
+from infer.report.missing import missing_or_doubtful, source_of
+from infer.report.page import below, draw, rounds_by_token, why_ended
+from infer.report.tables import Chart
+
+from .made import ACCEPTED, HOSTILE, REFUSED, broken_down, record, run, studied, write
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run with hostile names and texts, and a case to study."""
+    rows = [
+        record(method, sample, (1,) * 4 if method == "plain" else (2, 3), task=task)
+        for method in ("plain", "longspec-tree")
+        for sample in "abcd"
+        for task in ("copying", HOSTILE)
+    ]
+    named = run([*rows, studied()], provenance={"device": HOSTILE, "commit": "1", "date": "now"})
+    return write(named, tmp_path / "run")
+
+
+class Reader(html.parser.HTMLParser):
+    """What a browser would make of a page: elements with their attributes, and all text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in {"meta", "link"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def page_of(folder: Path) -> Reader:
+    assert main([str(folder), f"--out={folder / 'page.html'}"]) == 0
+    reader = Reader()
+    reader.feed((folder / "page.html").read_text())
+    reader.close()
+    assert reader.open == []  # Every element is closed, none is closed that was not opened.
+    return reader
+
+
+def test_the_page_needs_nothing_else_and_runs_nothing(folder: Path) -> None:
+    reader = page_of(folder)
+    kinds = [tag for tag, _ in reader.elements]
+    assert "script" not in kinds and not (folder / "report.html").exists()
+    names = [given["id"] for _, given in reader.elements if "id" in given]
+    assert len(names) == len(set(names))
+    for _, given in reader.elements:
+        assert not any(name.startswith("on") for name in given)
+        for name in ("src", "href", "xlink:href", "action", "data"):
+            value = given.get(name) or "data:"
+            assert value.startswith("data:") or value[1:] in names, value
+
+
+def test_texts_of_models_are_text(folder: Path) -> None:
+    told = page_of(folder).texts
+    assert "".join(told).count(HOSTILE) > 5  # As a task, a device, and in the text.
+    assert any(HOSTILE.replace(" ", "␣") in text for text in told)  # Proposed in a tree.
+
+
+def test_the_page_can_be_read_by_screen_readers(folder: Path) -> None:
+    elements = page_of(folder).elements
+    kinds = [tag for tag, _ in elements]
+    assert kinds.count("caption") == kinds.count("table") > 5
+    assert all("scope" in given for tag, given in elements if tag == "th")
+    charts = [given for tag, given in elements if tag == "svg"]
+    assert charts and all(given["role"] == "img" for given in charts)
+    names = {given.get("id") for tag, given in elements if tag in ("title", "desc")}
+    assert all({*(given["aria-labelledby"] or "").split()} <= names for given in charts)
+    assert kinds.count("h1") == 1 and ("html", {"lang": "en"}) in elements
+
+
+def test_three_files_lie_in_the_folder_and_are_replaced(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(folder)]) == 0
+    files = [folder / f"report.{end}" for end in ("html", "md", "csv")]
+    assert capsys.readouterr().out.split() == [str(file) for file in files]
+    before = [file.read_text() for file in files]
+    for text in before[:2]:  # What figures mean is said once, and not under every table.
+        assert text.count("95% bootstrap") == text.count("bootstrap") == 1
+        assert text.count("bonus included, prefill excluded") == 1
+    for file in files:
+        file.write_text(file.read_text()[: len(file.read_text()) // 2])
+    assert main([str(folder)]) == 0
+    assert [file.read_text() for file in files] == before
+
+
+def test_markdown_has_every_table(folder: Path) -> None:
+    tables = [tag for tag, _ in page_of(folder).elements].count("table")
+    main([str(folder)])
+    text = (folder / "report.md").read_text()
+    assert text.count("\n| ---") == tables
+    assert "<script>" not in text.replace("\\<script\\>", "")
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+def test_a_spreadsheet_computes_nothing(tmp_path: Path) -> None:
+    folder = write(run([record(task="=1+1")]), tmp_path / "run")
+    main([str(folder)])
+    rows = [*csv.reader(io.StringIO((folder / "report.csv").read_text()))]
+    assert any("'=1+1" in row for row in rows) and not any("=1+1" in row for row in rows)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = []
+    for day in ("monday", "tuesday"):
+        (tmp_path / day).mkdir()
+        folders.append(str(write(run([record()]), tmp_path / day / "demo")))
+    assert main([*folders, f"--out={tmp_path / 'report.md'}"]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "monday/demo" in text and "tuesday/demo" in text
+
+
+def test_what_is_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line cut short, chosen ranges of lengths, and scores whose package is missing."""
+    monkeypatch.setitem(sys.modules, "rapidfuzz", None)
+    rows = [record(task=task, references=("word",)) for task in ("lcc", "needle")]
+    scored = write(run(rows), folder.parent / "scored")
+    with (scored / "samples.jsonl").open("a") as file:
+        file.write('{"task": "cop')
+    assert main([str(scored), "--lengths=900", "--lengths=1100"]) == 0
+    text = (scored / "report.md").read_text()
+    assert "cut short in writing (13 bytes)" in text and "900–1100" in text
+    assert "lcc has no score: scores and reports need packages that are not" in text
+    assert "needle: found" in text and "lcc: edit similarity" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere holds no header.json"),
+        (["run", "run"], "run is given twice, so that its samples would count twice"),
+        (["run", "--out=x.json"], "--out=x.json ends in .json; name a folder, or a file that ends"),
+        (["run", "--out=no/such/folder"], "--out=no/such/folder: its folder does not exist"),
+        (["run", "--out=taken"], "--out=taken cannot be written"),
+        (["run", "--out="], "--out: the value is empty; leave the option out"),
+        (["run", "--lengths=0"], "--lengths: 0 must be"),
+        (["run", "--lengths=x"], "--lengths: 'x' must be a whole number"),
+        (["mine.md"], "mine.md holds no header.json; name the folder of an evaluation run"),
+        (["empty"], "empty holds no finished sample yet"),
+        (["run", "--out=mine.md"], "mine.md exists and is no report; move it, or name another"),
+        ([], "required: RUN"),
+    ],
+)
+def test_bad_input_is_refused(
+    tmp_path: Path,
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(run([record()]), tmp_path / "run")
+    write(run([]), tmp_path / "empty")
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "mine.md").write_text("# Notes")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+GIVEN = {"task": "needle", "references": ("word",), "breakdown": broken_down(1, 1, 1)}
+
+
+def complete() -> list[SampleRecord]:
+    """A run that lacks nothing."""
+    methods = ("plain", "longspec-tree")
+    rows = [record(method, name, **GIVEN) for method in methods for name in "abcd"]
+    kept = studied(**GIVEN)
+    return [*rows, kept, record("plain", kept.sample, **GIVEN)]
+
+
+def told(*runs: Run) -> list[str]:
+    blocks = blocks_of(runs)
+    return missing_or_doubtful(blocks, frame_of(blocks, (0, 5000)))
+
+
+def test_a_complete_run_lacks_nothing() -> None:
+    assert told(run(complete())) == []
+    header = run(complete(), tasks=("needle", "lcc"))
+    assert told(header) == ["demo: task lcc has no sample at all."]
+
+
+Change = Callable[[SampleRecord], SampleRecord | None]
+
+
+def all_but(leaves: Callable[[SampleRecord], bool]) -> Change:
+    return lambda row: None if leaves(row) else row
+
+
+def changed(**fields: Any) -> Change:
+    return lambda row: dataclasses.replace(row, **fields)
+
+
+def resumed(row: SampleRecord) -> SampleRecord:
+    """Stopped behind plain decoding, whose load may have been another."""
+    is_first = row.method == "plain" or row.sample == "a"
+    return dataclasses.replace(row, start=0 if is_first else 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            all_but(lambda row: row.method == "plain" and row.sample in "ab"),
+            "demo: plain lacks 2 of the 5 texts of needle at T = 0",
+        ),
+        (all_but(lambda row: row.method == "plain"), "plain decoding did not run, so that there"),
+        (all_but(lambda row: row.sample in "ab"), "fewer than 4 independent samples of needle"),
+        (all_but(lambda row: bool(row.rounds)), "no round was kept as a tree"),
+        (changed(breakdown=None), "no round was timed in parts"),
+        (changed(references=()), "no sample has references"),
+        (changed(task="unknown"), "unknown has references, but no score of its own"),
+        (changed(original_tokens=9000), "a: the protocol cut the prompts of 5 samples of needle"),
+        (resumed, "plain decoding was timed in another session than longspec-tree (4 texts)"),
+    ],
+)
+def test_what_is_left_out_or_doubtful_is_told(change: Change, said: str) -> None:
+    rows = [row for row in map(change, complete()) if row is not None]
+    [sentence] = [each for each in told(run(rows)) if said in each]
+    assert sentence.endswith(".")
+
+
+def test_skipped_samples_are_counted() -> None:
+    skipped = [SkippedSample("needle", name, 900, "900 tokens are too few") for name in "xyz"]
+    assert "a: 3 samples of needle skipped: 900 tokens are too few." in told(
+        run(complete(), skipped=skipped)
+    )
+
+
+def test_speeds_of_several_commits_are_told() -> None:
+    mine, other = ({"device": "made up", "commit": commit * 40} for commit in "ab")
+    rows = complete()
+    one = run([row for row in rows if row.method == "plain"], "a", provenance=mine)
+    two = run([row for row in rows if row.method != "plain"], "b", provenance=other)
+    commits, session = told(one, two)
+    assert "measured at several commits (aaaaaaaaaaaa, bbbbbbbbbbbb)" in commits
+    assert "timed in another session than longspec-tree (5 texts)" in session
+    assert told(run(rows, continued=(mine,), provenance=mine)) == []
+
+
+@pytest.mark.parametrize(("dirty", "said"), [(True, "abc, with changed files"), (False, "abc")])
+def test_changed_files_of_the_commit_are_told(dirty: bool, said: str) -> None:
+    provenance = {"device": "made up", "commit": "abc", "dirty": dirty}
+    assert source_of(run(complete(), provenance=provenance))["commit"] == said
+
+
+@pytest.mark.parametrize(("seconds", "doubtful"), [(14.45, True), (1.41, False)])
+def test_a_speed_up_that_speculation_cannot_give_is_told(seconds: float, doubtful: bool) -> None:
+    """Plain decoding at 1 / 14.45 of the speed, and 41 tokens in 29 passes."""
+    rows = [
+        record("plain", emitted=(1,) * 41, seconds=seconds),
+        record("ngram", emitted=(2,) * 12 + (1,) * 17, seconds=1.0),
+    ]
+    words = f"ngram has a speed-up of {seconds:.2f}× at τ 1.41 on copying, T = 0"
+    assert any(words in each for each in told(run(rows))) is doubtful
+
+
+def test_tokens_are_told_by_how_they_came() -> None:
+    """By rounds, with their depth; a last round may end inside the draft."""
+    assert rounds_by_token(studied()) == [
+        [("the", 0)],
+        [(" cat", 1), (" sat", 2), (" <i>on</i>", 0)],
+        [(" my", 0)],
+        [(HOSTILE, 1), ("↵\n", 2), ("∅", 0)],
+    ]
+    cut = record("ngram", emitted=(3, 2), accepted_by_round=(2, 2), pieces=tuple("abcdef"))
+    assert rounds_by_token(cut)[-1] == [("e", 1), ("f", 2)]
+    with pytest.raises(ValueError, match="2 pieces of text for 5 tokens by round; remove the line"):
+        rounds_by_token(record(pieces=("a", "b")))
+
+
+def test_why_a_path_ended() -> None:
+    assert below(ACCEPTED, 0) == [1, 2] and below(ACCEPTED, 1) == [3, 4]
+    assert why_ended(ACCEPTED) == "the tree has nothing below the last accepted node"
+    assert why_ended(REFUSED).endswith("what the target drew (among 2 candidates)")
+    assert why_ended(dataclasses.replace(REFUSED, stop="ended")) == "the text ended"
+
+
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_a_chart_says_what_it_draws(is_joined: bool) -> None:
+    """It would not parse if a name were not escaped; its names are its own; lines join points."""
+    cells = pd.DataFrame(
+        {
+            "row": [HOSTILE, HOSTILE, "$b"],
+            "column": ["x", "z", "$y$"],
+            "place": [0, 2, 1],
+            "value": [2.0, 0.5, 3.0],
+            "low": [1.75, float("nan"), 2.5],
+            "high": [2.25, float("nan"), 9.0],
+        }
+    )
+    styles = {HOSTILE: ("#2f81d8", "s"), "$b": ("#d9622b", "o")}
+    chart = Chart("speed-up", "task", is_joined=is_joined, level=1.0)
+    root = ElementTree.fromstring(draw("key", HOSTILE, chart, cells, styles))
+    title, words, *_ = [each.text for each in root]
+    assert title == HOSTILE
+    assert words == f"speed-up. {HOSTILE}: x 2, z 0.5; $b: $y$ 3."
+    texts = [each.text for each in root.iter() if each.tag.endswith("}text")]
+    assert {"x", "$y$", "z", HOSTILE, "$b", "speed-up", "task"} <= set(texts)
+    assert all(each.get("id", "key").startswith("key") for each in root.iter())
+    assert "currentColor" in ElementTree.tostring(root, encoding="unicode")
+    paths = [each.get("style") or "" for each in root.iter() if each.tag.endswith("}path")]
+    joining = [style for style in paths if "#2f81d8" in style and "stroke-linecap: square" in style]
+    assert bool(joining) is is_joined

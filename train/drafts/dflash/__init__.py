@@ -1,1 +1,0 @@
-"""Training of the DFlash draft: settings, blocks, objective, export."""

@@ -1,1 +1,0 @@
-"""Training of the EAGLE-3 draft: settings, the training-time test, objective, export."""

@@ -1,1 +1,0 @@
-"""Training of the LongSpec draft: settings, passes, objective."""

@@ -1,1 +1,0 @@
-"""Training of the parallel LongSpec draft: settings, blocks, loss, objective."""

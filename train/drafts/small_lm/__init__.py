@@ -1,1 +1,0 @@
-"""Training of a small language model that drafts: settings, objective, export."""
