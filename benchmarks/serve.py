@@ -181,7 +181,7 @@ class Drawn(LongSpec):
 
     acceptance: float = 1.0
 
-    @property
+    @cached_property
     def target(self) -> AgreeingTarget:
         """The static part of the target."""
         own = super().target
