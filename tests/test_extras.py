@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from longspec_jax import extras
+from tests.kit import each_row
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -29,7 +30,7 @@ def failure(name: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-@pytest.mark.parametrize("name", ["ml_collections", "ml_collections.config_flags"])
+@each_row("name", ["ml_collections", "ml_collections.config_flags"])
 def test_a_missing_package_is_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.metadata, "version", lambda name: "0.1.0")
     assert extras.missing_extra(failure(name)) == (
@@ -84,7 +85,7 @@ def test_no_extra_of_a_gpu_contradicts_torch() -> None:
 @pytest.mark.multiproc
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(NETWORK not in os.environ, reason=f"asks a package index; set {NETWORK}=1")
-@pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
+@each_row("cuda", ["cuda12", "cuda13"])
 def test_all_extras_can_be_installed_together(cuda: str) -> None:
     """With either CUDA, and therefore each of them alone and in pairs; nothing is installed."""
     others = sorted(PROJECT["optional-dependencies"].keys() - {"cuda12", "cuda13"})
