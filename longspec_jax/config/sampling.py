@@ -6,7 +6,7 @@ must be refused.
 
 To add one: an entry of :class:`GenerateOptions`, what it does in
 :func:`longspec_jax.generation.options.resolve`, and its name in :data:`NUMBERS` if it is a number
-that commands take. docs/usage.md names it, which a test checks.
+that commands take. A page of docs names it, which a test checks.
 """
 
 from collections.abc import Mapping, Sequence
