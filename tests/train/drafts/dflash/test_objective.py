@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.checkpoints.dflash import SPECULATORS, ZLAB, Format, load, save_draft
+from longspec_jax.drafters.checkpoints.dflash import load, save_draft
 from longspec_jax.drafters.dflash import Confidence, DFlashOptions, Markov
 from longspec_jax.drafters.draft import Target
 from tests.drafters.dflash.toys import random_params
+from tests.drafters.kit import without_tables
 from train.config import StageConfig
 from train.drafts.dflash import DFlashObjective, begin, fresh_config
 from train.drafts.kinds import DFlashSettings
@@ -132,15 +133,15 @@ def test_what_cannot_be_trained_is_refused(one: tiny.Trained, tmp_path: Path) ->
         with pytest.raises(ValueError, match=said):
             begin(settings, tiny.given(STAGE))
     plain = begun.trainer.draft
-    for dialect, config, tables, said in (
-        (ZLAB, plain, True, "has tables of its own"),
-        (ZLAB, replace(plain, windows=(5, None)), False, "has sliding windows"),
-        (SPECULATORS, replace(plain, from_pending=True), False, "proposes from the pending"),
-        (SPECULATORS, replace(plain, markov=Markov(6)), False, "has a Markov head"),
-        (SPECULATORS, replace(plain, confidence=Confidence(False)), False, "has a confidence head"),
+    for config, tables, said in (
+        (plain, True, "has tables of its own"),
+        (replace(plain, windows=(5, None)), False, "has sliding windows"),
+        (replace(plain, from_pending=True), False, "proposes from the pending"),
+        (replace(plain, markov=Markov(6)), False, "has a Markov head"),
+        (replace(plain, confidence=Confidence(False)), False, "has a confidence head"),
     ):
-        draft = random_params(config, None, dialect)
-        save_draft(tmp_path, Format(dialect, tables, tables), config, draft)
+        draft = random_params(config)
+        save_draft(tmp_path, config, draft if tables else without_tables(draft))
         with pytest.raises(ValueError, match=said):
             begin(replace(SETTINGS, init=str(tmp_path)), tiny.given(STAGE))
 

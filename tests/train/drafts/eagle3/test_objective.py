@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format, load, save_draft
+from longspec_jax.drafters.checkpoints.eagle3 import load, save_draft
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3 import Eagle3Options
 from tests.drafters.eagle3.toys import random_params
@@ -210,7 +210,7 @@ def test_what_cannot_be_trained_is_refused(one: tiny.Trained, tmp_path: Path) ->
         (begun.trainer.draft, True, "has an embedding of its own"),
         (replace(begun.trainer.draft, window=5), False, "has a sliding window of 5, which is not"),
     ):
-        save_draft(tmp_path, Format(SPECFORGE, embedding=embedding, head=True), draft, own)
+        save_draft(tmp_path, draft, replace(own, stores_embedding=embedding))
         with pytest.raises(ValueError, match=said):
             begin(replace(SETTINGS, init=str(tmp_path)), counted())
 
