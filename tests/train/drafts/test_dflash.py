@@ -22,7 +22,7 @@ from train.drafts.kinds import DFlashSettings
 from train.step import Batch
 from train.target import run_target
 
-from .. import steps as tiny
+from . import steps as tiny
 
 STAGE = StageConfig("short", 13, 4, 2, tiny.RATE, 4, 0, 0.0, 0)
 SETTINGS = DFlashSettings("dflash", "", 2, "0,1", 4, -1, 3, 2.0)
@@ -46,7 +46,7 @@ def views() -> Any:
 
 
 def block_logits(oracle: Any, tokens: Any, view: Any, row: int, anchor: int) -> Any:
-    from .plain import torch
+    from .plain_dflash import torch
 
     table, head = (torch.tensor(np.array(tiny.FROZEN[name])) for name in ("embedding", "head"))
     features = np.concatenate([view.kept[0][row, :anchor], view.kept[1][row, :anchor]], axis=-1)
@@ -56,7 +56,7 @@ def block_logits(oracle: Any, tokens: Any, view: Any, row: int, anchor: int) -> 
 def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters."""
     torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
-    from .plain import DFlashOracle
+    from .plain_dflash import DFlashOracle
 
     begun, first, _, last = one
     objective = begun.trainer.objective(STAGE, 90, 0)

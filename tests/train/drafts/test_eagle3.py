@@ -24,9 +24,9 @@ from train.drafts.kinds import Eagle3Settings
 from train.step import Batch
 from train.target import TargetView, run_target
 
-from .. import steps as tiny
+from . import steps as tiny
 
-SPECULATORS = Path(__file__).parents[3] / "drafters" / "eagle3" / "speculators"
+SPECULATORS = Path(__file__).parents[2] / "drafters" / "eagle3" / "speculators"
 VARIANTS = sorted(path.name for path in SPECULATORS.iterdir())
 STAGE = StageConfig("short", 11, 4, 1, tiny.RATE, 4, 0, 0.0, 0)
 SETTINGS = Eagle3Settings("eagle3", "", "0,1,2", 20, 3, 0.5)
@@ -50,7 +50,7 @@ def one() -> tiny.Trained:
 def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters."""
     torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
-    from . import plain
+    from . import plain_eagle3 as plain
 
     begun, (tokens, weights, _) = one.begun, batch()
     positions = jnp.broadcast_to(jnp.arange(STAGE.seq_len), tokens[0].shape)
