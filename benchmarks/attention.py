@@ -17,6 +17,7 @@ A candidate that cannot be built or compiled gives the reason instead of a time.
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -32,7 +33,7 @@ from longspec_jax.ops.attention import dispatch
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
 from .models import check_memory
-from .report import Report, refusal, run_header
+from .report import Report, Row, refusal, run_header
 from .timing import Roofline, jax_seconds, measure_roofline
 
 SHOWN = (
@@ -95,22 +96,18 @@ class Case:
         sizes = (self.kv_heads, self.context)
         return (self.batch, *(sizes if layout == HEAD_MAJOR else sizes[::-1]), self.head_dim)
 
-    def row(
-        self, implementation: str, roofline: Roofline, seconds: float | None, **more: Any
-    ) -> dict:
-        """The result of one implementation; ``seconds`` is none where it did not run."""
-        row = {"implementation": implementation, **dataclasses.asdict(self)}
-        row |= {"microseconds": None, **more}
-        if seconds is not None:
-            row |= {
-                "microseconds": round(seconds * 1e6, 2),
-                "tb_per_s": round(self.bytes / seconds / 1e12, 3),
-                "tflop_per_s": round(self.operations / seconds / 1e12, 1),
-                "percent_of_roof": round(
-                    100 * roofline.seconds(self.bytes, self.operations) / seconds, 1
-                ),
-            }
-        return row
+    def row(self, implementation: str, roofline: Roofline, outcome: float | str) -> Row:
+        """The result of one implementation: the seconds of a call, or why there are none."""
+        row: Row = {"implementation": implementation, **dataclasses.asdict(self)}
+        if isinstance(outcome, str):
+            return row | {"microseconds": None, "refusal": outcome}
+        roof = roofline.seconds(self.bytes, self.operations)
+        return row | {
+            "microseconds": round(outcome * 1e6, 2),
+            "tb_per_s": round(self.bytes / outcome / 1e12, 3),
+            "tflop_per_s": round(self.operations / outcome / 1e12, 1),
+            "percent_of_roof": round(100 * roof / outcome, 1),
+        }
 
 
 def operands_of(case: Case, layout: str) -> tuple[Any, ...]:
@@ -145,66 +142,50 @@ Call = Callable[..., jax.Array]
 """``(q, k, v, tree_k, tree_v, mask) -> out``, all in the shapes of a case."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """An implementation, and how it wants the cache."""
-
-    build: Callable[[Case], Call]
-    layout: str
-
-
-def ours(implementation: str | None) -> Candidate:
+def _ours(
+    implementation: str | None, q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any
+) -> jax.Array:
     """The project's op, by its automatic choice if no implementation is named."""
-
-    def build(case: Case) -> Call:
-        length = jnp.full((case.batch,), case.context, jnp.int32)
-
-        def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-            operands = Prefix(k, v, length), Fresh(tree_k, tree_v, mask)
-            return dispatch.speculative_attention(q, *operands, implementation=implementation)
-
-        return call
-
-    return Candidate(build, HEAD_MAJOR)
+    length = jnp.full((k.shape[0],), k.shape[2], jnp.int32)
+    prefix, fresh = Prefix(k, v, length), Fresh(tree_k, tree_v, mask)
+    return dispatch.speculative_attention(q, prefix, fresh, implementation=implementation)
 
 
-def _cudnn(case: Case) -> Call:
+def _cudnn(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
     """CuDNN over the prefix alone: less work than ours, since it takes no mask at this speed."""
-
-    def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-
-    return call
+    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
 
-def _xla_masked(case: Case) -> Call:
+def _xla_masked(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
     """XLA with materialised scores over the prefix, masked.
 
-    The tree part is played by the last ``tokens`` slots, so that nothing is concatenated.
+    The tree part is played by the last slots, so that nothing is concatenated.
     """
-
-    def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-        seen = jnp.ones((case.batch, case.tokens, case.context - case.tokens), bool)
-        whole = jnp.concatenate([seen, mask], axis=2)[:, None]
-        return jax.nn.dot_product_attention(q, k, v, mask=whole, implementation="xla")
-
-    return call
+    batch, tokens = q.shape[:2]
+    seen = jnp.ones((batch, tokens, k.shape[1] - tokens), bool)
+    whole = jnp.concatenate([seen, mask], axis=2)[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=whole, implementation="xla")
 
 
-CANDIDATES: dict[str, Candidate] = {
-    "ours": ours(None),
-    **{name: ours(name) for name in ("pallas", "mosaic", "triton", "xla")},
-    "cudnn": Candidate(_cudnn, TOKEN_MAJOR),
-    "xla-masked": Candidate(_xla_masked, TOKEN_MAJOR),
+CANDIDATES: dict[str, tuple[Call, str]] = {
+    "ours": (functools.partial(_ours, None), HEAD_MAJOR),
+    **{
+        name: (functools.partial(_ours, name), HEAD_MAJOR)
+        for name in ("pallas", "mosaic", "triton", "xla")
+    },
+    "cudnn": (_cudnn, TOKEN_MAJOR),
+    "xla-masked": (_xla_masked, TOKEN_MAJOR),
 }
-"""``ours`` is the automatic choice; the four names after it are the dispatch's."""
+"""Implementations, and the layout of their cache. ``ours`` is the automatic choice; the four names
+after it are the dispatch's."""
 
 
-def compiled(case: Case, candidate: Candidate) -> Any:
-    """The compiled program of a case, or why there is none; allocates nothing."""
+def compiled(name: str, case: Case) -> Any:
+    """The compiled program of a candidate and a case, or why there is none; allocates nothing."""
+    call, layout = CANDIDATES[name]
     try:
-        program = jax.jit(_chain(case, candidate.build(case)))
-        abstract = jax.eval_shape(lambda: operands_of(case, candidate.layout))
+        program = jax.jit(_chain(case, call))
+        abstract = jax.eval_shape(lambda: operands_of(case, layout))
         return program.lower(*abstract).compile()
     except Exception as error:  # A call that does not compile is a result, too.
         return refusal(error)
@@ -254,7 +235,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def compare(
     cases: Sequence[Case], roofline: Roofline, implementations: Sequence[str]
-) -> Iterable[dict[str, Any]]:
+) -> Iterable[Row]:
     """Time every implementation on every case; one that cannot run yields the reason.
 
     Cases of one batch and context are compiled together, on all cores, before one is timed:
@@ -267,20 +248,16 @@ def compare(
         # A kernel that does not come back is then the one after the last line printed.
         print(f"batch {batch}, {context} cached tokens: compiling {len(work)} programs", flush=True)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            programs = pool.map(lambda item: compiled(item[1], CANDIDATES[item[0]]), work)
-            programs = [*programs]
+            programs = [*pool.map(lambda each: compiled(*each), work)]
         for (name, case), program in zip(work, programs, strict=True):
             outcome = program if isinstance(program, str) else _seconds(name, case, program)
-            if isinstance(outcome, str):
-                yield case.row(name, roofline, None, refusal=outcome)
-            else:
-                yield case.row(name, roofline, outcome)
+            yield case.row(name, roofline, outcome)
 
 
 def _seconds(name: str, case: Case, program: Any) -> float | str:
     """Seconds of one call, or why there are none."""
     try:
-        arrays = operands_of(case, CANDIDATES[name].layout)
+        arrays = operands_of(case, CANDIDATES[name][1])
         return jax_seconds(lambda: program(*arrays)) / case.calls
     except Exception as error:  # An alternative that fails is a result, too.
         return refusal(error)

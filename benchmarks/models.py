@@ -23,13 +23,12 @@ from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.checkpoints.dflash import LAYERS as DFLASH_LAYERS
-from longspec_jax.drafters.checkpoints.dflash import ZLAB, evenly
-from longspec_jax.drafters.checkpoints.dflash import Format as DFlashFormat
-from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format
+from longspec_jax.drafters.checkpoints.dflash import draft_table as dflash_table
+from longspec_jax.drafters.checkpoints.dflash import evenly
+from longspec_jax.drafters.checkpoints.eagle3 import draft_table as eagle3_table
 from longspec_jax.drafters.checkpoints.longspec import draft_table as longspec_table
 from longspec_jax.drafters.checkpoints.parallel import draft_table as parallel_table
 from longspec_jax.drafters.dflash import DFlashConfig, DFlashDraft, DFlashOptions, DFlashParams
-from longspec_jax.drafters.dflash import seen as seen_by_dflash
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.draft import Target as LoadedTarget
 from longspec_jax.drafters.eagle3 import (
@@ -37,7 +36,6 @@ from longspec_jax.drafters.eagle3 import (
     Eagle3Draft,
     Eagle3Options,
     Eagle3Params,
-    seen,
 )
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
@@ -194,16 +192,12 @@ def _random_eagle3(
         max_positions=EAGLE3_POSITIONS,
         dtype=config.dtype,
     )
-    if options.yarn is not None:
-        draft = draft.stretched(options.yarn)
-    table = Format(SPECFORGE, embedding=False, head=True).table(draft)
+    table = eagle3_table(draft, embedding=False, head=True)
     layer = _drawn(table, draft.dtype, seed, mesh)
     head, tokens = layer.pop("head"), jnp.arange(proposable, dtype=jnp.int32)
     params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
-    if options.int8:  # Only where it is named: a row says what it measured.
-        params = params.in_int8(mesh)
-    working = options.cache_options.working_cache(config)
-    return Eagle3Draft(draft, params, seen(draft, config, options), working=working)
+    int8 = bool(options.int8)  # Only where it is named: a row says what it measured.
+    return Eagle3Draft.bind(draft, params, config, options, int8=int8, mesh=mesh)
 
 
 def _random_dflash(
@@ -226,14 +220,11 @@ def _random_dflash(
         block=16,
         mask_token=config.vocab_size - 1,
     )
-    if options.yarn is not None:
-        draft = draft.stretched(options.yarn)
-    stored = DFlashFormat(ZLAB, embedding=False, head=False)
-    layer = _drawn(stored.table(draft), config.dtype, seed, mesh)
+    table = dflash_table(draft, embedding=False, head=False)
+    layer = _drawn(table, config.dtype, seed, mesh)
     params = DFlashParams.bound(layer, draft, config, target)
-    if options.int8:  # Only where it is named: a row says what it measured.
-        params = params.in_int8(mesh)
-    return DFlashDraft(draft, params, seen_by_dflash(draft, config, options))
+    int8 = bool(options.int8)  # Only where it is named: a row says what it measured.
+    return DFlashDraft.bind(draft, params, config, options, int8=int8, mesh=mesh)
 
 
 def _drawn(table: Table, dtype: str, seed: int, mesh: Mesh | None) -> Any:

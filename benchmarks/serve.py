@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -181,7 +182,7 @@ class Drawn(LongSpec):
 
     acceptance: float = 1.0
 
-    @property
+    @cached_property
     def target(self) -> AgreeingTarget:
         """The static part of the target."""
         own = super().target

@@ -37,6 +37,14 @@ def pytest_configure(config: Any) -> None:
         config.pluginmanager.register(FootprintCheck())
 
 
+@pytest.hookimpl(tryfirst=True)  # Before tests are left out by their marks.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Further processes and browsers are of the second tier, wherever their tests are."""
+    for item in items:
+        if item.get_closest_marker("multiproc") or item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.full)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # What was imported stays, and is not walked at all.
 
@@ -79,7 +87,7 @@ else:
     )
     # Nobody reads which line a program's operations come from.
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["LONGSPEC_CACHE"] = "off"  # Nothing that an earlier run kept, nothing timed.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,4 +1,4 @@
-"""What a test process holds: programs dropped between modules, a limit on what they take.
+"""What a test process holds and costs: programs dropped between modules, a limit on what they take.
 
 Every executable that XLA compiles for a CPU stays mapped into the process, some 700 mappings for
 one shape of calls, and the kernel allows a process 65,530 (``vm.max_map_count``): past that the
@@ -9,6 +9,7 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,10 +56,19 @@ def resident_bytes() -> int:
 
 
 class FootprintCheck:
-    """A pytest plugin: measures at the end of every module, drops programs, reports the largest."""
+    """A pytest plugin: measures at the end of every module, drops programs, reports the largest.
+
+    Also the files that cost most: processor seconds, of all threads and without further processes,
+    and programs, whether they were compiled or read from what earlier runs kept.
+    """
 
     def __init__(self) -> None:
         self._largest: dict[str, Footprint] = {}
+        self._costs: dict[str, tuple[float, int]] = {}
+        self._programs, self._listens = 0, False
+
+    def _note(self, event: str, seconds: float, **_: object) -> None:
+        self._programs += event == "/jax/core/compile/backend_compile_duration"
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self) -> None:
@@ -67,7 +77,13 @@ class FootprintCheck:
 
     @pytest.fixture(scope="module", autouse=True)
     def _programs_end_with_their_module(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        begun, programs = time.process_time(), self._programs
+        if not self._listens and (jax := sys.modules.get("jax")):
+            jax.monitoring.register_event_duration_secs_listener(self._note)
+            self._listens = True
         yield
+        seconds = time.process_time() - begun
+        self._costs[request.node.nodeid] = seconds, self._programs - programs
         now = Footprint.now()
         worker = getattr(request.config, "workerinput", {}).get("workerid", "this process")
         self._largest[worker] = now.most(self._largest.get(worker, now))
@@ -84,16 +100,27 @@ class FootprintCheck:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
             output["footprint"] = {worker: tuple(it) for worker, it in self._largest.items()}
+            output["costs"] = self._costs
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         # A worker that crashed has no output.
-        reported = getattr(node, "workeroutput", {}).get("footprint", {})
+        output = getattr(node, "workeroutput", {})
+        reported = output.get("footprint", {})
         self._largest |= {worker: Footprint(*it) for worker, it in reported.items()}
+        self._costs |= output.get("costs", {})
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         for worker, largest in sorted(self._largest.items()):
             terminalreporter.write_line(f"{worker}: at most {largest}")
+        if not self._costs:
+            return
+        most = sorted(self._costs.items(), key=lambda item: item[1], reverse=True)
+        shown = ", ".join(f"{name} {one:.0f} s ({programs})" for name, (one, programs) in most[:10])
+        terminalreporter.write_line(
+            f"{sum(one for _, (one, _) in most):.0f} processor seconds, "
+            f"{sum(programs for _, (_, programs) in most)} programs; most of them in {shown}"
+        )
 
 
 def drop_programs() -> None:

@@ -1,9 +1,10 @@
 """The testing kit: tiny models with prime sizes, a lookup-table language model, tolerances."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial, wraps
+from inspect import signature
 from typing import Any
 
 import jax
@@ -34,6 +35,64 @@ COMPILED = [pytest.param(True, id="interpret"), pytest.param(False, marks=pytest
 
 ALL_PASSES = {"xla_disable_hlo_passes": ""}
 """Options of the compiler for tests of what it makes: ``conftest.py`` turns some passes off."""
+
+
+def each_row(
+    names: str | Sequence[str], table: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """One test that goes through a table, where ``parametrize`` makes a test of every row.
+
+    For rows that cost too little to be tests: all run, and the rows that fail are named. A row has
+    a ``tmp_path`` of its own, and what it patches ends with it; other fixtures are shared.
+
+    Args:
+      names: of the arguments that a row holds, as of ``parametrize``.
+      table: the rows; each is named by its values.
+    """
+    fields = [*map(str.strip, names.split(","))] if isinstance(names, str) else [*names]
+    rows = [row if len(fields) > 1 else (row,) for row in table]
+    assert not any(isinstance(one, type(pytest.param())) for row in rows for one in (row, *row)), (
+        "a row with marks is a test of its own: take parametrize"
+    )
+
+    def of_one_row(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def of_all(**fixtures: Any) -> None:
+            failed, skipped = list[Exception](), list[BaseException]()
+            for index, row in enumerate(rows):
+                given = dict(zip(fields, row, strict=True))
+                try:
+                    with _of_a_row(index, fixtures) as own:
+                        test(**own, **given)
+                except pytest.skip.Exception as skip:
+                    skipped.append(skip)
+                except Exception as error:
+                    error.add_note(f"in the row {given}")
+                    failed.append(error)
+            if failed:
+                raise failed[0] if len(failed) == 1 else ExceptionGroup("rows that fail", failed)
+            if skipped and len(skipped) == len(rows):
+                raise skipped[0]
+
+        own = signature(test)
+        others = [each for name, each in own.parameters.items() if name not in fields]
+        vars(of_all)["__signature__"] = own.replace(parameters=others)
+        return of_all
+
+    return of_one_row
+
+
+@contextmanager
+def _of_a_row(index: int, fixtures: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The fixtures of a test for one row of its table."""
+    own = dict(fixtures)
+    with ExitStack() as stack:
+        if "tmp_path" in own:
+            own["tmp_path"] = fixtures["tmp_path"] / f"row{index}"
+            own["tmp_path"].mkdir()
+        if "monkeypatch" in own:
+            own["monkeypatch"] = stack.enter_context(fixtures["monkeypatch"].context())
+        yield own
 
 
 def hopper_or_skip() -> None:

@@ -30,6 +30,7 @@ from longspec_jax.cli import SCRIPTS, ByMachine, typed
 from longspec_jax.drafters import registry
 from longspec_jax.drafters.retrieval.hierarchy import RetrievalOptions
 from longspec_jax.provenance import provenance
+from tests.kit import each_row
 from train import arguments as train_arguments
 from train import prepare, questions, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
@@ -65,7 +66,7 @@ def anchors(page: Path) -> set[str]:
     return {heading.replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_row("page", PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(page.read_text()):
         if "://" in link:
@@ -131,7 +132,7 @@ def text_of(page: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_row("page", PAGES)
 def test_commands_exist(page: Path) -> None:
     for module in re.findall(
         r"python -m ((?:train|infer|benchmarks|contrib)[\w.]*)", text_of(page)
@@ -181,7 +182,7 @@ OTHERS_OPTIONS = ("--config", "--xla_", "--gpu", "--ntasks", "--signal", "--requ
 """Of a configuration's fields, which have a test of their own, of XLA and of Slurm."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_row("page", PAGES)
 def test_options_exist(page: Path) -> None:
     """In commands, and where they stand alone; the changelog may name some that are gone."""
     every = set().union(*map(options_of, parsers()))
@@ -236,7 +237,7 @@ def has_field(kind: Any, path: list[str]) -> bool:
     return first in fields and has_field(fields[first], rest)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_row("page", PAGES)
 def test_fields_of_configurations_exist(page: Path) -> None:
     missing = [f for f in FIELD.findall(page.read_text()) if not has_field(RunConfig, f.split("."))]
     assert not missing

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from longspec_jax import extras
+from tests.kit import each_row
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -33,7 +34,7 @@ def failure(name: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-@pytest.mark.parametrize("name", ["ml_collections", "ml_collections.config_flags"])
+@each_row("name", ["ml_collections", "ml_collections.config_flags"])
 def test_a_missing_package_is_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.metadata, "version", lambda name: "0.1.0")
     assert extras.missing_extra(failure(name)) == (

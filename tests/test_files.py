@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from longspec_jax import files
+from tests.kit import each_row
 
 
 def test_a_file_is_made_and_replaced(tmp_path: Path) -> None:
@@ -28,8 +29,8 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert link.is_symlink() and file.read_bytes() == b"one"
 
 
-@pytest.mark.parametrize("error", [OSError("the disk is full"), KeyboardInterrupt()])
-@pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
+@each_row("error", [OSError("the disk is full"), KeyboardInterrupt()])
+@each_row("step", ["fsync", "chmod", "replace"])
 def test_what_fails_leaves_the_file_before(tmp_path: Path, monkeypatch, step, error) -> None:
     def fail(*_, **__) -> None:
         raise error

@@ -1,5 +1,7 @@
 """The test suite's own health: programs are really dropped, and a crash ends the run."""
 
+import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import jax
 import pytest
 
 from tests.footprint import Footprint, drop_programs
+from tests.kit import each_row
 
 OPTIONS = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
@@ -37,3 +40,31 @@ def test_a_crash_ends_the_run(tmp_path: Path) -> None:
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
     assert "1 failed, 4 passed" in run.stdout
     assert "crashed while running 'test_z.py::test_dies'" in run.stdout
+
+
+def test_a_table_runs_all_rows_and_names_those_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = []
+
+    @each_row("a, b", [(1, 1), (2, 3), (4, 5)])
+    @each_row("c", [0, 10])
+    def equal(a: int, b: int, c: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "ROW" not in os.environ, "of the row before"
+        monkeypatch.setenv("ROW", str(a))
+        folders.append(tmp_path)
+        if c:
+            pytest.skip("of half of the rows")
+        assert a == b
+
+    given = {"tmp_path": tmp_path, "monkeypatch": monkeypatch}
+    assert [*inspect.signature(equal).parameters] == [*given]
+    with pytest.raises(ExceptionGroup, match="rows that fail") as caught:
+        equal(**given)
+    assert [error.__notes__[-1] for error in caught.value.exceptions] == [
+        "in the row {'a': 2, 'b': 3}",
+        "in the row {'a': 4, 'b': 5}",
+    ]
+    assert len({*folders}) == 6 and all(folder.is_dir() for folder in folders)
+    with pytest.raises(AssertionError, match="marks is a test of its own"):
+        each_row("a", [pytest.param(1, marks=pytest.mark.gpu)])(equal)

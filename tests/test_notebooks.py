@@ -11,6 +11,8 @@ from nbclient import NotebookClient
 from longspec_jax.embedded import DEMO
 from tests.children import environment
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS = 600

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
+from tests.kit import each_row
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = "longspec_jax"
@@ -108,7 +108,7 @@ FILES = sorted(
 )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@each_row("path", FILES)
 def test_imports_point_one_way(path: Path) -> None:
     relative = path.relative_to(ROOT).with_suffix("").parts
     for name, top in imports(path):

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -237,19 +236,9 @@ class EvalRun:
         whole = {**options, "max_new_tokens": [prompt.new_tokens for prompt in prompts]}
         runs = [decoder.decode(tokens, whole, self._on_activity) for _ in range(config.repetitions)]
         found = sorted(runs, key=lambda run: run.stats.decode_seconds)[len(runs) // 2]
-        place = f"{first.task}/{first.sample}/{first.method}"
-        shared = {
-            "setting": decoder.setting,
-            "call": f"{place}/{first.temperature:g}/{first.seed}",
-            "batch": len(prompts),
-            "prefill_s": found.stats.prefill_seconds,
-            "decode_s": found.stats.decode_seconds,
-            "compile_s": found.stats.compile_seconds,
-            "breakdown": (
-                decoder.breakdown(tokens, whole, config.breakdown) if config.breakdown else None
-            ),
-            "start": self._start,
-        }
+        stats = found.stats
+        call = f"{first.task}/{first.sample}/{first.method}/{first.temperature:g}/{first.seed}"
+        parts = decoder.breakdown(tokens, whole, config.breakdown) if config.breakdown else None
         records = []
         for row, (key, prompt, new) in enumerate(zip(keys, prompts, found.sequences, strict=True)):
             emitted, accepted = by_round(found.drafted[row])
@@ -262,14 +251,24 @@ class EvalRun:
                     pieces = text_by_token(self._spec.tokenizer, prompt.tokens, new)
             records.append(
                 SampleRecord(
-                    **dataclasses.asdict(key),
-                    **shared,
+                    task=key.task,
+                    sample=key.sample,
+                    method=key.method,
+                    temperature=key.temperature,
+                    seed=key.seed,
+                    setting=decoder.setting,
+                    call=call,
+                    batch=len(prompts),
                     prompt_tokens=len(prompt.tokens),
                     original_tokens=prompt.original_tokens,
                     new_tokens=len(new),
-                    target_passes=found.stats.target_passes[row],
+                    target_passes=stats.target_passes[row],
                     emitted_by_round=emitted,
                     accepted_by_round=accepted,
+                    prefill_s=stats.prefill_seconds,
+                    decode_s=stats.decode_seconds,
+                    compile_s=stats.compile_seconds,
+                    breakdown=parts,
                     tokens=new,
                     text=found.text[row] or "",
                     references=prompt.references,
@@ -278,6 +277,7 @@ class EvalRun:
                     ended="eos" if new[-1] in self._stop_tokens else "length",
                     pieces=pieces,
                     rounds=trees,
+                    start=self._start,
                 )
             )
         self._keep(records)
@@ -321,7 +321,8 @@ class EvalRun:
         if index < min(len(plain.tokens), len(tokens)):
             gap = self._spec.score_gap(
                 [*prompt.tokens, *plain.tokens[:index]],
-                *(plain.tokens[index], tokens[index]),
+                plain.tokens[index],
+                tokens[index],
                 max_new_tokens=1,
                 **options,
             )

@@ -12,7 +12,7 @@ tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -70,17 +70,22 @@ class Hub:
     """A zip file in the dataset that holds ``TASK.jsonl``, for data behind a dataset script."""
 
 
+LONGBENCH = Hub("THUDM/LongBench", archive="data.zip")
+
+
 @dataclass(frozen=True)
 class Task:
     """A task whose samples are rows of a file."""
 
     fields: tuple[str, ...]
     """Fields of a row that fill the wordings."""
-    answers: str
-    """Field of a row that holds the references."""
-    hub: Hub
     release: Wording
     longbench: Wording
+    metric: str | None
+    """Key of :data:`infer.eval.scores.METRICS`."""
+    answers: str = "answers"
+    """Field of a row that holds the references."""
+    hub: Hub = LONGBENCH
     release_tokens: int = RELEASE_TOKENS
     longbench_tokens: int = SUMMARY_TOKENS
     chat: bool = True
@@ -89,11 +94,8 @@ class Task:
     """Whether the release's least length of prompts holds."""
     books: bool = False
     """Whether a text is cut to ``--context`` tokens, as in papers that report by input length."""
-    metric: str | None = None
-    """Key of :data:`infer.eval.scores.METRICS`."""
 
 
-LONGBENCH = Hub("THUDM/LongBench", archive="data.zip")
 COMPLETE = "Please complete the code given below. \n{context}"
 SUMMARY = Wording(
     "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
@@ -113,51 +115,44 @@ NEWS = Wording(
     "Summary:",
 )
 RELEASE_CODE = Wording(COMPLETE + "Now, complete the code given.")
+"""Without the input of repobench-p, the beginning of the file to complete."""
+NEXT_LINE = Wording(COMPLETE + "Next line of code:\n")
+NEXT_LINE_OF_FILE = Wording(COMPLETE + "{input}Next line of code:\n")
 PROBLEM = Wording("{problem}")
 BOOK = Wording("{text}")
+CODE = Task(
+    ("context",),
+    RELEASE_CODE,
+    NEXT_LINE,
+    "edit_similarity",
+    longbench_tokens=CODE_TOKENS,
+    chat=False,
+)
 
 TASKS = {
-    "gov_report": Task(("context",), "answers", LONGBENCH, SUMMARY, SUMMARY, metric="rouge_l"),
-    "qmsum": Task(("context", "input"), "answers", LONGBENCH, ANSWER, ANSWER, metric="rouge_l"),
-    "multi_news": Task(("context",), "answers", LONGBENCH, NEWS, NEWS, metric="rouge_l"),
-    "lcc": Task(
-        ("context",),
-        "answers",
-        LONGBENCH,
-        RELEASE_CODE,
-        Wording(COMPLETE + "Next line of code:\n"),
-        longbench_tokens=CODE_TOKENS,
-        chat=False,
-        metric="edit_similarity",
-    ),
-    "repobench-p": Task(
-        ("context", "input"),
-        "answers",
-        LONGBENCH,
-        # The release leaves out the input, the beginning of the file to complete.
-        RELEASE_CODE,
-        Wording(COMPLETE + "{input}Next line of code:\n"),
-        longbench_tokens=CODE_TOKENS,
-        chat=False,
-        metric="edit_similarity",
-    ),
+    "gov_report": Task(("context",), SUMMARY, SUMMARY, "rouge_l"),
+    "qmsum": Task(("context", "input"), ANSWER, ANSWER, "rouge_l"),
+    "multi_news": Task(("context",), NEWS, NEWS, "rouge_l"),
+    "lcc": CODE,
+    "repobench-p": replace(CODE, fields=("context", "input"), longbench=NEXT_LINE_OF_FILE),
     "aime24": Task(
         ("problem",),
-        "answer",
-        Hub("AI-MO/aimo-validation-aime", split="train"),
         PROBLEM,
         PROBLEM,
+        "exact_match",
+        answers="answer",
+        hub=Hub("AI-MO/aimo-validation-aime", split="train"),
         release_tokens=AIME_TOKENS,
         longbench_tokens=AIME_TOKENS,
         long=False,
-        metric="exact_match",
     ),
     "pg19": Task(
         ("text",),
-        "",
-        Hub("emozilla/pg19-test"),
         BOOK,
         BOOK,
+        None,
+        answers="",
+        hub=Hub("emozilla/pg19-test"),
         release_tokens=EXTENDED_TOKENS,
         longbench_tokens=EXTENDED_TOKENS,
         chat=False,

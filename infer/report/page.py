@@ -191,18 +191,11 @@ def draw(
     for number, (name, rows) in enumerate(series):
         aside = 0.09 * (number - (len(series) - 1) / 2)
         colour, mark = styles[name]
-        axis.errorbar(
-            [places.index(place) + aside for place in rows["column"]],
-            rows["value"],
-            yerr=[rows["value"] - rows["low"], rows["high"] - rows["value"]],
-            color=colour,
-            marker=mark,
-            linestyle="-" if chart.is_joined else "none",
-            ecolor=INK,
-            elinewidth=1.0,
-            capsize=2.5,
-            label=name,
-        )
+        where = [places.index(place) + aside for place in rows["column"]]
+        line = "-" if chart.is_joined else "none"
+        axis.plot(where, rows["value"], color=colour, marker=mark, linestyle=line, label=name)
+        # An interval need not hold its figure, as error bars would have to.
+        axis.vlines(where, rows["low"], rows["high"], colors=INK, linewidth=1.0)
     axis.axhline(chart.level, color="#d1242f", linestyle="--", linewidth=1.2)
     axis.set_xticks(range(len(places)), places, parse_math=False)
     axis.set_xlim(-0.5, len(places) - 0.5)

@@ -50,7 +50,7 @@ from .guards import (
     too_large,
 )
 from .metrics import Metrics
-from .protocol import Chat, Completion, Refused, describe
+from .protocol import Chat, Completion, Refused, defect, describe
 from .streaming import RequestHandle, TokenTexts
 
 LOG = logging.getLogger("longspec.serve")
@@ -138,7 +138,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """A defect of the server; its traceback goes to the log."""
-    return refusal(Refused(f"the server has a defect: {type(error).__name__}", status=500))
+    return refusal(defect(error))
 
 
 class Events(StreamingResponse):
@@ -238,8 +238,7 @@ class Routes:
             yield event(refused.body) + DONE
         except Exception as error:
             LOG.exception("a stream has failed")
-            words = f"the server has a defect: {type(error).__name__}"
-            yield event(Refused(words, status=500).body) + DONE
+            yield event(defect(error).body) + DONE
 
     def _close(self, request: Request, call: Call, handle: RequestHandle, status: int) -> None:
         self._log(request, call, handle, status)

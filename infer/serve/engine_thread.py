@@ -34,7 +34,7 @@ from longspec_jax.generation.requests import RequestEngine, RequestOutput
 
 from .calls import Row
 from .metrics import Metrics
-from .protocol import Refused
+from .protocol import Refused, defect
 from .streaming import Answer, RequestHandle, proposed_tokens, wake
 
 LOG = logging.getLogger("longspec.serve")
@@ -161,18 +161,6 @@ class EngineThread:
                 if answer.times.first is not None and answer.finish is None
             ]
 
-    def check_ready(self) -> None:
-        """Refuse new requests where none are taken.
-
-        Raises:
-          Refused: while the server drains, and after a failure.
-        """
-        state = self.state
-        if state is State.DRAINING:
-            raise Refused(SHUTTING_DOWN, status=503, code="draining", retry_after=5)
-        if state is State.FAILED:
-            raise Refused("the engine has failed and the server ends", status=503, retry_after=5)
-
     def check_room(self, rows: int = 1, tokens: int = 0) -> None:
         """Refuse requests for which the queue has no room.
 
@@ -182,11 +170,15 @@ class EngineThread:
             when nothing waits.
 
         Raises:
-          Refused: also where no requests are taken at all.
+          Refused: also while the server drains, and after a failure.
         """
-        self.check_ready()
         with self._changed:
-            waiting, queued, retry = self._queued_rows, self._queued_tokens, self._retry_after()
+            state, retry = self._state, self._retry_after()
+            waiting, queued = self._queued_rows, self._queued_tokens
+        if state is State.DRAINING:
+            raise Refused(SHUTTING_DOWN, status=503, code="draining", retry_after=5)
+        if state is State.FAILED:
+            raise Refused("the engine has failed and the server ends", status=503, retry_after=5)
         full = waiting + rows > self._most_requests
         long = queued + tokens > self._most_tokens and waiting
         if full or long:
@@ -298,8 +290,7 @@ class EngineThread:
                 return
             except Exception as error:  # This request's alone: the engine has taken nothing.
                 LOG.exception("a request could not be submitted")
-                words = f"the server has a defect: {type(error).__name__}"
-                self._end(handle, "refused", Refused(words, status=500))
+                self._end(handle, "refused", defect(error))
                 return
             handle.ids.append(id)
             self._rows[id] = handle, index

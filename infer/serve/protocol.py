@@ -86,6 +86,11 @@ class Refused(Exception):
         }
 
 
+def defect(error: Exception) -> Refused:
+    """The refusal where the server itself is wrong; what happened is in its log."""
+    return Refused(f"the server has a defect: {type(error).__name__}", status=500)
+
+
 # What is read by a rule or a function, beside the rules of the library.
 
 

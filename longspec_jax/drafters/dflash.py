@@ -24,6 +24,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from longspec_jax.axes import Array
 from longspec_jax.checks import whole_number
@@ -32,7 +33,7 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
-from longspec_jax.drafters.tables import SINKS, BlockParams, FeatureOptions, check_fits
+from longspec_jax.drafters.tables import BlockParams, FeatureOptions, check_fits
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run, plant
 from longspec_jax.drafters.window import Entries, Rows, Seen
 from longspec_jax.models.layers import Projection, RMSNorm, rotary_angles
@@ -442,18 +443,6 @@ class DFlashOptions(FeatureOptions):
     """Options of a DFlash or DSpark draft; none changes a token."""
 
 
-def seen(config: DFlashConfig, target: TargetConfig, options: DFlashOptions) -> Seen:
-    """Which tokens its layers see that have no window of their own."""
-    sinks, window = SINKS if options.sinks is None else options.sinks, options.window
-    made_for = config.trunk.max_positions
-    if window is None and made_for < target.max_positions:
-        # Sinks, ring and block together span the range of its positions.
-        window = max(1, made_for - sinks - config.block)
-    if window is None or window >= target.max_positions:
-        return Seen(None, 0)
-    return Seen(window, sinks)
-
-
 @dataclass(frozen=True, eq=False)
 class DFlashDraft(Draft):
     """Layers over a block, the tables they share with their target, and what they see of a text."""
@@ -461,9 +450,26 @@ class DFlashDraft(Draft):
     config: DFlashConfig
     params: DFlashParams = field(repr=False)
     seen: Seen = Seen(None, 0)
-    stored: Any = None
-    """How it was stored, for :func:`longspec_jax.drafters.checkpoints.dflash.save_draft`."""
     name: str = field(default="dflash", init=False)
+
+    @classmethod
+    def bind(
+        cls,
+        config: DFlashConfig,
+        params: DFlashParams,
+        target: TargetConfig,
+        options: DFlashOptions,
+        *,
+        int8: bool = False,
+        mesh: Mesh | None = None,
+    ) -> "DFlashDraft":
+        """A draft with its options applied; arguments as of ``Eagle3Draft.bind``."""
+        if options.yarn is not None:
+            config = config.stretched(options.yarn)
+        if int8:
+            params = params.in_int8(mesh)
+        seen = options.seen(config.trunk.max_positions, target, config.block)
+        return cls(config, params, seen)
 
     @property
     def default_trees(self) -> DefaultTrees:

@@ -22,12 +22,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Leaf, Lengths
@@ -42,7 +43,7 @@ from longspec_jax.drafters.retrieval.working_cache import (
     WorkingCache,
     WorkingCacheOptions,
 )
-from longspec_jax.drafters.tables import SINKS, FeatureOptions, TableParams, check_fits
+from longspec_jax.drafters.tables import FeatureOptions, TableParams, check_fits
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.drafters.window import Entries, Seen
 from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU, rotary_frequencies
@@ -429,24 +430,6 @@ class Eagle3Options(FeatureOptions):
         return WorkingCacheOptions(working=self.working, sinks=self.sinks, refresh=self.refresh)
 
 
-def seen(config: Eagle3Config, target: TargetConfig, options: Eagle3Options) -> Seen:
-    """Which tokens a draft sees, by its options and else by the range that it was trained for."""
-    if options.working is not None:
-        return Seen(None, 0)
-    trained, sinks = config.window, options.sinks
-    if sinks is None:
-        sinks = 0 if trained is not None and options.window is None else SINKS
-    window = options.window
-    if window is None and trained is not None:
-        window = trained - 1  # Its own window counts the token itself.
-    if window is None and config.max_positions < target.max_positions:
-        # Sinks, ring and the tree together span the range of its positions.
-        window = max(1, config.max_positions - sinks - MAX_TREE_LEVELS)
-    if window is None or window >= target.max_positions:
-        return Seen(None, 0)
-    return Seen(window, sinks)
-
-
 @dataclass(frozen=True, eq=False)
 class Eagle3Draft(Draft):
     """A draft layer, the tables it shares with its target, and what it sees of a text."""
@@ -454,12 +437,43 @@ class Eagle3Draft(Draft):
     config: Eagle3Config
     params: Eagle3Params = field(repr=False)
     seen: Seen = Seen(None, 0)
-    stored: Any = None
-    """How it was stored, for :func:`longspec_jax.drafters.checkpoints.eagle3.save_draft`."""
     working: WorkingCache | None = None
     """What it reads of all entries; all of them if absent."""
     name: str = "eagle3"
     """Or ``eagle`` or ``mtp``, which bring another layer."""
+
+    @classmethod
+    def bind(
+        cls,
+        config: Eagle3Config,
+        params: Eagle3Params,
+        target: TargetConfig,
+        options: Eagle3Options,
+        *,
+        int8: bool = False,
+        mesh: Mesh | None = None,
+        name: str = "eagle3",
+    ) -> "Eagle3Draft":
+        """A draft with its options applied.
+
+        Args:
+          config: its configuration.
+          params: its parameters, not in 8 bits.
+          target: what it drafts for.
+          options: its options.
+          int8: read its weights and its LM head in 8 bits.
+          mesh: what the parameters are spread over; one device if absent.
+          name: of its kind.
+        """
+        if options.yarn is not None:
+            config = config.stretched(options.yarn)
+        if int8:
+            params = params.in_int8(mesh)
+        seen = Seen(None, 0)
+        if options.working is None:
+            made_for, trained = config.max_positions, config.window
+            seen = options.seen(made_for, target, MAX_TREE_LEVELS, trained)
+        return cls(config, params, seen, options.cache_options.working_cache(target), name)
 
     @property
     def default_trees(self) -> DefaultTrees:

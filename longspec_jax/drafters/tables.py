@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config.layers import LARGEST_FACTOR
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.window import Seen
 from longspec_jax.models.layers import rounded
 from longspec_jax.models.target import (
     head_of,
@@ -84,6 +85,28 @@ class FeatureOptions:
     def features(self) -> tuple[int, ...] | None:
         """The layers as numbers; None for those that the file names."""
         return None if self.layers is None else tuple(map(int, self.layers.split(",")))
+
+    def seen(
+        self, made_for: int, target: TargetConfig, spare: int, trained: int | None = None
+    ) -> Seen:
+        """Which tokens a draft sees, by its options and else by the range that it was made for.
+
+        Args:
+          made_for: positions of the draft.
+          target: what it drafts for.
+          spare: positions of a tree or a block, which sinks and window leave free of that range.
+          trained: tokens that it saw of each text in training, its own included; all if None.
+        """
+        sinks, window = self.sinks, self.window
+        if sinks is None:
+            sinks = 0 if trained is not None and window is None else SINKS
+        if window is None and trained is not None:
+            window = trained - 1
+        if window is None and made_for < target.max_positions:
+            window = max(1, made_for - sinks - spare)
+        if window is None or window >= target.max_positions:
+            return Seen(None, 0)
+        return Seen(window, sinks)
 
 
 @runtime_checkable
@@ -164,6 +187,10 @@ class TableParams:
     """Whether the embedding is no table of the target's."""
     own_head: bool = struct.field(pytree_node=False, default=True)
     """Whether the LM head is no table of the target's."""
+    stores_embedding: bool = struct.field(pytree_node=False, default=True)
+    """Whether the draft's file has an embedding."""
+    stores_head: bool = struct.field(pytree_node=False, default=True)
+    """Whether the draft's file has an LM head."""
     embedding_factor: float = struct.field(pytree_node=False, default=1.0)
     """Factor on embeddings: the target's, where the draft stores none."""
     logits_divisor: float = struct.field(pytree_node=False, default=1.0)
@@ -249,17 +276,19 @@ class TableParams:
         Raises:
           ValueError: if a table is missing that the target cannot stand in for.
         """
-        factor = 1.0 if "embedding" in layer else target.embedding_factor
+        stores_embedding = "embedding" in layer
+        factor = 1.0 if stores_embedding else target.embedding_factor
         shared: jax.Array = target_params["embedding"]
         embedding: jax.Array = layer.pop("embedding", shared)
-        own_embedding = not _is(embedding, shared)
-        if not own_embedding and draft.model_width != draft.target_width:
+        same = _is(embedding, shared)
+        if same and draft.model_width != draft.target_width:
             raise ValueError(
                 f"the draft has no embed_tokens.weight, and its hidden_size={draft.model_width} is "
                 f"not the target's {draft.target_width}, whose embedding it would share; "
                 f"{NOT_WHOLE}"
             )
-        embedding = embedding if own_embedding else shared
+        own_embedding = not same
+        embedding = shared if same else embedding
         own_head = "head" in layer or (tied and own_embedding)
         head: jax.Array = layer.pop("head", embedding if tied else head_of(target_params))
         if head.shape != (draft.proposable, draft.model_width):
@@ -268,11 +297,25 @@ class TableParams:
                 f"the LM head that it would share is {list(head.shape)}; {NOT_WHOLE}"
             )
         tokens = None if vocabulary is None else jnp.asarray(vocabulary)
-        params = cls(layer, embedding, head, tokens, own_embedding, own_head, factor)
+        params = cls(
+            layer,
+            embedding,
+            head,
+            tokens,
+            own_embedding,
+            own_head,
+            stores_embedding=stores_embedding,
+            stores_head=own_head,
+            embedding_factor=factor,
+        )
         if own_head:
             return params
-        factors = dict(logits_divisor=target.logits_divisor, logit_cap=target.logit_cap)
-        return dataclasses.replace(params, own_head=not shares_head(target_params), **factors)
+        return dataclasses.replace(
+            params,
+            own_head=not shares_head(target_params),
+            logits_divisor=target.logits_divisor,
+            logit_cap=target.logit_cap,
+        )
 
 
 @struct.dataclass

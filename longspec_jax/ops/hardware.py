@@ -67,7 +67,7 @@ def require_hopper(kernel: str) -> None:
     if found is None or found[0] != HOPPER[0]:
         raise NotImplementedError(
             f"{kernel} is written for compute capability 9.x and this process computes on "
-            f"{jax.default_backend()!r} ({found}); choose another implementation"
+            f"{jax.default_backend()!r} ({found}); choose another attention="
         )
     if not mosaic_is_supported():
         raise NotImplementedError(

@@ -17,10 +17,11 @@ from benchmarks.models import draft_state, random_model
 from benchmarks.rounds import Bench, Setting
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.drafters.checkpoints.dflash import ZLAB, Format, save_draft
+from longspec_jax.drafters.checkpoints.dflash import save_draft
 from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.ops.placement import tree_bytes
 from tests.drafters.dflash.toys import config_for, random_params
+from tests.drafters.kit import without_tables
 
 TREE = TreeConfig((2, 3))
 KEYS = {
@@ -83,7 +84,7 @@ def test_a_drafts_folder_and_random_ones_of_its_kind(tmp_path: Path) -> None:
     """With a window their state takes the same bytes at any context."""
     shape = SHAPES["tiny"]
     config = config_for(shape)
-    save_draft(tmp_path, Format(ZLAB, False, False), config, random_params(config))
+    save_draft(tmp_path, config, without_tables(random_params(config)))
     for kind, levels in ((str(tmp_path), 3), ("dflash", 15)):
         drawn = random_model(shape, kind=kind, options={"window": 32, "sinks": 4})
         drafter = drawn.drafter(TreeConfig((1,) * levels))

@@ -38,6 +38,8 @@ from tests.kit import (
     tiny_target_config,
 )
 
+pytestmark = pytest.mark.full
+
 CONFIG = tiny_target_config(
     num_layers=1,
     num_heads=4,

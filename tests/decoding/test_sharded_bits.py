@@ -28,6 +28,8 @@ from tests.decoding.test_sharded import interpret_layer_ops
 from tests.kit import ALL_PASSES, hopper_mesh, normal, prefill, random_target, tiny_target_config
 from tests.ops.attention.interpreted import interpret, interpret_devices_apart
 
+pytestmark = pytest.mark.full
+
 CONFIG = tiny_target_config(
     num_layers=1,
     num_heads=8,

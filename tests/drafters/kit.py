@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,12 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax.drafters.base import Committed, Features, Params, SamplingNoise
+from longspec_jax.drafters.tables import TableParams
 from longspec_jax.sharding import partition_spec, path_name
 from longspec_jax.weights.tables import Table
 from tests.kit import view_of
+
+T = TypeVar("T", bound=TableParams)
 
 
 def random_tree(table: Table, dtype: str, seed: int = 3, width: float = 0.2) -> Any:
@@ -27,6 +30,11 @@ def random_tree(table: Table, dtype: str, seed: int = 3, width: float = 0.2) -> 
         values = 1 + 0.3 * normal if leaf.path.endswith("scale") else width * normal
         drawn[leaf.path] = jnp.asarray(values, dtype)
     return unflatten_dict(drawn, sep="/")
+
+
+def without_tables(params: T) -> T:
+    """A draft's parameters whose tables are not stored."""
+    return replace(params, stores_embedding=False, stores_head=False)
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int = 6) -> dict[str, np.ndarray]:

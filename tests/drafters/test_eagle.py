@@ -211,7 +211,8 @@ def test_files_as_the_authors_leave_them(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "pytorch_model.bin")
     found = load(tmp_path, TARGET)
     assert found.params.embedding is MODEL["embedding"] and not found.params.own_head
-    jax.tree.map(np.testing.assert_array_equal, found.params, params)
+    same = replace(found.params, stores_embedding=False)
+    jax.tree.map(np.testing.assert_array_equal, same, params)
     edit(tmp_path, max_position_embeddings=512)
     with pytest.warns(UserWarning, match=r"made for 512 .* for 1024, .* first 4 and the last 476 "):
         assert load(tmp_path, TARGET).seen == (476, 4)

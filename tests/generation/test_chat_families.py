@@ -14,6 +14,8 @@ from longspec_jax.generation.chat import render_chat
 from longspec_jax.weights.hf import load_stop_tokens
 from tests.generation.test_chat import with_template
 
+pytestmark = pytest.mark.full
+
 _TURN = "{%- for m in messages %}"
 _ALTERNATE = (
     "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"

@@ -76,11 +76,7 @@ TRAINED = {
 def write_models(folder: Path) -> None:
     """Write the folders that :data:`MODELS` names."""
     from longspec_jax import save_draft, save_target
-    from longspec_jax.drafters.checkpoints.dflash import ZLAB
-    from longspec_jax.drafters.checkpoints.dflash import Format as DFlashFormat
     from longspec_jax.drafters.checkpoints.dflash import save_draft as save_dflash
-    from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE
-    from longspec_jax.drafters.checkpoints.eagle3 import Format as Eagle3Format
     from longspec_jax.drafters.checkpoints.eagle3 import save_draft as save_eagle3
     from longspec_jax.drafters.checkpoints.parallel import save_draft as save_parallel
     from longspec_jax.drafters.longspec import DraftConfig
@@ -105,10 +101,9 @@ def write_models(folder: Path) -> None:
     save_draft(folder / "wide-longspec", draft, random_draft(draft), target=wide)
     test_eagle.published(folder / "eagle")
     own = eagle3.config_for(CONFIG, features=(0, 1))
-    stored = Eagle3Format(SPECFORGE, True, True)
-    save_eagle3(folder / "eagle3", stored, own, eagle3.random_params(own))
+    save_eagle3(folder / "eagle3", own, eagle3.random_params(own))
     own = dflash.config_for(CONFIG)
-    save_dflash(folder / "dflash", DFlashFormat(ZLAB, True, True), own, dflash.random_params(own))
+    save_dflash(folder / "dflash", own, dflash.random_params(own))
     own = parallel.config_for(CONFIG)
     save_parallel(folder / "parallel", own, parallel.random_tree(own), target=CONFIG)
     test_mtp.published(folder / "mtp", "mimo")

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from tests.train.drafts import steps as tiny
-from tests.train.drafts.dflash import test_objective as dflash
-from tests.train.drafts.eagle3 import test_objective as eagle3
-from tests.train.drafts.longspec import test_step as longspec
-from tests.train.drafts.parallel import test_step as parallel
-from tests.train.drafts.small_lm import test_objective as small_lm
+from tests.train.drafts import test_dflash as dflash
+from tests.train.drafts import test_eagle3 as eagle3
+from tests.train.drafts import test_longspec as longspec
+from tests.train.drafts import test_parallel as parallel
+from tests.train.drafts import test_small_lm as small_lm
 
 KINDS: dict[str, Callable[..., Any]] = {
     "dflash": lambda: (dflash.SETTINGS, tiny.given(dflash.STAGE), dflash.batch(), 90),

@@ -180,7 +180,7 @@ def test_turns_are_messages_with_a_style(loaded, monkeypatch) -> None:
         ("--max_tokens=9999", "--max_tokens 9999 is more than the target's 1024 positions"),
         ("--top_k=3 --temperature=0", "--top_k 3 filters what is drawn"),
         ("--row_slots=3", "unknown option --row_slots"),
-        ("--stop=", "--stop: the text is empty"),
+        ("--stop=", "--stop: '' must be text that is not empty"),
     ],
 )
 def test_options_that_cannot_be_met(folders, given, said, capsys, monkeypatch) -> None:

@@ -238,7 +238,7 @@ def test_an_attention_that_is_not_there_is_named_as_typed(capsys) -> None:
     argv = ["--prompt=ab", "--attention=mosaic", "--tree=none"]
     assert decode.main(argv) == 2
     said = capsys.readouterr().err
-    assert "choose another --attention" in said and "implementation" not in said
+    assert "choose another attention=" in said and "implementation" not in said
 
 
 def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> None:

@@ -218,7 +218,7 @@ def test_a_failure_keeps_what_was_finished(folders, monkeypatch, tmp_path, capsy
         ('"ab"\n"cd"', "error: the target's logits of batch.jsonl, line 2 behind 3 tokens are not"),
         (
             '"ab"',
-            "error: the target's logits behind 3 tokens are not finite; try --dtype=float32\n",
+            "error: the target's logits behind 3 tokens are not finite; try dtype=float32\n",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 import pytest
 
 from infer.wording import command_words, in_command_words
+from longspec_jax.checks import Refused
 
 FILE = ["batch.jsonl, line 1", "batch.jsonl, line 4"]
 
@@ -10,26 +11,15 @@ FILE = ["batch.jsonl, line 1", "batch.jsonl, line 4"]
 @pytest.mark.parametrize(
     ("said", "rows", "expected"),
     [
-        ("temperature=-1 of row 0 must be >= 0", ["prompt"], "--temperature=-1 must be >= 0"),
-        ("seed=5 of row 1 must", FILE, "--seed=5 of batch.jsonl, line 4 must"),
-        ("row 0: the prompt is empty", ["report.txt"], "report.txt: the prompt is empty"),
-        (
-            "row 1: a prompt of 9 tokens and max_new_tokens=5 reach; lower max_new_tokens",
-            FILE,
-            "batch.jsonl, line 4: a prompt of 9 tokens and --max_new_tokens=5 reach; lower "
-            "--max_new_tokens",
-        ),
-        ("row 7: no such", FILE, "row 7: no such"),
-        ("draft_options=3 must be", [], "--draft_option=3 must be"),
-        ("draft_options: dtype=3 must", [], "--draft_option: dtype=3 must"),
-        ("draft_revision='v' is", [], "--draft_revision='v' is"),
-        ("choose another implementation", [], "choose another --attention"),
-        ("choose implementation='xla'", [], "choose --attention='xla'"),
-        ("revision='x' chooses a revision", [], "--revision='x' chooses a revision"),
-        ("without draft_vocabulary.safetensors", [], "without draft_vocabulary.safetensors"),
-        ("at a temperature above 0", [], "at a temperature above 0"),
-        ("--max_new_tokens=5 is typed", [], "--max_new_tokens=5 is typed"),
-        ("shorten the prompt or max_new_tokens", [], "shorten the prompt or --max_new_tokens"),
+        (Refused("temperature", -1, ">= 0", 0), ["prompt"], "--temperature=-1 must be >= 0"),
+        (Refused("seed", 5, "0", 1), FILE, "--seed=5 of batch.jsonl, line 4 must be 0"),
+        (Refused("draft_options", 3, "0"), [], "--draft_option=3 must be 0"),
+        (Refused("draft_options: dtype", 3, "text"), [], "--draft_option: dtype=3 must be text"),
+        (ValueError("stop_strings holds 99 texts"), [], "--stop holds 99 texts"),
+        (ValueError("row 0: the prompt is empty"), ["a.txt"], "a.txt: the prompt is empty"),
+        (ValueError("row 1: a prompt of 9"), FILE, "batch.jsonl, line 4: a prompt of 9"),
+        (ValueError("row 7: no such"), FILE, "row 7: no such"),
+        (ValueError("shorten it or max_new_tokens"), [], "shorten it or max_new_tokens"),
     ],
 )
 def test_words(said, rows, expected) -> None:
@@ -38,9 +28,9 @@ def test_words(said, rows, expected) -> None:
 
 def test_kinds_of_errors_stay() -> None:
     for kind in (ValueError, MemoryError, NotImplementedError, FileNotFoundError):
-        with pytest.raises(kind, match="--top_k=1"), command_words():
+        with pytest.raises(kind, match="top_k=1"), command_words():
             raise kind("top_k=1")
-    with pytest.raises(ValueError, match="--top_k=1"), command_words():
+    with pytest.raises(ValueError, match="top_k=1"), command_words():
         raise UnicodeDecodeError("utf-8", b"a", 0, 1, "top_k=1")
     with pytest.raises(KeyError), command_words():
         raise KeyError("a defect is no bad input")

@@ -15,6 +15,8 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.weights.hf import load_target, load_target_config, target_bytes
 from tests.models.families import LLAMA3, YARN, make_model, torch, transformers
 
+pytestmark = pytest.mark.full
+
 LENGTH = 44
 """Longer than the range before a scaling, which is 32 or 64 tokens with a factor."""
 

@@ -18,6 +18,8 @@ from longspec_jax.ops.attention.operands import Fresh
 from tests.kit import after_prompts, greedy_beliefs, tiny_target_config, view_of
 from tests.models.draft_oracle import DraftOracle, Shape, random_state
 
+pytestmark = pytest.mark.full
+
 LENGTH = 19
 
 

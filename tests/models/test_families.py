@@ -25,6 +25,8 @@ from train.drafts.longspec import Draws, LongSpecObjective
 from train.step import Batch
 from train.target import run_target
 
+pytestmark = pytest.mark.full
+
 MIXED = "ministral", "gemma2", "gemma3_text", "olmo3", "gpt_oss"
 """Types of models of which some layers have windows."""
 PROMPT, CHUNK = 44, 11

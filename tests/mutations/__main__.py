@@ -90,6 +90,7 @@ def _tried(mutation: Mutation) -> Outcome:
 def _run(folder: Path, tests: Sequence[str]) -> Outcome:
     """Run tests in a copy, up to the first that fails."""
     options = ["-n", "0", "-x", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+    options += ["-m", "not gpu and not real"]  # Tests of both tiers.
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, f"--timeout={SECONDS}", *tests],

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import each_row
 from tests.mutations import Mutation, mutations
 
 
@@ -15,7 +16,7 @@ def test_every_mutation_fits_the_code() -> None:
         assert mutation.new != mutation.old
 
 
-@pytest.mark.parametrize("text", ["", "x = 1\nx = 1\n"])
+@each_row("text", ["", "x = 1\nx = 1\n"])
 def test_code_that_has_changed_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(text)
     with pytest.raises(ValueError, match="a.py, and must occur once"):

@@ -12,6 +12,8 @@ import pytest
 from tests.children import environment
 from tests.infer.toys import save_toy
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 REQUESTS = 150
 """``python -m tests.serve.stress`` sends 2,000."""

@@ -25,6 +25,8 @@ from train.drafts.longspec import LongSpecObjective
 from train.step import ROWS, Batch, TrainState, make_optimizer, make_step, state_shardings
 from train.target import TargetObjective
 
+pytestmark = pytest.mark.full
+
 ROWS_, TOKENS, WIDTH, MLP = 8, 26, 64, 144
 CONFIG = tiny_target_config(
     vocab_size=112, model_width=WIDTH, mlp_width=MLP, num_heads=4, num_kv_heads=2, head_width=16

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from longspec_jax.drafters.checkpoints.longspec import load_draft
 from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target
-from tests.kit import random_target, tiny_target_config
+from tests.kit import each_row, random_target, tiny_target_config
 
 CONFIG = tiny_target_config()
 
@@ -190,7 +190,7 @@ def test_numbers_that_this_safetensors_does_not_know(folder):
     assert str(error.value).endswith("pip install --upgrade safetensors")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "words"),
     {
         "snapshots": "name the folder below snapshots, or the hub id",
@@ -283,7 +283,7 @@ def test_saving_refuses_what_loading_would(tmp_path):
         assert re.search(re.escape(line), str(error.value))
 
 
-@pytest.mark.parametrize("token", [101, -1, None, 2.0])
+@each_row("token", [101, -1, None, 2.0])
 def test_saving_refuses_stop_tokens_outside_the_vocabulary(tmp_path, token):
     with pytest.raises(ValueError, match="stop_tokens=.* must be a whole number from 0 to 100"):
         save_target(tmp_path, CONFIG, random_target(CONFIG), stop_tokens=(2, token))

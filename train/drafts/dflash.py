@@ -19,8 +19,6 @@ from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.dflash import (
     LAYERS,
-    ZLAB,
-    Format,
     evenly,
     load_draft,
     save_draft,
@@ -122,10 +120,6 @@ def run_blocks(
         hidden = [view.kept[each] for each in config.features]
         found = run(cast(params, config.trunk.dtype), hidden, embedded, at)
     return found.reshape(rows, blocks, config.block, -1)
-
-
-STORED = Format(ZLAB, embedding=False, head=False)
-"""How a draft is exported: tables are the target's."""
 
 
 @dataclass(frozen=True)
@@ -250,9 +244,10 @@ class DFlashTrainer:
 
     def save(self, folder: Path, params: Any) -> None:
         """Write the draft in z-lab's format, which SGLang and vLLM read."""
-        # The format stores no tables, so that any will do.
+        # Tables are the target's and are not stored, so that any will do.
         nothing = jnp.zeros((0, 0))
-        save_draft(folder, STORED, self.draft, DFlashParams(params, nothing, nothing))
+        draft = DFlashParams(params, nothing, nothing, stores_embedding=False, stores_head=False)
+        save_draft(folder, self.draft, draft)
 
 
 def begin(settings: DFlashSettings, given: Given) -> Begun:
@@ -327,13 +322,13 @@ def _loaded(source: str, given: Given) -> tuple[DFlashConfig, Any]:
     Raises:
       ValueError: for one with more than the layers of DFlash.
     """
-    stored, config, params = load_draft(source, given.target, given.params, mesh=given.mesh)
+    config, params = load_draft(source, given.target, given.params, mesh=given.mesh)
     more = {
         "proposes from the pending token's slot": config.from_pending,
         "has a Markov head": config.markov is not None,
         "has a confidence head": config.confidence is not None,
         "has sliding windows": any(config.windows),
-        "has tables of its own": stored.head or params.own_embedding,
+        "has tables of its own": params.own_embedding or params.stores_head,
     }
     for what, there in more.items():
         if there:

@@ -28,7 +28,7 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format, load_draft, save_draft
+from longspec_jax.drafters.checkpoints.eagle3 import load_draft, save_draft
 from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Layer, Eagle3Params
 from longspec_jax.drafters.vocabulary import most_frequent
 from longspec_jax.models.layers import INITIAL_SCALE
@@ -292,8 +292,6 @@ class Eagle3Trainer:
     target: TargetConfig
     draft: Eagle3Config
     settings: Eagle3Settings
-    stored: Format
-    """How it is exported."""
     vocabulary: np.ndarray | None
     """The target's tokens that it can propose; all if None."""
 
@@ -313,16 +311,16 @@ class Eagle3Trainer:
         return Reads(hidden=True, kept=self.draft.features)
 
     def save(self, folder: Path, params: Any) -> None:
-        """Write the draft in SpecForge's format, which SGLang and vLLM read, or as it was loaded.
+        """Write the draft in SpecForge's format, which SGLang and vLLM read.
 
         Its embedding is the target's and is not stored.
         """
         layer = {name: part for name, part in params.items() if name != "head"}
         head = params["head"]
-        # The format stores no embedding, so that any table will do.
         vocabulary = None if self.vocabulary is None else jnp.asarray(self.vocabulary)
-        draft = Eagle3Params(layer, head, head, vocabulary)
-        save_draft(folder, self.stored, self.draft, draft)
+        # The embedding is not stored, so that any table will do.
+        draft = Eagle3Params(layer, head, head, vocabulary, stores_embedding=False)
+        save_draft(folder, self.draft, draft)
 
 
 def begin(settings: Eagle3Settings, given: Given) -> Begun:
@@ -336,18 +334,17 @@ def begin(settings: Eagle3Settings, given: Given) -> Begun:
     """
     longest = max(stage.seq_len for stage in given.stages)
     if settings.init:
-        stored, draft, params = _loaded(settings.init, given)
+        draft, params = _loaded(settings.init, given)
         draft = replace(draft, max_positions=max(longest, draft.max_positions))
         vocabulary = None if params.vocabulary is None else np.asarray(params.vocabulary)
         start, rows = {**params.layer, "head": params.head}, None
     else:
-        stored = Format(SPECFORGE, embedding=False, head=True)
         draft, vocabulary = fresh_config(settings, given.target, longest), None
         if draft.proposable < draft.vocab_size:
             vocabulary = np.sort(most_frequent(given.count_tokens(), draft.proposable))
         start, rows = {"head": head_of(given.params)}, vocabulary
     draft = replace(draft, dtype=given.dtype)
-    trainer = Eagle3Trainer(given.target, draft, settings, stored, vocabulary)
+    trainer = Eagle3Trainer(given.target, draft, settings, vocabulary)
     return Begun(trainer, _frozen(given, vocabulary), _placed(draft, start, rows, given))
 
 
@@ -395,9 +392,9 @@ def fresh_config(settings: Eagle3Settings, target: TargetConfig, longest: int) -
     return config
 
 
-def _loaded(source: str, given: Given) -> tuple[Format, Eagle3Config, Eagle3Params]:
-    """The draft to start from: how it is exported, its shape, and its parameters."""
-    stored, config, params = load_draft(source, given.target, given.params, mesh=given.mesh)
+def _loaded(source: str, given: Given) -> tuple[Eagle3Config, Eagle3Params]:
+    """The draft to start from: its shape and its parameters."""
+    config, params = load_draft(source, given.target, given.params, mesh=given.mesh)
     if params.own_embedding:
         raise ValueError(
             f"--config.draft.init={source}: the draft has an embedding of its own, and the "
@@ -408,7 +405,7 @@ def _loaded(source: str, given: Given) -> tuple[Format, Eagle3Config, Eagle3Para
             f"--config.draft.init={source}: the draft has a sliding window of {config.window}, "
             "which is not trained here; start from another draft, or leave init empty"
         )
-    return replace(stored, embedding=False, head=True), config, params
+    return config, params
 
 
 def _placed(draft: Eagle3Config, start: Any, rows: np.ndarray | None, given: Given) -> Any:

@@ -8,7 +8,6 @@ layer, the others by those that *leave* it. A block of DFlash proposes behind th
 slot; a block of DSpark proposes from it on, one token more.
 """
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +20,11 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.features import (
     DROPPED,
     LAYER_CONFIG,
-    TableFormat,
-    proposals,
+    own_tables,
+    stored_params,
     vocabulary_of,
     vocabulary_tensors,
+    warn_of_window,
     without_prefix,
 )
 from longspec_jax.drafters.dflash import (
@@ -34,7 +34,6 @@ from longspec_jax.drafters.dflash import (
     DFlashOptions,
     DFlashParams,
     Markov,
-    seen,
 )
 from longspec_jax.drafters.draft import Target, pays_in_int8
 from longspec_jax.weights.folder import open_folder
@@ -248,45 +247,24 @@ def _markov(own: JsonObject, dspark: bool) -> Markov | None:
     return Markov(rank, **HEADS[kind]) if rank else None
 
 
-def hf_draft_config(config: DFlashConfig, dialect: Dialect) -> dict[str, Any]:
-    """A ``config.json`` in a dialect, which :func:`draft_config` reads as ``config``."""
-    layer = hf_config(config.trunk) | _raw_windows(config)
-    ids = [layer + dialect.entering for layer in config.features]
-    causal = any(config.causal)
+def hf_draft_config(config: DFlashConfig) -> dict[str, Any]:
+    """A ``config.json`` as z-lab writes it, which :func:`draft_config` reads as ``config``."""
     heads = _raw_heads(config)
-    if dialect is SPECULATORS:
-        kind = "dspark" if heads else "dflash"
-        del layer["architectures"]
-        return {
-            "architectures": ["DSparkDraftModel" if heads else "DFlashDraftModel"],
-            "speculators_model_type": kind,
-            "speculators_config": proposals(kind, config.tokens),
-            LAYER_CONFIG: layer,
-            "aux_hidden_state_layer_ids": ids,
-            "draft_vocab_size": config.proposable,
-            "block_size": config.block,
-            "mask_token_id": config.mask_token,
-            "sample_from_anchor": config.from_pending,
-            "sliding_window_non_causal": any(config.windows) and not causal,
-            "torch_dtype": config.trunk.dtype,
-            **({"target_hidden_size": config.target_width} if _narrower(config) else {}),
-            **heads,
-        }
-    own = {"target_layer_ids": ids, "mask_token_id": config.mask_token} | heads
-    if dialect is DEEPSPEC:
-        absent = {"markov_rank": 0, "enable_confidence_head": False}
-        named = {"architectures": ["Qwen3DSparkModel"], "block_size": config.block}
-        return layer | named | absent | own
+    own = {"target_layer_ids": [*config.features], "mask_token_id": config.mask_token} | heads
+    dspark = bool(heads) or config.from_pending
     if any(config.windows):
-        own["causal"] = causal
-    if config.from_pending:
+        own["causal"] = any(config.causal)
+    if dspark:
         own["projector_type"] = "dspark"
-    named = {"architectures": ["DFlashDraftModel"], "block_size": config.block}
-    return layer | named | {"dflash_config": own}
-
-
-def _narrower(config: DFlashConfig) -> bool:
-    return config.target_width != config.model_width
+    raw = hf_config(config.trunk) | _raw_windows(config)
+    raw |= {"architectures": ["DFlashDraftModel"], "block_size": config.block}
+    if config.from_pending != dspark:
+        raw["sample_from_anchor"] = config.from_pending
+    if config.proposable != config.vocab_size:
+        raw["draft_vocab_size"] = config.proposable
+    if config.target_width != config.model_width:
+        raw["target_hidden_size"] = config.target_width
+    return raw | {"dflash_config": own}
 
 
 def _raw_windows(config: DFlashConfig) -> dict[str, Any]:
@@ -322,39 +300,33 @@ _CONFIDENCE = (
 )
 
 
-@dataclass(frozen=True)
-class Format(TableFormat):
-    """How a draft is stored."""
-
-    dialect: Dialect
-
-    def table(self, config: DFlashConfig) -> Table:
-        """The tensors of a draft."""
-        sizes = layer_sizes(config.trunk) | {
-            "C": len(config.features) * config.target_width,
-            "V": config.vocab_size,
-            "v": config.proposable,
-            "O": 1,
-            "I": config.confidence_width,
-        }
-        rules = _TRUNK + self.tables
-        if config.markov is not None:
-            rules += MARKOV
-            inputs, outputs = config.markov.joint_shape(config.model_width)
-            sizes |= {"R": config.markov.rank, "J": inputs, "P": outputs}
-            if config.markov.gated or config.markov.recurrent:
-                name = f"markov_head.{'gate' if config.markov.gated else 'joint'}_proj"
-                rules += (
-                    Rule("markov/fuse/kernel", "J P", ((f"{name}.weight", "P J"),)),
-                    Rule("markov/fuse/bias", "P", ((f"{name}.bias", "P"),)),
-                )
-        if config.confidence is not None:
-            rules += _CONFIDENCE
-        leaves = [bind(rule, sizes) for rule in rules]
-        for index in range(config.trunk.num_layers):
-            ours, theirs = f"layers_{index}/", f"layers.{index}."
-            leaves += [bind(rule, sizes, ours, theirs) for rule in layer_rules(config.trunk)]
-        return Table(tuple(leaves), ROTARY | DROPPED)
+def draft_table(config: DFlashConfig, *, embedding: bool, head: bool) -> Table:
+    """The tensors of a draft, and of the tables that are stored with it."""
+    sizes = layer_sizes(config.trunk) | {
+        "C": len(config.features) * config.target_width,
+        "V": config.vocab_size,
+        "v": config.proposable,
+        "O": 1,
+        "I": config.confidence_width,
+    }
+    rules = _TRUNK + own_tables(embedding=embedding, head=head)
+    if config.markov is not None:
+        rules += MARKOV
+        inputs, outputs = config.markov.joint_shape(config.model_width)
+        sizes |= {"R": config.markov.rank, "J": inputs, "P": outputs}
+        if config.markov.gated or config.markov.recurrent:
+            name = f"markov_head.{'gate' if config.markov.gated else 'joint'}_proj"
+            rules += (
+                Rule("markov/fuse/kernel", "J P", ((f"{name}.weight", "P J"),)),
+                Rule("markov/fuse/bias", "P", ((f"{name}.bias", "P"),)),
+            )
+    if config.confidence is not None:
+        rules += _CONFIDENCE
+    leaves = [bind(rule, sizes) for rule in rules]
+    for index in range(config.trunk.num_layers):
+        ours, theirs = f"layers_{index}/", f"layers.{index}."
+        leaves += [bind(rule, sizes, ours, theirs) for rule in layer_rules(config.trunk)]
+    return Table(tuple(leaves), ROTARY | DROPPED)
 
 
 def load_draft(
@@ -365,7 +337,7 @@ def load_draft(
     layers: tuple[int, ...] | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
-) -> tuple[Format, DFlashConfig, DFlashParams]:
+) -> tuple[DFlashConfig, DFlashParams]:
     """Load a draft in any of the published dialects.
 
     Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.eagle3.load_draft`.
@@ -377,34 +349,26 @@ def load_draft(
         with folder.named():
             config.check_fits(target)
             vocabulary = vocabulary_of(tensors, config)
-        stored = Format(dialect, "embed_tokens.weight" in tensors, "lm_head.weight" in tensors)
-        layer = folder.params(stored.table(config), tensors, config.trunk.dtype)
+        embedding, head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
+        table = draft_table(config, embedding=embedding, head=head)
+        layer = folder.params(table, tensors, config.trunk.dtype)
     heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}
     params = DFlashParams.bound(layer, config, target, target_params, vocabulary)
-    return stored, config, replace(params, **heads)
+    return config, replace(params, **heads)
 
 
-def save_draft(
-    folder: str | Path, stored: Format, config: DFlashConfig, params: DFlashParams
-) -> None:
-    """Save a draft in the dialect that it was loaded from.
+def save_draft(folder: str | Path, config: DFlashConfig, params: DFlashParams) -> None:
+    """Save a draft in z-lab's format, which SGLang and vLLM read, wherever it came from.
 
-    Args:
-      folder: made if absent; weights in it are replaced, other files stay.
-      stored: how; tables that the draft shares with its target are written where it says so.
-      config: the draft's configuration.
-      params: its parameters, of any sharding; not in 8 bits.
-
-    Raises:
-      ValueError: for parameters in 8 bits.
+    Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.eagle3.save_draft`.
     """
-    raw = hf_draft_config(config, stored.dialect)
+    stored = stored_params(params)
+    table = draft_table(config, embedding="embedding" in stored, head="head" in stored)
     heads = {"markov": params.markov, "confidence": params.confidence}
-    own = {name: head for name, head in heads.items() if head is not None}
+    stored |= {name: head for name, head in heads.items() if head is not None}
     more = vocabulary_tensors(params.vocabulary, config.vocab_size)
-    table, dtype = stored.table(config), config.trunk.dtype
-    everything = stored.stored(params) | own
-    write_model(Path(folder).expanduser(), table, everything, dtype, raw, more)
+    where = Path(folder).expanduser()
+    write_model(where, table, stored, config.trunk.dtype, hf_draft_config(config), more)
 
 
 def load(
@@ -428,22 +392,16 @@ def load(
       FileNotFoundError: if the draft or one of its files is missing.
       ValueError: if it does not belong to the target, or a file is damaged.
     """
-    stored, config, params = load_draft(
-        *(source, target.config, target.params),
+    config, params = load_draft(
+        source,
+        target.config,
+        target.params,
         layers=options.features,
         mesh=mesh,
         revision=revision,
     )
-    if options.yarn is not None:
-        config = config.stretched(options.yarn)
-    if pays_in_int8(target) if options.int8 is None else options.int8:
-        params = params.in_int8(mesh)
-    reach = seen(config, target.config, options)
-    if reach.window is not None and options.window is None and None in config.windows:
-        warnings.warn(
-            f"{source}: the draft was made for {config.trunk.max_positions} positions and the "
-            f"target for {target.config.max_positions}, so it sees the first {reach.sinks} and the "
-            f"last {reach.window} tokens of a text; the draft option window=N changes that",
-            stacklevel=2,
-        )
-    return DFlashDraft(config, params, reach, stored)
+    int8 = pays_in_int8(target) if options.int8 is None else options.int8
+    draft = DFlashDraft.bind(config, params, target.config, options, int8=int8, mesh=mesh)
+    if draft.seen.window is not None and options.window is None and None in config.windows:
+        warn_of_window(source, draft.seen, draft.config.trunk.max_positions, target.config)
+    return draft

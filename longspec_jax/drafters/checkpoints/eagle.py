@@ -52,7 +52,7 @@ def load(
         table = draft_table(config, embedding="embed_tokens.weight" in tensors)
         layer = folder.params(table, tensors, config.dtype)
     params = EagleParams.bound(layer, config, target.config, target.params)
-    return bound("eagle", source, target, options, mesh, config, params)
+    return bound(source, config, params, target, options, mesh, "eagle")
 
 
 def draft_table(config: EagleConfig, *, embedding: bool) -> Table:

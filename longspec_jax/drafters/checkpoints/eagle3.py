@@ -30,11 +30,12 @@ from longspec_jax.drafters.checkpoints.features import (
     DROPPED,
     LAYER_CONFIG,
     QKV,
-    TableFormat,
     llama_rules,
-    proposals,
+    own_tables,
+    stored_params,
     vocabulary_of,
     vocabulary_tensors,
+    warn_of_window,
     without_prefix,
 )
 from longspec_jax.drafters.draft import Target, pays_in_int8
@@ -43,7 +44,6 @@ from longspec_jax.drafters.eagle3 import (
     Eagle3Draft,
     Eagle3Options,
     Eagle3Params,
-    seen,
 )
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import (
@@ -260,11 +260,13 @@ def _features(raw: JsonObject, dialect: Dialect, layers: int) -> tuple[int, ...]
     if not holder.has(key):
         return 1, layers // 2 - 1, layers - 4
     ids = _ids(holder, key)
-    most = layers if dialect.entering else layers - 1
-    if not ids or not all(0 <= each <= most for each in ids):
+    # The embedding enters layer 0, and is -1 of what leaves layers.
+    least = dialect.entering - 1
+    most = least + layers
+    if not ids or not all(least <= each <= most for each in ids):
         raise holder.error(
             key,
-            f"must be layers of the target, 0 to {most}: it has {layers} layers, and "
+            f"must be layers of the target, {least} to {most}: it has {layers} layers, and "
             f"{dialect.name} counts {dialect.counting}",
             "load the draft that belongs to this target",
         )
@@ -315,48 +317,31 @@ def _scaling(part: JsonObject, dialect: Dialect) -> RopeScaling:
     )
 
 
-def hf_draft_config(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
-    """A ``config.json`` in a dialect, which :func:`draft_config` reads as ``config``."""
-    layer = {
+def hf_draft_config(config: Eagle3Config) -> dict[str, Any]:
+    """A ``config.json`` as SpecForge writes it, which :func:`draft_config` reads as ``config``."""
+    outputs: dict[str, Any] = {IDS: [*config.features]}
+    if config.normed_feedback:
+        outputs[_FED_BACK] = True
+    wider = config.target_width != config.model_width
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": outputs,
         "model_type": "qwen3" if config.qk_norm else "llama",
         "vocab_size": config.vocab_size,
         "num_hidden_layers": 1,
         **raw_layer(config),
         "max_position_embeddings": config.max_positions,
         "attention_bias": config.qkv_bias,
-        **_raw_rope(config, dialect),
+        **_raw_rope(config),
         **_raw_window(config),
-    }
-    flags = {
+        "draft_vocab_size": config.proposable,
+        "torch_dtype": config.dtype,
+        **({"target_hidden_size": config.target_width} if wider else {}),
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fuse,
         "fc_norm": config.feature_norms,
-        "norm_output": config.normed_head if dialect is SPECFORGE else config.normed_feedback,
+        "norm_output": config.normed_head,
     }
-    ids = [layer + dialect.entering for layer in config.features]
-    sizes: dict[str, Any] = {"draft_vocab_size": config.proposable, "torch_dtype": config.dtype}
-    if config.target_width != config.model_width:
-        sizes["target_hidden_size"] = config.target_width
-    if dialect is SPECULATORS:
-        return {
-            "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
-            "speculators_config": proposals("eagle3"),
-            LAYER_CONFIG: layer,
-            IDS: ids,
-            **sizes,
-            **flags,
-        }
-    if dialect is SPECFORGE:
-        nested: dict[str, Any] = {IDS: ids}
-        if config.normed_feedback:
-            nested[_FED_BACK] = True
-        named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": nested}
-        return named | layer | sizes | flags
-    named = {"architectures": ["LlamaForCausalLM"], "eagle_config": {IDS: ids}}
-    if dialect is DEEPSPEC:
-        named = {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": ids}
-    return named | layer | sizes | {name: value for name, value in flags.items() if value}
 
 
 def _raw_window(config: Eagle3Config) -> Mapping[str, Any]:
@@ -370,7 +355,7 @@ def _raw_window(config: Eagle3Config) -> Mapping[str, Any]:
     }
 
 
-def _raw_rope(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
+def _raw_rope(config: Eagle3Config) -> dict[str, Any]:
     """The rotary embedding, in the older dialect of transformers, which all read."""
     scaling = config.rope_scaling
     if not isinstance(scaling, YarnRopeScaling):
@@ -387,9 +372,9 @@ def _raw_rope(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
     usual = yarn_magnitude(scaling.factor)
     if scaling.attention_factor != usual:
         entry["attention_factor"] = scaling.attention_factor
-    if dialect is SPECFORGE:  # Its code reads these two, and asks for both.
-        scale = (scaling.attention_factor - 1) / (usual - 1 or 1)
-        entry |= {"mscale": scale, "mscale_all_dim": 0.0}
+    # SpecForge's code reads these two, and asks for both.
+    scale = (scaling.attention_factor - 1) / (usual - 1 or 1)
+    entry |= {"mscale": scale, "mscale_all_dim": 0.0}
     return {"rope_theta": config.rope_theta, "rope_scaling": entry}
 
 
@@ -400,41 +385,42 @@ _NORMS = (
 _FUSE = (Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),)
 _FUSE_NORM = (Rule("fuse_norm/scale", "C", (("input_norm.weight", "C"),)),)
 _FINAL_NORM = (Rule("final_norm/scale", "D", (("norm.weight", "D"),)),)
-_DROPPED = ROTARY | DROPPED
 
 
-@dataclass(frozen=True)
-class Format(TableFormat):
-    """How a draft is stored."""
+def draft_table(
+    config: Eagle3Config, *, embedding: bool, head: bool, layer: str = MIDLAYER
+) -> Table:
+    """The tensors of a draft.
 
-    dialect: Dialect
-
-    def table(self, config: Eagle3Config) -> Table:
-        """The tensors of a draft."""
-        sizes = layer_sizes(config) | {
-            "C": len(config.features) * config.target_width,
-            "E": config.target_width,
-            "V": config.vocab_size,
-            "v": config.proposable,
-        }
-        norms = _FUSE_NORM * config.norm_before_fuse
-        if config.feature_norms:
-            norms += tuple(
-                Rule(f"feature_norms_{each}/scale", "E", ((f"fc_norm.{each}.weight", "E"),))
-                for each in range(len(config.features))
-            )
-        dead: dict[str, tuple[int, ...]] = {}
-        if config.normed_head or config.normed_feedback:
-            norms += _FINAL_NORM
-        else:
-            dead["norm.weight"] = (config.model_width,)
-        # q, k and v read the embedding and the feature side by side.
-        prefix, wide = self.dialect.layer, sizes | {"D": 2 * config.model_width}
-        leaves = [bind(QKV, wide, theirs=prefix)]
-        layer = _NORMS + llama_rules(config)
-        leaves += [bind(rule, sizes, theirs=prefix) for rule in layer]
-        leaves += [bind(rule, sizes) for rule in (*_FUSE, *norms, *self.tables)]
-        return Table(tuple(leaves), _DROPPED, dead)
+    Args:
+      config: of the draft.
+      embedding: whether its own embedding is stored.
+      head: whether its own LM head is stored.
+      layer: what the names of the layer's tensors begin with.
+    """
+    sizes = layer_sizes(config) | {
+        "C": len(config.features) * config.target_width,
+        "E": config.target_width,
+        "V": config.vocab_size,
+        "v": config.proposable,
+    }
+    norms = _FUSE_NORM * config.norm_before_fuse
+    if config.feature_norms:
+        norms += tuple(
+            Rule(f"feature_norms_{each}/scale", "E", ((f"fc_norm.{each}.weight", "E"),))
+            for each in range(len(config.features))
+        )
+    dead: dict[str, tuple[int, ...]] = {}
+    if config.normed_head or config.normed_feedback:
+        norms += _FINAL_NORM
+    else:
+        dead["norm.weight"] = (config.model_width,)
+    # q, k and v read the embedding and the feature side by side.
+    leaves = [bind(QKV, sizes | {"D": 2 * config.model_width}, theirs=layer)]
+    leaves += [bind(rule, sizes, theirs=layer) for rule in _NORMS + llama_rules(config)]
+    tables = own_tables(embedding=embedding, head=head)
+    leaves += [bind(rule, sizes) for rule in (*_FUSE, *norms, *tables)]
+    return Table(tuple(leaves), ROTARY | DROPPED, dead)
 
 
 def load_draft(
@@ -446,7 +432,7 @@ def load_draft(
     theta: float | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
-) -> tuple[Format, Eagle3Config, Eagle3Params]:
+) -> tuple[Eagle3Config, Eagle3Params]:
     """Load a draft in any of the published dialects.
 
     Args:
@@ -471,30 +457,33 @@ def load_draft(
         with folder.named():
             config.check_fits(target)
             vocabulary = vocabulary_of(tensors, config)
-        stored = Format(dialect, "embed_tokens.weight" in tensors, "lm_head.weight" in tensors)
-        layer = folder.params(stored.table(config), tensors, config.dtype)
+        table = draft_table(
+            config,
+            embedding="embed_tokens.weight" in tensors,
+            head="lm_head.weight" in tensors,
+            layer=dialect.layer,
+        )
+        layer = folder.params(table, tensors, config.dtype)
     tied = raw.flag("tie_word_embeddings", False)
-    tables = target, target_params, vocabulary, tied
-    return stored, config, Eagle3Params.bound(layer, config, *tables)
+    return config, Eagle3Params.bound(layer, config, target, target_params, vocabulary, tied)
 
 
-def save_draft(
-    folder: str | Path, stored: Format, config: Eagle3Config, params: Eagle3Params
-) -> None:
-    """Save a draft in the dialect that it was loaded from, or in another.
+def save_draft(folder: str | Path, config: Eagle3Config, params: Eagle3Params) -> None:
+    """Save a draft in SpecForge's format, which SGLang and vLLM read, wherever it came from.
 
     Args:
       folder: made if absent; weights in it are replaced, other files stay.
-      stored: how; tables that the draft shares with its target are written where it says so.
       config: the draft's configuration.
-      params: its parameters, of any sharding; not in 8 bits.
+      params: its parameters, of any sharding; not in 8 bits. Tables of the target's are not stored.
 
     Raises:
       ValueError: for parameters in 8 bits.
     """
+    stored = stored_params(params)
+    table = draft_table(config, embedding="embedding" in stored, head="head" in stored)
     more = vocabulary_tensors(params.vocabulary, config.vocab_size)
-    raw, where = hf_draft_config(config, stored.dialect), Path(folder).expanduser()
-    write_model(where, stored.table(config), stored.stored(params), config.dtype, raw, more)
+    where = Path(folder).expanduser()
+    write_model(where, table, stored, config.dtype, hf_draft_config(config), more)
 
 
 def load(
@@ -512,7 +501,7 @@ def load(
       ValueError: if it does not belong to the target, or a file is damaged or can be read in two
         ways.
     """
-    stored, config, params = load_draft(
+    config, params = load_draft(
         source,
         target.config,
         target.params,
@@ -521,42 +510,23 @@ def load(
         mesh=mesh,
         revision=revision,
     )
-    return bound("eagle3", source, target, options, mesh, config, params, stored)
+    return bound(source, config, params, target, options, mesh)
 
 
 def bound(
-    name: str,
     source: str | Path,
+    config: Eagle3Config,
+    params: Eagle3Params,
     target: Target,
     options: Eagle3Options,
     mesh: Mesh | None,
-    config: Eagle3Config,
-    params: Eagle3Params,
-    stored: Format | None = None,
+    name: str = "eagle3",
 ) -> Eagle3Draft:
-    """A draft with its options applied; says which tokens it sees where nobody named them.
-
-    Args:
-      name: of its kind.
-      source: its folder or hub id, for the message.
-      target: what it drafts for.
-      options: its options.
-      mesh: devices that it is spread over.
-      config: its configuration.
-      params: its parameters, not in 8 bits.
-      stored: how it was stored.
-    """
-    if options.yarn is not None:
-        config = config.stretched(options.yarn)
-    if pays_in_int8(target) if options.int8 is None else options.int8:
-        params = params.in_int8(mesh)
-    reach = seen(config, target.config, options)
-    if reach.window is not None and options.window is None and config.window is None:
-        warnings.warn(
-            f"{source}: the draft was made for {config.max_positions} positions and the target for "
-            f"{target.config.max_positions}, so it sees the first {reach.sinks} and the last "
-            f"{reach.window} tokens of a text; the draft option window=N changes that",
-            stacklevel=3,
-        )
-    working = options.cache_options.working_cache(target.config)
-    return Eagle3Draft(config, params, reach, stored, working, name)
+    """A loaded draft of this kind or one of its relatives; says what it sees if nobody named it."""
+    int8 = pays_in_int8(target) if options.int8 is None else options.int8
+    draft = Eagle3Draft.bind(
+        config, params, target.config, options, int8=int8, mesh=mesh, name=name
+    )
+    if draft.seen.window is not None and options.window is None and config.window is None:
+        warn_of_window(source, draft.seen, draft.config.max_positions, target.config)
+    return draft

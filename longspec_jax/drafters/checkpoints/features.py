@@ -4,14 +4,17 @@ Trainers of drafts over the target's features store a reduced vocabulary among t
 holds what to add to each of the draft's ids.
 """
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.tables import NOT_WHOLE, Sizes, TableParams
 from longspec_jax.drafters.vocabulary import check_vocabulary
+from longspec_jax.drafters.window import Seen
 from longspec_jax.weights.checkpoint import Tensor, Tensors
 from longspec_jax.weights.tables import MLP, QKV_BIAS_PARTS, QKV_KERNEL, Rule
 
@@ -27,6 +30,15 @@ _QK_NORM = (
 )
 EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
 _HEAD = (Rule("head", "v D", (("lm_head.weight", "v D"),)),)
+OFFSETS, MEMBERS = "d2t", "t2d"
+"""What to add to each of the draft's ids, and which of the target's tokens it knows."""
+DROPPED = {
+    r"verifier_(norm|lm_head)\.weight": "the target has its own",
+    MEMBERS: "it follows from d2t, with which it is compared",
+}
+"""Tensors that no draft over the target's features needs."""
+_PREFIX = "model."
+"""Stands before all names in some files."""
 
 
 def llama_rules(config: Any) -> tuple[Rule, ...]:
@@ -35,53 +47,42 @@ def llama_rules(config: Any) -> tuple[Rule, ...]:
     return SELF_OUT, _MLP_NORM, *MLP, *switched
 
 
-@dataclass(frozen=True)
-class TableFormat:
-    """How a draft is stored."""
-
-    dialect: Any
-    """Whose ``config.json`` it has."""
-    embedding: bool
-    """Whether its own embedding is stored."""
-    head: bool
-    """Whether its own LM head is stored."""
-
-    @property
-    def tables(self) -> tuple[Rule, ...]:
-        """The rules of its own tables."""
-        return EMBEDDING * self.embedding + _HEAD * self.head
-
-    def stored(self, params: TableParams) -> dict[str, Any]:
-        """The layers, and the tables that are stored; raises ValueError for those in 8 bits."""
-        if params.int8:
-            raise ValueError("the draft is in 8 bits; load it with int8=False to save it")
-        tables = {"embedding": self.embedding, "head": self.head}
-        return {**params.layer, **{name: getattr(params, name) for name in tables if tables[name]}}
+def own_tables(*, embedding: bool, head: bool) -> tuple[Rule, ...]:
+    """The rules of the tables that are stored with a draft."""
+    return EMBEDDING * embedding + _HEAD * head
 
 
-def proposals(algorithm: str, tokens: int = 3) -> dict[str, Any]:
-    """How speculators would decode with a draft; its loader asks for it."""
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
-        "verifier": {"name_or_path": None, "architectures": []},
-    }
+def stored_params(params: TableParams) -> dict[str, Any]:
+    """The layers, and the tables that the file has.
+
+    Raises:
+      ValueError: for parameters in 8 bits.
+    """
+    if params.int8:
+        raise ValueError("the draft is in 8 bits; load it with int8=False to save it")
+    found = {**params.layer}
+    if params.stores_embedding:
+        found["embedding"] = params.embedding
+    if params.stores_head:
+        found["head"] = params.head
+    return found
 
 
-OFFSETS, MEMBERS = "d2t", "t2d"
-"""What to add to each of the draft's ids, and which of the target's tokens it knows."""
+def warn_of_window(source: str | Path, seen: Seen, made_for: int, target: TargetConfig) -> None:
+    """Say which tokens of a text a draft sees, where nobody named them.
 
-
-DROPPED = {
-    r"verifier_(norm|lm_head)\.weight": "the target has its own",
-    MEMBERS: "it follows from d2t, with which it is compared",
-}
-"""Tensors that no draft over the target's features needs."""
-
-
-_PREFIX = "model."
-"""Stands before all names in some files."""
+    Args:
+      source: its folder or hub id.
+      seen: which.
+      made_for: positions of the draft.
+      target: what it drafts for.
+    """
+    warnings.warn(
+        f"{source}: the draft was made for {made_for} positions and the target for "
+        f"{target.max_positions}, so it sees the first {seen.sinks} and the last {seen.window} "
+        "tokens of a text; the draft option window=N changes that",
+        stacklevel=4,
+    )
 
 
 def vocabulary_of(tensors: Tensors, draft: Sizes) -> np.ndarray | None:

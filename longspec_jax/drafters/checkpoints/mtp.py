@@ -88,7 +88,7 @@ def load(
             tensors = {name: each for name, each in tensors.items() if ".mtp_layers." in name}
         layer = folder.params(dialect.table(config), tensors, config.dtype)
     params = MtpParams.bound(layer, config, target.config, target.params)
-    return bound("mtp", source, target, options, mesh, config, params)
+    return bound(source, config, params, target, options, mesh, "mtp")
 
 
 _COMMON = (

@@ -124,7 +124,7 @@ def _import() -> Any:
     if jax.__version_info__ >= (0, 12) and jax_triton.__version__.startswith(("0.3.", "0.4.")):
         raise NotImplementedError(
             f"jax-triton {jax_triton.__version__} fails in jit with jax {jax.__version__}; install "
-            "the extra triton, which brings jax 0.11, or choose another implementation"
+            "the extra triton, which brings jax 0.11, or choose another attention="
         )
     return jax_triton
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoints.dflash import ZLAB, Dialect, Format
+from longspec_jax.drafters.checkpoints.dflash import draft_table
 from longspec_jax.drafters.dflash import DFlashConfig, DFlashParams
 from tests.drafters.kit import random_tree
 
@@ -27,11 +27,9 @@ def config_for(target: TargetConfig, trunk: dict[str, Any] | None = None, **fiel
     return DFlashConfig(**given | fields)
 
 
-def random_params(
-    config: DFlashConfig, tokens: Any = None, dialect: Dialect = ZLAB, seed: int = 3
-) -> DFlashParams:
+def random_params(config: DFlashConfig, tokens: Any = None, seed: int = 3) -> DFlashParams:
     """Random parameters with tables of their own; ``tokens`` are those that can be proposed."""
-    table = Format(dialect, True, True).table(config)
+    table = draft_table(config, embedding=True, head=True)
     layer = random_tree(table, config.trunk.dtype, seed)
     tables = layer.pop("embedding"), layer.pop("head")
     heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}

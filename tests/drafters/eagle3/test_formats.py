@@ -1,5 +1,6 @@
 """EAGLE-3 drafts as published: every dialect in and out, and what is refused."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,15 +21,16 @@ from longspec_jax.drafters.base import Needs
 from longspec_jax.drafters.checkpoints.eagle3 import (
     AUTHORS,
     DEEPSPEC,
+    IDS,
+    MIDLAYER,
     SPECFORGE,
     SPECULATORS,
     Dialect,
-    Format,
     load,
     save_draft,
 )
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Options, seen
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Options
 from longspec_jax.drafters.registry import EAGLE3, LONGSPEC
 from longspec_jax.drafters.window import Seen
 from longspec_jax.loading import choose_drafts
@@ -90,9 +92,40 @@ def _saved(folder: Path, name: str, **changes: Any) -> Path:
     """A draft's folder, with keys of its ``config.json`` changed, or taken away by None."""
     dialect, config = DRAFTS[name]
     whole = config.proposable == config.vocab_size
-    params = random_params(config, None if whole else KNOWN, dialect)
-    save_draft(folder, Format(dialect, True, True), config, params)
+    save_draft(folder, config, random_params(config, None if whole else KNOWN))
+    if dialect is not SPECFORGE:
+        _translate(folder, dialect)
     return edit(folder, **changes) if changes else folder
+
+
+def _translate(folder: Path, dialect: Dialect) -> None:
+    """Write a draft of SpecForge's anew, as another family of trainers does."""
+    raw = json.loads((folder / "config.json").read_text())
+    own = raw.pop("eagle_config")
+    flags = {key: raw.pop(key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm")}
+    # To SpecForge it is about the head, to others about what is fed back.
+    del raw["norm_output"]
+    flags["norm_output"] = own.get("return_hidden_post_norm", False)
+    for key in ("mscale", "mscale_all_dim"):
+        (raw.get("rope_scaling") or {}).pop(key, None)
+    ids, sizes = own[IDS], ("draft_vocab_size", "torch_dtype", "target_hidden_size")
+    if dialect is SPECULATORS:
+        named = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}
+        more = {key: raw.pop(key) for key in sizes if key in raw}
+        del raw["architectures"]
+        entering = {"transformer_layer_config": raw, IDS: [each + 1 for each in ids]}
+        raw = named | entering | more | flags
+    elif dialect is DEEPSPEC:
+        raw |= {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": ids} | flags
+    else:
+        raw |= {"architectures": ["LlamaForCausalLM"], "eagle_config": {IDS: ids}} | flags
+    (folder / "config.json").write_text(json.dumps(raw))
+
+    def renamed(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if name.startswith(MIDLAYER)]:
+            tensors[dialect.layer + name.removeprefix(MIDLAYER)] = tensors.pop(name)
+
+    _retold(folder, renamed)
 
 
 def _retold(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
@@ -104,22 +137,24 @@ def _retold(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Non
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_every_dialect_in_and_out(name: str, tmp_path: Path) -> None:
+def test_every_dialect_is_read_and_one_is_written(name: str, tmp_path: Path) -> None:
     dialect, config = DRAFTS[name]
     folder = _saved(tmp_path / "one", name)
     draft = load(folder, TARGET)
     assert draft.config == config
-    assert draft.stored == Format(dialect, True, True)
     vocabulary = draft.params.vocabulary
     if config.proposable == config.vocab_size:
         assert vocabulary is None
     else:
         np.testing.assert_array_equal(vocabulary, KNOWN)
-    expected = random_params(config, vocabulary, dialect)
+    expected = random_params(config, vocabulary)
     jax.tree.map(np.testing.assert_array_equal, draft.params, expected)
-    assert draft.stored is not None
-    save_draft(tmp_path / "two", draft.stored, draft.config, draft.params)
-    assert_same_files(folder, tmp_path / "two")
+    save_draft(tmp_path / "two", draft.config, draft.params)
+    if dialect is SPECFORGE:
+        assert_same_files(folder, tmp_path / "two")
+    again = load(tmp_path / "two", TARGET)
+    assert again.config == config
+    jax.tree.map(np.testing.assert_array_equal, again.params, expected)
 
 
 def test_tensors_are_called_as_published(tmp_path: Path) -> None:
@@ -196,7 +231,9 @@ def test_tables_of_the_target_are_not_kept_twice(tmp_path: Path) -> None:
     absent = load(folder, TARGET)
     assert absent.params.embedding is target["embedding"]
     assert absent.params.head is target["head"] and absent.own_params[1:3] == (None, None)
-    assert absent.stored == Format(AUTHORS, False, False)
+    save_draft(tmp_path / "without", absent.config, absent.params)
+    names = load_file(tmp_path / "without" / "model.safetensors")
+    assert not names.keys() & {"embed_tokens.weight", "lm_head.weight"}
 
 
 def test_a_pickle_of_the_authors(tmp_path: Path) -> None:
@@ -233,8 +270,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
         "SpecForge",
         dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}),
         None,
-        "[1, 4, 8] must be layers of the target, 0 to 7: it has 8 layers, and SpecForge counts the "
-        "hidden states that leave",
+        "[1, 4, 8] must be layers of the target, -1 to 7: it has 8 layers, and SpecForge counts "
+        "the hidden states that leave",
     ),
     "inputs out of range": (
         "speculators",
@@ -358,10 +395,14 @@ def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
         Eagle3Options(**options)
 
 
+def _bound(draft: Eagle3Config, target: TargetConfig, **options: Any) -> Seen:
+    return Eagle3Draft.bind(draft, random_params(draft), target, Eagle3Options(**options)).seen
+
+
 def _seen(trained: int, context: int, window: int | None = None, **options: Any) -> Seen:
     target: TargetConfig = replace(CONFIG, max_positions=context)
     draft = config_for(target, max_positions=trained, window=window)
-    return seen(draft, target, Eagle3Options(**options))
+    return _bound(draft, target, **options)
 
 
 def test_what_is_seen_follows_from_the_trained_range() -> None:
@@ -372,9 +413,8 @@ def test_what_is_seen_follows_from_the_trained_range() -> None:
     assert _seen(4096, 4096, window=512, sinks=2) == (511, 2)
     assert _seen(2048, 131072, sinks=2) == _seen(2048, 4096, sinks=2)
     # A window as long as the target's range leaves nothing out.
-    assert seen(
-        config_for(CONFIG, max_positions=64), CONFIG, Eagle3Options(window=CONFIG.max_positions)
-    ) == (None, 0)
+    short = config_for(CONFIG, max_positions=64)
+    assert _bound(short, CONFIG, window=CONFIG.max_positions) == (None, 0)
     assert _seen(2048, 4096, working=512) == (None, 0)
     stretched = config_for(CONFIG, max_positions=64).stretched(4.0)
     assert (stretched.max_positions, stretched.rope_scaling) == (
@@ -406,7 +446,7 @@ def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     target, _ = save_toy(tmp_path)
     config = config_for(toy_spec().target_config, proposable=11, features=(-1, 0, 0))
     folder = tmp_path / "eagle3"
-    save_draft(folder, Format(SPECFORGE, True, True), config, random_params(config, range(11)))
+    save_draft(folder, config, random_params(config, range(11)))
     options = as_options([draft_option("window=16"), draft_option("layers=-1,0,0")])
     spec = LongSpec.from_pretrained(target, [folder, "ngram"], draft_options=options)
     draft, _ = spec.drafts

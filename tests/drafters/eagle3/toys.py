@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Dialect, Format
+from longspec_jax.drafters.checkpoints.eagle3 import draft_table
 from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Params
 from tests.drafters.kit import random_tree
 
@@ -32,10 +32,9 @@ def config_for(target: TargetConfig, **fields: Any) -> Eagle3Config:
     return Eagle3Config(**sizes_for(target) | features | fields)
 
 
-def random_params(
-    config: Eagle3Config, tokens: Any = None, dialect: Dialect = SPECFORGE, seed: int = 3
-) -> Eagle3Params:
+def random_params(config: Eagle3Config, tokens: Any = None, seed: int = 3) -> Eagle3Params:
     """Random parameters with tables of their own; ``tokens`` are those that can be proposed."""
-    layer = random_tree(Format(dialect, True, True).table(config), config.dtype, seed, width=0.15)
+    table = draft_table(config, embedding=True, head=True)
+    layer = random_tree(table, config.dtype, seed, width=0.15)
     tables = layer.pop("embedding"), layer.pop("head")
     return Eagle3Params(layer, *tables, None if tokens is None else jnp.asarray(tokens, jnp.int32))

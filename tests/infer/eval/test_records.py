@@ -12,13 +12,9 @@ import pytest
 from infer.eval import records
 from infer.eval.records import (
     SAMPLES,
-    SCHEMA,
     Breakdown,
     Divergence,
-    Header,
-    RoundTree,
     SampleRecord,
-    Setting,
     SkippedSample,
     Writer,
     acceptance_length,
@@ -29,61 +25,28 @@ from infer.eval.records import (
     tokens_per_second,
     write_header,
 )
+from tests.infer.report.made import ACCEPTED, record, run
 
-SETTING = Setting("demo", "4,16@8", 8, {"int8": True})
-TREE = RoundTree(
-    position=5,
-    tokens=(3, 1, 2),
-    texts=("a", "b", "c"),
-    parents=(-1, 0, 0),
-    drawn=(2, 4, 5),
-    drawn_texts=("c", "d", "e"),
-    path=(0, 2),
-    stop="nothing below",
-)
-RECORD = SampleRecord(
+RECORD = record(
+    "longspec-tree",
+    "7",
+    (3, 1, 3),
+    seconds=2.0,
     task="qmsum",
-    sample="7",
-    method="longspec-tree",
-    temperature=1.0,
-    seed=3,
-    setting=SETTING,
     call="first",
     batch=2,
-    prompt_tokens=90,
-    original_tokens=120,
-    new_tokens=8,
-    target_passes=3,
-    emitted_by_round=(3, 1, 3),
+    original_tokens=1200,
     accepted_by_round=(2, 0, 3),
-    prefill_s=0.5,
-    decode_s=2.0,
-    compile_s=0.0,
     breakdown=Breakdown(0.1, 0.2, 0.3, 4),
-    tokens=(1, 2, 3, 4, 5, 6, 7, 0),
     text="a \u2028 line",
     references=("x", "y"),
     identical_to_plain=False,
     divergence=Divergence(2, None),
     ended="eos",
     pieces=("a",),
-    rounds=(TREE,),
+    rounds=(ACCEPTED,),
 )
-HEADER = Header(
-    schema=SCHEMA,
-    provenance={"device": "cpu"},
-    command="python -m infer.eval",
-    target="demo",
-    dtype="float32",
-    protocol="longspec",
-    tasks=("qmsum",),
-    methods={"longspec-tree": SETTING},
-    temperatures=(0.0, 1.0),
-    seeds=(3,),
-    batch=2,
-    options={"samples": None, "context": [512]},
-    definitions={},
-)
+HEADER = run([RECORD], batch=2).header
 
 
 @pytest.fixture
@@ -190,8 +153,8 @@ def test_files_that_are_damaged_say_what_to_do(folder: Path) -> None:
 
 
 def test_another_run_is_told_by_its_options() -> None:
-    other = dataclasses.replace(HEADER, batch=4, options={"samples": 3, "context": [512]})
-    assert differences(HEADER, other) == ["batch: 2 there, 4 now", "samples: None there, 3 now"]
+    other = dataclasses.replace(HEADER, batch=4, options={"samples": 3})
+    assert differences(HEADER, other) == ["batch: 2 there, 4 now", "samples: 8 there, 3 now"]
 
 
 def test_the_summary_compares_the_same_samples() -> None:
@@ -212,4 +175,4 @@ def test_the_summary_compares_the_same_samples() -> None:
     assert first["identical_to_plain_fraction"] is None
     assert second["speedup_over_plain"] == 2.0 and second["identical_to_plain_fraction"] == 0.0
     assert second["acceptance_length"] == pytest.approx(7 / 3, rel=1e-3)
-    assert second["tokens_per_second"] == 3.5 and second["tree"] == "4,16@8"
+    assert second["tokens_per_second"] == 3.5 and second["tree"] == "2,2"

@@ -321,7 +321,7 @@ def test_a_chart_says_what_it_draws(is_joined: bool) -> None:
             "column": ["x", "z", "$y$"],
             "place": [0, 2, 1],
             "value": [2.0, 0.5, 3.0],
-            "low": [1.75, float("nan"), 2.5],
+            "low": [1.75, float("nan"), 3.5],  # The last interval is above its figure.
             "high": [2.25, float("nan"), 9.0],
         }
     )

@@ -19,6 +19,8 @@ from tests.ops.attention.interpreted import interpret_devices_apart
 from tests.ops.matmul.test_few_rows import exact, silu
 from tests.ops.test_partitioned import collectives
 
+pytestmark = pytest.mark.full
+
 WIDTH, HEADS, INNER, VOCABULARY = 64, (4, 1, 64), 256, 64
 WEIGHTS = {
     "heads": ((WIDTH, *HEADS), P("fsdp", "tp")),

@@ -22,6 +22,8 @@ from tests.ops.attention.interpreted import interpret_devices_apart
 from tests.ops.matmul.test_packed import Case
 from tests.ops.test_partitioned import collectives
 
+pytestmark = pytest.mark.full
+
 
 class Shared(NamedTuple):
     """Weights, and the axis of ``[*out, C]`` that ``tp`` cuts."""

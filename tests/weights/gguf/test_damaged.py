@@ -9,6 +9,7 @@ import pytest
 from longspec_jax.weights.gguf.file import read_gguf
 from longspec_jax.weights.hf import load_target
 from longspec_jax.weights.hub import local_model
+from tests.kit import each_row
 from tests.weights.gguf.files import write_gguf
 
 KEYS = {
@@ -58,7 +59,7 @@ def test_the_model_of_these_tests_loads(file):
     assert (config.num_layers, config.head_width, config.tied_embeddings) == (1, 16, True)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "message"),
     [
         (dict(architecture="qwen1"), "the architecture 'qwen1' is not read from GGUF files; llama"),

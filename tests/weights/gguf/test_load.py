@@ -6,10 +6,10 @@ from itertools import cycle
 import gguf
 import jax
 import numpy as np
-import pytest
 
 from longspec_jax.weights.gguf.file import TYPES, read_gguf
 from longspec_jax.weights.hf import load_target
+from tests.kit import each_row
 from tests.models.families import CASES, YARN, make_model
 from tests.weights.gguf.files import ARCHITECTURES, write_model
 
@@ -38,7 +38,7 @@ READ = [
 ]
 
 
-@pytest.mark.parametrize("case", READ)
+@each_row("case", READ)
 def test_file_loads_as_the_folder_does(tmp_path, case):
     """Same configuration, same bits: only divisors and exponents pass through a rounding."""
     model = make_model(case, **OVERRIDES.get(case, {}))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.weights.gguf.matrices import TYPES, Form, from_blocks
+from tests.kit import each_row
 
 VECTORS = {
     "Q8_0": "0022557a9fc4e90e33587da2c7ec11365b80a5caef14395e83a8cdf2173c6186abd0",
@@ -41,14 +42,14 @@ def blocks(name: str, *shape: int) -> np.ndarray:
     return found.reshape(*shape[:-1], -1)
 
 
-@pytest.mark.parametrize("name", VALUES)
+@each_row("name", VALUES)
 def test_known_blocks(name: str) -> None:
     row = np.frombuffer(bytes.fromhex(VECTORS[name]), np.uint8)
     weights = np.asarray(from_blocks(row[None], name).dequantised(jnp.float32))[0]
     assert {index: float(weights[index]) for index in VALUES[name]} == VALUES[name]
 
 
-@pytest.mark.parametrize("name", TYPES)
+@each_row("name", TYPES)
 def test_weights_are_those_of_the_package(name: str) -> None:
     """In a form of their own, and in one that holds all types together."""
     quants = pytest.importorskip("gguf.quants")

@@ -13,6 +13,7 @@ from longspec_jax.loading import load_tokenizer
 from longspec_jax.weights.gguf.file import read_gguf
 from longspec_jax.weights.gguf.tokenizer import SPLITS
 from longspec_jax.weights.hf import load_stop_tokens
+from tests.kit import each_row
 from tests.weights.gguf.test_damaged import SHAPES, write
 from tests.weights.gguf.tokens import SENTENCES, joined_by_scores
 
@@ -100,7 +101,7 @@ def write_with(path: Path, keys: dict, **more) -> Path:
     return write(path / "model.gguf", tensors=SHAPES | rows, tokenizer=keys, **more)
 
 
-@pytest.mark.parametrize("pre", PUBLISHED)
+@each_row("pre", PUBLISHED)
 def test_byte_level(tmp_path, pre):
     expected = published(pre)
     path = write_with(tmp_path, as_keys(expected, pre))
@@ -139,7 +140,7 @@ def test_what_ends_a_text_is_put_there_where_the_file_says_so(tmp_path):
     assert ids[0] != 0 and ids[-1] == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "message"),
     [
         ({"pre": "default"}, "pre='default' names a way to split texts that is not read"),
@@ -190,7 +191,7 @@ def sentencepiece_keys(prefix: bool) -> dict:
     }
 
 
-@pytest.mark.parametrize("prefix", [False, True])
+@each_row("prefix", [False, True])
 def test_sentencepiece(tmp_path, prefix):
     keys = sentencepiece_keys(prefix)
     tokenizer = load_tokenizer(write_with(tmp_path, keys))

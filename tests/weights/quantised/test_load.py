@@ -19,6 +19,7 @@ from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_target, save_target, target_bytes
+from tests.kit import each_row
 from tests.weights.quantised.files import CONFIG, GROUP, KINDS, compressed, packed, write
 
 
@@ -47,7 +48,7 @@ def assert_stands_for(params: Any, folder: Path) -> None:
         np.testing.assert_array_equal(found, leaf, err_msg=str(path))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_every_format_stands_for_its_weights(tmp_path: Path, kind: str) -> None:
     folder = write(tmp_path, kind)
     config, params = load_target(folder)
@@ -67,7 +68,7 @@ def test_every_format_stands_for_its_weights(tmp_path: Path, kind: str) -> None:
     assert all((each.zero is None) == symmetric for each in matrices(params))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_a_mesh_cuts_heads_and_widths(tmp_path: Path, kind: str) -> None:
     """Each device holds its heads' and its width's share of the codes, and reads no others."""
     folder = write(tmp_path, kind)
@@ -82,7 +83,7 @@ def test_a_mesh_cuts_heads_and_widths(tmp_path: Path, kind: str) -> None:
     assert codes.sharding.shard_shape(codes.shape) == (2, 48, codes.shape[-1] // 2)
 
 
-@pytest.mark.parametrize("kind", ["FP8 by block", "W4A16 asymmetric", "GPTQ v1 act-order", "AWQ"])
+@each_row("kind", ["FP8 by block", "W4A16 asymmetric", "GPTQ v1 act-order", "AWQ"])
 def test_families_with_fused_linears_and_other_rotations(tmp_path: Path, kind: str) -> None:
     """Query, key and value are rows of one quantised matrix, and a head's rows change places."""
     families: dict[str, dict[str, Any]] = {
@@ -128,7 +129,7 @@ def test_a_target_inside_a_model_that_also_sees(tmp_path: Path) -> None:
         quantise(folder, "fp8", tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["fp8 by block", "W4A16", "GPTQ v1 act-order"])
+@each_row("kind", ["fp8 by block", "W4A16", "GPTQ v1 act-order"])
 def test_experts_are_dequantised(tmp_path: Path, kind: str) -> None:
     """On a mesh, too, in the shares of its devices; routers are whole, whatever the file says."""
     rotary, width = LayerConfig(Rotary()), 2 * GROUP
@@ -214,7 +215,7 @@ def test_scales_of_fp8_have_either_name(tmp_path: Path) -> None:
     assert_stands_for(params, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["GPTQ v1", "GPTQ v1 act-order"])
+@each_row("kind", ["GPTQ v1", "GPTQ v1 act-order"])
 def test_biases_of_zeros_are_those_of_the_tool(tmp_path: Path, kind: str) -> None:
     """AutoGPTQ gives all linears one; any other number is a model with biases."""
     folder = write(tmp_path, kind)
@@ -308,7 +309,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_row("case", REFUSED)
 def test_other_formats_are_refused_by_name(tmp_path: Path, case: str) -> None:
     said, named = REFUSED[case]
     folder = write(tmp_path, "W4A16")

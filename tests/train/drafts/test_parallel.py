@@ -19,7 +19,7 @@ from train.drafts import block_attention
 from train.drafts.kinds import KINDS, ParallelSettings
 from train.target import run_target
 
-from .. import steps as tiny
+from . import steps as tiny
 
 LENGTH, ROWS = 13, (2, 2)
 STAGE = StageConfig("short", LENGTH, 4, 2, tiny.RATE, 4, 0, 0.0, 40)

@@ -21,7 +21,7 @@ from train.config import StageConfig
 from train.drafts.kinds import SmallLMSettings
 from train.drafts.small_lm import SmallLMObjective, begin, fresh_config
 
-from .. import steps as tiny
+from . import steps as tiny
 
 STAGE = StageConfig("text", 13, 4, 2, tiny.RATE, 4, 0, 0.0, 0)
 SETTINGS = SmallLMSettings("small_lm", "", 2, 16, 20, 4, 2, 0.7)

@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.checkpoints.dflash import SPECULATORS, ZLAB, Format, load, save_draft
+from longspec_jax.drafters.checkpoints.dflash import load, save_draft
 from longspec_jax.drafters.dflash import Confidence, DFlashOptions, Markov
 from longspec_jax.drafters.draft import Target
 from tests.drafters.dflash.toys import random_params
+from tests.drafters.kit import without_tables
 from train.config import StageConfig
 from train.drafts.dflash import DFlashObjective, begin, fresh_config
 from train.drafts.kinds import DFlashSettings
 from train.step import Batch
 from train.target import run_target
 
-from .. import steps as tiny
+from . import steps as tiny
 
 STAGE = StageConfig("short", 13, 4, 2, tiny.RATE, 4, 0, 0.0, 0)
 SETTINGS = DFlashSettings("dflash", "", 2, "0,1", 4, -1, 3, 2.0)
@@ -45,7 +46,7 @@ def views() -> Any:
 
 
 def block_logits(oracle: Any, tokens: Any, view: Any, row: int, anchor: int) -> Any:
-    from .plain import torch
+    from .plain_dflash import torch
 
     table, head = (torch.tensor(np.array(tiny.FROZEN[name])) for name in ("embedding", "head"))
     features = np.concatenate([view.kept[0][row, :anchor], view.kept[1][row, :anchor]], axis=-1)
@@ -55,7 +56,7 @@ def block_logits(oracle: Any, tokens: Any, view: Any, row: int, anchor: int) -> 
 def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters."""
     torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
-    from .plain import DFlashOracle
+    from .plain_dflash import DFlashOracle
 
     begun, first, _, last = one
     objective = begun.trainer.objective(STAGE, 90, 0)
@@ -132,15 +133,15 @@ def test_what_cannot_be_trained_is_refused(one: tiny.Trained, tmp_path: Path) ->
         with pytest.raises(ValueError, match=said):
             begin(settings, tiny.given(STAGE))
     plain = begun.trainer.draft
-    for dialect, config, tables, said in (
-        (ZLAB, plain, True, "has tables of its own"),
-        (ZLAB, replace(plain, windows=(5, None)), False, "has sliding windows"),
-        (SPECULATORS, replace(plain, from_pending=True), False, "proposes from the pending"),
-        (SPECULATORS, replace(plain, markov=Markov(6)), False, "has a Markov head"),
-        (SPECULATORS, replace(plain, confidence=Confidence(False)), False, "has a confidence head"),
+    for config, tables, said in (
+        (plain, True, "has tables of its own"),
+        (replace(plain, windows=(5, None)), False, "has sliding windows"),
+        (replace(plain, from_pending=True), False, "proposes from the pending"),
+        (replace(plain, markov=Markov(6)), False, "has a Markov head"),
+        (replace(plain, confidence=Confidence(False)), False, "has a confidence head"),
     ):
-        draft = random_params(config, None, dialect)
-        save_draft(tmp_path, Format(dialect, tables, tables), config, draft)
+        draft = random_params(config)
+        save_draft(tmp_path, config, draft if tables else without_tables(draft))
         with pytest.raises(ValueError, match=said):
             begin(replace(SETTINGS, init=str(tmp_path)), tiny.given(STAGE))
 

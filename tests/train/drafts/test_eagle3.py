@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from longspec_jax.drafters.checkpoints.eagle3 import SPECFORGE, Format, load, save_draft
+from longspec_jax.drafters.checkpoints.eagle3 import load, save_draft
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3 import Eagle3Options
 from tests.drafters.eagle3.toys import random_params
@@ -24,9 +24,9 @@ from train.drafts.kinds import Eagle3Settings
 from train.step import Batch
 from train.target import TargetView, run_target
 
-from .. import steps as tiny
+from . import steps as tiny
 
-SPECULATORS = Path(__file__).parents[3] / "drafters" / "eagle3" / "speculators"
+SPECULATORS = Path(__file__).parents[2] / "drafters" / "eagle3" / "speculators"
 VARIANTS = sorted(path.name for path in SPECULATORS.iterdir())
 STAGE = StageConfig("short", 11, 4, 1, tiny.RATE, 4, 0, 0.0, 0)
 SETTINGS = Eagle3Settings("eagle3", "", "0,1,2", 20, 3, 0.5)
@@ -50,7 +50,7 @@ def one() -> tiny.Trained:
 def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters."""
     torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
-    from . import plain
+    from . import plain_eagle3 as plain
 
     begun, (tokens, weights, _) = one.begun, batch()
     positions = jnp.broadcast_to(jnp.arange(STAGE.seq_len), tokens[0].shape)
@@ -210,7 +210,7 @@ def test_what_cannot_be_trained_is_refused(one: tiny.Trained, tmp_path: Path) ->
         (begun.trainer.draft, True, "has an embedding of its own"),
         (replace(begun.trainer.draft, window=5), False, "has a sliding window of 5, which is not"),
     ):
-        save_draft(tmp_path, Format(SPECFORGE, embedding=embedding, head=True), draft, own)
+        save_draft(tmp_path, draft, replace(own, stores_embedding=embedding))
         with pytest.raises(ValueError, match=said):
             begin(replace(SETTINGS, init=str(tmp_path)), counted())
 
