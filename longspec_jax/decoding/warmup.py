@@ -205,7 +205,7 @@ def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
 
 
 def round_seconds(
-    engine: Engine, candidate: int, live: int, context: int, kind: SamplingKind, rounds: int = 1
+    engine: Engine, candidate: int, live: int, context: int, kind: SamplingKind
 ) -> float:
     """Seconds of a round of a candidate.
 
@@ -215,22 +215,20 @@ def round_seconds(
       live: rows that take part.
       context: tokens of each of them.
       kind: the sampling kind of the launch.
-      rounds: that are launched before the first one is read.
     """
     found, rows = [], np.arange(engine.slots)
     slots = range(next(size for size in engine.launch_sizes if size >= live))
     length = np.full(engine.slots, context, np.int32)
     # A round may emit as many tokens as its tree has levels, and one more.
-    most = rounds * slack_slots(engine.drafter.tree.num_levels)
+    most = slack_slots(engine.drafter.tree.num_levels)
     remaining = np.where(rows < live, most, 0).astype(np.int32)
     for _ in range(1 + TIMINGS):
         engine.begin_at(length, remaining)
         jax.block_until_ready(engine.rows)
         begun = time.perf_counter()
-        for _ in range(rounds):
-            engine.try_rounds(Choice(candidate, 1), kind, slots)
+        engine.try_rounds(Choice(candidate, 1), kind, slots)
         jax.block_until_ready(engine.rows)
-        found.append((time.perf_counter() - begun) / rounds)
+        found.append(time.perf_counter() - begun)
         if len(found) > 1 and found[-1] > LONG:
             break
     # The first one may compile.
