@@ -181,11 +181,13 @@ class Drawn(LongSpec):
 
     acceptance: float = 1.0
 
+    # A property also where the base has a cached one: what it makes is as constant.
     @property
-    def target(self) -> AgreeingTarget:
+    def target(self) -> AgreeingTarget:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The static part of the target."""
         own = super().target
-        return AgreeingTarget(**vars(own), acceptance=self.acceptance)
+        fields = {each.name: getattr(own, each.name) for each in dataclasses.fields(TargetModel)}
+        return AgreeingTarget(**fields, acceptance=self.acceptance)
 
 
 def models(arguments: argparse.Namespace) -> LongSpec:
