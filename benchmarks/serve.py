@@ -181,13 +181,11 @@ class Drawn(LongSpec):
 
     acceptance: float = 1.0
 
-    # A property also where the base has a cached one: what it makes is as constant.
     @property
-    def target(self) -> AgreeingTarget:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def target(self) -> AgreeingTarget:
         """The static part of the target."""
         own = super().target
-        fields = {each.name: getattr(own, each.name) for each in dataclasses.fields(TargetModel)}
-        return AgreeingTarget(**fields, acceptance=self.acceptance)
+        return AgreeingTarget(**vars(own), acceptance=self.acceptance)
 
 
 def models(arguments: argparse.Namespace) -> LongSpec:
