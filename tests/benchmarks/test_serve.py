@@ -12,7 +12,9 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks import serve
+from benchmarks.arguments import SHAPES
 from benchmarks.load import Stream, ask
+from benchmarks.models import random_model
 from benchmarks.rounds import acceptance_edges
 from infer.serve import command
 from longspec_jax import TreeConfig
@@ -140,3 +142,11 @@ def test_the_target_agrees_as_often_as_is_drawn_along_a_path_that_the_tree_has()
     edges = acceptance_edges(3.5, DEFAULT_TREE)
     deep = serve.agreeing(run, tree.tokens, positions, mask, edges)
     assert (accept(tree, deep.argmax(axis=2), 2).count == 3).mean() > 0.5
+
+
+def test_models_of_a_shape_have_a_target_that_agrees() -> None:
+    config = SHAPES["tiny"]
+    model = random_model(config)
+    drawn = serve.Drawn(config, model.params.target, model.draft, acceptance=2.5)
+    assert isinstance(drawn.target, serve.AgreeingTarget) and drawn.target == drawn.target
+    assert drawn.target.acceptance == 2.5 and drawn.target.config == config
