@@ -51,8 +51,8 @@ SPACE = {
 def check(name: str, measured: int) -> None:
     """Fail above a ceiling."""
     assert measured <= CEILINGS[name], (
-        f"{name}: {measured}, and the ceiling is {CEILINGS[name]}. Let an existing path, declaration"
-        " or function serve the change, or delete what it replaces"
+        f"{name}: {measured}, and the ceiling is {CEILINGS[name]}. Let an existing path, "
+        "declaration or function serve the change, or delete what it replaces"
     )
 
 
