@@ -19,6 +19,7 @@ from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.drafters.parallel import ParallelConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.tables import target_table
+from tests.kit import each_row
 from train.arguments import from_config
 from train.config import RunConfig
 from train.drafts import dflash, small_lm
@@ -67,7 +68,7 @@ def count(table: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in table.leaves)
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@each_row("name", INSTALLED)
 def test_a_draft_of_an_installed_target_learns_text_and_then_answers(name: str) -> None:
     text, answers = load(name), load(name, "answers")
     assert text.target == answers.target == text.data.corpus.tokenizer  # type: ignore[union-attr]
@@ -93,7 +94,7 @@ def test_a_target_has_one_name() -> None:
         assert load(name).target == TARGETS[short].repository
 
 
-@pytest.mark.parametrize("variant", ["draft", "eagle3", "dflash", "small_lm"])
+@each_row("variant", ["draft", "eagle3", "dflash", "small_lm"])
 def test_the_demos_draft_alone_is_for_its_target(variant: str) -> None:
     config = load("demo", variant)
     assert config.pretraining is None and config.target == "longspec_jax/demo/target"
@@ -102,7 +103,7 @@ def test_the_demos_draft_alone_is_for_its_target(variant: str) -> None:
     assert config.draft.kind == ("longspec" if variant == "draft" else variant)
 
 
-@pytest.mark.parametrize("variant", ["full", "smoke", "tiny"])
+@each_row("variant", ["full", "smoke", "tiny"])
 def test_the_demo_variants_convert(variant: str) -> None:
     config = load("demo", variant)
     assert config.pretraining is not None and config.data.corpus is not None
@@ -111,7 +112,7 @@ def test_the_demo_variants_convert(variant: str) -> None:
     assert longest <= config.pretraining.shape.max_positions
 
 
-@pytest.mark.parametrize("prefix", ["", "tiny_"])
+@each_row("prefix", ["", "tiny_"])
 def test_the_drafts_of_the_study_differ_in_one_thing(prefix: str) -> None:
     """From the plain one: a setting of the draft, or for ``long_only`` its stages."""
     target = load("small_scale", f"{prefix}target")
@@ -165,7 +166,7 @@ def test_drafts_of_other_kinds_take_as_many_operations_as_a_distilled_one() -> N
         assert operations(variant) == pytest.approx(expected, rel=0.01), variant
 
 
-@pytest.mark.parametrize("variant", ["parallel", "eagle3", "small_lm"])
+@each_row("variant", ["parallel", "eagle3", "small_lm"])
 def test_drafts_of_other_kinds_have_a_miniature(variant: str) -> None:
     config = load("small_scale", f"tiny_{variant}")
     target = load("small_scale", "tiny_target")
@@ -193,7 +194,7 @@ def test_the_demos_small_model_is_small_and_reads_the_demos_tokens() -> None:
     assert (FOLDER.parent / config.data.corpus.tokenizer / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+@each_row(("name", "variant"), VARIANTS)
 def test_the_papers_stages(name: str, variant: str) -> None:
     config = load(name, variant)
     [stage] = config.stages
@@ -213,7 +214,7 @@ def test_the_papers_stages(name: str, variant: str) -> None:
         assert ("long_cot" in config.data.hub) == (qwen or name == "gpt_oss_20b")
 
 
-@pytest.mark.parametrize("name", PAPER)
+@each_row("name", PAPER)
 def test_all_stages_are_those_that_have_runs_of_their_own(name: str) -> None:
     """In the order of the paper, each with its data; only the draft between them is handed on."""
     assert load(name) == load(name, "all")
@@ -226,7 +227,7 @@ def test_all_stages_are_those_that_have_runs_of_their_own(name: str) -> None:
         assert part == dataclasses.replace(alone, **same, **steps)
 
 
-@pytest.mark.parametrize("name", PAPER)
+@each_row("name", PAPER)
 def test_every_target_has_an_eagle3_draft(name: str) -> None:
     """Of conversations in the target's own format, whose answers alone are learned."""
     config = load(name, "eagle3")
@@ -248,7 +249,7 @@ def test_every_target_has_an_eagle3_draft(name: str) -> None:
     assert rows * stage.seq_len == 8 * 16384
 
 
-@pytest.mark.parametrize("name", PAPER)
+@each_row("name", PAPER)
 def test_every_target_has_a_dflash_draft(name: str) -> None:
     """On the conversations of its EAGLE-3 draft, with as many blocks in a row as published."""
     config, chats = load(name, "dflash"), load(name, "eagle3")
@@ -266,7 +267,7 @@ def test_every_target_has_a_dflash_draft(name: str) -> None:
     assert fuse.spec == jax.sharding.PartitionSpec(None, ("data", "fsdp"))
 
 
-@pytest.mark.parametrize("name", PAPER)
+@each_row("name", PAPER)
 def test_every_target_has_a_small_model(name: str) -> None:
     """Of its vocabulary: full rows of text, then the conversations of its EAGLE-3 draft."""
     config, chats, target = load(name, "small_lm"), load(name, "eagle3"), preset(load(name))
@@ -284,7 +285,7 @@ def test_every_target_has_a_small_model(name: str) -> None:
         assert rows * stage.seq_len == 8 * 16384
 
 
-@pytest.mark.parametrize("name", PAPER)
+@each_row("name", PAPER)
 def test_a_parallel_draft_is_trained_in_the_same_stages(name: str) -> None:
     config, usual = load(name, "parallel"), load(name)
     assert config.draft.kind == "parallel" and "Parallel" in config.title
@@ -306,8 +307,8 @@ def test_benchmarks_measure_the_parallel_draft_that_is_trained() -> None:
     assert shape == (trained.layers, trained.block, trained.markov_rank)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
-@pytest.mark.parametrize("name", ["vicuna7b", "qwq32b"])
+@each_row("devices", [1, 2, 8])
+@each_row("name", ["vicuna7b", "qwq32b"])
 def test_micro_batches_follow_the_devices(name: str, devices: int) -> None:
     mesh = make_mesh(*load(name).mesh.resolve(devices))
     for stage in load(name).stages:
@@ -323,7 +324,7 @@ def test_data_that_no_stage_would_read_are_refused() -> None:
         from_config(config)
 
 
-@pytest.mark.parametrize("name", PAPER)
+@each_row("name", PAPER)
 def test_the_docstring_says_how_and_what_to_expect(name: str) -> None:
     text = importlib.import_module(f"configs.{name}").__doc__ or ""
     assert f"python -m train.run --config=configs/{name}.py\n" in text
@@ -332,7 +333,7 @@ def test_the_docstring_says_how_and_what_to_expect(name: str) -> None:
     assert "An estimate" in text and "Hardware" in text
 
 
-@pytest.mark.parametrize("name", PAPER)
+@each_row("name", PAPER)
 def test_drafts_have_the_published_size(name: str) -> None:
     target = preset(load(name))
     table = draft_table(DraftConfig.for_target(target))
@@ -360,8 +361,8 @@ def abstract(table: Any, dtype: str) -> dict[str, Any]:
     return tree
 
 
-@pytest.mark.parametrize("name", PAPER)
-@pytest.mark.parametrize("variant", ["short", "long"])
+@each_row("name", PAPER)
+@each_row("variant", ["short", "long"])
 def test_a_micro_batch_fits_the_shapes(name: str, variant: str) -> None:
     config = load(name, variant)
     [stage] = config.stages

@@ -13,7 +13,7 @@ from longspec_jax.drafters.checkpoints.longspec import hf_draft_config
 from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.json_files import JsonObject
-from tests.kit import tiny_target_config
+from tests.kit import each_row, tiny_target_config
 
 BASE = dict(
     architectures=["LlamaForCausalLM"],
@@ -154,8 +154,8 @@ def _raw(family="Llama", **overrides):
     return BASE | architecture | FAMILIES[family] | overrides
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rope", ROPES)
+@each_row("family", FAMILIES)
+@each_row("rope", ROPES)
 def test_both_dialects_mean_the_same(family, rope):
     four, five = ROPES[rope]
     old = target_config(_raw(family, **four))
@@ -165,9 +165,7 @@ def test_both_dialects_mean_the_same(family, rope):
     assert target_config(new | dict(rope_scaling=four.get("rope_scaling"))) == old
 
 
-@pytest.mark.parametrize(
-    ("family", "rope"), [*zip(FAMILIES, [*ROPES, "plain"], strict=True), ("Llama", "llama3")]
-)
+@each_row(("family", "rope"), [*zip(FAMILIES, [*ROPES, "plain"], strict=True), ("Llama", "llama3")])
 def test_transformers_reads_our_config_as_we_do(tmp_path, family, rope):
     """Whatever version is installed here, its own reading of our file describes the same model."""
     transformers = pytest.importorskip("transformers", reason="reads the written config.json")
@@ -179,7 +177,7 @@ def test_transformers_reads_our_config_as_we_do(tmp_path, family, rope):
     assert stop_tokens(read.to_dict()) == (7, 9)
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *SHAPES])
+@each_row("name", [*PRESETS, *SHAPES])
 def test_round_trip_of_presets(name):
     config = PRESETS.get(name) or SHAPES[name]
     assert target_config(hf_config.hf_config(config)) == config
@@ -200,7 +198,7 @@ def test_a_target_inside_a_model_that_also_sees():
     assert stop_tokens(raw, {"eos_token_id": [2]}) == (2,)
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@each_row("name", RELEASED)
 def test_released_configs_are_the_presets(name):
     assert target_config(RELEASED[name]) == PRESETS[name]
 
@@ -382,14 +380,14 @@ def test_a_draft_may_hold_its_base_in_the_scaling():
         draft_config(dict(rotary_base=5e3), target)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_row("case", REFUSED)
 def test_refusals_name_values_rule_and_remedy(case):
     overrides, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         target_config(BASE | overrides)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("family", "overrides", "windows"),
     [
         ("Mistral", dict(sliding_window=512), [512, 512]),
@@ -473,7 +471,7 @@ def test_export_refuses_a_configuration_that_its_architecture_cannot_say():
         hf_config.hf_config(tiny_target_config(architecture="GPT"))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each_row("name", PRESETS)
 def test_draft_round_trip(name):
     target = PRESETS[name]
     draft = DraftConfig.for_target(target, window=256)

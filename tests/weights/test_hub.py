@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from longspec_jax.weights import hub
+from tests.kit import each_row
 
 REPOSITORIES = {
     "both": ["model-00001-of-00002.safetensors", "pytorch_model.bin", "consolidated.safetensors"],
@@ -21,7 +22,7 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("kind", REPOSITORIES)
+@each_row("kind", REPOSITORIES)
 def test_files_asked_for(tmp_path, monkeypatch, kind):
     revisions = []
 
@@ -46,7 +47,7 @@ def test_a_folder_is_not_looked_up(tmp_path, monkeypatch):
     assert hub.local_folder("owner/model") == Path("owner/model")
 
 
-@pytest.mark.parametrize("error", [OSError("no route\nto host"), ValueError("bad id")])
+@each_row("error", [OSError("no route\nto host"), ValueError("bad id")])
 def test_failures_say_what_to_do(monkeypatch, error):
     def download(*args, **kwargs):
         raise error
@@ -65,14 +66,14 @@ def test_a_full_disk_is_no_wrong_name(monkeypatch):
         hub.local_folder("owner/model")
 
 
-@pytest.mark.parametrize("source", ["", "  ", None, 5, ["owner/model"]])
+@each_row("source", ["", "  ", None, 5, ["owner/model"]])
 def test_sources_that_name_nothing(source):
     """An empty name is not the folder one happens to be in."""
     with pytest.raises(ValueError, match="a model is a folder or a hub id of the form owner/model"):
         hub.local_folder(source)
 
 
-@pytest.mark.parametrize("source", ["x" * 5000, "o/" + "x" * 5000, "a\0b"], ids=["one", "two", "0"])
+@each_row("source", ["x" * 5000, "o/" + "x" * 5000, "a\0b"])
 def test_names_that_the_system_does_not_take(source):
     with pytest.raises(FileNotFoundError, match="is not a folder.*name a folder with") as error:
         hub.local_folder(source)

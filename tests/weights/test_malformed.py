@@ -14,7 +14,7 @@ from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target
 from longspec_jax.weights.json_files import JsonObject, read_json
-from tests.kit import random_target, tiny_target_config
+from tests.kit import each_row, random_target, tiny_target_config
 
 WRONG = (None, "", "x", "4", -1, 0, 1.5, math.nan, math.inf, 1e308)
 WRONG += ([], [1], {}, {"x": 1}, True, 2**70)
@@ -133,8 +133,8 @@ def _draft(raw):
     return checkpoint.draft_config(raw, TARGET)
 
 
-@pytest.mark.parametrize("read", [_target, _draft], ids=["target", "draft"])
-@pytest.mark.parametrize("name", FILES)
+@each_row("read", [_target, _draft])
+@each_row("name", FILES)
 def test_every_key_with_every_wrong_value(name, read):
     """The outcome is an error in a sentence, or a configuration of sound numbers.
 
@@ -195,7 +195,7 @@ REFUSED = {
 OF_THE_DRAFT = {"window"}
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_row("case", REFUSED)
 def test_refusals_name_file_key_value_and_rule(tmp_path, case):
     key, value, message = REFUSED[case]
     path = tmp_path / "config.json"
@@ -221,8 +221,8 @@ def test_positions_that_no_index_reaches(tmp_path):
         _target(read_json(path))
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("wrong", [101, -1, "</s>", 2.0, True, [2, None], [2**70], math.nan])
+@each_row("file", ["config.json", "generation_config.json"])
+@each_row("wrong", [101, -1, "</s>", 2.0, True, [2, None], [2**70], math.nan])
 def test_stop_tokens_are_tokens(tmp_path, file, wrong):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     values = BASE if file == "config.json" else {}
@@ -234,11 +234,10 @@ def test_stop_tokens_are_tokens(tmp_path, file, wrong):
         assert "whole numbers from 0 to 100" in str(error.value)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     ["", "{", "[]", "5", "null", '"x"', "\ufeff{}"]
     + ["{" * 100_000, "[" * 100_000, '{"a": ' * 50_000, "9" * 5000],
-    ids=range(11),
 )
 def test_files_that_are_no_json_objects(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
@@ -261,7 +260,7 @@ def test_bytes_that_are_no_text(tmp_path):
         read_json(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("text", ['{"a": 1, "b": 2, "a": 1}', '{"c": [{"a": 1, "a": 2}]}'])
+@each_row("text", ['{"a": 1, "b": 2, "a": 1}', '{"c": [{"a": 1, "a": 2}]}'])
 def test_keys_that_are_given_twice(tmp_path, text):
     """Readers disagree about which one counts."""
     (tmp_path / "config.json").write_text(text)
@@ -269,7 +268,7 @@ def test_keys_that_are_given_twice(tmp_path, text):
         read_json(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("text", ['{"a": [0, NaN]}', '{"a": [0, 1e999]}', '{"a": [0, -Infinity]}'])
+@each_row("text", ['{"a": [0, NaN]}', '{"a": [0, 1e999]}', '{"a": [0, -Infinity]}'])
 def test_numbers_that_are_no_json(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config.json: a.1=\S+ is not a finite number"):
@@ -302,9 +301,7 @@ ODD = (
 TYPES = (5, None, ["model.safetensors"], True, {"file": "model.safetensors"})
 
 
-@pytest.mark.parametrize(
-    "name", [*OUTSIDE, *ODD, *TYPES, "pytorch_model.bin", "\ud800.safetensors"]
-)
+@each_row("name", [*OUTSIDE, *ODD, *TYPES, "pytorch_model.bin", "\ud800.safetensors"])
 def test_an_index_stays_in_its_folder(tmp_path, name):
     """What it names outside exists and would load."""
     folder = tmp_path / "model"
@@ -323,7 +320,7 @@ def test_an_index_stays_in_its_folder(tmp_path, name):
     assert str(error.value).startswith(f"{index}, weight_map: secret=")
 
 
-@pytest.mark.parametrize("value", ["x", 5, ["model.safetensors"], True])
+@each_row("value", ["x", 5, ["model.safetensors"], True])
 def test_a_weight_map_that_is_none(tmp_path, value):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": value}))

@@ -14,6 +14,7 @@ import pytest
 
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.pickles import MOST_DESCRIPTION
+from tests.kit import each_row
 
 torch = pytest.importorskip("torch", reason="writes the files")
 FILE = "pytorch_model.bin"
@@ -78,7 +79,7 @@ DESCRIPTIONS = {
 """Bytes in place of the pickle, and how they are stored."""
 
 
-@pytest.mark.parametrize("kind", ["code", "short", "other object", *DESCRIPTIONS])
+@each_row("kind", ["code", "short", "other object", *DESCRIPTIONS])
 def test_what_is_no_tensor_is_refused(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

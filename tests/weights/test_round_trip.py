@@ -4,10 +4,10 @@ import json
 
 import jax
 import numpy as np
-import pytest
 
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, save_target
+from tests.kit import each_row
 from tests.models.families import load, make_model, torch, transformers
 
 
@@ -39,7 +39,7 @@ def test_several_files_through_eight_devices(tmp_path):
     _assert_same_state(again, model)
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@each_row("shards", [1, 3])
 def test_pickled_target(tmp_path, shards):
     """Vicuna and LongChat are stored like this, rotary frequencies beside the weights."""
     model, _, expected = load("llama-linear", tmp_path / "safetensors")

@@ -8,6 +8,7 @@ from longspec_jax.config.known import PRESETS
 from longspec_jax.config.layers import ExpertsConfig
 from longspec_jax.weights.hf_config import hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject
+from tests.kit import each_row
 
 QWEN3_30B_A3B = dict(
     architectures=["Qwen3MoeForCausalLM"],
@@ -93,7 +94,7 @@ def test_the_published_shape():
     assert read().layer(47).experts == ExpertsConfig(128, 8, 768)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("overrides", "layers"),
     [
         (dict(decoder_sparse_step=2), [1, 3, 5]),
@@ -109,7 +110,7 @@ def test_layers_may_be_dense(overrides, layers):
     assert target_config(JsonObject(hf_config(config))) == config
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("overrides", "message"),
     [
         (dict(mlp_only_layers="1"), "mlp_only_layers"),
@@ -136,7 +137,7 @@ def test_gpt_oss_as_published():
     assert target_config(JsonObject(hf_config(config))) == config
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "message"),
     [
         (dict(swiglu_alpha=1.5), "swiglu_alpha"),

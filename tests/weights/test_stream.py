@@ -16,7 +16,7 @@ from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_target, save_target
 from longspec_jax.weights.params import assemble, load_params
 from longspec_jax.weights.tables import target_table
-from tests.kit import random_draft, random_target, tiny_target_config
+from tests.kit import each_row, random_draft, random_target, tiny_target_config
 
 # Divisible by every mesh below, and otherwise unlike each other.
 SIZES = dict(
@@ -63,7 +63,7 @@ def counted(monkeypatch):
     return reads
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("family", "mesh"),
     [*(("Llama", mesh) for mesh in MESHES), ("Qwen2", "tp"), ("Qwen3", "fsdp x tp")],
 )
@@ -157,7 +157,7 @@ def test_host_memory_holds_no_second_model(tmp_path):
     assert peak < 1.9 * sum(sizes)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("stored", "loaded"),
     [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float16"), ("float16",) * 2],
 )
@@ -177,7 +177,7 @@ def test_a_mesh_that_does_not_divide_is_refused(tmp_path):
         load_target(tmp_path, mesh=make_mesh(tp=8))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@each_row("dtype", ["bfloat16", "float16", "float32"])
 def test_is_finite(dtype):
     values = np.ones((3, 5), jnp.dtype(dtype))
     values[0, 0] = jnp.finfo(dtype).max

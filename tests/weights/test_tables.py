@@ -12,7 +12,7 @@ from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.tables import target_table
-from tests.kit import tiny_target_config
+from tests.kit import each_row, tiny_target_config
 
 TARGETS = {
     "MHA": tiny_target_config(num_kv_heads=6),
@@ -51,21 +51,21 @@ def _draft_shapes(config):
     return _shapes(jax.eval_shape(init)["params"])
 
 
-@pytest.mark.parametrize("config", [*TARGETS.values(), PRESETS["qwq-32b"]], ids=[*TARGETS, "qwq"])
+@each_row("config", [*TARGETS.values(), PRESETS["qwq-32b"]])
 def test_target_leaves(config):
     leaves = target_table(config).leaves
     assert {leaf.path: leaf.shape for leaf in leaves} == _target_shapes(config)
     assert len({leaf.path for leaf in leaves}) == len(leaves)
 
 
-@pytest.mark.parametrize("config", TARGETS.values(), ids=TARGETS)
+@each_row("config", TARGETS.values())
 def test_draft_leaves(config):
     draft = DraftConfig.for_target(config)
     leaves = draft_table(draft).leaves
     assert {leaf.path: leaf.shape for leaf in leaves} == _draft_shapes(draft)
 
 
-@pytest.mark.parametrize("config", TARGETS.values(), ids=TARGETS)
+@each_row("config", TARGETS.values())
 def test_parts_tile_their_leaf(config):
     """No element is left out or written twice: stored and own sizes agree, names are unique."""
     for table in (target_table(config), draft_table(DraftConfig.for_target(config))):
@@ -89,7 +89,7 @@ def test_the_released_draft_has_twenty_tensors():
     assert sum(np.prod(shape) for shape in stored.values()) == pytest.approx(260.1e6, rel=1e-3)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name, dropped",
     [
         ("model.layers.1.self_attn.rotary_emb.inv_freq", True),

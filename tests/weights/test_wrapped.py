@@ -4,12 +4,11 @@ import json
 
 import jax
 import numpy as np
-import pytest
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax.config.layers import QueryScaling, YarnRopeScaling
 from longspec_jax.weights.hf import load_target, save_target
-from tests.kit import random_target, tiny_target_config
+from tests.kit import each_row, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(
     architecture="Ministral3ForCausalLM",
@@ -19,7 +18,7 @@ CONFIG = tiny_target_config(
 )
 
 
-@pytest.mark.parametrize("inside", ["language_model.{}", "model.language_model.{}"])
+@each_row("inside", ["language_model.{}", "model.language_model.{}"])
 def test_tensors_of_the_target_alone_are_read(tmp_path, inside):
     params = random_target(CONFIG)
     save_target(tmp_path, CONFIG, params)

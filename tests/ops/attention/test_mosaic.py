@@ -11,12 +11,12 @@ import pytest
 from longspec_jax.ops.attention import float8, path, path_kernels, reference, widening
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.hardware import mosaic_is_supported
-from tests.kit import TOLERANCE, relative_error
+from tests.kit import TOLERANCE, each_row, relative_error
 
 MOSAIC = pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@each_row("dtype", ["bfloat16", "float16"])
 def test_words_of_two_codes_become_two_numbers(dtype: str) -> None:
     codes = np.asarray([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
     signs = np.where(codes & 0x80, 0xFF, 0).astype(np.uint8)
@@ -82,7 +82,7 @@ def operands(case: Case, slots: int = 448) -> tuple[Any, ...]:
 
 
 @MOSAIC
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@each_row("case", CASES)
 def test_interpreted_path_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.ops.attention.interpreted import interpret
 

@@ -14,14 +14,14 @@ from longspec_jax.ops.attention import dispatch, path, reference
 from longspec_jax.ops.attention.float8 import codes, rounded
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import RowTiles
-from tests.kit import hopper_or_skip, normal
+from tests.kit import each_row, hopper_or_skip, normal
 
 HEADS = [(32, 32, 128), (32, 8, 128), (40, 8, 128), (24, 8, 128), (28, 4, 128), (14, 2, 64)]
 """Query heads, key/value heads, width."""
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
-@pytest.mark.parametrize("narrow", [False, True], ids=["16 bits", "8 bits"])
+@each_row(("heads", "kv_heads", "width"), HEADS)
+@each_row("narrow", [False, True])
 def test_splits_cover_a_position_and_fit_the_machine(narrow, heads, kv_heads, width) -> None:
     groups = heads // kv_heads
     count = path.splits_of(kv_heads, groups, narrow)
@@ -45,7 +45,7 @@ def test_a_reach_is_shared_by_the_positions_within() -> None:
     assert set(np.diff(np.unique(reach))) <= {512, 1024}
 
 
-@pytest.mark.parametrize("tile", [(16, 1), (64, 1), (256, 4), (64, 4), (16, 4)], ids=str)
+@each_row("tile", [(16, 1), (64, 1), (256, 4), (64, 4), (16, 4)])
 def test_a_tile_fits_shared_memory(tile: tuple[int, int]) -> None:
     rows, groups = tile
     for width, parts in ((128, 1), (128, 2), (64, 1)):
@@ -55,8 +55,8 @@ def test_a_tile_fits_shared_memory(tile: tuple[int, int]) -> None:
         assert ring + 2 * chosen.warpgroups * 64 * width <= hardware.SHARED_BYTES[hardware.HOPPER]
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["16 bits", "8 bits"])
-@pytest.mark.parametrize("tile", [(16, 1), (128, 1), (16, 4), (256, 4)], ids=str)
+@each_row("narrow", [False, True])
+@each_row("tile", [(16, 1), (128, 1), (16, 4), (256, 4)])
 def test_no_warpgroup_waits_for_registers_that_there_are_not(tile, narrow) -> None:
     prefix_mosaic = pytest.importorskip("longspec_jax.ops.attention.prefix_mosaic")
     rows, groups = tile
@@ -79,7 +79,7 @@ class Refused(NamedTuple):
     dtype: str = "bfloat16"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "call",
     [
         Refused("more than 128", nodes=129),
@@ -88,7 +88,6 @@ class Refused(NamedTuple):
         Refused("capacity 120", capacity=120),
         Refused("float32", dtype="float32"),
     ],
-    ids=lambda call: call.what,
 )
 def test_what_the_kernel_does_not_serve_is_refused(call: Refused, monkeypatch) -> None:
     monkeypatch.setattr(hardware, "require_hopper", lambda kernel: None)
@@ -168,9 +167,9 @@ POSITIONS = [0, 3, 15, 16, 17, 127, 128, 143, 144, 145, 400, 508, 512, 1023, 110
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("nodes", [16, 40, 64, 72])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
-@pytest.mark.parametrize("narrow", [False, True], ids=["16 bits", "8 bits"])
+@each_row("nodes", [16, 40, 64, 72])
+@each_row(("heads", "kv_heads", "width"), HEADS)
+@each_row("narrow", [False, True])
 def test_a_node_has_the_bits_of_plain_decoding(narrow, heads, kv_heads, width, nodes) -> None:
     """With grouped heads those of a cache in 8 bits are the bits of one in 16 bits, too."""
     hopper_or_skip()

@@ -3,11 +3,11 @@
 import collections
 
 import jax.numpy as jnp
-import pytest
 
 from longspec_jax.ops.attention import tiles
 from longspec_jax.ops.attention.prefix_items import Item, Work
 from longspec_jax.ops.attention.tiles import MosaicTile
+from tests.kit import each_row
 from tests.ops.attention.oracle import HEADS, TOKENS
 
 SPLIT = 256
@@ -55,8 +55,8 @@ def items(warpgroups: int, groups: int, slots: int, lengths: list[int]) -> tuple
     return work, found
 
 
-@pytest.mark.parametrize("slots", [256, 1000, 1280])
-@pytest.mark.parametrize(("warpgroups", "groups"), [(1, 1), (2, 1), (2, 2), (2, 3), (2, 5)])
+@each_row("slots", [256, 1000, 1280])
+@each_row(("warpgroups", "groups"), [(1, 1), (2, 1), (2, 2), (2, 3), (2, 5)])
 def test_every_row_attends_to_every_split_once(warpgroups: int, groups: int, slots: int) -> None:
     work, found = items(warpgroups, groups, slots, [slots, slots + 7])
     assert int(found.pop().steps) == 0
@@ -102,7 +102,7 @@ def test_items_of_a_split_are_neighbours() -> None:
     ]
 
 
-@pytest.mark.parametrize("length", [0, 1, 128, 129, 256, 257, 384, 500, 512])
+@each_row("length", [0, 1, 128, 129, 256, 257, 384, 500, 512])
 def test_the_ring_has_a_place_for_every_step_in_the_order_of_fetching(length: int) -> None:
     _, found = items(2, 3, 2 * SPLIT, [length])
     for item in found:

@@ -29,7 +29,7 @@ from longspec_jax.ops.recurrence.recurrence import (
     continued_recurrence,
     tree_recurrence,
 )
-from tests.kit import TOLERANCE, normal, relative_error
+from tests.kit import TOLERANCE, each_row, normal, relative_error
 
 SHAPE = RecurrenceConfig(key_heads=2, value_heads=6, key_width=5, value_width=7, taps=4)
 TAPS = 0.6 * normal(9, SHAPE.key_heads, SHAPE.inputs_width, SHAPE.taps)
@@ -82,7 +82,7 @@ def close(found: Any, expected: Any) -> None:
     assert relative_error(found, expected) <= TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("length", [1, 2, BLOCK, 2 * BLOCK + 5])
+@each_row("length", [1, 2, BLOCK, 2 * BLOCK + 5])
 def test_a_chunk_is_the_recurrence(length: int) -> None:
     """Of rows that own all tokens of the chunk, some, and none."""
     tokens, state = tokens_of(0, 3, length), state_of(5, 3)

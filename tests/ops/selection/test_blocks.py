@@ -10,7 +10,7 @@ import pytest
 from longspec_jax.ops.placement import on_host, to_host
 from longspec_jax.ops.selection import blocks, gather_pallas
 from longspec_jax.ops.selection.blocks import BlockBudget
-from tests.kit import relative_error
+from tests.kit import each_row, relative_error
 from tests.ops.selection import oracle
 
 BATCH, LAYERS, HEADS, GROUPS, WIDTH, SLOTS = 4, 3, 2, 3, 5, 48
@@ -35,8 +35,8 @@ def chosen(table: blocks.BlockTable, row: int, block: int) -> list[int]:
     return np.asarray(table.blocks)[row, ..., :held].tolist()
 
 
-@pytest.mark.parametrize("slots", [12, 24, 48])
-@pytest.mark.parametrize("heads", [(), (2, 3)], ids=["shared", "of-heads"])
+@each_row("slots", [12, 24, 48])
+@each_row("heads", [(), (2, 3)])
 def test_the_best_blocks_are_chosen_and_none_twice(slots: int, heads: tuple[int, ...]) -> None:
     """In rows of every length: longer than the budget, as long, shorter, empty."""
     budget = BlockBudget(slots, sinks=4, recent=8, block=4)
@@ -66,7 +66,7 @@ def test_numbers_beyond_all_bounds_hide_nothing() -> None:
     assert sorted(found) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "budget"),
     [
         ("16 slots cannot hold sinks=8 and recent=12", dict(slots=16, sinks=8, recent=12)),
@@ -94,7 +94,7 @@ def summarised(keys: jax.Array, lengths: np.ndarray, block: int) -> blocks.Extre
     return blocks.Extremes(*(jnp.stack(part, axis=2) for part in parts))
 
 
-@pytest.mark.parametrize(("block", "seed"), [(1, 0), (4, 1), (16, 0)])
+@each_row(("block", "seed"), [(1, 0), (4, 1), (16, 0)])
 def test_summaries_that_grow_are_those_of_the_whole(block: int, seed: int) -> None:
     """Commits of random sizes, chunks and paths, at an offset of its own in every row."""
     random, keys = np.random.default_rng(seed), drawn(seed, LAYERS, BATCH, HEADS, SLOTS, WIDTH)
@@ -157,7 +157,7 @@ def test_attention_to_blocks_is_one_softmax_a_head() -> None:
     np.testing.assert_allclose(found.sum(axis=1), [1, 1, 1, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("heads", [(), (HEADS,)], ids=["shared", "of-heads"])
+@each_row("heads", [(), (HEADS,)])
 def test_blocks_are_laid_end_to_end(heads: tuple[int, ...]) -> None:
     keys = caches()[1]
     scores = drawn(6, BATCH, *heads, SLOTS // 4)
@@ -172,7 +172,7 @@ def test_blocks_are_laid_end_to_end(heads: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(among, found[1:3])
 
 
-@pytest.mark.parametrize("heads", [(), (HEADS,)], ids=["shared", "of-heads"])
+@each_row("heads", [(), (HEADS,)])
 def test_blocks_come_from_the_hosts_memory(heads: tuple[int, ...]) -> None:
     """The result is on the device, and none of it was there before."""
     keys = caches()[1]
