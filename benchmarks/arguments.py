@@ -103,10 +103,10 @@ def head_counts(text: str) -> tuple[int, int]:
     return heads, kv_heads
 
 
-SEVERAL_TOKENS = cli.number(Whole(2))
+SEVERAL_TOKENS = cli.value(Whole(2))
 """New tokens: the first comes from the prefill, so that one alone is no decoding."""
 ACCEPTANCE = _of(
-    cli.number(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite")),
+    cli.value(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite")),
     "mean tokens emitted per round, the bonus included; serve: of 64 nodes, fewer keep less",
     ByMachine(3.545, 2.1),  # The paper's 3.57 of 69 nodes.
 )
@@ -247,7 +247,7 @@ TEXTS: Options = {
     "files": _of(cli.file_path, "text files, of one kind", nargs="+", required=True),
     "question": _of(str, "asked about every piece, in the target's chat form"),
     "context": _each(COUNT, "tokens of a piece", ByMachine([1024, 8192], [256])),
-    "temperature": _each(cli.number(rule("temperature")), "0 is greedy", [0.0, 1.0]),
+    "temperature": _each(cli.value(rule("temperature")), "0 is greedy", [0.0, 1.0]),
     "tree": {
         **several(cli.drafting_tree),
         "help": f"the default choice if absent, else each of them: {cli.TREE_GRAMMAR}",
@@ -262,7 +262,7 @@ TRAIN: Options = {
         "default": "longspec",
         "help": "kind of draft that is trained",
     },
-    "length": _each(cli.number(Whole(2)), "tokens of a row", ByMachine([1024], [64])),
+    "length": _each(cli.value(Whole(2)), "tokens of a row", ByMachine([1024], [64])),
     "mesh": MESH
     | {
         "action": "append",

@@ -417,7 +417,6 @@ def value(allowed: Rule) -> Callable[[str], Any]:
     return read
 
 
-number = value
 COUNT = value(Whole())
 """A whole number from 1."""
 

@@ -20,7 +20,7 @@ from longspec_jax.config.tree import TreeConfig
 def parser() -> cli.Parser:
     result = cli.Parser(prog="command")
     result.add_argument(
-        "--temperature", type=cli.number(Real(0, 9, "0 to 9")), default=0.5, help="heat"
+        "--temperature", type=cli.value(Real(0, 9, "0 to 9")), default=0.5, help="heat"
     )
     result.add_argument(
         "--context", **cli.several(cli.COUNT, commas=True), default=[64], help="tokens"

@@ -79,7 +79,7 @@ def training_parser() -> cli.Parser:
     text = "process 0, to join without a scheduler; needs --processes and --process"
     add("--coordinator", metavar="HOST:PORT", help=text)
     add("--processes", type=cli.COUNT, help="number of processes")
-    add("--process", type=cli.number(Whole(0)), help="number of this process, from 0")
+    add("--process", type=cli.value(Whole(0)), help="number of this process, from 0")
     return result
 
 

@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--files", required=True, help=text)
     result.add_argument("--out", required=True, metavar="FILE.jsonl", help="where rows are written")
     result.add_argument("--count", type=cli.COUNT, default=20_000, help="rows")
-    seed = cli.number(Whole(0))
+    seed = cli.value(Whole(0))
     result.add_argument("--seed", type=seed, default=0, help="another one gives other questions")
     result.set_defaults(hub=None, split="train")
     return result

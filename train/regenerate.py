@@ -28,7 +28,7 @@ from longspec_jax.config.sampling import rule
 
 from .config import add_documents
 
-ZERO_OR_MORE = cli.number(Whole(0))
+ZERO_OR_MORE = cli.value(Whole(0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def parser() -> cli.Parser:
     )
     add("--rows_at_once", type=cli.COUNT, help=text)
     text = "most tokens of a row with its answers; the target's max_positions if absent"
-    add("--max_row_tokens", type=cli.number(Whole(2)), help=text)
+    add("--max_row_tokens", type=cli.value(Whole(2)), help=text)
     options = {
         "max_new_tokens": (1024, "most tokens of an answer"),
         "temperature": (0.0, "0 is greedy"),
@@ -92,7 +92,7 @@ def parser() -> cli.Parser:
         "seed": (0, "of the run; the seed of each answer is derived from it"),
     }
     for name, (value, text) in options.items():
-        add(f"--{name}", type=cli.number(rule(name)), default=value, help=text)
+        add(f"--{name}", type=cli.value(rule(name)), default=value, help=text)
     return result
 
 
