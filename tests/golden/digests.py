@@ -121,7 +121,8 @@ def _programs(
         for kind, static in KINDS.items():
             given = target, drafter, static, params, rows
             yield f"{size}-one-{kind}", partial(one_round.trace, *given)
-        yield f"{size}-many-any", partial(many_rounds.trace, *given, np.int32(9))
+        given = target, drafter, KINDS["any"], params, rows, np.int32(9)
+        yield f"{size}-many-any", partial(many_rounds.trace, *given)
         tokens = jax.ShapeDtypeStruct((batch, CAPACITY), np.int32)
         logits = jax.ShapeDtypeStruct((batch, target.vocab_size), np.float32)
         shardings = RowShardings.beside(spec.target_params, batch)

@@ -115,7 +115,7 @@ def _python(folder: Path) -> Iterator[tuple[str, Any]]:
             yield f"{name}={value!r}", found
 
 
-def _command(module: str, *argv: str) -> tuple[int, str]:
+def _command(module: str, *argv: str) -> tuple[Any, str]:
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:

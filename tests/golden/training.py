@@ -38,7 +38,7 @@ def lowered_step(name: str) -> str:
     make, texts = tiny.make_step, list[str]()
 
     def noting(*given: Any) -> Any:
-        step = make(*given)
+        step: Any = make(*given)
 
         def run(*operands: Any) -> Any:
             texts.append(step.lower(*operands).as_text())

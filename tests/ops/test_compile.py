@@ -27,7 +27,7 @@ from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.ops.selection import continuations, continuations_pallas, gather_pallas
-from tests.kit import hopper_mesh, lowered
+from tests.kit import each_row, hopper_mesh, lowered
 from tests.ops.attention.oracle import HEADS, TOKENS
 from tests.ops.matmul.published import PUBLISHED, SHARES, Weights
 from tests.ops.matmul.test_packed import LARGE, Case
@@ -54,15 +54,10 @@ def shipped() -> list:
                     shape = {k: v for k, v in vars(prefix).items() if k != "split"}
                     key = (type(prefix), tuple(shape.items()), tree, width > 128, width == 96)
                     found.setdefault(key, (tokens, heads, kv_heads, width, dtype, prefix, tree))
-    return [
-        pytest.param(*call, id=f"{type(call[5]).__name__}-{call[3]}-{call[4]}-{number}")
-        for number, call in enumerate(found.values())
-    ]
+    return [*found.values()]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "heads", "kv_heads", "width", "dtype", "prefix", "tree"), shipped()
-)
+@each_row(("tokens", "heads", "kv_heads", "width", "dtype", "prefix", "tree"), shipped())
 def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, prefix, tree) -> None:
     if isinstance(prefix, MosaicTile) and not mosaic_is_supported():
         pytest.skip("this version of jax lacks the Mosaic GPU interface the kernel is written for")
@@ -117,7 +112,7 @@ def test_a_kernel_is_kept_under_one_text(tmp_path) -> None:
             jax.config.update(name, value)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@each_row("devices", [1, 2])
 def test_a_kernel_is_lowered_once_for_all_programs(
     devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +167,7 @@ def tree_part() -> tuple:
     return fresh_pallas.tree_attention, ("tile", "dtype"), options, (q, fresh)
 
 
-@pytest.mark.parametrize("launched", [norm, tree_part])
+@each_row("launched", [norm, tree_part])
 def test_a_kernel_is_kept_for_other_processes(
     launched: Callable[[], tuple], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,11 +205,9 @@ def test_a_kernel_is_kept_for_other_processes(
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-@pytest.mark.parametrize("heads", [(32, 8), (28, 4)])
-@pytest.mark.parametrize("tokens", [48, 2048])
-@pytest.mark.parametrize(
-    ("width", "dtype"), [(128, "bfloat16"), (256, "bfloat16"), (64, "float32")]
-)
+@each_row("heads", [(32, 8), (28, 4)])
+@each_row("tokens", [48, 2048])
+@each_row(("width", "dtype"), [(128, "bfloat16"), (256, "bfloat16"), (64, "float32")])
 def test_chunks_lower_for_cuda(heads, tokens, width, dtype) -> None:
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     q, rows = operand((1, tokens, heads[0], width)), operand((1, tokens, heads[1], width))
@@ -228,7 +221,7 @@ def test_chunks_lower_for_cuda(heads, tokens, width, dtype) -> None:
     assert lowered(call, q, cache, cache, length, rows, rows).count("custom_call @") == 2
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
+@each_row("tokens", [1, 64])
 def test_windows_and_caps_lower_for_cuda(tokens: int) -> None:
     """One kernel of few rows, two of more, and a chunk's two."""
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
@@ -273,10 +266,8 @@ def test_layer_ops_lower_for_cuda() -> None:
     assert lowered(call, *arguments, [rows] * 65, [caches] * 65, *path).count("custom_call @") == 6
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("nodes", "vocabulary", "count"), [(1, 32000, 4), (16, 128256, 16), (3, 5000, 64)]
-)
+@each_row("dtype", ["float32", "bfloat16"])
+@each_row(("nodes", "vocabulary", "count"), [(1, 32000, 4), (16, 128256, 16), (3, 5000, 64)])
 def test_continuations_lower_for_cuda(nodes, vocabulary, count, dtype) -> None:
     block = continuations.block_size(vocabulary)
     call = functools.partial(continuations_pallas.best_continuations, count=count, block=block)
@@ -298,7 +289,7 @@ def matmuls_of_one_order() -> list:
 
 
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
-@pytest.mark.parametrize(("rows", "weights"), matmuls_of_one_order(), ids=str)
+@each_row(("rows", "weights"), matmuls_of_one_order())
 def test_matmuls_of_one_order_lower_for_cuda(rows: int, weights: Weights) -> None:
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     x, sizes = operand((rows, weights.contracted)), (weights.contracted, weights.columns)
@@ -317,8 +308,8 @@ def test_matmuls_of_one_order_lower_for_cuda(rows: int, weights: Weights) -> Non
 
 
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
-@pytest.mark.parametrize("rows", [1, 10, 72])
-@pytest.mark.parametrize("case", LARGE, ids=str)
+@each_row("rows", [1, 10, 72])
+@each_row("case", LARGE)
 def test_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> None:
     from longspec_jax.ops.matmul import quantised_mosaic
 
@@ -337,7 +328,7 @@ def test_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> N
 
 
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
-@pytest.mark.parametrize(
+@each_row(
     ("batch", "nodes", "heads", "kv_heads", "width"),
     [
         (1, 1, 32, 32, 128),
@@ -347,7 +338,7 @@ def test_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> N
         (3, 5, 14, 2, 64),
     ],
 )
-@pytest.mark.parametrize("stored", ["bfloat16", "uint8"])
+@each_row("stored", ["bfloat16", "uint8"])
 def test_path_attention_lowers_for_cuda(stored, batch, nodes, heads, kv_heads, width) -> None:
     half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("int32"))
@@ -364,8 +355,8 @@ def test_path_attention_lowers_for_cuda(stored, batch, nodes, heads, kv_heads, w
     assert text.count("custom_call @mosaic_gpu") == 2
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
-@pytest.mark.parametrize("case", [*LARGE, Case("int8", 1000, (5001,))], ids=str)
+@each_row("rows", [1, 16, 64])
+@each_row("case", [*LARGE, Case("int8", 1000, (5001,))])
 def test_tritons_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> None:
     matrix, dtype = jax.eval_shape(lambda: case.drawn().flat()), jnp.dtype(case.dtype)
     tile = quantised_pallas.triton_tile(rows, matrix, gated=case.gated, split=case.split)
@@ -377,7 +368,7 @@ def test_tritons_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Ca
 
 
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
-@pytest.mark.parametrize(("tokens", "heads"), [(16, 8), (69, 8), (33, 32)])
+@each_row(("tokens", "heads"), [(16, 8), (69, 8), (33, 32)])
 def test_the_hopper_kernel_lowers_with_a_cache_in_8_bits(tokens: int, heads: int) -> None:
     q = jax.ShapeDtypeStruct((2, tokens, heads, 128), jnp.bfloat16)
     cache = jax.ShapeDtypeStruct((2, 8, 4096, 128), jnp.uint8)
@@ -488,7 +479,7 @@ def test_offsets_of_wider_elements_are_wide_in_time() -> None:
         assert offsets(text, "bf16") == {found}
 
 
-@pytest.mark.parametrize("width", [128, 256])
+@each_row("width", [128, 256])
 def test_a_cache_beyond_offsets_is_for_the_copy_engine_or_xla(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from longspec_jax.ops.matmul import few_rows, quantised
 from longspec_jax.ops.matmul.packed import pack
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.selection.continuations import best_continuations
+from tests.kit import each_row
 
 half = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 real = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -112,7 +113,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each_row("name", CALLS)
 def test_a_decode_step_on_a_gpu_takes_the_kernels(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,18 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh, param_shardings
-from tests.kit import normal
+from tests.kit import each_row, normal
 
 MESHES = [{"tp": 2}, {"data": 2, "tp": 4}, {"data": 2}, {"fsdp": 2, "tp": 2}]
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("vocabulary", [64, 66, 67])
+@each_row("axes", MESHES)
+@each_row("vocabulary", [64, 66, 67])
 def test_a_cut_table_has_the_rows_of_a_whole_one(axes: dict[str, int], vocabulary: int) -> None:
     """Rows and gradients, with tokens at both ends of every share."""
     mesh = make_mesh(**axes)
@@ -39,7 +38,7 @@ def test_a_cut_table_has_the_rows_of_a_whole_one(axes: dict[str, int], vocabular
     np.testing.assert_array_equal(gradient, expected)
 
 
-@pytest.mark.parametrize("count", [1, 16])
+@each_row("count", [1, 16])
 def test_no_device_reads_more_than_its_share(count: int) -> None:
     """XLA for a GPU turned the lookup of one token into a slice of a gathered table."""
     mesh = make_mesh(tp=4)

@@ -1,9 +1,9 @@
 """Chunks of tokens."""
 
 import jax.numpy as jnp
-import pytest
 
 from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
+from tests.kit import each_row
 
 
 def test_chunks_divide_the_length() -> None:
@@ -12,7 +12,7 @@ def test_chunks_divide_the_length() -> None:
     assert chunk_length(1, 97, 1000) == 97
 
 
-@pytest.mark.parametrize("length", [97, 127, 2 * 113, 16381])
+@each_row("length", [97, 127, 2 * 113, 16381])
 def test_no_length_falls_into_chunks_of_single_tokens(length: int) -> None:
     for rows, chunk in [(1, 40), (3, 200), (2, 8192)]:
         size = chunk_length(rows, length, chunk)
