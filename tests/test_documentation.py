@@ -120,6 +120,8 @@ def test_a_decision_is_a_short_record_with_a_day_and_a_status() -> None:
 MOVED = {
     "python -m infer.bench": "python -m benchmarks",
     "python -m train.bench": "python -m benchmarks train",
+    "python -m infer.quantise": "python -m contrib.quantise",
+    "python -m train.plot": "python -m contrib.plot",
 }
 """Commands as older entries of the changelog have them, and as they are now."""
 
