@@ -22,12 +22,12 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
 
 from .arguments import SHAPES
-from .report import Report, Row, run_header
+from .report import Report, Row, refusal, run_header
 from .timing import median_seconds, rounded, step
 
 SHOWN = (
     "implementation shape batch context ms_per_token percent_of_roof tokens_per_second "
-    "cuda_graph_skips"
+    "cuda_graph_skips refusal"
 ).split()
 WARM_TOKENS = 6
 """Tokens before the first timed one: compilation, and the two recordings of a CUDA graph."""
@@ -60,10 +60,13 @@ def main(arguments: argparse.Namespace) -> None:
                     "context": context,
                     "batch": batch,
                     "dtype": SHAPES[shape].dtype,
-                    **measure(model, context, batch, arguments),
                 }
-                floor = row["step_bytes"] / bytes_per_s
-                row["percent_of_roof"] = rounded(100e3 * floor / row["ms_per_token"])
+                try:
+                    row |= measure(model, context, batch, arguments)
+                    floor = row["step_bytes"] / bytes_per_s
+                    row["percent_of_roof"] = rounded(100e3 * floor / row["ms_per_token"])
+                except torch.OutOfMemoryError as error:  # The next point may be smaller.
+                    row |= {"ms_per_token": None, "refusal": refusal(error)}
                 report.add(row)
                 torch.compiler.reset()  # What the row took: graphs, compiled programs, memory.
                 gc.collect()
@@ -81,6 +84,7 @@ def measure(model: Any, context: int, batch: int, arguments: argparse.Namespace)
     slots = math.ceil((context + tokens) / ALIGNMENT) * ALIGNMENT
     cache = StaticCache(config=model.config, max_cache_len=slots)
     compiled = torch.cuda.is_available()
+    skipped = counters["inductor"]["cudagraph_skips"]
     advance = greedy_step(model, cache, compiled)
     last = torch.zeros((batch, 1), dtype=torch.long, device=model.device)
     position = torch.full((1, 1), context, dtype=torch.long, device=model.device)
@@ -102,7 +106,7 @@ def measure(model: Any, context: int, batch: int, arguments: argparse.Namespace)
         "tokens_per_second": rounded(batch / median),
         "compiled": compiled,
         # A graph that torch refuses to record as a CUDA graph runs all the same, only slower.
-        "cuda_graph_skips": counters["inductor"]["cudagraph_skips"],
+        "cuda_graph_skips": counters["inductor"]["cudagraph_skips"] - skipped,
         "step_bytes": step_bytes(model, batch, context + tokens // 2),
     }
 

@@ -176,12 +176,14 @@ def tuned_line(tuned: Tuned, pays: str) -> str:
     speeds = {timing.tree: timing.tokens_per_second for timing in timings}
     plain = max((speeds[one] for one in speeds if not one.num_levels), default=None)
     trees = {one: speed for one, speed in speeds.items() if one.num_levels}
-    if tree.num_levels:
+    if tree in trees:
         without = "" if plain is None else f", {plain:.0f} without"
         return (
             f"{chosen}, the fastest of {len(timings)} in earlier calls here: "
             f"{trees[tree]:.0f} tokens/s{without} (--tree names another)"
         )
+    if tree.num_levels or plain is None or not trees:
+        return f"{chosen} (--tree names another)"
     best = max(trees, key=trees.__getitem__)
     return (
         f"{chosen}: no tree paid for this model here: {plain:.0f} tokens/s, {trees[best]:.0f} with "

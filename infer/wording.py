@@ -23,7 +23,7 @@ def in_command_words(error: Exception, rows: Sequence[str] = ()) -> str:
     of_option = isinstance(error, Refused) and error.name.isidentifier()
     message = f"--{error}" if of_option else str(error)
     for option, typed in TYPED.items():
-        message = message.replace(f"--{option}", option).replace(option, typed)
+        message = re.sub(rf"(?<![\w/.-])(--)?{option}\b", typed, message)
     if len(rows) == 1:
         message = _OF_ROW.sub("", message)
     return _ROW.sub(lambda match: _name(rows, int(match[1])), message)

@@ -326,6 +326,10 @@ class Maybe(Rule):
             raise Refused(name, value, words, row)
         return None if value is None else self.rule.read(name, value, row)
 
+    def plain(self, value: object) -> Any:
+        """None, or as of the rule."""
+        return None if value is None else self.rule.plain(value)
+
     def of_text(self, text: str) -> Any:
         """As of the rule."""
         return self.rule.of_text(text)

@@ -9,7 +9,6 @@ from importlib import metadata
 DISTRIBUTION = "longspec_jax"
 PURPOSES = {
     "train": "training needs",
-    "notebook": "charts need",
     "eval": "scores and reports need",
     "gguf": "GGUF files need",
     "serve": "serving needs",
@@ -28,7 +27,7 @@ MODULES = {
     "orbax": "train",
     "pyarrow": "train",
     "tqdm": "train",
-    "matplotlib": "notebook",
+    "matplotlib": "eval",
     "pandas": "eval",
     "rapidfuzz": "eval",
     "rouge": "eval",

@@ -203,7 +203,7 @@ def installed_text_config(
       variant: ``text`` trains on the source code and documentation installed here, short rows at
         anchor-offset positions and then long ones. ``answers`` goes on with
         ``runs/NAME/draft`` on what the target itself wrote, ``runs/NAME/answers.jsonl``.
-      target: of :data:`longspec_jax.weights.released.RELEASED`, a folder, a file or a hub id.
+      target: of :data:`longspec_jax.released.RELEASED`, a folder, a file or a hub id.
       vocab_size: of its tokenizer.
       long_length: tokens of a row in the stage of long rows; the offsets of the others reach it.
       turn: how its chat template writes a turn.

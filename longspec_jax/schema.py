@@ -89,7 +89,7 @@ class _Sections(Each):
     def read(self, name: str, value: object, row: int | None = None) -> tuple[Any, ...]:
         """The items; typed ones have commas between them."""
         if isinstance(value, Typed):
-            value = [Typed(one) for one in value.split(",")]
+            value = [Typed(one.strip()) for one in value.split(",")]
         if not isinstance(value, list | tuple):
             raise Refused(name, value, "a list", row)
         return tuple(self.item.read(f"{name}[{index}]", one) for index, one in enumerate(value))

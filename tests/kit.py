@@ -58,7 +58,7 @@ def each_row(
     def of_one_row(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
         def of_all(**fixtures: Any) -> None:
-            failed, skipped = list[Exception](), list[BaseException]()
+            failed, skipped = list[BaseException](), list[BaseException]()
             for index, row in enumerate(rows):
                 given = dict(zip(fields, row, strict=True))
                 try:
@@ -66,11 +66,13 @@ def each_row(
                         test(**own, **given)
                 except pytest.skip.Exception as skip:
                     skipped.append(skip)
-                except Exception as error:
+                except (Exception, pytest.fail.Exception) as error:
                     error.add_note(f"in the row {given}")
                     failed.append(error)
             if failed:
-                raise failed[0] if len(failed) == 1 else ExceptionGroup("rows that fail", failed)
+                raise (
+                    failed[0] if len(failed) == 1 else BaseExceptionGroup("rows that fail", failed)
+                )
             if skipped and len(skipped) == len(rows):
                 raise skipped[0]
 

@@ -48,7 +48,7 @@ def test_a_checkout_that_was_never_installed_has_no_name(monkeypatch: pytest.Mon
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(extras.metadata, "version", absent)
-    assert "(matplotlib): pip install -e '.[notebook]'" in (
+    assert "(matplotlib): pip install -e '.[eval]'" in (
         extras.missing_extra(failure("matplotlib")) or ""
     )
 

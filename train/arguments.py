@@ -18,7 +18,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from longspec_jax import cli
 from longspec_jax.checks import OneOf, Typed, Whole
@@ -93,7 +93,13 @@ def parse(argv: Sequence[str], options: cli.Parser | None = None) -> Arguments:
     given = (options or training_parser()).parse_args(rest)
     if not given.config:  # Before the overrides, which mean nothing without one.
         raise ValueError("--config=FILE is missing; try --config=demo, or --help for the others")
-    values = load(given.config).to_dict()
+    config = load(given.config)
+    if overrides and _has_references(config):
+        raise ValueError(
+            f"--config={given.config}: fields that refer to each other (get_ref) would not follow "
+            f"--config.{next(iter(overrides))}; give such fields their values in the file"
+        )
+    values = config.to_dict()
     for field, text in overrides.items():
         _override(values, field.split("."), text)
     if options is None:
@@ -102,6 +108,16 @@ def parse(argv: Sequence[str], options: cli.Parser | None = None) -> Arguments:
     name = Path(file).stem + (colon + variant) * bool(variant)
     workdir = Path(given.workdir or f"runs/{name.replace(':', '-')}").expanduser()
     return Arguments(name, from_config(values), workdir, given)
+
+
+def _has_references(config: ConfigDict) -> bool:
+    """Whether a field of a configuration takes its value from another one."""
+    return any(
+        _has_references(value)
+        if isinstance(value, ConfigDict)
+        else isinstance(value, FieldReference)
+        for _, value in config.items(preserve_field_references=True)
+    )
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:

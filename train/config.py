@@ -313,6 +313,11 @@ class _ByName(Rule):
     def read(self, name: str, value: object, row: int | None = None) -> tuple[StageConfig, ...]:
         """The stages."""
         sections = super().read(name, value, row)
+        for stage, section in sections.items():
+            if "name" in section:
+                raise ValueError(
+                    f"{name}.{stage}.name: a stage has the name of its section; rename {stage}"
+                )
         stages = [
             build(StageConfig, {"name": stage, **section}, f"{name}.{stage}.")
             for stage, section in sections.items()

@@ -213,8 +213,8 @@ def server_words() -> Iterator[None]:
         with command_words():
             yield
     except (MemoryError, NotImplementedError) as error:
-        words = str(error).replace("--row_slots", "--slots")
-        words = words.replace("the prompt or --max_new_tokens", "--max_len")
+        words = str(error).replace("row_slots=", "--slots=")
+        words = words.replace("the prompt or max_new_tokens", "--max_len")
         raise type(error)(words) from error
 
 

@@ -34,7 +34,10 @@ ALTERNATIVES = Whole(0, MOST_ALTERNATIVES, " (None for no log-probabilities)")
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of ``generate`` and ``stream``, each one value or one for every row.
+    """Keyword arguments of ``generate`` and ``stream``.
+
+    Each is one value, or a list with one for every row; ``do_sample`` and ``num_return_sequences``
+    are one value.
 
     Options of transformers that have no effect here are accepted too: ``use_cache=True``,
     ``num_beams=1``, ``pad_token_id`` and others. ``max_length`` limits prompt and new tokens

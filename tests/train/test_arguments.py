@@ -269,11 +269,25 @@ def test_an_override_has_the_type_of_its_field(typed: list[str], field: str, val
         ("--config.draft.kind=eagle", "^--config.draft.kind='eagle' must be one of longspec"),
         ("--config.data=x", "^--config.data='x' must be a section"),
         ("--config.stages.short.batch=0", "^--config.stages.short.batch=0 must be a whole number"),
+        ("--config.stages.short.name=x", "stages.short.name: a stage has the name of its section"),
     ],
 )
 def test_an_override_that_is_none(typed: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse(["--config=demo:tiny", typed])
+
+
+def test_an_override_leaves_no_field_behind_that_refers_to_another(empty_folder: Path) -> None:
+    file = empty_folder / "mine.py"
+    file.write_text(
+        "from configs import demo\n\n\ndef get_config(variant=''):\n"
+        "    config = demo.get_config('tiny')\n"
+        "    config.seed = config.stages.short.get_ref('batch')\n    return config\n"
+    )
+    parsed = parse([f"--config={file}"]).config
+    assert parsed.seed == parsed.stages[0].batch
+    with pytest.raises(ValueError, match="get_ref. would not follow --config.stages.short.batch"):
+        parse([f"--config={file}", "--config.stages.short.batch=4"])
 
 
 ODD: dict[str, tuple[Any, ...]] = {
