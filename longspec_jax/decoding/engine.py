@@ -31,7 +31,12 @@ from longspec_jax.decoding.constrained import (
     reason_of,
 )
 from longspec_jax.decoding.launches import Faults, LaunchQueue, most_rounds
-from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs, unpacked_logprobs
+from longspec_jax.decoding.logprobs import (
+    TokenLogprob,
+    check_alternatives,
+    first_logprobs,
+    unpacked_logprobs,
+)
 from longspec_jax.decoding.policy import (
     Choice,
     Chooser,
@@ -122,6 +127,9 @@ class Engine:
         """
         # What it was made of.
         self.target, self.drafters, self.params = target, tuple(drafters), params
+        self.drafter = tallest(self.drafters)
+        """The drafter with the tallest tree."""
+        self._slack = slack_slots(self.drafter.tree.num_levels)
         self.slots, self.capacity, self.stop_width = slots, capacity, stop_width
         self.streams, self.ahead, self.adjusted = streams, ahead, adjusted
         self.contents, self.clock = contents, clock
@@ -165,15 +173,6 @@ class Engine:
         self.prefilled = 0
         """Tokens of all prompts that have been run; of a batch, those of its longest prompt."""
         self.preemptions = 0
-
-    @property
-    def drafter(self) -> Drafter:
-        """The drafter with the tallest tree."""
-        return tallest(self.drafters)
-
-    @property
-    def _slack(self) -> int:
-        return slack_slots(self.drafter.tree.num_levels)
 
     @property
     def totals(self) -> tuple[Measurement, ...]:
@@ -269,7 +268,8 @@ class Engine:
             )
         longest = len(tokens) + int(request.max_new_tokens[0])
         self.prompts.check_fits(len(tokens), longest, self.capacity, self._slack, self._readmits)
-        check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
+        if request.logprobs is not None or request.prompt_logprobs is not None:
+            check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
         own = self.as_it_takes(request)
         id, self._next_id = self._next_id, self._next_id + 1
         waiting = Waiting(
@@ -291,7 +291,9 @@ class Engine:
           ValueError: if the engine was not made for what it asks.
         """
         stops = padded_stops(request.stop_tokens, self.stop_width)
-        adjustments = fitted(request.adjustments, self.adjusted)
+        adjustments = request.adjustments
+        if self.adjusted or adjustments is not None:
+            adjustments = fitted(adjustments, self.adjusted)
         return replace(request, stop_tokens=stops, adjustments=adjustments)
 
     def cancel(self, id: int) -> None:
@@ -521,7 +523,9 @@ class Engine:
             self._release(id)
 
         def first_of(first: np.ndarray, row: int, one: Waiting) -> StepOutput:
-            logprobs = unpacked_logprobs(first[row : row + 1, 2:], one.alternatives)
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if one.alternatives >= 0:
+                logprobs = unpacked_logprobs(first[row : row + 1, 2:], one.alternatives)
             found = logprobs, prefill.prompt_logprobs(row)
             return self._slots.first(one.id, first[row, :1], not first[row, 1], *found)
 

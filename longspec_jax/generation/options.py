@@ -22,6 +22,7 @@ from longspec_jax.checks import (
 from longspec_jax.config.sampling import (
     BIAS,
     OPTIONS,
+    PENALTIES,
     CallOptions,
     GenerateOptions,
 )
@@ -34,6 +35,9 @@ __all__ = ["CallOptions", "GenerateOptions", "resolve", "sequences_per_prompt"]
 
 TRANSFORMERS_TOP_K = 50
 """The ``top_k`` with which transformers samples from a GenerationConfig that sets none."""
+
+ADJUSTING = *PENALTIES, "logit_bias"
+"""Options that adjust logits."""
 
 _ANY = object()
 _WITHOUT_EFFECT = (
@@ -110,14 +114,17 @@ def resolve(
     with np.errstate(divide="ignore"):
         log_min_p = np.log(min_p).astype(np.float32)
     kind = SamplingKind.SAMPLED if temperature.any() else SamplingKind.GREEDY
-    adjustments = AdjustmentOptions.of(
-        repetition=option("repetition_penalty", np.float32),
-        presence=option("presence_penalty", np.float32),
-        frequency=option("frequency_penalty", np.float32),
-        biases=_biases(merged.get("logit_bias"), rows, vocab_size),
-    )
+    adjustments = None
+    if not merged.keys().isdisjoint(ADJUSTING):
+        adjustments = AdjustmentOptions.of(
+            repetition=option("repetition_penalty", np.float32),
+            presence=option("presence_penalty", np.float32),
+            frequency=option("frequency_penalty", np.float32),
+            biases=_biases(merged.get("logit_bias"), rows, vocab_size),
+        )
+        adjustments = None if adjustments.neutral else adjustments
     logprobs = _alternatives("logprobs", merged.get("logprobs"), rows)
-    if filtered.any() or not adjustments.neutral or logprobs is not None:
+    if filtered.any() or adjustments is not None or logprobs is not None:
         kind = SamplingKind.ANY
     sampling = Sampling(
         temperature=temperature,
@@ -131,7 +138,7 @@ def resolve(
         sampling,
         _stop_tokens(merged.get("eos_token_id", model_stop_tokens), rows, checked),
         option("max_new_tokens", np.int32),
-        adjustments=None if adjustments.neutral else adjustments,
+        adjustments=adjustments,
         logprobs=logprobs,
         prompt_logprobs=_alternatives("prompt_logprobs", merged.get("prompt_logprobs"), rows),
     )
