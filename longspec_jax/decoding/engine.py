@@ -23,6 +23,7 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
+from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.constrained import (
     FREE,
     Constraint,
@@ -49,7 +50,7 @@ from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting, padded_stops
 from longspec_jax.decoding.report import TOKENS, Contents, Report
-from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
+from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.schedule import Plan
@@ -136,16 +137,19 @@ class Engine:
         self.together, self._readmits = together, readmits
 
         # Requests, from their prompts to their slots.
-        needs = self.drafter.needs
-        self.prefixes = PrefixCache(params, needs, slots, host_bytes, keeps_ends=target.keeps_ends)
-        """What slots and the host's memory hold of earlier prompts."""
+        self.prefixes: PrefixCache | None = None
+        """What slots and the host's memory hold of earlier prompts; None if none is reused."""
+        if prefixes:
+            self.prefixes = PrefixCache(
+                params, self.drafter.needs, slots, host_bytes, keeps_ends=target.keeps_ends
+            )
         self.prompts = Prompts(
             slots=slots,
             chunk=chunk,
             short_chunks=short_chunks,
             together=together,
             most=prefills,
-            reuse=self.prefixes if prefixes else None,
+            reuse=self.prefixes,
         )
         """Requests that have no slot yet."""
         self._slots = Slots(slots, self.prefixes)
@@ -210,15 +214,16 @@ class Engine:
     @property
     def status(self) -> EngineStatus:
         """What it does now, and has done."""
+        known = self.prefixes
         return EngineStatus(
             running=len(self.live),
             waiting=len(self.prompts.queue),
             prefilling=sum(len(prefill.ids) for prefill in self.prompts.under_way),
             tokens=sum(active.length for active in self._slots.active.values()),
             capacity=self.slots * self.capacity,
-            prefix_queries=self.prefixes.queried,
-            prefix_hits=self.prefixes.found,
-            host_bytes=self.prefixes.host.bytes,
+            prefix_queries=0 if known is None else known.queried,
+            prefix_hits=0 if known is None else known.found,
+            host_bytes=0 if known is None else known.host.bytes,
             preemptions=self.preemptions,
             recoveries=self._faults.count,
         )
@@ -310,7 +315,8 @@ class Engine:
 
     def forget(self) -> None:
         """Forget what earlier requests did: their prompts, and all counts."""
-        self.prefixes.forget()
+        if self.prefixes is not None:
+            self.prefixes.forget()
         self.preemptions = self.prefilled = 0
         self.seconds_of_prefill = 0.0
         self._choices.forget()
@@ -379,7 +385,8 @@ class Engine:
         """Take no more steps: end the threads, and wait for nothing; the rows stay."""
         self._failure = self._failure or RuntimeError("it was closed; make a new one")
         self._launches.close()
-        self.prefixes.close()
+        if self.prefixes is not None:
+            self.prefixes.close()
         self.prompts.clear()
 
     def close(self) -> None:
@@ -438,7 +445,8 @@ class Engine:
         self._launches = LaunchQueue(self.clock)
         self._rows = None
         self._slots.clear()
-        self.prefixes.forget_slots()
+        if self.prefixes is not None:
+            self.prefixes.forget_slots()
         self.prompts.clear()
         for one in waiting.values():
             self.prompts.add(one)

@@ -31,7 +31,7 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.schema import unknown
 
-__all__ = ["CallOptions", "GenerateOptions", "resolve", "sequences_per_prompt"]
+__all__ = ["CallOptions", "GenerateOptions", "given_option", "resolve", "sequences_per_prompt"]
 
 TRANSFORMERS_TOP_K = 50
 """The ``top_k`` with which transformers samples from a GenerationConfig that sets none."""
@@ -183,21 +183,27 @@ def _alternatives(name: str, value: Any, rows: int) -> Any:
     return np.where(neither, -1, found).astype(np.int32)
 
 
-def sequences_per_prompt(
-    options: Mapping[str, Any], generation_config: Any, request: Request
-) -> int:
+def given_option(options: Mapping[str, Any], generation_config: Any, name: str) -> Any:
+    """What a call gives for an option that is read by itself; None where it gives nothing.
+
+    Args:
+      options: keyword arguments of the call; they win over the configuration.
+      generation_config: a transformers ``GenerationConfig``, or None.
+    """
+    value = options.get(name)
+    return getattr(generation_config, name, None) if value is None else value
+
+
+def sequences_per_prompt(value: Any, request: Request) -> int:
     """How many rows every prompt has.
 
     Args:
-      generation_config: a transformers ``GenerationConfig``, or None.
+      value: what the call asks for; None for one.
       request: the options of one row per prompt.
 
     Raises:
       ValueError: for what is no whole number from 1, and for rows that would all be equal.
     """
-    value = options.get("num_return_sequences")
-    if value is None:
-        value = getattr(generation_config, "num_return_sequences", None)
     rule = OPTIONS["num_return_sequences"].rule
     count = 1 if value is None else rule.read("num_return_sequences", value)
     if count > 1 and not np.any(request.sampling.temperature):
