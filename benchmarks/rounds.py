@@ -30,7 +30,7 @@ from scipy.optimize import root_scalar
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
-from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
+from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes, slack_slots
 from longspec_jax.decoding.rows import Rows, RowShardings
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
@@ -159,7 +159,7 @@ class Setting:
     @property
     def capacity(self) -> int:
         """Cache slots of a row."""
-        needed = self.context + self.new_tokens + round_lib.slack_slots(self.tree.num_levels)
+        needed = self.context + self.new_tokens + slack_slots(self.tree.num_levels)
         return bucket_capacity(needed)
 
     @property

@@ -20,6 +20,7 @@ vLLM's ``model.safetensors`` has the same under other names, usually without bia
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ class MedusaDrafter(Drafter):
                 f"{self.config.heads} Medusa heads, one for a level; name a tree of fewer levels"
             )
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """The last hidden state, behind the target's final norm."""
         return Needs(hidden=(self.config.layers,), recent=1)

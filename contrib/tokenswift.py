@@ -21,7 +21,7 @@ of the target's ``config.json`` counts them. So target and draft may be one fold
 """
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class TokenSwiftDrafter(Drafter):
                 "name a tree of fewer levels"
             )
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """What the selector needs, and all tokens."""
         return self.selector.needs | Needs()

@@ -373,7 +373,7 @@ def rounds_of(
     text_of: TokenText,
     row: int,
     before: Sequence[int] = (),
-    sources: Sequence[str] = (),
+    sources: tuple[str, ...] = (),
     *,
     accepted_only: bool = False,
 ) -> dict[str, Any]:

@@ -256,3 +256,8 @@ def bucket_capacity(slots: int) -> int:
     """
     step = max(256, 1 << max(0, slots.bit_length() - 4))
     return -(-slots // step) * step
+
+
+def slack_slots(levels: int) -> int:
+    """Cache slots that a row needs beyond prompt and new tokens: a round writes a static height."""
+    return levels + 1

@@ -150,10 +150,8 @@ def allowed_tokens(
     return bits
 
 
-def first_tokens(constraints: Sequence[Guarded | None], vocabulary: int) -> np.ndarray | None:
-    """``[B, 1, W]`` what may come first in every row; None if all may in all of them."""
-    if not any(constraints):
-        return None
+def first_tokens(constraints: Sequence[Guarded | None], vocabulary: int) -> np.ndarray:
+    """``[B, 1, W]`` what may come first in every row, of which one has a constraint."""
     given = {row: one for row, one in enumerate(constraints) if one is not None}
     # Nothing is asked about the last token of a prompt.
     roots = np.full((len(constraints), 2, 1), -1)

@@ -23,6 +23,7 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
+from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.constrained import (
     FREE,
     Constraint,
@@ -31,7 +32,12 @@ from longspec_jax.decoding.constrained import (
     reason_of,
 )
 from longspec_jax.decoding.launches import Faults, LaunchQueue, most_rounds
-from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs, unpacked_logprobs
+from longspec_jax.decoding.logprobs import (
+    TokenLogprob,
+    check_alternatives,
+    first_logprobs,
+    unpacked_logprobs,
+)
 from longspec_jax.decoding.policy import (
     Choice,
     Chooser,
@@ -44,7 +50,7 @@ from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting, padded_stops
 from longspec_jax.decoding.report import TOKENS, Contents, Report
-from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
+from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.schedule import Plan
@@ -122,22 +128,28 @@ class Engine:
         """
         # What it was made of.
         self.target, self.drafters, self.params = target, tuple(drafters), params
+        self.drafter = tallest(self.drafters)
+        """The drafter with the tallest tree."""
+        self._slack = slack_slots(self.drafter.tree.num_levels)
         self.slots, self.capacity, self.stop_width = slots, capacity, stop_width
         self.streams, self.ahead, self.adjusted = streams, ahead, adjusted
         self.contents, self.clock = contents, clock
         self.together, self._readmits = together, readmits
 
         # Requests, from their prompts to their slots.
-        needs = self.drafter.needs
-        self.prefixes = PrefixCache(params, needs, slots, host_bytes, keeps_ends=target.keeps_ends)
-        """What slots and the host's memory hold of earlier prompts."""
+        self.prefixes: PrefixCache | None = None
+        """What slots and the host's memory hold of earlier prompts; None if none is reused."""
+        if prefixes:
+            self.prefixes = PrefixCache(
+                params, self.drafter.needs, slots, host_bytes, keeps_ends=target.keeps_ends
+            )
         self.prompts = Prompts(
             slots=slots,
             chunk=chunk,
             short_chunks=short_chunks,
             together=together,
             most=prefills,
-            reuse=self.prefixes if prefixes else None,
+            reuse=self.prefixes,
         )
         """Requests that have no slot yet."""
         self._slots = Slots(slots, self.prefixes)
@@ -165,15 +177,6 @@ class Engine:
         self.prefilled = 0
         """Tokens of all prompts that have been run; of a batch, those of its longest prompt."""
         self.preemptions = 0
-
-    @property
-    def drafter(self) -> Drafter:
-        """The drafter with the tallest tree."""
-        return tallest(self.drafters)
-
-    @property
-    def _slack(self) -> int:
-        return slack_slots(self.drafter.tree.num_levels)
 
     @property
     def totals(self) -> tuple[Measurement, ...]:
@@ -211,15 +214,16 @@ class Engine:
     @property
     def status(self) -> EngineStatus:
         """What it does now, and has done."""
+        known = self.prefixes
         return EngineStatus(
             running=len(self.live),
             waiting=len(self.prompts.queue),
             prefilling=sum(len(prefill.ids) for prefill in self.prompts.under_way),
             tokens=sum(active.length for active in self._slots.active.values()),
             capacity=self.slots * self.capacity,
-            prefix_queries=self.prefixes.queried,
-            prefix_hits=self.prefixes.found,
-            host_bytes=self.prefixes.host.bytes,
+            prefix_queries=0 if known is None else known.queried,
+            prefix_hits=0 if known is None else known.found,
+            host_bytes=0 if known is None else known.host.bytes,
             preemptions=self.preemptions,
             recoveries=self._faults.count,
         )
@@ -269,7 +273,8 @@ class Engine:
             )
         longest = len(tokens) + int(request.max_new_tokens[0])
         self.prompts.check_fits(len(tokens), longest, self.capacity, self._slack, self._readmits)
-        check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
+        if request.logprobs is not None or request.prompt_logprobs is not None:
+            check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
         own = self.as_it_takes(request)
         id, self._next_id = self._next_id, self._next_id + 1
         waiting = Waiting(
@@ -291,7 +296,9 @@ class Engine:
           ValueError: if the engine was not made for what it asks.
         """
         stops = padded_stops(request.stop_tokens, self.stop_width)
-        adjustments = fitted(request.adjustments, self.adjusted)
+        adjustments = request.adjustments
+        if self.adjusted or adjustments is not None:
+            adjustments = fitted(adjustments, self.adjusted)
         return replace(request, stop_tokens=stops, adjustments=adjustments)
 
     def cancel(self, id: int) -> None:
@@ -308,7 +315,8 @@ class Engine:
 
     def forget(self) -> None:
         """Forget what earlier requests did: their prompts, and all counts."""
-        self.prefixes.forget()
+        if self.prefixes is not None:
+            self.prefixes.forget()
         self.preemptions = self.prefilled = 0
         self.seconds_of_prefill = 0.0
         self._choices.forget()
@@ -377,7 +385,8 @@ class Engine:
         """Take no more steps: end the threads, and wait for nothing; the rows stay."""
         self._failure = self._failure or RuntimeError("it was closed; make a new one")
         self._launches.close()
-        self.prefixes.close()
+        if self.prefixes is not None:
+            self.prefixes.close()
         self.prompts.clear()
 
     def close(self) -> None:
@@ -436,7 +445,8 @@ class Engine:
         self._launches = LaunchQueue(self.clock)
         self._rows = None
         self._slots.clear()
-        self.prefixes.forget_slots()
+        if self.prefixes is not None:
+            self.prefixes.forget_slots()
         self.prompts.clear()
         for one in waiting.values():
             self.prompts.add(one)
@@ -521,7 +531,9 @@ class Engine:
             self._release(id)
 
         def first_of(first: np.ndarray, row: int, one: Waiting) -> StepOutput:
-            logprobs = unpacked_logprobs(first[row : row + 1, 2:], one.alternatives)
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if one.alternatives >= 0:
+                logprobs = unpacked_logprobs(first[row : row + 1, 2:], one.alternatives)
             found = logprobs, prefill.prompt_logprobs(row)
             return self._slots.first(one.id, first[row, :1], not first[row, 1], *found)
 

@@ -57,7 +57,7 @@ def prefill_chunks(
       tokens: prompts, right-padded with any token.
       length: tokens of each prompt, at least 1.
       capacity: cache slots of a row; at least prompt + new tokens + the
-        :func:`~longspec_jax.decoding.round.slack_slots` of a round.
+        :func:`~longspec_jax.decoding.cache.slack_slots` of a round.
       known: of a single prompt, chunks that are not run, at most
         :func:`~longspec_jax.decoding.chunks.most_reusable`. The drafter learns of them by their
         tokens.

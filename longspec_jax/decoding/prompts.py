@@ -322,6 +322,9 @@ class Prompts:
         scored = any(one.prompt_alternatives >= 0 for one in waiting)
         if self._reuse and not scored:
             known = self._reuse.take(self._reusable(waiting[0]), longest, chunk, rows)
+        allowed, constraints = None, [one.constraint for one in waiting]
+        if any(constraints):
+            allowed = first_tokens(constraints, target.vocab_size)
         # The tree, which tells the candidates apart, does not matter to a prompt.
         chunks = prefill_chunks(
             *(target, drafter, params, tokens, length),
@@ -331,7 +334,7 @@ class Prompts:
             known=known,
             emitted=np.asarray([one.emitted for one in waiting], np.int32),
             logprobs=logprobs if scored else None,
-            allowed=first_tokens([one.constraint for one in waiting], target.vocab_size),
+            allowed=allowed,
         )
         count = -(-longest // chunk) - known.copied
         skipped = max(0, known.total - run_again(drafter.needs, chunk)) * chunk

@@ -48,11 +48,6 @@ MOST_ROUNDS = 256
 """Most rounds of one launch: its report has a static size."""
 
 
-def slack_slots(levels: int) -> int:
-    """Cache slots that a row needs beyond prompt and new tokens: a round writes a static height."""
-    return levels + 1
-
-
 def spec_step(
     target: TargetModel,
     drafter: Drafter,

@@ -106,6 +106,8 @@ class Request:
 
 def stack(requests: Sequence[Request]) -> Request:
     """What the rows of several requests carry, and their adjustments, from requests on the host."""
+    if len(requests) == 1:
+        return replace(requests[0].of_rows, adjustments=requests[0].adjustments)
     kind = max(one.sampling.kind for one in requests)
     alike = [replace(one.of_rows, sampling=one.sampling.of_kind(kind)) for one in requests]
     given = [one.adjustments for one in requests if one.adjustments is not None]

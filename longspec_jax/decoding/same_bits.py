@@ -31,12 +31,7 @@ def is_identical(target: TargetModel) -> bool:
     Args:
       target: the static part of the target, on the device of this process.
     """
-    return target.config.dtype == "float32" or has_same_bits(target)
-
-
-def has_same_bits(target: TargetModel) -> bool:
-    """Whether a token's logits have the same bits in every pass over it."""
-    return target.same_bits
+    return target.config.dtype == "float32" or target.same_bits
 
 
 def choose_kernels(

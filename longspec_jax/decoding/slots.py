@@ -101,12 +101,12 @@ class EngineStatus:
 class Slots:
     """The slots as the host sees them; the rows on the device are the engine's."""
 
-    def __init__(self, count: int, prefixes: PrefixCache) -> None:
+    def __init__(self, count: int, prefixes: PrefixCache | None = None) -> None:
         """Begin with vacant slots.
 
         Args:
           count: how many there are.
-          prefixes: records which prompts' chunks a slot holds.
+          prefixes: records which prompts' chunks a slot holds, where they are reused.
         """
         self.held: list[int | None] = [None] * count
         """The request in every slot."""
@@ -153,15 +153,17 @@ class Slots:
         """A vacant slot for a prompt of these chunks: the next one in turn with nothing to lose."""
         count = len(self.held)
         turn = (*range(self._next, count), *range(self._next))
-        slot = self._prefixes.slots.to_overwrite(
-            [slot for slot in turn if self.held[slot] is None], names
-        )
+        vacant = [slot for slot in turn if self.held[slot] is None]
+        slot = vacant[0]
+        if self._prefixes is not None:
+            slot = self._prefixes.slots.to_overwrite(vacant, names)
         self._next = (slot + 1) % count
         return slot
 
     def put(self, slot: int, prefill: Prefill) -> None:
         """Give the slots from this one on to the requests of a prefill."""
-        self._prefixes.slots.put(slot, prefill.waiting[0].names)
+        if self._prefixes is not None:
+            self._prefixes.slots.put(slot, prefill.waiting[0].names)
         for index, one in enumerate(prefill.waiting, slot):
             self.held[index] = one.id
             left = int(one.request.max_new_tokens[0]) - 1
@@ -252,7 +254,7 @@ class Slots:
         active.cached = 0
         if ended:
             slot = self.held.index(output.id)
-            if last == NO_TOKEN:  # Its keys and values may be NaN.
+            if last == NO_TOKEN and self._prefixes is not None:  # Its keys may be NaN.
                 self._prefixes.slots.put(slot, ())
             self.vacate(slot)
         return output

@@ -6,7 +6,7 @@ ops. In tests a lookup table takes its place.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -97,7 +97,7 @@ class TargetModel:
     same_bits: bool = False
     """Whether a token's logits have the same bits in every pass over it, where kernels can."""
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self.config.vocab_size
@@ -107,7 +107,7 @@ class TargetModel:
         """Devices that share heads, the MLP's width and the vocabulary."""
         return 1 if self.mesh is None else self.mesh.shape["tp"]
 
-    @property
+    @cached_property
     def keeps_ends(self) -> bool:
         """Whether some layers keep the end of a row alone: with windows, or recurrent."""
         return len(self.config.full_layers) < self.config.num_layers

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.chunks import KnownChunks
 from longspec_jax.decoding.constrained import (
     FREE,
@@ -33,7 +34,7 @@ from longspec_jax.decoding.prefill import (
     slot_programs,
 )
 from longspec_jax.decoding.programs import compile_side_by_side
-from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
+from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request, RowShardings, stack
 from longspec_jax.decoding.sampling import SamplingKind
 
@@ -162,8 +163,9 @@ def rehearse_requests(
     twice = min(prompts.chunk + 1, most)
     pass_through(twice, requests[0])
     pass_through(twice, requests[0])
-    engine.prefixes.collect(wait=True)
-    engine.prefixes.forget_slots()
+    if engine.prefixes is not None:
+        engine.prefixes.collect(wait=True)
+        engine.prefixes.forget_slots()
     pass_through(twice, requests[0])
     # A vacated slot, as a request leaves it that is cancelled.
     engine.vacate(0)

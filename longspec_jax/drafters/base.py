@@ -13,7 +13,7 @@ several that propose into one tree (:mod:`longspec_jax.drafters.joined`).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -69,7 +69,7 @@ class Needs:
             self.text or other.text,
         )
 
-    @property
+    @cached_property
     def of_a_pass(self) -> "Needs":
         """The needs of one forward, whichever its tokens: equal ones share programs."""
         return replace(self, recent=None, first=0, text=False)
@@ -119,7 +119,8 @@ class Committed(NamedTuple):
         return Committed(tokens, start, count)
 
 
-def proposers(sources: Sequence[str], bits: int) -> str:
+@cache
+def proposers(sources: tuple[str, ...], bits: int) -> str:
     """Who proposed a token, such as ``longspec+ngram``.
 
     Args:
@@ -327,12 +328,12 @@ class Drafter:
     looks_up: ClassVar[bool] = False
     """Whether it proposes what text holds already, and has no model."""
 
-    @property
+    @cached_property
     def sources(self) -> tuple[str, ...]:
         """Names of those that propose, in the order of the bits of :attr:`Tree.sources`."""
         return (self.name,)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """What it needs to learn of committed tokens."""
         return NOTHING
@@ -370,7 +371,7 @@ class Drafter:
         """Slots of every layer of the target's cache that it copies in a round."""
         return 0
 
-    @property
+    @cached_property
     def lossless(self) -> bool:
         """Whether the output is the target's own. Reports must show a drafter that is not."""
         return True

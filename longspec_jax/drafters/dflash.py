@@ -17,7 +17,7 @@ threshold stops where the slots become guesses.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import flax.linen as nn
@@ -335,7 +335,7 @@ class DFlashDrafter(Drafter):
             both if each is None or (both.window or each) < each else Seen(each, 0) for each in own
         )
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """The hidden states that it fuses, of the tokens that its layers see."""
         windows = [seen.window for seen in self.seen if seen.window is not None]

@@ -21,7 +21,7 @@ may read what the target attends to (:mod:`longspec_jax.drafters.retrieval.worki
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -307,7 +307,7 @@ class Eagle3Drafter(Drafter):
         """Which entries it sees."""
         return Seen(self.window, self.sinks)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """The hidden states that it fuses, of the tokens that its entries are made of."""
         hidden = tuple(sorted({*self.config.features}))

@@ -9,7 +9,7 @@ arXiv:2411.10666).
 """
 
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import Any
 
@@ -60,17 +60,17 @@ class Joined(Drafter):
                 found.append((index, with_tree(member, part)))
         return found
 
-    @property
+    @cached_property
     def sources(self) -> tuple[str, ...]:
         """Names of all members."""
         return tuple(member.name for member in self.members)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """What all members need together."""
         return reduce(or_, (member.needs for member in self.members))
 
-    @property
+    @cached_property
     def lossless(self) -> bool:
         """Whether all members are."""
         return all(member.lossless for member in self.members)

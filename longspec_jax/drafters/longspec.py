@@ -13,7 +13,7 @@ chunks of it that the target attends to, or the selection of a partial forward.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -268,7 +268,7 @@ class LongSpecDrafter(Drafter):
                 f"{self.config.window} tokens; use fewer levels"
             )
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """The last ``W`` tokens, and what a working cache is chosen by."""
         queries = self.working.queries if self.working else ()

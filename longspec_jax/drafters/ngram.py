@@ -8,6 +8,7 @@ places agree on it.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import jax
@@ -79,7 +80,7 @@ class LookupState:
 class OwnTextDrafter(Drafter):
     """A drafter whose state is the row's own text alone."""
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """All tokens, and nothing computed of them."""
         return OWN_TEXT
@@ -104,7 +105,7 @@ class NgramDrafter(Drafter):
     def __post_init__(self) -> None:
         check_no_threshold(self.name, self.tree)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """All tokens, and nothing computed of them."""
         return OWN_TEXT

@@ -17,6 +17,7 @@ low rank adds behind every node what its token makes likely (DSpark, section 3.2
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import flax.linen as nn
@@ -183,7 +184,7 @@ class ParallelDrafter(Drafter):
                 f"which proposes {self.config.block} tokens; use fewer levels"
             )
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """The last ``W`` tokens."""
         return Needs(recent=self.config.layer.window)

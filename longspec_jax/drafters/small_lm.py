@@ -8,7 +8,7 @@ cache grows with the context. Of a long cache it may read a part that the target
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -77,7 +77,7 @@ class SmallLMDrafter(Drafter):
     """What is read of a long cache; all of it if absent."""
     name: str = field(default="small_lm", init=False)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """All tokens, and the queries that choose a working cache."""
         return Needs(queries=self.working.queries if self.working else ())

@@ -17,14 +17,12 @@ import numpy as np
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions
-from longspec_jax.decoding.cache import bucket_capacity
+from longspec_jax.decoding.cache import bucket_capacity, slack_slots
 from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
 from longspec_jax.decoding.policy import tallest
 from longspec_jax.decoding.programs import processors
 from longspec_jax.decoding.report import TOKENS, Contents
-from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request
-from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
@@ -246,7 +244,7 @@ def shape_for(
     expected: int = 0,
 ) -> Shape:
     """The static sizes of rows that these drafters decode; arguments as of :class:`Shape`'s."""
-    levels, alone = tallest(drafters).tree.num_levels, has_same_bits(models.target)
+    levels, alone = tallest(drafters).tree.num_levels, models.target.same_bits
     chunk = models.prefill_chunk
     return Shape.for_call(longest, new_tokens, levels, chunk, expected=expected, alone=alone)
 

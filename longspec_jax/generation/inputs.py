@@ -14,7 +14,12 @@ from longspec_jax.checks import as_plain, is_whole, shown
 from longspec_jax.decoding.rows import Request
 from longspec_jax.generation.chat import encode_chat, encode_text
 from longspec_jax.generation.models import Models
-from longspec_jax.generation.options import GenerateOptions, resolve, sequences_per_prompt
+from longspec_jax.generation.options import (
+    GenerateOptions,
+    given_option,
+    resolve,
+    sequences_per_prompt,
+)
 from longspec_jax.generation.stops import stop_strings
 from longspec_jax.generation.text import RowText
 
@@ -90,14 +95,16 @@ def read_batch(
     lengths = list(map(len, prompts))
     request = resolve(options, generation_config, lengths, models.stop_tokens, vocab_size)
     check_positions(lengths, np.asarray(request.max_new_tokens), most)
-    stops = stop_strings(options, generation_config, len(prompts))
+    given = given_option(options, generation_config, "stop_strings")
+    stops = () if given is None else stop_strings(given, len(prompts))
     if any(stops) and models.tokenizer is None:
         raise ValueError(
             "stop_strings are searched in the text, and without a tokenizer there is none; pass "
             "tokenizer= to from_pretrained, or the ids of stop tokens as eos_token_id="
         )
     batch = Batch(prompts, request, stops if any(stops) else (), models.tokenizer)
-    count = sequences_per_prompt(options, generation_config, request)
+    wanted = given_option(options, generation_config, "num_return_sequences")
+    count = sequences_per_prompt(wanted, request)
     return batch if count == 1 else batch.repeated(count)
 
 

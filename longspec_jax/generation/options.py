@@ -22,6 +22,7 @@ from longspec_jax.checks import (
 from longspec_jax.config.sampling import (
     BIAS,
     OPTIONS,
+    PENALTIES,
     CallOptions,
     GenerateOptions,
 )
@@ -30,10 +31,13 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.schema import unknown
 
-__all__ = ["CallOptions", "GenerateOptions", "resolve", "sequences_per_prompt"]
+__all__ = ["CallOptions", "GenerateOptions", "given_option", "resolve", "sequences_per_prompt"]
 
 TRANSFORMERS_TOP_K = 50
 """The ``top_k`` with which transformers samples from a GenerationConfig that sets none."""
+
+ADJUSTING = *PENALTIES, "logit_bias"
+"""Options that adjust logits."""
 
 _ANY = object()
 _WITHOUT_EFFECT = (
@@ -110,14 +114,17 @@ def resolve(
     with np.errstate(divide="ignore"):
         log_min_p = np.log(min_p).astype(np.float32)
     kind = SamplingKind.SAMPLED if temperature.any() else SamplingKind.GREEDY
-    adjustments = AdjustmentOptions.of(
-        repetition=option("repetition_penalty", np.float32),
-        presence=option("presence_penalty", np.float32),
-        frequency=option("frequency_penalty", np.float32),
-        biases=_biases(merged.get("logit_bias"), rows, vocab_size),
-    )
+    adjustments = None
+    if not merged.keys().isdisjoint(ADJUSTING):
+        adjustments = AdjustmentOptions.of(
+            repetition=option("repetition_penalty", np.float32),
+            presence=option("presence_penalty", np.float32),
+            frequency=option("frequency_penalty", np.float32),
+            biases=_biases(merged.get("logit_bias"), rows, vocab_size),
+        )
+        adjustments = None if adjustments.neutral else adjustments
     logprobs = _alternatives("logprobs", merged.get("logprobs"), rows)
-    if filtered.any() or not adjustments.neutral or logprobs is not None:
+    if filtered.any() or adjustments is not None or logprobs is not None:
         kind = SamplingKind.ANY
     sampling = Sampling(
         temperature=temperature,
@@ -131,7 +138,7 @@ def resolve(
         sampling,
         _stop_tokens(merged.get("eos_token_id", model_stop_tokens), rows, checked),
         option("max_new_tokens", np.int32),
-        adjustments=None if adjustments.neutral else adjustments,
+        adjustments=adjustments,
         logprobs=logprobs,
         prompt_logprobs=_alternatives("prompt_logprobs", merged.get("prompt_logprobs"), rows),
     )
@@ -176,21 +183,27 @@ def _alternatives(name: str, value: Any, rows: int) -> Any:
     return np.where(neither, -1, found).astype(np.int32)
 
 
-def sequences_per_prompt(
-    options: Mapping[str, Any], generation_config: Any, request: Request
-) -> int:
+def given_option(options: Mapping[str, Any], generation_config: Any, name: str) -> Any:
+    """What a call gives for an option that is read by itself; None where it gives nothing.
+
+    Args:
+      options: keyword arguments of the call; they win over the configuration.
+      generation_config: a transformers ``GenerationConfig``, or None.
+    """
+    value = options.get(name)
+    return getattr(generation_config, name, None) if value is None else value
+
+
+def sequences_per_prompt(value: Any, request: Request) -> int:
     """How many rows every prompt has.
 
     Args:
-      generation_config: a transformers ``GenerationConfig``, or None.
+      value: what the call asks for; None for one.
       request: the options of one row per prompt.
 
     Raises:
       ValueError: for what is no whole number from 1, and for rows that would all be equal.
     """
-    value = options.get("num_return_sequences")
-    if value is None:
-        value = getattr(generation_config, "num_return_sequences", None)
     rule = OPTIONS["num_return_sequences"].rule
     count = 1 if value is None else rule.read("num_return_sequences", value)
     if count > 1 and not np.any(request.sampling.temperature):

@@ -235,9 +235,10 @@ def start(
       fixed: whether it runs one tree to its end, whatever it names.
     """
     tell = on_activity or _nobody
-    how = {"streams": streams, "identical": is_identical(plan.target), "fixed": fixed}
-    settled = settle(plan, known.speeds, **how)
+    settled = Settled(plan)
     if plan.open:
+        identical = is_identical(plan.target)
+        settled = settle(plan, known.speeds, streams=streams, identical=identical, fixed=fixed)
         first = settled.plan.drafters[settled.first]
         name = first.name if first.tree.num_levels else NoDraft().name
         tell(Tuned(name, first.tree, settled.timings))
@@ -263,7 +264,7 @@ def prefilled(
     """
     plan = settled.plan
     compiled = known.warm.prepare(plan, streams, on_activity, rounds=rounds)
-    policy = settled.policy(known.warm.seconds(plan))
+    policy = settled.policy(known.warm.seconds(plan)) if len(plan.drafters) > 1 else None
     engine = plan_engine(plan, streams=streams, policy=policy)
     engine.round_seconds = known.warm.round_seconds(plan)
     requests = TextEngine(engine)

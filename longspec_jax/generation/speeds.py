@@ -93,7 +93,7 @@ class Settled:
     """The kind of call; None where nothing is learnt."""
 
     def policy(self, seconds: Sequence[float]) -> Policy | None:
-        """What chooses among the candidates; None where nothing is known of their seconds.
+        """What chooses among several candidates; None where their seconds are not known.
 
         Args:
           seconds: of a round of each, as the warm-up found them.

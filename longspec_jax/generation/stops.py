@@ -6,7 +6,7 @@ text is split into tokens. The row's text ends before the match.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from longspec_jax.checks import shown
@@ -84,25 +84,16 @@ class StopStrings:
         return self._next[node].get(character, 0)
 
 
-def stop_strings(
-    options: Mapping[str, Any], generation_config: Any, rows: int
-) -> tuple[tuple[str, ...], ...]:
+def stop_strings(value: Any, rows: int) -> tuple[tuple[str, ...], ...]:
     """The stop strings of every row.
 
     Args:
-      options: keyword arguments of a call; ``stop_strings`` is one text, a list of texts for all
-        rows, or a list of texts for each.
-      generation_config: a transformers ``GenerationConfig``, or None; the options win over it.
+      value: one text, a list of texts for all rows, or a list of texts for each.
 
     Raises:
       ValueError: for anything else, an empty string, too many or too long ones, and lists that do
         not fit the rows.
     """
-    value = options.get("stop_strings")
-    if value is None:
-        value = getattr(generation_config, "stop_strings", None)
-    if value is None:
-        return ((),) * rows
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, Sequence | set | frozenset) or isinstance(value, bytes):

@@ -135,10 +135,10 @@ class RowText:
             text, is met with that token.
         """
         self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._search, self._state = StopStrings(stop_strings), 0
+        self._search = StopStrings(stop_strings) if stop_strings else None
+        self._state = 0
         self._held: deque[Piece] = deque()
         self._held_length = 0
-        self._searches = bool(stop_strings)
         named = tokenizer.get_added_vocab() if stop_strings else {}
         self._special = {named[string] for string in stop_strings if string in named}
         self.stopped = False
@@ -155,8 +155,8 @@ class RowText:
         for token, draft in zip(tokens, drafted, strict=True):
             kept += 1
             pieces += self._read(Piece(self._detokenizer.push(token), draft))
-            if self._searches and not self.stopped:
-                pieces += self._look(token, draft)
+            if self._search is not None and not self.stopped:
+                pieces += self._look(self._search, token, draft)
             if self.stopped:
                 return Added(kept, tuple(pieces))
         if ended:
@@ -171,10 +171,10 @@ class RowText:
         kept, pieces = self.add(said, drafted, output.finish is not None)
         return until(output, kept) if self.stopped else output, pieces
 
-    def _look(self, token: int, draft: bool) -> list[Piece]:
+    def _look(self, search: StopStrings, token: int, draft: bool) -> list[Piece]:
         """End the row with a special token, or inside a run of bytes, if that is a stop string."""
         run = self._detokenizer.run
-        _, match = self._search.read(self._state, run)
+        _, match = search.read(self._state, run)
         if match is None and token not in self._special:
             return []
         pieces = self._read(Piece(self._detokenizer.flush(), draft))
@@ -185,7 +185,7 @@ class RowText:
 
     def _read(self, piece: Piece) -> list[Piece]:
         """Search new text, and release what no stop string can begin with."""
-        if not self._searches or not piece.text:
+        if self._search is None or not piece.text:
             return [piece] if piece.text else []
         self._state, match = self._search.read(self._state, piece.text)
         held = self._search.held(self._state)

@@ -23,6 +23,7 @@ from benchmarks.rounds import (
 )
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
+from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.drafters.base import Params
 from tests.kit import ALL_PASSES, after_prompts
@@ -39,7 +40,7 @@ EDGES = acceptance_edges(2.6, TREE)
 
 def start(drafter=DRAFTER) -> Rows:
     """Two rows of a lookup table whose caches are empty."""
-    slots = NEW + round_lib.slack_slots(TREE.num_levels)
+    slots = NEW + slack_slots(TREE.num_levels)
     return rows_at(TARGET.allocate(2, slots), drafter.begin(PARAMS, 2, slots), 2, 0, NEW)
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from longspec_jax import PLAIN
 from longspec_jax.decoding.programs import compile_side_by_side
-from longspec_jax.generation import call, warm
+from longspec_jax.generation import warm
 from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes
-from tests.infer.toys import toy_spec
+from tests.infer.toys import prefill_alone, toy_spec
 
 OPTIONS = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
 PROMPT = "ab cd gh é"
@@ -134,7 +134,7 @@ def test_named_trees_are_compiled_once_too(spec, streams, adaptive) -> None:
 
 def test_prompts_that_are_prefilled_alone_are_compiled_beforehand(spec, monkeypatch) -> None:
     """Two sizes of chunks, for one row, and what puts it among the others."""
-    monkeypatch.setattr(call, "has_same_bits", lambda target: True)
+    prefill_alone(monkeypatch)
     spec = dataclasses.replace(toy_spec(max_positions=1024), prefill_chunk=512, tree=(2, 2))
     beforehand: Counter[str] = Counter()
 

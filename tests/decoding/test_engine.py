@@ -12,13 +12,12 @@ from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
 from longspec_jax.decoding.launches import launch_sizes
 from longspec_jax.decoding.policy import candidates
-from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.rows import RowShardings, insert
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.slots import Slots, StepOutput
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import NOTHING, NoDraft, Params
+from longspec_jax.drafters.base import NoDraft, Params
 from tests.decoding.engines import (
     CONFIG,
     EVERY_SWITCH,
@@ -136,7 +135,7 @@ def test_sizes_of_launches_are_few_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_launch_is_of_the_live_rows_and_the_first_others() -> None:
-    slots = Slots(8, PrefixCache(PARAMS, NOTHING, 8))
+    slots = Slots(8)
     slots.held = [None, 3, None, None, 5, None, 4, None]
     assert slots.of_launch((1, 2, 4, 8)) == [0, 1, 4, 6]
     assert slots.of_launch((3, 8)) == [1, 4, 6]

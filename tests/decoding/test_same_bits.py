@@ -21,7 +21,7 @@ HALF = TargetModel(tiny_target_config(dtype="bfloat16"))
 
 
 def test_float32_is_identical_everywhere_but_not_in_every_bit() -> None:
-    assert same_bits.is_identical(WIDE) and not same_bits.has_same_bits(WIDE)
+    assert same_bits.is_identical(WIDE) and not WIDE.same_bits
     spread = dataclasses.replace(WIDE, mesh=make_mesh(data=2).abstract_mesh)
     assert same_bits.is_identical(spread)
 

@@ -11,8 +11,8 @@ import pytest
 from longspec_jax import PLAIN, LongSpec
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.drafters.checkpoints.longspec import save_draft
-from longspec_jax.generation import call, warm
 from longspec_jax.generation import run as run_lib
+from longspec_jax.generation import warm
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
 from longspec_jax.generation.call import Shape, plan_call
 from longspec_jax.generation.inputs import read_batch
@@ -20,7 +20,15 @@ from longspec_jax.generation.run import Run
 from longspec_jax.ops.partitioned import one_device, use_mesh
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights import hf
-from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
+from tests.infer.toys import (
+    STOP,
+    TREE,
+    bound_draft,
+    prefill_alone,
+    rebound,
+    toy_spec,
+    toy_tokenizer,
+)
 from tests.kit import compilations
 
 PROMPT = [3 + position % 11 for position in range(75)]
@@ -104,7 +112,7 @@ def test_a_batch_of_prompts_that_are_prefilled_alone(monkeypatch: pytest.MonkeyP
     prompts, options = [long[:90], long[:1], long], dict(max_new_tokens=[9, 1, 7], eos_token_id=[])
     together = spec.generate(prompts, **options)
     plan = spec.check(prompts, **options)
-    monkeypatch.setattr(call, "has_same_bits", lambda target: True)
+    prefill_alone(monkeypatch)
     assert spec.check(prompts, **options).cache_bytes > plan.cache_bytes, "one row more"
     told = []
     first = spec.generate(prompts, **options, on_activity=told.append)

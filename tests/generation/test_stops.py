@@ -13,6 +13,7 @@ from transformers import GenerationConfig, StopStringCriteria
 from longspec_jax import make_mesh
 from longspec_jax.decoding.slots import StepOutput, until
 from longspec_jax.generation.inputs import read_batch
+from longspec_jax.generation.options import given_option
 from longspec_jax.generation.stops import StopStrings, stop_strings
 from longspec_jax.generation.text import RowText, continuation
 from tests.generation.test_text import byte_fallback, byte_level, random_tokens
@@ -276,6 +277,10 @@ def test_stop_strings_need_a_tokenizer_and_the_call_wins() -> None:
     with pytest.raises(ValueError, match="without a tokenizer there is none"):
         spec.check([[1, 2]], stop_strings="a")
     config = SimpleNamespace(stop_strings=["a", "a"])
-    assert stop_strings({}, config, 2) == (("a",),) * 2
-    assert stop_strings({"stop_strings": []}, config, 1) == ((),)
-    assert stop_strings({"stop_strings": {"b"}}, config, 1) == (("b",),)
+
+    def given(rows: int, **options: Any) -> Any:
+        return stop_strings(given_option(options, config, "stop_strings"), rows)
+
+    assert given(2) == (("a",),) * 2
+    assert given(1, stop_strings=[]) == ((),)
+    assert given(1, stop_strings={"b"}) == (("b",),)

@@ -20,7 +20,7 @@ The options here stand beside those of a draft of any kind: ``retrieve=4096`` ma
 """
 
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -94,7 +94,7 @@ class Hierarchy(Drafter):
                 f"chain:16/{TreeConfig(self.tree.widths)}"
             )
 
-    @property
+    @cached_property
     def lossless(self) -> bool:
         """Whether the full verification decides about every token."""
         return self.verify_all
@@ -104,7 +104,7 @@ class Hierarchy(Drafter):
         """The chain if it is emitted as it is; a tree at its end is verified in full."""
         return 0 if self.verify_all else self.levels
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """What the inner drafter and the selector need."""
         return self.inner.needs | self.selector.needs

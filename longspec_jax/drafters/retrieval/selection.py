@@ -18,7 +18,7 @@ any case:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -133,7 +133,7 @@ class Selector:
     By default it keeps no state and copies nothing.
     """
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """What it needs to learn of committed tokens."""
         return NOTHING
@@ -233,7 +233,7 @@ class Quest(Retriever):
         if self.queries < 1:
             raise ValueError(f"queries={self.queries} must be at least 1: they score the blocks")
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """Keys and queries of all layers without a window."""
         layers = self.config.full_layers
@@ -291,7 +291,7 @@ class LastQuery:
 class AttentionRetriever(Retriever):
     """Chooses blocks by the attention of the last verified token, the same in all layers."""
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """The queries of the layer that drafts read; the last token's is enough."""
         return Needs(queries=(self.config.read_layer,), recent=1)
