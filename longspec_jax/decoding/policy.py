@@ -39,6 +39,9 @@ from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level
 
 FIRST_LOOK = 2
 """Rounds of the first bursts of every candidate: one round may emit little by chance."""
+PAUSED = 2.0
+"""Most times the seconds of the warm-up that the first burst of a run counts for: it may have met a
+pause, and it moves what is known of all candidates."""
 SUSPICIOUS = 5.0
 """Times the cheapest candidate's round from which a first timing does not count: it may have met a
 pause."""
@@ -77,14 +80,6 @@ class Measurement:
             self.row_rounds + other.row_rounds,
             self.tokens + other.tokens,
             self.seconds + other.seconds,
-        )
-
-    def __sub__(self, other: "Measurement") -> "Measurement":
-        return Measurement(
-            self.rounds - other.rounds,
-            self.row_rounds - other.row_rounds,
-            self.tokens - other.tokens,
-            self.seconds - other.seconds,
         )
 
 
@@ -214,6 +209,8 @@ class FastestWithinBudget:
     """Seconds that the host adds to a burst, the most that any two bursts told."""
     latest: int | None = None
     """The candidate of the last burst."""
+    first: int | None = None
+    """The candidate that a run begins with; None for the one of which least is known."""
 
     @classmethod
     def over(cls, candidates: int) -> "FastestWithinBudget":
@@ -222,7 +219,10 @@ class FastestWithinBudget:
 
     @classmethod
     def timed(
-        cls, seconds: Sequence[float], tokens: Sequence[float | None] = ()
+        cls,
+        seconds: Sequence[float],
+        tokens: Sequence[float | None] = (),
+        first: int | None = None,
     ) -> "FastestWithinBudget":
         """A policy that knows what a round of each candidate took.
 
@@ -230,6 +230,7 @@ class FastestWithinBudget:
           seconds: of launches that are queued ahead, so that the host adds nothing to a burst.
           tokens: that a round of each emitted in a row before; None of one that is to be looked at.
             Of plain decoding it is 1, so that it is known without a look.
+          first: the candidate that a run begins with.
         """
         known = tokens or (None,) * len(seconds)
         # Two timings each: no candidate is looked at for its seconds alone.
@@ -243,7 +244,8 @@ class FastestWithinBudget:
                     rehearsed=True,
                 )
                 for each, emitted in zip(seconds, known, strict=True)
-            )
+            ),
+            first=first,
         )
 
     def with_tokens_of(self, other: Policy) -> "FastestWithinBudget":
@@ -261,9 +263,12 @@ class FastestWithinBudget:
 
     def choose(self) -> Choice:
         """The leader, unless another one needs a look and the budget pays for it."""
-        first = self._first_look()
-        if first is not None:
-            return first
+        first = self.first
+        if first is not None and self.latest is None and not self.estimates[first].weight:
+            return Choice(first, FIRST_LOOK)
+        unknown = self._first_look()
+        if unknown is not None:
+            return unknown
         leader = self.leader
         hopes = {i: self._hope(i) for i in range(len(self.estimates)) if i != leader}
         for index in sorted(hopes, key=hopes.__getitem__, reverse=True):
@@ -279,6 +284,9 @@ class FastestWithinBudget:
         factor = 0.5 ** (seen.rounds / self.half_life)
         estimates = [estimate.faded(factor) for estimate in self.estimates]
         before = estimates[candidate]
+        if before.rehearsed:
+            most = PAUSED * seen.rounds * before.round_seconds(self.wait)
+            seen = replace(seen, seconds=min(seen.seconds, most))
         wait = max(self.wait, before.wait(seen))
         new = before.updated(seen)
         # A pause does not count: the candidate's usual seconds per round do.

@@ -186,7 +186,7 @@ class PartialForward(NamedTuple):
 
 
 ReadParts: TypeAlias = Callable[[int, Queries], tuple[Queries, Sequence[Prefix]]]
-"""A :class:`Reading` of several prefixes, which attention reads one after the other."""
+"""Reads the parts of a layer's prefix for queries; attention reads them one after the other."""
 
 
 @runtime_checkable

@@ -91,7 +91,7 @@ CONTRIBUTED = {
 """Architectures and keys of the kinds in ``contrib/`` of a checkout, so that they are refused with
 their modules' names."""
 
-_WITH_MODULE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*):(.+)")
+_WITH_MODULE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*):(?!//)(.+)")
 RETRIEVE = "retrieve"
 """The option that turns on retrieval; names of the others about it begin with it."""
 _RETRIEVAL = Kind("retrieval.hierarchy:RetrievalOptions")
@@ -118,7 +118,8 @@ def is_name(source: Any) -> bool:
 
 def split_module(source: str | Path) -> tuple[str, str | Path]:
     """The module of a source ``MODULE:FOLDER`` and the folder or hub id; no module for others."""
-    found = _WITH_MODULE.fullmatch(source) if isinstance(source, str) else None
+    named = isinstance(source, str) and not Path(source).expanduser().exists()
+    found = _WITH_MODULE.fullmatch(source) if named else None
     return (found[1], found[2]) if found else ("", source)
 
 

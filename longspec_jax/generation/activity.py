@@ -31,11 +31,6 @@ class TreeTiming:
     """How many rounds the tokens are a mean of."""
 
     @property
-    def choice(self) -> tuple[str, TreeConfig]:
-        """The drafter's name and its tree."""
-        return self.drafter, self.tree
-
-    @property
     def tokens_per_second(self) -> float:
         """Of one row."""
         return self.tokens / self.seconds

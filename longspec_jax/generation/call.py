@@ -134,11 +134,6 @@ class Plan:
         """Of several drafters the one with the tallest tree."""
         return tallest(self.drafters)
 
-    @property
-    def choice(self) -> tuple[str, TreeConfig]:
-        """The drafter's name and its tree."""
-        return self.drafter.name, self.drafter.tree
-
     @cached_property
     def kind_of_call(self) -> str:
         """A hash of everything that the speeds of its candidates depend on, coarsely."""

@@ -225,8 +225,16 @@ def likely_trees(
 
 
 def _few(trees: Sequence[TreeConfig]) -> tuple[TreeConfig, ...]:
-    """On a CPU, where a program takes seconds to compile: the first tree, and lookup alone."""
-    return tuple(tree for index, tree in enumerate(trees) if not index or not tree.widths)
+    """On a CPU, where a program takes seconds to compile: the first tree, and lookup alone.
+
+    Of trees behind chains, which pay at long contexts, the one on one level too.
+    """
+    chained = trees[0].chain is not None
+    return tuple(
+        tree
+        for index, tree in enumerate(trees)
+        if not index or not tree.widths or (chained and tree.chain is None)
+    )
 
 
 def _chains(trees: Sequence[TreeConfig]) -> tuple[TreeConfig, ...]:

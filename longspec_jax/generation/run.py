@@ -237,7 +237,7 @@ def start(
     tell = on_activity or _nobody
     settled = Settled(plan)
     if plan.open:
-        identical = is_identical(plan.target)
+        identical = is_identical(plan.target) and all(one.lossless for one in plan.drafters)
         settled = settle(plan, known.speeds, streams=streams, identical=identical, fixed=fixed)
         first = settled.plan.drafters[settled.first]
         name = first.name if first.tree.num_levels else NoDraft().name

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from threading import Lock
 
 from longspec_jax import files
+from longspec_jax.checks import is_whole
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.policy import FastestWithinBudget, Measurement, Policy
@@ -44,7 +45,8 @@ class KnownSpeeds:
     def __init__(self) -> None:
         """Know nothing yet."""
         self._known: dict[str, tuple[TreeTiming, ...]] = {}
-        self._pruned: dict[str, frozenset[TreeConfig]] = {}
+        self._earlier: dict[str, tuple[TreeTiming, ...]] = {}
+        """What other processes had found by the first call of a kind."""
         self._written: dict[str, int] = {}
         """Rounds behind what this process has last written of a kind."""
         self._lock = Lock()
@@ -53,14 +55,15 @@ class KnownSpeeds:
         """What is known of a kind; nothing of a new one."""
         with self._lock:
             if kind not in self._known:
-                self._known[kind] = kept_speeds(kind)
-                self._pruned[kind] = _clearly_worse(self._known[kind])
+                self._known[kind] = self._earlier[kind] = kept_speeds(kind)
             return self._known[kind]
 
     def candidates(self, kind: str, drafters: Sequence[Drafter]) -> list[Drafter]:
         """Those of the drafters that are worth a program, the same ones for the whole process."""
         self.find(kind)
-        return [one for one in drafters if one.tree not in self._pruned[kind]]
+        trees = {one.tree for one in drafters}
+        pruned = _clearly_worse([one for one in self._earlier[kind] if one.tree in trees])
+        return [one for one in drafters if one.tree not in pruned]
 
     def learn(self, kind: str, drafters: Sequence[Drafter], totals: Sequence[Measurement]) -> None:
         """Take in what a run did with each of its candidates, and keep it."""
@@ -77,7 +80,7 @@ class KnownSpeeds:
             if rounds < 2 * written:
                 return
             self._written[kind] = rounds
-        kept_speeds(kind, self._known[kind])
+            kept_speeds(kind, self._known[kind])
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Settled:
         emitted = {one.tree: one.tokens for one in self.timings}
         trees = [drafter.tree for drafter in self.plan.drafters]
         tokens = [emitted.get(tree) if tree.num_levels else 1.0 for tree in trees]
-        return FastestWithinBudget.timed(seconds, tokens)
+        return FastestWithinBudget.timed(seconds, tokens, self.first)
 
 
 def settle(
@@ -125,6 +128,8 @@ def settle(
     own = speeds.candidates(kind, own)
     first = begun_with(own, timings, usual)
     if fixed or plan.short or (timings and not identical):
+        if not own[first].tree.num_levels:
+            return Settled(plan.without_draft(), 0, timings, kind)
         own, first = [own[first]], 0
     return Settled(replace(plan, drafters=tuple(own)), first, timings, kind)
 
@@ -140,7 +145,7 @@ def begun_with(drafters: Sequence[Drafter], known: Sequence[TreeTiming], usual: 
     trees = [drafter.tree for drafter in drafters]
     speeds = {one.tree: one.tokens_per_second for one in known if one.tree in trees}
     if not speeds:
-        return trees.index(usual)
+        return trees.index(usual) if usual in trees else 0
     plain = max((speed for tree, speed in speeds.items() if not tree.num_levels), default=0.0)
     best = max(speeds, key=speeds.__getitem__)
     pays = speeds[best] > GAIN * plain or not plain
@@ -167,26 +172,33 @@ def kept_speeds(kind: str, found: Sequence[TreeTiming] | None = None) -> tuple[T
     folder = cache_folder()
     if folder is None:
         return ()
+    now = time.time()
     file, kinds = folder / "speeds.json", {}
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         kinds = dict(json.loads(file.read_text("utf-8")))
+    kept: dict[TreeTiming, float] = {}
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        for label, tree, seconds, tokens, rounds, written in kinds[kind]:
+            timing = TreeTiming(label, TreeConfig.parse(tree), seconds, tokens, rounds)
+            if now - written < DAYS * 86400 and _is_sound(timing):
+                kept[timing] = written
     if found is not None:
-        trees = [[one.drafter, str(one.tree), one.seconds, one.tokens, one.rounds] for one in found]
+        # What this run did not correct keeps its day.
+        trees = [
+            [one.drafter, str(one.tree), one.seconds, one.tokens, one.rounds, kept.get(one, now)]
+            for one in found
+        ]
         kinds.pop(kind, None)
-        latest = dict([*kinds.items(), (kind, [time.time(), trees])][-MOST_KINDS:])
+        latest = dict([*kinds.items(), (kind, trees)][-MOST_KINDS:])
         with contextlib.suppress(OSError):
             files.make_private(folder)
             files.replace(file, json.dumps(latest).encode())
         return tuple(found)
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        written, trees = kinds[kind]
-        read = [TreeTiming(label, TreeConfig.parse(tree), *more) for label, tree, *more in trees]
-        if time.time() - written < DAYS * 86400 and all(map(_is_sound, read)):
-            return tuple(read)
-    return ()
+    return tuple(kept)
 
 
 def _is_sound(timing: TreeTiming) -> bool:
     """Whether a timing's numbers are possible."""
     named, most = isinstance(timing.drafter, str), timing.tree.num_levels + 1
-    return named and 0 < timing.seconds < math.inf and 1 <= timing.tokens <= most
+    counted = is_whole(timing.rounds) and timing.rounds >= 0
+    return named and counted and 0 < timing.seconds < math.inf and 1 <= timing.tokens <= most

@@ -54,7 +54,7 @@ def rehearse(plan: Plan, streams: bool, rounds: bool) -> tuple[float, ...]:
 
     Returns:
       Seconds of a round of every candidate, at the context of the longest prompt; none where none
-      ran alone.
+      ran.
     """
     with plan_engine(plan, streams=streams) as engine:
         request = plan.empty_request.row(0)
@@ -72,7 +72,7 @@ def rehearse(plan: Plan, streams: bool, rounds: bool) -> tuple[float, ...]:
             engine.submit(np.zeros(length, np.int32), request)
         while engine.busy if plan.waits else engine.prefilling:
             engine.step(decode=plan.waits)
-        if not rounds or plan.waits:
+        if not rounds:
             return ()
         alone = warmup.rehearse(engine, plan.kind)
         if len(plan.drafters) == 1:

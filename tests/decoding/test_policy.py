@@ -169,6 +169,20 @@ def test_a_pause_in_a_first_look_is_found_out(paused: int) -> None:
     assert policy.leader == TREE
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.02, 0.05, 0.5])
+def test_a_pause_in_the_first_burst_after_a_warm_up_is_found_out(pause: float) -> None:
+    """Of a draft that accepts nothing: plain decoding, which is not looked at, soon runs."""
+    costs, policy = (5.0e-3, 5.5e-3, 8.0e-3), FastestWithinBudget.timed((5.0e-3, 5.5e-3, 8.0e-3))
+    elapsed = rounds = 0.0
+    while rounds < 600:
+        choice = policy.choose()
+        seconds = choice.rounds * costs[choice.candidate] + pause * (not rounds)
+        seen = Measurement(choice.rounds, choice.rounds, choice.rounds, seconds)
+        policy = policy.observe(choice.candidate, seen)
+        elapsed, rounds = elapsed + seconds, rounds + choice.rounds
+    assert rounds / (elapsed - pause) > 0.85 * 200
+
+
 def test_a_growing_context_misleads_nobody() -> None:
     """What a round costs triples: timings of candidates not run for long are too low."""
     growth, tokens = 1 / 1000, 2000

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from longspec_jax.generation.activity import TreeTiming, Tuned
 from longspec_jax.generation.call import plan_call
 from longspec_jax.generation.inputs import read_batch
 from longspec_jax.generation.speeds import KnownSpeeds, begun_with, kept_speeds, settle
+from longspec_jax.generation.warm import WarmShapes
 from tests.infer.toys import bound_draft, toy_spec
 from tests.lookup import LookupDrafter
 
@@ -81,6 +82,12 @@ def test_nothing_is_kept_where_nothing_may_be(monkeypatch, spec) -> None:
 def test_a_short_call_has_one_candidate(spec) -> None:
     result, begun = told(spec, max_new_tokens=8)
     assert [use.tree for use in result.stats.trees] == [CHAIN] == [each.tree for each in begun]
+
+
+def test_candidates_are_compiled_and_timed_before_rows_wait_for_slots(spec) -> None:
+    few = dataclasses.replace(spec, row_slots=1, _warm=WarmShapes())
+    few.generate([PROMPT, PROMPT], **OPTIONS)
+    assert [len(seconds) for seconds in few._warm._round_seconds.values()] == [2]
 
 
 def test_a_cache_that_is_moved_costs_the_same_under_every_tree(spec) -> None:
@@ -171,6 +178,28 @@ def test_figures_are_read_as_they_were_written(folder) -> None:
     assert kept_speeds("one") == timings[1:] and kept_speeds("two") == timings[:1]
 
 
+def aged(text: str) -> str:
+    """The file as it was written forty days ago."""
+    aged = [[*row[:-1], row[-1] - 40 * 86400] for row in json.loads(text)["one"]]
+    return json.dumps({"one": aged})
+
+
+def test_figures_of_a_tree_that_no_call_runs_grow_old(folder) -> None:
+    """Though calls of its kind go on: after a month it is tried again."""
+    slow = TreeTiming("longspec", DEFAULT_TREE, 9.0, 1.0, 30)
+    kept_speeds("one", [PLAINLY, slow])
+    file = folder / "speeds.json"
+    file.write_text(json.dumps({"one": [[*row[:-1], row[-1] - 10] for row in rows(file)]}))
+    before = [row[-1] for row in rows(file)]
+    kept_speeds("one", [dataclasses.replace(PLAINLY, rounds=60), slow])
+    after = [row[-1] for row in rows(file)]
+    assert after[0] > before[0] and after[1] == before[1]
+
+
+def rows(file: Path) -> list[list[Any]]:
+    return json.loads(file.read_text())["one"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -181,9 +210,15 @@ def test_figures_are_read_as_they_were_written(folder) -> None:
         lambda text: text.replace("0.5", '"x"'),
         lambda text: text.replace("none", "so wide"),
         lambda text: text.replace("1.0", "99"),
-        lambda text: json.dumps({"one": [time.time() - 40 * 86400, json.loads(text)["one"][1]]}),
+        lambda text: text.replace(" 3,", ' "3",'),
+        lambda text: text.replace(" 3,", " null,"),
+        lambda text: "[" * 100_000,
+        aged,
     ],
-    ids=["torn", "list", "number", "negative", "text", "tree", "many", "old"],
+    ids=[
+        *("torn", "list", "number", "negative", "text", "tree", "many"),
+        *("rounds", "no rounds", "deep", "old"),
+    ],
 )
 def test_damaged_and_old_figures_count_for_nothing(folder, damage) -> None:
     timings = (TreeTiming("plain", PLAIN, 0.5, 1.0, 3),)

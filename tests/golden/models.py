@@ -3,6 +3,7 @@
 Written once, where a recording begins. A comparison reads the folders alone.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,8 +81,9 @@ def write_models(folder: Path) -> None:
     from longspec_jax.drafters.checkpoints.eagle3 import save_draft as save_eagle3
     from longspec_jax.drafters.checkpoints.parallel import save_draft as save_parallel
     from longspec_jax.drafters.longspec import DraftConfig
+    from tests.contrib import test_medusa, test_tokenswift
     from tests.decoding.lossless import CONFIG, SMALL
-    from tests.drafters import test_eagle, test_medusa, test_mtp, test_tokenswift
+    from tests.drafters import test_eagle, test_mtp
     from tests.drafters.dflash import toys as dflash
     from tests.drafters.eagle3 import toys as eagle3
     from tests.drafters.parallel import toys as parallel
@@ -91,7 +93,7 @@ def write_models(folder: Path) -> None:
     save_target(folder / "llama", CONFIG, random_target(CONFIG))
     draft = DraftConfig.for_target(CONFIG, window=11)
     save_draft(folder / "longspec", draft, random_draft(draft), target=CONFIG)
-    small = SMALL.__class__(**{**vars(SMALL), "vocab_size": CONFIG.vocab_size})
+    small = dataclasses.replace(SMALL, vocab_size=CONFIG.vocab_size)
     save_target(folder / "small_lm", small, random_target(small, seed=7))
     wide = tiny_target_config(
         num_layers=2, head_width=64, model_width=128, mlp_width=128, vocab_size=104, num_heads=4
