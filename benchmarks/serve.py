@@ -186,7 +186,8 @@ class Drawn(LongSpec):
     def target(self) -> AgreeingTarget:
         """The static part of the target."""
         own = super().target
-        return AgreeingTarget(**vars(own), acceptance=self.acceptance)
+        fields = {each.name: getattr(own, each.name) for each in dataclasses.fields(own)}
+        return AgreeingTarget(**fields, acceptance=self.acceptance)
 
 
 def models(arguments: argparse.Namespace) -> LongSpec:

@@ -24,6 +24,7 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Params, View
 from longspec_jax.drafters.checkpoints.longspec import draft_table
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecParams
+from longspec_jax.generation.call import Shape
 from longspec_jax.models.layers import INITIAL_SCALE
 from longspec_jax.ops.hardware import require_hopper
 from longspec_jax.weights.tables import Table, target_table
@@ -243,3 +244,11 @@ def prefill(*prompts: Any, **sizes: Any) -> Rows:
             next(chunks)
         except StopIteration as end:
             return end.value
+
+
+def prefill_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have calls prefill every prompt alone, as those of a target of ``same_bits`` do."""
+    sizes = Shape.for_call
+    monkeypatch.setattr(
+        Shape, "for_call", lambda *given, **named: sizes(*given, **{**named, "alone": True})
+    )

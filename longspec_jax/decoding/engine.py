@@ -128,8 +128,6 @@ class Engine:
         """
         # What it was made of.
         self.target, self.drafters, self.params = target, tuple(drafters), params
-        self.drafter = tallest(self.drafters)
-        """The drafter with the tallest tree."""
         self._slack = slack_slots(self.drafter.tree.num_levels)
         self.slots, self.capacity, self.stop_width = slots, capacity, stop_width
         self.streams, self.ahead, self.adjusted = streams, ahead, adjusted
@@ -177,6 +175,11 @@ class Engine:
         self.prefilled = 0
         """Tokens of all prompts that have been run; of a batch, those of its longest prompt."""
         self.preemptions = 0
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter with the tallest tree."""
+        return tallest(self.drafters)
 
     @property
     def totals(self) -> tuple[Measurement, ...]:

@@ -16,7 +16,8 @@ from longspec_jax.decoding.programs import compile_side_by_side
 from longspec_jax.generation import warm
 from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes
-from tests.infer.toys import prefill_alone, toy_spec
+from tests.infer.toys import toy_spec
+from tests.kit import prefill_alone
 
 OPTIONS = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
 PROMPT = "ab cd gh é"

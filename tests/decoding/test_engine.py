@@ -126,12 +126,7 @@ def test_sizes_of_launches_are_few_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert [launch_sizes(slots) for slots in (1, 4, 5, 8)] == [(1,), (4,), (1, 5), (1, 2, 8)]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert [launch_sizes(slots) for slots in (1, 2, 6, 8)] == [
-        (1,),
-        (1, 2),
-        (1, 2, 4, 6),
-        (1, 2, 4, 8),
-    ]
+    assert [*map(launch_sizes, (1, 2, 6, 8))] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
 
 
 def test_a_launch_is_of_the_live_rows_and_the_first_others() -> None:

@@ -20,16 +20,8 @@ from longspec_jax.generation.run import Run
 from longspec_jax.ops.partitioned import one_device, use_mesh
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights import hf
-from tests.infer.toys import (
-    STOP,
-    TREE,
-    bound_draft,
-    prefill_alone,
-    rebound,
-    toy_spec,
-    toy_tokenizer,
-)
-from tests.kit import compilations
+from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
+from tests.kit import compilations, prefill_alone
 
 PROMPT = [3 + position % 11 for position in range(75)]
 """Three chunks of 32."""

@@ -16,7 +16,7 @@ from longspec_jax.generation.inputs import read_batch
 from longspec_jax.generation.options import given_option
 from longspec_jax.generation.stops import StopStrings, stop_strings
 from longspec_jax.generation.text import RowText, continuation
-from tests.generation.test_text import byte_fallback, byte_level, random_tokens
+from tests.generation.test_text import Counting, byte_fallback, byte_level, random_tokens
 from tests.infer.toys import STOP, toy_spec, toy_tokenizer
 
 PROMPTS = ["ab cd gh é", "cd", "é ab ab gh cd"]
@@ -123,25 +123,14 @@ def test_a_line_feed_in_bytes_is_met_at_once_and_a_long_run_when_it_ends() -> No
 
 
 def test_the_time_is_linear_in_a_run_of_bytes_and_in_held_text() -> None:
-    decoded, tokenizer = 0, byte_fallback()
-
-    class Counting:
-        convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
-        get_added_vocab = tokenizer.get_added_vocab
-
-        def decode(self, tokens, **options):
-            nonlocal decoded
-            decoded += len(tokens)
-            return tokenizer.decode(tokens, **options)
-
-    byte = tokenizer.convert_tokens_to_ids("<0x61>")
-    row = RowText(Counting(), [3], ["a" * 900 + "b", "x"])
+    counting, byte = Counting(byte_fallback()), byte_fallback().convert_tokens_to_ids("<0x61>")
+    row = RowText(counting, [3], ["a" * 900 + "b", "x"])
     for _ in range(4000):
         row.add([byte], [False], False)
-    assert decoded < 4000 * 20
+    assert counting.decoded < 4000 * 20
     for _ in range(2000):
         row.add([3], [False], False)
-    assert not row.stopped or decoded < 6000 * 25
+    assert not row.stopped or counting.decoded < 6000 * 25
 
 
 def test_what_is_left_of_a_step() -> None:
@@ -277,10 +266,7 @@ def test_stop_strings_need_a_tokenizer_and_the_call_wins() -> None:
     with pytest.raises(ValueError, match="without a tokenizer there is none"):
         spec.check([[1, 2]], stop_strings="a")
     config = SimpleNamespace(stop_strings=["a", "a"])
-
-    def given(rows: int, **options: Any) -> Any:
-        return stop_strings(given_option(options, config, "stop_strings"), rows)
-
-    assert given(2) == (("a",),) * 2
-    assert given(1, stop_strings=[]) == ((),)
-    assert given(1, stop_strings={"b"}) == (("b",),)
+    name = "stop_strings"
+    assert stop_strings(given_option({}, config, name), 2) == (("a",),) * 2
+    for given, expected in (([], ((),)), ({"b"}, (("b",),))):
+        assert stop_strings(given_option({name: given}, config, name), 1) == expected

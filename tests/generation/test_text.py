@@ -12,6 +12,20 @@ from longspec_jax.generation.text import Detokenizer, continuation
 from tests.infer.toys import STOP, toy_tokenizer
 
 
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer) -> None:
+        self.decoded, self._tokenizer = 0, tokenizer
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+    def decode(self, tokens, **options):
+        self.decoded += len(tokens)
+        return self._tokenizer.decode(tokens, **options)
+
+
 def deltas(tokenizer, tokens, prompt=()) -> list[str]:
     detokenizer = Detokenizer(tokenizer, prompt)
     return [*map(detokenizer.push, tokens), detokenizer.flush()]
@@ -170,15 +184,6 @@ def test_the_time_is_linear(tokenizer, kind) -> None:
         "incomplete": tokenizer.convert_tokens_to_ids(name(0xE9)),
         "words": 3,
     }[kind]
-    decoded = 0
-
-    class Counting:
-        convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
-
-        def decode(self, tokens, **options):
-            nonlocal decoded
-            decoded += len(tokens)
-            return tokenizer.decode(tokens, **options)
-
-    deltas(Counting(), [token] * 4000, prompt=[3] * 4)
-    assert decoded < 4000 * 25
+    counting = Counting(tokenizer)
+    deltas(counting, [token] * 4000, prompt=[3] * 4)
+    assert counting.decoded < 4000 * 25

@@ -14,14 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from longspec_jax import LongSpec, TreeConfig
 from longspec_jax.drafters.checkpoints.longspec import save_draft
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecLayer
-from longspec_jax.generation.call import Shape
 from longspec_jax.models.target import Target
 from longspec_jax.weights import hf
 from tests.kit import tiny_target_config
@@ -43,14 +41,6 @@ def toy_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-
-
-def prefill_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have calls prefill every prompt alone, as those of a target of ``same_bits`` do."""
-    sizes = Shape.for_call
-    monkeypatch.setattr(
-        Shape, "for_call", lambda *given, **named: sizes(*given, **{**named, "alone": True})
-    )
 
 
 @functools.cache
