@@ -1,5 +1,6 @@
 """Every value of a model's files, replaced by every wrong one: refused or harmless."""
 
+import dataclasses
 import json
 import math
 from contextlib import ExitStack
@@ -158,18 +159,18 @@ def test_every_key_with_every_wrong_value(name, read):
 
 def _check_sound(config):
     """Whole sizes and finite numbers, of exactly these types."""
-    for field, value in vars(config).items():
-        match value:
+    for field in dataclasses.fields(config):
+        match value := getattr(config, field.name):
             case bool() | str() | None:
                 pass
             case int():
-                assert 0 < value < 2**31, (field, value)
+                assert 0 < value < 2**31, (field.name, value)
             case float():
-                assert 0 < value <= 1e30, (field, value)
+                assert 0 < value <= 1e30, (field.name, value)
             case tuple():
                 for part in value:
                     is_number = isinstance(part, int | float)
-                    assert is_number and part >= 0 or _check_sound(part) is None, (field, part)
+                    assert is_number and part >= 0 or _check_sound(part) is None, (field.name, part)
             case _:
                 _check_sound(value)
     if isinstance(config, TargetConfig):
