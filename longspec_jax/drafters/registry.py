@@ -118,8 +118,9 @@ def is_name(source: Any) -> bool:
 
 def split_module(source: str | Path) -> tuple[str, str | Path]:
     """The module of a source ``MODULE:FOLDER`` and the folder or hub id; no module for others."""
-    named = isinstance(source, str) and not Path(source).expanduser().exists()
-    found = _WITH_MODULE.fullmatch(source) if named else None
+    if not isinstance(source, str) or Path(source).expanduser().exists():
+        return "", source
+    found = _WITH_MODULE.fullmatch(source)
     return (found[1], found[2]) if found else ("", source)
 
 
