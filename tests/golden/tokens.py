@@ -49,13 +49,20 @@ def _calls(models: Models) -> list[str]:
     return [*CALLS, *own, *(["compare"] if models.draft else [])]
 
 
+CONTRIBUTED = {"medusa": "contrib.medusa:", "tokenswift": "contrib.tokenswift:"}
+"""What names the module of a draft outside the library."""
+
+
 def loaded(folder: Path, models: Models, tree: str, dtype: str = "float32") -> LongSpec:
     """The models of an entry, whose calls run this tree."""
     how: dict[str, Any] = {"dtype": dtype, "tree": tree}
     if models.target == "demo":
         return LongSpec.demo(draft=models.draft, **{**how, "prefill_chunk": 256})
     drafts = [models.draft] if isinstance(models.draft, str) else models.draft or []
-    found = [str(folder / each) if (folder / each).is_dir() else each for each in drafts]
+    found = [
+        f"{CONTRIBUTED.get(each, '')}{folder / each}" if (folder / each).is_dir() else each
+        for each in drafts
+    ]
     draft = found[0] if len(found) == 1 else found or None
     how |= {"prefill_chunk": 64, "draft_options": models.options or None}
     return LongSpec.from_pretrained(folder / models.target, draft, **how)
