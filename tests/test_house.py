@@ -1,7 +1,7 @@
 """What the tree may cost its reader: a table of ceilings, and what is measured against it.
 
-Whoever lowers what is measured lowers its ceiling: with a ceiling of 0 the test says how much there
-is. None is raised without a reason in the commit message.
+A change that lowers a figure lowers its ceiling. With a ceiling of 0 the test prints the figure. A
+ceiling is raised only with a reason in the commit message.
 """
 
 import ast

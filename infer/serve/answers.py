@@ -104,7 +104,7 @@ class TextFormat:
     """Of the answer's id, and the ``object`` of a body and of a chunk."""
 
     def __init__(self, texts: TokenTexts, alternatives: int | None) -> None:
-        """Bind the texts of tokens, and how many alternatives of each are told, if any are."""
+        """Bind the texts of tokens, and how many alternatives of each are reported, if any are."""
         self._texts, self._alternatives = texts, alternatives
 
     def choice(

@@ -125,7 +125,7 @@ TEXT, LIST = "a text", "a list"
 
 
 def either(words: str) -> Discriminator:
-    """What chooses between a text and a list by the value, so that its own fault is told.
+    """What chooses between a text and a list by the value, so that only its fault is reported.
 
     Args:
       words: for what is neither.

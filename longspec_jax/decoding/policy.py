@@ -206,7 +206,7 @@ class FastestWithinBudget:
     elapsed: float = 0.0
     """Seconds of all rounds, pauses left out."""
     wait: float = 0.0
-    """Seconds that the host adds to a burst, the most that any two bursts told."""
+    """Seconds that the host adds to a burst, the most that any two bursts showed."""
     latest: int | None = None
     """The candidate of the last burst."""
     first: int | None = None

@@ -33,7 +33,12 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
-from longspec_jax.drafters.tables import BlockParams, FeatureOptions, check_fits
+from longspec_jax.drafters.tables import (
+    BlockParams,
+    FeatureOptions,
+    check_fits,
+    check_proposable,
+)
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run, plant
 from longspec_jax.drafters.window import Entries, Rows, Seen
 from longspec_jax.models.layers import Projection, RMSNorm, rotary_angles
@@ -117,11 +122,7 @@ class DFlashConfig:
         whole_number("mask_token_id", self.mask_token, 0, self.vocab_size - 1)
         for window in filter(None, self.windows):
             whole_number("sliding_window", window)
-        if self.proposable > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={self.proposable} is above vocab_size={self.vocab_size}: a "
-                "draft proposes some of its target's tokens"
-            )
+        check_proposable(self)
         if self.confidence and self.confidence.with_markov and not self.markov:
             raise ValueError(
                 "confidence_head_with_markov reads a Markov head, and markov_rank is 0: use the "

@@ -43,7 +43,12 @@ from longspec_jax.drafters.retrieval.working_cache import (
     WorkingCache,
     WorkingCacheOptions,
 )
-from longspec_jax.drafters.tables import FeatureOptions, TableParams, check_fits
+from longspec_jax.drafters.tables import (
+    FeatureOptions,
+    TableParams,
+    check_fits,
+    check_proposable,
+)
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.drafters.window import Entries, Seen
 from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU, rotary_frequencies
@@ -98,11 +103,7 @@ class Eagle3Config:
             whole_number(name, getattr(self, name))
         if self.window is not None:
             whole_number("window", self.window, 2)
-        if self.proposable > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={self.proposable} is above vocab_size={self.vocab_size}: a "
-                "draft proposes some of its target's tokens"
-            )
+        check_proposable(self)
         check_layer(self)
 
     def check_fits(self, target: TargetConfig) -> None:

@@ -152,6 +152,15 @@ def check_fits(draft: Sizes, target: TargetConfig) -> None:
         )
 
 
+def check_proposable(draft: Sizes) -> None:
+    """Raise ValueError unless the tokens that a draft proposes are some of its target's."""
+    if draft.proposable > draft.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size={draft.proposable} is above vocab_size={draft.vocab_size}: a draft "
+            "proposes some of its target's tokens"
+        )
+
+
 def check_sizes(width: int, vocab_size: int, target: TargetConfig) -> None:
     """Raise ValueError unless a draft was made for hidden states and a vocabulary of these sizes.
 

@@ -246,7 +246,7 @@ def start(
 
 
 def _nobody(activity: Activity) -> None:
-    """Hear what nobody asked to be told."""
+    """Do nothing: the caller listens to no activities."""
 
 
 def prefilled(

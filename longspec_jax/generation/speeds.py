@@ -126,13 +126,11 @@ def settle(
     timings = speeds.find(kind)
     own = sorted(plan.drafters, key=lambda drafter: drafter.tree.num_nodes)
     own = speeds.candidates(kind, own)
-    if not any(one.tree.num_levels for one in own):
-        return Settled(plan.without_draft(), 0, timings, kind)
     first = begun_with(own, timings, usual)
     if fixed or plan.short or (timings and not identical):
-        if not own[first].tree.num_levels:
-            return Settled(plan.without_draft(), 0, timings, kind)
         own, first = [own[first]], 0
+    if not any(one.tree.num_levels for one in own):
+        return Settled(plan.without_draft(), 0, timings, kind)
     return Settled(replace(plan, drafters=tuple(own)), first, timings, kind)
 
 

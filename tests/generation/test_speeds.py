@@ -110,29 +110,29 @@ def planned(spec, **options):
 
 def test_where_the_clock_could_change_text_it_chooses_before_the_call(spec) -> None:
     """The first call of a kind tries its candidates; the others run the fastest to their end."""
-    plan, how = planned(spec), {"streams": False, "identical": False}
-    settled = settle(plan, spec._speeds, **how)
+    plan, speeds = planned(spec), spec._speeds
+    settled = settle(plan, speeds, streams=False, identical=False)
     assert len(settled.plan.drafters) == 2 and settled.kind is not None
     seen = Measurement(20, 20, 20, 20.0), Measurement(20, 20, 30, 90.0)
     spec._speeds.learn(settled.kind, settled.plan.drafters, seen)
-    [only] = settle(plan, spec._speeds, **how).plan.drafters
+    [only] = settle(plan, speeds, streams=False, identical=False).plan.drafters
     assert only.tree == PLAIN
-    assert len(settle(plan, spec._speeds, **{**how, "identical": True}).plan.drafters) == 2
-    fixed = settle(plan, spec._speeds, streams=False, identical=True, fixed=True)
+    assert len(settle(plan, speeds, streams=False, identical=True).plan.drafters) == 2
+    fixed = settle(plan, speeds, streams=False, identical=True, fixed=True)
     assert [drafter.tree for drafter in fixed.plan.drafters] == [PLAIN]
 
 
 def test_a_policy_begins_with_what_is_known(spec) -> None:
-    plan, how = planned(spec), {"streams": False, "identical": True}
-    settled = settle(plan, spec._speeds, **how)
+    plan, speeds = planned(spec), spec._speeds
+    settled = settle(plan, speeds, streams=False, identical=True)
     assert settled.policy((1.0,)) is None
     policy = settled.policy((1.0, 1.5))
     assert policy is not None and policy.choose() == (1, 2), "a tree that nobody has seen"
     seen = Measurement(20, 20, 20, 20.0), Measurement(20, 20, 60, 30.0)
     spec._speeds.learn(settled.kind, settled.plan.drafters, seen)
-    policy = settle(plan, spec._speeds, **how).policy((1.0, 1.5))
+    policy = settle(plan, speeds, streams=False, identical=True).policy((1.0, 1.5))
     assert policy is not None and policy.choose().candidate == 1 and policy.choose().rounds > 2
-    policy = settle(plan, spec._speeds, **how).policy((1.0, 9.0))
+    policy = settle(plan, speeds, streams=False, identical=True).policy((1.0, 9.0))
     assert policy is not None and policy.choose().candidate == 0, "at this context it does not pay"
 
 

@@ -55,17 +55,22 @@ CONTRIBUTED = {"medusa": "contrib.medusa:", "tokenswift": "contrib.tokenswift:"}
 
 def loaded(folder: Path, models: Models, tree: str, dtype: str = "float32") -> LongSpec:
     """The models of an entry, whose calls run this tree."""
-    how: dict[str, Any] = {"dtype": dtype, "tree": tree}
     if models.target == "demo":
-        return LongSpec.demo(draft=models.draft, **{**how, "prefill_chunk": 256})
+        return LongSpec.demo(draft=models.draft, dtype=dtype, tree=tree, prefill_chunk=256)
     drafts = [models.draft] if isinstance(models.draft, str) else models.draft or []
     found = [
         f"{CONTRIBUTED.get(each, '')}{folder / each}" if (folder / each).is_dir() else each
         for each in drafts
     ]
     draft = found[0] if len(found) == 1 else found or None
-    how |= {"prefill_chunk": 64, "draft_options": models.options or None}
-    return LongSpec.from_pretrained(folder / models.target, draft, **how)
+    return LongSpec.from_pretrained(
+        folder / models.target,
+        draft,
+        dtype=dtype,
+        tree=tree,
+        prefill_chunk=64,
+        draft_options=models.options or None,
+    )
 
 
 def _prompts(spec: LongSpec, models: Models) -> list[list[int]]:

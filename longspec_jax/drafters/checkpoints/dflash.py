@@ -15,11 +15,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.checks import is_whole
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.features import (
     DROPPED,
     LAYER_CONFIG,
+    features_of,
     own_tables,
     stored_params,
     vocabulary_of,
@@ -195,18 +195,7 @@ def hidden_layers(
     key = "aux_hidden_state_layer_ids" if dialect is SPECULATORS else "target_layer_ids"
     if not own.has(key):
         return evenly(target_layers, draft_layers)
-    ids, least = own.values[key], 0 if dialect.entering else -1
-    most = target_layers if dialect.entering else target_layers - 1
-    listed = isinstance(ids, list) and bool(ids)
-    if not listed or not all(is_whole(each) and least <= each <= most for each in ids):
-        verb = "enter" if dialect.entering else "leave"
-        raise own.error(
-            key,
-            f"must be layers of the target, {least} to {most}: it has {target_layers} layers, and "
-            f"{dialect.name} counts the hidden states that {verb} the layers",
-            "load the draft that belongs to this target",
-        )
-    return tuple(each - dialect.entering for each in ids)
+    return features_of(own, key, target_layers, dialect.name, entering=dialect.entering)
 
 
 def evenly(target_layers: int, draft_layers: int) -> tuple[int, ...]:

@@ -30,6 +30,8 @@ from longspec_jax.drafters.checkpoints.features import (
     DROPPED,
     LAYER_CONFIG,
     QKV,
+    counting,
+    features_of,
     llama_rules,
     own_tables,
     stored_params,
@@ -88,12 +90,6 @@ class Dialect:
     """What the names of the layer's tensors begin with."""
     entering: bool = False
     """Whether layers are counted by the hidden states that enter them, not by those that leave."""
-
-    @property
-    def counting(self) -> str:
-        """How it counts layers, in words."""
-        verb = "enter" if self.entering else "leave"
-        return f"the hidden states that {verb} the layers"
 
 
 AUTHORS = Dialect("the authors' code", "no architecture of its own", MIDLAYER)
@@ -247,11 +243,12 @@ def _features(raw: JsonObject, dialect: Dialect, layers: int) -> tuple[int, ...]
     if foreign:
         ids = _ids(raw if raw.has(IDS) else nested, IDS)
         where = "".join(place for place, found in places.items() if found)
+        enter, leave = counting(entering=True), counting(entering=False)
         raise ValueError(
             f"{raw.origin}, {where}{IDS}={shown(list(ids))}: {dialect.name} does not write the key "
-            f"there. Written by speculators it means {SPECULATORS.counting} {_listed(ids)}, which "
+            f"there. Written by speculators it means {enter} {_listed(ids)}, which "
             f"is layers={_listed(each - 1 for each in ids)}; written by SpecForge it means "
-            f"{SPECFORGE.counting} {_listed(ids)}, layers={_listed(ids)}. Name one of them with "
+            f"{leave} {_listed(ids)}, layers={_listed(ids)}. Name one of them with "
             "the draft option layers"
         )
     holder, key = (raw if dialect is SPECULATORS else nested), IDS
@@ -259,18 +256,7 @@ def _features(raw: JsonObject, dialect: Dialect, layers: int) -> tuple[int, ...]
         holder, key = raw, "target_layer_ids"
     if not holder.has(key):
         return 1, layers // 2 - 1, layers - 4
-    ids = _ids(holder, key)
-    # The embedding enters layer 0, and is -1 of what leaves layers.
-    least = dialect.entering - 1
-    most = least + layers
-    if not ids or not all(least <= each <= most for each in ids):
-        raise holder.error(
-            key,
-            f"must be layers of the target, {least} to {most}: it has {layers} layers, and "
-            f"{dialect.name} counts {dialect.counting}",
-            "load the draft that belongs to this target",
-        )
-    return tuple(each - dialect.entering for each in ids)
+    return features_of(holder, key, layers, dialect.name, entering=dialect.entering)
 
 
 def _ids(raw: JsonObject, key: str) -> tuple[int, ...]:

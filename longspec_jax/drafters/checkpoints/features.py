@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from longspec_jax.checks import is_whole
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.tables import NOT_WHOLE, Sizes, TableParams
 from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.drafters.window import Seen
 from longspec_jax.weights.checkpoint import Tensor, Tensors
+from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.tables import MLP, QKV_BIAS_PARTS, QKV_KERNEL, Rule
 
 LAYER_CONFIG = "transformer_layer_config"
@@ -50,6 +52,40 @@ def llama_rules(config: Any) -> tuple[Rule, ...]:
 def own_tables(*, embedding: bool, head: bool) -> tuple[Rule, ...]:
     """The rules of the tables that are stored with a draft."""
     return EMBEDDING * embedding + _HEAD * head
+
+
+def counting(*, entering: bool) -> str:
+    """What the numbers of hidden states count in a file."""
+    return f"the hidden states that {'enter' if entering else 'leave'} the layers"
+
+
+def features_of(
+    raw: JsonObject, key: str, target_layers: int, trainer: str, *, entering: bool
+) -> tuple[int, ...]:
+    """The layers after which a file says that hidden states are taken; -1 is the embedding.
+
+    Args:
+      raw: what holds the key.
+      key: of a list of numbers.
+      target_layers: how many layers the target has.
+      trainer: whose file it is, for the message.
+      entering: whether it counts what enters the layers. Else what leaves them, where the embedding
+        is -1.
+
+    Raises:
+      ValueError: if it is no list of such numbers.
+    """
+    ids, least = raw.values[key], entering - 1
+    most = least + target_layers
+    listed = isinstance(ids, list) and bool(ids)
+    if not listed or not all(is_whole(each) and least <= each <= most for each in ids):
+        raise raw.error(
+            key,
+            f"must be layers of the target, {least} to {most}: it has {target_layers} layers, and "
+            f"{trainer} counts {counting(entering=entering)}",
+            "load the draft that belongs to this target",
+        )
+    return tuple(each - entering for each in ids)
 
 
 def stored_params(params: TableParams) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_three_files_lie_in_the_folder_and_are_replaced(
     files = [folder / f"report.{end}" for end in ("html", "md", "csv")]
     assert capsys.readouterr().out.split() == [str(file) for file in files]
     before = [file.read_text() for file in files]
-    for text in before[:2]:  # What figures mean is said once, and not under every table.
+    for text in before[:2]:  # The page explains each figure once, not under every table.
         assert text.count("95% bootstrap") == text.count("bootstrap") == 1
         assert text.count("bonus included, prefill excluded") == 1
     for file in files:
