@@ -36,6 +36,7 @@ from .calls import (
     rows_of,
 )
 from .engine_thread import EngineThread, State
+from .fields import Refused, defect
 from .guards import (
     CLIENT,
     HEALTH,
@@ -50,7 +51,8 @@ from .guards import (
     too_large,
 )
 from .metrics import Metrics
-from .protocol import Chat, Completion, Refused, defect, describe
+from .openapi import describe
+from .protocol import Chat, Completion
 from .streaming import RequestHandle, TokenTexts
 
 LOG = logging.getLogger("longspec.serve")

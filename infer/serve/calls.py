@@ -13,6 +13,7 @@ from longspec_jax.checks import shown
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.generation.chat import check_no_open_thought
 
+from .fields import Prompt, Refused, read
 from .protocol import (
     MOST_STOP_TOKENS,
     SEEDS,
@@ -20,11 +21,8 @@ from .protocol import (
     Completing,
     Completion,
     Detokenize,
-    Prompt,
-    Refused,
     Speculation,
     Tokenize,
-    read,
 )
 
 OPTIONS = {

@@ -23,6 +23,7 @@ import jax
 from longspec_jax import LongSpec, TreeConfig, cli
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
+from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.extras import missing_packages
 from longspec_jax.generation.chat import encode_chat, encode_text
@@ -42,7 +43,6 @@ from .calls import ServedModel
 from .engine_thread import EngineThread
 from .http_server import HttpServer, log_to_stderr
 from .metrics import Metrics
-from .protocol import MOST_ALTERNATIVES
 
 PREFILLS = 4, 2, 1
 """Prompts that may be read at once: as many as fit beside as many slots. Each takes as much memory

@@ -18,6 +18,7 @@ from infer.serve.calls import (
     read_tokenize,
     rows_of,
 )
+from infer.serve.fields import Neutral, Refused, read
 from infer.serve.guards import (
     DEEPEST,
     MOST_BYTES,
@@ -27,19 +28,8 @@ from infer.serve.guards import (
     most_values,
     read_json,
 )
-from infer.serve.protocol import (
-    GETS,
-    MOST_PARTS,
-    POSTS,
-    Chat,
-    Completion,
-    Detokenize,
-    Neutral,
-    Refused,
-    Tokenize,
-    describe,
-    read,
-)
+from infer.serve.openapi import GETS, POSTS, describe
+from infer.serve.protocol import MOST_PARTS, Chat, Completion, Detokenize, Tokenize
 from longspec_jax import TreeConfig
 from tests.serve.kit import MAX_LEN, scripted_model
 
