@@ -50,6 +50,7 @@ from .guards import (
     refusal,
     too_large,
 )
+from .messages import MessageReader
 from .metrics import Metrics
 from .openapi import describe
 from .protocol import Chat, Completion
@@ -219,6 +220,7 @@ class Routes:
             call,
             model.names[0],
             handle.answers,
+            [MessageReader(row.reading) for row in handle.rows],
             self._texts,
             sources=model.sources,
             accepted_only=model.shared,

@@ -102,19 +102,20 @@ class Neutral(Rule):
         return {"enum": list(self.values)} if self.values else {"type": "null"}
 
 
-TEXT, LIST = "a text", "a list"
+TEXT, LIST, OBJECT = "a text", "a list", "an object"
 """Tags of what may be either; no field's name has a space."""
 
 
 def either(words: str) -> Discriminator:
-    """What chooses between a text and a list by the value, so that only its fault is reported.
+    """What chooses by the value's type among those of a field, so that only its fault is reported.
 
     Args:
       words: for what is neither.
     """
 
     def kind(value: object) -> str | None:
-        return TEXT if isinstance(value, str) else LIST if isinstance(value, list) else None
+        kinds = {str: TEXT, list: LIST, dict: OBJECT}
+        return next((tag for kind, tag in kinds.items() if isinstance(value, kind)), None)
 
     return Discriminator(kind, custom_error_type="words", custom_error_message=words)
 
@@ -272,7 +273,7 @@ def read(kind: type[Found], given: dict[str, Any]) -> Found:
 
 def _refused(error: ErrorDetails) -> Refused:
     """A refusal that says the value, the rule and the remedy, and names the field."""
-    where = [one for one in error["loc"] if one not in (TEXT, LIST)]
+    where = [one for one in error["loc"] if one not in (TEXT, LIST, OBJECT)]
     path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in where)[1:]
     context = error.get("ctx", {})
     cause = context.get("error")

@@ -30,6 +30,7 @@ from .fields import (
     read_prompts,
     read_tokens,
 )
+from .tools import AUTO, ToolCalls, ToolChoice, Tools, check_choice, turn_of
 
 SEEDS = 2**32
 MOST_CHOICES = 128
@@ -40,6 +41,8 @@ MOST_STOP_TOKENS = 8
 """The model's own included."""
 MOST_MESSAGES, MOST_PARTS = 4096, 1024
 """Of a request, and of each message."""
+MOST_VARIABLES = 32
+"""Of a chat template."""
 LONGEST_PATTERN = 16_384
 """Characters of a regular expression."""
 
@@ -73,10 +76,8 @@ class Joined:
         return core_schema.no_info_after_validator_function(text, handler.generate_schema(Content))
 
 
-NO_TOOLS = "put what the model must know into its messages"
-_ROLES = OneOf(
-    ("system", "developer", "user", "assistant"), f"; tools are not supported; {NO_TOOLS}"
-)
+NO_FUNCTIONS = "use tools, which replaced it"
+_ROLES = OneOf(("system", "developer", "user", "assistant", "tool"))
 
 
 class Message(Body):
@@ -85,21 +86,46 @@ class Message(Body):
     role: Annotated[str, _ROLES]
     """Who speaks; developer is another name of system."""
     content: Annotated[str, Joined()]
-    """The text."""
+    """The text; an assistant that calls tools may leave it out."""
     name: Annotated[str, Text(0, 256)] = ""
     """Given to the chat template, which may use it."""
     refusal: Annotated[None, Neutral(remedy="leave it out")] = None
     annotations: Annotated[None, Neutral([], remedy="leave it out")] = None
     audio: Annotated[None, Neutral(remedy="send text")] = None
-    tool_calls: Annotated[None, Neutral([], remedy=NO_TOOLS)] = None
-    function_call: Annotated[None, Neutral(remedy=NO_TOOLS)] = None
+    tool_calls: ToolCalls = []
+    """The tools that an assistant has called."""
+    tool_call_id: Annotated[str, Text(0, 256)] = ""
+    """The call that a tool answers; given to the chat template."""
+    reasoning: str = ""
+    """What an assistant has thought; given to the chat template."""
+    reasoning_content: str = ""
+    """Another name of reasoning."""
+    function_call: Annotated[None, Neutral(remedy=NO_FUNCTIONS)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: object) -> object:
+        if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
+            return {**given, "content": ""}
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("has tool_calls, which an assistant's message alone may have")
+        return self
 
     @property
-    def turn(self) -> dict[str, str]:
+    def turn(self) -> dict[str, object]:
         """As a chat template takes it."""
         role = "system" if self.role == "developer" else self.role
-        name = {"name": self.name} if "name" in self.model_fields_set else {}
-        return {"role": role, "content": self.content, **name}
+        found: dict[str, object] = {"role": role, "content": self.content}
+        found |= self.model_dump(include={"name", "tool_call_id"}, exclude_unset=True)
+        if thought := self.reasoning or self.reasoning_content:
+            found |= {"reasoning": thought, "reasoning_content": thought}
+        if self.tool_calls:
+            found["tool_calls"] = [*map(turn_of, self.tool_calls)]
+        return found
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
@@ -170,6 +196,7 @@ class Form(Body):
         return {"regex": self.regex} if self.type == "regex" else {}
 
 
+Scalar = bool | int | float | str
 Biases = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, BIAS]],
     Field(max_length=MOST_BIASES),
@@ -310,15 +337,21 @@ class Chat(Completing):
     """Log-probabilities of the tokens."""
     top_logprobs: Alternatives = 0
     """Alternatives of each token; needs logprobs."""
-    tools: Annotated[None, Neutral([], remedy=NO_TOOLS)] = None
-    tool_choice: Annotated[None, Neutral("none", remedy=NO_TOOLS)] = None
-    parallel_tool_calls: Annotated[None, Neutral(True, False, remedy=NO_TOOLS)] = None
-    functions: Annotated[None, Neutral([], remedy=NO_TOOLS)] = None
-    function_call: Annotated[None, Neutral("none", remedy=NO_TOOLS)] = None
+    tools: Tools = []
+    """What the model may call."""
+    tool_choice: ToolChoice = AUTO
+    """none, auto, required, or the one that it must call."""
+    parallel_tool_calls: bool = True
+    """false: at most one call in an answer."""
+    chat_template_kwargs: Annotated[dict[str, Scalar], Field(max_length=MOST_VARIABLES)] = {}
+    """Variables of the chat template, such as enable_thinking."""
+    reasoning_effort: Annotated[str, Text(1, 64)] | None = None
+    """A variable of the chat template, if it has it."""
+    functions: Annotated[None, Neutral([], remedy=NO_FUNCTIONS)] = None
+    function_call: Annotated[None, Neutral("none", remedy=NO_FUNCTIONS)] = None
     modalities: Annotated[None, Neutral(["text"], remedy="answers are text")] = None
     audio: Annotated[None, Neutral(remedy="answers are text")] = None
     prediction: Annotated[None, Neutral(remedy="the draft predicts on its own")] = None
-    reasoning_effort: Annotated[None, Neutral(remedy="say in the messages how to reason")] = None
     verbosity: Annotated[None, Neutral(remedy="say in the messages how much to write")] = None
     web_search_options: Annotated[None, Neutral(remedy="the server has no access to the web")] = (
         None
@@ -329,14 +362,12 @@ class Chat(Completing):
     chat_template: Annotated[None, Neutral(remedy="start the server with --chat_template=FILE")] = (
         None
     )
-    chat_template_kwargs: Annotated[
-        None, Neutral({}, remedy="start the server with --chat_template=FILE")
-    ] = None
     add_generation_prompt: Annotated[None, Neutral(True)] = None
     continue_final_message: Annotated[None, Neutral(False, remedy="use /v1/completions")] = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_choice(self.tools, self.tool_choice)
         if self.top_logprobs and not self.logprobs:
             raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (
