@@ -114,6 +114,7 @@ def load(arguments: argparse.Namespace, target: Path, sources: Sequence[str | Pa
         offload=arguments.offload,
         same_bits=arguments.same_bits,
         kv_dtype=arguments.kv_dtype,
+        adapter=arguments.adapter,
         mesh=make_mesh(**arguments.mesh) if arguments.mesh else None,
         draft=list(sources) or None,
         draft_options=cli.as_options(arguments.draft_option) if sources else None,

@@ -120,6 +120,7 @@ class LongSpec(Models):
         offload: bool = False,
         same_bits: bool | None = None,
         kv_dtype: str | None = None,
+        adapter: str | Path | None = None,
     ) -> "LongSpec":
         """Load Hugging Face checkpoints, and GGUF files.
 
@@ -153,6 +154,8 @@ class LongSpec(Models):
           kv_dtype: ``fp8`` rounds keys and values to 8 bits before anything attends to them, by the
             checkpoint's scales where it has some, and halves the cache. Another text than without,
             which drafts do not change (docs/guides/quantised.md).
+          adapter: the folder of a LoRA adapter of the target, in PEFT's format, which is merged
+            into its weights (docs/guides/targets.md).
 
         Raises:
           NotImplementedError: for ``same_bits=True`` where there are no such kernels.
@@ -169,7 +172,7 @@ class LongSpec(Models):
         }
         check_arguments(target=target, draft=draft, draft_options=draft_options, dtype=dtype)
         check_arguments(revision=revision, draft_revision=draft_revision, tokenizer=tokenizer)
-        check_arguments(**settings, kv_dtype=kv_dtype)
+        check_arguments(**settings, kv_dtype=kv_dtype, adapter=adapter)
         sources = as_sources(draft)
         check_about_drafts(sources, draft_options, draft_revision)
         tree = None if tree is None else as_tree(tree)
@@ -178,7 +181,13 @@ class LongSpec(Models):
         dequantised = dequantised_types(target, revision=revision)
         chosen = choose_drafts(sources, draft_options or {}, draft_revision)
         loaded = load_with_tokenizer(
-            target, dtype, tokenizer=tokenizer, mesh=mesh, revision=revision, kv_dtype=kv_dtype
+            target,
+            dtype,
+            tokenizer=tokenizer,
+            mesh=mesh,
+            revision=revision,
+            kv_dtype=kv_dtype,
+            adapter=adapter,
         )
         drafts = with_lookup(tuple(draft.load(loaded, mesh) for draft in chosen))
         more: dict[str, Any] = {**settings, "tokenizer": loaded.tokenizer, "tree": tree}

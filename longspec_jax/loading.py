@@ -60,6 +60,7 @@ def load_target(
     mesh: Mesh | None = None,
     revision: str | None = None,
     kv_dtype: str | None = None,
+    adapter: str | Path | None = None,
 ) -> tuple[TargetConfig, Any]:
     """Load a target, if the device has memory for it.
 
@@ -68,7 +69,9 @@ def load_target(
     dtype = best_dtype() if dtype == "auto" else dtype
     if mesh is None:
         check_weights_fit(source, dtype, revision)
-    return hf.load_target(source, dtype=dtype, mesh=mesh, revision=revision, kv_dtype=kv_dtype)
+    return hf.load_target(
+        source, dtype=dtype, mesh=mesh, revision=revision, kv_dtype=kv_dtype, adapter=adapter
+    )
 
 
 def load_with_tokenizer(
@@ -79,13 +82,14 @@ def load_with_tokenizer(
     mesh: Mesh | None = None,
     revision: str | None = None,
     kv_dtype: str | None = None,
+    adapter: str | Path | None = None,
 ) -> Target:
     """Load a target, and the tokenizer beside it at the same time.
 
     The tokenizer's library takes seconds to import, and a GPU takes seconds to start. Arguments as
     of :meth:`longspec_jax.LongSpec.from_pretrained`.
     """
-    how: Any = {"mesh": mesh, "revision": revision, "kv_dtype": kv_dtype}
+    how: Any = {"mesh": mesh, "revision": revision, "kv_dtype": kv_dtype, "adapter": adapter}
     if tokenizer is not None:
         return Target(*load_target(source, dtype, **how), tokenizer)
     pool = ThreadPoolExecutor(1)

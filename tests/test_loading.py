@@ -103,14 +103,14 @@ def test_weights_are_read_while_the_tokenizer_is(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loading, "load_tokenizer", tokenizer)
     monkeypatch.setattr(loading, "load_target", target)
     loaded = load_with_tokenizer("here", "float32", revision="main")
-    options = {"mesh": None, "revision": "main", "kv_dtype": None}
+    options = {"mesh": None, "revision": "main", "kv_dtype": None, "adapter": None}
     assert loaded == ("float32", options, "tokenizer of here at main")
 
 
 def test_a_given_tokenizer_is_taken_and_none_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load_tokenizer", None)
     monkeypatch.setattr(loading, "load_target", lambda *_, **options: ("config", options))
-    how = {"revision": "main", "kv_dtype": "fp8"}
+    how = {"revision": "main", "kv_dtype": "fp8", "adapter": "there"}
     given = load_with_tokenizer("here", "float32", tokenizer="mine", **how)
     assert given == ("config", {"mesh": None, **how}, "mine")
 

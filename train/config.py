@@ -394,6 +394,9 @@ class RunConfig:
     pretraining: Annotated[PretrainingConfig | None, FREE] = None
     log: Annotated[LogConfig, FREE] = LogConfig()
     features: Annotated[FeaturesConfig, FREE] = FeaturesConfig()
+    adapter: Annotated[str, FREE] = ""
+    """Folder of a LoRA adapter that is merged into the target; its content counts as the target's
+    does."""
 
     def __post_init__(self) -> None:
         if bool(self.target) == (self.pretraining is not None):

@@ -20,7 +20,7 @@ from longspec_jax.weights.hub import local_model
 Fingerprint = dict[str, Any]
 """A value that JSON can hold for every name; two runs are the same if all are equal."""
 
-_MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.pth")
+_MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.bin", "*.pth")
 
 
 def model_digest(source: str | Path, revision: str | None = None) -> str:

@@ -34,7 +34,7 @@ from .data.tokens import load_tokenizer
 from .drafts.base import Begun, DraftTrainer, Given
 from .drafts.kinds import KINDS
 from .features import Features, open_features
-from .fingerprint import Fingerprint, check_same_run, model_digest
+from .fingerprint import Fingerprint, check_same_run, fingerprint, model_digest
 from .loop import Stage, peak_tokens_per_second, run_stage
 from .losses import tokens_at_once
 from .metrics import Metrics, open_writers
@@ -258,8 +258,13 @@ def plan_draft(run: TrainingRun) -> list[PlannedStage]:
 def begin_draft(run: TrainingRun, plans: Sequence[PlannedStage]) -> tuple[Given, Begun]:
     """The target, loaded, and the draft before its first step."""
     config = run.config
-    source = {"dtype": config.dtype, "revision": config.revision or None}
-    target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
+    target, frozen = load_target(
+        run.target_source,
+        dtype=config.dtype,
+        mesh=run.mesh,
+        revision=config.revision or None,
+        adapter=config.adapter or None,
+    )
     given = Given(
         target,
         frozen,
@@ -368,6 +373,9 @@ def _models(run: TrainingRun) -> Fingerprint:
     """Digests of the frozen target, and of the draft that training starts from."""
     config = run.config
     models = {"the target": model_digest(run.target_source, config.revision or None)}
+    if config.adapter:
+        parts = {"target": models["the target"], "adapter": model_digest(config.adapter)}
+        models["the target"] = fingerprint(parts)
     if config.draft.init:
         models["the draft it starts from"] = model_digest(config.draft.init)
     return models

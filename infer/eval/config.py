@@ -37,6 +37,7 @@ class Models:
     draft_option: Sequence[tuple[str, Any]] | None = None
     revision: str | None = None
     draft_revision: str | None = None
+    adapter: str | None = None
     dtype: str = "auto"
     kv_dtype: str | None = None
     attention: str | None = None
@@ -202,7 +203,9 @@ class EvalConfig:
         """Refuse options that are the server's."""
         if not self.endpoint:
             return
-        names = "draft draft_option mesh offload attention kv_dtype prefill_chunk row_slots".split()
+        names = (
+            "draft draft_option adapter mesh offload attention kv_dtype prefill_chunk row_slots"
+        ).split()
         given = [name for name in names if getattr(self.models, name)]
         given += [name for name in ("method", "breakdown", "rounds") if getattr(self, name)]
         if given:

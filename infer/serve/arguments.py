@@ -48,9 +48,10 @@ CAPACITY = {
     ),
 }
 LIMITS = {
-    "queue_requests": Option(Whole(), 256, "most requests without a first token"),
-    "queue_tokens": Option(
-        Whole(), None, "most tokens of their prompts; 64 times --max_len if absent"
+    "queue_requests": Option(
+        Whole(),
+        256,
+        "most requests without a first token; their prompts have at most 64 times --max_len tokens",
     ),
     "request_seconds": Option(
         _SECONDS, None, "a request that takes longer is ended; no limit if absent"

@@ -56,7 +56,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 """What jax calls the end of a compilation."""
 PROMPT = "def fibonacci(n):"
 WHOLE_QUEUE = 64
-"""Contexts that the queue holds unless --queue_tokens says otherwise."""
+"""Contexts that the prompts in the queue fill at most."""
 
 
 class Service:
@@ -160,7 +160,6 @@ class Service:
             names=self._names,
             max_len=self._max_len,
             queue_requests=arguments.queue_requests,
-            queue_tokens=arguments.queue_tokens,
             request_seconds=arguments.request_seconds,
             template=self._template,
             api_keys=self._keys,
@@ -287,7 +286,6 @@ def served_over(
     names: tuple[str, ...],
     max_len: int,
     queue_requests: int,
-    queue_tokens: int | None = None,
     request_seconds: float | None = None,
     template: str | None = None,
     api_keys: tuple[str, ...] = (),
@@ -302,7 +300,6 @@ def served_over(
       names: of the model.
       max_len: most tokens of a request.
       queue_requests: most rows without a first token.
-      queue_tokens: most tokens of their prompts; :data:`WHOLE_QUEUE` contexts if absent.
       request_seconds: after which a call is ended; None for no limit.
       template: as in :func:`chat_encoder`.
       api_keys: of which clients must send one, if there are any.
@@ -318,7 +315,7 @@ def served_over(
         engine,
         metrics,
         queue_requests=queue_requests,
-        queue_tokens=queue_tokens or WHOLE_QUEUE * max_len,
+        queue_tokens=WHOLE_QUEUE * max_len,
         request_seconds=request_seconds,
         levels=levels,
     )

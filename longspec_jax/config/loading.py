@@ -24,6 +24,15 @@ class LoadOptions(TypedDict, total=False):
     draft_revision: Annotated[
         str | None, Option(Maybe(Text(1)), None, "branch, tag or commit of the draft on the hub")
     ]
+    adapter: Annotated[
+        str | None,
+        Option(
+            Maybe(Text(1)),
+            None,
+            "folder of a LoRA adapter of the target, in PEFT's format, which is merged into its "
+            "weights (docs/guides/targets.md)",
+        ),
+    ]
     dtype: Annotated[
         str,
         Option(

@@ -264,14 +264,13 @@ def vocabulary_of(
     return Vocabulary(table, vocab_size, stop_tokens)
 
 
-def check_depth(schema: Any, level: int = 1) -> None:
+def check_depth(schema: object, level: int = 1) -> None:
     """Refuse a schema of more than :data:`DEEPEST` levels: the library reads them by recursion."""
     if level > DEEPEST:
         raise ValueError(f"a schema of more than {DEEPEST} levels is not read; make it flatter")
-    inner = schema.values() if isinstance(schema, Mapping) else schema
-    if isinstance(inner, str) or not isinstance(schema, Mapping | Sequence):
+    if isinstance(schema, str) or not isinstance(schema, Mapping | Sequence):
         return
-    for part in inner:
+    for part in schema.values() if isinstance(schema, Mapping) else schema:
         check_depth(part, level + 1)
 
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.weights import hf_config
+from longspec_jax.weights.adapter import own_name, with_adapter
 from longspec_jax.weights.checkpoint import LM_HEAD, Tensor, Tensors
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.json_files import JsonObject
@@ -44,6 +45,7 @@ def load_target(
     mesh: Mesh | None = None,
     revision: str | None = None,
     kv_dtype: str | None = None,
+    adapter: str | Path | None = None,
 ) -> tuple[TargetConfig, Any]:
     """Load a target.
 
@@ -55,6 +57,7 @@ def load_target(
       revision: branch, tag or commit of a hub id.
       kv_dtype: what keys and values are rounded to, as in the configuration: with the scales of the
         checkpoint where it has some, which are not used otherwise.
+      adapter: the folder of a LoRA adapter, which is merged into the weights.
 
     Returns:
       The configuration and the parameters of :class:`longspec_jax.models.target.Target`.
@@ -66,8 +69,16 @@ def load_target(
     model = local_model(source, revision)
     raw = read_config(model)
     described = hf_config.target_config(raw, dtype)
+    if adapter is not None and (model.is_file() or quantisation(hf_config.text_part(raw))):
+        raise ValueError(
+            f"{source}: an adapter is merged into 16-bit or 32-bit weights of a folder, and these "
+            "are quantised or a GGUF file; take the target that they were made of"
+        )
     with ExitStack() as stack:
         config, tensors = _as_tied(described, _of_target(open_model(model, stack), raw))
+        if adapter is not None:
+            folder = Path(adapter).expanduser()
+            tensors = with_adapter(tensors, folder, stack, tied=config.tied_embeddings)
         if config != described:
             warnings.warn(
                 f"{raw.origin}: tie_word_embeddings=true, and the weights hold an LM head that "
@@ -138,14 +149,8 @@ def _of_target(tensors: Tensors, raw: JsonObject) -> Tensors:
     beside = hf_config.wrapped(raw)
     if not beside:
         return tensors
-
-    def own(name: str) -> str:
-        if name.startswith("model.language_model."):
-            return name.replace("language_model.", "", 1)
-        return name.removeprefix("language_model.")
-
     return {
-        own(name): tensor
+        own_name(name): tensor
         for name, tensor in tensors.items()
         if not any(re.fullmatch(pattern, name) for pattern in beside)
     }
