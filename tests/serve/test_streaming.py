@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from infer.serve import answers
 from infer.serve.answers import SLICE, Writer, json_bytes, long_json_bytes, rounds_of
 from infer.serve.fields import read
+from infer.serve.messages import MessageReader, Reading
 from infer.serve.protocol import Completion
 from infer.serve.streaming import Answer, RequestHandle, TokenTexts, token_text
 from longspec_jax.decoding import logprobs
@@ -151,7 +152,7 @@ def test_log_probabilities_of_a_long_prompt_hold_up_nobody(
     answer.add(gain, 0)
     texts = TokenTexts(lambda ids: "".join(map(chr, ids)))
     call = read(Completion, {"prompt": "x", "logprobs": most})
-    writer = Writer(call, "toy", [answer], texts)
+    writer = Writer(call, "toy", [answer], [MessageReader(Reading())], texts)
     body = writer.events(0, gain)
     lists = json.loads(body.partition(b"\n")[0].removeprefix(b"data: "))["choices"][0]["logprobs"]
     assert {*map(len, lists.values())} == {tokens + 1} and lists["top_logprobs"][0] is None
