@@ -333,15 +333,30 @@ def properties_of(schema: Mapping[str, object]) -> Mapping[str, object]:
     return found if isinstance(found, Mapping) else {}
 
 
-def types_of(schema: object, root: Mapping[str, object], level: int = 0) -> set[str]:
-    """JSON's types that a schema allows; empty where it does not say."""
+def types_of(
+    schema: object,
+    root: Mapping[str, object],
+    level: int = 0,
+    followed: set[str] | None = None,
+) -> set[str]:
+    """JSON's types that a schema allows; empty where it does not say.
+
+    Args:
+      root: holds what references name.
+      level: of references and choices within each other, of which 8 are followed.
+      followed: references that were: each once, so that the work is that of reading the schema.
+    """
+    followed = set() if followed is None else followed
     if not isinstance(schema, Mapping) or level > 8:
         return set()
     if isinstance(reference := schema.get("$ref"), str):
+        if reference in followed:
+            return set()
+        followed.add(reference)
         place, name = reference.removeprefix("#/").partition("/")[::2]
         shared = root.get(place)
         inner = shared.get(name) if isinstance(shared, Mapping) else None
-        return types_of(inner, root, level + 1)
+        return types_of(inner, root, level + 1, followed)
     own = schema.get("type")
     if isinstance(own, str):
         return {own}
@@ -349,7 +364,7 @@ def types_of(schema: object, root: Mapping[str, object], level: int = 0) -> set[
         return {one for one in own if isinstance(one, str)}
     for several in ("anyOf", "oneOf"):
         if isinstance(choices := schema.get(several), list):
-            return {kind for one in choices for kind in types_of(one, root, level + 1)}
+            return {kind for one in choices for kind in types_of(one, root, level + 1, followed)}
     words = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return {_type(one) for one in words} if isinstance(words, list) else set()
 

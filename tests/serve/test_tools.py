@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.serve.markup import Markup, grammar_of, markup_of, value_of
+from infer.serve.markup import Markup, grammar_of, markup_of, types_of, value_of
 from infer.serve.messages import MessageReader, Reading
 from infer.serve.tools import NamedTool, Tool, named
 from longspec_jax.config.tree import PLAIN, TreeConfig
@@ -178,6 +178,14 @@ def test_a_value_between_tags_has_the_type_of_its_schema(
     text: str, types: set[str], value: Any
 ) -> None:
     assert value_of(text, types) == value
+
+
+def test_references_are_followed_once() -> None:
+    """Choices of choices would have as many ways through them as no server can walk."""
+    choice = {"anyOf": [{"$ref": f"#/$defs/{index}"} for index in range(50)]}
+    root: dict[str, Any] = {"$defs": {f"{index}": choice for index in range(49)}}
+    root["$defs"]["49"] = {"type": ["integer", "null"]}
+    assert types_of(choice, root) == {"integer", "null"}
 
 
 def test_a_text_between_tags_keeps_what_looks_like_tags() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from longspec_jax.config.layers import ExpertsConfig, LayerConfig, Rotary
 from longspec_jax.weights.hf import load_target, save_target
 from tests.kit import each_row, random_target, tiny_target_config
 from train.fingerprint import model_digest
+from train.pipeline import _models
 
 CONFIG = tiny_target_config(vocab_size=29, num_layers=2)
 TIED = tiny_target_config(vocab_size=29, num_layers=2, tied_embeddings=True)
@@ -314,13 +316,28 @@ def test_square_matrices_of_experts_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_adapter_counts_as_the_target_does(case: Case) -> None:
-    """A resumed run knows a changed adapter."""
-    digests = set[str]()
+    """A resumed run knows a changed adapter, and a run without one is what it was."""
+
+    def identity(adapter: str) -> str:
+        draft = SimpleNamespace(init="")
+        config = SimpleNamespace(revision="", adapter=adapter, draft=draft)
+        run: Any = SimpleNamespace(target_source=str(case.target), config=config)
+        return _models(run)["the target"]
+
+    digests = {identity("")}
+    assert digests == {model_digest(case.target)}
     for alpha in (8, 9, 8):
         case.write(pair(Q, case.shape(Q)), lora_alpha=alpha)
-        digests.add(model_digest(case.adapter))
+        digests.add(identity(str(case.adapter)))
     case.write(pair(Q, case.shape(Q), seed=7))
-    assert len(digests | {model_digest(case.adapter)}) == 3
+    assert len(digests | {identity(str(case.adapter))}) == 4
+
+
+def test_models_are_loaded_with_an_adapter(case: Case) -> None:
+    case.write(pair(Q, case.shape(Q)))
+    spec = LongSpec.from_pretrained(case.target, "ngram", adapter=case.adapter)
+    _, expected = load_target(case.target, adapter=str(case.adapter))
+    jax.tree.map(np.testing.assert_array_equal, spec.target_params, expected)
 
 
 PEFT_CASES: dict[str, dict[str, Any]] = {
