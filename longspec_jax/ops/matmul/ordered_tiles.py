@@ -12,6 +12,7 @@ and the number of programs.
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
@@ -62,6 +63,7 @@ class Work:
     tile: MatmulTile
     parts: int = 1
     head: bool = False
+    full_rate_programs: ClassVar[int] = FULL_RATE_PROGRAMS
 
     @property
     def warpgroups(self) -> int:
@@ -135,7 +137,7 @@ class Work:
 
     def _read(self) -> float:
         """Bytes that the machine could read in the time that the programs take to read theirs."""
-        programs = max(self.programs, FULL_RATE_PROGRAMS)
+        programs = max(self.programs, self.full_rate_programs)
         idle = 1 - self.programs / MULTIPROCESSORS
         return self.program_bytes * programs * (1 + 0.1 * idle) * SLOWDOWN[self.tile.columns]
 
