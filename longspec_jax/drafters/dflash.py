@@ -6,11 +6,12 @@ committed tokens are context for all layers without passing through any. Their e
 (feature, position) alone: entry ``i`` of every layer's cache is made of the feature of token ``i``.
 
 A round runs the block once, whatever the tree: the pending token and mask tokens behind it, which
-see each other and the entries. A level of the tree takes the logits of one slot. Slots do not know
-of each other's tokens, so without a Markov head the continuations of all nodes of a level are the
-same, and beam search by their sums is the tree of the best paths (DDTree, arXiv:2604.12989). A
-Markov head (DSpark) corrects the logits behind every node by its token. A confidence head says how
-likely a slot is right behind a node: paths through it are worth less by that, so that a budget or a
+see the entries and each other, or in a causal block the earlier ones of each other (JetSpec, arXiv
+2606.18394). A level of the tree takes the logits of one slot. Slots do not know of each other's
+tokens, so without a Markov head the continuations of all nodes of a level are the same, and beam
+search by their sums is the tree of the best paths (DDTree, arXiv:2604.12989). A Markov head
+(DSpark) corrects the logits behind every node by its token. A confidence head says how likely a
+slot is right behind a node: paths through it are worth less by that, so that a budget or a
 threshold stops where the slots become guesses.
 """
 
@@ -103,7 +104,8 @@ class DFlashConfig:
     windows: tuple[int | None, ...] = ()
     """Committed tokens that each layer sees, the last ones; all where None. One for each layer."""
     causal: tuple[bool, ...] = ()
-    """Whether a slot sees none of the later ones, for each layer."""
+    """Whether a slot sees none of the later ones, for each layer: in all of them (JetSpec), in all
+    that have a window, or in none."""
     markov: Markov | None = None
     confidence: Confidence | None = None
 
@@ -115,6 +117,12 @@ class DFlashConfig:
             raise ValueError(
                 f"windows={self.windows} and causal={self.causal} must name each of the {layers} "
                 "layers"
+            )
+        slides = tuple(window is not None for window in self.windows)
+        if self.causal not in ((True,) * layers, (False,) * layers, slides):
+            raise ValueError(
+                f"causal={self.causal} must be true of all layers, of those with a window in "
+                f"windows={self.windows}, or of none: no file says more"
             )
         for name in ("target_width", "proposable"):
             whole_number(name, getattr(self, name))
@@ -481,10 +489,12 @@ class DFlashDraft(Draft):
             return TreeConfig((width,) * min(depth, levels), budget)
 
         whole, half, chain = tree(8, levels, 64), tree(4, levels, 32), tree(1, levels)
+        # JetSpec gains up to here and beyond; its slots are surer of what they propose.
+        wide = (tree(16, min(levels, 15), 128),) * all(self.config.causal)
         return DefaultTrees(
             (tree(1, 4), tree(1, 2), tree(2, 2)),
             (chain, half, whole),
-            (whole, half, chain),
+            (whole, *wide, half, chain),
             settled=False,
             together=(whole, half, tree(4, 6, 12)),
         )

@@ -107,6 +107,12 @@ def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     decoded(drafter, test_dflash.random_params(window.config, test_dflash.KNOWN), plain)
 
 
+def test_jetspec_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+    """A causal block of 16 slots, with a window that wraps, and sinks."""
+    drafter = replace(test_dflash.WINDOW, config=test_dflash.CAUSAL, tree=TREE)
+    decoded(drafter, test_dflash.random_params(test_dflash.CAUSAL), plain)
+
+
 def test_a_parallel_draft_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     """With a window that wraps, and a tree as deep as its block."""
     drafter = replace(test_parallel.DRAFTER, tree=TreeConfig((3, 7, 7, 2), budget=12))

@@ -5,7 +5,8 @@ Every stored tensor is read, or dropped for a reason that is listed, or refused.
 They count the target's layers differently, as with EAGLE-3 drafts
 (:mod:`longspec_jax.drafters.checkpoints.eagle3`): speculators by the hidden states that *enter* a
 layer, the others by those that *leave* it. A block of DFlash proposes behind the pending token's
-slot; a block of DSpark proposes from it on, one token more.
+slot; a block of DSpark proposes from it on, one token more. JetSpec's heads (arXiv 2606.18394) are
+z-lab's files with one key more, :data:`CAUSAL`.
 """
 
 from collections.abc import Iterable
@@ -47,8 +48,9 @@ LAYERS = "Qwen3ForCausalLM"
 """The family whose layers all of these drafts have, whatever the target's."""
 HEADS = {"vanilla": {}, "gated": {"gated": True}, "rnn": {"recurrent": True}}
 """Kinds of Markov heads, and the fields of :class:`Markov` for them."""
+CAUSAL = "causal_head"
+"""In ``dflash_config``: slots of every layer see none of the later ones (JetSpec)."""
 _REFUSED = {
-    "causal_head": "every slot sees none of the later ones (JetSpec)",
     "use_swa": "windows of another kind",
     "swa_window_size": "windows of another kind",
     "final_logit_softcapping": "a soft cap on logits",
@@ -144,6 +146,13 @@ def draft_config(
             value = holder.values.get(key)
             if value and not (value == 1 and value is not True and key in _FACTORS):
                 raise holder.error(key, f"is not supported: {what}", "load another draft")
+    for holder in (raw, part):
+        if holder.values.get(CAUSAL):
+            raise holder.error(
+                CAUSAL,
+                "is not supported outside of dflash_config, where JetSpec's files have it",
+                "load another draft",
+            )
     if (made_for := raw.whole("num_target_layers", target.num_layers)) != target.num_layers:
         raise ValueError(
             f"{raw.origin}: the draft was made for a target of num_target_layers={made_for}, the "
@@ -221,11 +230,23 @@ def _windows(part: JsonObject, layers: int) -> tuple[int | None, ...]:
 def _causal(
     raw: JsonObject, own: JsonObject, dialect: Dialect, windows: Iterable[int | None]
 ) -> tuple[bool, ...]:
-    """Whether slots see none of the later ones: where the window slides, unless the file says."""
-    slides = not raw.flag("sliding_window_non_causal", False)
+    """Whether slots see none of the later ones: where the window slides, unless the file says.
+
+    Raises:
+      ValueError: if a file says both of all layers.
+    """
+    slides, everywhere = not raw.flag("sliding_window_non_causal", False), False
     if dialect is ZLAB:
-        slides = own.flag("causal", raw.flag("is_causal", slides))
-    return tuple(window is not None and slides for window in windows)
+        everywhere = own.flag(CAUSAL, False)
+        for holder, key in ((raw, "is_causal"), (own, "causal")):
+            slides = holder.flag(key, slides)
+            if everywhere and not holder.flag(key, True):
+                raise holder.error(
+                    key,
+                    f"contradicts {CAUSAL}=True of the same file: slots either see the later ones "
+                    "or do not",
+                )
+    return tuple(everywhere or (window is not None and slides) for window in windows)
 
 
 def _markov(own: JsonObject, dspark: bool) -> Markov | None:
@@ -241,7 +262,9 @@ def hf_draft_config(config: DFlashConfig) -> dict[str, Any]:
     heads = _raw_heads(config)
     own = {"target_layer_ids": [*config.features], "mask_token_id": config.mask_token} | heads
     dspark = bool(heads) or config.from_pending
-    if any(config.windows):
+    if all(config.causal) and None in config.windows:
+        own[CAUSAL] = True
+    elif any(config.windows):
         own["causal"] = any(config.causal)
     if dspark:
         own["projector_type"] = "dspark"

@@ -4,6 +4,7 @@ That a block is computed as published is in :mod:`.test_parity`, and that no tok
 :mod:`tests.drafters.test_published`.
 """
 
+import heapq
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.kit import normal, relative_error, view_of
 
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
 DFLASH = config_for(CONFIG, windows=(9, None), causal=(True, False))
+CAUSAL = config_for(CONFIG, block=16, causal=(True, True))
 DSPARK = config_for(
     CONFIG,
     proposable=len(KNOWN),
@@ -100,6 +102,59 @@ def test_a_tree_holds_the_best_paths_of_the_slots() -> None:
         }
 
 
+def test_a_tree_of_128_nodes_holds_the_best_sums_of_a_causal_blocks_rows() -> None:
+    """Those that a heap finds, as JetSpec's engine builds its trees: and no worse than its own."""
+    draft = random_params(CAUSAL)
+    # Surer than random weights are, so that no level has more of the best nodes than its width.
+    params = Params(None, replace(draft, head=9 * draft.head))
+    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
+    block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+    drafter = DFlashDrafter(CAUSAL, TreeConfig((16,) * 15, budget=128))
+    tree, heard = proposed(drafter, params, block, tokens[:, 0])
+    logs = np.asarray(jax.nn.log_softmax(jnp.stack(heard)[:, :, 0]), np.float64)
+    for row in range(2):
+        best = best_first(logs[:, row], 128)
+        per_level = np.bincount([len(path) for path in best])
+        assert per_level.max() <= 16 and len(per_level) > 8
+        assert paths_of(tree, row) == best.keys()
+        assert sum(np.exp([*best.values()])) >= expected_of_the_engine(logs[:, row], 7, 128)
+
+
+def best_first(logs: np.ndarray, nodes: int) -> dict[tuple[int, ...], float]:
+    """The best paths below the root by the sums of rows ``[levels, V]``, one at a time."""
+    heap, found = [(0.0, ())], dict[tuple[int, ...], float]()
+    while len(found) < nodes:
+        worth, path = heapq.heappop(heap)
+        found[path] = -worth
+        if len(path) < len(logs):
+            for token, log in enumerate(logs[len(path)]):
+                heapq.heappush(heap, (worth - log, (*path, token)))
+    del found[()]
+    return found
+
+
+def expected_of_the_engine(logs: np.ndarray, width: int, nodes: int) -> float:
+    """Expected tokens of a tree that takes all ``width`` children of the best node at once."""
+    heap, worths = [(0.0, 0)], list[float]()
+    while len(worths) < nodes - 1:
+        worth, depth = heapq.heappop(heap)
+        if depth < len(logs):
+            for log in np.sort(logs[depth])[::-1][: min(width, nodes - 1 - len(worths))]:
+                worths.append(log - worth)
+                heapq.heappush(heap, (worth - log, depth + 1))
+    return float(np.exp(worths).sum())
+
+
+def paths_of(tree: Any, row: int) -> set[tuple[int, ...]]:
+    """The tokens on the paths to all nodes of a row but its root."""
+    parents, ids = np.asarray(tree.parents[row]), np.asarray(tree.tokens[row])
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, len(ids)):
+        paths[node] = (*paths[int(parents[node])], int(ids[node]))
+    return {*paths.values()} - {()}
+
+
 def test_a_confidence_head_moves_nodes_to_where_slots_are_trusted() -> None:
     """A path is worth its probabilities times the confidence of every slot on it, by hand."""
     config = config_for(CONFIG, from_pending=True, markov=Markov(5), confidence=Confidence(True))
@@ -139,11 +194,7 @@ def test_a_confidence_head_moves_nodes_to_where_slots_are_trusted() -> None:
         }
         worth |= dict(sorted(below.items(), key=lambda path: -path[1])[:5])
         best = {*sorted(worth, key=lambda path: -worth[path])[:5]}
-        parents, ids = np.asarray(tree.parents[row]), np.asarray(tree.tokens[row])
-        paths: dict[int, tuple[int, ...]] = {0: ()}
-        for node in range(1, 6):
-            paths[node] = (*paths[int(parents[node])], int(ids[node]))
-        assert {*paths.values()} - {()} == best
+        assert paths_of(tree, row) == best
 
 
 def test_what_is_needed_and_what_cannot_be() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,12 @@ CONFIG = tiny_target_config(num_layers=8)
 TARGET = Target(CONFIG, random_target(CONFIG))
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
 SLIDING: dict[str, Any] = dict(windows=(9, None), causal=(True, False))
+CAUSAL: dict[str, Any] = dict(causal=(True, True))
 DRAFTS: dict[str, tuple[Dialect, DFlashConfig]] = {
     "z-lab": (ZLAB, config_for(CONFIG, features=(1, 3, 5))),
     "z-lab, sliding": (ZLAB, config_for(CONFIG, **SLIDING, block=8)),
+    "JetSpec": (ZLAB, config_for(CONFIG, **CAUSAL, block=16)),
+    "JetSpec, sliding": (ZLAB, config_for(CONFIG, **CAUSAL, windows=(9, None))),
     "SpecForge, DSpark": (ZLAB, config_for(CONFIG, from_pending=True, markov=Markov(4))),
     "DeepSpec, DFlash": (DEEPSPEC, config_for(CONFIG, from_pending=True)),
     "DeepSpec, DSpark": (
@@ -182,10 +186,30 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], selector_rank=256)),
         "selector_rank=256 is not supported",
     ),
-    "JetSpec": (
+    "JetSpec's key beside the others": (
         "z-lab",
-        dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], causal_head=True)),
-        "causal_head=True is not supported: every slot sees none of the later ones (JetSpec)",
+        dict(causal_head=True),
+        "causal_head=True is not supported outside of dflash_config",
+    ),
+    "JetSpec's key in another dialect": (
+        "speculators",
+        dict(causal_head=True),
+        "causal_head=True is not supported outside of dflash_config",
+    ),
+    "JetSpec's key as a number": (
+        "z-lab",
+        dict(dflash_config=dict(mask_token_id=5, causal_head=1)),
+        "causal_head=1 must be true or false",
+    ),
+    "both kinds of blocks": (
+        "z-lab",
+        dict(dflash_config=dict(mask_token_id=5, causal_head=True, causal=False)),
+        "causal=False contradicts causal_head=True of the same file",
+    ),
+    "both kinds of blocks in two places": (
+        "JetSpec",
+        dict(is_causal=False),
+        "is_causal=False contradicts causal_head=True of the same file",
     ),
     "a key of DFlash 2 beside the others": (
         "z-lab",
@@ -298,14 +322,36 @@ def test_what_is_seen_follows_from_the_trained_range(tmp_path: Path) -> None:
     assert load(_saved(tmp_path, "z-lab"), TARGET).drafter(PLAIN).window is None
 
 
-@pytest.mark.parametrize(("block", "deepest"), [(4, 3), (64, 16)])
-def test_default_trees_fit_the_block(block: int, deepest: int) -> None:
-    config = config_for(CONFIG, block=block)
+@pytest.mark.parametrize("fields", [{}, CAUSAL], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(("block", "deepest"), [(4, 3), (16, 15), (64, 16)])
+def test_default_trees_fit_the_block(block: int, deepest: int, fields: dict[str, Any]) -> None:
+    """Those of a causal block have up to 128 nodes, as its authors' have."""
+    config = config_for(CONFIG, block=block, **fields)
     draft = DFlashDraft(config, random_params(config))
     trees = draft.default_trees
     for tree in (*trees.cpu, *trees.gpu, *trees.large, *trees.together):
         assert draft.drafter(tree).tree.num_levels <= deepest
-    assert {tree.num_levels for tree in trees.large} == {deepest}
+    assert {min(tree.num_levels, 15) for tree in trees.large} == {min(deepest, 15)}
+    assert any(tree.budget == 128 for tree in trees.large) == bool(fields)
+
+
+def test_a_key_of_jetspec_is_what_tells_its_heads_from_drafts_of_dflash(tmp_path: Path) -> None:
+    """As its authors write it: six heads are such files."""
+    folder = _saved(tmp_path, "JetSpec")
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw["architectures"] == ["DFlashDraftModel"] and raw["block_size"] == 16
+    own = raw["dflash_config"]
+    assert own == dict(target_layer_ids=[-1, 0, 7], mask_token_id=100, causal_head=True)
+    del own["causal_head"]
+    config = load(edit(folder, dflash_config=own), TARGET).config
+    assert config == replace(DRAFTS["JetSpec"][1], causal=(False, False))
+
+
+@pytest.mark.parametrize("causal", [(True, False), (False, True)])
+def test_blocks_that_no_file_describes_are_refused(causal: tuple[bool, bool]) -> None:
+    """Else they would be saved as others."""
+    with pytest.raises(ValueError, match=r"must be true of all layers, .* no file says more"):
+        config_for(CONFIG, causal=causal)
 
 
 def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
