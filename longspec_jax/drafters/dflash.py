@@ -90,6 +90,8 @@ class DFlashConfig:
     """Its layers, which are those of Qwen3."""
     target_width: int
     """Width of the target's hidden states."""
+    target_layers: int
+    """Layers of the target."""
     proposable: int
     """Tokens that the draft's LM head knows."""
     features: tuple[int, ...]
@@ -124,7 +126,7 @@ class DFlashConfig:
                 f"causal={self.causal} must be true of all layers, of those with a window in "
                 f"windows={self.windows}, or of none: no file says more"
             )
-        for name in ("target_width", "proposable"):
+        for name in ("target_width", "target_layers", "proposable"):
             whole_number(name, getattr(self, name))
         whole_number("block_size", self.block, 1 if self.from_pending else 2)
         whole_number("mask_token_id", self.mask_token, 0, self.vocab_size - 1)
@@ -176,6 +178,11 @@ class DFlashConfig:
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError unless this draft can read the target's features and tokens."""
         check_fits(self, target)
+        if self.target_layers != target.num_layers:
+            raise ValueError(
+                f"the draft was made for a target of num_target_layers={self.target_layers}, the "
+                f"target has {target.num_layers} layers; load the draft that belongs to this target"
+            )
 
 
 class DFlashLayers(nn.Module):

@@ -321,6 +321,7 @@ def fresh_config(settings: DFlashSettings, target: TargetConfig) -> DFlashConfig
     config = DFlashConfig(
         trunk,
         target_width=target.model_width,
+        target_layers=target.num_layers,
         proposable=target.vocab_size,
         features=features,
         block=settings.block,

@@ -153,11 +153,6 @@ def draft_config(
                 "is not supported outside of dflash_config, where JetSpec's files have it",
                 "load another draft",
             )
-    if (made_for := raw.whole("num_target_layers", target.num_layers)) != target.num_layers:
-        raise ValueError(
-            f"{raw.origin}: the draft was made for a target of num_target_layers={made_for}, the "
-            f"target has {target.num_layers} layers; load the draft that belongs to this target"
-        )
     trunk = _trunk(part, target.dtype)
     dspark = raw.text("speculators_model_type", "dspark") == "dspark" and dialect is not ZLAB
     if dialect is ZLAB:
@@ -175,6 +170,7 @@ def draft_config(
         target_width=part.whole(
             "target_hidden_size", raw.whole("target_hidden_size", trunk.model_width)
         ),
+        target_layers=raw.whole("num_target_layers", target.num_layers),
         proposable=raw.whole("draft_vocab_size", trunk.vocab_size),
         features=layers or hidden_layers(own, dialect, target.num_layers, trunk.num_layers),
         block=(own if own.has("block_size") else raw).whole("block_size"),
@@ -270,6 +266,7 @@ def hf_draft_config(config: DFlashConfig) -> dict[str, Any]:
         own["projector_type"] = "dspark"
     raw = hf_config(config.trunk) | _raw_windows(config)
     raw |= {"architectures": ["DFlashDraftModel"], "block_size": config.block}
+    raw["num_target_layers"] = config.target_layers  # Without it z-lab's class does not load.
     if config.from_pending != dspark:
         raw["sample_from_anchor"] = config.from_pending
     if config.proposable != config.vocab_size:

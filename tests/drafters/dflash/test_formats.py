@@ -340,6 +340,7 @@ def test_a_key_of_jetspec_is_what_tells_its_heads_from_drafts_of_dflash(tmp_path
     folder = _saved(tmp_path, "JetSpec")
     raw = json.loads((folder / "config.json").read_text())
     assert raw["architectures"] == ["DFlashDraftModel"] and raw["block_size"] == 16
+    assert raw["num_target_layers"] == 8, "their class does not load a file without it"
     own = raw["dflash_config"]
     assert own == dict(target_layer_ids=[-1, 0, 7], mask_token_id=100, causal_head=True)
     del own["causal_head"]

@@ -19,6 +19,7 @@ def config_for(target: TargetConfig, trunk: dict[str, Any] | None = None, **fiel
     given: dict[str, Any] = dict(
         trunk=layers,
         target_width=target.model_width,
+        target_layers=target.num_layers,
         proposable=target.vocab_size,
         features=(-1, 0, target.num_layers - 1),
         block=4,
