@@ -107,10 +107,13 @@ def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     decoded(drafter, test_dflash.random_params(window.config, test_dflash.KNOWN), plain)
 
 
-def test_jetspec_changes_no_token(plain: list[list[np.ndarray]]) -> None:
-    """A causal block of 16 slots, with a window that wraps, and sinks."""
-    drafter = replace(test_dflash.WINDOW, config=test_dflash.CAUSAL, tree=TREE)
-    decoded(drafter, test_dflash.random_params(test_dflash.CAUSAL), plain)
+@pytest.mark.parametrize(
+    "config", [test_dflash.CAUSAL, test_dflash.DFLASH2], ids=["jetspec", "dflash2"]
+)
+def test_its_successors_change_no_token(config: Any, plain: list[list[np.ndarray]]) -> None:
+    """JetSpec's causal block of 16 slots and DFlash 2, with windows that wrap, and sinks."""
+    drafter = replace(test_dflash.WINDOW, config=config, tree=TREE)
+    decoded(drafter, test_dflash.random_params(config), plain)
 
 
 def test_a_parallel_draft_changes_no_token(plain: list[list[np.ndarray]]) -> None:

@@ -344,6 +344,7 @@ def _loaded(source: str, given: Given) -> tuple[DFlashConfig, Any]:
         "has a Markov head": config.markov is not None,
         "has a confidence head": config.confidence is not None,
         "has sliding windows": any(config.windows),
+        "has convolutions": config.convolution is not None,
         "has tables of its own": params.own_embedding or params.stores_head,
     }
     for what, there in more.items():

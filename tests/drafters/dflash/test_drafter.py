@@ -16,6 +16,8 @@ import pytest
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Needs, Params
 from longspec_jax.drafters.dflash import Confidence, DFlashDrafter, Markov
+from longspec_jax.drafters.dflash2 import Convolution, Selector
+from longspec_jax.sharding import path_name
 from tests.decoding.lossless import CONFIG
 from tests.drafters.dflash.toys import config_for, random_params
 from tests.drafters.kit import (
@@ -29,6 +31,9 @@ from tests.kit import normal, relative_error, view_of
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
 DFLASH = config_for(CONFIG, windows=(9, None), causal=(True, False))
 CAUSAL = config_for(CONFIG, block=16, causal=(True, True))
+DFLASH2 = config_for(
+    CONFIG, block=6, windows=(9, None), convolution=Convolution(2, 4), selector=Selector(5, 7)
+)
 DSPARK = config_for(
     CONFIG,
     proposable=len(KNOWN),
@@ -197,6 +202,54 @@ def test_a_confidence_head_moves_nodes_to_where_slots_are_trusted() -> None:
         assert paths_of(tree, row) == best
 
 
+def test_a_draft_of_dflash_2_that_learned_nothing_yet_is_one_of_dflash() -> None:
+    """Its convolutions change nothing at first, and its selector keeps the logits of candidates."""
+
+    def at_first(path: Any, leaf: jax.Array) -> jax.Array:
+        name = path_name(path)
+        if name.endswith("_conv/base"):
+            return jnp.zeros_like(leaf).at[:, 0].set(1)
+        return 0 * leaf if "_conv/fuse" in name else leaf
+
+    draft = random_params(DFLASH2)
+    layer = jax.tree_util.tree_map_with_path(at_first, draft.layer)
+    nothing = jax.tree.map(jnp.zeros_like, draft.selector)
+    given = Params(None, replace(draft, layer=layer, selector=nothing))
+    plain = replace(DFLASH2, convolution=None, selector=None)
+    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
+    block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+    (_, found), (_, wanted) = (
+        proposed(DFlashDrafter(config, TreeConfig((1,) * 5)), given, block, tokens[:, 0])
+        for config in (DFLASH2, plain)
+    )
+    for level, logits in zip(map(np.asarray, found), map(np.asarray, wanted), strict=True):
+        least = np.sort(logits, axis=-1)[..., -7:-6]
+        np.testing.assert_allclose(level, np.where(logits < least, -np.inf, logits), atol=1e-4)
+
+
+def test_a_tree_of_dflash_2_holds_the_best_paths_over_edges() -> None:
+    """What follows a node depends on its token, and the sums are those of all paths there are."""
+    params = Params(None, random_params(DFLASH2))
+    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
+    block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+    # All seven candidates are nodes of the first level.
+    drafter = DFlashDrafter(DFLASH2, TreeConfig((7, 12)))
+    tree, heard = proposed(drafter, params, block, tokens[:, 0])
+    logs = [np.asarray(jax.nn.log_softmax(each), np.float64) for each in heard]
+    for row in range(2):
+        above = np.asarray(tree.tokens)[row, 1:8]
+        assert not np.allclose(logs[1][row, 0], logs[1][row, 1]), "no edge is that of another"
+        sums = {
+            (int(token), follower): logs[0][row, 0, token] + share
+            for node, token in enumerate(above)
+            for follower, share in enumerate(logs[1][row, node])
+        }
+        best = {*sorted(sums, key=lambda path: -sums[path])[:12]}
+        assert {path for path in paths_of(tree, row) if len(path) == 2} == best
+
+
 def test_what_is_needed_and_what_cannot_be() -> None:
     hidden = (-1, 0, 1)
     assert DFlashDrafter(DFLASH).needs == Needs(hidden)
@@ -209,20 +262,22 @@ def test_what_is_needed_and_what_cannot_be() -> None:
         DFlashDrafter(DFLASH, TreeConfig((1,) * 4))
 
 
-def test_8_bits_and_meshes() -> None:
+@pytest.mark.parametrize("config", [DSPARK, DFLASH2], ids=["dspark", "dflash2"])
+def test_8_bits_and_meshes(config: Any) -> None:
     """Rounded weights compute nearly the same, and every parameter has a rule of partition."""
-    params = random_params(DSPARK, KNOWN)
+    params = random_params(config, KNOWN if config is DSPARK else None)
     rounded = params.in_int8()
     tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (8, 8)).astype(np.int32)
     hidden = [np.asarray(normal(seed, 8, 8, CONFIG.model_width)) for seed in range(3)]
     # Of the shapes of the chains above, whose program serves again.
     block = tokens, np.zeros(8, np.int32), np.full(8, 8, np.int32), *hidden
-    chain, following = DFlashDrafter(DSPARK, TreeConfig((1,) * 4)), np.zeros((8, 4), np.int64)
+    chain, following = DFlashDrafter(config, TreeConfig((1,) * 4)), np.zeros((8, 4), np.int64)
     (_, exact), (_, near) = (
         proposed(chain, Params(None, each), block, KNOWN[:8].astype(np.int32), following)
         for each in (params, rounded)
     )
-    assert 0 < relative_error(near[3], exact[3]) < 0.05
+    both = np.isfinite(near[3]) & np.isfinite(exact[3])
+    assert 0 < relative_error(np.asarray(near[3])[both], np.asarray(exact[3])[both]) < 0.05
     for each in (params, rounded):
-        names = ("layer", "head", "embedding", "markov", "confidence")
+        names = ("layer", "head", "embedding", "markov", "confidence", "selector")
         assert_partitioned({name: getattr(each, name) for name in names})

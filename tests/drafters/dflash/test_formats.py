@@ -1,4 +1,4 @@
-"""DFlash and DSpark drafts as published: every dialect in and out, and what is refused."""
+"""Drafts of DFlash and its kin as published: every dialect in and out, and what is refused."""
 
 import json
 import re
@@ -33,6 +33,7 @@ from longspec_jax.drafters.dflash import (
     DFlashOptions,
     Markov,
 )
+from longspec_jax.drafters.dflash2 import Convolution, Selector
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.registry import DFLASH
 from longspec_jax.loading import choose_drafts
@@ -47,11 +48,13 @@ TARGET = Target(CONFIG, random_target(CONFIG))
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
 SLIDING: dict[str, Any] = dict(windows=(9, None), causal=(True, False))
 CAUSAL: dict[str, Any] = dict(causal=(True, True))
+DFLASH2: dict[str, Any] = dict(convolution=Convolution(2, 4), selector=Selector(5, 7))
 DRAFTS: dict[str, tuple[Dialect, DFlashConfig]] = {
     "z-lab": (ZLAB, config_for(CONFIG, features=(1, 3, 5))),
     "z-lab, sliding": (ZLAB, config_for(CONFIG, **SLIDING, block=8)),
     "JetSpec": (ZLAB, config_for(CONFIG, **CAUSAL, block=16)),
     "JetSpec, sliding": (ZLAB, config_for(CONFIG, **CAUSAL, windows=(9, None))),
+    "DFlash 2": (ZLAB, config_for(CONFIG, **DFLASH2, block=8, windows=(9, 9))),
     "SpecForge, DSpark": (ZLAB, config_for(CONFIG, from_pending=True, markov=Markov(4))),
     "DeepSpec, DFlash": (DEEPSPEC, config_for(CONFIG, from_pending=True)),
     "DeepSpec, DSpark": (
@@ -66,6 +69,7 @@ DRAFTS: dict[str, tuple[Dialect, DFlashConfig]] = {
         ),
     ),
     "speculators": (SPECULATORS, config_for(CONFIG, **SLIDING, proposable=60, features=(0, 6))),
+    "speculators, DFlash 2": (SPECULATORS, config_for(CONFIG, **DFLASH2, features=(0, 6))),
     "speculators, DSpark": (
         SPECULATORS,
         config_for(
@@ -93,7 +97,7 @@ def _translate(folder: Path, dialect: Dialect) -> None:
     """Write a draft of z-lab's anew, as another family of trainers does."""
     raw = json.loads((folder / "config.json").read_text())
     own = raw.pop("dflash_config")
-    kind = own.pop("projector_type", "dflash")
+    kind = own.pop("projector_type", "dflash2" if "selector_rank" in own else "dflash")
     from_pending, causal = raw.pop("sample_from_anchor", kind == "dspark"), own.pop("causal", True)
     if dialect is DEEPSPEC:
         absent = {"markov_rank": 0, "enable_confidence_head": False}
@@ -104,7 +108,9 @@ def _translate(folder: Path, dialect: Dialect) -> None:
         beside = {key: raw.pop(key) for key in sizes if key in raw}
         del raw["architectures"]
         raw = {
-            "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
+            "architectures": [
+                {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash2"}[kind] + "DraftModel"
+            ],
             "speculators_model_type": kind,
             "transformer_layer_config": raw,
             "aux_hidden_state_layer_ids": ids,
@@ -174,17 +180,43 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another kind": (
         "speculators",
         dict(speculators_model_type="mtp"),
-        "speculators_model_type='mtp' must be 'dflash' or 'dspark'",
+        "speculators_model_type='mtp' must be 'dflash', 'dspark' or 'dflash2'",
     ),
-    "DFlash 2": (
+    "the name of DFlash 2": (
         "z-lab",
         dict(architectures=["DFlash2DraftModel"]),
-        "DFlash2DraftModel computes more than the layers of DFlash",
+        "the file has DFlash2DraftModel, which drafts of DFlash 2 have, and lacks "
+        "conv_kernel_size, conv_group_size, selector_rank, selector_top_k",
     ),
     "a key of DFlash 2": (
         "z-lab",
         dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], selector_rank=256)),
-        "selector_rank=256 is not supported",
+        "the file has selector_rank, which drafts of DFlash 2 have, and lacks conv_kernel_size",
+    ),
+    "the keys of DFlash 2 alone": (
+        "z-lab",
+        dict(conv_kernel_size=2, conv_group_size=4, selector_rank=5, selector_top_k=7),
+        "missing layers.0.attention_conv.base_kernel (2, 2, 36)",
+    ),
+    "groups that do not divide": (
+        "speculators, DFlash 2",
+        dict(conv_group_size=16),
+        "conv_group_size=16 a divisor of hidden_size=36",
+    ),
+    "more taps than slots": (
+        "speculators, DFlash 2",
+        dict(conv_kernel_size=5),
+        "conv_kernel_size=5 must be at most block_size=4",
+    ),
+    "more candidates than tokens": (
+        "speculators, DFlash 2",
+        dict(selector_top_k=102),
+        "selector_top_k=102 must be at most vocab_size=101",
+    ),
+    "a selector of some tokens": (
+        "speculators, DFlash 2",
+        dict(draft_vocab_size=60),
+        "a selector is not used with",
     ),
     "JetSpec's key beside the others": (
         "z-lab",
@@ -210,11 +242,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "JetSpec",
         dict(is_causal=False),
         "is_causal=False contradicts causal_head=True of the same file",
-    ),
-    "a key of DFlash 2 beside the others": (
-        "z-lab",
-        dict(conv_kernel_size=2),
-        "conv_kernel_size=2",
     ),
     "a factor": ("z-lab", dict(output_multiplier=0.19), "output_multiplier=0.19 is not supported"),
     "a factor on embeddings": (
@@ -269,9 +296,6 @@ def test_refusals(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     {
-        "layers.0.attention_conv.base_kernel": "DFlash 2",
-        "layers.1.mlp_conv.kernel_projection.weight": "DFlash 2",
-        "candidate_selector.predecessor_codebook": "DFlash 2",
         "refiner_head.mixer.weight": "XPress",
         "hidden_dim_adapter.weight": "JetSpec",
     }.items(),
@@ -289,6 +313,33 @@ def test_other_drafts_are_recognised_by_their_tensors(
     )
     with pytest.raises(ValueError, match=words):
         load(folder, TARGET)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.attention_conv.base_kernel",
+        "layers.1.mlp_conv.kernel_projection.weight",
+        "candidate_selector.predecessor_codebook",
+    ],
+)
+@pytest.mark.parametrize("dialect", ["z-lab", "speculators"])
+def test_a_draft_of_dflash_2_is_recognised_by_its_tensors(
+    tmp_path: Path, name: str, dialect: str
+) -> None:
+    """It would draft without them: whatever the file calls itself, it must say their sizes."""
+    folder = _saved(tmp_path, dialect)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: np.ones(3, np.float32)}, file)
+    words = f"the file has {re.escape(name)}, which drafts of DFlash 2 have, and lacks conv_kernel"
+    with pytest.raises(ValueError, match=words):
+        load(folder, TARGET)
+
+
+def test_a_draft_of_dflash_2_under_another_name(tmp_path: Path) -> None:
+    """As conversions leave it."""
+    folder = _saved(tmp_path, "DFlash 2", architectures=["DFlashDraftModel"])
+    assert load(folder, TARGET).config == DRAFTS["DFlash 2"][1]
 
 
 def test_factors_of_one_and_switches_that_are_off(tmp_path: Path) -> None:
@@ -366,5 +417,5 @@ def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     draft, _ = spec.drafts
     assert isinstance(draft, DFlashDraft) and draft.seen == (16, 0)
     assert draft.params.embedding is spec.target_params["embedding"]
-    assert draft.own_params[1:] == (None, None, None, None, None)
+    assert draft.own_params[1:] == (None, None, None, None, None, None)
     assert draft.drafter(PLAIN).needs == Needs(hidden=(-1, 0), recent=16)

@@ -1,4 +1,4 @@
-"""DFlash and DSpark drafts equal the implementation of speculators, on files that it wrote.
+"""Drafts of DFlash, DFlash 2 and DSpark equal those of speculators, on files that it wrote.
 
 ``speculators/`` holds checkpoints of speculators 0.9.0 (torch 2.13.0, transformers 5.23.0) with
 random weights, which share its options among them, as its ``save_pretrained`` wrote them. Beside
@@ -69,7 +69,7 @@ def test_blocks_of_speculators(variant: str) -> None:
     assert config.features == (-1, 0, 1) and draft.seen == (None, 0)
     assert (config.markov, config.confidence) == HEADS.get(variant, (None, None))
     assert config.from_pending == (variant in ("dspark", "dspark_rnn"))
-    slides = {"dflash_sliding": (5, None, 5), "dspark_rnn": (5, 5)}
+    slides = {"dflash_sliding": (5, None, 5), "dspark_rnn": (5, 5), "dflash2": (5, None)}
     assert config.windows == slides.get(variant, (None, None))
     causal = tuple(bool(each) and variant == "dflash_sliding" for each in config.windows)
     assert config.causal == causal

@@ -33,6 +33,6 @@ def random_params(config: DFlashConfig, tokens: Any = None, seed: int = 3) -> DF
     table = draft_table(config, embedding=True, head=True)
     layer = random_tree(table, config.trunk.dtype, seed)
     tables = layer.pop("embedding"), layer.pop("head")
-    heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}
+    heads = {name: layer.pop(name, None) for name in ("markov", "confidence", "selector")}
     known = None if tokens is None else jnp.asarray(tokens, jnp.int32)
     return DFlashParams(layer, *tables, known, **heads)

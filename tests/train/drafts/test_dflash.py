@@ -16,6 +16,7 @@ import pytest
 
 from longspec_jax.drafters.checkpoints.dflash import load, save_draft
 from longspec_jax.drafters.dflash import Confidence, DFlashOptions, Markov
+from longspec_jax.drafters.dflash2 import Convolution, Selector
 from longspec_jax.drafters.draft import Target
 from tests.drafters.dflash.toys import random_params
 from tests.drafters.kit import without_tables
@@ -180,6 +181,11 @@ def test_what_cannot_be_trained_is_refused(one: tiny.Trained, tmp_path: Path) ->
         (replace(plain, windows=(5, None)), False, "has sliding windows"),
         (replace(plain, from_pending=True), False, "proposes from the pending"),
         (replace(plain, markov=Markov(6)), False, "has a Markov head"),
+        (
+            replace(plain, convolution=Convolution(2, 4), selector=Selector(5, 6)),
+            False,
+            "has convolutions",
+        ),
         (replace(plain, confidence=Confidence(False)), False, "has a confidence head"),
     ):
         draft = random_params(config)
