@@ -54,7 +54,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]
     (r"router/bias$", P()),  # [E]
     (
-        r"((^|(?<!kernel)(?<!head)(?<!expert_gate_up)(?<!expert_down)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias))$",
+        r"((^|(?<!kernel)(?<!head)(?<!expert_gate_up)(?<!expert_down)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias)|_conv/base)$",
         P(),
     ),
 )
