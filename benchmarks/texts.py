@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
         longest=spec.expected_tokens,
         new_tokens=arguments.new_tokens,
     )
-    target = Path(arguments.target).name
+    target = Path(arguments.target).name.removesuffix(".gguf")
     with Report(header, arguments.json, SHOWN) as report:
         for rows, temperature, (kind, context) in itertools.product(
             arguments.batch, arguments.temperature, texts
