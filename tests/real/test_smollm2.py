@@ -76,8 +76,10 @@ def drafted(spec, *names):
     ids=lambda value: "+".join(value) if isinstance(value, list) else value,
 )
 def test_every_drafter_gives_the_plain_text(spec, rows, plain, drafts, tree):
-    found = drafted(spec, *drafts).generate(rows, max_new_tokens=NEW, eos_token_id=[], tree=tree)
-    assert found.sequences == plain.sequences
+    """One prompt of every kind, and one more."""
+    options = {"max_new_tokens": NEW, "eos_token_id": []}
+    found = drafted(spec, *drafts).generate(rows[::4], tree=tree, **options)
+    assert found.sequences == plain.sequences[::4]
     assert found.stats.acceptance_length > 1.1
 
 
