@@ -28,7 +28,7 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 720,
     "files of a request and 4 steps": 18,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 27_100,
+    "token lines of longspec_jax": 27_190,
     "token lines of infer": 7_300,
     "token lines of train": 5_650,
     "token lines of configs": 330,

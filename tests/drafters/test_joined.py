@@ -231,6 +231,8 @@ def test_lookup_joins_every_draft_with_a_model() -> None:
         levels = [min(JOINED_LEVELS, tree.num_nodes - 1) for tree in joined]
         assert [tree.lookup for tree in joined] == levels
         assert all(tree.num_nodes >= 6 for tree in joined)
+        assert [tree for tree in joined if not tree.widths], "lookup alone is a candidate"
+    assert not usual.settled
 
 
 def test_lookup_gets_all_tokens_and_takes_no_features_from_others() -> None:
