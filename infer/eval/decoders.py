@@ -38,6 +38,8 @@ class Decoder:
         self, prompts: Sequence[list[int]], options: Options, on_activity: OnActivity
     ) -> GenerateResult | RemoteResult:
         """Decode the rows of a group as one call."""
+        if isinstance(self.spec, Endpoint):
+            return self.spec.generate(prompts, tree=self.tree, **options)
         return self.spec.generate(
             [*prompts],
             tree=self.tree,

@@ -45,7 +45,7 @@ from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.text import Piece, RowText
 
 STOP_WIDTH = 8
-"""Most stop tokens of a request."""
+"""Most stop tokens of a request, unless the target itself has more."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class RequestEngine(TextEngine):
             capacity=shape.capacity,
             chunk=shape.chunk,
             short_chunks=shape.short_chunks,
-            stop_width=STOP_WIDTH,
+            stop_width=max(STOP_WIDTH, len(models.stop_tokens)),
             prefills=prefills,
             prefixes=prefixes,
             host_bytes=offload_prefixes,
