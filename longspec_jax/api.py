@@ -29,6 +29,7 @@ from longspec_jax.arguments import (
 )
 from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
+from longspec_jax.config.serving import EngineOptions
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.same_bits import is_identical
 from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
@@ -319,55 +320,22 @@ class LongSpec(Models):
     def engine(
         self,
         *,
-        slots: int,
-        max_tokens: int,
         tree: TreeConfig | Sequence[int] | str | None = None,
-        adaptive: bool = False,
-        prefills: int = 1,
-        prefixes: bool = False,
-        offload_prefixes: int = 0,
-        max_gap_ms: float | None = None,
-        logprobs: int | None = None,
-        adjusted: bool = False,
-        traced: bool = False,
-        grammars: bool = False,
+        **options: Unpack[EngineOptions],
     ) -> RequestEngine:
         """Row slots through which requests pass: submit, step, cancel, close.
 
         Args:
-          slots: requests that are decoded at once; others wait.
-          max_tokens: most tokens of a request, prompt and new ones.
           tree: as in :meth:`generate`; the first draft's default tree for this machine if absent.
-          adaptive: choose among this tree, one of 16 nodes if it has more, and plain decoding, by
-            the tokens per second of each, for every number of live rows.
-          prefills: prompts that may be under way at once, the shortest first; each takes a row of
-            memory beside the slots.
-          prefixes: whether a prompt begins with a copy of the whole chunks that it shares with an
-            earlier one of the same ``cache_salt`` in a slot. A draft that needs the target's
-            queries or keys of all tokens leaves nothing to reuse.
-          offload_prefixes: bytes of the host's memory in which chunks stay when their slot is
-            taken; 0 for none.
-          max_gap_ms: most milliseconds between two rounds while a prompt is prefilled.
-            ``prepare`` then times smaller chunks, and takes the largest that keeps this.
-          logprobs: most alternatives that a request may ask for with ``logprobs=`` and
-            ``prompt_logprobs=``, at most 20; no request may ask if absent.
-          adjusted: whether requests may have ``logit_bias`` and penalties, for which every slot
-            holds tables of the vocabulary.
-          traced: whether outputs hold the trees of their rounds.
-          grammars: whether requests may have a :meth:`grammar`.
+          **options: slots, most tokens of a request, and what requests may ask for, see
+            :class:`~longspec_jax.config.serving.EngineOptions`.
 
         Raises:
           MemoryError: if the slots do not fit.
           NotImplementedError: for ``prefixes`` with a cache in the host's memory.
           ValueError: for a wrong value.
         """
-        tree = None if tree is None else as_tree(tree)
-        sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
-        reuse = {"prefixes": prefixes, "offload_prefixes": offload_prefixes}
-        reported = {"logprobs": logprobs, "adjusted": adjusted, "traced": traced}
-        reported |= {"grammars": grammars}
-        options = {"tree": tree, "adaptive": adaptive, "max_gap_ms": max_gap_ms}
-        return RequestEngine(self, **sizes, **reuse, **reported, **options)
+        return RequestEngine(self, None if tree is None else as_tree(tree), **options)
 
     def grammar(
         self,
