@@ -206,6 +206,7 @@ class LongSpec(Models):
         on_activity: OnActivity | None = None,
         output_scores: bool = False,
         output_logits: bool = False,
+        return_trees: bool = False,
         **options: Unpack[CallOptions],
     ) -> GenerateResult:
         """Complete the prompts.
@@ -228,6 +229,8 @@ class LongSpec(Models):
             text of their own, behind the last token, and stay in the host's memory: 4 bytes for
             each new token and each token of the vocabulary.
           output_logits: the same of the target's logits.
+          return_trees: return what was verified in every round
+            (:attr:`~longspec_jax.GenerateResult.trees`).
           **options: tree, chat template and generation options, see
             :class:`~longspec_jax.generation.options.CallOptions`.
 
@@ -238,9 +241,13 @@ class LongSpec(Models):
         check_arguments(
             adaptive=adaptive, streamer=streamer, on_round=on_round, on_activity=on_activity
         )
-        check_arguments(output_scores=output_scores, output_logits=output_logits)
+        check_arguments(
+            output_scores=output_scores, output_logits=output_logits, return_trees=return_trees
+        )
         with ended(streamer):
-            plan, batch = self._prepare(inputs, generation_config, options, adaptive)
+            plan, batch = self._prepare(
+                inputs, generation_config, options, adaptive, return_trees=return_trees
+            )
             asked = {"scores": output_scores, "logits": output_logits}
             if wanted := [name for name, one in asked.items() if one]:
                 check_host(len(wanted), batch.request, plan.target.vocab_size)
@@ -421,14 +428,20 @@ class LongSpec(Models):
         return plan.memory
 
     def _prepare(
-        self, inputs: Inputs, generation_config: Any, options: CallOptions, adaptive: bool = False
+        self,
+        inputs: Inputs,
+        generation_config: Any,
+        options: CallOptions,
+        adaptive: bool = False,
+        *,
+        return_trees: bool = False,
     ) -> tuple[Plan, Batch]:
         """Read and check everything that a call was given, before anything runs."""
         given: Any = dict(options)
         tree, template = given.pop("tree", None), given.pop("chat_template", None)
         batch = read_batch(self, inputs, generation_config, given, chat_template=template)
         tree = None if tree is None else as_tree(tree)
-        plan = plan_call(self, batch, tree, adaptive=adaptive)
+        plan = plan_call(self, batch, tree, adaptive=adaptive, return_trees=return_trees)
         check_fits(plan.memory, self.mesh, offload=self.offload)
         return plan, batch
 

@@ -69,7 +69,7 @@ _RULES: dict[str, Rule] = {
     ),
     "prefill_chunk": Whole(),  # Of a model that is loaded.
     "expected_tokens": Whole(0),
-    **dict.fromkeys(("adaptive", "output_scores", "output_logits"), Truth()),
+    **dict.fromkeys(("adaptive", "output_scores", "output_logits", "return_trees"), Truth()),
     "streamer": Maybe(
         That(_is_streamer, "a transformers streamer, an object with the methods put and end")
     ),

@@ -42,7 +42,7 @@ BAD_TO_CALL: dict[str, list[Any]] = {
     "streamer": [object(), 3, "stdout", print],
     "on_round": [5, "print", [print]],
     "on_activity": [5, "print", [print]],
-    **dict.fromkeys(("adaptive", "output_scores", "output_logits"), wrong(Truth())),
+    **dict.fromkeys(("adaptive", "output_scores", "output_logits", "return_trees"), wrong(Truth())),
 }
 
 
