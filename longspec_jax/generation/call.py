@@ -167,11 +167,13 @@ class Plan:
         none: Any = np.zeros(self.rows, np.int32)
         real, stops = none.astype(np.float32), none[:, None].repeat(self.stop_width, 1) - 1
         sampling = Sampling(
-            *(real, none, real + 1, none.astype(np.uint32), real - np.inf), kind=self.kind
+            real, none, real + 1, none.astype(np.uint32), real - np.inf, kind=self.kind
         )
         most = self.contents.logprobs
         return Request(
-            *(sampling, stops, none + self.new_tokens),
+            sampling,
+            stops,
+            none + self.new_tokens,
             adjustments=AdjustmentOptions.none(self.rows) if self.adjusted else None,
             logprobs=None if self.kind is not SamplingKind.ANY or most is None else none + most,
             prompt_logprobs=none if self.scored else None,

@@ -334,7 +334,8 @@ class RequestEngine(TextEngine):
             chunk = warmup.largest_chunk(
                 warmup.smaller_chunks(engine.prompts.chunk),
                 lambda size: warmup.chunk_seconds(engine, size, requests[0]),
-                *(warmup.longest_round(engine, slowest), self._max_gap_ms / 1000),
+                warmup.longest_round(engine, slowest),
+                self._max_gap_ms / 1000,
             )
             engine.prompts.take_chunks_of(chunk)
         warmup.rehearse_requests(engine, requests, constrained=self._grammars)
