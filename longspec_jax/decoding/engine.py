@@ -191,7 +191,9 @@ class Engine:
         """The rows behind the last launch; donated by the next one."""
         if self._rows is None:
             self._rows = vacant(
-                *(self.target, self.drafter, self.params),
+                self.target,
+                self.drafter,
+                self.params,
                 batch=self.slots,
                 capacity=self.capacity,
                 stop_width=self.stop_width,

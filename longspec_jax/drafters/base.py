@@ -278,7 +278,11 @@ class View:
         """
         run = partial(
             self.target.partial_forward,
-            *(self.params, self.cache, tokens, positions, selection),
+            self.params,
+            self.cache,
+            tokens,
+            positions,
+            selection,
             length=self.length,
             needs=needs,
         )
