@@ -53,6 +53,11 @@ class Form(NamedTuple):
             offset=any(each.offset for each in forms),
         )
 
+    @property
+    def codes(self) -> str:
+        """The dtype of codes, or of pairs of them."""
+        return "uint8" if self.narrow else "int8"
+
     def widths(self, inputs: int) -> tuple[int, int]:
         """The last axes of codes and of scales, for so many inputs."""
         return inputs // 2 if self.narrow else inputs, inputs // self.group
