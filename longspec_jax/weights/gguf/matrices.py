@@ -106,6 +106,18 @@ def from_blocks(
     )
 
 
+def dequantised(blocks: Blocks, name: str) -> Float32[np.ndarray, "*rows C"]:
+    """The weights of whole blocks, as ggml has them."""
+    group, offset = TYPES[name].form[1:]
+    form = Form(False, group, offset)
+    weights = codes(blocks, name, form).astype(np.float32)
+    of_groups = weights.reshape(*weights.shape[:-1], -1, group)
+    of_groups *= scales(blocks, name, form)[..., None]
+    if offset:
+        of_groups += offsets(blocks, name, form)[..., None]
+    return weights
+
+
 def as_blocks(rows: UInt8[np.ndarray, "*out bytes"], name: str) -> Blocks:
     """Rows as whole blocks of a type."""
     size = TYPES[name].size

@@ -118,7 +118,7 @@ def _part(
         rows, columns = index
         start, stop, _ = columns.indices(width)
         first, last = start // each, -(-stop // each)
-        blocks = np.ascontiguousarray(matrix.bytes.read((rows, slice(first, last), slice(None))))
+        blocks = matrix.bytes.read((rows, slice(first, last), slice(None)))
         found = numbers(blocks, matrix.type, form)
         return found[:, start - first * each : stop - first * each]
 
