@@ -11,6 +11,7 @@ strip. So the cost of a tile counts them (:meth:`QuantisedWork.cost`).
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile, Work
@@ -51,6 +52,7 @@ class QuantisedWork(Work):
     fine: bool = False
     wide: bool = False
     groups: int = 1
+    full_rate_programs: ClassVar[int] = 86  # Widening takes time of its own.
 
     @property
     def halves(self) -> int:
