@@ -43,9 +43,15 @@ KINDS: dict[str, Kind] = {
 """Kinds of drafts that are measured with random weights."""
 GROUPS = {"fp8": 0, "fp8-blocks": 128, "w4a16": 128}
 """Inputs that share a scale, by how a quantised target is stored; all if 0."""
+GGUF = {"q4_0": ["Q4_0"], "q8_0": ["Q8_0"], "q4_k": ["Q4_K"], "q6_k": ["Q6_K"]}
+GGUF["q4_k_q6_k"] = ["Q4_K", "Q6_K"]
+"""Types of the matrices of a GGUF file that are multiplied together."""
+Q4_K_M = "q4_k_m"
+"""A mixture of them: the LM head and, in every other layer, values and the last matmul of an MLP
+are Q6_K, all else Q4_K."""
 EXPERTS = "mxfp4"
 """How gpt-oss's experts are stored, beside whole weights."""
-WEIGHTS = ("whole", "one-order", "int8", *GROUPS)
+WEIGHTS = ("whole", "one-order", "int8", *GROUPS, *GGUF)
 """How the weights of matmuls are stored; those of a draft are in 8 bits or whole. Whole ones may be
 multiplied in one order."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -119,7 +125,7 @@ DTYPE = _of(one_of(DTYPES), f"one of {', '.join(DTYPES)}", ByMachine("bfloat16",
 TREE_WORDS = f"what is verified in a round: {cli.TREE_GRAMMAR}"
 TREE = _of(cli.drafting_tree, TREE_WORDS, ByMachine(DEFAULT_TREE, CHAIN))
 STORED = {
-    "choices": ("whole", *GROUPS, EXPERTS),
+    "choices": ("whole", *GROUPS, Q4_K_M, EXPERTS),
     "default": "whole",
     "help": f"how the target's weights are stored; {EXPERTS} are the experts of sparse targets",
 }
