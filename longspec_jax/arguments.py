@@ -48,7 +48,6 @@ _RULES: dict[str, Rule] = {
     **{name: option.rule for name, option in OPTIONS.items()},
     "target_config": That(lambda value: isinstance(value, TargetConfig), "a TargetConfig"),
     "target": That(_is_source, _SOURCE),
-    "adapter": Maybe(That(_is_source, "the folder of a LoRA adapter")),
     "draft": That(
         lambda value: all(map(_is_source, as_sources(value))),
         f"{_SOURCE}, or {', '.join(NAMED)}; or a list of these",

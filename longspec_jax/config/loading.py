@@ -5,13 +5,18 @@ documentation derive from it.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, TypedDict
 
-from longspec_jax.checks import Maybe, OneOf, Text, Truth, Whole
+from longspec_jax.checks import Maybe, OneOf, Text, That, Truth, Whole
 from longspec_jax.config.names import ATTENTION, KV_DTYPES
 from longspec_jax.schema import Option, options
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | Path) and str(value) != "" and "\0" not in str(value)
 
 
 class LoadOptions(TypedDict, total=False):
@@ -25,9 +30,9 @@ class LoadOptions(TypedDict, total=False):
         str | None, Option(Maybe(Text(1)), None, "branch, tag or commit of the draft on the hub")
     ]
     adapter: Annotated[
-        str | None,
+        str | Path | None,
         Option(
-            Maybe(Text(1)),
+            Maybe(That(_is_path, "the folder of a LoRA adapter")),
             None,
             "folder of a LoRA adapter of the target, in PEFT's format, which is merged into its "
             "weights (docs/guides/targets.md)",
