@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--system", type=cli.any_text, help="what the model is told beforehand")
     arguments_lib.add_style(group)
     group.add_argument(
-        "--max_tokens",
+        "--max_model_len",
         type=cli.COUNT,
         help="tokens of the whole conversation, for which memory is taken; 16384 if absent, or as "
         "many as the target has positions",
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     arguments_lib.add_sampling(result)
     cli.add_traceback(result.add_argument_group("output"))
     # What the checks of infer.decode ask for and a conversation does not have.
-    nothing = dict.fromkeys(("row_slots", "compare", "stream", "batch", "prompt_file"))
+    nothing = dict.fromkeys(("max_num_seqs", "compare", "stream", "batch", "prompt_file"))
     result.set_defaults(offload=False, **nothing)
     return result
 

@@ -118,7 +118,7 @@ def time_parts(run: Run, limit: int) -> RoundParts:
     """
     plan, rows = run.plan, run.engine.rows
     if plan.waits:
-        raise ValueError("rounds are timed where every row has a slot; leave row_slots out")
+        raise ValueError("rounds are timed where every row has a slot; leave max_num_seqs out")
     models = plan.target, plan.drafter, plan.params
     parts: list[tuple[float, float, float]] = []
     while len(parts) <= limit and not rows.done.all():
