@@ -43,14 +43,24 @@ KINDS: dict[str, Kind] = {
 """Kinds of drafts that are measured with random weights."""
 GROUPS = {"fp8": 0, "fp8-blocks": 128, "w4a16": 128}
 """Inputs that share a scale, by how a quantised target is stored; all if 0."""
+GGUF = {"q4_0": ["Q4_0"], "q8_0": ["Q8_0"], "q4_k": ["Q4_K"], "q6_k": ["Q6_K"]}
+GGUF["q4_k_q6_k"] = ["Q4_K", "Q6_K"]
+"""Types of the matrices of a GGUF file that are multiplied together."""
+Q4_K_M = "q4_k_m"
+"""A mixture of them: the LM head and, in every other layer, values and the last matmul of an MLP
+are Q6_K, all else Q4_K."""
 EXPERTS = "mxfp4"
 """How gpt-oss's experts are stored, beside whole weights."""
-WEIGHTS = ("whole", "one-order", "int8", *GROUPS)
+WEIGHTS = ("whole", "one-order", "int8", *GROUPS, *GGUF)
 """How the weights of matmuls are stored; those of a draft are in 8 bits or whole. Whole ones may be
 multiplied in one order."""
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_CANDIDATES = ("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked")
 """What ``attention`` compares; ours is the automatic choice."""
+CODE, PROSE, CHAT = KINDS_OF_TEXT = "code", "prose", "chat"
+"""Real text that continues or is asked about (:mod:`benchmarks.prompts`)."""
+DEFAULT = "default"
+"""Among trees, the choice of calls that name none."""
 CHAIN = TreeConfig((1, 1, 1))
 """A small tree: the fastest on a CPU, which computes node after node."""
 MATCHED_TREES = (
@@ -78,9 +88,9 @@ def _draft_option(words: str) -> dict[str, Any]:
     return {**several(cli.draft_option), "metavar": "NAME[=VALUE]", "help": words}
 
 
-def target_source(text: str) -> str | Path:
-    """The demo's folder, or a target as it is named."""
-    return DEMO / "target" if text == DEMO_NAME else text
+def text_tree(text: str) -> TreeConfig | None:
+    """A tree with nodes; None for the default choice."""
+    return None if text == DEFAULT else cli.drafting_tree(text)
 
 
 def draft_source(text: str) -> str:
@@ -115,7 +125,7 @@ DTYPE = _of(one_of(DTYPES), f"one of {', '.join(DTYPES)}", ByMachine("bfloat16",
 TREE_WORDS = f"what is verified in a round: {cli.TREE_GRAMMAR}"
 TREE = _of(cli.drafting_tree, TREE_WORDS, ByMachine(DEFAULT_TREE, CHAIN))
 STORED = {
-    "choices": ("whole", *GROUPS, EXPERTS),
+    "choices": ("whole", *GROUPS, Q4_K_M, EXPERTS),
     "default": "whole",
     "help": f"how the target's weights are stored; {EXPERTS} are the experts of sparse targets",
 }
@@ -240,18 +250,25 @@ SERVE: Options = {
 }
 TEXTS: Options = {
     "target": _of(
-        target_source,
+        cli.path,
         "demo, a released model (smollm2), a folder, a GGUF file or a hub id",
-        "demo",
+        DEMO_NAME,
     ),
-    "draft": _each(str, "drafts, by name, folder or kind", ["demo"]),
-    "files": _of(cli.file_path, "text files, of one kind", nargs="+", required=True),
-    "question": _of(str, "asked about every piece, in the target's chat form"),
-    "context": _each(COUNT, "tokens of a piece", ByMachine([1024, 8192], [256])),
+    "draft": _each(cli.path, "drafts, by name, folder or kind; the target's own if absent"),
+    "text": _each(
+        one_of(KINDS_OF_TEXT),
+        f"any of {', '.join(KINDS_OF_TEXT)}; all if absent, and {CODE} with --files",
+    ),
+    "files": _of(cli.file_path, "text files in place of what is installed", [], nargs="+"),
+    "texts": _of(COUNT, "prompts of every kind and length", ByMachine(8, 2)),
+    "context": _each(COUNT, "tokens of a prompt", ByMachine([1024, 8192], [256])),
+    "batch": _each(COUNT, "prompts that are decoded at once", [1]),
     "temperature": _each(cli.value(rule("temperature")), "0 is greedy", [0.0, 1.0]),
     "tree": {
-        **several(cli.drafting_tree),
-        "help": f"the default choice if absent, else each of them: {cli.TREE_GRAMMAR}",
+        **several(text_tree),
+        "help": f"{DEFAULT} for the default choice, which is taken if absent, and what it is "
+        f"compared with: {cli.TREE_GRAMMAR}",
+        "default": [None],
     },
     "dtype": DTYPE,
     "new_tokens": _of(SEVERAL_TOKENS, "tokens that continue every prompt", ByMachine(256, 32)),

@@ -49,11 +49,12 @@ from longspec_jax.ops.attention.float8 import CODES, codes, rounded
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.ops.matmul.quantised_weights import has_unpacked
 from longspec_jax.ops.partitioned import use_mesh
+from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.sharding import param_shardings, path_name
 from longspec_jax.weights.tables import Table
 
 from .arguments import DTYPES, KINDS
-from .stored import is_quantised, quantised_leaf
+from .stored import quantised_leaf
 
 WEIGHT_SCALE = 0.02
 PLAIN_LAYERS: dict[str, Any] = dict(
@@ -99,7 +100,7 @@ def random_model(
       kind: of the draft, or its folder.
       options: of the draft.
       batch_invariant: as of ``longspec_jax.decoding.batch_invariant.choose_kernels``.
-      weights: how the target's are stored: whole, or one of :data:`.arguments.GROUPS`.
+      weights: how the target's are stored: whole, or one that ``--weights`` names.
       mesh: what all of them are spread over; one device if absent.
     """
     chosen = draft_options(kind, options or {}, config)
@@ -215,6 +216,7 @@ def _random_dflash(
     draft = DFlashConfig(
         trunk,
         target_width=config.model_width,
+        target_layers=config.num_layers,
         proposable=config.vocab_size,
         features=options.features or evenly(config.num_layers, trunk.num_layers),
         block=16,
@@ -262,13 +264,14 @@ def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) ->
 
 
 def target_bytes(config: TargetConfig, weights: str = "whole") -> int:
-    """Bytes of the target's weights, none of which is drawn; of quantised ones without scales."""
+    """Bytes of the target's weights, none of which is drawn."""
     tree = jax.eval_shape(_initializer(config), jax.random.key(0))
-    shares = {"whole": 1, "w4a16": 4}
-    return sum(
-        leaf.size * leaf.dtype.itemsize // (shares.get(weights, 2) if is_quantised(path) else 1)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    )
+
+    def stored(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+        drawn = functools.partial(quantised_leaf, path, leaf, stored=weights, scale=WEIGHT_SCALE)
+        return (None if weights == "whole" else jax.eval_shape(drawn, jax.random.key(0))) or leaf
+
+    return tree_bytes(jax.tree_util.tree_map_with_path(stored, tree))
 
 
 def check_memory(what: str, needed: int) -> None:

@@ -10,7 +10,6 @@ DISTRIBUTION = "longspec_jax"
 PURPOSES = {
     "train": "training needs",
     "eval": "scores and reports need",
-    "gguf": "GGUF files need",
     "serve": "serving needs",
     "ray": "replicas need",
     "grammar": "JSON schemas and regular expressions need",
@@ -31,7 +30,6 @@ MODULES = {
     "pandas": "eval",
     "rapidfuzz": "eval",
     "rouge": "eval",
-    "gguf": "gguf",
     "prometheus_client": "serve",
     "pydantic": "serve",
     "starlette": "serve",

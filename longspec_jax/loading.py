@@ -60,15 +60,19 @@ def load_target(
     mesh: Mesh | None = None,
     revision: str | None = None,
     kv_dtype: str | None = None,
+    packed: bool | None = None,
 ) -> tuple[TargetConfig, Any]:
     """Load a target, if the device has memory for it.
 
-    Arguments as of :meth:`longspec_jax.LongSpec.from_pretrained`.
+    Arguments as of :meth:`longspec_jax.LongSpec.from_pretrained`; ``packed`` as of
+    :func:`longspec_jax.weights.hf.load_target`.
     """
     dtype = best_dtype() if dtype == "auto" else dtype
     if mesh is None:
-        check_weights_fit(source, dtype, revision)
-    return hf.load_target(source, dtype=dtype, mesh=mesh, revision=revision, kv_dtype=kv_dtype)
+        check_weights_fit(source, dtype, revision, packed)
+    return hf.load_target(
+        source, dtype=dtype, mesh=mesh, revision=revision, kv_dtype=kv_dtype, packed=packed
+    )
 
 
 def load_with_tokenizer(
@@ -328,12 +332,14 @@ def _sentencepiece_error(file: Path) -> Exception | None:
     return None
 
 
-def check_weights_fit(source: str | Path, dtype: str, revision: str | None = None) -> None:
+def check_weights_fit(
+    source: str | Path, dtype: str, revision: str | None = None, packed: bool | None = None
+) -> None:
     """Raise before loading a target that the default device cannot hold."""
     free = free_bytes()
     if free is None:
         return
-    needed = hf.target_bytes(source, dtype=dtype, revision=revision)
+    needed = hf.target_bytes(source, dtype=dtype, revision=revision, packed=packed)
     if needed > free:
         raise MemoryError(
             f"the weights of {source} take {shown_bytes(needed)} in {dtype} and "

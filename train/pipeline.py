@@ -259,7 +259,8 @@ def begin_draft(run: TrainingRun, plans: Sequence[PlannedStage]) -> tuple[Given,
     """The target, loaded, and the draft before its first step."""
     config = run.config
     source = {"dtype": config.dtype, "revision": config.revision or None}
-    target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
+    # Every step multiplies thousands of rows, for which weights in their own bits are dequantised.
+    target, frozen = load_target(run.target_source, mesh=run.mesh, packed=False, **source)
     given = Given(
         target,
         frozen,

@@ -74,7 +74,9 @@ class DecodingPlainly:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a call that names no tree begins with; it runs another tree where that is faster."""
+    """What a call that names no tree begins with, unless the seconds of its warm-up speak against
+    it; it runs another tree where that is faster.
+    """
 
     drafter: str
     """The name of the drafter; ``plain`` for plain decoding."""

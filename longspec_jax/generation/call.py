@@ -157,6 +157,7 @@ class Plan:
         return (
             *(self.target, self.drafters, self.shape, self.chunks, self.rows, self.slots),
             *(self.stop_width, self.kind, self.contents, self.scored, self.adjusted),
+            self.params.costs is not None,
             tuple(leaf.shape for leaf in jax.tree.leaves(self.params.draft)),
             jax.tree.leaves(self.params.target)[0].sharding,
         )
@@ -178,6 +179,16 @@ class Plan:
             logprobs=None if self.kind is not SamplingKind.ANY or most is None else none + most,
             prompt_logprobs=none if self.scored else None,
         )
+
+    def weighing(self, plain: float = 1.0, tree: float = 0.0) -> "Plan":
+        """The same, but a tree that costs nothing to propose is verified only where it pays.
+
+        Args:
+          plain: seconds of a round that verifies one token.
+          tree: of one that verifies a tree; by default every tree pays.
+        """
+        costs = np.asarray([plain, tree], np.float32)
+        return replace(self, params=replace(self.params, costs=costs))
 
     def without_draft(self) -> "Plan":
         """The same, decoded plainly."""

@@ -1,7 +1,7 @@
 """The loaded models with the settings of all calls, and what may propose trees in a call."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -36,8 +36,8 @@ class Models:
     tokenizer: Any = None
     """A transformers tokenizer; without one, prompts are token ids and there is no text."""
     dequantised: tuple[str, ...] = ()
-    """The types of a GGUF file that the target's weights are dequantised from: the target is the
-    model of these weights, not the one that was quantised."""
+    """The types of a GGUF file's matrices, dequantised when they are loaded or multiplied with: the
+    target is the model of these weights, not the one that was quantised."""
     stop_tokens: tuple[int, ...] = ()
     """What ends a row unless ``eos_token_id`` says otherwise."""
     tree: TreeConfig | None = None
@@ -105,10 +105,11 @@ class Models:
     def precision(self) -> str:
         """In what the target is computed, and what its weights and cache are stored in."""
         dtype, matrices = self.target_config.dtype, quantised_matrices(self.target_params)
-        labels = " and ".join(sorted({matrix.label for matrix in matrices}))
-        computed = f"weights {labels}, activations {dtype}" if labels else dtype
-        if self.dequantised:
-            computed += f", dequantised from {' and '.join(self.dequantised)}"
+        types = " and ".join(self.dequantised)
+        labels = types or " and ".join(sorted({matrix.label for matrix in matrices}))
+        computed = f"weights {labels}, activations {dtype}" if matrices else dtype
+        if types and not matrices:
+            computed += f", dequantised from {types}"
         cached = self.target_config.kv_dtype
         return computed if cached is None else f"{computed}, cache {cached}"
 
@@ -172,6 +173,9 @@ def _found_for(
             f"tree {chosen} joins what is looked up, and no draft that looks up is loaded; load "
             f"ngram beside the draft, or leave ~{chosen.lookup} out"
         )
+    if chosen is not None and not chosen.widths and all(each.looks_up for each in models.drafts):
+        # Nothing else proposes: what is looked up is the whole tree.
+        chosen = replace(chosen.looked_up, budget=chosen.budget)
     together = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
     target = models.target
     if chosen is not None:

@@ -268,8 +268,11 @@ def prefilled(
     """
     plan = settled.plan
     compiled = known.warm.prepare(plan, streams, on_activity, rounds=rounds)
-    policy = settled.policy(known.warm.seconds(plan)) if len(plan.drafters) > 1 else None
-    engine = plan_engine(plan, streams=streams, policy=policy)
+    policy, ready = None, plan
+    if len(plan.drafters) > 1:
+        seconds = known.warm.seconds(plan)
+        policy, ready = settled.policy(seconds), settled.weighing(seconds)
+    engine = plan_engine(ready, streams=streams, policy=policy)
     engine.round_seconds = known.warm.round_seconds(plan)
     requests = TextEngine(engine)
     for row in range(plan.rows):  # The rows' numbers are those of the requests.

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,6 +20,8 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import LM_HEAD, Tensor, Tensors
+from longspec_jax.weights.gguf.model import stored_matrices
+from longspec_jax.weights.gguf.packed import as_packed
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.model_files import (
@@ -44,6 +48,7 @@ def load_target(
     mesh: Mesh | None = None,
     revision: str | None = None,
     kv_dtype: str | None = None,
+    packed: bool | None = None,
 ) -> tuple[TargetConfig, Any]:
     """Load a target.
 
@@ -55,6 +60,8 @@ def load_target(
       revision: branch, tag or commit of a hub id.
       kv_dtype: what keys and values are rounded to, as in the configuration: with the scales of the
         checkpoint where it has some, which are not used otherwise.
+      packed: whether a GGUF file's matrices stay in their own bits. If absent they do where a
+        kernel reads them so: on a GPU, in 16 bits. Elsewhere every step would dequantise them.
 
     Returns:
       The configuration and the parameters of :class:`longspec_jax.models.target.Target`.
@@ -80,28 +87,42 @@ def load_target(
             scales = cached_scales(config, tensors)
             config = dataclasses.replace(config, kv_dtype=kv_dtype, kv_scales=scales)
         any_dtype = dtype is not None or quantisation(raw) or model.is_file()
-        table, tensors, groups = _stored(raw, config, tensors)
+        shares = 1 if mesh is None else mesh.shape["tp"]
+        table, tensors, groups = _stored(model, raw, config, tensors, packed, shares)
         check_tensors(table, tensors, str(source), dtype=None if any_dtype else config.dtype)
         params = with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
         return config, packed_params(params, config.dtype)
 
 
 def _stored(
-    raw: JsonObject, config: TargetConfig, tensors: Tensors
+    model: Path,
+    raw: JsonObject,
+    config: TargetConfig,
+    tensors: Tensors,
+    packed: bool | None,
+    shares: int = 1,
 ) -> tuple[Table, Tensors, dict[str, int]]:
     """The table and tensors of a target, and the group sizes of its quantised kernels, by path."""
     table, quantised = target_table(config), quantisation(hf_config.text_part(raw))
-    return (table, tensors, {}) if quantised is None else as_stored(table, tensors, quantised)
+    if quantised is not None:
+        return as_stored(table, tensors, quantised)
+    if packed is None:
+        packed = jax.default_backend() == "gpu" and jnp.dtype(config.dtype).itemsize == 2
+    if model.is_file() and packed:
+        return as_packed(table, tensors, stored_matrices(model), shares)
+    return table, tensors, {}
 
 
-def target_bytes(source: str | Path, *, dtype: str, revision: str | None = None) -> int:
+def target_bytes(
+    source: str | Path, *, dtype: str, revision: str | None = None, packed: bool | None = None
+) -> int:
     """Bytes of a target's parameters as they are loaded; arguments as of :func:`load_target`."""
     model = local_model(source, revision)
     raw = read_config(model)
     described = hf_config.target_config(raw, dtype)
     with ExitStack() as stack:
         config, tensors = _as_tied(described, _of_target(open_model(model, stack), raw))
-        table, _, _ = _stored(raw, config, tensors)
+        table, _, _ = _stored(model, raw, config, tensors, packed)
     return stored_bytes(table, config.dtype)
 
 

@@ -142,8 +142,8 @@ class Architecture:
 
 
 _HALVES: dict[str, Change] = {
-    "attn_q": layouts.halves("num_attention_heads"),
-    "attn_k": layouts.halves("num_key_value_heads"),
+    "attn_q": layouts.Halves("num_attention_heads"),
+    "attn_k": layouts.Halves("num_key_value_heads"),
 }
 
 

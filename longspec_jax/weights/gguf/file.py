@@ -3,8 +3,7 @@
 Nothing in a file is believed before it is bounded by the bytes that are left, and what ggml's own
 reader demands is demanded here: offsets that follow each other, names that come once, counts that
 the file can hold. ``gguf.GGUFReader`` checks none of that, and takes twenty seconds for the
-vocabulary of a 1.5B model; this takes less than one. Blocks are decoded by that package
-(:mod:`longspec_jax.weights.gguf.blocks`).
+vocabulary of a 1.5B model; this takes less than one.
 
 Source: ggml's ``docs/gguf.md`` and ``src/gguf.cpp``, versions 2 and 3 of the format.
 """

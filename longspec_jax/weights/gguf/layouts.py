@@ -5,6 +5,7 @@ are those of the ``config.json`` that describes the model.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,21 +29,25 @@ def without_one(tensor: Tensor, sizes: Sizes) -> Tensor:
     )
 
 
-def halves(heads: str) -> Change:
-    """Rows of heads whose rotated pairs are neighbours in the file, and halves in ours.
+@dataclass(frozen=True)
+class Halves:
+    """Rows of heads whose rotated pairs are neighbours in the file, and halves in ours."""
 
-    Args:
-      heads: the key of their number.
-    """
+    heads: str
+    """The key of their number."""
 
-    def change(tensor: Tensor, sizes: Sizes) -> Tensor:
-        rows, count = tensor.shape[0], sizes[heads]
+    def __call__(self, tensor: Tensor, sizes: Sizes) -> Tensor:
+        """The change."""
+        rows, count = tensor.shape[0], sizes[self.heads]
         if count < 1 or rows % (2 * count):
             return tensor  # Of other sizes than the configuration says, and refused for it.
         pairs = np.arange(rows).reshape(count, rows // (2 * count), 2)
         return with_rows(tensor, pairs.swapaxes(1, 2).reshape(-1))
 
-    return change
+
+def moves_rows(change: Change) -> bool:
+    """Whether a change moves whole rows, and nothing else: their stored bits stay as they are."""
+    return change is same or isinstance(change, Halves)
 
 
 def with_rows(tensor: Tensor, order: np.ndarray) -> Tensor:

@@ -6,7 +6,9 @@ Whatever reads a folder reads a file so. A key of the architecture's or a tensor
 
 import math
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +26,10 @@ from longspec_jax.weights.gguf.architectures import (
     Raw,
     is_mxfp4,
 )
-from longspec_jax.weights.gguf.blocks import decoded
+from longspec_jax.weights.gguf.blocks import decoded, packed
 from longspec_jax.weights.gguf.file import GgufFile, StoredTensor, read_gguf
+from longspec_jax.weights.gguf.layouts import Change, moves_rows, same
+from longspec_jax.weights.gguf.packed import Blocks
 from longspec_jax.weights.gguf.tokens import stop_tokens
 from longspec_jax.weights.json_files import JsonObject
 
@@ -40,8 +44,7 @@ def gguf_config(path: Path) -> JsonObject:
     Raises:
       ValueError: if the model is of no architecture that is read, or a key is not.
     """
-    file = read_gguf(path)
-    name, architecture = _architecture(file)
+    file, name, architecture = _opened(path)
     _check_keys(file, name, architecture)
     factors = {stem: _values(file, f"{stem}.weight") for stem in architecture.factors}
     present = {stem: values for stem, values in factors.items() if values is not None}
@@ -64,10 +67,56 @@ def open_gguf(path: Path) -> Tensors:
     Raises:
       ValueError: for a tensor that no rule names.
     """
-    file, sizes = read_gguf(path), gguf_config(path).values
-    _, architecture = _architecture(file)
-    tensors: Tensors = {}
+    sizes, tensors = gguf_config(path).values, {}
     experts: dict[str, dict[str, StoredTensor]] = {}
+    file, _, architecture = _opened(path)
+    for place in _places(file, architecture, sizes):
+        if place.expert:
+            experts.setdefault(place.prefix, {})[place.name] = place.stored
+        else:
+            tensors[place.prefix + place.name] = place.change(decoded(place.stored), sizes)
+    for prefix, own in experts.items():
+        tensors |= {f"{prefix}{name}": each for name, each in architecture.stacked(own).items()}
+    return tensors
+
+
+def stored_matrices(path: Path) -> dict[str, Blocks]:
+    """A file's quantised matrices by the same names, in the bits that they are stored in.
+
+    Those whose inputs come in another order, and experts, are left out.
+    """
+    sizes = gguf_config(path).values
+    file, _, architecture = _opened(path)
+    return {
+        place.prefix + place.name: Blocks(
+            place.stored.type.name, place.change(packed(place.stored), sizes)
+        )
+        for place in _places(file, architecture, sizes)
+        if place.of_rows and not place.expert and place.stored.type.elements > 1
+    }
+
+
+class _Place(NamedTuple):
+    """A tensor of a file, and what a Hugging Face folder has in its place."""
+
+    prefix: str
+    """Of the layer's names."""
+    name: str
+    stored: StoredTensor
+    change: Change = same
+    expert: bool = False
+    """Whether it is one of several from which the experts are made; its name is the file's."""
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether it is a matrix whose rows alone may be in another order."""
+        return len(self.stored.shape) == 2 and moves_rows(self.change)
+
+
+def _places(
+    file: GgufFile, architecture: Architecture, sizes: Mapping[str, Any]
+) -> Iterator[_Place]:
+    """All tensors of a model; raises ValueError for those that no rule names."""
     unknown = []
     for name, stored in file.tensors.items():
         stem, _, kind = name.rpartition(".")
@@ -75,23 +124,18 @@ def open_gguf(path: Path) -> Tensors:
             stem, kind = name, ""
         if stem in architecture.factors:
             continue
-        prefix, names = "", MODEL
+        prefix, names, changes = "", MODEL, architecture.changes
         if match := _BLOCK.fullmatch(stem):
             index, stem = int(match[1]), match[2]
             prefix, names = f"model.layers.{index}.", architecture.layer
             if index >= sizes["num_hidden_layers"] and sizes.get("full_attention_interval"):
-                prefix = f"{_DRAFTS}.{index}."
+                prefix, changes = f"{_DRAFTS}.{index}.", {}
                 names = {**names, stem: names.get(stem, stem)}
         if prefix and stem in architecture.experts:
-            experts.setdefault(prefix, {})[f"{stem}.{kind}"] = stored
+            yield _Place(prefix, f"{stem}.{kind}", stored, expert=True)
         elif stem in names:
             suffix = f".{kind}" if kind and stem not in architecture.unnamed else ""
-            change = architecture.changes.get(stem)
-            tensor = decoded(stored)
-            drafts = prefix.startswith(_DRAFTS)
-            tensors[f"{prefix}{names[stem]}{suffix}"] = (
-                tensor if change is None or drafts else change(tensor, sizes)
-            )
+            yield _Place(prefix, names[stem] + suffix, stored, changes.get(stem, same))
         else:
             unknown.append(f"{name} {stored.shape}")
     if unknown:
@@ -101,9 +145,12 @@ def open_gguf(path: Path) -> Tensors:
             f"{', '.join(unknown[:8])}{more}; a model with these tensors computes something else: "
             "load another file"
         )
-    for prefix, own in experts.items():
-        tensors |= {f"{prefix}{name}": each for name, each in architecture.stacked(own).items()}
-    return tensors
+
+
+def _opened(path: Path) -> tuple[GgufFile, str, Architecture]:
+    """A file with its architecture's name and entry."""
+    file = read_gguf(path)
+    return file, *_architecture(file)
 
 
 def _architecture(file: GgufFile) -> tuple[str, Architecture]:

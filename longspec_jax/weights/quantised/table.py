@@ -31,7 +31,7 @@ from longspec_jax.weights.quantised.stored import (
 from longspec_jax.weights.tables import Leaf, Part, Table
 
 SCALE_DTYPE = "float32"
-KERNEL, WEIGHT = "/kernel", ".weight"
+KERNEL, HEAD, WEIGHT = "/kernel", "head", ".weight"
 EXPERTS = "mlp/expert_gate_up", "mlp/expert_down"
 RECURRENCE = "/recurrence/"
 MARKS = {mark for format in (Bytes, Packed, Gptq, Awq) for mark in format.marks}
@@ -134,6 +134,11 @@ def _stays_whole(leaf: Leaf) -> bool:
     inputs = len(leaf.parts[0].groups[-1])
     reordered = any(part.shuffle is not None and part.heads < inputs for part in leaf.parts)
     return leaf.path.endswith(EXPERTS) or RECURRENCE in leaf.path or reordered
+
+
+def is_matrix(leaf: Leaf) -> bool:
+    """Whether a layer's kernel or the LM head, which a target multiplies by in its own bits."""
+    return leaf.path == HEAD or leaf.path.endswith(KERNEL) and not _stays_whole(leaf)
 
 
 def _format_of(name: str, leaf: Leaf, tensors: Tensors, quantised: Quantisation) -> Format | None:
@@ -244,7 +249,7 @@ def _leaves(leaf: Leaf, matrices: list[Stored], quantised: Quantisation) -> Iter
     for field, dtype in dtypes.items():
         widths = {getattr(matrix, field).shape[1] for matrix in matrices}
         [width] = widths
-        yield _with_inputs_last(leaf, field, width, dtype)
+        yield with_inputs_last(leaf, field, width, dtype)
     if any(not _alike(matrix.order, first.order) for matrix in matrices):
         names = ", ".join(part.source for part in leaf.parts)
         raise ValueError(
@@ -262,14 +267,19 @@ def _alike(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
-def _with_inputs_last(leaf: Leaf, field: str, width: int, dtype: str) -> Leaf:
-    """A kernel ``[*in, *out]`` of ``[out, in]`` matrices, as ``[*out, width]``."""
+def with_inputs_last(leaf: Leaf, field: str, width: int, dtype: str) -> Leaf:
+    """A kernel ``[*in, *out]`` of ``[out, in]`` matrices, as ``[*out, width]``.
+
+    An LM head ``[out, in]`` keeps the order of its axes.
+    """
     inputs = len(leaf.parts[0].groups[1])
+    first = 0 if leaf.path == HEAD else inputs
+    produced = slice(first, first + len(leaf.shape) - inputs)
     parts = []
     for part in leaf.parts:
         outputs = part.groups[0]
-        order = (*part.order[inputs:], len(outputs))
-        start, depth = (part.start, part.depth) if leaf.stack >= inputs else (0, leaf.shape[inputs])
+        order = (*part.order[produced], len(outputs))
+        start, depth = (part.start, part.depth) if leaf.stack >= first else (0, leaf.shape[first])
         parts.append(
             dataclasses.replace(
                 part,
@@ -278,11 +288,11 @@ def _with_inputs_last(leaf: Leaf, field: str, width: int, dtype: str) -> Leaf:
                 order=order,
                 start=start,
                 depth=depth,
-                heads=max(part.heads - inputs, 0),
+                heads=max(part.heads - first, 0),
             )
         )
-    shape = (*leaf.shape[inputs:], width)
-    stack = max(leaf.stack - inputs, 0)
+    shape = (*leaf.shape[produced], width)
+    stack = max(leaf.stack - first, 0)
     return Leaf(f"{leaf.path}/{field}", shape, stack, tuple(parts), dtype)
 
 

@@ -192,7 +192,6 @@ def test_a_folder_of_one_file(tmp_path, file):
         local_model(tmp_path)
 
 
-def test_the_package_is_asked_for(file, monkeypatch):
+def test_no_other_package_is_needed(file, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(ModuleNotFoundError, match=r"GGUF files need packages.*\[gguf\]"):
-        load_target(file, dtype="float32")
+    assert load_target(file, dtype="float32")[0].num_layers == 1
