@@ -23,10 +23,10 @@ failure while running, 130 after Ctrl-C and 143 after SIGTERM before it serves.
 """
 _SECONDS = Real(0.0, 1e6, "above 0", includes_least=False)
 SIZES = {
-    "max_model_len": Option(
-        Whole(2),
-        None,
-        "most tokens of a request, prompt and answer; those that the target was made for if "
+    "max_model_len": replace(
+        OPTIONS["max_model_len"],
+        default=None,
+        about="most tokens of a request, prompt and answer; those that the target was made for if "
         "absent, on a CPU at most 4096",
     ),
     "max_itl_ms": OPTIONS["max_itl_ms"],

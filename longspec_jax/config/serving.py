@@ -19,7 +19,7 @@ class EngineSizes(TypedDict):
         int, Option(Whole(), REQUIRED, "requests that are decoded at once; others wait")
     ]
     max_model_len: Annotated[
-        int, Option(Whole(), REQUIRED, "most tokens of a request, prompt and new ones")
+        int, Option(Whole(2), REQUIRED, "most tokens of a request, prompt and new ones")
     ]
 
 
