@@ -57,7 +57,7 @@ def _random_gguf(
     }
     codes = jax.random.bits(key, (*out_axes, form.fields(inputs)["codes"].width), jnp.uint8)
     codes = codes if form.narrow else jax.lax.bitcast_convert_type(codes, jnp.int8)
-    return QuantisedMatrix(codes, **arrays, group=form.group)
+    return form.matrix(arrays | {"codes": codes})
 
 
 def _in_mixture(names: list[str]) -> str:

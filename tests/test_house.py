@@ -29,17 +29,17 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 720,
     "files of a request and 4 steps": 18,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 27_310,
-    "token lines of infer": 7_300,
-    "token lines of train": 5_725,
+    "token lines of longspec_jax": 27_940,
+    "token lines of infer": 7_950,
+    "token lines of train": 5_750,
     "token lines of configs": 330,
-    "token lines of tests": 38_180,
-    "token lines of benchmarks and contrib": 3_550,
+    "token lines of tests": 39_260,
+    "token lines of benchmarks and contrib": 3_720,
     "declarations of an option beyond its first": 20,
     # Of these folders but the tests: density, and types that say nothing.
-    "literal tuples or lists unpacked into calls": 5,
+    "literal tuples or lists unpacked into calls": 6,
     "** of a variable into calls": 156,
-    "lines with ': Any'": 769,
+    "lines with ': Any'": 779,
 }
 SOURCE = "longspec_jax", "infer", "train", "configs"
 BESIDE = "benchmarks", "contrib"

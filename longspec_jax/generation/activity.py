@@ -74,8 +74,9 @@ class DecodingPlainly:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a call that names no tree begins with, unless the seconds of its warm-up speak against
-    it; it runs another tree where that is faster.
+    """What a call that names no tree begins with, unless its warm-up's seconds speak against it.
+
+    It runs another tree where that is faster.
     """
 
     drafter: str

@@ -123,10 +123,7 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
     words = jax.lax.bitcast_convert_type(blocks.reshape(*blocks.shape[:2], 16, 4), jnp.uint32)
     fine = flat.fine
     single = flat.groups == 1 and not fine
-    scale, offset, unit, offset_unit = (
-        None if each is None else each.T
-        for each in (flat.scale, flat.offset, flat.unit, flat.offset_unit)
-    )
+    scale, offset = flat.scale.T, None if flat.offset is None else flat.offset.T
     if fine:
         missing = ((0, -flat.groups % (DEPTH // flat.group)), (0, 0))
         scale = jnp.pad(scale, missing)
@@ -141,8 +138,8 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
         stored=flat.codes.dtype,
         floating=flat.floating,
         offset=offset,
-        unit=unit,
-        offset_unit=offset_unit,
+        unit=None if flat.unit is None else flat.unit.T,
+        offset_unit=None if flat.offset_unit is None else flat.offset_unit.T,
     )
 
 

@@ -12,8 +12,8 @@ of Q6_K, 0.63 of Q4_0, 1.13 of Q8_0. In the file they are 0.56, 0.69, 0.82, 0.56
 Source: ggml's ``ggml-quants.c``; the package ``gguf`` dequantises the same way.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +84,17 @@ class Form(NamedTuple):
             found["offset_unit"] = Field(units, "float16", offset_units)
         return found
 
+    def matrix(self, arrays: Mapping[str, Any]) -> QuantisedMatrix:
+        """The matrix of the arrays that :meth:`fields` names, or of their shapes."""
+        return QuantisedMatrix(
+            codes=arrays["codes"],
+            scale=arrays["scale"],
+            offset=arrays.get("offset"),
+            unit=arrays.get("unit"),
+            offset_unit=arrays.get("offset_unit"),
+            group=self.group,
+        )
+
 
 class Field(NamedTuple):
     """An array of a matrix, as a form holds it."""
@@ -135,7 +146,7 @@ def from_blocks(
     blocks = as_blocks(rows, name)
     fields = form.fields(blocks.shape[-2] * TYPES[name].inputs).items()
     arrays = {key: jnp.asarray(field.of_blocks(blocks, name, form)) for key, field in fields}
-    return QuantisedMatrix(**arrays, group=form.group)
+    return form.matrix(arrays)
 
 
 def dequantised(blocks: Blocks, name: str) -> Float32[np.ndarray, "*rows C"]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from longspec_jax.ops.matmul.packed import refuse_unpackable
-from longspec_jax.ops.matmul.quantised_weights import UNIT, QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import UNIT
 from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
 from longspec_jax.weights.gguf import matrices
 from longspec_jax.weights.gguf.matrices import Field, Form
@@ -89,7 +89,7 @@ def _is_read(fields: Mapping[str, Leaf], form: Form) -> bool:
     """Whether the kernel reads such a matrix."""
     arrays = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in fields.items()}
     try:
-        refuse_unpackable(QuantisedMatrix(**arrays, group=form.group))
+        refuse_unpackable(form.matrix(arrays))
     except NotImplementedError:
         return False
     return True
