@@ -41,14 +41,14 @@ REQUIRED = dataclasses.MISSING
 """The default of an option that has none."""
 RENAMED = {
     "adjusted": "enable_penalties",
-    "max_itl_ms": "max_itl_ms",
+    "max_gap_ms": "max_itl_ms",
     "max_len": "max_model_len",
     "max_tokens": "max_model_len",
     "memory": "gpu_memory_utilization",
-    "cpu_prefix_cache_bytes": "cpu_prefix_cache_bytes",
+    "offload_prefixes": "cpu_prefix_cache_bytes",
     "prefills": "max_concurrent_prefills",
-    "max_num_seqs": "max_num_seqs",
-    "batch_invariant": "batch_invariant",
+    "row_slots": "max_num_seqs",
+    "same_bits": "batch_invariant",
     "slots": "max_num_seqs",
     "traced": "return_trees",
 }

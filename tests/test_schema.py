@@ -46,8 +46,8 @@ def test_an_option_under_its_old_name_is_refused_with_the_new_one() -> None:
         if kind is not None:
             with pytest.raises(TypeError, match=f"option {old} is {new} now"):
                 read(kind, {old: 1}, "a call")
-    with pytest.raises(ValueError, match="option --no-batch_invariant is --no-batch_invariant now"):
-        parser.parse_args(["--no-batch_invariant"])
+    with pytest.raises(ValueError, match="option --no-same_bits is --no-batch_invariant now"):
+        parser.parse_args(["--no-same_bits"])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
