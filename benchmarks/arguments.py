@@ -134,9 +134,10 @@ MESH = _of(
     f"devices to spread the target over: {cli.MESH_GRAMMAR}; one if absent",
     metavar="AXIS=N,...",
 )
-SAME_BITS = {
+BATCH_INVARIANT = {
     "action": argparse.BooleanOptionalAction,
-    "help": "as of python -m infer.decode: on where there are such kernels, unless --no-same_bits",
+    "help": "as of python -m infer.decode: on where there are such kernels, unless "
+    "--no-batch_invariant",
 }
 REPETITIONS = "decodes of which the median counts"
 ATTENTION_OPTIONS: Options = {
@@ -174,7 +175,7 @@ DECODE: Options = {
     ),
     "new_tokens": _of(SEVERAL_TOKENS, "tokens of one repetition", ByMachine(192, 48)),
     "repetitions": _of(COUNT, REPETITIONS, ByMachine(3, 2)),
-    "same_bits": SAME_BITS,
+    "batch_invariant": BATCH_INVARIANT,
     "kv_dtype": {"choices": KV_DTYPES, "help": "of the cache; as activations if absent"},
     "turns": _of(COUNT, "repeats of a separately timed part", ByMachine(10, 3)),
     "prefill": _of(
@@ -209,7 +210,7 @@ MATCH: Options = {
         ByMachine([128, 256, 384, 512, 640, 1024, 2048, 4096], [128]),
     ),
     "new_tokens": _of(SEVERAL_TOKENS, "tokens of every prompt", ByMachine(160, 24)),
-    "same_bits": SAME_BITS,
+    "batch_invariant": BATCH_INVARIANT,
     "mesh": MESH,
 }
 PRODUCTS: Options = {
@@ -243,7 +244,7 @@ SERVE: Options = {
         "tokens of a prompt that is sent beside four running streams",
         ByMachine(12288, 2048),
     ),
-    "max_gap_ms": _of(
+    "max_itl_ms": _of(
         COUNT, "the longest pause of these streams, as of infer.serve", ByMachine(50, 1000)
     ),
 }

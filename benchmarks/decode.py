@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> None:
                 arguments.attention,
                 kind=arguments.draft,
                 options=options,
-                same_bits=arguments.same_bits,
+                batch_invariant=arguments.batch_invariant,
                 weights=arguments.weights,
                 mesh=mesh,
             )
@@ -176,7 +176,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
         "weights": setting.weights,
-        "same_bits": model.target.same_bits,
+        "batch_invariant": model.target.batch_invariant,
         "kv_dtype": config.kv_dtype,
         "draft": model.draft.name,
         **_longspec_options(model.draft),

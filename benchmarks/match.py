@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
     step("loading the target")
     mesh = make_mesh(**arguments.mesh) if arguments.mesh else None
     stored = arguments.target, arguments.dtype, arguments.weights
-    spec = load(*stored, same_bits=arguments.same_bits, mesh=mesh)
+    spec = load(*stored, batch_invariant=arguments.batch_invariant, mesh=mesh)
     header = run_header(
         jax.devices()[0].device_kind,
         __doc__ or "",
@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
     prompts = prompts_of(spec, arguments.context)
     step("plain decoding, one prompt after the other")
     roomy = max(len(prompt.tokens) for prompt in prompts) + arguments.new_tokens
-    plain = dataclasses.replace(spec, draft=None, row_slots=1, expected_tokens=2 * roomy)
+    plain = dataclasses.replace(spec, draft=None, max_num_seqs=1, expected_tokens=2 * roomy)
     [(_, expected, _)] = decode(plain, prompts, PLAIN, arguments.new_tokens, [1])
     different = 0
     with Report(header, arguments.json, SHOWN) as report:
@@ -194,7 +194,7 @@ def decode(
         if rows > 1:
             found = [complete(spec, group, tree, new_tokens) for group in groups]
             yield f"{rows}", *_joined(found)
-        whole = complete(dataclasses.replace(spec, row_slots=rows), prompts, tree, new_tokens)
+        whole = complete(dataclasses.replace(spec, max_num_seqs=rows), prompts, tree, new_tokens)
         yield f"{rows} slots" if rows > 1 else "1", *_joined([whole])
 
 

@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
+from longspec_jax.decoding.batch_invariant import choose_kernels
 from longspec_jax.decoding.cache import KVCache, allocate
-from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.checkpoints.dflash import LAYERS as DFLASH_LAYERS
@@ -87,7 +87,7 @@ def random_model(
     seed: int = 0,
     kind: str = "longspec",
     options: Mapping[str, Any] | None = None,
-    same_bits: bool | None = None,
+    batch_invariant: bool | None = None,
     weights: str = "whole",
     mesh: Mesh | None = None,
 ) -> Model:
@@ -99,7 +99,7 @@ def random_model(
       seed: of all draws.
       kind: of the draft, or its folder.
       options: of the draft.
-      same_bits: as of ``longspec_jax.decoding.same_bits.choose_kernels``.
+      batch_invariant: as of ``longspec_jax.decoding.batch_invariant.choose_kernels``.
       weights: how the target's are stored: whole, or one that ``--weights`` names.
       mesh: what all of them are spread over; one device if absent.
     """
@@ -133,7 +133,7 @@ def random_model(
         draft = RetrievalDraft(draft, config, retrieval)
     quantised = has_unpacked(target)
     whole = TargetModel(config, attention, mesh=None if mesh is None else mesh.abstract_mesh)
-    static = choose_kernels(whole, same_bits, quantised=quantised)
+    static = choose_kernels(whole, batch_invariant, quantised=quantised)
     return Model(config, static, Params(target, draft.params), draft)
 
 

@@ -7,8 +7,8 @@ over repetitions of that total divided by the number of products. ``ours`` is wh
 (``longspec_jax.ops.matmul.few_rows``), its split-K partials not added up, since the norm that
 reads them does so as it goes; ``xla`` is its definition in plain JAX. The gate of a SwiGLU
 belongs to the product. ``--weights`` chooses how the weights are stored. ``one-order`` are whole,
-and ``ours`` are the matmuls of same_bits with the LM head (``longspec_jax.ops.matmul.ordered``).
-``int8`` are those of a
+and ``ours`` are the matmuls of ``batch_invariant`` with the LM head
+(``longspec_jax.ops.matmul.ordered``). ``int8`` are those of a
 draft in 8 bits and its LM head; ``fp8``, ``fp8-blocks`` and ``w4a16`` those of a quantised target,
 with a scale for each output, for 128 x 128 weights, and for 128 inputs of an output
 (``longspec_jax.ops.matmul.quantised``). The roof is the time of reading

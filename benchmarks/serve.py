@@ -13,7 +13,7 @@ round. ``acceptance`` is the mean of 64 nodes; fewer keep the share that the dem
 ``ttft`` is the time from sending a request to its first token, waiting in the queue included, and
 ``itl`` that from token to token, where tokens that come together share theirs.
 ``worst_gap_ms`` is the longest pause of four running streams
-while a long prompt is prefilled beside them, from ``max_gap_ms`` for which the server was started.
+while a long prompt is prefilled beside them, from ``max_itl_ms`` for which the server was started.
 """
 
 import argparse
@@ -59,7 +59,7 @@ from .timing import rounded, step
 
 SHOWN = (
     "shape context concurrency speculation tokens_per_second acceptance_length ttft_ms_p50 "
-    "ttft_ms_p99 itl_ms_p50 itl_ms_p99 max_gap_ms worst_gap_ms usual_gap_ms ttft_ms chunk"
+    "ttft_ms_p99 itl_ms_p50 itl_ms_p99 max_itl_ms worst_gap_ms usual_gap_ms ttft_ms chunk"
 ).split()
 STREAMS = 4
 """That run while a long prompt is admitted."""
@@ -336,7 +336,7 @@ def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
     """The row of a long prompt beside running streams."""
     max_len = arguments.long_context + 2
     tree = DEFAULT_TREE if jax.default_backend() == "gpu" else CHAIN
-    limit = {"tree": tree, "max_gap_ms": float(arguments.max_gap_ms)}
+    limit = {"tree": tree, "max_itl_ms": float(arguments.max_itl_ms)}
     engine, seconds = prepared_engine(spec, STREAMS + 1, max_len=max_len, **limit)
     random, chunk = np.random.default_rng(2), engine.engine.prompts.chunk
     with serving(spec, engine, max_len) as client:
@@ -360,7 +360,7 @@ def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
         "shape": arguments.target,
         "context": arguments.long_context,
         "concurrency": STREAMS,
-        "max_gap_ms": arguments.max_gap_ms,
+        "max_itl_ms": arguments.max_itl_ms,
         "worst_gap_ms": rounded(1e3 * max(gaps[True])),
         "usual_gap_ms": rounded(1e3 * statistics.median(gaps[False])),
         "ttft_ms": rounded(1e3 * admitted.first),

@@ -92,7 +92,7 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "draft from each other's texts, and clients can so guess what others write), shared=false. "
         "All drafts: retrieve=N (check rounds over N tokens of the target's cache first)",
     )
-    of_rows = {"row_slots", "offload"}
+    of_rows = {"max_num_seqs", "offload"}
     declared = {name: one for name, one in loading.OPTIONS.items() if name not in of_rows}
     cli.add_options(group, declared)
     group.add_argument(
@@ -107,7 +107,7 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
 
 def add_memory(group: Any) -> None:
     """Add the options that decide where the rows of a call lie."""
-    cli.add_options(group, {name: loading.OPTIONS[name] for name in ("row_slots", "offload")})
+    cli.add_options(group, {name: loading.OPTIONS[name] for name in ("max_num_seqs", "offload")})
 
 
 def add_trees(group: Any, absent: str) -> None:
@@ -310,7 +310,7 @@ def _models(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _placement(arguments: argparse.Namespace) -> Iterator[str]:
-    for option in ("mesh", "row_slots"):
+    for option in ("mesh", "max_num_seqs"):
         if arguments.offload and getattr(arguments, option):
             yield (
                 f"--offload keeps the cache of one device and of all rows at once in the host's "

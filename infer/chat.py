@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longspec_jax import cli
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None 
 
 def parser() -> argparse.ArgumentParser:
     """The command's parser."""
+    from longspec_jax.config.serving import OPTIONS
+
     from . import arguments as arguments_lib
 
     result = cli.Parser(
@@ -74,16 +77,17 @@ def parser() -> argparse.ArgumentParser:
     group = result.add_argument_group("conversation")
     group.add_argument("--system", type=cli.any_text, help="what the model is told beforehand")
     arguments_lib.add_style(group)
-    group.add_argument(
-        "--max_tokens",
-        type=cli.COUNT,
-        help="tokens of the whole conversation, for which memory is taken; 16384 if absent, or as "
+    length = replace(
+        OPTIONS["max_model_len"],
+        default=None,
+        about="tokens of the whole conversation, for which memory is taken; 16384 if absent, or as "
         "many as the target has positions",
     )
+    cli.add_options(group, {"max_model_len": length})
     arguments_lib.add_sampling(result)
     cli.add_traceback(result.add_argument_group("output"))
     # What the checks of infer.decode ask for and a conversation does not have.
-    nothing = dict.fromkeys(("row_slots", "compare", "stream", "batch", "prompt_file"))
+    nothing = dict.fromkeys(("max_num_seqs", "compare", "stream", "batch", "prompt_file"))
     result.set_defaults(offload=False, **nothing)
     return result
 

@@ -83,10 +83,10 @@ class Conversation:
                 "--system is a message of a chat template and this target has none; name a "
                 "--prompt_style, or write it as your first line"
             )
-        self.max_tokens = min(arguments.max_tokens or MOST_TOKENS, config.max_positions)
-        if arguments.max_tokens and arguments.max_tokens > self.max_tokens:
+        self.max_tokens = min(arguments.max_model_len or MOST_TOKENS, config.max_positions)
+        if arguments.max_model_len and arguments.max_model_len > self.max_tokens:
             raise ValueError(
-                f"--max_tokens {arguments.max_tokens} is more than the target's "
+                f"--max_model_len {arguments.max_model_len} is more than the target's "
                 f"{config.max_positions} positions; name fewer"
             )
         self._vocab_size, self._positions = config.vocab_size, config.max_positions
@@ -95,11 +95,11 @@ class Conversation:
         self._id: int | None = None
         with command_words():
             self._engine = spec.engine(
-                slots=1,
-                max_tokens=self.max_tokens,
+                max_num_seqs=1,
+                max_model_len=self.max_tokens,
                 tree=arguments.tree if spec.drafts else None,
                 adaptive=arguments.adaptive,
-                adjusted=has_penalty(arguments),
+                enable_penalties=has_penalty(arguments),
                 prefixes=True,  # A turn prefills what the one before it has not.
             )
 
@@ -123,7 +123,7 @@ class Conversation:
                     )
                 raise ValueError(
                     f"{counted(len(tokens), 'token')} and --max_new_tokens {new} for the answer "
-                    f"exceed the {self.max_tokens} of --max_tokens; {remedies}"
+                    f"exceed the {self.max_tokens} of --max_model_len; {remedies}"
                 )
             self._cancel()
             self._id = self._engine.submit(tokens, **self._options)

@@ -110,9 +110,9 @@ def load(arguments: argparse.Namespace, target: Path, sources: Sequence[str | Pa
     options: dict[str, Any] = dict(
         attention=arguments.attention,
         prefill_chunk=arguments.prefill_chunk,
-        row_slots=arguments.row_slots,
+        max_num_seqs=arguments.max_num_seqs,
         offload=arguments.offload,
-        same_bits=arguments.same_bits,
+        batch_invariant=arguments.batch_invariant,
         kv_dtype=arguments.kv_dtype,
         adapter=arguments.adapter,
         mesh=make_mesh(**arguments.mesh) if arguments.mesh else None,

@@ -33,7 +33,7 @@ from longspec_jax.compilation import keep_programs
 from longspec_jax.config.loading import LoadOptions
 from longspec_jax.config.serving import EngineOptions
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.decoding.same_bits import is_identical
+from longspec_jax.decoding.batch_invariant import is_identical
 from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
 from longspec_jax.generation import comparison, inspection
 from longspec_jax.generation.activity import OnActivity
@@ -75,10 +75,10 @@ class LongSpec(Models):
 
     def __post_init__(self) -> None:
         """Refuse parts that are not what they should be, or do not belong together."""
-        names = "target_config tokenizer attention prefill_chunk mesh row_slots expected_tokens"
-        names += " offload same_bits"
+        names = "target_config tokenizer attention prefill_chunk mesh max_num_seqs expected_tokens"
+        names += " offload batch_invariant"
         check_arguments(**{name: getattr(self, name) for name in names.split()})
-        refuse_beside_offload(self.offload, self.mesh, self.row_slots)
+        refuse_beside_offload(self.offload, self.mesh, self.max_num_seqs)
         check_chunk(self.prefill_chunk, self.target_config.max_positions)
         if self.tree is not None:
             object.__setattr__(self, "tree", as_tree(self.tree))
@@ -102,7 +102,7 @@ class LongSpec(Models):
 
         It then depends on target, prompt, options and seed alone: not on draft, tree, batch, slots
         or size of the cache. True in float32, and in 16 bits on Hopper GPUs with the kernels of
-        ``same_bits``.
+        ``batch_invariant``.
         """
         return is_identical(self.target)
 
@@ -139,12 +139,12 @@ class LongSpec(Models):
             :class:`~longspec_jax.config.loading.LoadOptions`.
 
         Raises:
-          NotImplementedError: for ``same_bits=True`` where there are no such kernels.
+          NotImplementedError: for ``batch_invariant=True`` where there are no such kernels.
         """
         given = read(LoadOptions, options, "from_pretrained()")
         check_arguments(target=target, draft=draft, draft_options=draft_options)
         check_arguments(tokenizer=tokenizer, mesh=mesh)
-        refuse_beside_offload(given["offload"], mesh, given["row_slots"])
+        refuse_beside_offload(given["offload"], mesh, given["max_num_seqs"])
         sources = as_sources(draft)
         check_about_drafts(sources, draft_options, given["draft_revision"])
         tree = None if tree is None else as_tree(tree)
@@ -174,9 +174,9 @@ class LongSpec(Models):
             attention=given["attention"],
             prefill_chunk=given["prefill_chunk"] or usual_chunk,
             mesh=mesh,
-            row_slots=given["row_slots"],
+            max_num_seqs=given["max_num_seqs"],
             offload=given["offload"],
-            same_bits=given["same_bits"],
+            batch_invariant=given["batch_invariant"],
         )
 
     @classmethod

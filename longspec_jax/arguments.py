@@ -88,7 +88,7 @@ def check_arguments(**values: Any) -> None:
         _RULES[name].read(name, value)
 
 
-def refuse_beside_offload(offload: bool, mesh: Mesh | None, row_slots: int | None) -> None:
+def refuse_beside_offload(offload: bool, mesh: Mesh | None, max_num_seqs: int | None) -> None:
     """Refuse what a cache in the host's memory does not support.
 
     Raises:
@@ -99,10 +99,10 @@ def refuse_beside_offload(offload: bool, mesh: Mesh | None, row_slots: int | Non
             f"offload=True supports one device, and mesh={dict(mesh.shape)} spreads the cache over "
             "several; drop one of the two"
         )
-    if offload and row_slots is not None:
+    if offload and max_num_seqs is not None:
         raise ValueError(
-            f"offload=True decodes all rows at once, and row_slots={row_slots} has some of them "
-            "wait; drop one of the two"
+            f"offload=True decodes all rows at once, and max_num_seqs={max_num_seqs} has some of "
+            "them wait; drop one of the two"
         )
 
 

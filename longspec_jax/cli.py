@@ -25,7 +25,7 @@ from longspec_jax import files
 from longspec_jax.checks import Each, Maybe, OneOf, Rule, Text, Truth, Whole, nearest, shown
 from longspec_jax.config.names import MESH_AXES
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.schema import Option
+from longspec_jax.schema import RENAMED, Option
 
 SCRIPTS = {
     "infer.chat": "longspec-chat",
@@ -346,6 +346,10 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"unexpected argument {shown(word)}"
+        dashes = "--no-" if name.startswith("--no-") else "--"
+        new = f"{dashes}{RENAMED.get(name.removeprefix(dashes), '')}"
+        if new in self._option_string_actions:
+            return f"option {name} is {new} now"
         close = nearest(name, self._option_string_actions)
         hint = f"; did you mean {close}?" if close else ""
         return f"unknown option {name:.60}{hint}"

@@ -39,6 +39,20 @@ from longspec_jax.checks import (
 
 REQUIRED = dataclasses.MISSING
 """The default of an option that has none."""
+RENAMED = {
+    "adjusted": "enable_penalties",
+    "max_gap_ms": "max_itl_ms",
+    "max_len": "max_model_len",
+    "max_tokens": "max_model_len",
+    "memory": "gpu_memory_utilization",
+    "offload_prefixes": "cpu_prefix_cache_bytes",
+    "prefills": "max_concurrent_prefills",
+    "row_slots": "max_num_seqs",
+    "same_bits": "batch_invariant",
+    "slots": "max_num_seqs",
+    "traced": "return_trees",
+}
+"""Options by the names that they had before 0.1.0: refused with the new one, for one release."""
 _RULES: dict[Any, Rule] = {
     bool: Truth(),
     int: Whole(0),
@@ -208,6 +222,8 @@ def build(
 def unknown(what: str, name: object, known: Iterable[str], owner: str = "") -> str:
     """That a name is not known, to its owner: the nearest one, or all there are."""
     names = list(known)
+    if isinstance(name, str) and RENAMED.get(name) in names:
+        return f"{what} {name} is {RENAMED[name]} now"
     close = nearest(name, names) if isinstance(name, str) else None
     every = f"{'it has' if owner else 'known are'} {', '.join(names)}"
     hint = f"did you mean {close!r}?" if close else every

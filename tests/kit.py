@@ -247,7 +247,7 @@ def prefill(*prompts: Any, **sizes: Any) -> Rows:
 
 
 def prefill_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have calls prefill every prompt alone, as those of a target of ``same_bits`` do."""
+    """Have calls prefill every prompt alone, as those of a target of ``batch_invariant`` do."""
     sizes = Shape.for_call
     monkeypatch.setattr(
         Shape, "for_call", lambda *given, **named: sizes(*given, **{**named, "alone": True})

@@ -444,7 +444,7 @@ def test_contents_can_be_imported() -> None:
 
 def test_rows_beyond_the_slots_wait_and_say_the_same(spec) -> None:
     """Through every way of a call; memory is that of the slots and of one that is prefilled."""
-    flowing = dataclasses.replace(spec, row_slots=2)
+    flowing = dataclasses.replace(spec, max_num_seqs=2)
     prompts = [[3, 4, 5], [6] * 40, [7, 8], [9, 10, 11, 12]]
     options = dict(max_new_tokens=[9, 3, 7, 1], temperature=[0, 1.0, 0.7, 0], seed=[1, 2, 3, 4])
     expected = spec.generate(prompts, **options)
@@ -464,7 +464,7 @@ def test_rows_beyond_the_slots_wait_and_say_the_same(spec) -> None:
 
 def test_slots_that_are_not_needed_change_nothing(spec) -> None:
     """Each number of rows is a shape of its own, compiled before it is timed."""
-    roomy = dataclasses.replace(spec, row_slots=8, _warm=WarmShapes())
+    roomy = dataclasses.replace(spec, max_num_seqs=8, _warm=WarmShapes())
     compiled = [
         roomy.generate([[3, 4]] * rows, max_new_tokens=5).stats.compile_seconds for rows in (1, 2)
     ]
@@ -482,6 +482,6 @@ def test_the_plan_of_slots_on_a_mesh() -> None:
     def planned(spec: Any, rows: int) -> Any:
         return spec.check([[3] * 20] * rows, max_new_tokens=5)
 
-    one, flowing = planned(spread, 1), planned(dataclasses.replace(spread, row_slots=4), 64)
+    one, flowing = planned(spread, 1), planned(dataclasses.replace(spread, max_num_seqs=4), 64)
     assert flowing.cache_bytes == (4 // 2 + 1) * one.cache_bytes
     assert planned(spread, 4).cache_bytes == 2 * one.cache_bytes

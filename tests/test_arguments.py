@@ -27,8 +27,8 @@ OTHER_MESH = Mesh(np.asarray(jax.devices()[:1]), ("model",))
 BAD: dict[str, list[Any]] = {
     "tokenizer": ["x", "", 3, Path("x"), {}, type(toy_tokenizer())],
     "mesh": [4, "tp=2", (1, 1, 2), True, OTHER_MESH],
-    **{name: wrong(LOADING[name].rule) for name in ("attention", "row_slots", "offload")},
-    "same_bits": wrong(LOADING["same_bits"].rule),
+    **{name: wrong(LOADING[name].rule) for name in ("attention", "max_num_seqs", "offload")},
+    "batch_invariant": wrong(LOADING["batch_invariant"].rule),
     "prefill_chunk": wrong(Whole()),
 }
 BAD_TO_LOAD: dict[str, list[Any]] = {

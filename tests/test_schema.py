@@ -6,12 +6,14 @@ from typing import Annotated, Any
 
 import pytest
 
+from longspec_jax import cli
 from longspec_jax.checks import Each, Maybe, OneOf, Real, Refused, Rule, Text, Truth, Whole
 from longspec_jax.config import loading, sampling, serving
-from longspec_jax.schema import REQUIRED, Option, build, options, rule_of
+from longspec_jax.schema import RENAMED, REQUIRED, Option, build, options, read, rule_of
 from tests.refusals import edges, wrong
 
 DECLARED = {**sampling.OPTIONS, **loading.OPTIONS, **serving.OPTIONS}
+KINDS = serving.EngineOptions, loading.LoadOptions
 RULES: list[Rule] = [
     Whole(2, 9, " (2 is few)"),
     Real(0.0, 1.0),
@@ -29,6 +31,23 @@ def test_an_option_has_a_sentence_and_a_default_that_it_takes(name: str) -> None
     option = DECLARED[name]
     assert option.about and not option.about.endswith(".") and option.about[0].islower()
     assert option.default in (None, REQUIRED) or option.rule.refusal(option.default) is None
+
+
+def test_an_option_under_its_old_name_is_refused_with_the_new_one() -> None:
+    """In Python and as a flag."""
+    parser = cli.Parser()
+    cli.add_options(parser, serving.OPTIONS)
+    cli.add_options(parser, {"batch_invariant": loading.OPTIONS["batch_invariant"]})
+    parser.add_argument("--gpu_memory_utilization")
+    for old, new in RENAMED.items():
+        with pytest.raises(ValueError, match=f"option --{old} is --{new} now"):
+            parser.parse_args([f"--{old}=1"])
+        kind = next((each for each in KINDS if new in options(each)), None)
+        if kind is not None:
+            with pytest.raises(TypeError, match=f"option {old} is {new} now"):
+                read(kind, {old: 1}, "a call")
+    with pytest.raises(ValueError, match="option --no-same_bits is --no-batch_invariant now"):
+        parser.parse_args(["--no-same_bits"])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)

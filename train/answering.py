@@ -264,7 +264,7 @@ class EngineAnswers:
         self._length = min(max(SHORTEST, 1 << (needed - 1).bit_length()), self._longest)
         chooses = bool(self._spec.drafts) and self._tree is None and self._spec.mesh is None
         self._engine = self._spec.engine(
-            slots=self._slots, max_tokens=self._length, tree=self._tree, adaptive=chooses
+            max_num_seqs=self._slots, max_model_len=self._length, tree=self._tree, adaptive=chooses
         )
         return self._engine
 

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
+from longspec_jax import cli
 from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole
+from longspec_jax.config import loading
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.schema import build
 
@@ -182,7 +184,7 @@ class DataConfig:
 def add_documents(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a target and documents, for commands beside the training."""
     parser.add_argument("--target", required=True, help="folder or hub id, with its tokenizer")
-    parser.add_argument("--revision", help="version of the target on the hub; the newest if absent")
+    cli.add_options(parser, {"revision": loading.OPTIONS["revision"]})
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--files", help="comma-separated json, jsonl, text or parquet files")
     data.add_argument("--hub", help="a data set on the hub, owner/name or owner/name/file")

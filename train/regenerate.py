@@ -12,7 +12,7 @@ Rows are written in the order of the data, as messages or text. Each has the num
 the data, and whether its last answer ended within --max_new_tokens. An answer that did not ends its
 row. A row ends before a question that leaves no room for an answer within --max_row_tokens, and
 before an answer that repeats 16 tokens more than three times; it is left out if that is the first
-one. --row_slots, --draft and --tree do not change the rows, except for near-ties in 16 bits.
+one. --max_num_seqs, --draft and --tree do not change the rows, except for near-ties in 16 bits.
 
 The same command continues where it was stopped. The exit status is 0, 1 for a target whose logits
 are not finite, 2 for bad input, and 130 after Ctrl-C.
@@ -20,14 +20,17 @@ are not finite, 2 for bad input, and 130 after Ctrl-C.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from longspec_jax import cli
 from longspec_jax.checks import Whole
-from longspec_jax.config.sampling import rule
+from longspec_jax.config import loading, sampling, serving
 
 from .config import add_documents
 
 ZERO_OR_MORE = cli.value(Whole(0))
+DRAWING = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
+"""Options of ``generate``; the seed of each answer is derived from the run's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,34 +63,25 @@ def parser() -> cli.Parser:
     text = "Jinja file instead of the tokenizer's own template"
     add("--chat_template", metavar="FILE", help=text)
     text = (
-        "proposes tokens, for speed: folder or hub id of a draft, or ngram; repeat to use the "
-        "fastest of several; plain decoding if absent"
+        "proposes tokens, for speed: folder or hub id of a draft, or ngram; several propose into "
+        "one tree; plain decoding if absent"
     )
     add("--draft", type=cli.path, action="append", help=text)
-    add("--tree", type=cli.tree, help="tree of the first draft; the fastest if absent")
+    add("--tree", type=cli.tree, help="what they propose in a round; the fastest if absent")
     text = (
         "have a server of this target answer, with its own draft: its address up to /v1. The key "
         "is taken from the environment variable LONGSPEC_API_KEY"
     )
     add("--endpoint", type=cli.word, metavar="URL", help=text)
-    text = "dtype of weights and activations; auto takes what suits this device"
-    kinds = ["auto", "bfloat16", "float16", "float32"]
-    add("--dtype", default="auto", choices=kinds, help=text)
     text = f"devices: {cli.MESH_GRAMMAR}; one if absent"
     add("--mesh", type=cli.mesh, metavar="AXIS=N,...", help=text)
-    text = "rows decoded at once; with --endpoint, requests at a time"
-    add("--row_slots", type=cli.COUNT, default=8, help=text)
+    text = "rows that are decoded at once; with --endpoint, requests at a time"
+    slots = replace(serving.OPTIONS["max_num_seqs"], default=8, about=text)
+    cli.add_options(result, {"max_num_seqs": slots, "dtype": loading.OPTIONS["dtype"]})
     text = "most tokens of a row with its answers; the target's max_positions if absent"
     add("--max_row_tokens", type=cli.value(Whole(2)), help=text)
-    options = {
-        "max_new_tokens": (1024, "most tokens of an answer"),
-        "temperature": (0.0, "0 is greedy"),
-        "top_p": (1.0, "draw from the most probable tokens that together have this probability"),
-        "top_k": (0, "draw from this many most probable tokens; 0 for all"),
-        "seed": (0, "of the run; the seed of each answer is derived from it"),
-    }
-    for name, (value, text) in options.items():
-        add(f"--{name}", type=cli.value(rule(name)), default=value, help=text)
+    drawing = {name: sampling.OPTIONS[name] for name in DRAWING}
+    cli.add_options(result, drawing, max_new_tokens=1024)
     return result
 
 

@@ -171,7 +171,7 @@ def regenerate(arguments: argparse.Namespace) -> str:
             drawing=Drawing(arguments.temperature, arguments.top_k, arguments.top_p),
             seed=arguments.seed,
             bad=bad,
-            in_hand=IN_HAND * arguments.row_slots,
+            in_hand=IN_HAND * arguments.max_num_seqs,
             template=template,
         )
         # Bad rows have been counted.
@@ -287,7 +287,7 @@ def _answerer(
     """Who answers."""
     if isinstance(spec, Endpoint):
         return ServerAnswers(spec)
-    return EngineAnswers(spec, arguments.row_slots, arguments.tree, limits.max_row_tokens)
+    return EngineAnswers(spec, arguments.max_num_seqs, arguments.tree, limits.max_row_tokens)
 
 
 def _load(arguments: argparse.Namespace, source: Path) -> LongSpec | Endpoint:
@@ -298,7 +298,7 @@ def _load(arguments: argparse.Namespace, source: Path) -> LongSpec | Endpoint:
             target_config(read_config(source), "float32"),
             load_tokenizer(source),
             load_stop_tokens(source),
-            concurrency=arguments.row_slots,
+            concurrency=arguments.max_num_seqs,
         )
     return LongSpec.from_pretrained(
         source,

@@ -41,10 +41,10 @@ class Models:
     dtype: str = "auto"
     kv_dtype: str | None = None
     attention: str | None = None
-    same_bits: bool | None = None
+    batch_invariant: bool | None = None
     prefill_chunk: int | None = None
     mesh: Mapping[str, int] | None = None
-    row_slots: int | None = None
+    max_num_seqs: int | None = None
     offload: bool = False
 
     @property
@@ -204,7 +204,7 @@ class EvalConfig:
         if not self.endpoint:
             return
         names = (
-            "draft draft_option adapter mesh offload attention kv_dtype prefill_chunk row_slots"
+            "draft draft_option adapter mesh offload attention kv_dtype prefill_chunk max_num_seqs"
         ).split()
         given = [name for name in names if getattr(self.models, name)]
         given += [name for name in ("method", "breakdown", "rounds") if getattr(self, name)]

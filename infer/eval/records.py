@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from longspec_jax import files
 from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole
-from longspec_jax.schema import Section, build
+from longspec_jax.schema import RENAMED, Section, build
 
 SCHEMA = 1
 """Version of the files; raised when an older reader would misread newer ones."""
@@ -404,6 +404,8 @@ def read_header(folder: Path) -> Header:
             f"{path} is of schema {schema} and this version reads {SCHEMA}; repeat the run, or "
             "read it with the version of its commit"
         )
+    if isinstance(given := value.get("options"), dict):  # A run may have begun with older names.
+        value["options"] = {RENAMED.get(name, name): each for name, each in given.items()}
     return build(Header, value, f"{path}: ")
 
 

@@ -61,7 +61,7 @@ KEPT = (
     "breakdown rounds cases repetitions"
 ).split()
 KEPT_OF_MODELS = (
-    "revision draft_revision adapter mesh prefill_chunk row_slots offload same_bits kv_dtype "
+    "revision draft_revision adapter mesh prefill_chunk max_num_seqs offload batch_invariant kv_dtype "
     "attention"
 ).split()
 """Options that a continued run must repeat, beside those with a field in the header."""

@@ -1,7 +1,7 @@
 """Serve a model over HTTP, in OpenAI's protocol, with speculation and the target's own text.
 
     python -m infer.serve
-    python -m infer.serve --target=FOLDER --draft=FOLDER --port=8000 --max_len=32768
+    python -m infer.serve --target=FOLDER --draft=FOLDER --port=8000 --max_model_len=32768
 
 Without options it serves the embedded demo on this machine alone. ``--help`` lists the rest.
 """

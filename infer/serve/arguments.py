@@ -23,28 +23,28 @@ failure while running, 130 after Ctrl-C and 143 after SIGTERM before it serves.
 """
 _SECONDS = Real(0.0, 1e6, "above 0", includes_least=False)
 SIZES = {
-    "max_len": Option(
-        Whole(2),
-        None,
-        "most tokens of a request, prompt and answer; those that the target was made for if "
+    "max_model_len": replace(
+        OPTIONS["max_model_len"],
+        default=None,
+        about="most tokens of a request, prompt and answer; those that the target was made for if "
         "absent, on a CPU at most 4096",
     ),
-    "max_gap_ms": OPTIONS["max_gap_ms"],
-    "offload_prefixes": OPTIONS["offload_prefixes"],
+    "max_itl_ms": OPTIONS["max_itl_ms"],
+    "cpu_prefix_cache_bytes": OPTIONS["cpu_prefix_cache_bytes"],
 }
 CAPACITY = {
-    "slots": replace(OPTIONS["slots"], default=None),
-    "memory": Option(
+    "max_num_seqs": replace(OPTIONS["max_num_seqs"], default=None),
+    "gpu_memory_utilization": Option(
         Real(0.0, 1.0, "above 0, at most 1", includes_least=False),
         0.9,
-        "share of the free memory for as many slots as fit, instead of --slots",
+        "share of the free memory for as many slots as fit, instead of --max_num_seqs",
     ),
 }
 LIMITS = {
     "queue_requests": Option(
         Whole(),
         256,
-        "most requests without a first token; their prompts have at most 64 times --max_len tokens",
+        "most requests without a first token; their prompts have at most 64 times --max_model_len tokens",
     ),
     "request_seconds": Option(
         _SECONDS, None, "a request that takes longer is ended; no limit if absent"
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         help="a Jinja template for chat messages instead of the tokenizer's own, or the name of a "
         f"format: {', '.join(STYLES)}",
     )
-    result.set_defaults(row_slots=None, offload=False, adaptive=False, compare=None, stream=None)
+    result.set_defaults(max_num_seqs=None, offload=False, adaptive=False, compare=None, stream=None)
     result.set_defaults(batch=None, prompt_file=None)
     _add_address(result.add_argument_group("address"))
     sizes, limits = result.add_argument_group("sizes"), result.add_argument_group("limits")

@@ -100,21 +100,21 @@ class Service:
         """The engine, with the slots that are named or fit."""
         arguments = self._arguments
         most = spec.target_config.max_positions
-        named = arguments.max_len or (CPU_CONTEXT if jax.default_backend() == "cpu" else most)
-        if arguments.max_len is not None and named > most:
+        named = arguments.max_model_len or (CPU_CONTEXT if jax.default_backend() == "cpu" else most)
+        if arguments.max_model_len is not None and named > most:
             raise ValueError(
-                f"--max_len={named} is more than the {most} tokens that the target was made for; "
-                "lower it"
+                f"--max_model_len={named} is more than the {most} tokens that the target was made "
+                "for; lower it"
             )
         self._max_len = min(named, most)
         return planned_engine(
             spec,
             max_len=self._max_len,
-            slots=arguments.slots,
-            memory=arguments.memory,
+            slots=arguments.max_num_seqs,
+            memory=arguments.gpu_memory_utilization,
             tree=arguments.tree,
-            max_gap_ms=arguments.max_gap_ms,
-            offload_prefixes=arguments.offload_prefixes or 0,
+            max_itl_ms=arguments.max_itl_ms,
+            cpu_prefix_cache_bytes=arguments.cpu_prefix_cache_bytes or 0,
         )
 
     def _lines(self, spec: LongSpec, engine: RequestEngine) -> Iterator[str]:
@@ -213,8 +213,8 @@ def server_words() -> Iterator[None]:
         with command_words():
             yield
     except (MemoryError, NotImplementedError) as error:
-        words = str(error).replace("row_slots=", "--slots=")
-        words = words.replace("the prompt or max_new_tokens", "--max_len")
+        words = str(error).replace("max_num_seqs=", "--max_num_seqs=")
+        words = words.replace("the prompt or max_new_tokens", "--max_model_len")
         raise type(error)(words) from error
 
 
@@ -238,8 +238,8 @@ def planned_engine(
     slots: int | None = None,
     memory: float = 0.9,
     tree: TreeConfig | None = None,
-    max_gap_ms: float | None = None,
-    offload_prefixes: int = 0,
+    max_itl_ms: float | None = None,
+    cpu_prefix_cache_bytes: int = 0,
 ) -> RequestEngine:
     """An engine for all that requests may ask for, with as many prompts at once as fit.
 
@@ -249,34 +249,34 @@ def planned_engine(
       slots: rows that are decoded at once; as many as fit if absent.
       memory: share of the free memory for them.
       tree: what the draft proposes; chosen by measured tokens per second if absent.
-      max_gap_ms: as of :meth:`longspec_jax.LongSpec.engine`.
-      offload_prefixes: the same.
+      max_itl_ms: as of :meth:`longspec_jax.LongSpec.engine`.
+      cpu_prefix_cache_bytes: the same.
 
     Raises:
       MemoryError: if not even one slot fits.
     """
     options: dict[str, Any] = {
-        "max_tokens": max_len,
+        "max_model_len": max_len,
         "tree": tree if spec.drafts else None,
         "adaptive": bool(spec.drafts) and tree is None,
         "logprobs": min(MOST_ALTERNATIVES, spec.target_config.vocab_size),
-        "adjusted": True,
-        "traced": True,
+        "enable_penalties": True,
+        "return_trees": True,
         "grammars": _knows_grammars(spec),
         "prefixes": True,
-        "offload_prefixes": offload_prefixes,
-        "max_gap_ms": max_gap_ms,
+        "cpu_prefix_cache_bytes": cpu_prefix_cache_bytes,
+        "max_itl_ms": max_itl_ms,
     }
     limit = MOST_CPU_SLOTS if jax.default_backend() == "cpu" else MOST_SLOTS
     *more, least = PREFILLS
     for prefills in more:
         with contextlib.suppress(MemoryError):
-            sized: dict[str, Any] = {**options, "prefills": prefills}
+            sized: dict[str, Any] = {**options, "max_concurrent_prefills": prefills}
             fitting = slots or fitting_slots(spec, memory, limit, sized)
             if slots or fitting >= prefills:
-                return spec.engine(slots=fitting, **sized)
-    sized = {**options, "prefills": least}
-    return spec.engine(slots=slots or fitting_slots(spec, memory, limit, sized), **sized)
+                return spec.engine(max_num_seqs=fitting, **sized)
+    sized = {**options, "max_concurrent_prefills": least}
+    return spec.engine(max_num_seqs=slots or fitting_slots(spec, memory, limit, sized), **sized)
 
 
 def served_over(
@@ -431,12 +431,12 @@ def fitting_slots(spec: LongSpec, share: float, most: int, options: dict[str, An
     Raises:
       MemoryError: if not even one fits.
     """
-    one = spec.engine(slots=1, **options).memory.needed_bytes
+    one = spec.engine(max_num_seqs=1, **options).memory.needed_bytes
     free = free_bytes(spec.mesh)
     if free is None or most == 1:
         return most
     try:
-        each = spec.engine(slots=2, **options).memory.needed_bytes - one
+        each = spec.engine(max_num_seqs=2, **options).memory.needed_bytes - one
     except MemoryError:
         return 1
     more = int(free * share - one) // max(each, 1)

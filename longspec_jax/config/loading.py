@@ -65,7 +65,7 @@ class LoadOptions(TypedDict, total=False):
             f"attention implementation: {', '.join(ATTENTION)}; automatic if absent",
         ),
     ]
-    same_bits: Annotated[
+    batch_invariant: Annotated[
         bool | None,
         Option(
             Maybe(Truth()),
@@ -83,7 +83,7 @@ class LoadOptions(TypedDict, total=False):
             "tokens of one prefill step; 2048 on a GPU if absent, 256 on a CPU",
         ),
     ]
-    row_slots: Annotated[
+    max_num_seqs: Annotated[
         int | None,
         Option(
             Maybe(Whole()),

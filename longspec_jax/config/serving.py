@@ -15,11 +15,11 @@ from longspec_jax.schema import REQUIRED, Option, options
 class EngineSizes(TypedDict):
     """What every engine has to be told."""
 
-    slots: Annotated[
+    max_num_seqs: Annotated[
         int, Option(Whole(), REQUIRED, "requests that are decoded at once; others wait")
     ]
-    max_tokens: Annotated[
-        int, Option(Whole(), REQUIRED, "most tokens of a request, prompt and new ones")
+    max_model_len: Annotated[
+        int, Option(Whole(2), REQUIRED, "most tokens of a request, prompt and new ones")
     ]
 
 
@@ -35,7 +35,7 @@ class EngineOptions(EngineSizes, total=False):
             "tokens per second of each, for every number of live rows",
         ),
     ]
-    prefills: Annotated[
+    max_concurrent_prefills: Annotated[
         int,
         Option(
             Whole(),
@@ -54,7 +54,7 @@ class EngineOptions(EngineSizes, total=False):
             "queries or keys of all tokens leaves nothing to reuse",
         ),
     ]
-    offload_prefixes: Annotated[
+    cpu_prefix_cache_bytes: Annotated[
         int,
         Option(
             Whole(0, 2**50, " (bytes)"),
@@ -62,7 +62,7 @@ class EngineOptions(EngineSizes, total=False):
             "bytes of the host's memory for prompts that no slot holds any more; 0 for none",
         ),
     ]
-    max_gap_ms: Annotated[
+    max_itl_ms: Annotated[
         float | None,
         Option(
             Maybe(Real(0.0, 1e6, "a number of milliseconds above 0", includes_least=False)),
@@ -80,7 +80,7 @@ class EngineOptions(EngineSizes, total=False):
             "no request may ask if absent",
         ),
     ]
-    adjusted: Annotated[
+    enable_penalties: Annotated[
         bool,
         Option(
             Truth(),
@@ -89,7 +89,7 @@ class EngineOptions(EngineSizes, total=False):
             "tables of the vocabulary",
         ),
     ]
-    traced: Annotated[
+    return_trees: Annotated[
         bool, Option(Truth(), False, "whether outputs hold the trees of their rounds")
     ]
     grammars: Annotated[bool, Option(Truth(), False, "whether requests may have a grammar")]

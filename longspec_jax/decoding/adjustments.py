@@ -81,7 +81,7 @@ def fitted(wanted: AdjustmentOptions | None, adjusted: bool) -> AdjustmentOption
     if wanted is not None and not wanted.neutral:
         raise ValueError(
             "a request with logit_bias or a penalty does not fit an engine made without tables "
-            "for them; make the engine with adjusted=True"
+            "for them; make the engine with enable_penalties=True"
         )
     return None
 

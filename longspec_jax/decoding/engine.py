@@ -487,7 +487,7 @@ class Engine:
 
     def _plan(self) -> Plan:
         # A prefill of tokens that rounds emitted would give their keys other bits.
-        preempts = self._readmits and not self.target.same_bits
+        preempts = self._readmits and not self.target.batch_invariant
         live = self._slots.priorities if preempts else ()
         return self.prompts.plan(self._slots.held.count(None), live)
 

@@ -4,9 +4,9 @@ One compiled shape serves prompts of any length. :func:`prefill_chunks` launches
 so that other work can be launched in between.
 
 The compiler chooses its matmuls by the shape of a chunk, and with them the order of their sums.
-Where a prompt must have the same bits in every call (:mod:`longspec_jax.decoding.same_bits`), it is
-a batch of its own, and the size of its chunks follows from its own length
-(:func:`longspec_jax.decoding.chunks.chunk_of`).
+Where a prompt must have the same bits in every call
+(:mod:`longspec_jax.decoding.batch_invariant`), it is a batch of its own, and the size of its chunks
+follows from its own length (:func:`longspec_jax.decoding.chunks.chunk_of`).
 """
 
 from collections.abc import Generator, Iterator, Sequence

@@ -94,7 +94,7 @@ class TargetModel:
     """The mesh over which the parameters are spread; None on one device."""
     offload: bool = False
     """Whether the cache lies in the host's memory, all of it but the layer that drafts read."""
-    same_bits: bool = False
+    batch_invariant: bool = False
     """Whether a token's logits have the same bits in every pass over it, where kernels can."""
 
     @cached_property
@@ -159,7 +159,7 @@ class TargetModel:
             return out
 
         # Of larger chunks XLA's matmuls are as good: the tensor cores are the limit.
-        ordered = self.same_bits and tokens.size <= ORDERED_CHUNK
+        ordered = self.batch_invariant and tokens.size <= ORDERED_CHUNK
         run = params, tokens, positions, attend, recur, needs
         output, features = self._forward(*run, ordered)
         at = jnp.clip(last, 0, chunk - 1)[:, None, None]
@@ -195,7 +195,7 @@ class TargetModel:
             if window is not None and window <= levels:
                 seen = mask & (depth[:, :, None] - depth[:, None, :] < window)
             prefix, fresh = prefix.within(window, positions), Fresh(k, v, seen)
-            if self.same_bits:
+            if self.batch_invariant:
                 scale = self.config.attention_scale
                 return path_attention(q, prefix, fresh, depth, levels=levels, scale=scale)
             return speculative_attention(q, prefix, fresh, sinks_of(params, layer), **options)
@@ -223,11 +223,11 @@ class TargetModel:
         Raises:
           NotImplementedError: says how many nodes there may be, and the remedies.
         """
-        if self.same_bits and rows * nodes > DECODE_ROWS:
+        if self.batch_invariant and rows * nodes > DECODE_ROWS:
             raise NotImplementedError(
                 f"a round over {rows} rows of {nodes} nodes has more than {DECODE_ROWS} nodes; "
-                f"take a smaller tree, at most row_slots={DECODE_ROWS // nodes} rows at once, or "
-                "same_bits=False"
+                f"take a smaller tree, at most max_num_seqs={DECODE_ROWS // nodes} rows at once, "
+                "or batch_invariant=False"
             )
 
     def _whole_groups(self, tokens: Array, positions: Array, mask: Array) -> tuple[Array, ...]:
@@ -236,7 +236,7 @@ class TargetModel:
         Or a single one that is not whole, as in plain decoding.
         """
         missing = -tokens.shape[1] % GROUP
-        if not self.same_bits or not missing or tokens.shape[1] < GROUP:
+        if not self.batch_invariant or not missing or tokens.shape[1] < GROUP:
             return tokens, positions, mask
         wider = ((0, 0), (0, missing))
         mask = jnp.pad(mask, (*wider, (0, missing)))
@@ -248,7 +248,7 @@ class TargetModel:
 
         There is one where attention is added up in the order of positions.
         """
-        return path.reach(length) if self.same_bits else None
+        return path.reach(length) if self.batch_invariant else None
 
     def partial_forward(
         self,
@@ -352,4 +352,4 @@ class TargetModel:
 
     @property
     def _model(self) -> Target:
-        return Target(self.config, ordered=self.same_bits)
+        return Target(self.config, ordered=self.batch_invariant)

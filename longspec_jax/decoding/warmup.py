@@ -293,7 +293,7 @@ def largest_chunk(
         if needed <= most:
             return size
     warnings.warn(
-        f"max_gap_ms={1000 * most:g} cannot be kept: a chunk of {sizes[-1]} tokens and a round "
+        f"max_itl_ms={1000 * most:g} cannot be kept: a chunk of {sizes[-1]} tokens and a round "
         f"take {1000 * needed:.0f} ms at the longest context; allow more, or shorter contexts",
         stacklevel=2,
     )

@@ -257,7 +257,7 @@ def shape_for(
     expected: int = 0,
 ) -> Shape:
     """The static sizes of rows that these drafters decode; arguments as of :class:`Shape`'s."""
-    levels, alone = tallest(drafters).tree.num_levels, models.target.same_bits
+    levels, alone = tallest(drafters).tree.num_levels, models.target.batch_invariant
     chunk = models.prefill_chunk
     return Shape.for_call(longest, new_tokens, levels, chunk, expected=expected, alone=alone)
 
@@ -272,7 +272,7 @@ def _planned(
     adaptive: bool,
 ) -> Plan:
     rows, shape = wanted.rows, wanted.shape
-    slots = rows if models.row_slots is None else min(rows, models.row_slots)
+    slots = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
     # A prompt that is prefilled beside the slots is a batch of its own.
     batches = [slots, 1] if slots < rows or (shape.alone and rows > 1) else [rows]
     return Plan(

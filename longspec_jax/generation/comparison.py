@@ -1,6 +1,6 @@
 """Is the output that of plain decoding, and if not, how close was the call?
 
-The answer must be yes where the target promises it (:mod:`longspec_jax.decoding.same_bits`).
+The answer must be yes where the target promises it (:mod:`longspec_jax.decoding.batch_invariant`).
 Elsewhere differently shaped reductions may flip a near-tie; the gap between the two candidates at
 the first divergence says whether that is all.
 """

@@ -111,7 +111,9 @@ class Endpoint:
         seed: int = 0,
         eos_token_id: Sequence[int] | None = None,
         tree: TreeConfig | None = None,
-        **sampling: Any,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> RemoteAnswer:
         """The text behind token ids; options as of ``LongSpec.generate``.
 
@@ -126,12 +128,13 @@ class Endpoint:
             if eos_token_id is None
             else {"ignore_eos": True, "stop_token_ids": list(eos_token_id)}
         )
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         speculation = {"speculation": False} if tree == PLAIN else {}
         answer = self._ask(
             "/completions",
             {
                 "model": self.model,
-                **sampling,
+                **{name: value for name, value in sampling.items() if value is not None},
                 **stops,
                 "longspec": {"rounds": True, **speculation},
                 "prompt": [*map(int, prompt)],
@@ -161,7 +164,9 @@ class Endpoint:
         seed: int | Sequence[int],
         eos_token_id: Sequence[int] | None = None,
         tree: TreeConfig | None = None,
-        **sampling: Any,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> RemoteResult:
         """The rows of a call, :attr:`concurrency` requests at a time; options as of :meth:`answer`.
 
@@ -178,7 +183,9 @@ class Endpoint:
                     seed=own,
                     eos_token_id=eos_token_id,
                     tree=tree,
-                    **sampling,
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
                 )
                 for prompt, most, own in zip(prompts, max_new_tokens, seeds, strict=True)
             ]

@@ -21,7 +21,7 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.programs import program
-from longspec_jax.decoding.report import Emitted, RoundTree
+from longspec_jax.decoding.report import Emitted
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
@@ -75,7 +75,6 @@ class RoundView:
     """The token at the root of the tree."""
     depths: tuple[DepthView, ...]
     """The accepted path; the last entry is the bonus token."""
-    tree: RoundTree
 
 
 def round_views(start: Callable[[], Run]) -> Iterator[RoundView]:
@@ -118,7 +117,7 @@ def time_parts(run: Run, limit: int) -> RoundParts:
     """
     plan, rows = run.plan, run.engine.rows
     if plan.waits:
-        raise ValueError("rounds are timed where every row has a slot; leave row_slots out")
+        raise ValueError("rounds are timed where every row has a slot; leave max_num_seqs out")
     models = plan.target, plan.drafter, plan.params
     parts: list[tuple[float, float, float]] = []
     while len(parts) <= limit and not rows.done.all():
@@ -219,6 +218,4 @@ def _view(number: int, position: int, seen: dict[str, Any]) -> RoundView:
                 probabilities=tuple(row["proposed"][below].tolist()),
             )
         )
-    by_node = (tuple(row[name].tolist()) for name in ("tokens", "parents", "draws"))
-    tree = RoundTree(*by_node, path=tuple(row["path"][: row["count"]].tolist()))
-    return RoundView(number, position - 1, int(row["tokens"][0]), tuple(depths), tree)
+    return RoundView(number, position - 1, int(row["tokens"][0]), tuple(depths))

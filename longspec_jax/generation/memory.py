@@ -97,7 +97,7 @@ def plan_memory(
     cache = host = state = rings = saved = 0
     # The kernel of an LM head takes a copy with rows in whole groups of 8.
     vocabulary = config.vocab_size // target.width_shares
-    uneven = target.same_bits and vocabulary % 8 > 0
+    uneven = target.batch_invariant and vocabulary % 8 > 0
     head_bytes = jnp.dtype(config.dtype).itemsize * vocabulary * config.model_width
     working = widened + uneven * head_bytes
     full, own_slots = config.full_layers, layer_slots(config, capacity)
@@ -232,7 +232,9 @@ def _remedy(plan: MemoryPlan, free: int) -> str:
     slots, fewer = plan.batch * free // plan.needed_bytes - 1, ""
     if plan.batch > 1:
         fewer = (
-            f"decode fewer rows at once (row_slots={slots}), " if slots > 0 else "use fewer rows, "
+            f"decode fewer rows at once (max_num_seqs={slots}), "
+            if slots > 0
+            else "use fewer rows, "
         )
     if fits:
         return (

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.decoding.batch_invariant import check_tree, choose_kernels, serves_tree
 from longspec_jax.decoding.policy import candidates
-from longspec_jax.decoding.same_bits import check_tree, choose_kernels, serves_tree
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.draft import DefaultTrees, Draft, is_large
@@ -49,7 +49,7 @@ class Models:
     """Tokens of one prefill step; more is faster on large devices and takes more memory."""
     mesh: Mesh | None = None
     """What the parameters are spread over; one device if absent."""
-    row_slots: int | None = None
+    max_num_seqs: int | None = None
     """Rows that are decoded at once; all rows if absent. The prompts of a larger batch wait. Each
     is prefilled between the rounds of the others, and takes the next free slot."""
     expected_tokens: int = 0
@@ -59,7 +59,7 @@ class Models:
     """Whether the target's cache lies in the host's memory, for contexts larger than the device's.
     Two of its layers are on the device at a time, and the last one always. A pass takes as long as
     moving the cache (docs/guides/memory.md). One device only."""
-    same_bits: bool | None = None
+    batch_invariant: bool | None = None
     """Whether 16-bit text is to be that of plain decoding, by kernels of one order; where there are
     such kernels, if absent. float32 text is without them."""
 
@@ -99,7 +99,7 @@ class Models:
         mesh = None if self.mesh is None else self.mesh.abstract_mesh
         target = TargetModel(self.target_config, self.attention, mesh, self.offload)
         quantised = has_unpacked(self.target_params)
-        return choose_kernels(target, self.same_bits, quantised=quantised)
+        return choose_kernels(target, self.batch_invariant, quantised=quantised)
 
     @cached_property
     def precision(self) -> str:
@@ -176,7 +176,7 @@ def _found_for(
     if chosen is not None and not chosen.widths and all(each.looks_up for each in models.drafts):
         # Nothing else proposes: what is looked up is the whole tree.
         chosen = replace(chosen.looked_up, budget=chosen.budget)
-    together = rows if models.row_slots is None else min(rows, models.row_slots)
+    together = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
     target = models.target
     if chosen is not None:
         check_tree(target, chosen)

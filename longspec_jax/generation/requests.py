@@ -2,7 +2,7 @@
 
 ::
 
-    with spec.engine(slots=4, max_tokens=4096) as engine:
+    with spec.engine(max_num_seqs=4, max_model_len=4096) as engine:
         first = engine.submit("Once upon a time", max_new_tokens=64, temperature=0.8, seed=1)
         while engine.busy:
             for output in engine.step():
@@ -55,7 +55,7 @@ class RequestOutput(StepOutput):
 
     The request is named as it was submitted, and ``finish`` is ``stop`` at
     a stop string, too. Log-probabilities are of requests that ask with ``logprobs=`` and
-    ``prompt_logprobs=``, trees of an engine made with ``traced=True``.
+    ``prompt_logprobs=``, trees of an engine made with ``return_trees=True``.
     """
 
     text: str = ""
@@ -149,9 +149,9 @@ class RequestEngine(TextEngine):
     ) -> None:
         """Make vacant slots; arguments and errors as of :meth:`longspec_jax.LongSpec.engine`."""
         given = read(EngineOptions, options, "engine()")
-        slots, max_tokens = given["slots"], given["max_tokens"]
-        adaptive, prefills = given["adaptive"], given["prefills"]
-        prefixes, host_bytes = given["prefixes"], given["offload_prefixes"]
+        slots, max_tokens = given["max_num_seqs"], given["max_model_len"]
+        adaptive, prefills = given["adaptive"], given["max_concurrent_prefills"]
+        prefixes, host_bytes = given["prefixes"], given["cpu_prefix_cache_bytes"]
         _check_prefixes(models, prefixes, host_bytes)
         apart = replace(models, draft=tuple(draft.apart for draft in models.drafts))
         drafters, draft = drafters_for(
@@ -169,7 +169,7 @@ class RequestEngine(TextEngine):
             batches,
             shape.capacity,
             shape.chunk,
-            adjusted=given["adjusted"],
+            adjusted=given["enable_penalties"],
         )
         if host_bytes:  # Chunks on their way to the host, and one on its way back.
             moving = (1 + MOST_MOVING) * cache_bytes(models.target_config, 1, shape.chunk)
@@ -190,11 +190,11 @@ class RequestEngine(TextEngine):
             prefixes=prefixes,
             host_bytes=host_bytes,
             readmits=True,
-            adjusted=given["adjusted"],
-            contents=Contents(given["logprobs"], trees=given["traced"]),
+            adjusted=given["enable_penalties"],
+            contents=Contents(given["logprobs"], trees=given["return_trees"]),
         )
         super().__init__(engine)
-        self._max_gap_ms, self._grammars = given["max_gap_ms"], given["grammars"]
+        self._max_itl_ms, self._grammars = given["max_itl_ms"], given["grammars"]
         self._pinned: Set[Hashable] = set()
         self._models = models
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
@@ -242,8 +242,8 @@ class RequestEngine(TextEngine):
           The number of the request.
 
         Raises:
-          ValueError: if the request is not one row, does not fit the engine's ``max_tokens``, or an
-            option is wrong.
+          ValueError: if the request is not one row, does not fit the engine's ``max_model_len``, or
+            an option is wrong.
         """
         given = inputs, generation_config, options
         more = {"chat_template": chat_template, "max_tokens": self._max_tokens}
@@ -294,7 +294,7 @@ class RequestEngine(TextEngine):
         return grammar.state() if isinstance(grammar, Grammar) else grammar
 
     def prepare(self) -> None:
-        """Compile everything before the first request, and time what ``max_gap_ms`` depends on.
+        """Compile everything before the first request, and time what ``max_itl_ms`` depends on.
 
         Nothing is compiled afterwards, whatever requests ask for. Timed too are the rounds of every
         candidate tree beside 1, 2, 4 … live rows.
@@ -330,12 +330,12 @@ class RequestEngine(TextEngine):
             # On a mesh a program's rows may be sharded otherwise than the next one's. A cache in
             # the host's memory is moved by whole layers, however few rows read it.
             engine.launch_sizes = launch_sizes(engine.slots)
-        if self._max_gap_ms is not None:
+        if self._max_itl_ms is not None:
             chunk = warmup.largest_chunk(
                 warmup.smaller_chunks(engine.prompts.chunk),
                 lambda size: warmup.chunk_seconds(engine, size, requests[0]),
                 warmup.longest_round(engine, slowest),
-                self._max_gap_ms / 1000,
+                self._max_itl_ms / 1000,
             )
             engine.prompts.take_chunks_of(chunk)
         warmup.rehearse_requests(engine, requests, constrained=self._grammars)
@@ -377,11 +377,13 @@ def _say_if_nothing_is_reused(drafter: Drafter, longest: int, chunk: int) -> Non
 def _check_prefixes(models: Models, prefixes: bool, host_bytes: int) -> None:
     """Refuse a reuse of prefixes that is not possible."""
     if host_bytes and not prefixes:
-        raise ValueError("offload_prefixes is about prefixes that are reused; pass prefixes=True")
+        raise ValueError(
+            "cpu_prefix_cache_bytes is about prefixes that are reused; pass prefixes=True"
+        )
     if host_bytes and jax.process_count() > 1:
         raise NotImplementedError(
-            "offload_prefixes: the host of each process holds a part of a chunk; leave it out in a "
-            f"computation of {jax.process_count()} processes"
+            "cpu_prefix_cache_bytes: the host of each process holds a part of a chunk; leave it "
+            f"out in a computation of {jax.process_count()} processes"
         )
     if prefixes and models.offload:
         raise NotImplementedError(

@@ -10,10 +10,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from longspec_jax.decoding.batch_invariant import is_identical
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.decoding.report import RoundTree
-from longspec_jax.decoding.same_bits import is_identical
 from longspec_jax.drafters.base import NoDraft, proposers
 from longspec_jax.generation.activity import Activity, OnActivity, Prefilling, Tuned
 from longspec_jax.generation.call import Plan

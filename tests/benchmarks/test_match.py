@@ -105,7 +105,7 @@ def test_a_rounding_that_depends_on_the_rows_beside_it_is_found(
 def test_one_matmul_by_xla_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the proof in 16 bits."""
     if not match.load("demo", "bfloat16").identical:
-        pytest.skip("needs the kernels of same_bits")
+        pytest.skip("needs the kernels of batch_invariant")
     spoil(monkeypatch, "demo", partial(matmul_xla, gated=True))
     options = "--dtype=bfloat16", *CONTROL, "--new_tokens=400"
     status, rows = rows_of(tmp_path / "rows.json", *options)
@@ -121,7 +121,7 @@ def test_no_token_differs_on_a_mesh_in_16_bits(mesh: str, tmp_path: Path) -> Non
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
     if not match.load("demo", "bfloat16", mesh=make_mesh(**cli.mesh(mesh))).identical:
-        pytest.skip("needs the kernels of same_bits")
+        pytest.skip("needs the kernels of batch_invariant")
     options = "--target=demo", "--dtype=bfloat16", f"--mesh={mesh}"
     more = "--tree=4,8,8,8@16", "--context=128,512", "--new_tokens=64", "--batch=1,2"
     status, rows = rows_of(tmp_path / "rows.json", *options, *more)

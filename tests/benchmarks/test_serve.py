@@ -77,7 +77,7 @@ def test_the_command_loads_three_servers_and_writes_rows(
     assert "max_new_tokens=13 is unlucky" in capsys.readouterr().err
     asked.clear()
     assert bench.main([*words.replace("=13", "=16").split(), f"--json={file}"]) == 0
-    limits = {"tree": TreeConfig((1, 1, 1)), "max_gap_ms": 1000.0}
+    limits = {"tree": TreeConfig((1, 1, 1)), "max_itl_ms": 1000.0}
     assert asked == [
         (True, 2, {"max_len": 36}),
         (False, 2, {"max_len": 36}),

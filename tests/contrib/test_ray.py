@@ -70,14 +70,16 @@ def test_streams_pass_and_the_key_is_wanted(replicas: Any) -> None:
 
 
 def test_options_are_those_of_the_server() -> None:
-    with pytest.raises(ValueError, match="unknown option --max_length; did you mean --max_len"):
+    with pytest.raises(
+        ValueError, match="unknown option --max_length; did you mean --max_model_len"
+    ):
         application({"replicas": 2, "max_length": 5})
 
 
 @pytest.mark.slow
 def test_replicas_of_the_demo_say_what_plain_decoding_says(replicas: Any) -> None:
     """The last test here: it puts the demo in the place of the scripted replicas."""
-    serve.run(application({"replicas": 2, "gpus": 0, "slots": 2, "max_len": 128}))
+    serve.run(application({"replicas": 2, "gpus": 0, "max_num_seqs": 2, "max_model_len": 128}))
     prompts = ["def first(", "class Second:", "import ", "for each in "]
     with ThreadPoolExecutor(len(prompts)) as pool:
         served = list(pool.map(_completed, prompts))

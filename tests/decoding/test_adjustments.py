@@ -198,7 +198,7 @@ def test_adjusted_requests_share_slots_and_go_on_behind_what_they_emitted() -> N
 def test_an_engine_without_tables_refuses_penalties() -> None:
     options: Any = dict(slots=1, capacity=64, chunk=8, stop_width=1)
     engine = Engine(TARGET, [NoDraft()], Params(TABLE, ()), **options)
-    with pytest.raises(ValueError, match="make the engine with adjusted=True"):
+    with pytest.raises(ValueError, match="make the engine with enable_penalties=True"):
         engine.submit(*one(0, 0.0))
     neutral = AdjustmentOptions.none(1)
     engine.submit(one(0, 0.0)[0], replace(one(0, 0.0)[1], adjustments=neutral))

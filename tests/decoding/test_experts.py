@@ -10,7 +10,7 @@ import pytest
 
 from longspec_jax.config.layers import ExpertsConfig, LayerConfig, Rotary
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding import same_bits
+from longspec_jax.decoding import batch_invariant
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
@@ -99,10 +99,10 @@ def test_the_kernels_of_one_order_serve_experts(monkeypatch: pytest.MonkeyPatch)
         config = tiny_target_config(dtype="bfloat16", kinds=kinds, pattern=(0,), **sizes)
         return TargetModel(config)
 
-    assert same_bits.choose_kernels(target(), None).same_bits
+    assert batch_invariant.choose_kernels(target(), None).batch_invariant
     if mosaic:
         # In every pass over a layer: queries, attention and its output, router, experts, LM head.
-        model, cache = same_bits.choose_kernels(target(), True), target().allocate(1, 4096)
+        model, cache = batch_invariant.choose_kernels(target(), True), target().allocate(1, 4096)
         params = random_target(model.config)
         tokens, mask = jnp.zeros((1, 64), jnp.int32), jnp.ones((1, 64, 64), bool)
         operands = params, cache, tokens, tokens, mask, jnp.full(1, 2000)
@@ -115,5 +115,5 @@ def test_the_kernels_of_one_order_serve_experts(monkeypatch: pytest.MonkeyPatch)
         ({"count": 12}, "vocabularies in multiples of 8, not 12"),
     ):
         with pytest.raises(NotImplementedError, match=reason):
-            same_bits.choose_kernels(target(**changed), True)
-        assert not same_bits.choose_kernels(target(**changed), None).same_bits
+            batch_invariant.choose_kernels(target(**changed), True)
+        assert not batch_invariant.choose_kernels(target(**changed), None).batch_invariant

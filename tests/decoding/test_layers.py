@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
+from longspec_jax.decoding import batch_invariant
 from longspec_jax.decoding import cache as cache_lib
-from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.dflash import DFlashDrafter
@@ -188,9 +188,9 @@ def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(family: Family
 )
 def test_the_kernels_of_one_order_refuse_them(config: Any, words: str) -> None:
     sixteen = TargetModel(dataclasses.replace(config, dtype="bfloat16"))
-    assert not same_bits.choose_kernels(sixteen, None).same_bits
+    assert not batch_invariant.choose_kernels(sixteen, None).batch_invariant
     with pytest.raises(NotImplementedError, match=words):
-        same_bits.choose_kernels(sixteen, True)
+        batch_invariant.choose_kernels(sixteen, True)
 
 
 # What windows keep.

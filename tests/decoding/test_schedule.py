@@ -357,7 +357,7 @@ def test_the_largest_chunk_that_keeps_the_gap_is_taken() -> None:
     assert sizes == [1024, 512, 256, 128, 64]
     assert largest_chunk(sizes, seconds, 0.1, 0.65) == 512 and timed == [1024, 512]
     assert smaller_chunks(100) == [100]
-    with pytest.warns(UserWarning, match="max_gap_ms=50 cannot be kept: a chunk of 64 tokens and"):
+    with pytest.warns(UserWarning, match="max_itl_ms=50 cannot be kept: a chunk of 64 tokens and"):
         assert largest_chunk(sizes, seconds, 0.1, 0.05) == 64
 
 

@@ -47,7 +47,7 @@ def spread(axes: dict[str, int], **sizes: Any) -> tuple[TargetModel, Any]:
     """A target of one order, with its parameters on a mesh."""
     mesh, config = make_mesh(**axes), dataclasses.replace(CONFIG, **sizes)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_target(config))
-    target = TargetModel(config, mesh=mesh.abstract_mesh, same_bits=True)
+    target = TargetModel(config, mesh=mesh.abstract_mesh, batch_invariant=True)
     return target, jax.device_put(params, param_shardings(mesh, params))
 
 
@@ -102,7 +102,7 @@ def test_devices_add_up_nothing_but_what_one_of_them_has(
     exact = {"Target.look_up/reduce_sum", "jit(take_along_axis)/gather"}
     assert set(sums(target)) == exact
     # Negative control: of XLA's matmuls every layer adds up the results.
-    others = set(sums(dataclasses.replace(target, same_bits=False))) - exact
+    others = set(sums(dataclasses.replace(target, batch_invariant=False))) - exact
     assert any(name.endswith("/dot_general") for name in others)
 
 
@@ -120,7 +120,7 @@ def test_every_share_is_multiplied_by_the_kernels(
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     more: Any = dict(kinds=(EXPERTS,), pattern=(0,)) if kind == "experts" else {}
     config = dataclasses.replace(CONFIG, mlp_width=256, **more)
-    target = TargetModel(config, mesh=hopper_mesh(data=2, fsdp=1, tp=4), same_bits=True)
+    target = TargetModel(config, mesh=hopper_mesh(data=2, fsdp=1, tp=4), batch_invariant=True)
     tokens, mask = jnp.zeros((2, 16), jnp.int32), jnp.ones((2, 16, 16), bool)
 
     def logits(params: Any, cache: KVCache) -> jax.Array:

@@ -31,7 +31,7 @@ def test_sizes_are_decimal(refusal) -> None:
 def test_what_fits_is_named(refusal) -> None:
     words = refusal(MemoryPlan(4, 4096, 0, 0, 8 * GB, 0, 0), 4 * GB)
     assert "tokens per row, prompt and new tokens together" in words
-    assert "decode fewer rows at once (row_slots=1), or spread" in words
+    assert "decode fewer rows at once (max_num_seqs=1), or spread" in words
 
 
 def test_rings_do_not_grow_with_the_context(refusal) -> None:

@@ -25,8 +25,10 @@ PROMPT = [3, 5, 1, 9, 2, 2, 7] * 6
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[RequestEngine]:
-    every: dict[str, Any] = dict(logprobs=20, adjusted=True, traced=True, grammars=True)
-    with toy_spec().engine(slots=2, max_tokens=96, **every) as made:
+    every: dict[str, Any] = dict(
+        logprobs=20, enable_penalties=True, return_trees=True, grammars=True
+    )
+    with toy_spec().engine(max_num_seqs=2, max_model_len=96, **every) as made:
         made.prepare()
         yield made
 
@@ -145,17 +147,17 @@ def test_a_call_reports_the_logprobs_of_its_rows() -> None:
 
 
 def test_what_an_engine_was_not_made_for_is_refused() -> None:
-    with toy_spec().engine(slots=1, max_tokens=32, logprobs=3) as engine:
+    with toy_spec().engine(max_num_seqs=1, max_model_len=32, logprobs=3) as engine:
         with pytest.raises(ValueError, match="4 alternatives .* made with logprobs=3; make the"):
             engine.submit([1], logprobs=4, max_new_tokens=2)
-        with pytest.raises(ValueError, match="make the engine with adjusted=True"):
+        with pytest.raises(ValueError, match="make the engine with enable_penalties=True"):
             engine.submit([1], repetition_penalty=1.2, max_new_tokens=2)
-    with toy_spec().engine(slots=1, max_tokens=32) as engine:
+    with toy_spec().engine(max_num_seqs=1, max_model_len=32) as engine:
         for name in ("logprobs", "prompt_logprobs"):
             with pytest.raises(ValueError, match="made without them; make .* with logprobs=20"):
                 engine.submit([1], **{"max_new_tokens": 2, name: 1})
     with pytest.raises(ValueError, match="logprobs=21 must be a whole number from 0 to 20"):
-        toy_spec().engine(slots=1, max_tokens=32, logprobs=21)
+        toy_spec().engine(max_num_seqs=1, max_model_len=32, logprobs=21)
 
 
 PATTERN = "(ab|cd){5,30}(gh)?"
@@ -224,7 +226,7 @@ def test_a_grammar_is_refused_behind_messages_that_open_the_reasoning(engine, gr
 
 def test_an_engine_refuses_what_it_was_not_made_for(engine, grammar) -> None:
     with (
-        toy_spec().engine(slots=1, max_tokens=64) as other,
+        toy_spec().engine(max_num_seqs=1, max_model_len=64) as other,
         pytest.raises(ValueError, match="grammars=True"),
     ):
         other.submit("a", grammar=grammar, max_new_tokens=2)

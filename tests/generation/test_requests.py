@@ -42,7 +42,7 @@ def finished(engine: RequestEngine) -> dict[int, list[RequestOutput]]:
 
 def test_requests_get_the_text_of_calls_of_their_own() -> None:
     spec = toy_spec()
-    with spec.engine(slots=2, max_tokens=64) as engine:
+    with spec.engine(max_num_seqs=2, max_model_len=64) as engine:
         ids = [engine.submit(*one, **more) for *one, more in zip(PROMPTS, OPTIONS, strict=True)]
         outputs = finished(engine)
         alone = decoded_plainly(spec, PROMPTS, OPTIONS)
@@ -61,7 +61,7 @@ def test_requests_get_the_text_of_calls_of_their_own() -> None:
 def test_a_tokenizer_that_fails_ends_its_own_request() -> None:
     """While it reads a text, or before the first token: then the engine has taken nothing."""
     spec = toy_spec()
-    with spec.engine(slots=2, max_tokens=64) as engine:
+    with spec.engine(max_num_seqs=2, max_model_len=64) as engine:
         given = [{"max_new_tokens": 14, "temperature": 1.0, "seed": seed} for seed in (3, 4, 5)]
         ids = [engine.submit("cd", eos_token_id=[], **one) for one in given]
         expected = {
@@ -180,10 +180,12 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
     """
     monkeypatch.setattr(requests_lib, "launch_sizes", lambda slots: (1, slots))
     spec = replace(toy_spec(), prefill_chunk=128)
-    more = {"prefixes": True, "offload_prefixes": 1 << 18, "max_gap_ms": 1e-6}
-    more |= {"logprobs": 2, "adjusted": True}
-    with spec.engine(slots=3, max_tokens=250, prefills=2, adaptive=True, **more) as engine:
-        with pytest.warns(UserWarning, match="max_gap_ms=1e-06 cannot be kept: a chunk of 64"):
+    more = {"prefixes": True, "cpu_prefix_cache_bytes": 1 << 18, "max_itl_ms": 1e-6}
+    more |= {"logprobs": 2, "enable_penalties": True}
+    with spec.engine(
+        max_num_seqs=3, max_model_len=250, max_concurrent_prefills=2, adaptive=True, **more
+    ) as engine:
+        with pytest.warns(UserWarning, match="max_itl_ms=1e-06 cannot be kept: a chunk of 64"):
             engine.prepare()
         assert engine.engine.prompts.chunk == 64
         idle = engine.status
@@ -233,8 +235,10 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
 @pytest.mark.slow
 def test_a_hundred_requests_through_eight_slots() -> None:
     spec, requests = toy_spec(), mixed(100, seed=3, most=300)
-    more = {"prefixes": True, "offload_prefixes": 1 << 18}
-    with spec.engine(slots=8, max_tokens=300, prefills=3, adaptive=True, **more) as engine:
+    more = {"prefixes": True, "cpu_prefix_cache_bytes": 1 << 18}
+    with spec.engine(
+        max_num_seqs=8, max_model_len=300, max_concurrent_prefills=3, adaptive=True, **more
+    ) as engine:
         found = served(engine, requests, seed=4)
         assert len(found) > 80 and engine.status.prefix_hits
     assert_as_alone(spec, requests, found)
@@ -242,7 +246,7 @@ def test_a_hundred_requests_through_eight_slots() -> None:
 
 def test_requests_that_cannot_be_served_are_refused() -> None:
     spec = toy_spec()
-    with spec.engine(slots=1, max_tokens=16) as engine:
+    with spec.engine(max_num_seqs=1, max_model_len=16) as engine:
         with pytest.raises(ValueError, match="a request is one row and 2 were given"):
             engine.submit([[1], [2]], max_new_tokens=2)
         with pytest.raises(ValueError, match="max_positions=16"):
@@ -259,29 +263,29 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
     for name, option in serving.OPTIONS.items():
         for value in wrong(option.rule):
             with pytest.raises(Refused, match=f"^{name}=.* must be "):
-                asked: dict[str, Any] = {"slots": 1, "max_tokens": 9, name: value}
+                asked: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 9, name: value}
                 spec.engine(**asked)
     wrong_names: list[tuple[dict[str, Any], str]] = [
-        ({"slots": 1}, "needs max_tokens"),
-        ({"slot": 1}, "did you mean 'slots'"),
+        ({"max_num_seqs": 1}, "needs max_model_len"),
+        ({"max_num_seq": 1}, "did you mean 'max_num_seqs'"),
     ]
     for given, said in wrong_names:
         with pytest.raises(TypeError, match=said):
             spec.engine(**given)
     contradictions: list[tuple[dict[str, Any], str]] = [
-        ({"offload_prefixes": 9}, "pass prefixes=True"),
+        ({"cpu_prefix_cache_bytes": 9}, "pass prefixes=True"),
         (
-            {"prefixes": True, "offload_prefixes": -1},
-            "offload_prefixes=-1 must be a whole",
+            {"prefixes": True, "cpu_prefix_cache_bytes": -1},
+            "cpu_prefix_cache_bytes=-1 must be a whole",
         ),
-        ({"max_gap_ms": 0}, "max_gap_ms=0 must be a number of milliseconds"),
+        ({"max_itl_ms": 0}, "max_itl_ms=0 must be a number of milliseconds"),
     ]
     for options, said in contradictions:
         with pytest.raises(ValueError, match=said):
-            spec.engine(slots=1, max_tokens=9, **options)
-    with spec.engine(slots=1, max_tokens=9) as engine:
+            spec.engine(max_num_seqs=1, max_model_len=9, **options)
+    with spec.engine(max_num_seqs=1, max_model_len=9) as engine:
         engine.submit([1], max_new_tokens=2)
         with pytest.raises(RuntimeError, match=r"prepare\(\) comes before the first request"):
             engine.prepare()
     with pytest.raises(NotImplementedError, match="leave out offload, or prefixes"):
-        replace(spec, offload=True).engine(slots=1, max_tokens=9, prefixes=True)
+        replace(spec, offload=True).engine(max_num_seqs=1, max_model_len=9, prefixes=True)

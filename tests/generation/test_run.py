@@ -116,13 +116,13 @@ def test_a_batch_of_prompts_that_are_prefilled_alone(monkeypatch: pytest.MonkeyP
         spec.generate([long[:128], long[:50], long[:200]], **options)
     assert not found, "other lengths of the same chunks are the same programs"
     # Of another capacity no program is there yet.
-    for size in ({"expected_tokens": 600}, {"expected_tokens": 1000, "row_slots": 2}):
+    for size in ({"expected_tokens": 600}, {"expected_tokens": 1000, "max_num_seqs": 2}):
         each = dataclasses.replace(spec, **size)
         warm.rehearse(plan_call(each, read_batch(each, prompts, None, options)), False, True)
         with compilations() as found:
             assert each.generate(prompts, **options).sequences == together.sequences
         assert not found, "a rehearsal takes all chunk sizes"
-    with spec.engine(slots=2, max_tokens=512) as engine:
+    with spec.engine(max_num_seqs=2, max_model_len=512) as engine:
         ids = [
             engine.submit(prompt, max_new_tokens=new, eos_token_id=[])
             for prompt, new in zip(prompts, options["max_new_tokens"], strict=True)
@@ -154,7 +154,7 @@ def test_activities_are_told_in_order() -> None:
 
 
 def test_the_first_prompt_of_rows_that_wait_is_reported_until_its_row_says_something() -> None:
-    spec, told = dataclasses.replace(toy_spec(), prefill_chunk=16, row_slots=1), []
+    spec, told = dataclasses.replace(toy_spec(), prefill_chunk=16, max_num_seqs=1), []
     options = dict(max_new_tokens=5, eos_token_id=[], on_activity=told.append)
     said = spec.stream([PROMPT, PROMPT], **options)
     next(said)

@@ -99,7 +99,7 @@ def test_plain_decoding_has_the_same_and_neighbours_change_nothing(spec: LongSpe
     options["logit_bias"] = {7: 2.5}
     drafted, plain = ours(spec, **options), ours(spec, tree=PLAIN, **options)
     assert drafted.sequences == plain.sequences
-    waiting = ours(replace(spec, row_slots=1), **options)
+    waiting = ours(replace(spec, max_num_seqs=1), **options)
     for row in range(len(PROMPTS)):
         for other in (plain, waiting):
             assert np.array_equal(drafted.scores[row], other.scores[row])

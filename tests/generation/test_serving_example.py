@@ -11,7 +11,7 @@ from tests.infer.toys import toy_spec
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 FOR_THE_TOY = {
     r'"def fibonacci(n):\n"': '"ab cd"',
-    "max_tokens=512": "max_tokens=64",
+    "max_model_len=512": "max_model_len=64",
     '{"temperature"': '{"max_new_tokens": 9, "temperature"',
 }
 

@@ -86,7 +86,7 @@ def test_a_short_call_has_one_candidate(spec) -> None:
 
 
 def test_candidates_are_compiled_and_timed_before_rows_wait_for_slots(spec) -> None:
-    few = dataclasses.replace(spec, row_slots=1, _warm=WarmShapes())
+    few = dataclasses.replace(spec, max_num_seqs=1, _warm=WarmShapes())
     few.generate([PROMPT, PROMPT], **OPTIONS)
     assert [len(seconds) for seconds in few._warm._round_seconds.values()] == [2]
 
@@ -315,6 +315,6 @@ def test_several_rows_of_a_large_target_have_smaller_trees(spec, monkeypatch) ->
     result, _ = told(large, rows)
     assert [use.tree for use in result.stats.trees] == [PLAIN, FEWER, FORK]
     for slots, trees in ((3, [FORK]), (None, [FORK, FEWER])):
-        each = dataclasses.replace(large, row_slots=slots)
+        each = dataclasses.replace(large, max_num_seqs=slots)
         drafters, _ = models.drafters_for(each, None, 5, adaptive=False)
         assert [drafter.tree for drafter in drafters if drafter.tree.num_levels] == trees

@@ -192,7 +192,7 @@ def test_requests_end_at_stop_strings_and_leave_their_slots(whole) -> None:
     spec, stops = toy_spec(), chosen_stops(whole.text)
     alone = spec.generate(PROMPTS, **OPTIONS, stop_strings=stops)
     options = {key: OPTIONS[key] for key in ("max_new_tokens", "temperature", "eos_token_id")}
-    with spec.engine(slots=1, max_tokens=64, tree=OPTIONS["tree"]) as engine:
+    with spec.engine(max_num_seqs=1, max_model_len=64, tree=OPTIONS["tree"]) as engine:
         ids = [
             engine.submit(prompt, **options, seed=seed, stop_strings=strings)
             for prompt, seed, strings in zip(PROMPTS, OPTIONS["seed"], stops, strict=True)

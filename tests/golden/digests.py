@@ -43,9 +43,9 @@ ON_HOPPER = {
     for way, options in {
         "xla": {"attention": "xla"},
         "pallas": {"attention": "pallas"},
-        "same_bits": {"same_bits": True},
+        "batch_invariant": {"batch_invariant": True},
     }.items()
-    if way != "same_bits" or hardware.mosaic_is_supported()
+    if way != "batch_invariant" or hardware.mosaic_is_supported()
 }
 """Targets in bfloat16 of sizes that the kernels take, lowered for a Hopper GPU.
 

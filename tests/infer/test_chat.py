@@ -32,7 +32,7 @@ def folders(tmp_path_factory) -> list[str]:
     target, draft = save_toy(tmp_path_factory.mktemp("toy"))
     sampling = [f"--{name}={value}" for name, value in SAMPLING.items()]
     models = [f"--target={target}", f"--draft={draft}", "--tree=4,5", "--prefill_chunk=32"]
-    return [*models, *sampling, "--max_tokens=96", "--ignore_eos"]
+    return [*models, *sampling, "--max_model_len=96", "--ignore_eos"]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_what_cannot_be_met_is_refused_in_a_sentence(loaded, monkeypatch, capsys
         "error: /forget 2: the conversation has 0 turns",
         "error: unknown command /what; /help lists those there are",
     ]
-    assert "--max_new_tokens 12 for the answer exceed the 96 of --max_tokens" in said[3]
+    assert "--max_new_tokens 12 for the answer exceed the 96 of --max_model_len" in said[3]
     assert said[3].endswith("; /forget N drops the N oldest of 1 turns, /reset begins anew")
     assert "d" * 80 in loaded.conversation.turns[0].user and len(said) == 5
 
@@ -160,7 +160,7 @@ def test_turns_are_messages_with_a_style(loaded, monkeypatch) -> None:
     monkeypatch.setattr(arguments, "system", "abc.")
     made: list[bool] = []
     monkeypatch.setattr(
-        type(toy_spec()), "engine", lambda *_, **options: made.append(options["adjusted"])
+        type(toy_spec()), "engine", lambda *_, **options: made.append(options["enable_penalties"])
     )
     monkeypatch.setattr(arguments, "frequency_penalty", 0.5)
     Conversation(toy_spec(), arguments)
@@ -177,9 +177,9 @@ def test_turns_are_messages_with_a_style(loaded, monkeypatch) -> None:
     ("given", "said"),
     [
         ("--system=abc", "--system is a message of a chat template and this target has none"),
-        ("--max_tokens=9999", "--max_tokens 9999 is more than the target's 1024 positions"),
+        ("--max_model_len=9999", "--max_model_len 9999 is more than the target's 1024 positions"),
         ("--top_k=3 --temperature=0", "--top_k 3 filters what is drawn"),
-        ("--row_slots=3", "unknown option --row_slots"),
+        ("--max_num_seqs=3", "unknown option --max_num_seqs"),
         ("--stop=", "--stop: '' must be text that is not empty"),
     ],
 )

@@ -509,7 +509,7 @@ import sys
 
 sys.modules["jax.experimental.pallas.triton"] = None
 import jax, jax.numpy as jnp
-from longspec_jax.decoding.same_bits import choose_kernels
+from longspec_jax.decoding.batch_invariant import choose_kernels
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.ops import hardware
 from tests.kit import lowered, random_target, tiny_target_config
@@ -517,10 +517,10 @@ from tests.kit import lowered, random_target, tiny_target_config
 hardware.compute_capability = lambda: (9, 0)
 sizes = dict(head_width=128, model_width=512, mlp_width=4096, num_layers=1, vocab_size=104)
 target = TargetModel(tiny_target_config(dtype="bfloat16", **sizes))
-assert not choose_kernels(target, None).same_bits
+assert not choose_kernels(target, None).batch_invariant
 tokens = jnp.zeros((1, 64), jnp.int32)
-for same_bits in (False, True):
-    target = TargetModel(target.config, same_bits=same_bits)
+for batch_invariant in (False, True):
+    target = TargetModel(target.config, batch_invariant=batch_invariant)
     call = lambda *operands: target.verify(*operands, levels=5).logits
     mask, length = jnp.ones((1, 64, 64), bool), jnp.full((1,), 2000)
     params, cache = random_target(target.config), target.allocate(1, 4096)

@@ -137,7 +137,7 @@ def test_server_with_the_openai_client(plain, rows, spec):
     from infer.serve.command import Service
     from infer.serve.http_server import HttpServer
 
-    typed = [f"--target={model_file('smollm2')}", "--slots=1", "--max_len=256"]
+    typed = [f"--target={model_file('smollm2')}", "--max_num_seqs=1", "--max_model_len=256"]
     listener = socket.create_server(("127.0.0.1", 0))
     service = Service(parser().parse_args([*typed, "--served_model_name=smol"]), listener, None)
     service.load()

@@ -37,9 +37,12 @@ ROOT = Path(__file__).parents[2]
         (["--host=192.0.2.1"], "--host=192.0.2.1 --port=8000 cannot be used"),
         (["--api_key=a", "--api_key_file=b"], "not allowed with argument"),
         (["--api_key_file=/nonexistent"], "--api_key_file: /nonexistent cannot be read: No such"),
-        (["--slots=2", "--memory=0.5"], "not allowed with argument"),
-        (["--max_len=1"], "--max_len: 1 must be a whole number from 2"),
-        (["--memory=1.5"], "--memory: 1.5 must be above 0, at most 1"),
+        (["--max_num_seqs=2", "--gpu_memory_utilization=0.5"], "not allowed with argument"),
+        (["--max_model_len=1"], "--max_model_len: 1 must be a whole number from 2"),
+        (
+            ["--gpu_memory_utilization=1.5"],
+            "--gpu_memory_utilization: 1.5 must be above 0, at most 1",
+        ),
         (["--chat_template=/nonexistent"], "--chat_template: /nonexistent cannot be read"),
         (["--draft=somewhere"], "--draft somewhere needs the --target it was made for"),
         (["--prot=1"], "did you mean --port?"),
@@ -54,8 +57,8 @@ def test_what_cannot_be_served_is_refused_at_once(
 
 def test_the_hosts_memory_is_more_than_what_32_bits_count() -> None:
     """32,000 tokens of a 7B model are 17 GB."""
-    found = parser().parse_args(["--offload_prefixes=64000000000"])
-    assert found.offload_prefixes == 64_000_000_000
+    found = parser().parse_args(["--cpu_prefix_cache_bytes=64000000000"])
+    assert found.cpu_prefix_cache_bytes == 64_000_000_000
 
 
 def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture) -> None:
@@ -92,8 +95,8 @@ def test_keys_and_templates_are_read(tmp_path: Path) -> None:
 
 
 def test_slots_follow_from_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, options = toy_spec(), {"max_tokens": 64}
-    one, two = (spec.engine(slots=n, **options).memory.needed_bytes for n in (1, 2))
+    spec, options = toy_spec(), {"max_model_len": 64}
+    one, two = (spec.engine(max_num_seqs=n, **options).memory.needed_bytes for n in (1, 2))
     free = one + 5 * (two - one)
     monkeypatch.setattr("infer.serve.command.free_bytes", lambda mesh: free)
     assert fitting_slots(spec, 1.0, 32, options) == 6
@@ -109,7 +112,7 @@ def planned(*typed: str) -> Any:
 
 def planned_with(free: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("longspec_jax.generation.memory.free_bytes", lambda mesh: free)
-    return planned("--slots=3", "--max_len=64", "--tree=2,2")
+    return planned("--max_num_seqs=3", "--max_model_len=64", "--tree=2,2")
 
 
 def test_more_nodes_than_the_kernels_verify_are_refused_before_anything_compiles(
@@ -117,18 +120,20 @@ def test_more_nodes_than_the_kernels_verify_are_refused_before_anything_compiles
 ) -> None:
     """As on a Hopper GPU."""
     spec = toy_spec(dtype="bfloat16")
-    same = dataclasses.replace(spec.target, same_bits=True)
+    same = dataclasses.replace(spec.target, batch_invariant=True)
     same.check_rows(64, 64)
     monkeypatch.setattr(Models, "target", property(lambda _: same))
-    with pytest.raises(NotImplementedError, match="65 rows of 64 nodes .* at most --slots=64 rows"):
+    with pytest.raises(
+        NotImplementedError, match="65 rows of 64 nodes .* at most --max_num_seqs=64 rows"
+    ):
         with server_words():
-            spec.engine(slots=65, max_tokens=64, tree=(4, 15, 22, 22))
+            spec.engine(max_num_seqs=65, max_model_len=64, tree=(4, 15, 22, 22))
 
 
 def test_a_server_that_does_not_fit_says_which_option_to_lower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = planned("--slots=3", "--max_len=64", "--tree=2,2")
+    engine = planned("--max_num_seqs=3", "--max_model_len=64", "--tree=2,2")
     assert engine.engine.slots == 3 and engine.engine.drafter.tree.widths == (2, 2)
     # With less memory, fewer prompts are read beside as many slots.
     two = planned_with(engine.memory.needed_bytes - 1, monkeypatch)
@@ -136,9 +141,9 @@ def test_a_server_that_does_not_fit_says_which_option_to_lower(
     assert engine.engine.slots == two.engine.slots == one.engine.slots == 3
     with pytest.raises(MemoryError) as caught:
         planned_with(one.memory.needed_bytes - 1, monkeypatch)
-    assert "--slots=" in str(caught.value) and "row_slots" not in str(caught.value)
-    with pytest.raises(ValueError, match="--max_len=999999 is more than the .* tokens"):
-        planned("--max_len=999999")
+    assert "(--max_num_seqs=2)" in str(caught.value)
+    with pytest.raises(ValueError, match="--max_model_len=999999 is more than the .* tokens"):
+        planned("--max_model_len=999999")
 
 
 def test_the_command_that_is_printed_says_where_the_key_goes() -> None:
@@ -173,7 +178,13 @@ def test_what_was_compiled_is_not_collected_while_it_serves(
 def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
     """Started as a user does, asked by the printed command, left by a client, ended by SIGTERM."""
     target, draft = save_toy(tmp_path)
-    sizes = ["--max_len=256", "--slots=2", "--tree=1", "--prefill_chunk=32", "--port=0"]
+    sizes = [
+        "--max_model_len=256",
+        "--max_num_seqs=2",
+        "--tree=1",
+        "--prefill_chunk=32",
+        "--port=0",
+    ]
     models = [f"--target={target}", f"--draft={draft}", "--served_model_name=toy"]
     typed = [sys.executable, "-m", "infer.serve", *models, *sizes]
     child = subprocess.Popen(

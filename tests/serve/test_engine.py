@@ -37,8 +37,8 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def server() -> Any:
     spec = toy_spec()
-    reported = {"logprobs": 17, "adjusted": True, "traced": True, "grammars": True}
-    engine = spec.engine(slots=2, max_tokens=MAX_LEN, prefixes=True, **reported)
+    reported = {"logprobs": 17, "enable_penalties": True, "return_trees": True, "grammars": True}
+    engine = spec.engine(max_num_seqs=2, max_model_len=MAX_LEN, prefixes=True, **reported)
     engine.prepare()
     model: ServedModel = served_model(
         spec, engine, names=("toy",), max_len=MAX_LEN, most_rows=64, template=TEMPLATE

@@ -28,7 +28,7 @@ def suffix_spec(**options: Any) -> LongSpec:
 @contextmanager
 def two_clients(spec: LongSpec) -> Iterator[tuple[Client, Client]]:
     """A server, as the holders of two keys see it; the first key is the operator's."""
-    engine = spec.engine(slots=3, max_tokens=MAX_LEN, prefixes=True, traced=True)
+    engine = spec.engine(max_num_seqs=3, max_model_len=MAX_LEN, prefixes=True, return_trees=True)
     model = served_model(spec, engine, names=("toy",), max_len=MAX_LEN, most_rows=9)
     with serving(engine, model, levels=5, api_key="ours", other_keys=("theirs",)) as client:
         client.timeout = 300

@@ -24,7 +24,13 @@ def port(tmp_path: Path) -> Iterator[int]:
     """Of a server in a process of its own, which has to end without a traceback."""
     target, draft = save_toy(tmp_path)
     models = [f"--target={target}", f"--draft={draft}", "--port=0", "--request_seconds=1.5"]
-    sizes = ["--max_len=256", "--slots=3", "--tree=1", "--prefill_chunk=32", "--queue_requests=64"]
+    sizes = [
+        "--max_model_len=256",
+        "--max_num_seqs=3",
+        "--tree=1",
+        "--prefill_chunk=32",
+        "--queue_requests=64",
+    ]
     child = subprocess.Popen(
         [sys.executable, "-m", "infer.serve", *models, *sizes],
         cwd=ROOT,

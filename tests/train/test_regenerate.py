@@ -67,7 +67,7 @@ def data(tmp_path: Path) -> Path:
 def given(target: Path, data: Path, out: str = "out.jsonl", **options: Any) -> list[str]:
     values = dict(
         target=target, files=data, out=data.parent / out, max_new_tokens=NEW, temperature=1.0,
-        seed=SEED, prefix_tokens=5, row_slots=2, dtype="float32",
+        seed=SEED, prefix_tokens=5, max_num_seqs=2, dtype="float32",
     )  # fmt: skip
     return [f"--{name}={value}" for name, value in {**values, **options}.items()]
 
@@ -166,8 +166,8 @@ def test_the_target_answers_every_question_as_it_would_alone(
 @pytest.mark.parametrize(
     ("left", "options"),
     [
-        (0.0, dict(row_slots=3)),
-        (0.4, dict(row_slots=1)),
+        (0.0, dict(max_num_seqs=3)),
+        (0.4, dict(max_num_seqs=1)),
         (0.99, dict(draft="ngram", tree="chain:2")),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_conversation_needs_a_template(
 
 def test_numbers_are_refused_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
     for option, words in {
-        "row_slots=0": "must be a whole number from 1",
+        "max_num_seqs=0": "must be a whole number from 1",
         "temperature=hot": "must be a number, >= 0",
         "tree=x": "tree",
     }.items():

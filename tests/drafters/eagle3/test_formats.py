@@ -464,7 +464,7 @@ def test_a_draft_without_a_window_reuses_no_prefix_and_says_so() -> None:
     draft = Eagle3Draft(config, random_params(config))
     spec = replace(toy_spec(), draft=draft, tree=TreeConfig((1,)))
     with pytest.warns(UserWarning, match="no prefix of a prompt is reused.* window=N.* below 128"):
-        spec.engine(slots=1, max_tokens=160, prefixes=True).close()
-    spec.engine(slots=1, max_tokens=160).close()
+        spec.engine(max_num_seqs=1, max_model_len=160, prefixes=True).close()
+    spec.engine(max_num_seqs=1, max_model_len=160).close()
     near = replace(spec, draft=replace(draft, seen=Seen(100, 4)))
-    near.engine(slots=1, max_tokens=160, prefixes=True).close()
+    near.engine(max_num_seqs=1, max_model_len=160, prefixes=True).close()

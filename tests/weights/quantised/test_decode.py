@@ -74,7 +74,7 @@ def test_the_same_bits_are_not_promised_where_no_kernel_keeps_them(folder: Path)
     config, params = load_target(folder, dtype="bfloat16")
     assert not LongSpec(config, params).identical
     with pytest.raises(NotImplementedError, match="weights in 16 bits"):
-        LongSpec(config, params, same_bits=True)
+        LongSpec(config, params, batch_invariant=True)
 
 
 def test_training_runs_the_dequantised_weights(spec: LongSpec, folder: Path) -> None:

@@ -31,7 +31,7 @@ def is_identical(target: TargetModel) -> bool:
     Args:
       target: the static part of the target, on the device of this process.
     """
-    return target.config.dtype == "float32" or target.same_bits
+    return target.config.dtype == "float32" or target.batch_invariant
 
 
 def choose_kernels(
@@ -58,7 +58,7 @@ def choose_kernels(
         if wanted:
             raise
         return target
-    return dataclasses.replace(target, same_bits=True)
+    return dataclasses.replace(target, batch_invariant=True)
 
 
 @functools.cache
@@ -70,7 +70,7 @@ def warn_of_missing_kernels() -> None:
 
 def serves_tree(target: TargetModel, tree: TreeConfig) -> bool:
     """Whether the target's kernels can verify the tree."""
-    return not target.same_bits or path.serves_tree(tree.num_nodes, tree.num_levels)
+    return not target.batch_invariant or path.serves_tree(tree.num_nodes, tree.num_levels)
 
 
 def check_tree(target: TargetModel, tree: TreeConfig) -> None:
@@ -82,8 +82,8 @@ def check_tree(target: TargetModel, tree: TreeConfig) -> None:
     if not serves_tree(target, tree):
         raise ValueError(
             f"tree {tree} has {tree.num_nodes} nodes and {tree.num_levels} levels; the kernels of "
-            f"same_bits verify up to {path.MOST_NODES} and {path.RECENT}: take a smaller tree, or "
-            "same_bits=False"
+            f"batch_invariant verify up to {path.MOST_NODES} and {path.RECENT}: take a smaller "
+            "tree, or batch_invariant=False"
         )
 
 
@@ -91,36 +91,36 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
     config = target.config
     if quantised:
         raise NotImplementedError(
-            "same_bits needs weights in 16 bits, or quantised ones that the Hopper kernel reads; "
-            "leave it out"
+            "batch_invariant needs weights in 16 bits, or quantised ones that the Hopper kernel "
+            "reads; leave it out"
         )
     if target.offload or target.attention is not None:
         raise NotImplementedError(
-            "same_bits needs the cache on the device and the automatic attention; leave out "
+            "batch_invariant needs the cache on the device and the automatic attention; leave out "
             "offload and attention"
         )
     if config.recurrent_layers:
         raise NotImplementedError(
-            "same_bits has no kernel for recurrent layers, whose sums depend on the tree; leave it "
-            "out, or load the target in float32"
+            "batch_invariant has no kernel for recurrent layers, whose sums depend on the tree; "
+            "leave it out, or load the target in float32"
         )
     if target.keeps_ends or config.attention_cap is not None or config.attention_sinks:
         raise NotImplementedError(
-            "the kernels of same_bits see whole prefixes and unbounded scores; this target has "
-            "layers with a window, a soft cap, or attention sinks"
+            "the kernels of batch_invariant see whole prefixes and unbounded scores; this target "
+            "has layers with a window, a soft cap, or attention sinks"
         )
     path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
     if target.mesh is not None and config.out_bias:
         raise NotImplementedError(
-            "same_bits has no kernel for a bias behind attention on a mesh; leave out mesh or "
-            "same_bits"
+            "batch_invariant has no kernel for a bias behind attention on a mesh; leave out mesh "
+            "or batch_invariant"
         )
     for kind in config.kinds or (LayerConfig(),):
         _require_mlp_kernels(config, kind.experts, target.width_shares)
     ordered_tiles.refuse_uneven(config.model_width)
     if not hardware.has_kernels(jnp.dtype(config.dtype)):
         raise NotImplementedError(
-            "same_bits needs the kernel of norms, and this jax lacks Pallas' Triton backend"
+            "batch_invariant needs the kernel of norms, and this jax lacks Pallas' Triton backend"
         )
 
 
@@ -131,8 +131,8 @@ def _require_mlp_kernels(config: TargetConfig, experts: ExpertsConfig | None, sh
         return
     if experts.shared is not None or not experts.renormalised:
         raise NotImplementedError(
-            "same_bits has no kernel for a shared expert, nor for experts whose weights do not add "
-            "up to 1; leave it out, or load the target in float32"
+            "batch_invariant has no kernel for a shared expert, nor for experts whose weights do "
+            "not add up to 1; leave it out, or load the target in float32"
         )
     ordered_tiles.refuse_uneven(config.model_width, experts.width)
     ordered_tiles.refuse_uneven_head(config.model_width, experts.count)
