@@ -74,8 +74,10 @@ class DecodingPlainly:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a call that names no tree begins with, unless the seconds of its warm-up speak against
-    it; it runs another tree where that is faster."""
+    """What a call that names no tree expects to begin with.
+
+    Seconds of its warm-up may speak against it, and it runs another tree where that is faster.
+    """
 
     drafter: str
     """The name of the drafter; ``plain`` for plain decoding."""
