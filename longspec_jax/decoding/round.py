@@ -83,7 +83,7 @@ def spec_step(
         tree = propose_tree(target, drafter, params, rows, noise)
 
         run = partial(verify_tree, target, drafter, params, rows, tree, noise)
-        if weighs_trees(drafter, params):
+        if params.costs is not None and weighs_trees(drafter, params):
             pays = worth_of(tree, rows.done) * params.costs[0] > params.costs[1]
             verified, draws = _verify_if(pays, run, target, drafter, params, rows, noise)
             # A tree that was not verified ends at its root.
@@ -133,6 +133,7 @@ def worth_of(tree: Tree, done: Bool[Array, " B"]) -> Float[Array, ""]:
 
     A node is emitted if the accepted path comes to it, and the target's draw behind the path is.
     """
+    assert tree.totals is not None, "a tree without totals cannot be weighed"
     expected = jnp.exp(tree.totals).sum(axis=1)  # The root's is the token behind the path.
     return jnp.where(done, 0, expected).sum() / jnp.maximum((~done).sum(), 1)
 
