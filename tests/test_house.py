@@ -32,7 +32,7 @@ CEILINGS: dict[str, int] = {
     "token lines of infer": 7_300,
     "token lines of train": 5_650,
     "token lines of configs": 330,
-    "token lines of tests": 38_200,
+    "token lines of tests": 38_210,
     "token lines of benchmarks and contrib": 3_550,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 47,
