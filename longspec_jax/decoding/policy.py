@@ -47,7 +47,7 @@ SUSPICIOUS = 5.0
 pause."""
 KNOWN_ROUNDS = 16.0
 """Rounds for which what a candidate emitted in earlier runs counts."""
-GUESSED_ROUNDS = 4.0
+GUESSED_ROUNDS = 1.0
 """Rounds for which a guess of it counts, until the first rounds that show it."""
 MANY = 2**31 - 1
 """More rounds than any run has."""
@@ -307,7 +307,8 @@ class FastestWithinBudget:
             return Choice(leader, FIRST_LOOK)
         hopes = {i: self._hope(i) for i in range(len(self.estimates)) if i != leader}
         for index in sorted(hopes, key=hopes.__getitem__, reverse=True):
-            look = Choice(index, max(1, self.burst_rounds // 4))
+            rounds = max(1, self.burst_rounds // 4) if self.estimates[index].seen else FIRST_LOOK
+            look = Choice(index, rounds)
             if hopes[index] > self.estimates[leader].speed(self.wait) and self._pays(look):
                 return look
         return Choice(leader, self._burst(leader))

@@ -9,8 +9,10 @@ Rows are independent: each has its own length, seed, sampling, stop tokens and b
 done neither advances nor reads its cache, and does not affect the others.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,27 +82,50 @@ def spec_step(
         rows = look_at_cache(target, drafter, params, rows)
         tree = propose_tree(target, drafter, params, rows, noise)
 
-        def verify(drafter: Drafter, rows: Rows, tree: Tree) -> tuple[Rows, Emitted]:
-            verified, draws = verify_tree(target, drafter, params, rows, tree, noise)
-            drawn = tree, verified, draws
-            return conclude(target, drafter, params, rows, *drawn, kind, rule, contents)
-
-        if not weighs_trees(drafter, params, contents):
-            return verify(drafter, rows, tree)
-        plain = with_tree(drafter, PLAIN)
-
-        def verify_root(rows: Rows, tree: Tree) -> tuple[Rows, Emitted]:
-            after, emitted = verify(plain, rows, plant(rows.pending, PLAIN))
-            return after, _as_wide(emitted, drafter.tree.num_levels + 1)
-
-        pays = worth_of(tree, rows.done) * params.costs[0] > params.costs[1]
-        return jax.lax.cond(pays, partial(verify, drafter), verify_root, rows, tree)
+        run = partial(verify_tree, target, drafter, params, rows, tree, noise)
+        if params.costs is not None and weighs_trees(drafter, params):
+            pays = worth_of(tree, rows.done) * params.costs[0] > params.costs[1]
+            verified, draws = _verify_if(pays, run, target, drafter, params, rows, noise)
+            # A tree that was not verified ends at its root.
+            tree = replace(tree, parents=jnp.where(pays, tree.parents, -1))
+        else:
+            verified, draws = run()
+        drawn = tree, verified, draws
+        return conclude(target, drafter, params, rows, *drawn, kind, rule, contents)
 
 
-def weighs_trees(drafter: Drafter, params: Params, contents: Contents = TOKENS) -> bool:
+def _verify_if(
+    pays: Bool[Array, ""],
+    run: Callable[[], tuple[Verification, Int[Array, "B T"]]],
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    noise: RoundNoise,
+) -> tuple[Verification, Int[Array, "B T"]]:
+    """Verify a tree if it pays, else its root alone, with zeros for the other nodes.
+
+    Rows only go into the branches: what comes out of one is copied, and caches are large.
+    """
+    shapes = jax.eval_shape(run)
+
+    def run_root() -> Any:
+        root = plant(rows.pending, PLAIN)
+        ran = verify_tree(target, with_tree(drafter, PLAIN), params, rows, root, noise)
+        return jax.tree.map(_padded, ran, shapes)
+
+    return jax.lax.cond(pays, run, run_root)
+
+
+def _padded(of_root: Array, like: jax.ShapeDtypeStruct) -> Array:
+    sizes = zip(of_root.shape, like.shape, strict=True)
+    return jnp.pad(of_root, [(0, whole - size) for size, whole in sizes])
+
+
+def weighs_trees(drafter: Drafter, params: Params) -> bool:
     """Whether rounds verify a tree only where it is worth its seconds, and else the root alone."""
     proposes = drafter.proposes_freely and drafter.tree.num_levels > 0
-    return proposes and params.costs is not None and not contents.trees
+    return proposes and params.costs is not None
 
 
 def worth_of(tree: Tree, done: Bool[Array, " B"]) -> Float[Array, ""]:
@@ -108,23 +133,9 @@ def worth_of(tree: Tree, done: Bool[Array, " B"]) -> Float[Array, ""]:
 
     A node is emitted if the accepted path comes to it, and the target's draw behind the path is.
     """
+    assert tree.totals is not None, "a tree without totals cannot be weighed"
     expected = jnp.exp(tree.totals).sum(axis=1)  # The root's is the token behind the path.
     return jnp.where(done, 0, expected).sum() / jnp.maximum((~done).sum(), 1)
-
-
-def _as_wide(emitted: Emitted, height: int) -> Emitted:
-    """What a round of the root alone emitted, as that of a tree."""
-    missing = height - emitted.tokens.shape[1]
-
-    def padded(columns: Array) -> Array:
-        return jnp.pad(columns, ((0, 0), (0, columns.shape[1] * missing)))
-
-    return replace(
-        emitted,
-        tokens=padded(emitted.tokens),
-        sources=padded(emitted.sources),
-        more=tuple(map(padded, emitted.more)),
-    )
 
 
 def conclude(

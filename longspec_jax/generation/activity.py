@@ -74,9 +74,9 @@ class DecodingPlainly:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a call that names no tree begins with, unless its warm-up's seconds speak against it.
+    """What a call that names no tree expects to begin with.
 
-    It runs another tree where that is faster.
+    Seconds of its warm-up may speak against it, and it runs another tree where that is faster.
     """
 
     drafter: str

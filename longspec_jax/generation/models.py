@@ -173,10 +173,15 @@ def _found_for(
             f"tree {chosen} joins what is looked up, and no draft that looks up is loaded; load "
             f"ngram beside the draft, or leave ~{chosen.lookup} out"
         )
-    if chosen is not None and not chosen.widths and all(each.looks_up for each in models.drafts):
-        # Nothing else proposes: what is looked up is the whole tree.
+    if chosen is not None and chosen.lookup and all(each.looks_up for each in models.drafts):
+        if chosen.widths:
+            raise ValueError(
+                f"tree {chosen} joins what is looked up to a model's nodes, and only drafts that "
+                f"look up are loaded; write none@{chosen.num_nodes}~{chosen.lookup}"
+            )
+        # The tree is theirs alone, and lookup its levels.
         chosen = replace(chosen.looked_up, budget=chosen.budget)
-    together = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
+    together = rows if models.row_slots is None else min(rows, models.row_slots)
     target = models.target
     if chosen is not None:
         check_tree(target, chosen)

@@ -610,7 +610,7 @@ def test_trees_that_are_weighed_change_no_token(models: Params, streams: bool) -
         _, always = generate(target, drafter, unweighed, tokens, LENGTHS, req, streams=streams)
         accepted = []
         for tree in (0.0, 2.5, 99.0):
-            params = Params(models.target, draft, np.asarray([1.0, tree], np.float32))
+            params = Params(models.target, draft, jnp.asarray([1.0, tree]))
             rows, state = generate(target, drafter, params, tokens, LENGTHS, req, streams=streams)
             assert_same(rows, plain)
             accepted.append(emitted_in_rounds(state))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from longspec_jax import PLAIN, TreeConfig, make_mesh
@@ -143,8 +144,9 @@ def test_lookup_alone_weighs_its_trees_by_the_seconds_of_the_warm_up(spec) -> No
     settled = settle(plan, spec._speeds, streams=False, identical=True)
     assert [str(each.tree) for each in settled.plan.drafters] == ["none", "chain:3@6~5", "none@8~7"]
     assert settled.plan.signature != plan.signature
-    assert settled.plan.params.costs.tolist() == [1.0, 0.0], "the warm-up runs whole trees"
-    assert settled.weighing((1.0, 2.5, 1.5)).params.costs.tolist() == [1.0, 1.5]
+    warm, ready = settled.plan, settled.weighing((1.0, 2.5, 1.5))
+    assert np.asarray(warm.params.costs).tolist() == [1.0, 0.0], "the warm-up runs whole trees"
+    assert np.asarray(ready.params.costs).tolist() == [1.0, 1.5]
     # What nobody has seen is guessed: of three levels two tokens.
     for model, first in ((2.5, 2), (1.2, 1)):
         policy: Any = settled.policy((1.0, model, 1.5))
@@ -155,6 +157,14 @@ def test_lookup_alone_weighs_its_trees_by_the_seconds_of_the_warm_up(spec) -> No
     result, [begun] = told(joined)
     assert result.sequences == spec.generate(PROMPT, tree=PLAIN, **OPTIONS).sequences
     assert begun.tree in [use.tree for use in result.stats.trees]
+
+
+def test_a_tree_of_lookup_is_that_of_drafts_that_look_up_alone(spec) -> None:
+    alone = dataclasses.replace(spec, draft=(NgramDraft(),))
+    result = alone.generate(PROMPT, tree="none@6~5", **OPTIONS)
+    assert [str(use.tree) for use in result.stats.trees] == ["8,8,8,8,8@6"]
+    with pytest.raises(ValueError, match="none@9~4"):
+        alone.generate(PROMPT, tree="2,2@9~4", **OPTIONS)
 
 
 def test_a_tree_must_clearly_pay() -> None:
