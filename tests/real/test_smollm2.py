@@ -138,9 +138,10 @@ def test_server_with_the_openai_client(plain, rows, spec):
     from infer.serve.command import Service
     from infer.serve.http_server import HttpServer
 
-    typed = [f"--target={model_file('smollm2')}", "--slots=1", "--max_len=256"]
+    typed = [f"--target={model_file('smollm2')}", f"--draft={LONGSPEC}", "--tree=2,2@4"]
+    typed += ["--slots=1", "--max_len=256", "--served_model_name=smol"]
     listener = socket.create_server(("127.0.0.1", 0))
-    service = Service(parser().parse_args([*typed, "--served_model_name=smol"]), listener)
+    service = Service(parser().parse_args(typed), listener)
     service.load()
     server = HttpServer(service.served(), listener, 5.0)
     ready = threading.Event()
