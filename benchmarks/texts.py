@@ -53,7 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
     count = max(-(-arguments.texts // rows) * rows for rows in arguments.batch)
     texts = {
         (kind, context): prompts(spec, kind, context, count, arguments.files)
-        for kind, context in itertools.product(kinds, arguments.context)
+        for kind in kinds
+        for context in arguments.context
     }
     longest = max(len(prompt.tokens) for each in texts.values() for prompt in each)
     spec = dataclasses.replace(spec, expected_tokens=longest + arguments.new_tokens)

@@ -181,7 +181,7 @@ def _found_for(
             )
         # The tree is theirs alone, and lookup its levels.
         chosen = replace(chosen.looked_up, budget=chosen.budget)
-    together = rows if models.row_slots is None else min(rows, models.row_slots)
+    together = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
     target = models.target
     if chosen is not None:
         check_tree(target, chosen)

@@ -37,17 +37,9 @@ def model() -> Any:
 @pytest.mark.slow
 def test_every_row_is_a_call_beside_plain_decoding(files: list[str], tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    options = [
-        "--context=64",
-        "--new_tokens=8",
-        "--temperature=0",
-        "--texts=2",
-        "--batch=2",
-        "--tree=4,4@6~4",
-        "--tree=none@6~4",
-        f"--json={out}",
-    ]
-    assert main(["texts", "--files", *files, *options]) == cli.OK
+    options = "--context=64 --new_tokens=8 --temperature=0 --texts=2 --batch=2 --tree=4,4@6~4"
+    options += f" --tree=none@6~4 --json={out}"
+    assert main(["texts", "--files", *files, *options.split()]) == cli.OK
     found = json.loads(out.read_text())
     assert found["header"]["draft"] == ["longspec", "ngram"]
     assert found["header"]["identical_promised"]

@@ -97,6 +97,7 @@ def test_a_draft_that_was_trained_for_twenty_steps(spec, rows, plain, tmp_path):
         "log_every": 1,
         "stages.answers.seq_len": 64,
         "stages.answers.batch": 1,
+        "stages.answers.learning_rate": 1e-3,
         "stages.answers.max_offset": 0,
         "stages.answers.max_seconds": 0,
         "stages.answers.steps": 20,
@@ -137,9 +138,10 @@ def test_server_with_the_openai_client(plain, rows, spec):
     from infer.serve.command import Service
     from infer.serve.http_server import HttpServer
 
-    typed = [f"--target={model_file('smollm2')}", "--max_num_seqs=1", "--max_model_len=256"]
+    typed = [f"--target={model_file('smollm2')}", f"--draft={LONGSPEC}", "--tree=2,2@4"]
+    typed += ["--max_num_seqs=1", "--max_model_len=256", "--served_model_name=smol"]
     listener = socket.create_server(("127.0.0.1", 0))
-    service = Service(parser().parse_args([*typed, "--served_model_name=smol"]), listener, None)
+    service = Service(parser().parse_args(typed), listener)
     service.load()
     server = HttpServer(service.served(), listener, 5.0)
     ready = threading.Event()
