@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more candidates than tokens": (
         "speculators, DFlash 2",
         dict(selector_top_k=102),
-        "selector_top_k=102 must be at most vocab_size=101",
+        "selector_top_k=102 must be a whole number from 1 to 101",
     ),
     "a selector of some tokens": (
         "speculators, DFlash 2",
