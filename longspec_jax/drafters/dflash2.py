@@ -82,14 +82,11 @@ class BlockConvolution(nn.Module):
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T taps D"]
     ) -> Float[Array, "B T D"]:
         """The sum of a slot and those before it, each times its weight."""
-        earlier = (
-            jnp.pad(x, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]]
-            for tap in range(self.config.taps)
-        )
-        total = sum(
-            weights[:, :, tap] * each.astype(jnp.float32) for tap, each in enumerate(earlier)
-        )
-        [total] = with_sharding("b t d", jnp.asarray(total).astype(self.dtype))
+        total = jnp.zeros(x.shape, jnp.float32)
+        for tap in range(self.config.taps):
+            earlier = jnp.pad(x, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]]
+            total += weights[:, :, tap] * earlier.astype(jnp.float32)
+        [total] = with_sharding("b t d", total.astype(self.dtype))
         return total
 
 
