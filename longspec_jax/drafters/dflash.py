@@ -17,7 +17,7 @@ threshold stops where the slots become guesses. What DFlash 2 has beyond that is
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -51,7 +51,6 @@ from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.layer import split_heads
 from longspec_jax.ops.partitioned import with_sharding
-from longspec_jax.ops.selection.continuations import best_continuations
 from longspec_jax.ops.slicing import along
 
 
@@ -139,32 +138,30 @@ class DFlashConfig:
         for window in filter(None, self.windows):
             whole_number("sliding_window", window)
         check_proposable(self)
-        if self.convolution or self.selector:
-            self._check_dflash2(self.convolution, self.selector)
+        self._check_dflash2(self.convolution, self.selector)
         if self.confidence and self.confidence.with_markov and not self.markov:
             raise ValueError(
                 "confidence_head_with_markov reads a Markov head, and markov_rank is 0: use the "
                 "config.json that was saved with the weights"
             )
 
-    def _check_dflash2(self, convolution: Convolution | None, selector: Selector | None) -> None:
+    def _check_dflash2(self, conv: Convolution | None, selector: Selector | None) -> None:
         """Refuse half of DFlash 2, and sizes that do not fit together."""
-        if convolution is None or selector is None:
-            raise ValueError("drafts of DFlash 2 have both convolutions and a selector")
+        if conv is None or selector is None:
+            if conv or selector:
+                raise ValueError("drafts of DFlash 2 have both convolutions and a selector")
+            return
         if self.markov or self.confidence or self.proposable != self.vocab_size:
             raise ValueError(
                 "a selector is not used with a Markov head, a confidence head or a "
                 "draft_vocab_size below vocab_size; load another draft"
             )
-        if convolution.taps > self.block or self.model_width % convolution.group:
+        if conv.taps > self.block or self.model_width % conv.group:
             raise ValueError(
-                f"conv_kernel_size={convolution.taps} must be at most block_size={self.block}, and "
-                f"conv_group_size={convolution.group} a divisor of hidden_size={self.model_width}"
+                f"conv_kernel_size={conv.taps} must be at most block_size={self.block}, and "
+                f"conv_group_size={conv.group} a divisor of hidden_size={self.model_width}"
             )
-        if selector.candidates > self.vocab_size:
-            raise ValueError(
-                f"selector_top_k={selector.candidates} must be at most vocab_size={self.vocab_size}"
-            )
+        whole_number("selector_top_k", selector.candidates, 1, self.vocab_size)
 
     @property
     def model_width(self) -> int:
@@ -281,7 +278,7 @@ class DFlashParams(BlockParams):
     module = DFlashLayers
     confidence: Any = None
     """``kernel [1, C]`` and ``bias [1]`` of the confidence head; None without one."""
-    selector: Any = None
+    selector: Mapping[str, Any] | None = None
     """As of :func:`~longspec_jax.drafters.dflash2.edge_scores`; None without one."""
 
     @property
@@ -428,8 +425,9 @@ class DFlashDrafter(Drafter):
 
         def score(states: Array, tree: Tree, nodes: slice, depth: int) -> tuple[Array, Array]:
             slot, tokens = logits[:, depth : depth + 1], tree.tokens[:, nodes]
-            if self.config.selector is not None:
-                edges = self._edges(draft, slot, hidden[:, depth : depth + 1], tokens)
+            if self.config.selector is not None and draft.selector is not None:
+                count, own = self.config.selector.candidates, hidden[:, depth : depth + 1]
+                edges = edge_scores(draft.selector, count, slot, tokens, own, self.attention)
                 return states, noise.scores(edges, depth)
             if markov is None:
                 scores = noise.scores(slot, depth)
@@ -450,18 +448,6 @@ class DFlashDrafter(Drafter):
             *(view.pending, self.tree, score, states, draft.vocabulary, self.attention),
             trust=None if self.config.confidence is None else trust,
         )
-
-    def _edges(self, draft: DFlashParams, logits: Array, hidden: Array, tokens: Array) -> Array:
-        """Scores ``[B, w, V]`` behind tokens ``[B, w]``: of a slot's candidates, -inf of others."""
-        count = 0 if self.config.selector is None else self.config.selector.candidates
-        batch, _, vocabulary = logits.shape
-        none = jnp.zeros((batch, 1), jnp.float32)
-        _, _, best = best_continuations(logits, none, count, self.attention)
-        scores = jnp.take_along_axis(logits[:, 0], best, axis=1)[:, None]
-        scores += edge_scores(draft.selector, best, tokens, hidden)
-        row, node = jnp.arange(batch)[:, None, None], jnp.arange(tokens.shape[1])[:, None]
-        nothing = jnp.full((*tokens.shape, vocabulary), -jnp.inf, jnp.float32)
-        return nothing.at[row, node, best[:, None]].set(scores)
 
     def _block(self, draft: DFlashParams, state: DFlashState, view: View) -> Array:
         """What the LM head reads of every slot, ``[B, block, D]``."""

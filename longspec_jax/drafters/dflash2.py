@@ -10,11 +10,11 @@ candidate. So the tokens behind a node depend on the node's token, and on nothin
 their log-probabilities are those of a chain, and beam search finds the best paths of all.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
@@ -25,6 +25,7 @@ from longspec_jax.models.target import Layer
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.layer import added
 from longspec_jax.ops.partitioned import with_sharding
+from longspec_jax.ops.selection.continuations import best_continuations
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,10 @@ class BlockConvolution(nn.Module):
     dtype: jnp.dtype
 
     def setup(self) -> None:
-        """Declare the projection and the weights, which change nothing at first."""
+        """Declare the weights of both sides ``[2, taps, D]`` and the projection."""
         c = self.config
         shape = 2, c.taps, self.width
-        first = lambda *_: jnp.zeros(shape, self.dtype).at[:, 0].set(1)  # noqa: E731
-        self.base = self.param("base", first)
+        self.base = self.param("base", nn.initializers.zeros, shape, self.dtype)
         self.fuse = Projection((self.width,), (2 * c.taps * self.width // c.group,), self.dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Array]:
@@ -82,14 +82,11 @@ class BlockConvolution(nn.Module):
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T taps D"]
     ) -> Float[Array, "B T D"]:
         """The sum of a slot and those before it, each times its weight."""
-        earlier = (
-            jnp.pad(x, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]]
-            for tap in range(self.config.taps)
-        )
-        total = sum(
-            weights[:, :, tap] * each.astype(jnp.float32) for tap, each in enumerate(earlier)
-        )
-        [total] = with_sharding("b t d", jnp.asarray(total).astype(self.dtype))
+        total = jnp.zeros(x.shape, jnp.float32)
+        for tap in range(self.config.taps):
+            earlier = jnp.pad(x, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]]
+            total += weights[:, :, tap] * earlier.astype(jnp.float32)
+        [total] = with_sharding("b t d", total.astype(self.dtype))
         return total
 
 
@@ -106,7 +103,11 @@ class ConvolvedLayer(Layer):
         self.mlp_conv = BlockConvolution(*sizes)
 
     def __call__(
-        self, x: Array, delta: Array | None, angles: tuple[Array, Array], attend: Any
+        self,
+        x: Array,
+        delta: Array | None,
+        angles: tuple[Array, Array],
+        attend: Callable[..., Array],
     ) -> tuple[Array, Array, Array, Array]:
         """As of :class:`~longspec_jax.models.target.Layer`, over the slots of one block."""
         x, normed = with_sharding("b t d, b t d", *self.attention_norm.add(x, delta))
@@ -124,25 +125,30 @@ class ConvolvedLayer(Layer):
 
 
 def edge_scores(
-    params: Any,
-    candidates: Int[Array, "B c"],
+    params: Mapping[str, Any],
+    count: int,
+    logits: Float[Array, "B 1 V"],
     tokens: Int[Array, "B w"],
     hidden: Float[Array, "B 1 D"],
-) -> Float[Array, "B w c"]:
-    """What the selector adds to the logits of a slot's candidates behind each of some tokens.
+    implementation: str | None = None,
+) -> Float[Array, "B w V"]:
+    """A slot's logits behind each of some tokens with the selector's scores, -inf but of the best.
 
     Args:
       params: ``embedding [V, r]`` of the token before, ``head [V, r]`` of the candidate, and the
         projection ``fuse`` of the hidden state.
-      candidates: the slot's.
+      count: of candidates, the best by their logits.
+      logits: the slot's.
       tokens: those before the slot.
       hidden: the slot's.
+      implementation: of the choice, as of :func:`~longspec_jax.drafters.tree.beam_search`.
     """
-    before, after = look_up(params["embedding"], tokens), look_up(params["head"], candidates)
+    none = jnp.zeros((len(tokens), 1), jnp.float32)
+    _, _, best = best_continuations(logits, none, count, implementation)
+    before, after = look_up(params["embedding"], tokens), look_up(params["head"], best)
     context = before * (hidden @ params["fuse"]["kernel"]).astype(before.dtype)
-    return jnp.einsum(
-        "Bwr,Bcr->Bwc",
-        *(context, after),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    products = context[:, :, None].astype(jnp.float32) * after[:, None].astype(jnp.float32)
+    scores = jnp.take_along_axis(logits[:, 0], best, axis=1)[:, None] + products.sum(axis=-1)
+    row, node = jnp.arange(len(tokens))[:, None, None], jnp.arange(tokens.shape[1])[:, None]
+    nothing = jnp.full((*tokens.shape, logits.shape[2]), -jnp.inf, jnp.float32)
+    return nothing.at[row, node, best[:, None]].set(scores)

@@ -59,7 +59,7 @@ def losses(workdir: Path) -> list[dict[str, float]]:
 def test_a_run_learns_the_same_bits_without_the_targets_forward(
     variant: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = given(here, variant)
+    run = [*given(here, variant), *["--config.draft.distillation=0.5"] * (variant == "dflash")]
     assert command(*run, f"--workdir={tmp_path / 'online'}") == 0
     stored = [*run, f"--config.features.folder={tmp_path / 'features'}"]
     monkeypatch.setattr(features, "SHARD", 20_000)

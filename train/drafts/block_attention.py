@@ -201,9 +201,10 @@ def _in_chunks(
             parts.append((keys, values, (index < end) & (index >= end - window)))
         if fresh:
             keys, values = (cut(each, start, size) for each in fresh)
-            slots = shape[2]
-            each_other = jnp.tri(slots, dtype=bool)[None] if causal else jnp.ones((1, slots), bool)
-            parts.append((keys, values, each_other[None]))
+            inside = jnp.ones((1, 1, shape[2]), bool)
+            if causal:
+                inside = jnp.tri(shape[2], dtype=bool)[None, None]
+            parts.append((keys, values, inside))
         return _attention(mine, parts)
 
     out = jax.lax.map(some, jnp.arange(0, blocks, size))  # [n, B, C, slots, N, H]

@@ -162,12 +162,14 @@ class DFlashObjective:
         rows = len(labels)
         hidden = hidden.reshape(rows, -1, hidden.shape[-1])
         labels, weights = labels.reshape(rows, -1), weights.reshape(rows, -1)
-        about: Any = dict(chunk=self.loss_chunk, cap=self.target.logit_cap)
-        if not self.distillation:
-            return {"loss": cross_entropy_sum(hidden, head, labels, weights, **about)}
+        chunk, cap, share = self.loss_chunk, self.target.logit_cap, self.distillation
+        if not share:
+            loss = cross_entropy_sum(hidden, head, labels, weights, chunk=chunk, cap=cap)
+            return {"loss": loss}
         teacher = along(at - 1, view.hidden).reshape(rows, -1, view.hidden.shape[-1])
-        share = self.distillation
-        found = distillation_sums(hidden, teacher, head, labels, weights, share=share, **about)
+        found = distillation_sums(
+            hidden, teacher, head, labels, weights, share=share, chunk=chunk, cap=cap
+        )
         parts = {"cross_entropy": found.cross_entropy, "divergence": found.divergence}
         return {"loss": found.loss, "target_loss": found.teacher_loss, **parts}
 

@@ -45,6 +45,13 @@ WINDOW = DFlashDrafter(DSPARK, TreeConfig((2, 3, 4, 1)), window=6, sinks=2)
 """Fewer entries than most rows have, so that the ring wraps."""
 
 
+def text() -> tuple[np.ndarray, ...]:
+    """Tokens of two rows, where they start and how many count, and the target's hidden states."""
+    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
+    return tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+
+
 def test_blocks_of_any_count_make_the_same_state() -> None:
     """Paths that were accepted in part, with garbage behind them, and rows that stand still."""
     tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
@@ -91,11 +98,9 @@ def test_nodes_of_a_tree_are_chains_over_the_text_without_what_lies_between(
 def test_a_tree_holds_the_best_paths_of_the_slots() -> None:
     """Whose sums of log-probabilities are the highest of all paths, without a Markov head."""
     params = Params(None, random_params(DFLASH))
-    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
-    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
-    block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+    block = text()
     drafter = DFlashDrafter(DFLASH, TreeConfig((12, 12)))
-    tree, heard = proposed(drafter, params, block, tokens[:, 0])
+    tree, heard = proposed(drafter, params, block, block[0][:, 0])
     logs = np.asarray(jax.nn.log_softmax(jnp.stack(heard)[:, :, 0]), np.float64)
     for b in range(2):
         sums = logs[0, b][:, None] + logs[1, b]
@@ -112,11 +117,9 @@ def test_a_tree_of_128_nodes_holds_the_best_sums_of_a_causal_blocks_rows() -> No
     draft = random_params(CAUSAL)
     # Surer than random weights are, so that no level has more of the best nodes than its width.
     params = Params(None, replace(draft, head=9 * draft.head))
-    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
-    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
-    block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+    block = text()
     drafter = DFlashDrafter(CAUSAL, TreeConfig((16,) * 15, budget=128))
-    tree, heard = proposed(drafter, params, block, tokens[:, 0])
+    tree, heard = proposed(drafter, params, block, block[0][:, 0])
     logs = np.asarray(jax.nn.log_softmax(jnp.stack(heard)[:, :, 0]), np.float64)
     for row in range(2):
         best = best_first(logs[:, row], 128)
@@ -166,9 +169,8 @@ def test_a_confidence_head_moves_nodes_to_where_slots_are_trusted() -> None:
     draft = random_params(config)
     kernel = 3 * np.asarray(draft.confidence["kernel"])
     draft = replace(draft, confidence={"kernel": jnp.asarray(kernel), "bias": jnp.array([-0.5])})
-    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
-    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
-    block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+    block = text()
+    tokens = block[0]
     drafter = DFlashDrafter(config, TreeConfig((4, 5), budget=6))
     tree, heard = proposed(drafter, Params(None, draft), block, tokens[:, 0])
 
@@ -216,11 +218,9 @@ def test_a_draft_of_dflash_2_that_learned_nothing_yet_is_one_of_dflash() -> None
     nothing = jax.tree.map(jnp.zeros_like, draft.selector)
     given = Params(None, replace(draft, layer=layer, selector=nothing))
     plain = replace(DFLASH2, convolution=None, selector=None)
-    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
-    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
-    block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+    block = text()
     (_, found), (_, wanted) = (
-        proposed(DFlashDrafter(config, TreeConfig((1,) * 5)), given, block, tokens[:, 0])
+        proposed(DFlashDrafter(config, TreeConfig((1,) * 5)), given, block, block[0][:, 0])
         for config in (DFLASH2, plain)
     )
     for level, logits in zip(map(np.asarray, found), map(np.asarray, wanted), strict=True):
@@ -231,12 +231,10 @@ def test_a_draft_of_dflash_2_that_learned_nothing_yet_is_one_of_dflash() -> None
 def test_a_tree_of_dflash_2_holds_the_best_paths_over_edges() -> None:
     """What follows a node depends on its token, and the sums are those of all paths there are."""
     params = Params(None, random_params(DFLASH2))
-    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
-    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
-    block = tokens, np.zeros(2, np.int32), np.array([16, 4], np.int32), *hidden
+    block = text()
     # All seven candidates are nodes of the first level.
     drafter = DFlashDrafter(DFLASH2, TreeConfig((7, 12)))
-    tree, heard = proposed(drafter, params, block, tokens[:, 0])
+    tree, heard = proposed(drafter, params, block, block[0][:, 0])
     logs = [np.asarray(jax.nn.log_softmax(each), np.float64) for each in heard]
     for row in range(2):
         above = np.asarray(tree.tokens)[row, 1:8]

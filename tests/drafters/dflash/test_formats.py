@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more candidates than tokens": (
         "speculators, DFlash 2",
         dict(selector_top_k=102),
-        "selector_top_k=102 must be at most vocab_size=101",
+        "selector_top_k=102 must be a whole number from 1 to 101",
     ),
     "a selector of some tokens": (
         "speculators, DFlash 2",
@@ -337,9 +337,18 @@ def test_a_draft_of_dflash_2_is_recognised_by_its_tensors(
 
 
 def test_a_draft_of_dflash_2_under_another_name(tmp_path: Path) -> None:
-    """As conversions leave it."""
+    """As conversions leave it; and with its sizes beside ``dflash_config``, as some files have."""
     folder = _saved(tmp_path, "DFlash 2", architectures=["DFlashDraftModel"])
-    assert load(folder, TARGET).config == DRAFTS["DFlash 2"][1]
+    expected = DRAFTS["DFlash 2"][1]
+    assert load(folder, TARGET).config == expected
+    own = json.loads((folder / "config.json").read_text())["dflash_config"]
+    del own["causal"]
+    sizes = {key: own.pop(key) for key in [*own] if key.startswith(("conv", "selector"))}
+    edit(folder, dflash_config=own, is_causal=False)
+    with pytest.raises(ValueError, match="lacks conv_kernel_size"):
+        load(folder, TARGET)
+    edit(folder, **sizes)
+    assert load(folder, TARGET).config == expected
 
 
 def test_factors_of_one_and_switches_that_are_off(tmp_path: Path) -> None:
