@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.ops.matmul.packed import refuse_unpackable
@@ -84,9 +85,14 @@ def _fields(leaf: Leaf, form: Form) -> dict[str, Leaf]:
 
 def _is_read(fields: Mapping[str, Leaf], form: Form) -> bool:
     """Whether the kernel reads such a matrix."""
-    arrays = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in fields.items()}
+
+    def empty() -> QuantisedMatrix:
+        zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in fields.items()}
+        offset = zeros.get("offset")
+        return QuantisedMatrix(zeros["codes"], zeros["scale"], offset=offset, group=form.group)
+
     try:
-        refuse_unpackable(QuantisedMatrix(**arrays, group=form.group))
+        refuse_unpackable(jax.eval_shape(empty))
     except NotImplementedError:
         return False
     return True
