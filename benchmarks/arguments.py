@@ -57,6 +57,10 @@ multiplied in one order."""
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_CANDIDATES = ("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked")
 """What ``attention`` compares; ours is the automatic choice."""
+CODE, PROSE, CHAT = KINDS_OF_TEXT = "code", "prose", "chat"
+"""Real text that continues or is asked about (:mod:`benchmarks.prompts`)."""
+DEFAULT = "default"
+"""Among trees, the choice of calls that name none."""
 CHAIN = TreeConfig((1, 1, 1))
 """A small tree: the fastest on a CPU, which computes node after node."""
 MATCHED_TREES = (
@@ -84,9 +88,9 @@ def _draft_option(words: str) -> dict[str, Any]:
     return {**several(cli.draft_option), "metavar": "NAME[=VALUE]", "help": words}
 
 
-def target_source(text: str) -> str | Path:
-    """The demo's folder, or a target as it is named."""
-    return DEMO / "target" if text == DEMO_NAME else text
+def text_tree(text: str) -> TreeConfig | None:
+    """A tree with nodes; None for the default choice."""
+    return None if text == DEFAULT else cli.drafting_tree(text)
 
 
 def draft_source(text: str) -> str:
@@ -245,18 +249,25 @@ SERVE: Options = {
 }
 TEXTS: Options = {
     "target": _of(
-        target_source,
+        cli.path,
         "demo, a released model (smollm2), a folder, a GGUF file or a hub id",
-        "demo",
+        DEMO_NAME,
     ),
-    "draft": _each(str, "drafts, by name, folder or kind", ["demo"]),
-    "files": _of(cli.file_path, "text files, of one kind", nargs="+", required=True),
-    "question": _of(str, "asked about every piece, in the target's chat form"),
-    "context": _each(COUNT, "tokens of a piece", ByMachine([1024, 8192], [256])),
+    "draft": _each(cli.path, "drafts, by name, folder or kind; the target's own if absent"),
+    "text": _each(
+        one_of(KINDS_OF_TEXT),
+        f"any of {', '.join(KINDS_OF_TEXT)}; all if absent, and {CODE} with --files",
+    ),
+    "files": _of(cli.file_path, "text files in place of what is installed", [], nargs="+"),
+    "texts": _of(COUNT, "prompts of every kind and length", ByMachine(8, 2)),
+    "context": _each(COUNT, "tokens of a prompt", ByMachine([1024, 8192], [256])),
+    "batch": _each(COUNT, "prompts that are decoded at once", [1]),
     "temperature": _each(cli.value(rule("temperature")), "0 is greedy", [0.0, 1.0]),
     "tree": {
-        **several(cli.drafting_tree),
-        "help": f"the default choice if absent, else each of them: {cli.TREE_GRAMMAR}",
+        **several(text_tree),
+        "help": f"{DEFAULT} for the default choice, which is taken if absent, and what it is "
+        f"compared with: {cli.TREE_GRAMMAR}",
+        "default": [None],
     },
     "dtype": DTYPE,
     "new_tokens": _of(SEVERAL_TOKENS, "tokens that continue every prompt", ByMachine(256, 32)),

@@ -216,6 +216,7 @@ def _random_dflash(
     draft = DFlashConfig(
         trunk,
         target_width=config.model_width,
+        target_layers=config.num_layers,
         proposable=config.vocab_size,
         features=options.features or evenly(config.num_layers, trunk.num_layers),
         block=16,

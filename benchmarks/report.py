@@ -63,6 +63,14 @@ class Report:
         """Print the row and write the file with it."""
         self.rows.append(row)
         print("  ".join(f"{name} {row[name]}" for name in self._shown if name in row), flush=True)
+        self._write()
+
+    def summarise(self, rows: Sequence[Row]) -> None:
+        """Write the file with a summary beside the rows, in place of an earlier one."""
+        self._whole["summary"] = rows
+        self._write()
+
+    def _write(self) -> None:
         if self._path is None:
             return
         kept_before, self._kept = self._kept, True

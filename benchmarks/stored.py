@@ -46,16 +46,18 @@ def _random_gguf(
     key: jax.Array, form: Form, out_axes: tuple[int, ...], inputs: int, scale: float
 ) -> QuantisedMatrix:
     """Random codes of a form of GGUF's, whose offsets are half of the codes."""
-    width, groups = form.widths(inputs)
-    codes = jax.random.bits(key, (*out_axes, width), jnp.uint8)
     scale /= 4 if form.narrow else 64
-    scales = jnp.full((*out_axes, groups), scale, jnp.float32)
-    return QuantisedMatrix(
-        codes if form.narrow else jax.lax.bitcast_convert_type(codes, jnp.int8),
-        scales,
-        group=form.group,
-        offset=scales * -7.5 if form.offset else None,
-    )
+    numbers = {"scale": scale, "offset": -7.5 * scale, "unit": scale, "offset_unit": -scale}
+    if form.counted:
+        numbers |= {"scale": 1, "offset": 8}
+    arrays = {
+        name: jnp.full((*out_axes, field.width), numbers[name], field.dtype)
+        for name, field in form.fields(inputs).items()
+        if name != "codes"
+    }
+    codes = jax.random.bits(key, (*out_axes, form.fields(inputs)["codes"].width), jnp.uint8)
+    codes = codes if form.narrow else jax.lax.bitcast_convert_type(codes, jnp.int8)
+    return form.matrix(arrays | {"codes": codes})
 
 
 def _in_mixture(names: list[str]) -> str:

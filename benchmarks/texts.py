@@ -1,135 +1,230 @@
 """Drafts on real text with real weights: what a round yields, what it costs, and is the text plain?
 
-A prompt is the middle of a file, of as many tokens as --context says; with --question a turn of a
-chat that asks it about that piece. Each is decoded with speculation and without, from one prefill,
-one row at a time, past every stop token. A row of the results is one text. ``loops`` says whether
-the plain text holds a sequence of 16 tokens more than three times: repetition flatters lookup, so
-read such rows apart. ``accepted_by_source`` counts accepted tokens by who proposed them.
-The exit status is 1 if a text differs although the model promises that none does.
+Prompts of every kind of text and length are decoded plainly, then with every tree, --batch of them
+at once, past every stop token, in caches of one size. A row of the results is one call. Its gain is
+over plain decoding of the same call. ``accepted_by_source`` counts accepted tokens by who proposed
+them. ``differing_tokens`` counts those that are not plain decoding's.
+
+The summary has means over the texts and calls that differ in nothing else, with 95 % intervals of
+Student's t where there are four or more. A text ``loops`` if plain decoding writes a sequence of 16
+tokens more than three times: repetition flatters lookup, so the gain of such texts is apart, too.
+The exit status is 1 if a token differs although the model promises that none does.
 """
 
 import argparse
+import dataclasses
+import itertools
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
+from scipy.special import stdtrit
 
-from longspec_jax import LongSpec, TreeConfig, cli
-from longspec_jax.cli import settled
-from longspec_jax.embedded import demo_drafts
+from infer.arguments import drafts
+from longspec_jax import PLAIN, GenerateResult, LongSpec, TreeConfig, cli
+from longspec_jax.cli import counted, settled
+from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
 from longspec_jax.generation.text import loops
 
+from .arguments import DEFAULT
+from .prompts import Prompt, kinds_of, prompts
 from .report import Report, Row, run_header
-from .timing import step
+from .timing import rounded, step
 
-SHOWN = (
-    "target prompt_tokens document temperature tree tokens_per_round tokens_per_second "
-    "plain_tokens_per_second gain identical loops"
-).split()
-
-
-class Prompt(NamedTuple):
-    """A piece of a file."""
-
-    file: str
-    tokens: np.ndarray
+SHOWN = "text context batch temperature tree tokens_per_round gain differing_tokens".split()
+SAME = "target text context batch temperature drafter tree".split()
+"""In which the calls of a line of the summary agree."""
+COUNTED = "differing_tokens", "new_tokens"
+FEWEST = 4
+"""Fewer values have no interval."""
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Decode every text with every tree, print, and write the file; 1 if a promise is not kept."""
     arguments = settled(arguments, jax.default_backend() == "cpu")
     step("loading target and draft")
-    drafts = demo_drafts(arguments.draft)
-    spec = LongSpec.from_pretrained(arguments.target, drafts, dtype=arguments.dtype)
+    spec = load(arguments)
+    kinds = kinds_of(spec, arguments.text or (), arguments.files)
+    # Calls of several rows are full; a text more costs nothing.
+    count = max(-(-arguments.texts // rows) * rows for rows in arguments.batch)
+    texts = {
+        (kind, context): prompts(spec, kind, context, count, arguments.files)
+        for kind, context in itertools.product(kinds, arguments.context)
+    }
+    longest = max(len(prompt.tokens) for each in texts.values() for prompt in each)
+    spec = dataclasses.replace(spec, expected_tokens=longest + arguments.new_tokens)
     header = run_header(
         jax.devices()[0].device_kind,
         __doc__ or "",
         target=str(arguments.target),
-        draft=[str(name) for name in arguments.draft],
-        question=arguments.question,
+        draft=[draft.name for draft in spec.drafts],
+        files=[str(file) for file in arguments.files],
         precision=spec.precision,
         identical_promised=spec.identical,
+        longest=spec.expected_tokens,
+        new_tokens=arguments.new_tokens,
     )
-    different = 0
+    target = Path(arguments.target).name.removesuffix(".gguf")
     with Report(header, arguments.json, SHOWN) as report:
-        for context in arguments.context:
-            prompts = [*pieces(spec, arguments.files, context, arguments.question)]
-            if not prompts:
-                raise ValueError(
-                    f"no file of --files has {context} tokens; give longer ones, or a smaller "
-                    "--context"
-                )
-            for temperature in arguments.temperature:
-                for tree in arguments.tree or [None]:
-                    for seed, prompt in enumerate(prompts, 1):
-                        row = measured(spec, prompt, tree, temperature, seed, arguments.new_tokens)
-                        whole = {"target": Path(arguments.target).name, "context": context, **row}
-                        different += not row["identical"]
-                        report.add(whole)
-                    recent = report.rows[-len(prompts) :]
-                    tokens, gain = (
-                        statistics.fmean(row[name] for row in recent)
-                        for name in ("tokens_per_round", "gain")
-                    )
-                    print(f"  mean of {len(recent)}: {tokens:.2f} tokens a round, gain {gain:.2f}")
-    return cli.FAILED if different and spec.identical else cli.OK
+        for rows, temperature, (kind, context) in itertools.product(
+            arguments.batch, arguments.temperature, texts
+        ):
+            own = texts[kind, context][: -(-arguments.texts // rows) * rows]
+            said = f"{kind} of {context} tokens, {counted(rows, 'row')}, T = {temperature:g}"
+            about: Row = {"target": target, "text": kind, "context": context}
+            about |= {"batch": rows, "temperature": temperature}
+            step(f"plain decoding: {said}")
+            calls = [own[first : first + rows] for first in range(0, len(own), rows)]
+            plain = [
+                decoded(spec, call, PLAIN, temperature, arguments.new_tokens) for call in calls
+            ]
+            for tree in arguments.tree:
+                step(f"{DEFAULT if tree is None else tree}: {said}")
+                added = []
+                for call, expected in zip(calls, plain, strict=True):
+                    found = decoded(spec, call, tree, temperature, arguments.new_tokens)
+                    added.append(about | compared(spec, call, tree, found, expected))
+                    report.add(added[-1])
+                report.summarise(summarised(report.rows))
+                print(f"  {line_of(summarised(added)[0])}", flush=True)
+    differing, tokens = (sum(row[name] for row in report.rows) for name in COUNTED)
+    print(f"{differing} of {tokens} tokens differ from plain decoding's")
+    return cli.FAILED if differing and spec.identical else cli.OK
 
 
-def pieces(
-    spec: LongSpec, files: Sequence[Path], context: int, question: str | None
-) -> Iterator[Prompt]:
-    """The middles of the files that are long enough."""
-    for file in files:
-        tokens = spec.tokenizer(file.read_text(errors="replace"))["input_ids"]
-        first = (len(tokens) - context) // 2
-        if first < 0:
-            continue
-        piece = tokens[first : first + context]
-        if question is not None:
-            content = f"{question}\n\n```\n{spec.tokenizer.decode(piece)}\n```"
-            text = spec.tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-            )
-            piece = spec.tokenizer(text, add_special_tokens=False)["input_ids"]
-        yield Prompt(file.name, np.asarray(piece, np.int32))
+def load(arguments: argparse.Namespace) -> LongSpec:
+    """The target and what proposes for it.
+
+    Raises:
+      ValueError: where nothing does.
+    """
+    target = DEMO / "target" if arguments.target == DEMO_NAME else arguments.target
+    sources = demo_drafts(drafts(arguments))
+    if not sources:
+        raise ValueError(f"nothing proposes for --target={target}: name a --draft, such as ngram")
+    return LongSpec.from_pretrained(target, sources, dtype=arguments.dtype)
 
 
-def measured(
+def decoded(
     spec: LongSpec,
-    prompt: Prompt,
+    call: Sequence[Prompt],
     tree: TreeConfig | None,
     temperature: float,
-    seed: int,
     new_tokens: int,
-) -> Row:
-    """A text decoded both ways."""
-    found = spec.compare(
-        prompt.tokens,
+) -> GenerateResult:
+    """Some texts as one call, each with a seed of its own."""
+    return spec.generate(
+        [prompt.tokens for prompt in call],
         tree=tree,
         temperature=temperature,
-        seed=seed,
+        seed=[prompt.seed for prompt in call],
         max_new_tokens=new_tokens,
         eos_token_id=[],
     )
-    stats, plain = found.speculative.stats, found.plain.stats
-    [use, *_] = stats.trees
+
+
+def compared(
+    spec: LongSpec,
+    call: Sequence[Prompt],
+    tree: TreeConfig | None,
+    found: GenerateResult,
+    plain: GenerateResult,
+) -> Row:
+    """The figures of a call beside those of plain decoding."""
+    stats = found.stats
+    texts = [
+        {
+            "document": prompt.document,
+            "prompt_tokens": len(prompt.tokens),
+            "tokens_per_round": rounded((len(tokens) - 1) / max(1, passes)),
+            "loops": loops(expected),
+        }
+        for prompt, tokens, passes, expected in zip(
+            call, found.sequences, stats.target_passes, plain.sequences, strict=True
+        )
+    ]
+    pairs = zip(found.sequences, plain.sequences, strict=True)
+    rounds = sum(use.rounds for use in stats.trees)
     return {
-        "document": prompt.file,
-        "drafter": use.drafter,
-        "tree": "default" if tree is None else str(tree),
-        "ran": str(use.tree),
-        "temperature": temperature,
-        "prompt_tokens": len(prompt.tokens),
-        "new_tokens": new_tokens,
-        "tokens_per_round": stats.acceptance_length,
+        "drafter": proposers(spec, tree),
+        "tree": DEFAULT if tree is None else str(tree),
+        "ran": ", ".join(f"{use.tree} x {use.rounds}" for use in stats.trees if use.rounds),
+        "tokens_per_round": rounded(stats.acceptance_length),
         "accepted_by_source": dict(stats.accepted_by_source),
-        "round_ms": 1000 * use.seconds / max(1, use.rounds),
-        "plain_tokens_per_second": plain.tokens_per_second,
-        "tokens_per_second": stats.tokens_per_second,
-        "gain": found.speedup,
-        "identical": found.identical,
-        "loops": loops(found.plain.sequences[0]),
+        "round_ms": rounded(1000 * stats.decode_seconds / max(1, rounds)),
+        "plain_tokens_per_second": rounded(plain.stats.tokens_per_second),
+        "tokens_per_second": rounded(stats.tokens_per_second),
+        "gain": rounded(stats.tokens_per_second / plain.stats.tokens_per_second),
+        "new_tokens": sum(stats.new_tokens),
+        "differing_tokens": sum(
+            one != other for pair in pairs for one, other in itertools.zip_longest(*pair)
+        ),
+        "looping": sum(text["loops"] for text in texts),
+        "texts": texts,
     }
+
+
+def proposers(spec: LongSpec, tree: TreeConfig | None) -> str:
+    """Who proposes into a tree; all drafts may into one that is chosen."""
+    return "+".join(
+        draft.name
+        for draft in spec.drafts
+        if tree is None or len(spec.drafts) == 1 or (tree.lookup if draft.looks_up else tree.widths)
+    )
+
+
+def summarised(rows: Iterable[Row]) -> list[Row]:
+    """Means of the calls that agree, in the order of the first of each."""
+    alike: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        alike.setdefault(tuple(row[name] for name in SAME), []).append(row)
+    return [dict(zip(SAME, key, strict=True)) | _figures(calls) for key, calls in alike.items()]
+
+
+def _figures(calls: Sequence[Row]) -> Row:
+    texts = [text for call in calls for text in call["texts"]]
+    accepted = sum((Counter(call["accepted_by_source"]) for call in calls), Counter[str]())
+    apart = {
+        "looping": [call for call in calls if call["looping"] == len(call["texts"])],
+        "other": [call for call in calls if not call["looping"]],
+    }
+    return {
+        "texts": len(texts),
+        "looping": sum(text["loops"] for text in texts),
+        **_mean("tokens_per_round", texts),
+        **_mean("gain", calls),
+        **{f"gain_{name}": _mean("gain", some)["gain"] for name, some in apart.items()},
+        **{
+            name: rounded(statistics.fmean(call[name] for call in calls))
+            for name in ("plain_tokens_per_second", "tokens_per_second", "round_ms")
+        },
+        "accepted_by_source": dict(accepted),
+        **{name: sum(call[name] for call in calls) for name in COUNTED},
+    }
+
+
+def _mean(name: str, rows: Sequence[Row]) -> Row:
+    """The mean of a field and the ends of its interval; None where the rows are too few."""
+    values = [row[name] for row in rows]
+    if not values:
+        return {name: None}
+    mean, low, high = statistics.fmean(values), None, None
+    if len(values) >= FEWEST:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        reach = float(stdtrit(len(values) - 1, 0.975)) * error
+        low, high = rounded(mean - reach), rounded(mean + reach)
+    return {name: rounded(mean), f"{name}_low": low, f"{name}_high": high}
+
+
+def line_of(summary: Row) -> str:
+    """A line of the summary for people."""
+    words = [f"mean of {counted(summary['texts'], 'text')}"]
+    for name, unit in (("tokens_per_round", "tokens a round"), ("gain", "times plain decoding")):
+        low, high = summary.get(f"{name}_low"), summary.get(f"{name}_high")
+        interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
+        words.append(f"{summary[name]:.2f}{interval} {unit}")
+    return f"{', '.join(words)}; {summary['looping']} loop"

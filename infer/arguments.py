@@ -279,9 +279,11 @@ def _models(arguments: argparse.Namespace) -> Iterator[str]:
     for draft in trained:
         if draft not in DRAFTS and arguments.target is None:
             meant = nearest(draft, (*NAMED, *DRAFTS))
+            owners = [name for name, model in RELEASED.items() if draft in model.drafters]
+            remedy = f"--target {owners[0]}" if owners else "--target demo for the demo"
             yield (
                 f"--draft {draft} needs the --target it was made for; a draft works with no other "
-                f"({f'did you mean {meant}?' if meant else '--target demo for the demo'})"
+                f"({f'did you mean {meant}?' if meant else remedy})"
             )
         if draft in DRAFTS and not is_demo(arguments):
             yield f"--draft {draft} is the demo's own draft, and --target is {arguments.target}"

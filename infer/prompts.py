@@ -37,7 +37,7 @@ MOST_BYTES = 2**28
 """Of a file of prompts: hundreds of times what any model reads, and a bound on ``/dev/zero``."""
 
 RELEASE_SYSTEM = "You are a helpful assistant"
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 Encode = Callable[[Any, Messages], list[int]]
 
 

@@ -13,6 +13,8 @@ _CONTENTS = {
     "LongSpec": "longspec_jax.api",
     "demo_prompts": "longspec_jax.embedded",
     "GenerateOptions": "longspec_jax.generation.options",
+    "EngineOptions": "longspec_jax.config.serving",
+    "LoadOptions": "longspec_jax.config.loading",
     "GenerateResult": "longspec_jax.generation.result",
     "StreamRound": "longspec_jax.generation.result",
     "Stats": "longspec_jax.generation.result",
@@ -39,6 +41,8 @@ __all__ = list(_CONTENTS)  # pyright: ignore[reportUnsupportedDunderAll]
 if TYPE_CHECKING:
     from longspec_jax.api import LongSpec  # noqa: F401
     from longspec_jax.config.known import PRESETS  # noqa: F401
+    from longspec_jax.config.loading import LoadOptions  # noqa: F401
+    from longspec_jax.config.serving import EngineOptions  # noqa: F401
     from longspec_jax.config.target import TargetConfig  # noqa: F401
     from longspec_jax.config.tree import PLAIN, TreeConfig  # noqa: F401
     from longspec_jax.drafters.checkpoints.longspec import (

@@ -25,10 +25,13 @@ from longspec_jax.arguments import (
     check_chunk,
     check_drafts,
     check_gap,
+    refuse_beside_offload,
     refuse_pickling,
 )
 from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
+from longspec_jax.config.loading import LoadOptions
+from longspec_jax.config.serving import EngineOptions
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.same_bits import is_identical
 from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
@@ -55,6 +58,7 @@ from longspec_jax.generation.scores import check_host, scores_of
 from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.loading import choose_drafts, load_with_tokenizer, with_lookup
+from longspec_jax.schema import read
 from longspec_jax.weights.hf import dequantised_types, load_stop_tokens
 
 
@@ -72,8 +76,9 @@ class LongSpec(Models):
     def __post_init__(self) -> None:
         """Refuse parts that are not what they should be, or do not belong together."""
         names = "target_config tokenizer attention prefill_chunk mesh row_slots expected_tokens"
-        more = "offload", "same_bits"
-        check_arguments(**{name: getattr(self, name) for name in (*names.split(), *more)})
+        names += " offload same_bits"
+        check_arguments(**{name: getattr(self, name) for name in names.split()})
+        refuse_beside_offload(self.offload, self.mesh, self.row_slots)
         check_chunk(self.prefill_chunk, self.target_config.max_positions)
         if self.tree is not None:
             object.__setattr__(self, "tree", as_tree(self.tree))
@@ -108,18 +113,10 @@ class LongSpec(Models):
         draft: str | Path | Sequence[str | Path] | None = None,
         *,
         draft_options: Mapping[str, Any] | None = None,
-        dtype: str = "auto",
         mesh: Mesh | None = None,
         tree: TreeConfig | Sequence[int] | str | None = None,
-        attention: str | None = None,
-        revision: str | None = None,
-        draft_revision: str | None = None,
         tokenizer: Any = None,
-        prefill_chunk: int | None = None,
-        row_slots: int | None = None,
-        offload: bool = False,
-        same_bits: bool | None = None,
-        kv_dtype: str | None = None,
+        **options: Unpack[LoadOptions],
     ) -> "LongSpec":
         """Load Hugging Face checkpoints, and GGUF files.
 
@@ -134,56 +131,52 @@ class LongSpec(Models):
           draft_options: options of the draft's kind by name, such as those of
             :class:`~longspec_jax.drafters.longspec.LongSpecOptions`. Only
             ``retrieve_verify=partial`` changes tokens.
-          dtype: of parameters and activations; ``auto`` is bfloat16 where the GPU has it, float16
-            on older GPUs and float32 on a CPU.
           mesh: devices to spread the parameters over, from :func:`longspec_jax.make_mesh`.
           tree: shape of the draft trees of calls that name none; if absent, the fastest on this
             machine, which calls find out as they run.
-          attention: attention implementation; chosen automatically if absent.
-          revision: branch, tag or commit of the target on the hub.
-          draft_revision: the same for the draft.
           tokenizer: instead of the one beside the target.
-          prefill_chunk: tokens of one prefill step; 2048 on a GPU and 256 on a CPU if absent.
-          row_slots: rows that are decoded at once; the others wait. All rows if absent.
-          offload: keep the target's cache in the host's memory: for contexts larger than the
-            device's, at the rate at which the cache is moved.
-          same_bits: take the kernels with which text in 16 bits is that of plain decoding, bit for
-            bit (docs/design/kernels.md). If absent, they are taken on Hopper GPUs. False is some
-            per cent faster.
-          kv_dtype: ``fp8`` rounds keys and values to 8 bits before anything attends to them, by the
-            checkpoint's scales where it has some, and halves the cache. Another text than without,
-            which drafts do not change (docs/guides/quantised.md).
+          **options: revisions, dtypes, kernels and where rows lie, see
+            :class:`~longspec_jax.config.loading.LoadOptions`.
 
         Raises:
           NotImplementedError: for ``same_bits=True`` where there are no such kernels.
         """
-        if prefill_chunk is None:
-            prefill_chunk = 2048 if jax.default_backend() == "gpu" else 256
-        settings = {
-            "mesh": mesh,
-            "attention": attention,
-            "prefill_chunk": prefill_chunk,
-            "row_slots": row_slots,
-            "offload": offload,
-            "same_bits": same_bits,
-        }
-        check_arguments(target=target, draft=draft, draft_options=draft_options, dtype=dtype)
-        check_arguments(revision=revision, draft_revision=draft_revision, tokenizer=tokenizer)
-        check_arguments(**settings, kv_dtype=kv_dtype)
+        given = read(LoadOptions, options, "from_pretrained()")
+        check_arguments(target=target, draft=draft, draft_options=draft_options)
+        check_arguments(tokenizer=tokenizer, mesh=mesh)
+        refuse_beside_offload(given["offload"], mesh, given["row_slots"])
         sources = as_sources(draft)
-        check_about_drafts(sources, draft_options, draft_revision)
+        check_about_drafts(sources, draft_options, given["draft_revision"])
         tree = None if tree is None else as_tree(tree)
         keep_programs()
-        stop_tokens = load_stop_tokens(target, revision=revision)
-        dequantised = dequantised_types(target, revision=revision)
-        chosen = choose_drafts(sources, draft_options or {}, draft_revision)
+        stop_tokens = load_stop_tokens(target, revision=given["revision"])
+        dequantised = dequantised_types(target, revision=given["revision"])
+        chosen = choose_drafts(sources, draft_options or {}, given["draft_revision"])
         loaded = load_with_tokenizer(
-            target, dtype, tokenizer=tokenizer, mesh=mesh, revision=revision, kv_dtype=kv_dtype
+            target,
+            given["dtype"],
+            tokenizer=tokenizer,
+            mesh=mesh,
+            revision=given["revision"],
+            kv_dtype=given["kv_dtype"],
         )
         drafts = with_lookup(tuple(draft.load(loaded, mesh) for draft in chosen))
-        more: dict[str, Any] = {**settings, "tokenizer": loaded.tokenizer, "tree": tree}
-        more["dequantised"] = dequantised
-        return cls(loaded.config, loaded.params, drafts or None, stop_tokens=stop_tokens, **more)
+        usual_chunk = 2048 if jax.default_backend() == "gpu" else 256
+        return cls(
+            loaded.config,
+            loaded.params,
+            drafts or None,
+            tokenizer=loaded.tokenizer,
+            dequantised=dequantised,
+            stop_tokens=stop_tokens,
+            tree=tree,
+            attention=given["attention"],
+            prefill_chunk=given["prefill_chunk"] or usual_chunk,
+            mesh=mesh,
+            row_slots=given["row_slots"],
+            offload=given["offload"],
+            same_bits=given["same_bits"],
+        )
 
     @classmethod
     def demo(cls, **options: Any) -> "LongSpec":
@@ -213,6 +206,7 @@ class LongSpec(Models):
         on_activity: OnActivity | None = None,
         output_scores: bool = False,
         output_logits: bool = False,
+        return_trees: bool = False,
         **options: Unpack[CallOptions],
     ) -> GenerateResult:
         """Complete the prompts.
@@ -235,6 +229,8 @@ class LongSpec(Models):
             text of their own, behind the last token, and stay in the host's memory: 4 bytes for
             each new token and each token of the vocabulary.
           output_logits: the same of the target's logits.
+          return_trees: return what was verified in every round
+            (:attr:`~longspec_jax.GenerateResult.trees`).
           **options: tree, chat template and generation options, see
             :class:`~longspec_jax.generation.options.CallOptions`.
 
@@ -245,9 +241,13 @@ class LongSpec(Models):
         check_arguments(
             adaptive=adaptive, streamer=streamer, on_round=on_round, on_activity=on_activity
         )
-        check_arguments(output_scores=output_scores, output_logits=output_logits)
+        check_arguments(
+            output_scores=output_scores, output_logits=output_logits, return_trees=return_trees
+        )
         with ended(streamer):
-            plan, batch = self._prepare(inputs, generation_config, options, adaptive)
+            plan, batch = self._prepare(
+                inputs, generation_config, options, adaptive, return_trees=return_trees
+            )
             asked = {"scores": output_scores, "logits": output_logits}
             if wanted := [name for name, one in asked.items() if one]:
                 check_host(len(wanted), batch.request, plan.target.vocab_size)
@@ -319,55 +319,22 @@ class LongSpec(Models):
     def engine(
         self,
         *,
-        slots: int,
-        max_tokens: int,
         tree: TreeConfig | Sequence[int] | str | None = None,
-        adaptive: bool = False,
-        prefills: int = 1,
-        prefixes: bool = False,
-        offload_prefixes: int = 0,
-        max_gap_ms: float | None = None,
-        logprobs: int | None = None,
-        adjusted: bool = False,
-        traced: bool = False,
-        grammars: bool = False,
+        **options: Unpack[EngineOptions],
     ) -> RequestEngine:
         """Row slots through which requests pass: submit, step, cancel, close.
 
         Args:
-          slots: requests that are decoded at once; others wait.
-          max_tokens: most tokens of a request, prompt and new ones.
           tree: as in :meth:`generate`; the first draft's default tree for this machine if absent.
-          adaptive: choose among this tree, one of 16 nodes if it has more, and plain decoding, by
-            the tokens per second of each, for every number of live rows.
-          prefills: prompts that may be under way at once, the shortest first; each takes a row of
-            memory beside the slots.
-          prefixes: whether a prompt begins with a copy of the whole chunks that it shares with an
-            earlier one of the same ``cache_salt`` in a slot. A draft that needs the target's
-            queries or keys of all tokens leaves nothing to reuse.
-          offload_prefixes: bytes of the host's memory in which chunks stay when their slot is
-            taken; 0 for none.
-          max_gap_ms: most milliseconds between two rounds while a prompt is prefilled.
-            ``prepare`` then times smaller chunks, and takes the largest that keeps this.
-          logprobs: most alternatives that a request may ask for with ``logprobs=`` and
-            ``prompt_logprobs=``, at most 20; no request may ask if absent.
-          adjusted: whether requests may have ``logit_bias`` and penalties, for which every slot
-            holds tables of the vocabulary.
-          traced: whether outputs hold the trees of their rounds.
-          grammars: whether requests may have a :meth:`grammar`.
+          **options: slots, most tokens of a request, and what requests may ask for, see
+            :class:`~longspec_jax.config.serving.EngineOptions`.
 
         Raises:
           MemoryError: if the slots do not fit.
           NotImplementedError: for ``prefixes`` with a cache in the host's memory.
           ValueError: for a wrong value.
         """
-        tree = None if tree is None else as_tree(tree)
-        sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
-        reuse = {"prefixes": prefixes, "offload_prefixes": offload_prefixes}
-        reported = {"logprobs": logprobs, "adjusted": adjusted, "traced": traced}
-        reported |= {"grammars": grammars}
-        options = {"tree": tree, "adaptive": adaptive, "max_gap_ms": max_gap_ms}
-        return RequestEngine(self, **sizes, **reuse, **reported, **options)
+        return RequestEngine(self, None if tree is None else as_tree(tree), **options)
 
     def grammar(
         self,
@@ -461,14 +428,20 @@ class LongSpec(Models):
         return plan.memory
 
     def _prepare(
-        self, inputs: Inputs, generation_config: Any, options: CallOptions, adaptive: bool = False
+        self,
+        inputs: Inputs,
+        generation_config: Any,
+        options: CallOptions,
+        adaptive: bool = False,
+        *,
+        return_trees: bool = False,
     ) -> tuple[Plan, Batch]:
         """Read and check everything that a call was given, before anything runs."""
         given: Any = dict(options)
         tree, template = given.pop("tree", None), given.pop("chat_template", None)
         batch = read_batch(self, inputs, generation_config, given, chat_template=template)
         tree = None if tree is None else as_tree(tree)
-        plan = plan_call(self, batch, tree, adaptive=adaptive)
+        plan = plan_call(self, batch, tree, adaptive=adaptive, return_trees=return_trees)
         check_fits(plan.memory, self.mesh, offload=self.offload)
         return plan, batch
 

@@ -69,7 +69,7 @@ _RULES: dict[str, Rule] = {
     ),
     "prefill_chunk": Whole(),  # Of a model that is loaded.
     "expected_tokens": Whole(0),
-    **dict.fromkeys(("adaptive", "output_scores", "output_logits"), Truth()),
+    **dict.fromkeys(("adaptive", "output_scores", "output_logits", "return_trees"), Truth()),
     "streamer": Maybe(
         That(_is_streamer, "a transformers streamer, an object with the methods put and end")
     ),
@@ -81,19 +81,25 @@ _RULES: dict[str, Rule] = {
 def check_arguments(**values: Any) -> None:
     """Refuse an argument of a constructor or a call that is not what its name says.
 
-    Also refuses ``offload`` beside arguments that an offloaded cache does not support.
-
     Raises:
-      ValueError: names the argument, the value and what it must be.
+      Refused: names the argument, the value and what it must be.
     """
     for name, value in values.items():
         _RULES[name].read(name, value)
-    if values.get("offload") and (mesh := values.get("mesh")) is not None:
+
+
+def refuse_beside_offload(offload: bool, mesh: Mesh | None, row_slots: int | None) -> None:
+    """Refuse what a cache in the host's memory does not support.
+
+    Raises:
+      ValueError: names the arguments.
+    """
+    if offload and mesh is not None:
         raise ValueError(
             f"offload=True supports one device, and mesh={dict(mesh.shape)} spreads the cache over "
             "several; drop one of the two"
         )
-    if values.get("offload") and (row_slots := values.get("row_slots")) is not None:
+    if offload and row_slots is not None:
         raise ValueError(
             f"offload=True decodes all rows at once, and row_slots={row_slots} has some of them "
             "wait; drop one of the two"

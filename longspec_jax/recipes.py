@@ -334,7 +334,8 @@ def paper_config(
         return _on_chats(config, variant, turn)
     if variant == "parallel":
         config = paper_config(
-            *(name, "all"),
+            name,
+            "all",
             target=target,
             long_length=long_length,
             max_offset=max_offset,

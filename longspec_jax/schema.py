@@ -142,6 +142,31 @@ def rule_of(hint: object) -> Rule:
     return _RULES[hint]
 
 
+def read(kind: type[Any], values: Mapping[str, object], owner: str) -> dict[str, Any]:
+    """The keyword arguments that a ``TypedDict`` declares, each checked; defaults for the others.
+
+    Args:
+      kind: the ``TypedDict``.
+      values: those that were given.
+      owner: what takes them, as the user calls it.
+
+    Raises:
+      TypeError: for an unknown or missing name, as of any call.
+      Refused: for a value that breaks its rule.
+    """
+    declared = options(kind)
+    for name in values:
+        if name not in declared:
+            raise TypeError(unknown("option", name, declared, owner))
+    required = (name for name, one in declared.items() if one.default is REQUIRED)
+    if missing := [name for name in required if name not in values]:
+        raise TypeError(f"{owner} needs {' and '.join(missing)}")
+    return {
+        name: one.rule.read(name, values[name]) if name in values else one.default
+        for name, one in declared.items()
+    }
+
+
 def build(
     kind: type[Any],
     values: Mapping[str, Any],

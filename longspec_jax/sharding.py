@@ -19,7 +19,7 @@ BATCH = P(BATCH_AXES)
 
 RULES: tuple[tuple[str, P], ...] = (
     (r"(embedding|head|head/codes)$", P("tp", "fsdp")),  # [V, D]
-    (r"head/(scale|offset)$", P("tp", None)),
+    (r"head/(scale|offset|unit|offset_unit)$", P("tp", None)),
     (r"qkv/fused/kernel$", P("fsdp", "tp", None, None)),  # [D, K, G+2, H]
     (r"qkv/fused/bias$", P("tp", None, None)),  # [K, G+2, H]
     (r"cross_q/kernel$", P("fsdp", "tp", None)),  # [D, N, H]
@@ -36,12 +36,12 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"gate_up/kernel$", P("fsdp", None, "tp")),  # [D, 2, F]
     (r"down/kernel$", P("tp", "fsdp")),  # [F, D]
     (r"qkv/fused/kernel/codes$", P("tp", None, None, "fsdp")),  # [K, G+2, H, D]
-    (r"qkv/fused/kernel/(scale|zero|offset)$", P("tp", None, None, None)),
+    (r"qkv/fused/kernel/(scale|zero|offset|unit|offset_unit)$", P("tp", None, None, None)),
     (r"gate_up/kernel/codes$", P(None, "tp", "fsdp")),  # [2, F, D]
-    (r"gate_up/kernel/(scale|zero|offset)$", P(None, "tp", None)),
+    (r"gate_up/kernel/(scale|zero|offset|unit|offset_unit)$", P(None, "tp", None)),
     (r"(attention/out|self_out|cross_out|down)/kernel/codes$", P("fsdp", "tp")),  # [D, in]
     (
-        r"(attention/out|self_out|cross_out|down|fuse)/kernel/(scale|zero|offset)$",
+        r"(attention/out|self_out|cross_out|down|fuse)/kernel/(scale|zero|offset|unit|offset_unit)$",
         P("fsdp", None),
     ),
     (r"cross_q/kernel/codes$", P("tp", None, "fsdp")),  # [N, H, D]
@@ -54,7 +54,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]
     (r"router/bias$", P()),  # [E]
     (
-        r"((^|(?<!kernel)(?<!head)(?<!expert_gate_up)(?<!expert_down)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias))$",
+        r"((^|(?<!kernel)(?<!head)(?<!expert_gate_up)(?<!expert_down)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias)|_conv/base)$",
         P(),
     ),
 )

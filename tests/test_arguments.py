@@ -1,7 +1,6 @@
 """The parts of a ``LongSpec`` are refused in words, before anything is read."""
 
 import copy
-import inspect
 import pickle
 import re
 from pathlib import Path
@@ -43,7 +42,7 @@ BAD_TO_CALL: dict[str, list[Any]] = {
     "streamer": [object(), 3, "stdout", print],
     "on_round": [5, "print", [print]],
     "on_activity": [5, "print", [print]],
-    **dict.fromkeys(("adaptive", "output_scores", "output_logits"), wrong(Truth())),
+    **dict.fromkeys(("adaptive", "output_scores", "output_logits", "return_trees"), wrong(Truth())),
 }
 
 
@@ -74,14 +73,6 @@ def test_arguments_of_a_call_that_are_none(name) -> None:
     for value in BAD_TO_CALL[name]:
         with pytest.raises(Refused, match=f"^{name}=.* must be "):
             check_arguments(**{name: value})
-
-
-def test_options_of_loading_are_declared_as_they_are_taken() -> None:
-    """Names and defaults of the signature are those of the declaration."""
-    taken = inspect.signature(LongSpec.from_pretrained).parameters
-    assert {name: taken[name].default for name in LOADING} == {
-        name: option.default for name, option in LOADING.items()
-    }
 
 
 def test_arguments_of_a_call_that_are_fine() -> None:

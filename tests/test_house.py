@@ -28,12 +28,12 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 720,
     "files of a request and 4 steps": 18,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 27_250,
+    "token lines of longspec_jax": 27_190,
     "token lines of infer": 7_300,
     "token lines of train": 5_650,
     "token lines of configs": 330,
-    "token lines of tests": 38_300,
-    "token lines of benchmarks and contrib": 3_550,
+    "token lines of tests": 38_220,
+    "token lines of benchmarks and contrib": 3_690,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 47,
     "** of a variable into calls": 163,

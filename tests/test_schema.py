@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import pytest
 
 from longspec_jax.checks import Each, Maybe, OneOf, Real, Refused, Rule, Text, Truth, Whole
-from longspec_jax.config import loading, sampling
+from longspec_jax.config import loading, sampling, serving
 from longspec_jax.schema import REQUIRED, Option, build, options, rule_of
 from tests.refusals import edges, wrong
 
-DECLARED = {**sampling.OPTIONS, **loading.OPTIONS}
+DECLARED = {**sampling.OPTIONS, **loading.OPTIONS, **serving.OPTIONS}
 RULES: list[Rule] = [
     Whole(2, 9, " (2 is few)"),
     Real(0.0, 1.0),
@@ -28,7 +28,7 @@ RULES: list[Rule] = [
 def test_an_option_has_a_sentence_and_a_default_that_it_takes(name: str) -> None:
     option = DECLARED[name]
     assert option.about and not option.about.endswith(".") and option.about[0].islower()
-    assert option.default is None or option.rule.refusal(option.default) is None
+    assert option.default in (None, REQUIRED) or option.rule.refusal(option.default) is None
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)

@@ -1,31 +1,35 @@
-"""Questions of many rows answered together, through the row slots of a ``LongSpec``.
+"""Questions of many rows answered together, through the slots of an engine or by a server.
 
 System and user turns are kept. Assistant turns are dropped: the target answers every user turn.
 Of plain text, which has no turns, a prefix is kept, and the target continues it.
 
-Every wave answers one question of each row in hand, whichever question that row has come to; rows
-that are done make room for new ones before the next wave. Tokens of an answer depend on its prompt,
-the options and its seed, and in float32 on nothing beside it, so that the number of slots and of
-rows in hand changes the speed alone.
+The next question of a row is asked as soon as the one before it is answered. Tokens of an answer
+depend on its prompt, the options and its seed, and in float32 on nothing beside it, so that the
+number of slots and of rows in hand changes the speed alone.
 """
 
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from longspec_jax import LongSpec
-from longspec_jax.generation.endpoint import Endpoint
+from longspec_jax import LongSpec, TreeConfig
+from longspec_jax.generation.endpoint import Endpoint, RemoteAnswer
 from longspec_jax.generation.inputs import to_prompt
+from longspec_jax.generation.requests import RequestEngine
 from longspec_jax.generation.text import loops
 
 from .data.documents import ASKING, BadRows, Fields, Turn, to_turns
 
 SHORTEST = 256
-"""Tokens that the longest prompt of a wave is filled up to, at least."""
+"""Tokens that a slot of an engine holds at least, so that few engines are made."""
+IN_HAND = 16
+"""Rows between reading and writing, for each slot."""
 
 
 @dataclass(frozen=True)
@@ -153,122 +157,244 @@ class Counts:
     """Rows whose last answer was cut off."""
 
 
+class Drawing(NamedTuple):
+    """Sampling options of all answers, as of ``generate``."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+class Question(NamedTuple):
+    """A row whose prompt waits for its answer."""
+
+    row: Conversation
+    prompt: np.ndarray
+    max_new_tokens: int
+    seed: int
+    drawing: Drawing
+
+
+class Answer(NamedTuple):
+    """What the target said."""
+
+    question: Question
+    tokens: tuple[int, ...]
+    text: str
+
+
+class EngineAnswers:
+    """Answers of the target here, through the slots of an engine.
+
+    A slot is as long as the longest row so far needs, up to a power of two: for a longer one the
+    engine is made anew, behind the last answer of those before it.
+    """
+
+    def __init__(self, spec: LongSpec, slots: int, tree: TreeConfig | None, longest: int) -> None:
+        """Make no engine yet.
+
+        Args:
+          spec: the target, and what drafts for it.
+          slots: questions that are answered at once.
+          tree: of the draft; its default tree, a smaller one or none by their speeds if absent.
+          longest: most tokens of a row.
+        """
+        self._spec, self._slots, self._tree, self._longest = spec, slots, tree, longest
+        self._engine: RequestEngine | None = None
+        self._length = 0
+        self._waiting = deque[Question]()
+        self._asked: dict[int, tuple[Question, list[int], list[str]]] = {}
+
+    def ask(self, question: Question) -> None:
+        """Queue a question."""
+        self._waiting.append(question)
+
+    def answers(self) -> list[Answer]:
+        """Wait until some of the questions are answered.
+
+        Raises:
+          FloatingPointError: if the target's logits are not finite.
+        """
+        found: list[Answer] = []
+        while not found:
+            for output in self._with_questions().step():
+                question, tokens, texts = self._asked[output.id]
+                tokens += output.tokens
+                texts.append(output.text)
+                if output.finish == "error":
+                    raise FloatingPointError(
+                        f"row {question.row.row + 1} cannot be answered: "
+                        f"{output.reason or 'the target has no finite logits'}"
+                    )
+                if output.finish is not None:
+                    del self._asked[output.id]
+                    found.append(Answer(question, tuple(tokens), "".join(texts)))
+        return found
+
+    def close(self) -> None:
+        """Let go of the engine."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def _with_questions(self) -> RequestEngine:
+        """The engine, with all questions that fit its slots."""
+        engine = self._engine
+        while self._waiting:
+            question = self._waiting[0]
+            needed = len(question.prompt) + question.max_new_tokens
+            if engine is None or needed > self._length:
+                if self._asked:
+                    break
+                engine = self._make(needed)
+            self._waiting.popleft()
+            id = engine.submit(
+                question.prompt,
+                max_new_tokens=question.max_new_tokens,
+                seed=question.seed,
+                temperature=question.drawing.temperature,
+                top_k=question.drawing.top_k,
+                top_p=question.drawing.top_p,
+            )
+            self._asked[id] = question, [], []
+        assert engine is not None, "a question comes first"
+        return engine
+
+    def _make(self, needed: int) -> RequestEngine:
+        self.close()
+        self._length = min(max(SHORTEST, 1 << (needed - 1).bit_length()), self._longest)
+        chooses = bool(self._spec.drafts) and self._tree is None and self._spec.mesh is None
+        self._engine = self._spec.engine(
+            slots=self._slots, max_tokens=self._length, tree=self._tree, adaptive=chooses
+        )
+        return self._engine
+
+
+class ServerAnswers:
+    """Answers of a server, some requests at a time."""
+
+    def __init__(self, server: Endpoint) -> None:
+        """Ask nothing yet."""
+        self._server, self._pool = server, ThreadPoolExecutor(server.concurrency)
+        self._asked: dict[Future[RemoteAnswer], Question] = {}
+
+    def ask(self, question: Question) -> None:
+        """Queue a question."""
+        future = self._pool.submit(
+            self._server.answer,
+            question.prompt,
+            max_new_tokens=question.max_new_tokens,
+            seed=question.seed,
+            temperature=question.drawing.temperature,
+            top_k=question.drawing.top_k,
+            top_p=question.drawing.top_p,
+        )
+        self._asked[future] = question
+
+    def answers(self) -> list[Answer]:
+        """Wait until some of the questions are answered.
+
+        Raises:
+          OSError: for a server that cannot be reached, or stays busy.
+          ValueError: for what it refuses.
+        """
+        done, _ = wait(self._asked, return_when=FIRST_COMPLETED)
+        found = [(self._asked.pop(future), future.result()) for future in done]
+        return [Answer(question, answer.tokens, answer.text) for question, answer in found]
+
+    def close(self) -> None:
+        """Ask no more; requests that have begun end."""
+        self._pool.shutdown(cancel_futures=True)
+
+
 @dataclass
 class Answering:
     """Answers conversations in their order."""
 
-    spec: LongSpec | Endpoint
+    answerer: EngineAnswers | ServerAnswers
+    tokenizer: Any
+    vocab_size: int
+    stop_tokens: tuple[int, ...]
     limits: Limits
-    options: dict[str, Any]
-    """Sampling options of ``generate``; seeds apart."""
+    drawing: Drawing
     seed: int
     bad: BadRows
     """Takes note of rows that the chat template cannot write."""
-    at_once: int
-    """Rows whose questions are answered together."""
+    in_hand: int
+    """Most rows between reading and writing."""
     template: str | None = None
     """Instead of the tokenizer's own."""
-    tree: Any = None
     counts: Counts = field(default_factory=Counts)
 
     def run(self, conversations: Iterator[Conversation]) -> Iterator[list[Conversation]]:
-        """Lists of answered rows, in the order they come in; one list, perhaps empty, per wave.
+        """Lists of answered rows, in the order they come in; a list may be empty.
 
         Rows that are left out are not among them.
 
         Raises:
           ValueError: if more rows cannot be written by the template than the budget allows.
         """
-        in_hand: deque[Conversation] = deque()  # Those that are done wait for the ones before.
-        open_rows: list[Conversation] = []
+        in_hand = deque[Conversation]()  # Those that are done wait for the ones before.
+        under_way = set[int]()
         while True:
-            questions = [each for row in open_rows if (each := self._next(row)) is not None]
-            while len(questions) < self.at_once and (row := next(conversations, None)) is not None:
-                if (each := self._next(row)) is not None:
-                    questions.append(each)
-                if row.turns:
-                    in_hand.append(row)
-            if questions:
-                self._answer(questions)
-            open_rows = [row for row, _ in questions if row.waiting]
-            unfinished = {row.row for row in open_rows}
+            fresh = list(islice(conversations, self.in_hand - len(in_hand)))
+            in_hand += fresh
+            if not in_hand:
+                return
+            under_way |= {row.row for row in fresh if self._ask(row)}
             done = []
-            while in_hand and in_hand[0].row not in unfinished:
+            while in_hand and in_hand[0].row not in under_way:
                 done.append(in_hand.popleft())
             done = [row for row in done if row.turns]
             self.counts.cut += sum(not row.complete for row in done)
             yield done
-            if not questions and not in_hand:
-                return
+            for answer in self.answerer.answers() if under_way else ():
+                row = answer.question.row
+                self._take(answer)
+                if not (row.waiting and self._ask(row)):
+                    under_way.remove(row.row)
 
-    def _next(self, row: Conversation) -> tuple[Conversation, np.ndarray] | None:
-        """A row with the prompt of its next question; None if there is none, or no room for it."""
+    def _ask(self, row: Conversation) -> bool:
+        """Ask the next question of a row; whether there is one, and room for it."""
         if not row.ask():
-            return None
+            return False
         try:
             prompt = self._prompt(row)
         except ValueError as error:
             row.unask()
             self.bad.add(f"row {row.row + 1} of the rows that can be read", error)
-            return None
+            return False
         if len(prompt) <= self.limits.longest_prompt:
-            return row, prompt
+            seed = seed_of(self.seed, row.row, row.answers)
+            new_tokens = self.limits.max_new_tokens
+            self.answerer.ask(Question(row, prompt, new_tokens, seed, self.drawing))
+            return True
         row.unask()
         if row.turns:
             self.counts.shortened += 1
         else:
             self.counts.too_long += 1
-        return None
+        return False
 
     def _prompt(self, row: Conversation) -> np.ndarray:
         """Token ids of the turns so far."""
-        tokenizer, vocab_size = self.spec.tokenizer, self.spec.target_config.vocab_size
         if is_text(row.turns):
-            whole = to_prompt(row.turns[0].content, tokenizer, vocab_size)
+            whole = to_prompt(row.turns[0].content, self.tokenizer, self.vocab_size)
             return whole[: self.limits.prefix_tokens]
-        return to_prompt(row.messages(), tokenizer, vocab_size, self.template)
+        return to_prompt(row.messages(), self.tokenizer, self.vocab_size, self.template)
 
-    def _answer(self, questions: list[tuple[Conversation, np.ndarray]]) -> None:
-        """Have the target answer."""
-        prompts = [prompt for _, prompt in questions]
-        budgets = [self.limits.max_new_tokens] * len(questions)
-        # A server has compiled its programs.
-        fillers = [] if isinstance(self.spec, Endpoint) else self._fillers(prompts, self.spec)
-        result = self.spec.generate(
-            [*prompts, *fillers],
-            tree=self.tree,
-            max_new_tokens=[*budgets, *[1] * len(fillers)],
-            seed=[
-                *(seed_of(self.seed, row.row, row.answers) for row, _ in questions),
-                *[0] * len(fillers),
-            ],
-            **self.options,
-        )
-        for (row, prompt), tokens, text in zip(
-            questions, result.sequences, result.text, strict=False
-        ):
-            if is_text(row.turns):
-                text = self.spec.tokenizer.decode(
-                    [*prompt.tolist(), *tokens],
-                    skip_special_tokens=True,
-                    clean_up_tokenization_spaces=False,
-                )
-            self.counts.answers += 1
-            self.counts.tokens += len(tokens)
-            if loops(tokens):
-                self.counts.looping += 1
-                row.unask()
-            else:
-                row.answer(text or "", complete=tokens[-1] in self.spec.stop_tokens)
-
-    def _fillers(self, prompts: list[np.ndarray], spec: LongSpec) -> list[np.ndarray]:
-        """Prompts beside those that are answered, so that waves of all sizes run few programs.
-
-        One has a length of few, since the caches are as long as the longest row needs; and a call
-        of no more rows than slots would be a batch of its own size.
-        """
-        longest = max(prompts, key=len)
-        length = max(SHORTEST, 1 << (len(longest) - 1).bit_length())
-        length = max(len(longest), min(length, self.limits.longest_prompt))
-        missing = (spec.row_slots or 0) - len(prompts)
-        return [np.resize(longest, length), *[longest[:1]] * max(0, missing)]
+    def _take(self, answer: Answer) -> None:
+        """Add an answer to its row, or leave it out."""
+        row, tokens, text = answer.question.row, answer.tokens, answer.text
+        if is_text(row.turns):
+            text = self.tokenizer.decode(
+                [*answer.question.prompt.tolist(), *tokens],
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
+        self.counts.answers += 1
+        self.counts.tokens += len(tokens)
+        if loops(tokens):
+            self.counts.looping += 1
+            row.unask()
+        else:
+            row.answer(text, complete=tokens[-1] in self.stop_tokens)

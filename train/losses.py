@@ -274,7 +274,8 @@ def _add_gradients(so_far: Any, error: Array, x: Array, head: Array, start: Arra
     if head_sum is not None:
         head_sum = head_sum + jnp.einsum(
             f"{tokens}V,{tokens}D->VD",
-            *(error, x),
+            error,
+            x,
             precision=precision,
             preferred_element_type=jnp.float32,
         )

@@ -351,7 +351,11 @@ def _train_stage(
         make_step(objective, optimizer, seed, run.mesh, shardings),
         frozen,
         Batches(
-            *(plan.rows, plan.config.batch, plan.config.accumulation, seed, config.data.buckets),
+            plan.rows,
+            plan.config.batch,
+            plan.config.accumulation,
+            seed,
+            config.data.buckets,
             features=features,
         ),
         plan.held_out,

@@ -12,8 +12,7 @@ Rows are written in the order of the data, as messages or text. Each has the num
 the data, and whether its last answer ended within --max_new_tokens. An answer that did not ends its
 row. A row ends before a question that leaves no room for an answer within --max_row_tokens, and
 before an answer that repeats 16 tokens more than three times; it is left out if that is the first
-one. --row_slots, --rows_at_once, --draft and --tree do not
-change the rows, except for near-ties in 16 bits.
+one. --row_slots, --draft and --tree do not change the rows, except for near-ties in 16 bits.
 
 The same command continues where it was stopped. The exit status is 0, 1 for a target whose logits
 are not finite, 2 for bad input, and 130 after Ctrl-C.
@@ -78,10 +77,6 @@ def parser() -> cli.Parser:
     add("--mesh", type=cli.mesh, metavar="AXIS=N,...", help=text)
     text = "rows decoded at once; with --endpoint, requests at a time"
     add("--row_slots", type=cli.COUNT, default=8, help=text)
-    text = (
-        "rows between reading and writing, which a killed run repeats; 16 times the slots if absent"
-    )
-    add("--rows_at_once", type=cli.COUNT, help=text)
     text = "most tokens of a row with its answers; the target's max_positions if absent"
     add("--max_row_tokens", type=cli.value(Whole(2)), help=text)
     options = {

@@ -6,6 +6,7 @@ it, and a run that differs in any of it is refused.
 """
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -19,14 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from longspec_jax import LongSpec, files, make_mesh
-from longspec_jax.embedded import DEMO, DEMO_NAME, DRAFTS
+from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
 from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.model_files import read_config
 
-from .answering import Answering, Conversation, Counts, Limits, Questions, is_text
+from .answering import (
+    IN_HAND,
+    Answering,
+    Conversation,
+    Counts,
+    Drawing,
+    EngineAnswers,
+    Limits,
+    Questions,
+    ServerAnswers,
+    is_text,
+)
 from .config import DataConfig
 from .data.documents import BadRows, Turn
 from .data.loading import Documents, data_digest, expand
@@ -35,6 +47,8 @@ from .fingerprint import differences, fingerprint, model_digest, tokenizer_diges
 
 COUNTED = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "prefix_tokens", "dtype")
 """Options that the rows depend on as they are typed."""
+BETWEEN = 5.0
+"""Seconds between two lines of progress."""
 
 
 class Output:
@@ -147,19 +161,23 @@ def regenerate(arguments: argparse.Namespace) -> str:
     try:
         if output.next_row >= rows:
             return f"{out} has {output.rows} rows and is complete"
+        spec = _load(arguments, source)
         work = Answering(
-            spec=_load(arguments, source),
+            answerer=_answerer(spec, arguments, limits),
+            tokenizer=spec.tokenizer,
+            vocab_size=spec.target_config.vocab_size,
+            stop_tokens=tuple(spec.stop_tokens),
             limits=limits,
-            options={name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")},
+            drawing=Drawing(arguments.temperature, arguments.top_k, arguments.top_p),
             seed=arguments.seed,
             bad=bad,
-            at_once=arguments.rows_at_once or 16 * arguments.row_slots,
+            in_hand=IN_HAND * arguments.row_slots,
             template=template,
-            tree=arguments.tree,
         )
         # Bad rows have been counted.
         again = replace(documents, bad=BadRows(sys.maxsize))
-        return _run(work, again, rows, output)
+        with contextlib.closing(work.answerer):
+            return _run(work, again, rows, output)
     finally:
         output.close()
 
@@ -182,17 +200,24 @@ def _run(work: Answering, documents: Iterable[list[Turn]], total: int, output: O
     """Answer the rows that are left of all, and print the progress."""
     left = islice(enumerate(documents), output.next_row, None)
     conversations = (Conversation(row, deque(turns)) for row, turns in left)
-    started, counts, printed = time.monotonic(), work.counts, 0
+    started, counts, told = time.monotonic(), work.counts, (0, -BETWEEN)
+
+    def tell(seconds: float) -> None:
+        print(
+            f"{output.rows} rows of {total}, {counts.answers} answers of {counts.tokens} tokens in "
+            f"{seconds:.0f} s, {counts.tokens / max(seconds, 1e-9):.1f} tokens/s",
+            file=sys.stderr,
+            flush=True,
+        )
+
     for rows in work.run(conversations):
         output.append(row.record() for row in rows)
-        if counts.answers > printed:
-            printed, seconds = counts.answers, time.monotonic() - started
-            print(
-                f"{output.rows} rows of {total}, {printed} answers of {counts.tokens} "
-                f"tokens in {seconds:.0f} s, {counts.tokens / max(seconds, 1e-9):.1f} tokens/s",
-                file=sys.stderr,
-                flush=True,
-            )
+        seconds = time.monotonic() - started
+        if counts.answers > told[0] and seconds > told[1] + BETWEEN:
+            told = counts.answers, seconds
+            tell(seconds)
+    if counts.answers > told[0]:
+        tell(time.monotonic() - started)
     return _summary(work, output)
 
 
@@ -256,6 +281,15 @@ def _checked(documents: Documents, source: Path, template: Any) -> int:
     return row
 
 
+def _answerer(
+    spec: LongSpec | Endpoint, arguments: argparse.Namespace, limits: Limits
+) -> EngineAnswers | ServerAnswers:
+    """Who answers."""
+    if isinstance(spec, Endpoint):
+        return ServerAnswers(spec)
+    return EngineAnswers(spec, arguments.row_slots, arguments.tree, limits.max_row_tokens)
+
+
 def _load(arguments: argparse.Namespace, source: Path) -> LongSpec | Endpoint:
     """The target and what drafts for it, here or on a server."""
     if arguments.endpoint:
@@ -266,10 +300,9 @@ def _load(arguments: argparse.Namespace, source: Path) -> LongSpec | Endpoint:
             load_stop_tokens(source),
             concurrency=arguments.row_slots,
         )
-    options: dict[str, Any] = {
-        "draft": [DRAFTS.get(name, name) for name in arguments.draft or ()] or None,
-        "dtype": arguments.dtype,
-        "mesh": make_mesh(**arguments.mesh) if arguments.mesh else None,
-        "row_slots": arguments.row_slots,
-    }
-    return LongSpec.from_pretrained(source, **options)
+    return LongSpec.from_pretrained(
+        source,
+        draft=demo_drafts(arguments.draft or None),
+        dtype=arguments.dtype,
+        mesh=make_mesh(**arguments.mesh) if arguments.mesh else None,
+    )

@@ -224,7 +224,10 @@ class TargetObjective:
         hidden, head = self.run(params, batch)
         labels, weights = next_token_labels(batch.tokens, batch.weights)
         loss = cross_entropy_sum(
-            *(hidden, head, labels, weights),
+            hidden,
+            head,
+            labels,
+            weights,
             chunk=self.loss_chunk,
             head_gradient=True,
             cap=self.config.logit_cap,

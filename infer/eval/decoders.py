@@ -1,6 +1,6 @@
 """How a method decodes a group of prompts, and what its rounds looked like."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +9,9 @@ import jax
 from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.cli import as_options
 from longspec_jax.config.tree import PLAIN
+from longspec_jax.decoding import report as verified
 from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.endpoint import Endpoint, RemoteResult
-from longspec_jax.generation.inspection import RoundView
 from longspec_jax.generation.text import Detokenizer
 
 from .config import EvalConfig
@@ -35,16 +35,29 @@ class Decoder:
     adaptive: bool
 
     def decode(
-        self, prompts: Sequence[list[int]], options: Options, on_activity: OnActivity
+        self, prompts: Sequence[list[int]], options: Options, on_activity: OnActivity, trees: bool
     ) -> GenerateResult | RemoteResult:
-        """Decode the rows of a group as one call."""
+        """Decode the rows of a group as one call, which returns its trees if it is asked for."""
+        if isinstance(self.spec, Endpoint):
+            return self.spec.generate(prompts, tree=self.tree, **options)
         return self.spec.generate(
             [*prompts],
             tree=self.tree,
             adaptive=self.adaptive,
             on_activity=on_activity,
+            return_trees=trees and self.keeps_trees,
             **options,
         )
+
+    @property
+    def keeps_trees(self) -> bool:
+        """Whether its rounds have trees, and one shape all."""
+        return self.tree is not None and self.tree.num_levels > 0 and not self.is_remote
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a server decodes."""
+        return isinstance(self.spec, Endpoint)
 
     def breakdown(
         self, prompts: Sequence[list[int]], options: Options, rounds: int
@@ -55,18 +68,6 @@ class Decoder:
         parts = self.spec.breakdown([*prompts], tree=self.tree, rounds=rounds, **options)
         return Breakdown(parts.draft, parts.verify, parts.commit, parts.rounds)
 
-    def trees(
-        self, prompt: list[int], options: Options, emitted: Sequence[int]
-    ) -> tuple[RoundTree, ...] | None:
-        """The trees of the first rounds of one row, by what each of them ``emitted``.
-
-        None without one tree for all rounds.
-        """
-        if self.tree is None or not self.tree.num_levels or isinstance(self.spec, Endpoint):
-            return None
-        views = self.spec.inspect([prompt], tree=self.tree, **options)
-        return round_trees(views, self.spec.tokenizer, emitted)
-
 
 def text_by_token(tokenizer: Any, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...]:
     """The text of a row, in a piece for every token."""
@@ -76,32 +77,38 @@ def text_by_token(tokenizer: Any, prompt: list[int], tokens: Sequence[int]) -> t
 
 
 def round_trees(
-    views: Iterable[RoundView], tokenizer: Any, emitted: Sequence[int]
+    trees: Sequence[verified.RoundTree],
+    tokenizer: Any,
+    prompt_tokens: int,
+    emitted: Sequence[int],
 ) -> tuple[RoundTree, ...]:
-    """The first rounds of a row as trees; an accepted path may reach beyond the text's end."""
-    return tuple(
-        _round_tree(view, tokenizer, count) for count, view in zip(emitted, views, strict=False)
-    )
+    """The first rounds of a row as they are kept; an accepted path may reach beyond the text's end.
 
-
-def _round_tree(view: RoundView, tokenizer: Any, emitted: int) -> RoundTree:
-    tree = view.tree
-    path = tree.path[:emitted]
-    has_children = any(parent == path[-1] for parent in tree.parents[1:])
-    stop: Stop = "not proposed" if has_children else "nothing below"
-    texts, drawn = (
-        tuple(tokenizer.decode([token]) for token in tokens) for tokens in (tree.tokens, tree.draws)
-    )
-    return RoundTree(
-        position=view.position,
-        tokens=tree.tokens,
-        texts=texts,
-        parents=tree.parents,
-        drawn=tree.draws,
-        drawn_texts=drawn,
-        path=path,
-        stop="ended" if emitted < len(tree.path) else stop,
-    )
+    Args:
+      trees: of the row's rounds, in order.
+      tokenizer: of the target.
+      prompt_tokens: of the row.
+      emitted: tokens of the rounds that are kept.
+    """
+    found, position = [], prompt_tokens
+    for tree, count in zip(trees, emitted, strict=False):
+        path = tree.path[:count]
+        has_children = any(parent == path[-1] for parent in tree.parents[1:])
+        stop: Stop = "not proposed" if has_children else "nothing below"
+        found.append(
+            RoundTree(
+                position=position,
+                tokens=tree.tokens,
+                texts=tuple(tokenizer.decode([token]) for token in tree.tokens),
+                parents=tree.parents,
+                drawn=tree.draws,
+                drawn_texts=tuple(tokenizer.decode([token]) for token in tree.draws),
+                path=path,
+                stop="ended" if count < len(tree.path) else stop,
+            )
+        )
+        position += count
+    return tuple(found)
 
 
 def ready_decoders(config: EvalConfig, spec: LongSpec) -> list[Decoder]:

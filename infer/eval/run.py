@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from longspec_jax import LongSpec, cli, files
+from longspec_jax import GenerateResult, LongSpec, cli, files
 from longspec_jax.cli import counted
 from longspec_jax.embedded import DEMO
 from longspec_jax.generation.comparison import first_difference
@@ -28,7 +28,14 @@ from longspec_jax.weights.model_files import read_config
 from ..models import load_named, start_devices
 from ..wording import command_words
 from .config import EvalConfig
-from .decoders import Decoder, Options, ready_decoders, remote_decoders, text_by_token
+from .decoders import (
+    Decoder,
+    Options,
+    ready_decoders,
+    remote_decoders,
+    round_trees,
+    text_by_token,
+)
 from .progress import Part, Progress
 from .prompts import PreparedTask, Prompt, Target, prepare
 from .records import (
@@ -234,7 +241,11 @@ class EvalRun:
         options = self._options(first)
         tokens = [prompt.tokens for prompt in prompts]
         whole = {**options, "max_new_tokens": [prompt.new_tokens for prompt in prompts]}
-        runs = [decoder.decode(tokens, whole, self._on_activity) for _ in range(config.repetitions)]
+        kept = [bool(config.rounds) and each in task.prompts[: config.cases] for each in prompts]
+        runs = [
+            decoder.decode(tokens, whole, self._on_activity, any(kept))
+            for _ in range(config.repetitions)
+        ]
         found = sorted(runs, key=lambda run: run.stats.decode_seconds)[len(runs) // 2]
         stats = found.stats
         call = f"{first.task}/{first.sample}/{first.method}/{first.temperature:g}/{first.seed}"
@@ -244,11 +255,11 @@ class EvalRun:
             emitted, accepted = by_round(found.drafted[row])
             same, divergence = self._compared(key, prompt, new, options)
             trees = pieces = None
-            if config.rounds and prompt in task.prompts[: config.cases]:
-                own = {**options, "max_new_tokens": prompt.new_tokens}
-                trees = decoder.trees(prompt.tokens, own, emitted[: config.rounds])
-                if trees:
-                    pieces = text_by_token(self._spec.tokenizer, prompt.tokens, new)
+            if kept[row] and isinstance(found, GenerateResult) and found.trees[row]:
+                count = len(prompt.tokens)
+                shown = emitted[: config.rounds]
+                trees = round_trees(found.trees[row], self._spec.tokenizer, count, shown)
+                pieces = text_by_token(self._spec.tokenizer, prompt.tokens, new)
             records.append(
                 SampleRecord(
                     task=key.task,

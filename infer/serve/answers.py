@@ -19,6 +19,7 @@ from longspec_jax.drafters.base import proposers
 from longspec_jax.generation.requests import RequestOutput
 
 from .calls import Call
+from .messages import MessageReader, Said
 from .streaming import LONGEST_RUN, Answer, TokenText, TokenTexts, completed_text
 
 DONE = b"data: [DONE]\n\n"
@@ -108,20 +109,20 @@ class TextFormat:
         self._texts, self._alternatives = texts, alternatives
 
     def choice(
-        self, index: int, answer: Answer, gain: RequestOutput, end: Mapping[str, Any]
+        self, index: int, answer: Answer, gain: RequestOutput, said: Said, end: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The choice of a whole answer: text, log-probabilities, and the end as of `ending`."""
-        return {**self.delta(index, answer, gain, first=True), **end}
+        return {**self.delta(index, answer, gain, said, first=True), **end}
 
     def opening(self, index: int) -> None:
         """None: an echoed prompt comes with the first tokens."""
 
     def delta(
-        self, index: int, answer: Answer, gain: RequestOutput, *, first: bool
+        self, index: int, answer: Answer, gain: RequestOutput, said: Said, *, first: bool
     ) -> dict[str, Any]:
         """Text and log-probabilities of a gain, behind the echoed prompt if it is the first."""
         scores = self._logprobs(answer, gain)
-        text = answer.echoed * first + gain.text
+        text = answer.echoed * first + said.content
         return {"index": index, "text": text, "logprobs": scores, **GOES_ON}
 
     def closing(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,10 +181,13 @@ class ChatFormat:
         self._texts, self._alternatives = texts, alternatives
 
     def choice(
-        self, index: int, answer: Answer, gain: RequestOutput, end: Mapping[str, Any]
+        self, index: int, answer: Answer, gain: RequestOutput, said: Said, end: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Message, log-probabilities and finish reason."""
-        message = {"role": "assistant", "content": gain.text, "refusal": None}
+        text = said.content if said.content or not said else None
+        message = {"role": "assistant", "content": text, "refusal": None, **_beside(said)}
+        if said.calls:
+            message["tool_calls"] = said.tool_calls
         return {"index": index, "message": message, "logprobs": self._logprobs(gain), **end}
 
     def opening(self, index: int) -> dict[str, Any]:
@@ -191,16 +195,26 @@ class ChatFormat:
         return self._chunk(index, {"role": "assistant", "content": ""})
 
     def delta(
-        self, index: int, answer: Answer, gain: RequestOutput, *, first: bool
+        self, index: int, answer: Answer, gain: RequestOutput, said: Said, *, first: bool
     ) -> dict[str, Any]:
-        """Text and log-probabilities."""
-        return self._chunk(index, {"content": gain.text}) | {"logprobs": self._logprobs(gain)}
+        """Text, reasoning, calls and log-probabilities.
+
+        A call comes once, whole, with its place: clients append what comes again.
+        """
+        delta: dict[str, object] = {"content": said.content} if said.content or not said else {}
+        delta |= _beside(said)
+        if said.calls:
+            delta["tool_calls"] = [
+                {"index": place, **call}
+                for place, call in enumerate(said.tool_calls, said.first_call)
+            ]
+        return self._chunk(index, delta) | {"logprobs": self._logprobs(gain)}
 
     def closing(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
         """The end."""
         return {**self._chunk(index, {}), **end}
 
-    def _chunk(self, index: int, delta: dict[str, str]) -> dict[str, Any]:
+    def _chunk(self, index: int, delta: Mapping[str, object]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, **GOES_ON}
 
     def _logprobs(self, gain: RequestOutput) -> dict[str, Any] | None:
@@ -217,6 +231,12 @@ class ChatFormat:
         return {"token": self._texts(id), "logprob": logprob, "bytes": self._texts.bytes_of(id)}
 
 
+def _beside(said: Said) -> dict[str, str]:
+    """Reasoning under both names that clients read."""
+    thought = said.reasoning
+    return {"reasoning": thought, "reasoning_content": thought} if thought else {}
+
+
 @dataclass
 class Writer:
     """Writes the body or the chunks of one call."""
@@ -224,6 +244,8 @@ class Writer:
     call: Call
     model: str
     answers: list[Answer]
+    readers: list[MessageReader]
+    """One for each answer."""
     texts: TokenTexts
     sources: tuple[str, ...] = ()
     """Names of the drafters that propose."""
@@ -243,8 +265,8 @@ class Writer:
         choices = []
         for index, answer in enumerate(self.answers):
             gain = self._shown(answer.gain)
-            end = ending(gain.finish, gain.reason)
-            choices.append(self.format.choice(index, answer, gain, end))
+            said = self.readers[index].read(gain)
+            choices.append(self.format.choice(index, answer, gain, said, self._end(index, gain)))
         usage = {"usage": self._usage(), "metrics": self._metrics()}
         found = {**self._head(self.format.whole), "choices": choices, **usage}
         if self.call.longspec.rounds:
@@ -252,6 +274,11 @@ class Writer:
                 self._rounds(answer.gain, index) for index, answer in enumerate(self.answers)
             ]
         return found
+
+    def _end(self, row: int, gain: RequestOutput) -> dict[str, Any]:
+        """How a row has ended that has been read."""
+        called = gain.finish == "stop" and self.readers[row].calls
+        return ending("tool_calls" if called else gain.finish, gain.reason)
 
     def _shown(self, gain: RequestOutput) -> RequestOutput:
         """What is shown of a gain. A call for no tokens has one, because no fewer can be."""
@@ -276,12 +303,13 @@ class Writer:
             more["longspec"] = self._rounds(gain, row, before)
             self.tails[row] = (*before, *gain.tokens)[-LONGEST_RUN:]
         first, shown = answer.begins_with(gain), self._shown(gain)
-        said = gain.text or (first and answer.echoed) or self.call.alternatives is not None
-        if said or more or self.call.stream_options.continuous_usage_stats:
-            delta = self.format.delta(row, answer, shown, first=first)
+        said = self.readers[row].read(shown)
+        tells = said or (first and answer.echoed) or self.call.alternatives is not None
+        if tells or more or self.call.stream_options.continuous_usage_stats:
+            delta = self.format.delta(row, answer, shown, said, first=first)
             found += self._chunk(delta, more, long=is_long(gain))
         if gain.finish is not None:
-            found += self._chunk(self.format.closing(row, ending(shown.finish, gain.reason)))
+            found += self._chunk(self.format.closing(row, self._end(row, shown)))
         return found
 
     def ending(self) -> bytes:
@@ -318,12 +346,16 @@ class Writer:
         new = 0 if self.call.most_new == 0 else sum(one.new for one in self.answers)
         prompt = sum(len(one.prompt) for one in prompts)
         cached = sum(one.cached for one in prompts)
-        return {
+        found = {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if any(reader.thinks for reader in self.readers):
+            reasoning = sum(reader.reasoning_tokens for reader in self.readers)
+            found["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return found
 
     def _metrics(self) -> dict[str, Any] | None:
         """Acceptance and times, in the fields of vLLM; None for several rows."""

@@ -36,6 +36,7 @@ from .calls import (
     rows_of,
 )
 from .engine_thread import EngineThread, State
+from .fields import Refused, defect
 from .guards import (
     CLIENT,
     HEALTH,
@@ -49,8 +50,10 @@ from .guards import (
     refusal,
     too_large,
 )
+from .messages import MessageReader
 from .metrics import Metrics
-from .protocol import Chat, Completion, Refused, defect, describe
+from .openapi import describe
+from .protocol import Chat, Completion
 from .streaming import RequestHandle, TokenTexts
 
 LOG = logging.getLogger("longspec.serve")
@@ -217,6 +220,7 @@ class Routes:
             call,
             model.names[0],
             handle.answers,
+            [MessageReader(row.reading) for row in handle.rows],
             self._texts,
             sources=model.sources,
             accepted_only=model.shared,

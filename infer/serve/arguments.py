@@ -1,10 +1,12 @@
 """The options of ``python -m infer.serve``."""
 
 import argparse
+from dataclasses import replace
 
 import longspec_jax
 from longspec_jax import cli
 from longspec_jax.checks import Real, Truth, Whole
+from longspec_jax.config.serving import OPTIONS
 from longspec_jax.schema import Option
 
 from ..arguments import add_models
@@ -27,20 +29,11 @@ SIZES = {
         "most tokens of a request, prompt and answer; those that the target was made for if "
         "absent, on a CPU at most 4096",
     ),
-    "max_gap_ms": Option(
-        _SECONDS,
-        None,
-        "the longest pause of a running stream while a prompt is read, in milliseconds; sets the "
-        "size of prompt chunks",
-    ),
-    "offload_prefixes": Option(
-        Whole(1, 2**50),
-        None,
-        "bytes of the host's memory for prompts that no slot holds any more; 0 if absent",
-    ),
+    "max_gap_ms": OPTIONS["max_gap_ms"],
+    "offload_prefixes": OPTIONS["offload_prefixes"],
 }
 CAPACITY = {
-    "slots": Option(Whole(), None, "requests that are decoded at once; others wait"),
+    "slots": replace(OPTIONS["slots"], default=None),
     "memory": Option(
         Real(0.0, 1.0, "above 0, at most 1", includes_least=False),
         0.9,

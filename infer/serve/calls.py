@@ -4,15 +4,18 @@ Every bound is checked before work begins: the number of rows, and the tokens of
 Nothing here knows HTTP or jax.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from longspec_jax.checks import shown
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.generation.chat import check_no_open_thought
+from longspec_jax.generation.chat import check_no_open_thought, open_thought
 
+from .fields import Prompt, Refused, read
+from .markup import FORMS, THOUGHT, Markup, grammar_of
+from .messages import Reading
 from .protocol import (
     MOST_STOP_TOKENS,
     SEEDS,
@@ -20,12 +23,11 @@ from .protocol import (
     Completing,
     Completion,
     Detokenize,
-    Prompt,
-    Refused,
+    Message,
     Speculation,
     Tokenize,
-    read,
 )
+from .tools import NONE, named, objects_of
 
 OPTIONS = {
     "temperature",
@@ -41,6 +43,14 @@ OPTIONS = {
 """Fields that the engine takes under the same name."""
 FILTERS = {"top_p", "top_k", "min_p"}
 Call = Completion | Chat
+ChatEncoder = Callable[
+    [list[dict[str, object]], list[dict[str, object]], Mapping[str, object]], list[int]
+]
+"""Token ids of messages, of which a template may also say tools and other variables."""
+FIXED = {"messages", "tools", "documents", "add_generation_prompt"}
+"""Variables of a template that other fields say."""
+END = 16
+"""Tokens at the end of a prompt that may close the reasoning."""
 Found = TypeVar("Found")
 
 
@@ -60,8 +70,10 @@ class ServedModel:
     """Token ids of a text, with or without special tokens."""
     decode: Callable[[Sequence[int]], str]
     """Text of token ids, special tokens included."""
-    encode_chat: Callable[[list[dict[str, str]]], list[int]] | None = None
-    """Token ids of messages; None without a chat template."""
+    encode_chat: ChatEncoder | None = None
+    """None without a chat template."""
+    markup: Markup = Markup()
+    """What the model writes around reasoning and calls of tools."""
     stored_bytes: Callable[[int], bytes | None] = lambda token: None
     """The bytes of a token as the tokenizer stores it; None where that is not known."""
     special: frozenset[int] = frozenset()
@@ -78,14 +90,15 @@ class ServedModel:
     identical: bool = True
     """Whether texts are promised to be those of plain decoding, token for token."""
     grammar: Callable[..., Any] | None = None
-    """Makes a grammar of ``json_schema=`` or ``regex=``, whose ``state`` a row takes; None if
-    requests can have none."""
+    """Makes a grammar of ``json_schema=``, ``regex=`` or ``lark=``, whose ``state`` a row takes;
+    None if requests can have none."""
 
     @property
     def about(self) -> dict[str, Any]:
         """What ``/v1/models`` and the page say of it."""
         return {
             "chat": self.encode_chat is not None,
+            "tools": self.markup.form is not None,
             "max_model_len": self.max_len,
             "tree": self.tree,
             "trees": [*map(str, self.trees)],
@@ -103,6 +116,8 @@ class Row:
     options: dict[str, Any]
     traced: bool = False
     """Whether its answer shows the trees of its rounds."""
+    reading: Reading = Reading()
+    """How its answer is read."""
 
 
 def read_call(given: dict[str, Any], model: ServedModel, *, chat: bool) -> Call:
@@ -120,6 +135,7 @@ def read_call(given: dict[str, Any], model: ServedModel, *, chat: bool) -> Call:
     _check_model(call.model, model)
     if isinstance(call, Chat):
         require_template(model)
+        _check_markup(call, model.markup)
     rows = call.n * (1 if isinstance(call, Chat) else len(call.prompt))
     if rows > model.most_rows:
         raise Refused(
@@ -142,7 +158,32 @@ def _check_model(name: str | None, model: ServedModel) -> None:
         )
 
 
-def require_template(model: ServedModel) -> Callable[[list[dict[str, str]]], list[int]]:
+def _check_markup(call: Chat, markup: Markup) -> None:
+    """Refuse tools and variables that the template does not know."""
+    said = any(one.tool_calls or one.role == "tool" for one in call.messages)
+    if markup.form is None and (call.tools or said):
+        raise Refused(
+            "this model's chat template has calls of tools in no form that the server reads; it "
+            f"reads {' and '.join(form.name for form in FORMS)}; put what the model must know into "
+            "its messages, or start the server with --chat_template=FILE",
+            "tools" if call.tools else "messages",
+        )
+    for name in call.chat_template_kwargs:
+        if name in FIXED or not markup.names(name):
+            raise Refused(
+                f"chat_template_kwargs has {shown(name)}, which the chat template does not name or "
+                "another field says; leave it out",
+                "chat_template_kwargs",
+            )
+    if call.reasoning_effort is not None and not markup.names("reasoning_effort"):
+        raise Refused(
+            f"reasoning_effort={shown(call.reasoning_effort)}: this model's chat template does not "
+            "name it; say in the messages how to reason",
+            "reasoning_effort",
+        )
+
+
+def require_template(model: ServedModel) -> ChatEncoder:
     """What makes tokens of messages.
 
     Raises:
@@ -211,19 +252,60 @@ def _speculation(about: Speculation, model: ServedModel) -> dict[str, Any]:
     return {} if named is None else {"tree": named}
 
 
-def _grammar(call: Call, model: ServedModel) -> Callable[[], Any] | None:
-    """What makes the grammar of a call's text; None for any text."""
-    if not (form := call.response_format.grammar):
-        return None
+def _grammar(
+    call: Call, model: ServedModel, thinking: bool | None
+) -> tuple[Callable[[], Any] | None, str]:
+    """What makes the grammar of a call's text, None for any text; and the field that asks for it.
+
+    Args:
+      thinking: whether the prompt has begun the reasoning; None where the model itself may.
+    """
+    form, param = call.response_format.grammar, "response_format"
+    if isinstance(call, Chat):
+        param = "response_format" if form or not call.tools else "tools"
+        form = _made(
+            lambda: grammar_of(
+                model.markup,
+                call.response_format.grammar,
+                call.tools,
+                call.tool_choice,
+                parallel=call.parallel_tool_calls,
+                thinking=thinking,
+            ),
+            param,
+        )
+    if not form:
+        return None, param
     if model.grammar is None:
         raise Refused(
-            "this server knows no grammars, which response_format needs; start it where "
-            "llguidance is installed: pip install 'longspec_jax[grammar]'",
-            "response_format",
+            f"this server knows no grammars, which {param} needs; start it where llguidance is "
+            "installed: pip install 'longspec_jax[grammar]'",
+            param,
         )
     if call.ignore_eos:
         raise Refused("a text of a form ends with it; leave out ignore_eos", "ignore_eos")
-    return partial(model.grammar, **form)
+    return partial(model.grammar, **form), param
+
+
+def _thinking(model: ServedModel, prompt: Sequence[int]) -> bool | None:
+    """Whether a chat's prompt has begun the reasoning; None where the model itself may."""
+    markup, end = model.markup, prompt[-END:]
+    if open_thought(model.decode, end) is not None:
+        return markup.thought is not None and markup.thought.open.token in end
+    closed = model.decode([*end]).rstrip().endswith(THOUGHT[1])
+    return None if markup.may_think and not closed else False
+
+
+def _encoded(
+    model: ServedModel, messages: Sequence[Message], call: Chat | None = None
+) -> Sequence[int]:
+    """The tokens of messages, with what a call says of the template."""
+    encode, turns = require_template(model), [one.turn for one in messages]
+    if call is None:
+        return _made(lambda: encode(turns, [], {}), "messages")
+    effort = {} if call.reasoning_effort is None else {"reasoning_effort": call.reasoning_effort}
+    variables = {**call.chat_template_kwargs, **effort}
+    return _made(lambda: encode(turns, objects_of(call.tools), variables), "messages")
 
 
 def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]:
@@ -235,10 +317,13 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
     Raises:
       Refused: for a text that is no prompt, and for what exceeds the context.
     """
-    common, grammar, rows, form = options_of(call, model), _grammar(call, model), [], None
+    common, rows, form, reading = options_of(call, model), [], None, Reading()
+    thinking: bool | None = False
     if isinstance(call, Chat):
-        param, encode = "messages", require_template(model)
-        prompts = [_made(lambda: encode([one.turn for one in call.messages]), param)]
+        param, prompts = "messages", [_encoded(model, call.messages, call)]
+        thinking = _thinking(model, prompts[0])
+        functions = named(call.tools) if call.tools and call.tool_choice != NONE else None
+        reading = Reading(model.markup, functions, thinking is True)
     else:
         param = "prompt"
         prompts = [_tokens(prompt, call, model) for prompt in call.prompt]
@@ -248,10 +333,11 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
             common["prompt_logprobs"] = call.alternatives
     if client or call.cache_salt:
         common["cache_salt"] = f"{client} {call.cache_salt or ''}"  # The word has no space.
+    grammar, asked = _grammar(call, model, thinking)
     if grammar is not None:
-        if call.chat:
-            _made(lambda: check_no_open_thought(model.decode, prompts[0]), "response_format")
-        form = _made(grammar, "response_format")
+        if call.chat and not thinking:
+            _made(lambda: check_no_open_thought(model.decode, prompts[0]), asked)
+        form = _made(grammar, asked)
     for tokens in prompts:
         if not tokens:
             raise Refused("the prompt is empty; pass at least one token", param)
@@ -260,8 +346,8 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
         for index in range(call.n):
             options = {**common, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS}
             if form is not None:  # Compiled here, and not while others wait for the engine.
-                options["grammar"] = _made(form.state, "response_format")
-            rows.append(Row(tuple(tokens), options, call.longspec.rounds))
+                options["grammar"] = _made(form.state, asked)
+            rows.append(Row(tuple(tokens), options, call.longspec.rounds, reading))
     return tuple(rows)
 
 
@@ -309,9 +395,8 @@ def read_tokenize(given: dict[str, Any], model: ServedModel) -> tuple[list[int],
     """The tokens of a text or of messages, and whether their texts are wanted too."""
     asked = read(Tokenize, given)
     _check_model(asked.model, model)
-    if (messages := asked.messages) is not None:
-        encode = require_template(model)
-        tokens = _made(lambda: encode([one.turn for one in messages]), "messages")
+    if asked.messages is not None:
+        tokens = [*_encoded(model, asked.messages)]
     else:
         text = asked.prompt or ""
         tokens = _made(lambda: model.encode(text, asked.add_special_tokens), "prompt")

@@ -15,7 +15,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,10 @@ import jax
 from longspec_jax import LongSpec, TreeConfig, cli
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
+from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.extras import missing_packages
-from longspec_jax.generation.chat import encode_chat, encode_text
+from longspec_jax.generation.chat import encode_chat, encode_text, template_of
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.requests import RequestEngine
 from longspec_jax.generation.text import stored_bytes
@@ -38,11 +39,11 @@ from ..results import memory_plan_line
 from ..wording import command_words
 from .app import Served
 from .arguments import read_template
-from .calls import ServedModel
+from .calls import ChatEncoder, ServedModel
 from .engine_thread import EngineThread
 from .http_server import HttpServer, log_to_stderr
+from .markup import Markup, markup_of
 from .metrics import Metrics
-from .protocol import MOST_ALTERNATIVES
 
 PREFILLS = 4, 2, 1
 """Prompts that may be read at once: as many as fit beside as many slots. Each takes as much memory
@@ -368,6 +369,7 @@ def served_model(
         encode=encode,
         decode=decode,
         encode_chat=chat_encoder(tokenizer, template, max_len),
+        markup=chat_markup(tokenizer, template),
         trees=tuple(use.tree for use in engine.trees),
         tree=str(drafter.tree) if drafter.tree.num_levels else None,
         drafter=drafter.name if drafter.tree.num_levels else None,
@@ -384,9 +386,7 @@ def _knows_grammars(spec: LongSpec) -> bool:
     return library and hasattr(spec.tokenizer, "backend_tokenizer") and bool(spec.stop_tokens)
 
 
-def chat_encoder(
-    tokenizer: Any, template: str | None, max_len: int
-) -> Callable[[list[dict[str, Any]]], list[int]] | None:
+def chat_encoder(tokenizer: Any, template: str | None, max_len: int) -> ChatEncoder | None:
     """What makes tokens of chat messages; None without a template.
 
     Args:
@@ -396,10 +396,36 @@ def chat_encoder(
     """
     if tokenizer is None or (template is None and not getattr(tokenizer, "chat_template", None)):
         return None
-    if template in STYLES:
+    if template in STYLES:  # Which know no tools and have no variables: see chat_markup.
         style = STYLES[template]
-        return lambda messages: style(tokenizer, messages)
-    return lambda messages: encode_chat(tokenizer, messages, template, max_positions=max_len)
+        return lambda messages, tools, variables: style(tokenizer, messages)
+
+    def encode(
+        messages: list[dict[str, object]],
+        tools: list[dict[str, object]],
+        variables: Mapping[str, object],
+    ) -> list[int]:
+        return encode_chat(
+            tokenizer,
+            messages,
+            template,
+            tools=tools,
+            variables=variables,
+            max_positions=max_len,
+        )
+
+    return encode
+
+
+def chat_markup(tokenizer: Any, template: str | None) -> Markup:
+    """What the model writes around reasoning and calls; arguments as of :func:`chat_encoder`."""
+    if tokenizer is None or template in STYLES:
+        return Markup()
+    try:
+        text = template_of(tokenizer, template, [{}])
+    except ValueError:  # There is none; requests are told.
+        text = ""
+    return markup_of(text, tokenizer.get_added_vocab())
 
 
 def fitting_slots(spec: LongSpec, share: float, most: int, options: dict[str, Any]) -> int:

@@ -33,8 +33,8 @@ from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 
 from .calls import Row
+from .fields import Refused, defect
 from .metrics import Metrics
-from .protocol import Refused, defect
 from .streaming import Answer, RequestHandle, proposed_tokens, wake
 
 LOG = logging.getLogger("longspec.serve")

@@ -26,7 +26,7 @@ from longspec_jax.checks import shown
 from longspec_jax.weights.json_files import unique_keys
 
 from .answers import json_bytes
-from .protocol import Refused
+from .fields import Refused
 
 HEALTH, PAGE = "/health", "/"
 CLIENT = "longspec.client"

@@ -17,7 +17,7 @@ from itertools import chain
 from longspec_jax.generation.requests import RequestOutput
 
 from .calls import Row
-from .protocol import Refused
+from .fields import Refused
 
 TokenText = Callable[..., str]
 """The text of one token or of several in a row, special ones included."""

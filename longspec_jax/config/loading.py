@@ -1,7 +1,7 @@
 """How models are loaded and where their rows lie: the options of ``LongSpec.from_pretrained``.
 
-Each is declared here, and nowhere else. Commands take their flags from :data:`OPTIONS`;
-:mod:`longspec_jax.arguments` checks by it, and a test compares it with the signature.
+Each is declared here, and nowhere else: keyword arguments, flags of the commands, checks and
+documentation derive from it.
 """
 
 from collections.abc import Mapping

@@ -261,5 +261,5 @@ def _conclude(
         draws = draw_at_nodes(drafter, tree, masked(verified.logits, bits), noise)
         tree = replace(tree, parents=jnp.where((bits != 0).any(axis=2), tree.parents, -1))
         drawn, kind = (tree, verified, draws), SamplingKind.ANY
-        after, emitted = conclude(*(target, drafter, params, some, *drawn), kind, contents=contents)
+        after, emitted = conclude(target, drafter, params, some, *drawn, kind, contents=contents)
     return rows.behind(slots, some, after), packed(emitted, after)[None]

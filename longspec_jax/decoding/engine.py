@@ -49,7 +49,7 @@ from longspec_jax.decoding.policy import (
 from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting, padded_stops
-from longspec_jax.decoding.report import TOKENS, Contents, Report
+from longspec_jax.decoding.report import TOKENS, Contents, Report, foregone
 from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release
 from longspec_jax.decoding.sampling import SamplingKind
@@ -191,7 +191,9 @@ class Engine:
         """The rows behind the last launch; donated by the next one."""
         if self._rows is None:
             self._rows = vacant(
-                *(self.target, self.drafter, self.params),
+                self.target,
+                self.drafter,
+                self.params,
                 batch=self.slots,
                 capacity=self.capacity,
                 stop_width=self.stop_width,
@@ -575,7 +577,10 @@ class Engine:
             report = Report.of(packed, tree, contents)
             rounds = len(report.count)
             row_rounds = int(np.count_nonzero(report.count))
-            seen = Measurement(rounds, row_rounds, int(report.count.sum()), seconds)
+            others: dict[int, int] = {}
+            if len(self.drafters) > 1:
+                others = foregone(choice.candidate, self.drafters, report)
+            seen = Measurement(rounds, row_rounds, int(report.count.sum()), seconds, others)
             self._choices.record(choice.candidate, seen, len(live))
             if rounds:
                 self.round_seconds = seconds / rounds

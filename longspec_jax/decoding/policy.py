@@ -26,8 +26,8 @@ rows has a policy of its own, and they share what they know of acceptance (:clas
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -47,6 +47,8 @@ SUSPICIOUS = 5.0
 pause."""
 KNOWN_ROUNDS = 16.0
 """Rounds for which what a candidate emitted in earlier runs counts."""
+GUESSED_ROUNDS = 4.0
+"""Rounds for which a guess of it counts, until the first rounds that show it."""
 MANY = 2**31 - 1
 """More rounds than any run has."""
 RECENT = 5
@@ -73,14 +75,23 @@ class Measurement:
     tokens: int = 0
     """Emitted by all rows together."""
     seconds: float = 0.0
+    foregone: Mapping[int, int] = field(default_factory=dict)
+    """Tokens that other candidates would have emitted in the same rounds, by their index; of those
+    of which the rounds say so (:func:`longspec_jax.decoding.report.foregone`)."""
 
     def __add__(self, other: "Measurement") -> "Measurement":
+        both = self.foregone.keys() | other.foregone.keys()
         return Measurement(
             self.rounds + other.rounds,
             self.row_rounds + other.row_rounds,
             self.tokens + other.tokens,
             self.seconds + other.seconds,
+            {index: self.foregone.get(index, 0) + other.foregone.get(index, 0) for index in both},
         )
+
+    def instead(self, candidate: int) -> "Measurement":
+        """The same rounds as another candidate would have run them; their seconds are not known."""
+        return Measurement(self.rounds, self.row_rounds, self.foregone[candidate])
 
 
 @runtime_checkable
@@ -127,6 +138,13 @@ class Estimate:
     """Seconds by which looking at it was slower than running the fastest would have been."""
     rehearsed: bool = False
     """Whether its timings are from before the run. The first one of the run replaces them."""
+    guessed: bool = False
+    """Whether its tokens are a guess. The first rounds that show them replace it."""
+
+    @property
+    def seen(self) -> bool:
+        """Whether rounds have shown its tokens."""
+        return self.weight > 0 and not self.guessed
 
     def round_seconds(self, wait: float) -> float:
         """Seconds of a round: the least of recent timings, since whatever else runs only adds.
@@ -147,7 +165,7 @@ class Estimate:
 
     def with_tokens_of(self, other: "Estimate") -> "Estimate":
         """The same seconds, with the tokens of another estimate."""
-        return replace(self, tokens=other.tokens, weight=other.weight)
+        return replace(self, tokens=other.tokens, weight=other.weight, guessed=other.guessed)
 
     def moved(self, by: float) -> "Estimate":
         """The estimate with ``by`` seconds added to every round."""
@@ -157,14 +175,19 @@ class Estimate:
 
     def updated(self, seen: Measurement) -> "Estimate":
         """The estimate after some more rounds."""
-        weight = self.weight + seen.rounds
-        step = (seen.tokens / seen.row_rounds - self.tokens) * seen.rounds / weight
         timing = seen.rounds, seen.seconds
         # Twice, so that no candidate is looked at again for its seconds alone.
         timings = (*((timing,) if self.rehearsed else self.timings), timing)[-RECENT:]
         brief = min(self.brief, seen.seconds) if seen.rounds == FIRST_LOOK else self.brief
-        times = {"timings": timings, "brief": brief, "rehearsed": False}
-        return replace(self, **times, tokens=self.tokens + step, weight=weight)
+        shown = self.shown(seen)
+        return replace(shown, timings=timings, brief=brief, rehearsed=False)
+
+    def shown(self, seen: Measurement) -> "Estimate":
+        """The estimate after rounds that showed its tokens, whoever ran them."""
+        before = 0.0 if self.guessed else self.weight
+        weight = before + seen.rounds
+        emitted = (before * self.tokens + seen.rounds * seen.tokens / seen.row_rounds) / weight
+        return replace(self, tokens=emitted, weight=weight, guessed=False)
 
     def wait(self, seen: Measurement) -> float:
         """What a burst and a brief one say about the seconds that belong to no round.
@@ -223,16 +246,25 @@ class FastestWithinBudget:
         seconds: Sequence[float],
         tokens: Sequence[float | None] = (),
         first: int | None = None,
+        guesses: Sequence[float] = (),
     ) -> "FastestWithinBudget":
         """A policy that knows what a round of each candidate took.
 
         Args:
           seconds: of launches that are queued ahead, so that the host adds nothing to a burst.
-          tokens: that a round of each emitted in a row before; None of one that is to be looked at.
+          tokens: that a round of each emitted in a row before; None of one that nobody has seen.
             Of plain decoding it is 1, so that it is known without a look.
-          first: the candidate that a run begins with.
+          first: the candidate that a run begins with; if absent, of those that nobody has seen the
+            one that is fastest by its guess, if no other is faster.
+          guesses: of the tokens of those that nobody has seen: a slow one may never be looked at.
+            Without them each of those is.
         """
         known = tokens or (None,) * len(seconds)
+        guessed = [emitted is None and bool(guesses) for emitted in known]
+        known = [
+            guesses[index] if guess else emitted
+            for index, (emitted, guess) in enumerate(zip(known, guessed, strict=True))
+        ]
         # Two timings each: no candidate is looked at for its seconds alone.
         return cls(
             tuple(
@@ -240,10 +272,11 @@ class FastestWithinBudget:
                     timings=((1, each),) * 2,
                     brief=0.0,
                     tokens=emitted or 0.0,
-                    weight=0.0 if emitted is None else KNOWN_ROUNDS,
+                    weight=0.0 if emitted is None else GUESSED_ROUNDS if guess else KNOWN_ROUNDS,
                     rehearsed=True,
+                    guessed=guess,
                 )
-                for each, emitted in zip(seconds, known, strict=True)
+                for each, emitted, guess in zip(seconds, known, guessed, strict=True)
             ),
             first=first,
         )
@@ -264,12 +297,14 @@ class FastestWithinBudget:
     def choose(self) -> Choice:
         """The leader, unless another one needs a look and the budget pays for it."""
         first = self.first
-        if first is not None and self.latest is None and not self.estimates[first].weight:
+        if first is not None and self.latest is None and not self.estimates[first].seen:
             return Choice(first, FIRST_LOOK)
         unknown = self._first_look()
         if unknown is not None:
             return unknown
         leader = self.leader
+        if not self.estimates[leader].seen:
+            return Choice(leader, FIRST_LOOK)
         hopes = {i: self._hope(i) for i in range(len(self.estimates)) if i != leader}
         for index in sorted(hopes, key=hopes.__getitem__, reverse=True):
             look = Choice(index, max(1, self.burst_rounds // 4))
@@ -300,6 +335,8 @@ class FastestWithinBudget:
             by = new.round_seconds(wait) - before.round_seconds(wait)
             estimates = [estimate.moved(by) for estimate in estimates]
         estimates[candidate] = new
+        for index in seen.foregone:
+            estimates[index] = estimates[index].shown(seen.instead(index))
         known = {"estimates": tuple(estimates), "elapsed": self.elapsed + spent, "wait": wait}
         return replace(self, **known, latest=candidate)
 

@@ -173,7 +173,7 @@ def prefill_programs(
     needs, at = drafter.needs.of_a_pass, (tokens, rows.length, np.int32(0))
     for chunk in sorted(chunks, reverse=True):
         a_chunk = _prefill_chunk.lower(
-            *(target, needs, chunk, shardings, params.target, rows.cache, *at, logits, logprobs)
+            target, needs, chunk, shardings, params.target, rows.cache, *at, logits, logprobs
         )
         yield a_chunk
         if (

@@ -327,7 +327,11 @@ class Prompts:
             allowed = first_tokens(constraints, target.vocab_size)
         # The tree, which tells the candidates apart, does not matter to a prompt.
         chunks = prefill_chunks(
-            *(target, drafter, params, tokens, length),
+            target,
+            drafter,
+            params,
+            tokens,
+            length,
             stack([one.request for one in waiting]),
             capacity=capacity,
             chunk=chunk,

@@ -6,6 +6,7 @@ log-probabilities of the tokens follow (:mod:`longspec_jax.decoding.logprobs`), 
 that was verified.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.logprobs import TokenLogprob, packed_width, unpacked_logprobs
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import SamplingKind
+from longspec_jax.drafters.base import Drafter
 from longspec_jax.drafters.tree import AcceptedPath, Tree
 
 
@@ -149,3 +151,46 @@ class Report:
             path = numbers[3 * nodes :][:count]
             found.append(RoundTree(*map(tuple, parts), path=tuple(path)))
         return tuple(found)
+
+
+def foregone(ran: int, drafters: Sequence[Drafter], report: Report) -> dict[int, int]:
+    """Tokens that other candidates would have emitted in some rounds, by their index.
+
+    Drafters that propose into one tree leave their marks on its nodes. So the accepted path says
+    how far each of them alone would have come: down to the first token that it did not propose. Of
+    candidates whose trees are no part of the tree that ran the rounds say nothing.
+
+    Args:
+      ran: index of the candidate that ran the rounds.
+      drafters: the candidates.
+      report: of the rounds.
+    """
+    return {
+        index: _emitted_by(drafter, report)
+        for index, drafter in enumerate(drafters)
+        if index != ran and _shows(drafters[ran], drafter)
+    }
+
+
+def _shows(ran: Drafter, other: Drafter) -> bool:
+    """Whether a drafter's tree holds all that another one would propose.
+
+    What proposes alone has the whole budget for itself, and would keep a few nodes more.
+    """
+    if ran.sources != other.sources or not other.tree.num_levels:
+        return False
+    parts = zip(ran.parts, other.parts, strict=True)
+    held = all(own.widths[: theirs.num_levels] == theirs.widths for own, theirs in parts)
+    fewer = other.tree.selective and other.tree.num_nodes < ran.tree.num_nodes
+    return held and (other.proposes_freely or not fewer)
+
+
+def _emitted_by(drafter: Drafter, report: Report) -> int:
+    """Tokens of all rows: the first ones that it proposed, and the target's draw behind them."""
+    depth = np.arange(report.sources.shape[2])
+    proposed = np.zeros(report.sources.shape, bool)
+    for bit, part in enumerate(drafter.parts):
+        proposed |= (report.sources >> bit & 1 > 0) & (depth < part.num_levels)
+    accepted = proposed & (depth < report.accepted[..., None])
+    taken = np.logical_and.accumulate(accepted, axis=2).sum(axis=2)
+    return int(np.minimum(taken + 1, report.count).sum())

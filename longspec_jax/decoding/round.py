@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
+from longspec_jax.config.tree import PLAIN
 from longspec_jax.decoding.logprobs import packed_logprobs
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.report import (
@@ -32,6 +33,7 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.drafters.base import Committed, Drafter, Params, SamplingNoise, View
+from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.tree import (
     AcceptedPath,
     AcceptRule,
@@ -39,6 +41,7 @@ from longspec_jax.drafters.tree import (
     accept,
     accept_trusted,
     node_depths,
+    plant,
     tree_paths,
 )
 from longspec_jax.ops.partitioned import use_mesh
@@ -76,9 +79,52 @@ def spec_step(
         noise = sampling_noise(target, drafter, rows, kind)
         rows = look_at_cache(target, drafter, params, rows)
         tree = propose_tree(target, drafter, params, rows, noise)
-        verified, draws = verify_tree(target, drafter, params, rows, tree, noise)
-        drawn = tree, verified, draws
-        return conclude(target, drafter, params, rows, *drawn, kind, rule, contents)
+
+        def verify(drafter: Drafter, rows: Rows, tree: Tree) -> tuple[Rows, Emitted]:
+            verified, draws = verify_tree(target, drafter, params, rows, tree, noise)
+            drawn = tree, verified, draws
+            return conclude(target, drafter, params, rows, *drawn, kind, rule, contents)
+
+        if not weighs_trees(drafter, params, contents):
+            return verify(drafter, rows, tree)
+        plain = with_tree(drafter, PLAIN)
+
+        def verify_root(rows: Rows, tree: Tree) -> tuple[Rows, Emitted]:
+            after, emitted = verify(plain, rows, plant(rows.pending, PLAIN))
+            return after, _as_wide(emitted, drafter.tree.num_levels + 1)
+
+        pays = worth_of(tree, rows.done) * params.costs[0] > params.costs[1]
+        return jax.lax.cond(pays, partial(verify, drafter), verify_root, rows, tree)
+
+
+def weighs_trees(drafter: Drafter, params: Params, contents: Contents = TOKENS) -> bool:
+    """Whether rounds verify a tree only where it is worth its seconds, and else the root alone."""
+    proposes = drafter.proposes_freely and drafter.tree.num_levels > 0
+    return proposes and params.costs is not None and not contents.trees
+
+
+def worth_of(tree: Tree, done: Bool[Array, " B"]) -> Float[Array, ""]:
+    """Tokens that a round is expected to emit, a mean over the rows that are not done.
+
+    A node is emitted if the accepted path comes to it, and the target's draw behind the path is.
+    """
+    expected = jnp.exp(tree.totals).sum(axis=1)  # The root's is the token behind the path.
+    return jnp.where(done, 0, expected).sum() / jnp.maximum((~done).sum(), 1)
+
+
+def _as_wide(emitted: Emitted, height: int) -> Emitted:
+    """What a round of the root alone emitted, as that of a tree."""
+    missing = height - emitted.tokens.shape[1]
+
+    def padded(columns: Array) -> Array:
+        return jnp.pad(columns, ((0, 0), (0, columns.shape[1] * missing)))
+
+    return replace(
+        emitted,
+        tokens=padded(emitted.tokens),
+        sources=padded(emitted.sources),
+        more=tuple(map(padded, emitted.more)),
+    )
 
 
 def conclude(

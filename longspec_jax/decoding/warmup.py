@@ -192,7 +192,12 @@ def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
     for _ in range(TIMINGS):
         zeros = copy_prefix(*shardings, engine.rows.cache, np.int32(0), np.int32(0))
         launches = prefill_chunks(
-            *(engine.target, engine.drafter, engine.params, tokens, length, request),
+            engine.target,
+            engine.drafter,
+            engine.params,
+            tokens,
+            length,
+            request,
             capacity=engine.capacity,
             chunk=chunk,
             known=KnownChunks(zeros, known),

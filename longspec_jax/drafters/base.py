@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
-from longspec_jax.axes import Array, Lengths, Queries, TreeMask
+from longspec_jax.axes import Array, Leaf, Lengths, Queries, TreeMask
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.tree import Tree, plant
 from longspec_jax.ops.attention.operands import Prefix
@@ -34,6 +34,11 @@ class Params:
 
     target: Any
     draft: Any
+    costs: Leaf[Float[Array, " 2"]] | None = None
+    """Seconds of a round that verifies the pending token alone, and of one that verifies a tree.
+
+    Where they are given, a tree that costs nothing to propose is verified only if it is worth its
+    seconds. Absent, every tree is verified."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +278,11 @@ class View:
         """
         run = partial(
             self.target.partial_forward,
-            *(self.params, self.cache, tokens, positions, selection),
+            self.params,
+            self.cache,
+            tokens,
+            positions,
+            selection,
             length=self.length,
             needs=needs,
         )
@@ -332,6 +341,16 @@ class Drafter:
     def sources(self) -> tuple[str, ...]:
         """Names of those that propose, in the order of the bits of :attr:`Tree.sources`."""
         return (self.name,)
+
+    @cached_property
+    def parts(self) -> tuple[TreeConfig, ...]:
+        """The tree that each of :attr:`sources` grows, before a budget chooses."""
+        return (TreeConfig(self.tree.widths),)
+
+    @property
+    def proposes_freely(self) -> bool:
+        """Whether a proposal costs next to nothing, and says how likely its nodes are."""
+        return self.looks_up
 
     @cached_property
     def needs(self) -> Needs:

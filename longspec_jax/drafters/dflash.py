@@ -1,4 +1,4 @@
-"""DFlash and DSpark: one forward over a block of mask tokens, and a tree of its slots' best tokens.
+"""DFlash and its kin: one forward over a block of mask tokens, a tree of its slots' best tokens.
 
 Hidden states of several layers of the target are fused to one feature a token (arXiv:2602.06036).
 Every layer makes keys and values of it with the weights that serve the block's own tokens, so the
@@ -6,12 +6,14 @@ committed tokens are context for all layers without passing through any. Their e
 (feature, position) alone: entry ``i`` of every layer's cache is made of the feature of token ``i``.
 
 A round runs the block once, whatever the tree: the pending token and mask tokens behind it, which
-see each other and the entries. A level of the tree takes the logits of one slot. Slots do not know
-of each other's tokens, so without a Markov head the continuations of all nodes of a level are the
-same, and beam search by their sums is the tree of the best paths (DDTree, arXiv:2604.12989). A
-Markov head (DSpark) corrects the logits behind every node by its token. A confidence head says how
-likely a slot is right behind a node: paths through it are worth less by that, so that a budget or a
-threshold stops where the slots become guesses.
+see the entries and each other, or in a causal block the earlier ones of each other (JetSpec, arXiv
+2606.18394). A level of the tree takes the logits of one slot. Slots do not know of each other's
+tokens, so without a Markov head the continuations of all nodes of a level are the same, and beam
+search by their sums is the tree of the best paths (DDTree, arXiv:2604.12989). A Markov head
+(DSpark) corrects the logits behind every node by its token. A confidence head says how likely a
+slot is right behind a node: paths through it are worth less by that, so that a budget or a
+threshold stops where the slots become guesses. What DFlash 2 has beyond that is in
+:mod:`longspec_jax.drafters.dflash2`.
 """
 
 import dataclasses
@@ -32,6 +34,7 @@ from longspec_jax.config.layers import YarnRopeScaling
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
+from longspec_jax.drafters.dflash2 import Convolution, ConvolvedLayer, Selector, edge_scores
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.tables import (
     BlockParams,
@@ -48,6 +51,7 @@ from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.layer import split_heads
 from longspec_jax.ops.partitioned import with_sharding
+from longspec_jax.ops.selection.continuations import best_continuations
 from longspec_jax.ops.slicing import along
 
 
@@ -89,6 +93,8 @@ class DFlashConfig:
     """Its layers, which are those of Qwen3."""
     target_width: int
     """Width of the target's hidden states."""
+    target_layers: int
+    """Layers of the target."""
     proposable: int
     """Tokens that the draft's LM head knows."""
     features: tuple[int, ...]
@@ -103,9 +109,13 @@ class DFlashConfig:
     windows: tuple[int | None, ...] = ()
     """Committed tokens that each layer sees, the last ones; all where None. One for each layer."""
     causal: tuple[bool, ...] = ()
-    """Whether a slot sees none of the later ones, for each layer."""
+    """Whether a slot sees none of the later ones, for each layer: in all of them (JetSpec), in all
+    that have a window, or in none."""
     markov: Markov | None = None
     confidence: Confidence | None = None
+    convolution: Convolution | None = None
+    """Of DFlash 2, which has a selector too."""
+    selector: Selector | None = None
 
     def __post_init__(self) -> None:
         layers = self.trunk.num_layers
@@ -116,17 +126,44 @@ class DFlashConfig:
                 f"windows={self.windows} and causal={self.causal} must name each of the {layers} "
                 "layers"
             )
-        for name in ("target_width", "proposable"):
+        slides = tuple(window is not None for window in self.windows)
+        if self.causal not in ((True,) * layers, (False,) * layers, slides):
+            raise ValueError(
+                f"causal={self.causal} must be true of all layers, of those with a window in "
+                f"windows={self.windows}, or of none: no file says more"
+            )
+        for name in ("target_width", "target_layers", "proposable"):
             whole_number(name, getattr(self, name))
         whole_number("block_size", self.block, 1 if self.from_pending else 2)
         whole_number("mask_token_id", self.mask_token, 0, self.vocab_size - 1)
         for window in filter(None, self.windows):
             whole_number("sliding_window", window)
         check_proposable(self)
+        if self.convolution or self.selector:
+            self._check_dflash2(self.convolution, self.selector)
         if self.confidence and self.confidence.with_markov and not self.markov:
             raise ValueError(
                 "confidence_head_with_markov reads a Markov head, and markov_rank is 0: use the "
                 "config.json that was saved with the weights"
+            )
+
+    def _check_dflash2(self, convolution: Convolution | None, selector: Selector | None) -> None:
+        """Refuse half of DFlash 2, and sizes that do not fit together."""
+        if convolution is None or selector is None:
+            raise ValueError("drafts of DFlash 2 have both convolutions and a selector")
+        if self.markov or self.confidence or self.proposable != self.vocab_size:
+            raise ValueError(
+                "a selector is not used with a Markov head, a confidence head or a "
+                "draft_vocab_size below vocab_size; load another draft"
+            )
+        if convolution.taps > self.block or self.model_width % convolution.group:
+            raise ValueError(
+                f"conv_kernel_size={convolution.taps} must be at most block_size={self.block}, and "
+                f"conv_group_size={convolution.group} a divisor of hidden_size={self.model_width}"
+            )
+        if selector.candidates > self.vocab_size:
+            raise ValueError(
+                f"selector_top_k={selector.candidates} must be at most vocab_size={self.vocab_size}"
             )
 
     @property
@@ -168,6 +205,11 @@ class DFlashConfig:
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError unless this draft can read the target's features and tokens."""
         check_fits(self, target)
+        if self.target_layers != target.num_layers:
+            raise ValueError(
+                f"the draft was made for a target of num_target_layers={self.target_layers}, the "
+                f"target has {target.num_layers} layers; load the draft that belongs to this target"
+            )
 
 
 class DFlashLayers(nn.Module):
@@ -183,7 +225,13 @@ class DFlashLayers(nn.Module):
         fused = len(self.config.features) * self.config.target_width
         self.fuse = Projection((fused,), (c.model_width,), dtype)
         self.hidden_norm = RMSNorm(c.norm_eps, dtype)
-        self.layers = [Layer(c, self.mlp_chunk) for _ in range(c.num_layers)]
+        if (convolution := self.config.convolution) is None:
+            self.layers = [Layer(c, self.mlp_chunk) for _ in range(c.num_layers)]
+        else:
+            self.layers = [
+                ConvolvedLayer(c, self.mlp_chunk, convolution=convolution)
+                for _ in range(c.num_layers)
+            ]
         self.final_norm = RMSNorm(c.norm_eps, dtype)
 
     def keys_values(self, hidden: Sequence[Array], positions: Array) -> tuple[Rows, ...]:
@@ -233,11 +281,13 @@ class DFlashParams(BlockParams):
     module = DFlashLayers
     confidence: Any = None
     """``kernel [1, C]`` and ``bias [1]`` of the confidence head; None without one."""
+    selector: Any = None
+    """As of :func:`~longspec_jax.drafters.dflash2.edge_scores`; None without one."""
 
     @property
     def own_params(self) -> Any:
         """Those not shared with the target."""
-        return *super().own_params, self.confidence
+        return *super().own_params, self.confidence, self.selector
 
     def keys_values(
         self, config: DFlashConfig, hidden: Sequence[Array], positions: Array
@@ -378,6 +428,9 @@ class DFlashDrafter(Drafter):
 
         def score(states: Array, tree: Tree, nodes: slice, depth: int) -> tuple[Array, Array]:
             slot, tokens = logits[:, depth : depth + 1], tree.tokens[:, nodes]
+            if self.config.selector is not None:
+                edges = self._edges(draft, slot, hidden[:, depth : depth + 1], tokens)
+                return states, noise.scores(edges, depth)
             if markov is None:
                 scores = noise.scores(slot, depth)
                 return states, jnp.broadcast_to(scores, (*tokens.shape, scores.shape[2]))
@@ -397,6 +450,18 @@ class DFlashDrafter(Drafter):
             *(view.pending, self.tree, score, states, draft.vocabulary, self.attention),
             trust=None if self.config.confidence is None else trust,
         )
+
+    def _edges(self, draft: DFlashParams, logits: Array, hidden: Array, tokens: Array) -> Array:
+        """Scores ``[B, w, V]`` behind tokens ``[B, w]``: of a slot's candidates, -inf of others."""
+        count = 0 if self.config.selector is None else self.config.selector.candidates
+        batch, _, vocabulary = logits.shape
+        none = jnp.zeros((batch, 1), jnp.float32)
+        _, _, best = best_continuations(logits, none, count, self.attention)
+        scores = jnp.take_along_axis(logits[:, 0], best, axis=1)[:, None]
+        scores += edge_scores(draft.selector, best, tokens, hidden)
+        row, node = jnp.arange(batch)[:, None, None], jnp.arange(tokens.shape[1])[:, None]
+        nothing = jnp.full((*tokens.shape, vocabulary), -jnp.inf, jnp.float32)
+        return nothing.at[row, node, best[:, None]].set(scores)
 
     def _block(self, draft: DFlashParams, state: DFlashState, view: View) -> Array:
         """What the LM head reads of every slot, ``[B, block, D]``."""
@@ -481,10 +546,12 @@ class DFlashDraft(Draft):
             return TreeConfig((width,) * min(depth, levels), budget)
 
         whole, half, chain = tree(8, levels, 64), tree(4, levels, 32), tree(1, levels)
+        # JetSpec gains up to here and beyond; its slots are surer of what they propose.
+        wide = (tree(16, min(levels, 15), 128),) * all(self.config.causal)
         return DefaultTrees(
             (tree(1, 4), tree(1, 2), tree(2, 2)),
             (chain, half, whole),
-            (whole, half, chain),
+            (whole, *wide, half, chain),
             settled=False,
             together=(whole, half, tree(4, 6, 12)),
         )

@@ -377,7 +377,9 @@ class Eagle3Drafter(Drafter):
                 at = self.sinks + nodes.start
                 keys, values = write(keys, k, start_index=at), write(values, v, start_index=at)
                 return speculative_attention(
-                    *(q, prefix, Fresh(keys, values, mask)),
+                    q,
+                    prefix,
+                    Fresh(keys, values, mask),
                     scale=c.attention_scale,
                     implementation=self.attention,
                 )
@@ -387,7 +389,7 @@ class Eagle3Drafter(Drafter):
             return (keys, values, outputs), noise.scores(draft.logits(hidden), depth)
 
         return beam_search(
-            *(view.pending, self.tree, score, (*rows, outputs), draft.vocabulary, self.attention)
+            view.pending, self.tree, score, (*rows, outputs), draft.vocabulary, self.attention
         )
 
     def past(self, state: Eagle3State, entries: Lengths) -> Prefix:

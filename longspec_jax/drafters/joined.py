@@ -27,6 +27,8 @@ LEVELS = 16
 """To which lookup joins the trees of calls that name none."""
 FEWEST = 6, 16, 16
 """Nodes of such a tree at least: on a CPU, on a GPU, and there for a large target."""
+LOOKUP_ALONE = 8, 16
+"""Nodes of lookup alone, on a CPU and on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,21 @@ class Joined(Drafter):
                 found.append((index, with_tree(member, part)))
         return found
 
+    @property
+    def proposes_freely(self) -> bool:
+        """Whether all that propose look up."""
+        return all(member.looks_up for _, member in self.active)
+
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """Names of all members."""
         return tuple(member.name for member in self.members)
+
+    @cached_property
+    def parts(self) -> tuple[TreeConfig, ...]:
+        """The trees of all members; none of those that do not propose."""
+        grown = {index: TreeConfig(member.tree.widths) for index, member in self.active}
+        return tuple(grown.get(index, PLAIN) for index in range(len(self.members)))
 
     @cached_property
     def needs(self) -> Needs:
@@ -171,14 +184,20 @@ class JoinedDraft(Draft):
             return tuple(found)
 
         few, some, many = FEWEST
-        sizes = (few, some) if joins else ()
-        alone = [TreeConfig((), nodes, lookup=min(LEVELS, nodes - 1)) for nodes in sizes]
+        small = joined("gpu", some)
+        if not joins:
+            large, together = joined("large", many), joined("together", many)
+            return DefaultTrees(joined("cpu", few), small, large, first.settled, together)
+        [on_cpu, on_gpu] = (
+            TreeConfig((), nodes, lookup=min(LEVELS, nodes - 1)) for nodes in LOOKUP_ALONE
+        )
         return DefaultTrees(
-            (*joined("cpu", few), *alone[:1]),
-            (*joined("gpu", some), *alone[1:]),
-            joined("large", many),
-            first.settled,
-            joined("together", many),
+            (*joined("cpu", few), on_cpu),
+            (*small, on_gpu),
+            # The first shows in every round what lookup alone would emit.
+            tuple(dict.fromkeys((*joined("large", many), small[0], on_gpu))),
+            settled=False,
+            together=(*joined("together", many), on_gpu) if first.together else (),
         )
 
     def check_fits(self, target: TargetConfig) -> None:

@@ -74,7 +74,10 @@ class DecodingPlainly:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a call that names no tree begins with; it runs another tree where that is faster."""
+    """What a call that names no tree begins with, unless its warm-up's seconds speak against it.
+
+    It runs another tree where that is faster.
+    """
 
     drafter: str
     """The name of the drafter; ``plain`` for plain decoding."""

@@ -21,7 +21,7 @@ from longspec_jax.decoding.cache import bucket_capacity, slack_slots
 from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
 from longspec_jax.decoding.policy import tallest
 from longspec_jax.decoding.programs import processors
-from longspec_jax.decoding.report import TOKENS, Contents
+from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
@@ -157,6 +157,7 @@ class Plan:
         return (
             *(self.target, self.drafters, self.shape, self.chunks, self.rows, self.slots),
             *(self.stop_width, self.kind, self.contents, self.scored, self.adjusted),
+            self.params.costs is not None,
             tuple(leaf.shape for leaf in jax.tree.leaves(self.params.draft)),
             jax.tree.leaves(self.params.target)[0].sharding,
         )
@@ -167,15 +168,27 @@ class Plan:
         none: Any = np.zeros(self.rows, np.int32)
         real, stops = none.astype(np.float32), none[:, None].repeat(self.stop_width, 1) - 1
         sampling = Sampling(
-            *(real, none, real + 1, none.astype(np.uint32), real - np.inf), kind=self.kind
+            real, none, real + 1, none.astype(np.uint32), real - np.inf, kind=self.kind
         )
         most = self.contents.logprobs
         return Request(
-            *(sampling, stops, none + self.new_tokens),
+            sampling,
+            stops,
+            none + self.new_tokens,
             adjustments=AdjustmentOptions.none(self.rows) if self.adjusted else None,
             logprobs=None if self.kind is not SamplingKind.ANY or most is None else none + most,
             prompt_logprobs=none if self.scored else None,
         )
+
+    def weighing(self, plain: float = 1.0, tree: float = 0.0) -> "Plan":
+        """The same, but a tree that costs nothing to propose is verified only where it pays.
+
+        Args:
+          plain: seconds of a round that verifies one token.
+          tree: of one that verifies a tree; by default every tree pays.
+        """
+        costs = np.asarray([plain, tree], np.float32)
+        return replace(self, params=replace(self.params, costs=costs))
 
     def without_draft(self) -> "Plan":
         """The same, decoded plainly."""
@@ -184,7 +197,12 @@ class Plan:
 
 
 def plan_call(
-    models: Models, batch: Batch, tree: TreeConfig | None = None, *, adaptive: bool = False
+    models: Models,
+    batch: Batch,
+    tree: TreeConfig | None = None,
+    *,
+    adaptive: bool = False,
+    return_trees: bool = False,
 ) -> Plan:
     """The drafters of a call, its sizes, and what it takes of the devices.
 
@@ -197,13 +215,14 @@ def plan_call(
     shape = shape_for(models, drafters, longest, most, models.expected_tokens)
     chunks = tuple(sorted({*map(shape.chunk_of, lengths)})) if shape.alone else (shape.chunk,)
     reported = request.logprobs is not None or request.prompt_logprobs is not None
+    contents = Contents(MOST_ALTERNATIVES if reported else None, trees=return_trees)
     wanted = CallShape(
         rows=rows,
         shape=shape,
         chunks=chunks,
         stop_width=request.stop_tokens.shape[1],
         kind=request.sampling.kind,
-        reported=reported,
+        contents=contents,
         scored=request.prompt_logprobs is not None,
         adjusted=request.adjustments is not None,
         new_tokens=min(2, most),
@@ -223,8 +242,7 @@ class CallShape(NamedTuple):
     chunks: tuple[int, ...]
     stop_width: int
     kind: SamplingKind
-    reported: bool
-    """Whether log-probabilities are reported."""
+    contents: Contents
     scored: bool
     adjusted: bool
     new_tokens: int
@@ -268,7 +286,7 @@ def _planned(
         short=wanted.short,
         stop_width=wanted.stop_width,
         kind=wanted.kind,
-        contents=Contents(logprobs=MOST_ALTERNATIVES) if wanted.reported else TOKENS,
+        contents=wanted.contents,
         scored=wanted.scored,
         adjusted=wanted.adjusted,
         shape=shape,

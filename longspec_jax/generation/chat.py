@@ -43,9 +43,13 @@ def plain_messages(
 
 def _plain(name: str, message: Any, shown: Callable[[Any], str]) -> dict[str, Any]:
     """One message with its content as text; errors begin with its name."""
-    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+    calls = isinstance(message, Mapping) and bool(message.get("tool_calls"))
+    needed = {"role"} if calls else {"role", "content"}
+    if not isinstance(message, Mapping) or not needed <= set(message):
         raise ValueError(f"{name} must have role and content, got {shown(message)}")
-    role, content = message["role"], message["content"]
+    role, content = message["role"], message.get("content")
+    if content is None and calls:
+        content = ""
     if not isinstance(role, str):
         raise ValueError(f"{name}: the role must be text, got {shown(role)}")
     if not isinstance(content, str | list | tuple) or not (content or content == ""):
@@ -86,15 +90,21 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     template: str | None = None,
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, object] | None = None,
     max_positions: int | None = None,
 ) -> list[int]:
     """Token ids of a conversation; see :func:`render_chat` and :func:`encode_text`."""
-    text = render_chat(require_tokenizer(tokenizer), messages, template)
+    text = render_chat(require_tokenizer(tokenizer), messages, template, tools, variables)
     return encode_text(tokenizer, text, special=False, max_positions=max_positions)
 
 
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, object] | None = None,
 ) -> str:
     """The text of a conversation, up to where the assistant's answer begins.
 
@@ -102,21 +112,24 @@ def render_chat(
 
     Args:
       messages: ``{"role": ..., "content": ...}`` of every turn; the content is text, or a list of
-        parts ``{"type": "text", "text": ...}``.
+        parts ``{"type": "text", "text": ...}``. Calls of tools may stand instead.
       template: a Jinja template instead of the tokenizer's own, or the name of one of its own.
+      tools: what the model may call, as objects of JSON.
+      variables: more of the template's, such as ``enable_thinking``.
 
     Raises:
       ValueError: for messages or a template that are none, and for a template that cannot render
         the messages or exceeds a bound.
     """
     variables = {
+        **(variables or {}),
         **getattr(tokenizer, "special_tokens_map", {}),
         "messages": plain_messages(messages),
-        "tools": None,
+        "tools": [*tools] or None,
         "documents": None,
         "add_generation_prompt": True,
     }
-    source = _template(tokenizer, template)
+    source = template_of(tokenizer, template, tools)
     from longspec_jax.generation.template import render  # Late: jinja2 is slow to import.
 
     try:
@@ -131,6 +144,17 @@ def render_chat(
         ) from error
 
 
+def open_thought(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> str | None:
+    """What the end of a prompt begins the model's reasoning with; None if it does not.
+
+    Args:
+      decode: the text of tokens, special ones included.
+      prompt: the tokens of the messages.
+    """
+    opened = OPEN_THOUGHT.search(decode([*map(int, prompt[-THOUGHT_TOKENS:])]))
+    return None if opened is None else opened[1]
+
+
 def check_no_open_thought(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
     """Refuse a grammar behind messages whose template has begun the model's reasoning.
 
@@ -141,17 +165,22 @@ def check_no_open_thought(decode: Callable[[list[int]], str], prompt: Sequence[i
     Raises:
       ValueError: says how the prompt ends.
     """
-    end = decode([*map(int, prompt[-THOUGHT_TOKENS:])])
-    if (opened := OPEN_THOUGHT.search(end)) is not None:
+    if (opened := open_thought(decode, prompt)) is not None:
         raise ValueError(
-            f"the chat template ends the prompt with {opened[1]}, so that a form (response_format, "
+            f"the chat template ends the prompt with {opened}, so that a form (response_format, "
             "grammar=) would bind the model's reasoning and not its answer; leave the form out, "
             "use a template that does not open the reasoning, or pass the prompt as text"
         )
 
 
-def _template(tokenizer: Any, template: str | None) -> str:
-    """The Jinja text of a template: given, named, or the tokenizer's own."""
+def template_of(
+    tokenizer: Any, template: str | None, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The Jinja text of a template: given, named, or the tokenizer's own.
+
+    Args:
+      tools: a tokenizer may have a template of its own for messages with some.
+    """
     if template is not None and not isinstance(template, str):
         raise ValueError(f"chat_template must be a Jinja template as text, got {shown(template)}")
     if template is None and not getattr(tokenizer, "chat_template", None):
@@ -160,7 +189,7 @@ def _template(tokenizer: Any, template: str | None) -> str:
             "Jinja string such as longspec_jax.generation.chat.VICUNA_TEMPLATE), or pass the "
             "prompt as text"
         )
-    return tokenizer.get_chat_template(template)
+    return tokenizer.get_chat_template(template, [*tools] or None)
 
 
 def encode_text(

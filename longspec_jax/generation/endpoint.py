@@ -17,9 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from longspec_jax.checks import shown
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.config.tree import PLAIN
+from longspec_jax.config.tree import PLAIN, TreeConfig
 
 KEY = "LONGSPEC_API_KEY"
 """The environment variable with the server's API key."""
@@ -40,6 +42,18 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 _OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+@dataclass(frozen=True)
+class RemoteAnswer:
+    """What a server says to one prompt."""
+
+    tokens: tuple[int, ...]
+    text: str
+    drafted: tuple[bool, ...]
+    target_passes: int
+    prefill_seconds: float
+    decode_seconds: float
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,56 @@ class Endpoint:
         model = unnamed._ask("/models")["data"][0]["id"]
         return cls(unnamed.url, *args, **kwargs, model=model)
 
+    def answer(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        eos_token_id: Sequence[int] | None = None,
+        tree: TreeConfig | None = None,
+        **sampling: Any,
+    ) -> RemoteAnswer:
+        """The text behind token ids; options as of ``LongSpec.generate``.
+
+        The server chooses the tree, but for ``tree=PLAIN``.
+
+        Raises:
+          OSError: for a server that cannot be reached, or stays busy.
+          ValueError: for what it refuses.
+        """
+        stops = (
+            {}
+            if eos_token_id is None
+            else {"ignore_eos": True, "stop_token_ids": list(eos_token_id)}
+        )
+        speculation = {"speculation": False} if tree == PLAIN else {}
+        answer = self._ask(
+            "/completions",
+            {
+                "model": self.model,
+                **sampling,
+                **stops,
+                "longspec": {"rounds": True, **speculation},
+                "prompt": [*map(int, prompt)],
+                "max_tokens": max_new_tokens,
+                "seed": seed,
+            },
+        )
+        choice = answer["choices"][0]
+        if choice.get("finish_reason") == "error":
+            said = choice.get("error", {}).get("message", "a text ended with an error")
+            raise OSError(f"--endpoint={self.url}: {said}")
+        tokens, times = answer["longspec"][0]["tokens"], answer["metrics"]
+        return RemoteAnswer(
+            tokens=tuple(one["id"] for one in tokens),
+            text=choice["text"],
+            drafted=tuple(one["drafted"] for one in tokens),
+            target_passes=len(answer["longspec"][0]["rounds"]),
+            prefill_seconds=(times["time_to_first_token_ms"] - times["queue_time_ms"]) / 1000,
+            decode_seconds=(times["mean_itl_ms"] or 0.0) * (len(tokens) - 1) / 1000,
+        )
+
     def generate(
         self,
         prompts: Sequence[Any],
@@ -96,55 +160,42 @@ class Endpoint:
         max_new_tokens: Sequence[int],
         seed: int | Sequence[int],
         eos_token_id: Sequence[int] | None = None,
-        tree: Any = None,
-        on_activity: Any = None,
-        adaptive: bool = False,
+        tree: TreeConfig | None = None,
         **sampling: Any,
     ) -> RemoteResult:
-        """Texts of token ids; options as of ``LongSpec.generate``, with its results.
-
-        The server chooses the tree, but for ``tree=PLAIN``. ``on_activity`` and ``adaptive`` have
-        no effect.
+        """The rows of a call, :attr:`concurrency` requests at a time; options as of :meth:`answer`.
 
         Raises:
-          OSError: for a server that cannot be reached, or stays busy.
-          ValueError: for what it refuses.
+          OSError, ValueError: as of :meth:`answer`.
         """
         seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
-        stops = {} if eos_token_id is None else {"stop_token_ids": list(eos_token_id)}
-        shared = {
-            "model": self.model,
-            **sampling,
-            **({"ignore_eos": True, **stops} if stops else {}),
-            "longspec": {"rounds": True, **({"speculation": False} if tree == PLAIN else {})},
-        }
-        bodies = [
-            {**shared, "prompt": [*map(int, prompt)], "max_tokens": most, "seed": own}
-            for prompt, most, own in zip(prompts, max_new_tokens, seeds, strict=True)
-        ]
         with ThreadPoolExecutor(self.concurrency) as pool:
+            asked = [
+                pool.submit(
+                    self.answer,
+                    prompt,
+                    max_new_tokens=most,
+                    seed=own,
+                    eos_token_id=eos_token_id,
+                    tree=tree,
+                    **sampling,
+                )
+                for prompt, most, own in zip(prompts, max_new_tokens, seeds, strict=True)
+            ]
             try:
-                answers = [*pool.map(lambda body: self._ask("/completions", body), bodies)]
+                answers = [each.result() for each in asked]
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        for choice in (answer["choices"][0] for answer in answers):
-            if choice.get("finish_reason") == "error":
-                said = choice.get("error", {}).get("message", "a text ended with an error")
-                raise OSError(f"--endpoint={self.url}: {said}")
-        tokens = [answer["longspec"][0]["tokens"] for answer in answers]
-        rounds = tuple(len(answer["longspec"][0]["rounds"]) for answer in answers)
-        times = [answer["metrics"] for answer in answers]
-        first = [one["time_to_first_token_ms"] - one["queue_time_ms"] for one in times]
-        later = [
-            (one["mean_itl_ms"] or 0.0) * (len(row) - 1)
-            for one, row in zip(times, tokens, strict=True)
-        ]
         return RemoteResult(
-            tuple(tuple(one["id"] for one in row) for row in tokens),
-            tuple(answer["choices"][0]["text"] for answer in answers),
-            tuple(tuple(one["drafted"] for one in row) for row in tokens),
-            RemoteStats(rounds, max(first) / 1000, max(later) / 1000),
+            tuple(each.tokens for each in answers),
+            tuple(each.text for each in answers),
+            tuple(each.drafted for each in answers),
+            RemoteStats(
+                tuple(each.target_passes for each in answers),
+                max(each.prefill_seconds for each in answers),
+                max(each.decode_seconds for each in answers),
+            ),
         )
 
     def score_gap(self, *_: Any, **__: Any) -> None:

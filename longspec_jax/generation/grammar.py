@@ -81,7 +81,7 @@ def compile_grammar(
     library = _library()
     sources: list[tuple[Any, str]] = []
     if json_schema is not None:
-        _check_depth(json_schema)
+        check_depth(json_schema)
         sources.append((library.LLMatcher.grammar_from_json_schema, json.dumps(json_schema)))
     if regex is not None:
         sources.append((library.LLMatcher.grammar_from_regex, regex))
@@ -264,14 +264,15 @@ def vocabulary_of(
     return Vocabulary(table, vocab_size, stop_tokens)
 
 
-def _check_depth(schema: Any, level: int = 1) -> None:
+def check_depth(schema: Any, level: int = 1) -> None:
+    """Refuse a schema of more than :data:`DEEPEST` levels: the library reads them by recursion."""
     if level > DEEPEST:
         raise ValueError(f"a schema of more than {DEEPEST} levels is not read; make it flatter")
     inner = schema.values() if isinstance(schema, Mapping) else schema
     if isinstance(inner, str) or not isinstance(schema, Mapping | Sequence):
         return
     for part in inner:
-        _check_depth(part, level + 1)
+        check_depth(part, level + 1)
 
 
 def _library() -> Any:

@@ -1,7 +1,7 @@
 """The loaded models with the settings of all calls, and what may propose trees in a call."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -173,6 +173,9 @@ def _found_for(
             f"tree {chosen} joins what is looked up, and no draft that looks up is loaded; load "
             f"ngram beside the draft, or leave ~{chosen.lookup} out"
         )
+    if chosen is not None and not chosen.widths and all(each.looks_up for each in models.drafts):
+        # Nothing else proposes: what is looked up is the whole tree.
+        chosen = replace(chosen.looked_up, budget=chosen.budget)
     together = rows if models.row_slots is None else min(rows, models.row_slots)
     target = models.target
     if chosen is not None:

@@ -18,8 +18,8 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from longspec_jax.checks import is_number, is_whole, shown, whole_number
-from longspec_jax.config.sampling import MOST_ALTERNATIVES
+from longspec_jax.checks import is_whole, shown
+from longspec_jax.config.serving import EngineOptions
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import warmup
 from longspec_jax.decoding.cache import cache_bytes
@@ -43,9 +43,10 @@ from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.text import Piece, RowText
+from longspec_jax.schema import read
 
 STOP_WIDTH = 8
-"""Most stop tokens of a request."""
+"""Most stop tokens of a request, unless the target itself has more."""
 
 
 @dataclass(frozen=True)
@@ -143,29 +144,15 @@ class RequestEngine(TextEngine):
     def __init__(
         self,
         models: Models,
-        *,
-        slots: int,
-        max_tokens: int,
         tree: TreeConfig | None = None,
-        adaptive: bool = False,
-        prefills: int = 1,
-        prefixes: bool = False,
-        offload_prefixes: int = 0,
-        max_gap_ms: float | None = None,
-        logprobs: int | None = None,
-        adjusted: bool = False,
-        traced: bool = False,
-        grammars: bool = False,
+        **options: Unpack[EngineOptions],
     ) -> None:
         """Make vacant slots; arguments and errors as of :meth:`longspec_jax.LongSpec.engine`."""
-        sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
-        for name, value in sizes.items():
-            whole_number(name, value)
-        _check_prefixes(models, prefixes, offload_prefixes)
-        if max_gap_ms is not None and not (is_number(max_gap_ms) and max_gap_ms > 0):
-            raise ValueError(f"max_gap_ms={shown(max_gap_ms)} must be a number of milliseconds")
-        if logprobs is not None:
-            whole_number("logprobs", logprobs, 0, MOST_ALTERNATIVES)
+        given = read(EngineOptions, options, "engine()")
+        slots, max_tokens = given["slots"], given["max_tokens"]
+        adaptive, prefills = given["adaptive"], given["prefills"]
+        prefixes, host_bytes = given["prefixes"], given["offload_prefixes"]
+        _check_prefixes(models, prefixes, host_bytes)
         apart = replace(models, draft=tuple(draft.apart for draft in models.drafts))
         drafters, draft = drafters_for(
             apart, tree, slots, adaptive=adaptive, choices=candidates_by_load
@@ -176,30 +163,38 @@ class RequestEngine(TextEngine):
             _say_if_nothing_is_reused(drafters[0], max_tokens, shape.chunk)
         batches = [slots, *[1] * prefills]
         memory = plan_memory(
-            *(models, drafters, draft, batches, shape.capacity, shape.chunk), adjusted=adjusted
+            models,
+            drafters,
+            draft,
+            batches,
+            shape.capacity,
+            shape.chunk,
+            adjusted=given["adjusted"],
         )
-        if offload_prefixes:  # Chunks on their way to the host, and one on its way back.
+        if host_bytes:  # Chunks on their way to the host, and one on its way back.
             moving = (1 + MOST_MOVING) * cache_bytes(models.target_config, 1, shape.chunk)
             memory = replace(memory, working_bytes=memory.working_bytes + moving)
         check_fits(memory, models.mesh)
         self.memory = memory
         """What the engine takes on the device."""
         engine = Engine(
-            *(models.target, drafters, Params(models.target_params, draft)),
+            models.target,
+            drafters,
+            Params(models.target_params, draft),
             slots=slots,
             capacity=shape.capacity,
             chunk=shape.chunk,
             short_chunks=shape.short_chunks,
-            stop_width=STOP_WIDTH,
+            stop_width=max(STOP_WIDTH, len(models.stop_tokens)),
             prefills=prefills,
             prefixes=prefixes,
-            host_bytes=offload_prefixes,
+            host_bytes=host_bytes,
             readmits=True,
-            adjusted=adjusted,
-            contents=Contents(logprobs, trees=traced),
+            adjusted=given["adjusted"],
+            contents=Contents(given["logprobs"], trees=given["traced"]),
         )
         super().__init__(engine)
-        self._max_gap_ms, self._grammars = max_gap_ms, grammars
+        self._max_gap_ms, self._grammars = given["max_gap_ms"], given["grammars"]
         self._pinned: Set[Hashable] = set()
         self._models = models
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
@@ -339,7 +334,8 @@ class RequestEngine(TextEngine):
             chunk = warmup.largest_chunk(
                 warmup.smaller_chunks(engine.prompts.chunk),
                 lambda size: warmup.chunk_seconds(engine, size, requests[0]),
-                *(warmup.longest_round(engine, slowest), self._max_gap_ms / 1000),
+                warmup.longest_round(engine, slowest),
+                self._max_gap_ms / 1000,
             )
             engine.prompts.take_chunks_of(chunk)
         warmup.rehearse_requests(engine, requests, constrained=self._grammars)
@@ -380,8 +376,6 @@ def _say_if_nothing_is_reused(drafter: Drafter, longest: int, chunk: int) -> Non
 
 def _check_prefixes(models: Models, prefixes: bool, host_bytes: int) -> None:
     """Refuse a reuse of prefixes that is not possible."""
-    if not (is_whole(host_bytes) and host_bytes >= 0):
-        raise ValueError(f"offload_prefixes={shown(host_bytes)} must be a number of bytes")
     if host_bytes and not prefixes:
         raise ValueError("offload_prefixes is about prefixes that are reused; pass prefixes=True")
     if host_bytes and jax.process_count() > 1:

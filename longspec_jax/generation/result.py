@@ -14,6 +14,7 @@ import numpy as np
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.logprobs import TokenLogprob
+from longspec_jax.decoding.report import RoundTree
 from longspec_jax.generation.activity import TreeTiming
 from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.memory import MemoryPlan
@@ -122,6 +123,9 @@ class GenerateResult:
     prompt_logprobs: tuple[tuple[TokenLogprob | None, ...] | None, ...] = ()
     """Of every token of the prompt but the first, which has none; None in rows that did not ask
     with ``prompt_logprobs=``."""
+    trees: tuple[tuple[RoundTree, ...], ...] = ()
+    """With ``return_trees=True``, of every row's rounds all that the target verified: candidates,
+    its own draws and the accepted path. A round without a draft has its root alone."""
     scores: tuple[np.ndarray, ...] = ()
     """With ``output_scores=True``, of every row's ``n`` emitted tokens ``[n, V]``, float32: what
     each was drawn from, behind biases, penalties, temperature and filters (-inf for what they leave

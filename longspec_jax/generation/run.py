@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import TokenLogprob
+from longspec_jax.decoding.report import RoundTree
 from longspec_jax.decoding.same_bits import is_identical
 from longspec_jax.drafters.base import NoDraft, proposers
 from longspec_jax.generation.activity import Activity, OnActivity, Prefilling, Tuned
@@ -55,6 +56,8 @@ class RowOutput:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of every token, where they are reported."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    trees: list[RoundTree] = field(default_factory=list)
+    """Of every round, where they are reported."""
     done: bool = False
 
     def since(self, tokens: int, pieces: int) -> tuple[tuple[Any, ...], ...]:
@@ -69,6 +72,7 @@ class RowOutput:
         self.drafted += output.drafted
         self.sources += output.sources
         self.logprobs += output.logprobs
+        self.trees += output.trees
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = tuple(output.prompt_logprobs)
         for accepted in output.rounds:
@@ -264,8 +268,11 @@ def prefilled(
     """
     plan = settled.plan
     compiled = known.warm.prepare(plan, streams, on_activity, rounds=rounds)
-    policy = settled.policy(known.warm.seconds(plan)) if len(plan.drafters) > 1 else None
-    engine = plan_engine(plan, streams=streams, policy=policy)
+    policy, ready = None, plan
+    if len(plan.drafters) > 1:
+        seconds = known.warm.seconds(plan)
+        policy, ready = settled.policy(seconds), settled.weighing(seconds)
+    engine = plan_engine(ready, streams=streams, policy=policy)
     engine.round_seconds = known.warm.round_seconds(plan)
     requests = TextEngine(engine)
     for row in range(plan.rows):  # The rows' numbers are those of the requests.
@@ -326,6 +333,7 @@ def follow(run: Run, on_round: OnRound | None = None) -> GenerateResult:
         run.stats,
         logprobs=tuple(tuple(row.logprobs) for row in run.rows),
         prompt_logprobs=tuple(row.prompt_logprobs for row in run.rows),
+        trees=tuple(tuple(row.trees) for row in run.rows),
     )
     learn(run, result.stats)
     return result

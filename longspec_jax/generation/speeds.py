@@ -19,11 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 
+import jax
+
 from longspec_jax import files
 from longspec_jax.checks import is_whole
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.policy import FastestWithinBudget, Measurement, Policy
+from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.drafters.base import Drafter
 from longspec_jax.generation.activity import TreeTiming
 from longspec_jax.generation.call import Plan
@@ -37,6 +40,19 @@ WORSE, JUDGED = 0.8, 8
 rounds that have to show it."""
 GAIN = 1.03
 """How much faster than plain decoding a tree must have been to be begun with."""
+NARROW, WIDE = 0.55, 0.7
+"""Guesses of how likely a level of a model's tree holds the target's token, by its width."""
+FOUND, WEIGHED = 1.3, 1.15
+"""Guesses of the tokens of a round of lookup alone: of one that verifies every tree, and, in plain
+rounds' seconds, of one that weighs it."""
+
+
+def guessed_tokens(tree: TreeConfig) -> float:
+    """A guess of what a round of a tree emits that nobody has seen."""
+    if not tree.widths:
+        return FOUND if tree.num_levels else 1.0
+    share = NARROW if max(tree.widths) == 1 else WIDE
+    return sum(share**depth for depth in range(1 + len(tree.widths)))
 
 
 class KnownSpeeds:
@@ -103,10 +119,33 @@ class Settled:
         """
         if len(seconds) < 2:
             return None
-        emitted = {one.tree: one.tokens for one in self.timings}
-        trees = [drafter.tree for drafter in self.plan.drafters]
-        tokens = [emitted.get(tree) if tree.num_levels else 1.0 for tree in trees]
-        return FastestWithinBudget.timed(seconds, tokens, self.first)
+        known = {one.tree: one for one in self.timings}
+        times, tokens, guesses = list(seconds), [], []
+        for index, drafter in enumerate(self.plan.drafters):
+            tree, weighed = drafter.tree, weighs_trees(drafter, self.plan.params)
+            seen = known.get(tree)
+            tokens.append(1.0 if not tree.num_levels else None if seen is None else seen.tokens)
+            guesses.append(WEIGHED if weighed else guessed_tokens(tree))
+            if weighed:
+                # Some of its rounds are plain ones: all, or as many as in earlier calls.
+                least = seconds[0] if seen is None else seen.seconds
+                times[index] = min(max(least, seconds[0]), seconds[index])
+        first = self.first
+        if not known:
+            speeds = [guess / each for guess, each in zip(guesses, times, strict=True)]
+            first = speeds.index(max(speeds))
+        return FastestWithinBudget.timed(times, tokens, first, guesses)
+
+    def weighing(self, seconds: Sequence[float]) -> Plan:
+        """The plan with the seconds by which a round weighs its tree, where it does."""
+        if self.plan.params.costs is None or len(seconds) < 2:
+            return self.plan
+        free = [
+            each
+            for drafter, each in zip(self.plan.drafters, seconds, strict=True)
+            if weighs_trees(drafter, self.plan.params)
+        ]
+        return self.plan.weighing(seconds[0], max(free))
 
 
 def settle(
@@ -131,7 +170,18 @@ def settle(
         own, first = [own[first]], 0
     if not any(one.tree.num_levels for one in own):
         return Settled(plan.without_draft(), 0, timings, kind)
-    return Settled(replace(plan, drafters=tuple(own)), first, timings, kind)
+    settled = replace(plan, drafters=tuple(own))
+    if identical and len(own) > 1 and weighs() and any(one.proposes_freely for one in own):
+        settled = settled.weighing()
+    return Settled(settled, first, timings, kind)
+
+
+def weighs() -> bool:
+    """Whether rounds weigh what lookup proposes: on a CPU, where a node takes half a plain round.
+
+    A GPU would wait for the host in the midst of every round.
+    """
+    return jax.default_backend() == "cpu"
 
 
 def begun_with(drafters: Sequence[Drafter], known: Sequence[TreeTiming], usual: TreeConfig) -> int:

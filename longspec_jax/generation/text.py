@@ -45,6 +45,8 @@ class Piece(NamedTuple):
     text: str
     drafted: bool
     """Whether the token that completed it was an accepted draft token."""
+    token: int = NO_TOKEN
+    """The token that completed it; ``NO_TOKEN`` where the end of the row did."""
 
 
 class Detokenizer:
@@ -154,7 +156,7 @@ class RowText:
         kept = 0
         for token, draft in zip(tokens, drafted, strict=True):
             kept += 1
-            pieces += self._read(Piece(self._detokenizer.push(token), draft))
+            pieces += self._read(Piece(self._detokenizer.push(token), draft, int(token)))
             if self._search is not None and not self.stopped:
                 pieces += self._look(self._search, token, draft)
             if self.stopped:

@@ -26,7 +26,9 @@ def plan_engine(plan: Plan, *, streams: bool, policy: Policy | None = None) -> E
     """An engine for the rows of a plan; of a stream, if the run is followed round by round."""
     streams = streams or plan.waits
     return Engine(
-        *(plan.target, plan.drafters, plan.params),
+        plan.target,
+        plan.drafters,
+        plan.params,
         slots=plan.slots,
         capacity=plan.shape.capacity,
         chunk=plan.shape.chunk,

@@ -69,7 +69,12 @@ class Attention(nn.Module):
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         slots = c.num_groups * (2 if c.gated_attention else 1)
         self.qkv = GroupedQKV(
-            *(c.model_width, c.num_kv_heads, slots, c.head_width, dtype, c.qkv_bias),
+            c.model_width,
+            c.num_kv_heads,
+            slots,
+            c.head_width,
+            dtype,
+            c.qkv_bias,
             projection=self.projection,
         )
         heads = c.num_heads, c.head_width

@@ -102,7 +102,8 @@ def split_heads(
         name="split_heads",
     )(
         qkv.reshape(rows, kv_heads * slots, width),
-        *(cos.reshape(rows, half), sin.reshape(rows, half)),
+        cos.reshape(rows, half),
+        sin.reshape(rows, half),
         *(scales or ()),
     )
     shape = (batch, tokens, kv_heads, width)

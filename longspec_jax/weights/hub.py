@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import list_repo_files, snapshot_download
 
-from longspec_jax.checks import first_line, shown
+from longspec_jax.checks import first_line, nearest, shown
 from longspec_jax.released import DRAFTS, RELEASED
 from longspec_jax.weights.checkpoint import MEDUSA_FILES, WEIGHT_FILES
 from longspec_jax.weights.fetching import fetched
@@ -77,9 +77,10 @@ def local_model(source: str | Path, revision: str | None = None) -> Path:
     parts = name.split("/")
     names_file = len(parts) == 3 and name.endswith(SUFFIX)
     if (len(parts) != 2 and not names_file) or name.startswith((".", "/", "~")):
+        meant = nearest(name, (*RELEASED, *DRAFTS))
         raise FileNotFoundError(
             f"{path} is not a folder; name a folder with config.json and weights, a GGUF file, or "
-            "a hub id of the form owner/model"
+            f"a hub id of the form owner/model{f' (did you mean {meant}?)' if meant else ''}"
         )
     return (
         _download(name, revision)

@@ -599,6 +599,29 @@ def test_candidates_of_joined_drafters_share_a_state_and_all_learn(models: Param
             np.testing.assert_array_equal(text, [*tokens[b, : LENGTHS[b]], *row[:-1]])
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_trees_that_are_weighed_change_no_token(models: Params, streams: bool) -> None:
+    """Lookup alone, verified where it is worth its seconds: always, never, and now and then."""
+    target, tokens = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size)
+    drafter, draft = joined(TreeConfig((), 9, lookup=4)), (models.draft, ())
+    for req in (*GREEDY, EVERY[0]):
+        plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+        unweighed = Params(models.target, draft)
+        _, always = generate(target, drafter, unweighed, tokens, LENGTHS, req, streams=streams)
+        accepted = []
+        for tree in (0.0, 2.5, 99.0):
+            params = Params(models.target, draft, np.asarray([1.0, tree], np.float32))
+            rows, state = generate(target, drafter, params, tokens, LENGTHS, req, streams=streams)
+            assert_same(rows, plain)
+            accepted.append(emitted_in_rounds(state))
+            for b, row in enumerate(rows):
+                length = int(LENGTHS[b]) + len(row) - 1
+                text = np.asarray(state.rows.draft[1].tokens)[b, :length]
+                np.testing.assert_array_equal(text, [*tokens[b, : LENGTHS[b]], *row[:-1]])
+        assert accepted[0] == emitted_in_rounds(always)
+        assert accepted[0] > accepted[1] > accepted[2] == 0
+
+
 @pytest.mark.parametrize("requests", [GREEDY, EVERY], ids=["greedy", "every"])
 @pytest.mark.parametrize("tree", ["3,4,2@12~4", "4,4@9~2", "1,1,1~8"])
 def test_joined_drafters_change_no_token(tree: str, requests: list[Request]) -> None:

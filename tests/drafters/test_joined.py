@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
@@ -19,6 +20,7 @@ from longspec_jax.drafters.streaming import StreamingDraft
 from longspec_jax.drafters.suffix import SuffixDraft
 from longspec_jax.drafters.tree import Tree, beam_search, best_nodes, node_depths, subtree
 from longspec_jax.drafters.union import union
+from longspec_jax.generation.models import drafters_for
 from longspec_jax.loading import with_lookup
 from tests.drafters.test_ngram import paths
 
@@ -209,6 +211,14 @@ def test_who_proposes_to_which_tree() -> None:
     assert [member.tree for _, member in lookups.active] == [TreeConfig((2, 2))] * 2
 
 
+@pytest.mark.parametrize("drafts", [["ngram"], ["suffix"], ["ngram", "suffix"]])
+def test_lookup_alone_takes_the_tree_that_names_its_levels(drafts: list[str]) -> None:
+    """``none@9~4`` is lookup's part of a joined tree, and the whole of one that nothing joins."""
+    spec = LongSpec.demo(draft=drafts)
+    [drafter], _ = drafters_for(spec, TreeConfig.parse("none@9~4"), 1, adaptive=False)
+    assert drafter.tree == TreeConfig((8,) * 4, budget=9)
+
+
 def test_lookup_joins_every_draft_with_a_model() -> None:
     assert [each.name for each in with_lookup((StreamingDraft(),))] == ["streaming", "ngram"]
     for drafts in ((), (NgramDraft(),), (StreamingDraft(), SuffixDraft())):
@@ -221,6 +231,8 @@ def test_lookup_joins_every_draft_with_a_model() -> None:
         levels = [min(JOINED_LEVELS, tree.num_nodes - 1) for tree in joined]
         assert [tree.lookup for tree in joined] == levels
         assert all(tree.num_nodes >= 6 for tree in joined)
+        assert [tree for tree in joined if not tree.widths], "lookup alone is a candidate"
+    assert not usual.settled
 
 
 def test_lookup_gets_all_tokens_and_takes_no_features_from_others() -> None:

@@ -107,6 +107,15 @@ def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     decoded(drafter, test_dflash.random_params(window.config, test_dflash.KNOWN), plain)
 
 
+@pytest.mark.parametrize(
+    "config", [test_dflash.CAUSAL, test_dflash.DFLASH2], ids=["jetspec", "dflash2"]
+)
+def test_its_successors_change_no_token(config: Any, plain: list[list[np.ndarray]]) -> None:
+    """JetSpec's causal block of 16 slots and DFlash 2, with windows that wrap, and sinks."""
+    drafter = replace(test_dflash.WINDOW, config=config, tree=TREE)
+    decoded(drafter, test_dflash.random_params(config), plain)
+
+
 def test_a_parallel_draft_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     """With a window that wraps, and a tree as deep as its block."""
     drafter = replace(test_parallel.DRAFTER, tree=TreeConfig((3, 7, 7, 2), budget=12))

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from infer.serve.protocol import Refused
+from infer.serve.fields import Refused
 from longspec_jax import PLAIN
 from longspec_jax.generation.endpoint import KEY, Endpoint
 from tests.infer.toys import toy_spec

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from longspec_jax import GenerateResult, LongSpec, TreeConfig
+from longspec_jax.checks import Refused
+from longspec_jax.config import serving
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.slots import EngineStatus
@@ -19,6 +21,7 @@ from longspec_jax.generation import requests as requests_lib
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 from tests.infer.toys import STOP, toy_spec
 from tests.kit import compilations
+from tests.refusals import wrong
 
 PROMPTS = ["ab cd gh é", "cd", "é ab ab ab gh cd", "gh ab"]
 OPTIONS = [
@@ -253,13 +256,27 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
             engine.submit([1], priority="high", max_new_tokens=2)
         with pytest.raises(ValueError, match="cache_salt=3 must be text"):
             engine.submit([1], cache_salt=3, max_new_tokens=2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="slots"):
-        spec.engine(slots=0, max_tokens=9)
-    for options, said in (
+    for name, option in serving.OPTIONS.items():
+        for value in wrong(option.rule):
+            with pytest.raises(Refused, match=f"^{name}=.* must be "):
+                asked: dict[str, Any] = {"slots": 1, "max_tokens": 9, name: value}
+                spec.engine(**asked)
+    wrong_names: list[tuple[dict[str, Any], str]] = [
+        ({"slots": 1}, "needs max_tokens"),
+        ({"slot": 1}, "did you mean 'slots'"),
+    ]
+    for given, said in wrong_names:
+        with pytest.raises(TypeError, match=said):
+            spec.engine(**given)
+    contradictions: list[tuple[dict[str, Any], str]] = [
         ({"offload_prefixes": 9}, "pass prefixes=True"),
-        ({"prefixes": True, "offload_prefixes": -1}, "offload_prefixes=-1 must be a number of"),
+        (
+            {"prefixes": True, "offload_prefixes": -1},
+            "offload_prefixes=-1 must be a whole",
+        ),
         ({"max_gap_ms": 0}, "max_gap_ms=0 must be a number of milliseconds"),
-    ):
+    ]
+    for options, said in contradictions:
         with pytest.raises(ValueError, match=said):
             spec.engine(slots=1, max_tokens=9, **options)
     with spec.engine(slots=1, max_tokens=9) as engine:

@@ -22,6 +22,7 @@ from longspec_jax.generation.call import plan_call
 from longspec_jax.generation.inputs import read_batch
 from longspec_jax.generation.speeds import KnownSpeeds, begun_with, kept_speeds, settle
 from longspec_jax.generation.warm import WarmShapes
+from longspec_jax.loading import with_lookup
 from tests.infer.toys import bound_draft, toy_spec
 from tests.lookup import LookupDrafter
 
@@ -134,6 +135,26 @@ def test_a_policy_begins_with_what_is_known(spec) -> None:
     assert policy is not None and policy.choose().candidate == 1 and policy.choose().rounds > 2
     policy = settle(plan, speeds, streams=False, identical=True).policy((1.0, 9.0))
     assert policy is not None and policy.choose().candidate == 0, "at this context it does not pay"
+
+
+def test_lookup_alone_weighs_its_trees_by_the_seconds_of_the_warm_up(spec) -> None:
+    joined = dataclasses.replace(spec, draft=with_lookup(spec.drafts))
+    plan = planned(joined)
+    settled = settle(plan, spec._speeds, streams=False, identical=True)
+    assert [str(each.tree) for each in settled.plan.drafters] == ["none", "chain:3@6~5", "none@8~7"]
+    assert settled.plan.signature != plan.signature
+    assert settled.plan.params.costs.tolist() == [1.0, 0.0], "the warm-up runs whole trees"
+    assert settled.weighing((1.0, 2.5, 1.5)).params.costs.tolist() == [1.0, 1.5]
+    # What nobody has seen is guessed: of three levels two tokens.
+    for model, first in ((2.5, 2), (1.2, 1)):
+        policy: Any = settled.policy((1.0, model, 1.5))
+        assert policy.choose() == (first, 2)
+    for options in ({"identical": False}, {"identical": True, "fixed": True}):
+        other = settle(plan, spec._speeds, streams=False, **options)
+        assert other.plan.params.costs is None and other.weighing((1.0, 1.0)) is other.plan
+    result, [begun] = told(joined)
+    assert result.sequences == spec.generate(PROMPT, tree=PLAIN, **OPTIONS).sequences
+    assert begun.tree in [use.tree for use in result.stats.trees]
 
 
 def test_a_tree_must_clearly_pay() -> None:

@@ -17,6 +17,7 @@ from tests.train.drafts import test_small_lm as small_lm
 
 KINDS: dict[str, Callable[..., Any]] = {
     "dflash": lambda: (dflash.SETTINGS, tiny.given(dflash.STAGE), dflash.batch(), 90),
+    "dflash-causal": lambda: (dflash.JETSPEC, tiny.given(dflash.STAGE), dflash.batch(), 90),
     "eagle3": lambda: (eagle3.SETTINGS, eagle3.counted(), eagle3.batch(), 30),
     "longspec": lambda: (longspec.SETTINGS, tiny.given(longspec.STAGE), longspec.DATA, 30),
     "parallel": lambda: (parallel.SETTINGS, tiny.given(parallel.STAGE), parallel.DATA, 16),

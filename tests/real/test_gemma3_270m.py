@@ -1,5 +1,6 @@
 """Gemma 3 270M from its GGUF file: windows, norms with a one, and a vocabulary of 262,144."""
 
+import numpy as np
 import pytest
 
 from longspec_jax import PLAIN, LongSpec
@@ -8,7 +9,7 @@ from longspec_jax.weights.gguf.file import read_gguf
 from tests.real.kit import document, greedy, model_file, oracle, prompts
 from tests.weights.gguf.tokens import SENTENCES, joined_by_scores, pieces_of_code
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 NEW = 16
 
 
@@ -20,7 +21,9 @@ def test_text_and_tokens():
     long = spec.tokenizer(document(8_000))["input_ids"][:1200]
     assert len(long) == 1200
     options = dict(max_new_tokens=NEW, eos_token_id=[], tree=PLAIN)
-    found = [*spec.generate(rows, **options).sequences, *spec.generate([long], **options).sequences]
+    results = [spec.generate(each, output_logits=True, **options) for each in (rows, [long])]
+    found = [row for each in results for row in each.sequences]
+    logits = [row for each in results for row in each.logits]
     texts = [*SENTENCES, *pieces_of_code(180)]
     keys = read_gguf(model_file("gemma3-270m")).metadata.values
     for text, expected in zip(texts, joined_by_scores(keys, texts), strict=True):
@@ -33,8 +36,9 @@ def test_text_and_tokens():
     del spec
     model = oracle("gemma3-270m")
     for index, prompt in enumerate([*rows, long]):
-        tokens, _ = greedy(model, prompt, NEW)
+        tokens, expected = greedy(model, prompt, NEW)
         assert list(found[index]) == tokens, index
+        np.testing.assert_allclose(logits[index], expected, atol=2e-3)
         if index < 4:
             assert list(drafted.sequences[index]) == tokens
 

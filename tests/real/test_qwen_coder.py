@@ -1,13 +1,18 @@
 """Qwen2.5-Coder-1.5B from its GGUF file, whose output is its own though the model ties it."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from longspec_jax import PLAIN, LongSpec
+from longspec_jax.drafters.draft import Target
+from longspec_jax.loading import choose_drafts
 from longspec_jax.weights.gguf.file import read_gguf
-from tests.real.kit import CHATS, CODE, greedy, model_file, oracle
+from tests.real.kit import CHATS, CODE, document, greedy, model_file, oracle
 from tests.weights.gguf.tokens import SENTENCES, joined_by_rank, pieces_of_code
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 NEW = 12
 
 
@@ -25,16 +30,22 @@ def test_tokenizer_and_chat():
 
 @pytest.mark.slow
 def test_text_is_transformers():
-    """Four prompts, token for token; 6 GB for each of the two models."""
+    """Four prompts, one of them long, token for token; 6 GB for each of the two models."""
     spec = LongSpec.from_pretrained(model_file("qwen-coder"), dtype="float32")
     assert spec.stop_tokens == (151645, 151643)
     tokenizer = spec.tokenizer
-    rows = [tokenizer(text)["input_ids"] for text in CODE[:3]]
+    rows = [tokenizer(text)["input_ids"] for text in (*CODE[:2], document(2_000))]
     message = [{"role": "user", "content": CHATS[0]}]
     chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     rows.append(tokenizer(chat)["input_ids"])
-    result = spec.generate(rows, max_new_tokens=NEW, eos_token_id=[], tree=PLAIN)
-    del spec
+    options = {"max_new_tokens": NEW, "eos_token_id": []}
+    result = spec.generate(rows, tree=PLAIN, output_logits=True, **options)
+    target = Target(spec.target_config, spec.target_params, spec.tokenizer)
+    spec = replace(spec, draft=[one.load(target) for one in choose_drafts(["ngram"], {})])
+    assert spec.generate(rows, tree="none@6~3", **options).sequences == result.sequences
+    del spec, target
     model = oracle("qwen-coder")
     for index, prompt in enumerate(rows):
-        assert list(result.sequences[index]) == greedy(model, prompt, NEW)[0], index
+        tokens, logits = greedy(model, prompt, NEW)
+        assert list(result.sequences[index]) == tokens, index
+        np.testing.assert_allclose(result.logits[index], logits, atol=2e-3)

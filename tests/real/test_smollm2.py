@@ -1,6 +1,7 @@
-"""SmolLM2-135M from its GGUF file: text, tokens, drafters, server and quantisation."""
+"""SmolLM2-135M from its GGUF file: text, tokens, drafters, server, quantisation and training."""
 
 import asyncio
+import json
 import socket
 import threading
 from dataclasses import replace
@@ -15,8 +16,9 @@ from longspec_jax.weights.gguf.file import read_gguf
 from tests.real.kit import document, greedy, model_file, oracle, prompts
 from tests.weights.gguf.tokens import SENTENCES, joined_by_rank, pieces_of_code
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 NEW = 16
+LONGSPEC = "smollm2-longspec"
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +58,61 @@ def test_a_long_document(spec, reference):
     assert list(result.sequences[0]) == greedy(reference, tokens, 16)[0]
 
 
-@pytest.mark.parametrize(
-    ("draft", "tree"),
-    [
-        ("smollm2-longspec", "4,4,4@12"),
-        ("ngram", "8,8,8,8@12"),
-        ("suffix", "8,8,8,8@12"),
-    ],
-)
-def test_every_drafter_gives_the_plain_text(spec, rows, plain, draft, tree):
+def drafted(spec, *names):
+    """The model with these drafts."""
     target = Target(spec.target_config, spec.target_params, spec.tokenizer)
-    (chosen,) = choose_drafts([draft], {})
-    drafted = replace(spec, draft=chosen.load(target))
-    result = drafted.generate(rows, max_new_tokens=NEW, eos_token_id=[], tree=tree)
-    assert result.sequences == plain.sequences
-    assert result.stats.acceptance_length > 1.1
+    return replace(spec, draft=[one.load(target) for one in choose_drafts(names, {})])
+
+
+@pytest.mark.parametrize(
+    ("drafts", "tree"),
+    [
+        ([LONGSPEC], "4,4,4@12"),
+        (["ngram"], "none@12~4"),
+        (["suffix"], "none@12~4"),
+        (["streaming"], "chain:2"),
+        ([LONGSPEC, "ngram"], "4,4@12~6"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else value,
+)
+def test_every_drafter_gives_the_plain_text(spec, rows, plain, drafts, tree):
+    """One prompt of every kind, and one more."""
+    options = {"max_new_tokens": NEW, "eos_token_id": []}
+    found = drafted(spec, *drafts).generate(rows[::4], tree=tree, **options)
+    assert found.sequences == plain.sequences[::4]
+    assert found.stats.acceptance_length > 1.1
+
+
+def test_a_draft_that_was_trained_for_twenty_steps(spec, rows, plain, tmp_path):
+    """It learns, loads and drafts; what little it has learned changes no token."""
+    from train import run
+
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": document(20_000)}) + "\n")
+    options = {
+        "target": model_file("smollm2"),
+        "dtype": "float32",
+        "data.files": text,
+        "draft.init": "",
+        "log_every": 1,
+        "stages.answers.seq_len": 64,
+        "stages.answers.batch": 1,
+        "stages.answers.max_offset": 0,
+        "stages.answers.max_seconds": 0,
+        "stages.answers.steps": 20,
+        "accept_rows": 1,
+        "accept_seq_len": 64,
+    }
+    given = [f"--config.{name}={value}" for name, value in options.items()]
+    workdir = tmp_path / "run"
+    assert run.main(["--config=smollm2:answers", f"--workdir={workdir}", *given]) == 0
+    records = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 20 and losses[-1] < losses[0]
+    found = drafted(spec, str(workdir / "draft")).generate(
+        rows[:2], max_new_tokens=NEW, eos_token_id=[], tree="2,2@4"
+    )
+    assert found.sequences == plain.sequences[:2]
 
 
 def test_tokenizer_chat_and_stops(spec):

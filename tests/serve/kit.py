@@ -38,7 +38,7 @@ def scripted_model(**changes: Any) -> ServedModel:
         "most_rows": 16,
         "encode": lambda text, special: [LETTERS.index(letter) for letter in text],
         "decode": lambda tokens: "".join(LETTERS[token] for token in tokens),
-        "encode_chat": lambda messages: [
+        "encode_chat": lambda messages, tools, variables: [
             LETTERS.index(letter) for message in messages for letter in message["content"]
         ],
         "trees": (PLAIN, TreeConfig((1, 1, 1))),

@@ -18,6 +18,7 @@ from infer.serve.calls import (
     read_tokenize,
     rows_of,
 )
+from infer.serve.fields import Neutral, Refused, read
 from infer.serve.guards import (
     DEEPEST,
     MOST_BYTES,
@@ -27,24 +28,14 @@ from infer.serve.guards import (
     most_values,
     read_json,
 )
-from infer.serve.protocol import (
-    GETS,
-    MOST_PARTS,
-    POSTS,
-    Chat,
-    Completion,
-    Detokenize,
-    Neutral,
-    Refused,
-    Tokenize,
-    describe,
-    read,
-)
+from infer.serve.openapi import GETS, POSTS, describe
+from infer.serve.protocol import MOST_PARTS, Chat, Completion, Detokenize, Tokenize
 from longspec_jax import TreeConfig
 from tests.serve.kit import MAX_LEN, scripted_model
 
 MODEL = scripted_model()
 TALK = [{"role": "user", "content": "ab"}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "a"}}
 
 
 def completion(**fields: Any) -> Call:
@@ -104,7 +95,7 @@ def test_fields_become_the_options_of_the_engine(fields: dict, options: dict) ->
 DOCUMENT = json.loads(json.dumps(describe(has_key=True)))
 ASKED: dict[Any, dict[str, Any]] = {
     Completion: {"prompt": "ab", "stream": True, "echo": True},
-    Chat: {"messages": TALK, "stream": True, "logprobs": True},
+    Chat: {"messages": TALK, "stream": True, "logprobs": True, "tools": [TOOL]},
     Tokenize: {"prompt": "ab"},
     Detokenize: {"tokens": [1]},
 }
@@ -194,7 +185,7 @@ def test_every_field_takes_what_it_is_described_to_take_and_names_itself_for_the
             assert str(error).startswith((name, "the field ", "unknown field ")), str(error)
             refused += 1
         for right in edges(schema):
-            if name != "best_of":  # Which must be n.
+            if name not in ("best_of", "tools"):  # Which must be n, and of different names.
                 read(kind, {name: right} if name == "messages" else {**asked, name: right})
     assert refused > 15
 
@@ -257,7 +248,7 @@ BOTH = TEXTS + CHATS
         (
             CHATS,
             {"tools": [{}]},
-            "tools=[{}] must be [] or absent: nothing else is supported; put what",
+            "the field type of tools[0] is missing: function",
         ),
         (CHATS, {"chat_template": "x"}, "--chat_template=FILE"),
         (CHATS, {"messages": []}, "messages=[] must have at least 1 item"),
@@ -265,7 +256,7 @@ BOTH = TEXTS + CHATS
         (
             CHATS,
             {"messages": [{"role": "tool", "content": "x"}]},
-            "messages[0].role='tool' must be one of system, developer, user, assistant; tools are",
+            "chat template has calls of tools in no form that the server reads; it reads Hermes",
         ),
         (
             CHATS,

@@ -21,7 +21,7 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 from infer.serve import app
 from infer.serve.calls import ServedModel
 from infer.serve.http_server import log_to_stderr
-from infer.serve.protocol import GETS, POSTS
+from infer.serve.openapi import GETS, POSTS
 from longspec_jax.decoding import launches
 from tests.serve.kit import Client, ScriptedEngine, events, scripted_model, serving
 

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from infer.serve import answers
 from infer.serve.answers import SLICE, Writer, json_bytes, long_json_bytes, rounds_of
-from infer.serve.protocol import Completion, read
+from infer.serve.fields import read
+from infer.serve.protocol import Completion
 from infer.serve.streaming import Answer, RequestHandle, TokenTexts, token_text
 from longspec_jax.decoding import logprobs
 from longspec_jax.decoding.logprobs import unpacked_logprobs

@@ -11,8 +11,8 @@ import pytest
 
 from infer.serve.calls import Row
 from infer.serve.engine_thread import EngineThread, State
+from infer.serve.fields import Refused
 from infer.serve.metrics import Metrics
-from infer.serve.protocol import Refused
 from infer.serve.streaming import RequestHandle
 from longspec_jax.generation.requests import RequestOutput
 from tests.serve.kit import LEVELS, ScriptedEngine

@@ -10,7 +10,7 @@ import pytest
 from longspec_jax import PLAIN, LongSpec, cli
 from tests.serve.kit import GeneratingEngine, model_of, serving
 from tests.train.tiny import save_tiny_target
-from train import regenerate, regeneration
+from train import answering, regenerate, regeneration
 from train.answering import seed_of
 from train.data.documents import to_turns
 from train.data.tokens import load_tokenizer
@@ -67,7 +67,7 @@ def data(tmp_path: Path) -> Path:
 def given(target: Path, data: Path, out: str = "out.jsonl", **options: Any) -> list[str]:
     values = dict(
         target=target, files=data, out=data.parent / out, max_new_tokens=NEW, temperature=1.0,
-        seed=SEED, prefix_tokens=5, row_slots=2, rows_at_once=3, dtype="float32",
+        seed=SEED, prefix_tokens=5, row_slots=2, dtype="float32",
     )  # fmt: skip
     return [f"--{name}={value}" for name, value in {**values, **options}.items()]
 
@@ -166,18 +166,24 @@ def test_the_target_answers_every_question_as_it_would_alone(
 @pytest.mark.parametrize(
     ("left", "options"),
     [
-        (0.0, dict(row_slots=3, rows_at_once=9)),
-        (0.4, dict(rows_at_once=1)),
+        (0.0, dict(row_slots=3)),
+        (0.4, dict(row_slots=1)),
         (0.99, dict(draft="ngram", tree="chain:2")),
     ],
 )
 def test_a_killed_run_goes_on_and_the_rows_are_the_same(
-    left: float, options: dict[str, Any], target: Path, data: Path, expected: list[dict[str, Any]]
+    left: float,
+    options: dict[str, Any],
+    target: Path,
+    data: Path,
+    expected: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wherever its file ends, however many rows are answered together, whatever drafts."""
     whole = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in expected).encode()
     out = data.parent / "out.jsonl"
     settings = given(target, data)
+    monkeypatch.setattr(answering, "SHORTEST", 8)  # Engines are made anew for longer rows.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regeneration.Answering, "run", interrupted)
         assert regenerate.main(settings) == cli.INTERRUPTED

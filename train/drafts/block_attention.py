@@ -28,6 +28,7 @@ def block_attention(
     *,
     window: int | None = None,
     own: tuple[Array, Array] | None = None,
+    causal: bool = False,
 ) -> Float[Array, "B slots N H"]:
     """Attention of blocks to the text before their anchors, and to themselves.
 
@@ -39,14 +40,15 @@ def block_attention(
       window: how many of the tokens before an anchor are seen, the last ones; all if absent.
       own: keys and values of the slots ``[B, slots, K, H]``, which see all of their block; None:
         they do not.
+      causal: slots see none of the later ones.
 
     Returns:
       Zeros where a block sees nothing.
     """
     if past is None or window is not None:
-        out = _in_chunks(q, past, anchors, every, window or 0, own)
+        out = _in_chunks(q, past, anchors, every, window or 0, own, causal)
     else:
-        out = _to_all(q, past, anchors, every, own)
+        out = _to_all(q, past, anchors, every, own, causal)
     [out] = with_sharding("b t n h", out)
     return out
 
@@ -66,6 +68,7 @@ def _to_all(
     anchors: Int[Array, "B M"],
     every: int,
     own: tuple[Array, Array] | None,
+    causal: bool,
 ) -> Float[Array, "B slots N H"]:
     """Blocks that see all of the text before them, by the fused causal kernel.
 
@@ -84,7 +87,7 @@ def _to_all(
     # Heads that read the same keys stay together.
     places = places.transpose(0, 1, 3, 4, 2, 5, 6).reshape(rows, blocks, every, -1, width)
     keys, values = (_padded(each, length) for each in past)
-    near = _near(places, keys, values, anchors, own)
+    near = _near(places, keys, values, anchors, own, causal)
 
     def a_stretch_before(each: Array) -> Array:
         moved = each[:, 1:].reshape(rows, length - every, *each.shape[3:])
@@ -106,6 +109,7 @@ def _near(
     values: Float[Array, "B T K H"],
     anchors: Int[Array, "B M"],
     own: tuple[Array, Array] | None,
+    causal: bool,
 ) -> _Near:
     """Attention to a block's own keys, and to those behind a place's but before the anchor."""
     rows, blocks, every, _, width = places.shape
@@ -135,6 +139,13 @@ def _near(
         preferred_element_type=jnp.float32,
     )
     seen = seen[:, :, :, None, None]
+    if own is not None and causal:
+        # A place has slots ``every`` apart, one for each part of its heads.
+        own_slot = jnp.arange(keys.shape[2]) - 2 * every
+        parts = -(-(len(own_slot) - 2 * every) // every)
+        slot = jnp.arange(every)[:, None] + every * jnp.arange(parts)
+        slot = jnp.repeat(slot, grouped.shape[4] // parts, axis=1)
+        seen &= own_slot <= slot[:, None, :, None]
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
     shares = jnp.exp(jnp.where(seen, scores - top, -jnp.inf))
@@ -159,6 +170,7 @@ def _in_chunks(
     every: int,
     window: int,
     own: tuple[Array, Array] | None,
+    causal: bool,
 ) -> Float[Array, "B slots N H"]:
     """Blocks that see a window of the text or nothing of it, some at a time."""
     rows, blocks = anchors.shape
@@ -189,7 +201,9 @@ def _in_chunks(
             parts.append((keys, values, (index < end) & (index >= end - window)))
         if fresh:
             keys, values = (cut(each, start, size) for each in fresh)
-            parts.append((keys, values, jnp.ones((1, 1, shape[2]), bool)))
+            slots = shape[2]
+            each_other = jnp.tri(slots, dtype=bool)[None] if causal else jnp.ones((1, slots), bool)
+            parts.append((keys, values, each_other[None]))
         return _attention(mine, parts)
 
     out = jax.lax.map(some, jnp.arange(0, blocks, size))  # [n, B, C, slots, N, H]
@@ -203,7 +217,7 @@ def _attention(q: Float[Array, "B M S N H"], parts: list[tuple[Array, Array, Arr
     Args:
       q: queries.
       parts: keys and values ``[B, T, K, H]``, or of each block its own ``[B, M, T, K, H]``; and
-        which of them a block sees ``[B, M, T]``.
+        which of them a block sees ``[B, M, T]``, or each of its slots ``[B, M, S, T]``.
     """
     kv_heads, precision = parts[0][0].shape[-2], matmul_precision(q.dtype)
     grouped = q.reshape(*q.shape[:3], kv_heads, -1, q.shape[4])
@@ -216,7 +230,8 @@ def _attention(q: Float[Array, "B M S N H"], parts: list[tuple[Array, Array, Arr
             preferred_element_type=jnp.float32,
         )
         scaled = found * q.shape[-1] ** -0.5
-        scores.append(jnp.where(seen[:, :, None, None, None], scaled, -jnp.inf))
+        seen = seen[:, :, None, None, None] if seen.ndim == 3 else seen[:, :, None, None]
+        scores.append(jnp.where(seen, scaled, -jnp.inf))
     top = jnp.max(jnp.concatenate([each.max(-1, keepdims=True) for each in scores], -1), -1)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))[..., None]
     shares = [jnp.exp(each - top) for each in scores]

@@ -4,6 +4,9 @@ Blocks begin at random anchors in every row (:mod:`train.drafts.blocks`): the te
 anchor and mask tokens behind it, whose slots see each other and, in every layer, what is made of
 the target's features before the anchor. Slot ``j`` learns the text's token at its own place (arXiv
 2602.06036). The text should be the target's own, which ``python -m train.regenerate`` makes of any.
+
+JetSpec's head (arXiv 2606.18394) is a draft whose slots see the earlier ones alone. It learns the
+target's distribution instead of the text, all slots alike.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +33,7 @@ from longspec_jax.ops.slicing import along
 
 from ..acceptance import agreement_report
 from ..config import StageConfig
-from ..losses import cross_entropy_sum
+from ..losses import cross_entropy_sum, distillation_sums
 from ..step import Batch, cast
 from ..target import (
     FORWARD_AND_BACKWARD,
@@ -104,7 +107,8 @@ def run_blocks(
         context = bound.keys_values(hidden, positions)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            return block_attention(q, context[layer], anchors, every, own=(k, v))
+            causal = config.causal[layer]
+            return block_attention(q, context[layer], anchors, every, own=(k, v), causal=causal)
 
         return bound(embedded, at, attend)
 
@@ -133,6 +137,8 @@ class DFlashObjective:
     loss_chunk: int
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0: all."""
+    distillation: float = 0.0
+    """Share of the divergence from the target's distribution in the loss."""
 
     def initialize(self, key: Array) -> Any:
         """Fresh parameters."""
@@ -144,20 +150,26 @@ class DFlashObjective:
         return drawn_anchors(key, rows, length, self.anchor_every)
 
     def sums(self, params: Any, frozen: Any, batch: Batch, draws: Array) -> dict[str, Array]:
-        """The cross-entropy of the text; a row's weights sum up to those of its tokens.
+        """The loss, and its parts where there are two; a row's weights sum up to its tokens'.
 
-        Nothing reads the target behind the last of the draft's features, and the compiler leaves
-        out the rest.
+        Where the text alone is learned, nothing reads the target behind the last of the draft's
+        features, and the compiler leaves out the rest.
         """
-        hidden, _ = self._run(params, frozen, batch, draws)
-        labels, weights, _ = self._slots(batch, draws)
+        hidden, view = self._run(params, frozen, batch, draws)
+        labels, weights, at = self._slots(batch, draws)
         weights *= slot_weights(self.draft.tokens, self.anchor_every, self.decay)
         [head] = with_sharding("v d", head_of(frozen))
         rows = len(labels)
         hidden = hidden.reshape(rows, -1, hidden.shape[-1])
         labels, weights = labels.reshape(rows, -1), weights.reshape(rows, -1)
         about: Any = dict(chunk=self.loss_chunk, cap=self.target.logit_cap)
-        return {"loss": cross_entropy_sum(hidden, head, labels, weights, **about)}
+        if not self.distillation:
+            return {"loss": cross_entropy_sum(hidden, head, labels, weights, **about)}
+        teacher = along(at - 1, view.hidden).reshape(rows, -1, view.hidden.shape[-1])
+        share = self.distillation
+        found = distillation_sums(hidden, teacher, head, labels, weights, share=share, **about)
+        parts = {"cross_entropy": found.cross_entropy, "divergence": found.divergence}
+        return {"loss": found.loss, "target_loss": found.teacher_loss, **parts}
 
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
         """Simulated acceptance; slot ``j`` is shift ``j``."""
@@ -166,18 +178,19 @@ class DFlashObjective:
     def flops_per_token(self, length: int) -> float:
         """Operations that a token of a row of this length needs.
 
-        The target's forward up to the last of the draft's features; the fusion of the features,
-        whose input has no gradient; the draft's forward and backward over its blocks and over the
-        keys and values of the text; the head forward and for the gradient of its input.
+        The target's forward up to the last of the draft's features, or all of it where the draft
+        learns its distribution; the fusion of the features, whose input has no gradient; the
+        draft's forward and backward over its blocks and over the keys and values of the text; the
+        head forward, of the target too where it is learned from, and for the gradient of its input.
         """
-        c, trunk = self.draft, self.draft.trunk
-        unread = self.target.num_layers - 1 - max(c.features)
+        c, trunk, distilled = self.draft, self.draft.trunk, bool(self.distillation)
+        unread = 0 if distilled else self.target.num_layers - 1 - max(c.features)
         read = target_flops(self.target, length) - layers_flops(self.target, length, unread)
         fuse = matmul_flops(len(c.features) * c.target_width, c.model_width)
         seen = c.block + (length + 1) / 2
         slot = projection_flops(trunk) + mlp_flops(trunk) + attention_flops(trunk, seen)
         layer = c.block / self.anchor_every * slot + keys_values_flops(trunk)
-        head = 2 * c.tokens / self.anchor_every * head_flops(self.target)
+        head = (2 + distilled) * c.tokens / self.anchor_every * head_flops(self.target)
         return read + FORWARD_AND_BACKWARD * trunk.num_layers * layer + 2 * fuse + head
 
     def _run(
@@ -235,12 +248,13 @@ class DFlashTrainer:
           ValueError: for a stage of anchor-offset positions.
         """
         refuse_offsets(stage, "a DFlash draft")
-        blocks = self.settings.anchor_every, self.settings.decay
-        return DFlashObjective(self.target, self.draft, *blocks, loss_chunk, mlp_chunk)
+        s, chunks = self.settings, (loss_chunk, mlp_chunk)
+        blocks = s.anchor_every, s.decay
+        return DFlashObjective(self.target, self.draft, *blocks, *chunks, s.distillation)
 
     def reads(self, stage: StageConfig) -> Reads:
-        """The hidden states that it fuses."""
-        return Reads(kept=self.draft.features)
+        """The hidden states that it fuses, and what the loss imitates."""
+        return Reads(hidden=bool(self.settings.distillation), kept=self.draft.features)
 
     def save(self, folder: Path, params: Any) -> None:
         """Write the draft in z-lab's format, which SGLang and vLLM read."""
@@ -307,10 +321,12 @@ def fresh_config(settings: DFlashSettings, target: TargetConfig) -> DFlashConfig
     config = DFlashConfig(
         trunk,
         target_width=target.model_width,
+        target_layers=target.num_layers,
         proposable=target.vocab_size,
         features=features,
         block=settings.block,
         mask_token=target.vocab_size - 1 if mask < 0 else mask,
+        causal=(settings.causal,) * settings.layers,
     )
     config.check_fits(target)
     return config
@@ -328,6 +344,7 @@ def _loaded(source: str, given: Given) -> tuple[DFlashConfig, Any]:
         "has a Markov head": config.markov is not None,
         "has a confidence head": config.confidence is not None,
         "has sliding windows": any(config.windows),
+        "has convolutions": config.convolution is not None,
         "has tables of its own": params.own_embedding or params.stores_head,
     }
     for what, there in more.items():

@@ -226,12 +226,17 @@ class Eagle3Objective:
         tokens, (rows, length) = batch.tokens, batch.tokens.shape
         positions = plain_positions((1, rows), length)[0]
         view = target_view(
-            *(self.target, frozen.target, batch, positions, self.mlp_chunk, self.draft.features)
+            self.target, frozen.target, batch, positions, self.mlp_chunk, self.draft.features
         )
         layer = {name: part for name, part in params.items() if name != "head"}
         embedding = jax.lax.stop_gradient(frozen.target["embedding"])
         hidden = run_draft(
-            *(self.draft, layer, embedding, tokens, positions, view),
+            self.draft,
+            layer,
+            embedding,
+            tokens,
+            positions,
+            view,
             steps=self.steps,
             mlp_chunk=self.mlp_chunk,
             factor=self.target.embedding_factor,
@@ -277,7 +282,11 @@ def _hits(
 
     def of_step(states: Array) -> tuple[Array, Array]:
         return count_hits(
-            *(states, head, view.hidden, target_head, counted),
+            states,
+            head,
+            view.hidden,
+            target_head,
+            counted,
             chunk=objective.loss_chunk,
             places=frozen.places,
         )

@@ -54,7 +54,10 @@ class Eagle3Settings(DraftSettings):
 
 @dataclass(frozen=True)
 class DFlashSettings(DraftSettings):
-    """The draft and its blocks (arXiv 2602.06036). The first four are a fresh draft's."""
+    """The draft and its blocks (arXiv 2602.06036).
+
+    The first four, and ``causal``, are a fresh draft's.
+    """
 
     layers: Annotated[int, Whole(1, 32)]
     """Layers of the draft."""
@@ -69,7 +72,13 @@ class DFlashSettings(DraftSettings):
     anchor_every: AtLeastOne
     """Tokens of a row for each block. The block begins at a random one of them."""
     decay: Positive
-    """Slot ``j`` weighs ``exp(-(j - 1) / decay)``: the first ones decide how much is accepted."""
+    """Slot ``j`` weighs ``exp(-(j - 1) / decay)``: the first ones decide how much is accepted. A
+    large one weighs all alike."""
+    causal: bool = False
+    """Whether a slot sees none of the later ones (JetSpec, arXiv 2606.18394)."""
+    distillation: Share = 0.0
+    """Share of the divergence from the target's own distribution in the loss, 0 to 1. The rest is
+    the cross-entropy of the text, which is all that DFlash learns; JetSpec's share is 1."""
 
 
 @dataclass(frozen=True)

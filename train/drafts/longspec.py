@@ -166,7 +166,9 @@ class LongSpecObjective:
         position_key, shift_key = jax.random.split(key)
         s = self.settings
         positions = drawn_positions(
-            *(position_key, rows, length),
+            position_key,
+            rows,
+            length,
             target=self.target,
             max_offset=self.max_offset if s.anchor_offset else 0,
             max_sinks=s.max_sinks,

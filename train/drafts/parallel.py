@@ -217,7 +217,9 @@ class ParallelObjective:
         position_key, anchor_key = jax.random.split(key)
         s = self.settings
         positions = drawn_positions(
-            *(position_key, rows, length),
+            position_key,
+            rows,
+            length,
             target=self.target,
             max_offset=self.max_offset if s.anchor_offset else 0,
             max_sinks=s.max_sinks,
@@ -262,7 +264,7 @@ class ParallelObjective:
         s, c, tokens, weights = self.settings, self.draft, batch.tokens, batch.weights
         view = target_view(self.target, frozen, batch, draws.positions, self.mlp_chunk)
         hidden = run_blocks(
-            *(c, params, frozen, tokens, draws, view, s.anchor_every), mlp_chunk=self.mlp_chunk
+            c, params, frozen, tokens, draws, view, s.anchor_every, mlp_chunk=self.mlp_chunk
         )
         last = tokens.shape[1] - 1
         index = places(draws.anchors, c.block)

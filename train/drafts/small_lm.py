@@ -67,7 +67,11 @@ class SmallLMObjective:
         labels, weights = next_token_labels(batch.tokens, batch.weights)
         [teacher_head] = with_sharding("v d", head_of(frozen))
         sums = distillation_sums(
-            *(hidden, view.hidden, head, labels, weights),
+            hidden,
+            view.hidden,
+            head,
+            labels,
+            weights,
             share=self.distillation,
             chunk=self.loss_chunk,
             cap=self.target.logit_cap,
@@ -102,7 +106,7 @@ def _hits(
 ) -> tuple[Array, Array, Array]:
     """What :func:`train.acceptance.agreement_report` reads."""
     wanted = run_target(
-        *(objective.target, frozen, batch.tokens, _positions(batch), objective.mlp_chunk)
+        objective.target, frozen, batch.tokens, _positions(batch), objective.mlp_chunk
     ).hidden
     hidden, head = objective.alone.run(params, batch)
     counted = counted_tokens(next_token_labels(batch.tokens, batch.weights)[1])

@@ -5,7 +5,8 @@ Every stored tensor is read, or dropped for a reason that is listed, or refused.
 They count the target's layers differently, as with EAGLE-3 drafts
 (:mod:`longspec_jax.drafters.checkpoints.eagle3`): speculators by the hidden states that *enter* a
 layer, the others by those that *leave* it. A block of DFlash proposes behind the pending token's
-slot; a block of DSpark proposes from it on, one token more.
+slot; a block of DSpark proposes from it on, one token more. JetSpec's heads (arXiv 2606.18394) are
+z-lab's files with one key more, :data:`CAUSAL`.
 """
 
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ from longspec_jax.drafters.dflash import (
     DFlashParams,
     Markov,
 )
+from longspec_jax.drafters.dflash2 import Convolution, Selector
 from longspec_jax.drafters.draft import Target, pays_in_int8
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import REFUSED, build, check_refused, hf_config, target_config
@@ -47,22 +49,22 @@ LAYERS = "Qwen3ForCausalLM"
 """The family whose layers all of these drafts have, whatever the target's."""
 HEADS = {"vanilla": {}, "gated": {"gated": True}, "rnn": {"recurrent": True}}
 """Kinds of Markov heads, and the fields of :class:`Markov` for them."""
+CAUSAL = "causal_head"
+"""In ``dflash_config``: slots of every layer see none of the later ones (JetSpec)."""
 _REFUSED = {
-    "causal_head": "every slot sees none of the later ones (JetSpec)",
     "use_swa": "windows of another kind",
     "swa_window_size": "windows of another kind",
     "final_logit_softcapping": "a soft cap on logits",
     "output_multiplier": "a factor on logits",
     "input_embedding_scale": "a factor on embeddings",
-    **dict.fromkeys(("conv_kernel_size", "conv_group_size"), "the convolutions of DFlash 2"),
-    **dict.fromkeys(("selector_rank", "selector_top_k"), "the selector of DFlash 2"),
 }
 """Keys that change the arithmetic, and what they ask for. A 1 is a factor that changes nothing."""
 _FACTORS = "output_multiplier", "input_embedding_scale"
+_DFLASH2 = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
+"""Keys of DFlash 2, whose files have all of them."""
+_OF_DFLASH2 = "candidate_selector.", "attention_conv.", "mlp_conv."
+"""Parts of the names of its tensors, by which a file is one whatever it says."""
 _OF_OTHERS = {
-    "candidate_selector.": "DFlash 2",
-    "attention_conv.": "DFlash 2",
-    "mlp_conv.": "DFlash 2",
     "refiner_head.": "XPress",
     "hidden_dim_adapter": "JetSpec with an adapter of widths",
 }
@@ -103,7 +105,7 @@ def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
                     "yet; load another draft"
                 )
     names = raw.texts("architectures")
-    if other := [name for name in names if name.startswith(("DFlash2", "Gemma4"))]:
+    if other := [name for name in names if name.startswith("Gemma4")]:
         raise raw.error(
             "architectures",
             f"is not supported: {other[0]} computes more than the layers of DFlash and DSpark "
@@ -111,12 +113,35 @@ def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
             "load another draft",
         )
     if raw.has("speculators_model_type"):
-        if raw.text("speculators_model_type", "") not in ("dflash", "dspark"):
+        if raw.text("speculators_model_type", "") not in ("dflash", "dspark", "dflash2"):
             raise raw.error(
-                "speculators_model_type", "must be 'dflash' or 'dspark'", "load another draft"
+                "speculators_model_type",
+                "must be 'dflash', 'dspark' or 'dflash2'",
+                "load another draft",
             )
         return SPECULATORS
     return ZLAB if raw.has("dflash_config") else DEEPSPEC
+
+
+def is_dflash2(raw: JsonObject, tensors: Iterable[str]) -> bool:
+    """Whether a draft is one of DFlash 2: by its tensors, its keys or its name.
+
+    Raises:
+      ValueError: if it has the name or some of the tensors or keys, and not all of the keys.
+    """
+    holders = [raw.part("dflash_config"), raw] if raw.has("dflash_config") else [raw]
+    keys = [key for key in _DFLASH2 if any(holder.has(key) for holder in holders)]
+    marked = [name for name in tensors if any(part in name for part in _OF_DFLASH2)]
+    marked += [name for name in raw.texts("architectures") if name.startswith("DFlash2")]
+    marked += [name for name in [raw.text("speculators_model_type", "")] if name == "dflash2"]
+    if not marked and not keys:
+        return False
+    if missing := [key for key in _DFLASH2 if key not in keys]:
+        raise ValueError(
+            f"{raw.origin}: the file has {(marked + keys)[0]}, which drafts of DFlash 2 have, and "
+            f"lacks {', '.join(missing)}; use the config.json that was saved with the weights"
+        )
+    return True
 
 
 def draft_config(
@@ -124,6 +149,7 @@ def draft_config(
     dialect: Dialect,
     target: TargetConfig,
     *,
+    dflash2: bool = False,
     layers: tuple[int, ...] | None = None,
 ) -> DFlashConfig:
     """The draft that a ``config.json`` describes.
@@ -132,6 +158,7 @@ def draft_config(
       raw: the parsed file.
       dialect: whose it is.
       target: the target that it will draft for.
+      dflash2: as of :func:`is_dflash2`.
       layers: as ``features`` of the configuration; as the file says if absent.
 
     Raises:
@@ -144,11 +171,13 @@ def draft_config(
             value = holder.values.get(key)
             if value and not (value == 1 and value is not True and key in _FACTORS):
                 raise holder.error(key, f"is not supported: {what}", "load another draft")
-    if (made_for := raw.whole("num_target_layers", target.num_layers)) != target.num_layers:
-        raise ValueError(
-            f"{raw.origin}: the draft was made for a target of num_target_layers={made_for}, the "
-            f"target has {target.num_layers} layers; load the draft that belongs to this target"
-        )
+    for holder in (raw, part):
+        if holder.values.get(CAUSAL):
+            raise holder.error(
+                CAUSAL,
+                "is not supported outside of dflash_config, where JetSpec's files have it",
+                "load another draft",
+            )
     trunk = _trunk(part, target.dtype)
     dspark = raw.text("speculators_model_type", "dspark") == "dspark" and dialect is not ZLAB
     if dialect is ZLAB:
@@ -157,6 +186,7 @@ def draft_config(
             raise own.error("projector_type", "must be dflash or dspark", "load another draft")
         dspark = projector == "dspark"
     windows = _windows(part, trunk.num_layers)
+    both = own.assuming({key: raw.values[key] for key in _DFLASH2 if raw.has(key)})
     markov = _markov(own, dspark)
     confident = own.flag("enable_confidence_head", dspark and dialect is SPECULATORS)
     return build(
@@ -166,6 +196,7 @@ def draft_config(
         target_width=part.whole(
             "target_hidden_size", raw.whole("target_hidden_size", trunk.model_width)
         ),
+        target_layers=raw.whole("num_target_layers", target.num_layers),
         proposable=raw.whole("draft_vocab_size", trunk.vocab_size),
         features=layers or hidden_layers(own, dialect, target.num_layers, trunk.num_layers),
         block=(own if own.has("block_size") else raw).whole("block_size"),
@@ -177,6 +208,10 @@ def draft_config(
         confidence=Confidence(own.flag("confidence_head_with_markov", markov is not None))
         if confident
         else None,
+        convolution=Convolution(both.whole(_DFLASH2[0]), both.whole(_DFLASH2[1]))
+        if dflash2
+        else None,
+        selector=Selector(both.whole(_DFLASH2[2]), both.whole(_DFLASH2[3])) if dflash2 else None,
     )
 
 
@@ -221,11 +256,24 @@ def _windows(part: JsonObject, layers: int) -> tuple[int | None, ...]:
 def _causal(
     raw: JsonObject, own: JsonObject, dialect: Dialect, windows: Iterable[int | None]
 ) -> tuple[bool, ...]:
-    """Whether slots see none of the later ones: where the window slides, unless the file says."""
-    slides = not raw.flag("sliding_window_non_causal", False)
+    """Whether slots see none of the later ones: where the window slides, unless the file says.
+
+    Raises:
+      ValueError: if a file says both of all layers.
+    """
+    every_slot = raw.text("speculators_model_type", "") == "dflash2"
+    slides, everywhere = not raw.flag("sliding_window_non_causal", every_slot), False
     if dialect is ZLAB:
-        slides = own.flag("causal", raw.flag("is_causal", slides))
-    return tuple(window is not None and slides for window in windows)
+        everywhere = own.flag(CAUSAL, False)
+        for holder, key in ((raw, "is_causal"), (own, "causal")):
+            slides = holder.flag(key, slides)
+            if everywhere and not holder.flag(key, True):
+                raise holder.error(
+                    key,
+                    f"contradicts {CAUSAL}=True of the same file: slots either see the later ones "
+                    "or do not",
+                )
+    return tuple(everywhere or (window is not None and slides) for window in windows)
 
 
 def _markov(own: JsonObject, dspark: bool) -> Markov | None:
@@ -239,14 +287,22 @@ def _markov(own: JsonObject, dspark: bool) -> Markov | None:
 def hf_draft_config(config: DFlashConfig) -> dict[str, Any]:
     """A ``config.json`` as z-lab writes it, which :func:`draft_config` reads as ``config``."""
     heads = _raw_heads(config)
+    architecture = "DFlashDraftModel" if config.selector is None else "DFlash2DraftModel"
     own = {"target_layer_ids": [*config.features], "mask_token_id": config.mask_token} | heads
     dspark = bool(heads) or config.from_pending
-    if any(config.windows):
+    if all(config.causal) and None in config.windows:
+        own[CAUSAL] = True
+    elif any(config.windows):
         own["causal"] = any(config.causal)
     if dspark:
         own["projector_type"] = "dspark"
     raw = hf_config(config.trunk) | _raw_windows(config)
-    raw |= {"architectures": ["DFlashDraftModel"], "block_size": config.block}
+    if config.convolution is not None and config.selector is not None:
+        sizes = config.convolution, config.selector
+        numbers = sizes[0].taps, sizes[0].group, sizes[1].rank, sizes[1].candidates
+        own |= dict(zip(_DFLASH2, numbers, strict=True))
+    raw |= {"architectures": [architecture], "block_size": config.block}
+    raw["num_target_layers"] = config.target_layers  # Without it z-lab's class does not load.
     if config.from_pending != dspark:
         raw["sample_from_anchor"] = config.from_pending
     if config.proposable != config.vocab_size:
@@ -287,6 +343,23 @@ _CONFIDENCE = (
     Rule("confidence/kernel", "O I", (("confidence_head.proj.weight", "O I"),)),
     Rule("confidence/bias", "O", (("confidence_head.proj.bias", "O"),)),
 )
+_SELECTOR = (
+    Rule("selector/embedding", "V R", (("candidate_selector.predecessor_codebook", "V R"),)),
+    Rule("selector/head", "V R", (("candidate_selector.successor_codebook", "V R"),)),
+    Rule("selector/fuse/kernel", "D R", (("candidate_selector.hidden_projection.weight", "R D"),)),
+)
+
+
+def _convolutions() -> tuple[Rule, ...]:
+    """Of a layer: two sides ``S`` of ``T`` taps, and ``L`` outputs of the projection."""
+    rules = ()
+    for name in ("attention_conv", "mlp_conv"):
+        projection = f"{name}.kernel_projection.weight"
+        rules += (
+            Rule(f"{name}/base", "S T D", ((f"{name}.base_kernel", "S T D"),)),
+            Rule(f"{name}/fuse/kernel", "D L", ((projection, "L D"),)),
+        )
+    return rules
 
 
 def draft_table(config: DFlashConfig, *, embedding: bool, head: bool) -> Table:
@@ -311,10 +384,15 @@ def draft_table(config: DFlashConfig, *, embedding: bool, head: bool) -> Table:
             )
     if config.confidence is not None:
         rules += _CONFIDENCE
+    of_layer = layer_rules(config.trunk)
+    if (selector := config.selector) is not None and (conv := config.convolution) is not None:
+        rules, of_layer = rules + _SELECTOR, of_layer + _convolutions()
+        groups = config.model_width // conv.group
+        sizes |= {"R": selector.rank, "S": 2, "T": conv.taps, "L": 2 * conv.taps * groups}
     leaves = [bind(rule, sizes) for rule in rules]
     for index in range(config.trunk.num_layers):
         ours, theirs = f"layers_{index}/", f"layers.{index}."
-        leaves += [bind(rule, sizes, ours, theirs) for rule in layer_rules(config.trunk)]
+        leaves += [bind(rule, sizes, ours, theirs) for rule in of_layer]
     return Table(tuple(leaves), ROTARY | DROPPED)
 
 
@@ -334,14 +412,15 @@ def load_draft(
     with open_folder(source, mesh, revision) as folder:
         tensors = without_prefix(folder.tensors)
         dialect = dialect_of(folder.raw, tensors)
-        config = draft_config(folder.raw, dialect, target, layers=layers)
+        dflash2 = is_dflash2(folder.raw, tensors)
+        config = draft_config(folder.raw, dialect, target, dflash2=dflash2, layers=layers)
         with folder.named():
             config.check_fits(target)
             vocabulary = vocabulary_of(tensors, config)
         embedding, head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
         table = draft_table(config, embedding=embedding, head=head)
         layer = folder.params(table, tensors, config.trunk.dtype)
-    heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}
+    heads = {name: layer.pop(name, None) for name in ("markov", "confidence", "selector")}
     params = DFlashParams.bound(layer, config, target, target_params, vocabulary)
     return config, replace(params, **heads)
 
@@ -353,7 +432,7 @@ def save_draft(folder: str | Path, config: DFlashConfig, params: DFlashParams) -
     """
     stored = stored_params(params)
     table = draft_table(config, embedding="embedding" in stored, head="head" in stored)
-    heads = {"markov": params.markov, "confidence": params.confidence}
+    heads = {name: getattr(params, name) for name in ("markov", "confidence", "selector")}
     stored |= {name: head for name, head in heads.items() if head is not None}
     more = vocabulary_tensors(params.vocabulary, config.vocab_size)
     where = Path(folder).expanduser()

@@ -142,7 +142,11 @@ def _tree_kernel(
         length_ref, partial_ref, partial_lse_ref = prefix_refs
         splits = reached_splits(length_ref[batch], None, problem)
         state = load_merged(
-            *(partial_ref, partial_lse_ref, *splits, *head, rows),
+            partial_ref,
+            partial_lse_ref,
+            *splits,
+            *head,
+            rows,
             chunk=tile.partials,
             interpret=problem.interpret,
         )
@@ -152,7 +156,11 @@ def _tree_kernel(
         state = visit_fresh(q, state, *tree, problem)
     else:
         state = attend_to_fresh(
-            *(q, rows, fresh_refs, head, state),
+            q,
+            rows,
+            fresh_refs,
+            head,
+            state,
             steps=pl.cdiv(keys, tile.keys),
             block=tile.keys,
             problem=problem,
@@ -163,8 +171,16 @@ def _tree_kernel(
         store_rows(out_ref, lse_ref, (batch,), flat, finish(state))
         return
     leave_and_merge(
-        *(merging, (out_ref, lse_ref), head, pl.program_id(0) // blocks),
-        *(mine, 0, blocks, rows, flat, state),
+        merging,
+        (out_ref, lse_ref),
+        head,
+        pl.program_id(0) // blocks,
+        mine,
+        0,
+        blocks,
+        rows,
+        flat,
+        state,
         interpret=problem.interpret,
     )
 
@@ -249,7 +265,12 @@ def _chunk_kernel(
 
     splits = reached_splits(length_ref[batch], None, problem)
     state = load_merged(
-        *(partial_ref, partial_lse_ref, *splits, batch, kv_head, rows),
+        partial_ref,
+        partial_lse_ref,
+        *splits,
+        batch,
+        kv_head,
+        rows,
         chunk=tile.partials,
         interpret=problem.interpret,
     )

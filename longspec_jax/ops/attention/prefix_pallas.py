@@ -103,7 +103,15 @@ def _split_kernel(
         windows = load_windows(oldest_ref, length, batch, parts, problem)
         states = [empty_state(*q.shape) for q in queries]
         states = attend_to_slots(
-            *(queries, k_ref, v_ref, cached, states, lower, upper, tile, problem),
+            queries,
+            k_ref,
+            v_ref,
+            cached,
+            states,
+            lower,
+            upper,
+            tile,
+            problem,
             bounded=start is not None,
             windows=windows,
         )
@@ -195,13 +203,25 @@ def _joined_kernel(
             keys = fresh_refs[0].shape[1]
             block = min(tile.slots, max(16, pl.next_power_of_2(keys)))
             state = attend_to_fresh(
-                *(q, rows, fresh_refs, head, state),
+                q,
+                rows,
+                fresh_refs,
+                head,
+                state,
                 steps=(split == last - 1).astype(jnp.int32) * pl.cdiv(keys, block),
                 block=block,
                 problem=problem,
             )
         (state,) = attend_to_slots(
-            *([q], k_ref, v_ref, cached, [state], lower, upper, tile, problem),
+            [q],
+            k_ref,
+            v_ref,
+            cached,
+            [state],
+            lower,
+            upper,
+            tile,
+            problem,
             bounded=start is not None,
             windows=windows,
         )
@@ -215,8 +235,16 @@ def _joined_kernel(
         @pl.when(last - first > 1)
         def _() -> None:
             leave_and_merge(
-                *(refs[-3:], (out_ref, lse_ref), head, row_tile),
-                *(split, first, last, rows, flat, state),
+                refs[-3:],
+                (out_ref, lse_ref),
+                head,
+                row_tile,
+                split,
+                first,
+                last,
+                rows,
+                flat,
+                state,
                 interpret=problem.interpret,
             )
 

@@ -175,7 +175,12 @@ def _merge_kernel(
     start = None if start_ref is None else start_ref[batch]
     splits = reached_splits(length_ref[batch], start, problem)
     state = load_merged(
-        *(out_ref, lse_ref, *splits, batch, kv_head, (packed, valid)),
+        out_ref,
+        lse_ref,
+        *splits,
+        batch,
+        kv_head,
+        (packed, valid),
         chunk=MERGE_PARTIALS,
         interpret=problem.interpret,
     )
@@ -238,7 +243,13 @@ def leave_and_merge(
     @pl.when(_last_to_arrive(arrived_ref, (*head, row_tile), last - first, interpret))
     def _() -> None:
         merged = load_merged(
-            *(partial_ref, partial_lse_ref, first, last, batch, kv_head, rows),
+            partial_ref,
+            partial_lse_ref,
+            first,
+            last,
+            batch,
+            kv_head,
+            rows,
             chunk=MERGE_PARTIALS,
             interpret=interpret,
         )

@@ -12,14 +12,16 @@ and the number of programs.
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
 WHOLE, HALF = 64, 32
 """Sizes of the weights that are no multiple of the first cannot be fetched in swizzled blocks of 64
 columns; in those of 32 columns, no multiple of the second."""
-FULL_RATE_PROGRAMS = 86
-"""As many programs read the weights at nearly the full rate (``docs/design/kernels.md``)."""
+FULL_RATE_PROGRAMS = 72
+"""As many programs read the weights at nearly the full rate: what fits the times of 21 shapes best
+(``docs/archive/kernels.md``)."""
 SLOWDOWN = {32: 1.15, 64: 1.03, 128: 1.0, 192: 1.0}
 """Time of reading narrow strips over that of wide ones, by their columns."""
 _PARTIAL_ROWS = 16
@@ -61,6 +63,7 @@ class Work:
     tile: MatmulTile
     parts: int = 1
     head: bool = False
+    full_rate_programs: ClassVar[int] = FULL_RATE_PROGRAMS
 
     @property
     def warpgroups(self) -> int:
@@ -134,7 +137,7 @@ class Work:
 
     def _read(self) -> float:
         """Bytes that the machine could read in the time that the programs take to read theirs."""
-        programs = max(self.programs, FULL_RATE_PROGRAMS)
+        programs = max(self.programs, self.full_rate_programs)
         idle = 1 - self.programs / MULTIPROCESSORS
         return self.program_bytes * programs * (1 + 0.1 * idle) * SLOWDOWN[self.tile.columns]
 

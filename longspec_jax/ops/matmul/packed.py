@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float, UInt32
+from jaxtyping import Float, Float16, UInt32
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.ops.matmul.quantised_weights import (
@@ -43,9 +43,10 @@ class PackedMatrix(QuantisedWeights):
 
     codes: Leaf[UInt32[Array, "*shares blocks N 16"]]
     """Words of four codes of 8 bits or eight of 4."""
-    scale: Leaf[Float[Array, "*shares G N"]]
-    """In float32 where an output has one scale, or groups are fine; otherwise in the dtype of the
-    activations. Of fine groups there are as many as padded inputs have."""
+    scale: Leaf[Array]
+    """``[*shares, G, N]``: int8 where there are units, float32 where an output has one scale or
+    groups are fine, otherwise in the dtype of the activations. Of fine groups there are as many as
+    padded inputs have."""
     zero: Leaf[Float[Array, "*shares G N"]] | None
     """What is subtracted from integer codes, in the dtype of the activations; absent as there."""
     order: Leaf[Array] | None
@@ -58,8 +59,11 @@ class PackedMatrix(QuantisedWeights):
     """The dtype of the codes as in :class:`QuantisedMatrix`: 4 bits if it is ``uint8``."""
     floating: bool = struct.field(pytree_node=False, default=False)
     """Whether 4-bit codes are floats."""
-    offset: Leaf[Float[Array, "*shares G N"]] | None = None
-    """What is added to products, float32, of fine groups alone."""
+    offset: Leaf[Array] | None = None
+    """What is added to products of fine groups, ``[*shares, G, N]`` in float32 or counted."""
+    unit: Leaf[Float16[Array, "*shares U N"]] | None = None
+    """As in :class:`QuantisedMatrix`; a unit has as many inputs as :data:`DEPTH`."""
+    offset_unit: Leaf[Float16[Array, "*shares U N"]] | None = None
 
     @property
     def out_axes(self) -> tuple[int, ...]:
@@ -85,6 +89,11 @@ class PackedMatrix(QuantisedWeights):
     def bits(self) -> int:
         """Bits of a code."""
         return 4 if self.stored == jnp.uint8 else 8
+
+    @property
+    def counted(self) -> bool:
+        """Whether scales are multiples of units."""
+        return self.unit is not None
 
     def plain(self) -> QuantisedMatrix:
         """The same weights in the order of their inputs, for XLA's matmuls."""
@@ -121,7 +130,7 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
         offset = None if offset is None else jnp.pad(offset, missing)
     return PackedMatrix(
         codes=words.swapaxes(0, 1),
-        scale=scale.astype(jnp.float32 if single or fine else dtype),
+        scale=scale if fine else scale.astype(jnp.float32 if single else dtype),
         zero=None if flat.zero is None else flat.zero.T.astype(dtype),
         order=flat.order,
         shape=(*matrix.out_axes, inputs),
@@ -129,6 +138,8 @@ def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
         stored=flat.codes.dtype,
         floating=flat.floating,
         offset=offset,
+        unit=None if flat.unit is None else flat.unit.T,
+        offset_unit=None if flat.offset_unit is None else flat.offset_unit.T,
     )
 
 
@@ -177,14 +188,20 @@ def _unpacked(packed: PackedMatrix) -> QuantisedMatrix:
     def shaped(rows: Array) -> Array:
         return rows.reshape(*packed.out_axes, -1)
 
+    def by_output(numbers: Array | None, count: int | None = None) -> Array | None:
+        return None if numbers is None else shaped(numbers.T[:, :count])
+
+    scale = packed.scale.T[:, :groups]
     return QuantisedMatrix(
         shaped(codes),
-        shaped(packed.scale.T[:, :groups].astype(jnp.float32)),
+        shaped(scale if packed.counted else scale.astype(jnp.float32)),
         None if packed.zero is None else shaped(packed.zero.T.astype(jnp.int8)),
         packed.order,
         packed.group,
         packed.floating,
-        None if packed.offset is None else shaped(packed.offset.T[:, :groups]),
+        by_output(packed.offset, groups),
+        by_output(packed.unit),
+        by_output(packed.offset_unit),
     )
 
 

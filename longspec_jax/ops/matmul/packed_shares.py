@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul.packed import LARGEST_SCALE, PackedMatrix, pack
-from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
+from longspec_jax.ops.matmul.quantised_weights import UNIT, QuantisedMatrix, QuantisedWeights
 
 AT_ONCE = 4
 """Matrices that are packed at the same time."""
@@ -138,6 +138,8 @@ def pack_shares(matrix: QuantisedMatrix, dtype: Any) -> PackedShares:
         own = matrix.inputs // mesh.shape["tp"]
         if grouped and (own % matrix.group or own == matrix.group):
             raise NotImplementedError("a share of the inputs is not several whole groups")
+        if matrix.unit is not None and own % UNIT:
+            raise NotImplementedError("a share of the inputs is not whole units")
     specs: Any = _specs(matrix, cut, matrix.codes.ndim, grouped=grouped)
     return PackedShares(_packing(mesh, specs, dtype)(matrix), cut)
 
@@ -169,6 +171,8 @@ def _specs(
         "zero": None if weights.zero is None else scale,
         "order": None if weights.order is None else P(),
         "offset": None if weights.offset is None else scale,
+        "unit": None if weights.unit is None else scale,
+        "offset_unit": None if weights.offset_unit is None else scale,
     }
     return QuantisedMatrix(**leaves, group=weights.group, floating=weights.floating)
 

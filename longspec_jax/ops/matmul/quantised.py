@@ -187,7 +187,9 @@ def _mosaic(
     columns = weights.out_axes[-1] if gated else math.prod(weights.out_axes)
     tile = quantised_tile(x.shape[-1], columns, bits=weights.bits, gated=gated, split=split)
     out = quantised_mosaic.matmul(
-        *(x.reshape(rows, -1), weights, None if bias is None else bias.reshape(-1)),
+        x.reshape(rows, -1),
+        weights,
+        None if bias is None else bias.reshape(-1),
         tile=tile,
         gated=gated,
         dtype=jnp.dtype(dtype or x.dtype),
@@ -220,7 +222,9 @@ def _triton(
         x = jnp.take(x, weights.order, axis=-1)
     tile = quantised_pallas.triton_tile(rows, weights, gated=gated, split=split)
     out = quantised_pallas.matmul(
-        *(x.reshape(rows, -1), weights.flat(), None if bias is None else bias.reshape(-1)),
+        x.reshape(rows, -1),
+        weights.flat(),
+        None if bias is None else bias.reshape(-1),
         tile=tile,
         gated=gated,
         dtype=jnp.dtype(dtype or x.dtype),

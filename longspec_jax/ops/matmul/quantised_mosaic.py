@@ -41,7 +41,7 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
-from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
+from longspec_jax.ops.matmul.packed import DEPTH, OPERAND, PackedMatrix
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
 from longspec_jax.ops.matmul.widening import (
     BY_OUTPUT,
@@ -94,6 +94,7 @@ def matmul(
         group=weights.group,
         zeros=weights.zero is not None or weights.offset is not None,
         fine=weights.fine,
+        counted=weights.counted,
         wide=dtype == jnp.float32,
         groups=row_groups(len(x)),
     )
@@ -114,6 +115,8 @@ def matmul(
         memory["scale_smem"] = plgpu.SMEM(scales, weights.scale.dtype)
     if work.scales and work.zeros:
         memory["zero_smem"] = plgpu.SMEM(scales, weights.scale.dtype)
+    for name in ("scale_unit_smem", "zero_unit_smem")[: work.of_group if work.counted else 0]:
+        memory[name] = plgpu.SMEM((work.stages, work.scale_units, parts, tile.columns), jnp.float16)
     if work.handed:
         memory["sums_smem"] = plgpu.SMEM((work.handed, WARPGROUP_ROWS, work.pitch), jnp.float32)
         memory["met"] = plgpu.Barrier(num_arrivals=work.warpgroups)
@@ -123,7 +126,8 @@ def matmul(
     of_parts = parts, work.columns
     given = dict(words=weights.codes.reshape(blocks, parts, *lines(work.columns)), bias=bias)
     zero = weights.offset if work.fine else weights.zero
-    for name, each in (("scale", weights.scale), ("zero", zero)):
+    units = dict(scale_unit=weights.unit, zero_unit=weights.offset_unit)
+    for name, each in (dict(scale=weights.scale, zero=zero) | units).items():
         given[name] = None if each is None else each.reshape(-1, *of_parts)
     given = {name: each for name, each in given.items() if each is not None}
     kernel = persistent(
@@ -175,8 +179,12 @@ class _Quantised(Program):
     free: Any
     zero: Any = None
     bias: Any = None
+    scale_unit: Any = None
+    zero_unit: Any = None
     scale_smem: Any = None
     zero_smem: Any = None
+    scale_unit_smem: Any = None
+    zero_unit_smem: Any = None
     sums_smem: Any = None
     met: Any = None
     operand_smem: Any = None
@@ -213,6 +221,14 @@ class _Quantised(Program):
             for source, to in ((self.scale, self.scale_smem), (self.zero, self.zero_smem)):
                 if work.fine and source is not None:
                     source = source.at[pl.ds(first * work.scales, work.scales), :, outputs]
+                    plgpu.copy_gmem_to_smem(source, to.at[stage], ready)
+            units = pl.ds(first * work.scale_units, work.scale_units)
+            for source, to in (
+                (self.scale_unit, self.scale_unit_smem),
+                (self.zero_unit, self.zero_unit_smem),
+            ):
+                if source is not None:
+                    source = source.at[units, :, outputs]
                     plgpu.copy_gmem_to_smem(source, to.at[stage], ready)
             for group, rows, here in self.rows(unit):
                 source = self.x.at[group, rows, pl.ds(first * depth, depth)]
@@ -328,10 +344,9 @@ class _Quantised(Program):
             zero = None if self.zero_smem is None else 0.0  # Offsets are of whole codes.
             codes = widened(words, self.stored, jnp.float16, zero, **options)
             places = [(stage, group + at, part, rows) for at in range(OPERAND // work.scaled)]
-            scales, offsets = (
-                [] if numbers is None else [load(numbers.at[at], BY_OUTPUT) for at in places]
-                for numbers in (self.scale_smem, self.zero_smem)
-            )
+            unit_at = stage, jax.lax.div(place, DEPTH), part, rows
+            scales = self.of_groups(self.scale_smem, places, self.scale_unit_smem, unit_at)
+            offsets = self.of_groups(self.zero_smem, places, self.zero_unit_smem, unit_at)
             weights = weighted(codes, scales, offsets, dtype, interpreted=interpreted)
         else:
             if self.zero_smem is not None:
@@ -344,6 +359,16 @@ class _Quantised(Program):
         to = self.operand_smem.at[self.warpgroup]
         to[...] = weights
         return to
+
+    def of_groups(self, numbers: Any, places: list[Any], units: Any, unit_at: Any) -> list[Array]:
+        """Scales or offsets of this warpgroup's 64 outputs, float32, of every group; or none."""
+        if numbers is None:
+            return []
+        found = [load(numbers.at[at], BY_OUTPUT) for at in places]
+        if units is None:
+            return found
+        unit = load(units.at[unit_at], BY_OUTPUT).astype(jnp.float32)
+        return [each.astype(jnp.float32) * unit for each in found]
 
     def by_output(self, numbers: Any) -> Array:
         """Numbers of this warpgroup's 64 outputs, each in as many columns as an operand has."""

@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as pltriton
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import MULTIPROCESSORS
 from longspec_jax.ops.launchers import launcher
-from longspec_jax.ops.matmul.quantised_weights import MIDDLE, QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import MIDDLE, UNIT, QuantisedMatrix
 from longspec_jax.ops.triton_launch import triton_call
 
 MOST_ROWS = 64
@@ -131,6 +131,7 @@ def matmul(
     if weights.packed:
         x = jax.lax.bitcast_convert_type(x.reshape(rows, -1, 2), jnp.uint32)
     given = dict(zero=weights.zero, offset=weights.offset, bias=bias)
+    given |= dict(unit=weights.unit, offset_unit=weights.offset_unit)
     given = {name: each for name, each in given.items() if each is not None}
     kernel = functools.partial(
         _kernel,
@@ -172,6 +173,7 @@ def _kernel(
     *given, out_ref = refs
     refs_by_name = dict(zip(names, given, strict=True))
     zero_ref, offset_ref, bias_ref = map(refs_by_name.get, ("zero", "offset", "bias"))
+    unit_ref, offset_unit_ref = map(refs_by_name.get, ("unit", "offset_unit"))
     (_, rows, outputs), columns = out_ref.shape, codes_ref.shape[1]
     output = pl.program_id(0) * tile.outputs + jnp.arange(tile.outputs)
     split, row = pl.program_id(1), jnp.arange(tile.rows)
@@ -200,8 +202,11 @@ def _kernel(
                 matrices = _widened(codes, stored, dtype, zero)
             else:
                 at = mine[:, None], (place * inputs // group)[None, :]
-                scale = _read(scale_ref.at[at], mask)
-                offset = None if offset_ref is None else _read(offset_ref.at[at], mask)
+                unit_at = mine[:, None], (place * inputs // UNIT)[None, :]
+                scale = _of_groups(scale_ref, at, unit_ref, unit_at, mask)
+                offset = None
+                if offset_ref is not None:
+                    offset = _of_groups(offset_ref, at, offset_unit_ref, unit_at, mask)
                 matrices = _weighted(codes, stored, dtype, middle, scale, offset)
             added = sum(_dot(*pair) for pair in zip(vectors, matrices, strict=True))
             if group and middle is None:
@@ -228,6 +233,14 @@ def _kernel(
         results[0].astype(out_ref.dtype),
         mask=of_row & (output < outputs)[None, :],
     )
+
+
+def _of_groups(numbers_ref: Any, at: Any, unit_ref: Any, unit_at: Any, mask: Any) -> Array:
+    """Scales or offsets of groups, float32, for every weight of a tile."""
+    numbers = _read(numbers_ref.at[at], mask)
+    if unit_ref is None:
+        return numbers
+    return numbers.astype(jnp.float32) * _read(unit_ref.at[unit_at], mask).astype(jnp.float32)
 
 
 def _halves(x: Array, dtype: Any) -> tuple[Array, ...]:

@@ -11,6 +11,7 @@ strip. So the cost of a tile counts them (:meth:`QuantisedWork.cost`).
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile, Work
@@ -41,6 +42,8 @@ class QuantisedWork(Work):
       group: contracted elements that share a scale, all if 0.
       zeros: whether groups have zero points, or float32 offsets if they are fine.
       fine: whether an operand has several groups, with float32 scales.
+      counted: whether fine groups' scales are integers, with a unit for as many inputs as a block
+        of :data:`DEPTH`.
       wide: whether the result is float32.
       groups: of rows that are fetched apart (:func:`row_groups`).
     """
@@ -49,8 +52,10 @@ class QuantisedWork(Work):
     group: int = 0
     zeros: bool = False
     fine: bool = False
+    counted: bool = False
     wide: bool = False
     groups: int = 1
+    full_rate_programs: ClassVar[int] = 86  # Widening takes time of its own.
 
     @property
     def halves(self) -> int:
@@ -137,9 +142,14 @@ class QuantisedWork(Work):
         return self.tile.depth // self.scaled if self.group else 0
 
     @property
+    def scale_units(self) -> int:
+        """Units of an output in a step, if scales are counted."""
+        return self.tile.depth // DEPTH if self.counted else 0
+
+    @property
     def copies(self) -> int:
         """Copies that bring a step's tokens and weights."""
-        scales = 1 if self.fine else self.scales
+        scales = 1 + self.counted if self.fine else self.scales
         return self.groups + 1 + scales * self.of_group
 
     @property
@@ -150,8 +160,10 @@ class QuantisedWork(Work):
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one step's tokens and weights."""
-        scales = (4 if self.fine else 2) * self.scales * self.of_group
-        weights = self.tile.depth * self.bits // 8 + scales
+        scales = (4 if self.fine else 2) * self.scales
+        if self.counted:
+            scales = self.scales + 2 * self.scale_units
+        weights = self.tile.depth * self.bits // 8 + scales * self.of_group
         return 2 * self.tile.depth * self.height + self.tile.columns * self.parts * weights
 
     @property

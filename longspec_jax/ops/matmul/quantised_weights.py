@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float, Int, Int8
+from jaxtyping import Float, Float16, Int, Int8
 
 from longspec_jax.axes import Array, Leaf
 
@@ -15,6 +15,8 @@ MIDDLE = 8
 """The zero of unsigned 4-bit codes that have no zero points of their own."""
 FINE = 16, 32
 """Inputs of groups so small that kernels apply their scales to codes, in float32."""
+UNIT = 128
+"""Inputs that share a unit, of which their groups' scales are multiples."""
 
 
 class QuantisedWeights:
@@ -51,13 +53,16 @@ class QuantisedMatrix(QuantisedWeights):
     Every output has a scale for each *group* of its inputs: one group, or groups of 16 to 128.
     A scale a tensor, or one for 128 x 128 weights, is repeated for each output. A weight is
     ``(code - zero) * scale + offset`` in float32, rounded once to the dtype it is wanted in.
+
+    Scales and offsets may be *counted*: small integers, times a unit of :data:`UNIT` inputs. These
+    products are exact in float32. So GGUF's K types take the bytes of their file, nearly.
     """
 
     codes: Leaf[Array]
     """``float8_e4m3fn[*out, C]`` or ``int8[*out, C]``; or 4-bit codes ``uint8[*out, C / 2]``, of
     which the lower four bits of a byte are the earlier input."""
-    scale: Leaf[Float[Array, "*out G"]]
-    """In float32."""
+    scale: Leaf[Array]
+    """``float32[*out, G]``, or ``int8`` where there are units."""
     zero: Leaf[Int8[Array, "*out G"]] | None = None
     """What is subtracted from integer codes. Absent it is 0, and :data:`MIDDLE` for 4 bits without
     offsets."""
@@ -67,8 +72,12 @@ class QuantisedMatrix(QuantisedWeights):
     """Inputs that share a scale; of all inputs if 0. The last group may be smaller."""
     floating: bool = struct.field(pytree_node=False, default=False)
     """Whether 4-bit codes are floats (:data:`E2M1`)."""
-    offset: Leaf[Float[Array, "*out G"]] | None = None
-    """What is added to the product, in float32 (GGUF). Goes without ``zero``."""
+    offset: Leaf[Array] | None = None
+    """What is added to the product, as ``scale`` (GGUF). Goes without ``zero``."""
+    unit: Leaf[Float16[Array, "*out U"]] | None = None
+    """Of scales."""
+    offset_unit: Leaf[Float16[Array, "*out U"]] | None = None
+    """Of offsets."""
 
     @classmethod
     def rounded(cls, whole: Float[Array, "*out C"]) -> "QuantisedMatrix":
@@ -116,7 +125,7 @@ class QuantisedMatrix(QuantisedWeights):
 
     def flat(self) -> "QuantisedMatrix":
         """The same weights with one axis of outputs, ``[N, C]``, as kernels take them."""
-        names = "codes", "scale", "zero", "offset"
+        names = "codes", "scale", "zero", "offset", "unit", "offset_unit"
         given = {name: getattr(self, name) for name in names}
         rows = {
             name: each.reshape(-1, each.shape[-1])
@@ -132,9 +141,9 @@ class QuantisedMatrix(QuantisedWeights):
             codes -= self._of_inputs(self.zero.astype(jnp.float32))
         else:
             codes -= self.middle
-        weights = codes * self._of_inputs(self.scale)
+        weights = codes * self._of_inputs(self._counted(self.scale, self.unit))
         if self.offset is not None:
-            weights += self._of_inputs(self.offset)
+            weights += self._of_inputs(self._counted(self.offset, self.offset_unit))
         return weights.astype(dtype)
 
     def plain(self) -> "QuantisedMatrix":
@@ -155,6 +164,13 @@ class QuantisedMatrix(QuantisedWeights):
         if not self.floating:
             return codes.astype(jnp.float32)
         return jnp.asarray([*E2M1, *(-each for each in E2M1)], jnp.float32)[codes]
+
+    def _counted(self, numbers: Array, unit: Array | None) -> Array:
+        """Scales or offsets of groups as float32 numbers."""
+        if unit is None:
+            return numbers
+        units = jnp.repeat(unit.astype(jnp.float32), UNIT // self.group, axis=-1)
+        return numbers.astype(jnp.float32) * units[..., : self.groups]
 
     def _of_inputs(self, of_groups: Array) -> Array:
         """Numbers of groups ``[*out, G]`` as numbers of inputs, ``[*out, C]`` or ``[*out, 1]``."""

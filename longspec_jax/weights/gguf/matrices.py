@@ -5,25 +5,28 @@ offsets belong to groups of 32 inputs, or of 16 (Q6_K). The products are exact: 
 19 bits, and codes with such scales five. So the one rounding is that of the sum, as in llama.cpp's
 own dequantisation, and :class:`QuantisedMatrix` holds the same float32 numbers bit for bit.
 
-Bytes a weight: codes of 4 bits with float32 scales and offsets take 0.75, of 8 bits with scales
-1.125, or 1.25 in groups of 16. In the file they are 0.56 (Q4_K), 1.06 (Q8_0) and 0.82 (Q6_K).
+The K types count scales and offsets in units (:class:`QuantisedMatrix`), here of 128 inputs; the
+file has a unit for 256. Others have float32 numbers. Bytes a weight: 0.59 of Q4_K, 1.09 of Q5_K and
+of Q6_K, 0.63 of Q4_0, 1.13 of Q8_0. In the file they are 0.56, 0.69, 0.82, 0.56 and 1.06.
 
 Source: ggml's ``ggml-quants.c``; the package ``gguf`` dequantises the same way.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32, Int8, UInt8
+from jaxtyping import Float16, Float32, Int8, Shaped, UInt8
 
-from longspec_jax.ops.matmul.quantised_weights import MIDDLE, QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import MIDDLE, UNIT, QuantisedMatrix
 
 Blocks = UInt8[np.ndarray, "*rows n size"]
 """Whole blocks, as the file has them."""
-Scales = Float32[np.ndarray, "*rows n g"]
-"""A number for each group of a block."""
+Scales = Shaped[np.ndarray, "*rows n g"]
+"""A number for each group of a block: float32, or int8 where there are units."""
+Unit = Float16[np.ndarray, "*rows n 1"]
+"""A block's number of 16 bits."""
 
 
 class Form(NamedTuple):
@@ -35,10 +38,16 @@ class Form(NamedTuple):
     """Inputs that share a scale."""
     offset: bool
     """Whether groups have offsets."""
+    counted: bool = False
+    """Whether scales and offsets are multiples of units."""
 
     @classmethod
-    def of(cls, types: Sequence[str]) -> "Form":
+    def of(cls, types: Sequence[str], *, counted: bool = True) -> "Form":
         """The form that holds matrices of these types exactly.
+
+        Args:
+          types: whose rows are multiplied together.
+          counted: whether scales are counted in units, if all types count them.
 
         Raises:
           NotImplementedError: if one of them has no such form, as 2 and 3 bits.
@@ -51,6 +60,7 @@ class Form(NamedTuple):
             narrow=all(each.narrow for each in forms),
             group=min(each.group for each in forms),
             offset=any(each.offset for each in forms),
+            counted=counted and all(each.counted for each in forms),
         )
 
     @property
@@ -58,9 +68,42 @@ class Form(NamedTuple):
         """The dtype of codes, or of pairs of them."""
         return "uint8" if self.narrow else "int8"
 
-    def widths(self, inputs: int) -> tuple[int, int]:
-        """The last axes of codes and of scales, for so many inputs."""
-        return inputs // 2 if self.narrow else inputs, inputs // self.group
+    def fields(self, inputs: int) -> dict[str, "Field"]:
+        """The arrays of a :class:`QuantisedMatrix` of so many inputs, by name."""
+        numbers = "int8" if self.counted else "float32"
+        groups, units = inputs // self.group, inputs // UNIT
+        found = {
+            "codes": Field(inputs // 2 if self.narrow else inputs, self.codes, codes),
+            "scale": Field(groups, numbers, scales),
+        }
+        if self.offset:
+            found["offset"] = Field(groups, numbers, offsets)
+        if self.counted:
+            found["unit"] = Field(units, "float16", scale_units)
+        if self.counted and self.offset:
+            found["offset_unit"] = Field(units, "float16", offset_units)
+        return found
+
+    def matrix(self, arrays: Mapping[str, Any]) -> QuantisedMatrix:
+        """The matrix of the arrays that :meth:`fields` names, or of their shapes."""
+        return QuantisedMatrix(
+            codes=arrays["codes"],
+            scale=arrays["scale"],
+            offset=arrays.get("offset"),
+            unit=arrays.get("unit"),
+            offset_unit=arrays.get("offset_unit"),
+            group=self.group,
+        )
+
+
+class Field(NamedTuple):
+    """An array of a matrix, as a form holds it."""
+
+    width: int
+    """Of its last axis."""
+    dtype: str
+    of_blocks: Callable[[Blocks, str, Form], np.ndarray]
+    """What it is of the blocks of a type."""
 
 
 class Type(NamedTuple):
@@ -76,6 +119,9 @@ class Type(NamedTuple):
     """Codes: pairs in a byte as :class:`QuantisedMatrix` has them, or numbers in 8 bits."""
     scales: Callable[[Blocks], Scales]
     offsets: Callable[[Blocks], Scales] | None = None
+    scale_unit: Callable[[Blocks], Unit] | None = None
+    """What scales are multiples of; they are int8 then, and so are offsets."""
+    offset_unit: Callable[[Blocks], Unit] | None = None
 
 
 def from_blocks(
@@ -98,17 +144,15 @@ def from_blocks(
     """
     form = form or Form.of([name])
     blocks = as_blocks(rows, name)
-    return QuantisedMatrix(
-        codes=jnp.asarray(codes(blocks, name, form)),
-        scale=jnp.asarray(scales(blocks, name, form)),
-        offset=jnp.asarray(offsets(blocks, name, form)) if form.offset else None,
-        group=form.group,
-    )
+    fields = form.fields(blocks.shape[-2] * TYPES[name].inputs).items()
+    arrays = {key: jnp.asarray(field.of_blocks(blocks, name, form)) for key, field in fields}
+    return form.matrix(arrays)
 
 
 def dequantised(blocks: Blocks, name: str) -> Float32[np.ndarray, "*rows C"]:
     """The weights of whole blocks, as ggml has them."""
-    group, offset = TYPES[name].form[1:]
+    own = TYPES[name].form
+    group, offset = own.group, own.offset
     form = Form(False, group, offset)
     weights = codes(blocks, name, form).astype(np.float32)
     of_groups = weights.reshape(*weights.shape[:-1], -1, group)
@@ -137,29 +181,64 @@ def codes(blocks: Blocks, name: str, form: Form) -> np.ndarray:
     return numbers.reshape(*blocks.shape[:-2], -1)
 
 
-def scales(blocks: Blocks, name: str, form: Form) -> Float32[np.ndarray, "*rows G"]:
+def scales(blocks: Blocks, name: str, form: Form) -> Shaped[np.ndarray, "*rows G"]:
     """Scales of a form's groups."""
-    return _of_groups(TYPES[name].scales(blocks), name, form)
+    own = TYPES[name]
+    return _of_groups(own.scales(blocks), own.scale_unit, blocks, name, form)
 
 
-def offsets(blocks: Blocks, name: str, form: Form) -> Float32[np.ndarray, "*rows G"]:
+def offsets(blocks: Blocks, name: str, form: Form) -> Shaped[np.ndarray, "*rows G"]:
     """Offsets of a form's groups, for codes of that form."""
     own = TYPES[name]
     if own.offsets is not None:
-        return _of_groups(own.offsets(blocks), name, form)
+        return _of_groups(own.offsets(blocks), own.offset_unit, blocks, name, form)
+    of_scales = scales(blocks, name, form)
     middle = MIDDLE if own.form.narrow and form.narrow else 0
-    return scales(blocks, name, form) * np.float32(-middle)
+    return of_scales * of_scales.dtype.type(-middle)
 
 
-def _of_groups(numbers: Scales, name: str, form: Form) -> Float32[np.ndarray, "*rows G"]:
+def scale_units(blocks: Blocks, name: str, form: Form) -> Float16[np.ndarray, "*rows U"]:
+    """Units of a counted form's scales."""
+    return _units(TYPES[name].scale_unit, blocks, name)
+
+
+def offset_units(blocks: Blocks, name: str, form: Form) -> Float16[np.ndarray, "*rows U"]:
+    """Units of a counted form's offsets; of a type without them any will do."""
+    own = TYPES[name]
+    return _units(own.offset_unit or own.scale_unit, blocks, name)
+
+
+def _units(
+    unit: Callable[[Blocks], Unit] | None, blocks: Blocks, name: str
+) -> Float16[np.ndarray, "*rows U"]:
+    if unit is None:
+        raise ValueError(f"{name} counts no scales in units")
+    found = unit(blocks).repeat(TYPES[name].inputs // UNIT, axis=-1)
+    return found.reshape(*blocks.shape[:-2], -1)
+
+
+def _of_groups(
+    numbers: Scales, unit: Callable[[Blocks], Unit] | None, blocks: Blocks, name: str, form: Form
+) -> Shaped[np.ndarray, "*rows G"]:
+    if unit is not None and not form.counted:
+        numbers = numbers.astype(np.float32) * unit(blocks).astype(np.float32)
     times = TYPES[name].form.group // form.group
     return numbers.repeat(times, axis=-1).reshape(*numbers.shape[:-2], -1)
 
 
+def _unit(at: int, sign: int = 1) -> Callable[[Blocks], Unit]:
+    """The float16 at an offset, with this sign."""
+
+    def unit(blocks: Blocks) -> Unit:
+        halves = np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")
+        return halves * np.float16(sign)
+
+    return unit
+
+
 def _half(blocks: Blocks, at: int) -> Float32[np.ndarray, "*rows n 1"]:
-    """The float16 at an offset."""
-    halves = np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")
-    return halves.astype(np.float32)
+    """The same as float32."""
+    return _unit(at)(blocks).astype(np.float32)
 
 
 def _nibbles(blocks: Blocks, at: int, width: int, count: int = 1) -> UInt8[np.ndarray, "*rows n i"]:
@@ -194,20 +273,16 @@ def _table(values: Sequence[int]) -> Callable[[Blocks, int], Int8[np.ndarray, "*
     return lambda blocks, at: np.asarray(values, np.int8)[_nibbles(blocks, at, 16)]
 
 
-def _sub_scales(blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """The 8 scales and minima of 6 bits of a block of Q4_K or Q5_K, as float32."""
-    first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))
-    scale = np.concatenate([first & 63, third & 15 | first >> 2 & 0x30], axis=-1)
-    minimum = np.concatenate([second & 63, third >> 4 | second >> 2 & 0x30], axis=-1)
-    return scale.astype(np.float32), minimum.astype(np.float32)
-
-
 def _k_scales(blocks: Blocks) -> Scales:
-    return _half(blocks, 0) * _sub_scales(blocks)[0]
+    """The 8 scales of 6 bits of a block of Q4_K or Q5_K."""
+    first, third = blocks[..., 4:8], blocks[..., 12:16]
+    return np.concatenate([first & 63, third & 15 | first >> 2 & 0x30], axis=-1).view(np.int8)
 
 
 def _k_offsets(blocks: Blocks) -> Scales:
-    return -(_half(blocks, 2) * _sub_scales(blocks)[1])
+    """Its 8 minima of 6 bits, whose unit is negative."""
+    second, third = blocks[..., 8:12], blocks[..., 12:16]
+    return np.concatenate([second & 63, third >> 4 | second >> 2 & 0x30], axis=-1).view(np.int8)
 
 
 def _q5_k(blocks: Blocks) -> np.ndarray:
@@ -224,7 +299,7 @@ def _q6_k(blocks: Blocks) -> np.ndarray:
 
 
 def _q6_k_scales(blocks: Blocks) -> Scales:
-    return _half(blocks, 208) * blocks[..., 192:208].view(np.int8).astype(np.float32)
+    return np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
 
 
 def _mxfp4_scales(blocks: Blocks) -> Scales:
@@ -245,8 +320,26 @@ TYPES: dict[str, Type] = {
     "Q5_1": Type(32, 24, Form(False, 32, True), _fives(4, 8, 0), _D, _M),
     "IQ4_NL": Type(32, 18, _EIGHT, lambda blocks: _IQ4_NL(blocks, 2), _D),
     "MXFP4": Type(32, 17, _EIGHT, lambda blocks: _MXFP4(blocks, 1), _mxfp4_scales),
-    "Q4_K": Type(256, 144, Form(True, 32, True), _pairs(16, 32, 4), _k_scales, _k_offsets),
-    "Q5_K": Type(256, 176, Form(False, 32, True), _q5_k, _k_scales, _k_offsets),
-    "Q6_K": Type(256, 210, Form(False, 16, False), _q6_k, _q6_k_scales),
+    "Q4_K": Type(
+        256,
+        144,
+        Form(True, 32, True, True),
+        _pairs(16, 32, 4),
+        _k_scales,
+        _k_offsets,
+        _unit(0),
+        _unit(2, -1),
+    ),
+    "Q5_K": Type(
+        256,
+        176,
+        Form(False, 32, True, True),
+        _q5_k,
+        _k_scales,
+        _k_offsets,
+        _unit(0),
+        _unit(2, -1),
+    ),
+    "Q6_K": Type(256, 210, Form(False, 16, False, True), _q6_k, _q6_k_scales, None, _unit(208)),
 }
 """By the names of ggml."""

@@ -5,21 +5,19 @@ The kernels of a table and the LM head become codes, scales and offsets
 experts and recurrent layers are dequantised as they are read, and so is what no kernel reads.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.ops.matmul.packed import refuse_unpackable
-from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import UNIT
 from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
 from longspec_jax.weights.gguf import matrices
-from longspec_jax.weights.gguf.matrices import Form
-from longspec_jax.weights.quantised.table import SCALE_DTYPE, is_matrix, with_inputs_last
+from longspec_jax.weights.gguf.matrices import Field, Form
+from longspec_jax.weights.quantised.table import is_matrix, with_inputs_last
 from longspec_jax.weights.tables import Leaf, Table
 
 
@@ -36,9 +34,16 @@ Stored: TypeAlias = Mapping[str, Blocks]
 
 
 def as_packed(
-    table: Table, tensors: Tensors, stored: Stored
+    table: Table, tensors: Tensors, stored: Stored, shares: int = 1
 ) -> tuple[Table, Tensors, dict[str, int]]:
     """A table and its tensors with every matrix packed that has a form and a kernel.
+
+    Args:
+      table: of the target as if it were whole.
+      tensors: the file's.
+      stored: its matrices.
+      shares: parts of a mesh that cuts matrices; units that it cannot cut evenly are multiplied
+        out.
 
     Returns:
       As :func:`longspec_jax.weights.quantised.table.as_stored`.
@@ -50,7 +55,8 @@ def as_packed(
         blocks = {source: each for source, each in sources.items() if each is not None}
         form = None
         if is_matrix(leaf) and len(blocks) == len(sources):
-            form = _form([each.type for each in blocks.values()])
+            whole_units = leaf.parts[0].shape[-1] % (UNIT * shares) == 0
+            form = _form([each.type for each in blocks.values()], counted=whole_units)
         fields = {} if form is None else _fields(leaf, form)
         if form is None or not _is_read(fields, form):
             leaves.append(leaf)
@@ -63,36 +69,27 @@ def as_packed(
     return replace(table, leaves=tuple(leaves)), tensors, groups
 
 
-def _form(types: list[str]) -> Form | None:
+def _form(types: list[str], *, counted: bool) -> Form | None:
     """The form of matrices that are multiplied together, if they have one."""
     try:
-        return Form.of(types)
+        return Form.of(types, counted=counted)
     except NotImplementedError:
         return None
 
 
 def _fields(leaf: Leaf, form: Form) -> dict[str, Leaf]:
     """The parameters of a matrix, by the names of :class:`QuantisedMatrix`."""
-    codes, scales = form.widths(leaf.parts[0].shape[-1])
-    fields = {
-        "codes": with_inputs_last(leaf, "codes", codes, form.codes),
-        "scale": with_inputs_last(leaf, "scale", scales, SCALE_DTYPE),
+    return {
+        name: with_inputs_last(leaf, name, field.width, field.dtype)
+        for name, field in form.fields(leaf.parts[0].shape[-1]).items()
     }
-    if form.offset:
-        fields["offset"] = with_inputs_last(leaf, "offset", scales, SCALE_DTYPE)
-    return fields
 
 
 def _is_read(fields: Mapping[str, Leaf], form: Form) -> bool:
     """Whether the kernel reads such a matrix."""
-
-    def empty() -> QuantisedMatrix:
-        zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in fields.items()}
-        offset = zeros.get("offset")
-        return QuantisedMatrix(zeros["codes"], zeros["scale"], offset=offset, group=form.group)
-
+    arrays = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in fields.items()}
     try:
-        refuse_unpackable(jax.eval_shape(empty))
+        refuse_unpackable(form.matrix(arrays))
     except NotImplementedError:
         return False
     return True
@@ -101,23 +98,14 @@ def _is_read(fields: Mapping[str, Leaf], form: Form) -> bool:
 def _virtual(source: str, matrix: Blocks, form: Form) -> Iterator[tuple[str, Tensor]]:
     """Codes, scales and offsets of a stored matrix, read by slice."""
     inputs = matrix.bytes.shape[1] * matrices.TYPES[matrix.type].inputs
-    codes, scales = form.widths(inputs)
-    read = partial(_part, matrix, form)
-    yield f"{source}.codes", read(matrices.codes, codes, form.codes)
-    yield f"{source}.scale", read(matrices.scales, scales, SCALE_DTYPE)
-    if form.offset:
-        yield f"{source}.offset", read(matrices.offsets, scales, SCALE_DTYPE)
+    for name, field in form.fields(inputs).items():
+        yield f"{source}.{name}", _part(matrix, form, field)
 
 
-def _part(
-    matrix: Blocks,
-    form: Form,
-    numbers: Callable[[np.ndarray, str, Form], np.ndarray],
-    width: int,
-    dtype: str,
-) -> Tensor:
-    """What a function gives of the blocks, ``[outputs, width]``."""
+def _part(matrix: Blocks, form: Form, field: Field) -> Tensor:
+    """A field of a matrix, ``[outputs, width]``."""
     outputs, count, _ = matrix.bytes.shape
+    width = field.width
     each = width // count
 
     def read(index: Index) -> np.ndarray:
@@ -125,7 +113,7 @@ def _part(
         start, stop, _ = columns.indices(width)
         first, last = start // each, -(-stop // each)
         blocks = matrix.bytes.read((rows, slice(first, last), slice(None)))
-        found = numbers(blocks, matrix.type, form)
+        found = field.of_blocks(blocks, matrix.type, form)
         return found[:, start - first * each : stop - first * each]
 
-    return Tensor((outputs, width), dtype, read, matrix.bytes.file)
+    return Tensor((outputs, width), field.dtype, read, matrix.bytes.file)

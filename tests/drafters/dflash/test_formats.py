@@ -1,7 +1,8 @@
-"""DFlash and DSpark drafts as published: every dialect in and out, and what is refused."""
+"""Drafts of DFlash and its kin as published: every dialect in and out, and what is refused."""
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from longspec_jax.drafters.dflash import (
     DFlashOptions,
     Markov,
 )
+from longspec_jax.drafters.dflash2 import Convolution, Selector
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.registry import DFLASH
 from longspec_jax.loading import choose_drafts
@@ -45,9 +47,14 @@ CONFIG = tiny_target_config(num_layers=8)
 TARGET = Target(CONFIG, random_target(CONFIG))
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
 SLIDING: dict[str, Any] = dict(windows=(9, None), causal=(True, False))
+CAUSAL: dict[str, Any] = dict(causal=(True, True))
+DFLASH2: dict[str, Any] = dict(convolution=Convolution(2, 4), selector=Selector(5, 7))
 DRAFTS: dict[str, tuple[Dialect, DFlashConfig]] = {
     "z-lab": (ZLAB, config_for(CONFIG, features=(1, 3, 5))),
     "z-lab, sliding": (ZLAB, config_for(CONFIG, **SLIDING, block=8)),
+    "JetSpec": (ZLAB, config_for(CONFIG, **CAUSAL, block=16)),
+    "JetSpec, sliding": (ZLAB, config_for(CONFIG, **CAUSAL, windows=(9, None))),
+    "DFlash 2": (ZLAB, config_for(CONFIG, **DFLASH2, block=8, windows=(9, 9))),
     "SpecForge, DSpark": (ZLAB, config_for(CONFIG, from_pending=True, markov=Markov(4))),
     "DeepSpec, DFlash": (DEEPSPEC, config_for(CONFIG, from_pending=True)),
     "DeepSpec, DSpark": (
@@ -62,6 +69,7 @@ DRAFTS: dict[str, tuple[Dialect, DFlashConfig]] = {
         ),
     ),
     "speculators": (SPECULATORS, config_for(CONFIG, **SLIDING, proposable=60, features=(0, 6))),
+    "speculators, DFlash 2": (SPECULATORS, config_for(CONFIG, **DFLASH2, features=(0, 6))),
     "speculators, DSpark": (
         SPECULATORS,
         config_for(
@@ -89,7 +97,7 @@ def _translate(folder: Path, dialect: Dialect) -> None:
     """Write a draft of z-lab's anew, as another family of trainers does."""
     raw = json.loads((folder / "config.json").read_text())
     own = raw.pop("dflash_config")
-    kind = own.pop("projector_type", "dflash")
+    kind = own.pop("projector_type", "dflash2" if "selector_rank" in own else "dflash")
     from_pending, causal = raw.pop("sample_from_anchor", kind == "dspark"), own.pop("causal", True)
     if dialect is DEEPSPEC:
         absent = {"markov_rank": 0, "enable_confidence_head": False}
@@ -100,7 +108,9 @@ def _translate(folder: Path, dialect: Dialect) -> None:
         beside = {key: raw.pop(key) for key in sizes if key in raw}
         del raw["architectures"]
         raw = {
-            "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
+            "architectures": [
+                {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash2"}[kind] + "DraftModel"
+            ],
             "speculators_model_type": kind,
             "transformer_layer_config": raw,
             "aux_hidden_state_layer_ids": ids,
@@ -170,27 +180,68 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another kind": (
         "speculators",
         dict(speculators_model_type="mtp"),
-        "speculators_model_type='mtp' must be 'dflash' or 'dspark'",
+        "speculators_model_type='mtp' must be 'dflash', 'dspark' or 'dflash2'",
     ),
-    "DFlash 2": (
+    "the name of DFlash 2": (
         "z-lab",
         dict(architectures=["DFlash2DraftModel"]),
-        "DFlash2DraftModel computes more than the layers of DFlash",
+        "the file has DFlash2DraftModel, which drafts of DFlash 2 have, and lacks "
+        "conv_kernel_size, conv_group_size, selector_rank, selector_top_k",
     ),
     "a key of DFlash 2": (
         "z-lab",
         dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], selector_rank=256)),
-        "selector_rank=256 is not supported",
+        "the file has selector_rank, which drafts of DFlash 2 have, and lacks conv_kernel_size",
     ),
-    "JetSpec": (
+    "the keys of DFlash 2 alone": (
         "z-lab",
-        dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], causal_head=True)),
-        "causal_head=True is not supported: every slot sees none of the later ones (JetSpec)",
+        dict(conv_kernel_size=2, conv_group_size=4, selector_rank=5, selector_top_k=7),
+        "missing layers.0.attention_conv.base_kernel (2, 2, 36)",
     ),
-    "a key of DFlash 2 beside the others": (
+    "groups that do not divide": (
+        "speculators, DFlash 2",
+        dict(conv_group_size=16),
+        "conv_group_size=16 a divisor of hidden_size=36",
+    ),
+    "more taps than slots": (
+        "speculators, DFlash 2",
+        dict(conv_kernel_size=5),
+        "conv_kernel_size=5 must be at most block_size=4",
+    ),
+    "more candidates than tokens": (
+        "speculators, DFlash 2",
+        dict(selector_top_k=102),
+        "selector_top_k=102 must be at most vocab_size=101",
+    ),
+    "a selector of some tokens": (
+        "speculators, DFlash 2",
+        dict(draft_vocab_size=60),
+        "a selector is not used with",
+    ),
+    "JetSpec's key beside the others": (
         "z-lab",
-        dict(conv_kernel_size=2),
-        "conv_kernel_size=2",
+        dict(causal_head=True),
+        "causal_head=True is not supported outside of dflash_config",
+    ),
+    "JetSpec's key in another dialect": (
+        "speculators",
+        dict(causal_head=True),
+        "causal_head=True is not supported outside of dflash_config",
+    ),
+    "JetSpec's key as a number": (
+        "z-lab",
+        dict(dflash_config=dict(mask_token_id=5, causal_head=1)),
+        "causal_head=1 must be true or false",
+    ),
+    "both kinds of blocks": (
+        "z-lab",
+        dict(dflash_config=dict(mask_token_id=5, causal_head=True, causal=False)),
+        "causal=False contradicts causal_head=True of the same file",
+    ),
+    "both kinds of blocks in two places": (
+        "JetSpec",
+        dict(is_causal=False),
+        "is_causal=False contradicts causal_head=True of the same file",
     ),
     "a factor": ("z-lab", dict(output_multiplier=0.19), "output_multiplier=0.19 is not supported"),
     "a factor on embeddings": (
@@ -245,9 +296,6 @@ def test_refusals(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     {
-        "layers.0.attention_conv.base_kernel": "DFlash 2",
-        "layers.1.mlp_conv.kernel_projection.weight": "DFlash 2",
-        "candidate_selector.predecessor_codebook": "DFlash 2",
         "refiner_head.mixer.weight": "XPress",
         "hidden_dim_adapter.weight": "JetSpec",
     }.items(),
@@ -265,6 +313,33 @@ def test_other_drafts_are_recognised_by_their_tensors(
     )
     with pytest.raises(ValueError, match=words):
         load(folder, TARGET)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.attention_conv.base_kernel",
+        "layers.1.mlp_conv.kernel_projection.weight",
+        "candidate_selector.predecessor_codebook",
+    ],
+)
+@pytest.mark.parametrize("dialect", ["z-lab", "speculators"])
+def test_a_draft_of_dflash_2_is_recognised_by_its_tensors(
+    tmp_path: Path, name: str, dialect: str
+) -> None:
+    """It would draft without them: whatever the file calls itself, it must say their sizes."""
+    folder = _saved(tmp_path, dialect)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: np.ones(3, np.float32)}, file)
+    words = f"the file has {re.escape(name)}, which drafts of DFlash 2 have, and lacks conv_kernel"
+    with pytest.raises(ValueError, match=words):
+        load(folder, TARGET)
+
+
+def test_a_draft_of_dflash_2_under_another_name(tmp_path: Path) -> None:
+    """As conversions leave it."""
+    folder = _saved(tmp_path, "DFlash 2", architectures=["DFlashDraftModel"])
+    assert load(folder, TARGET).config == DRAFTS["DFlash 2"][1]
 
 
 def test_factors_of_one_and_switches_that_are_off(tmp_path: Path) -> None:
@@ -298,14 +373,37 @@ def test_what_is_seen_follows_from_the_trained_range(tmp_path: Path) -> None:
     assert load(_saved(tmp_path, "z-lab"), TARGET).drafter(PLAIN).window is None
 
 
-@pytest.mark.parametrize(("block", "deepest"), [(4, 3), (64, 16)])
-def test_default_trees_fit_the_block(block: int, deepest: int) -> None:
-    config = config_for(CONFIG, block=block)
+@pytest.mark.parametrize("fields", [{}, CAUSAL], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(("block", "deepest"), [(4, 3), (16, 15), (64, 16)])
+def test_default_trees_fit_the_block(block: int, deepest: int, fields: dict[str, Any]) -> None:
+    """Those of a causal block have up to 128 nodes, as its authors' have."""
+    config = config_for(CONFIG, block=block, **fields)
     draft = DFlashDraft(config, random_params(config))
     trees = draft.default_trees
     for tree in (*trees.cpu, *trees.gpu, *trees.large, *trees.together):
         assert draft.drafter(tree).tree.num_levels <= deepest
-    assert {tree.num_levels for tree in trees.large} == {deepest}
+    assert {min(tree.num_levels, 15) for tree in trees.large} == {min(deepest, 15)}
+    assert any(tree.budget == 128 for tree in trees.large) == bool(fields)
+
+
+def test_a_key_of_jetspec_is_what_tells_its_heads_from_drafts_of_dflash(tmp_path: Path) -> None:
+    """As its authors write it: six heads are such files."""
+    folder = _saved(tmp_path, "JetSpec")
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw["architectures"] == ["DFlashDraftModel"] and raw["block_size"] == 16
+    assert raw["num_target_layers"] == 8, "their class does not load a file without it"
+    own = raw["dflash_config"]
+    assert own == dict(target_layer_ids=[-1, 0, 7], mask_token_id=100, causal_head=True)
+    del own["causal_head"]
+    config = load(edit(folder, dflash_config=own), TARGET).config
+    assert config == replace(DRAFTS["JetSpec"][1], causal=(False, False))
+
+
+@pytest.mark.parametrize("causal", [(True, False), (False, True)])
+def test_blocks_that_no_file_describes_are_refused(causal: tuple[bool, bool]) -> None:
+    """Else they would be saved as others."""
+    with pytest.raises(ValueError, match=r"must be true of all layers, .* no file says more"):
+        config_for(CONFIG, causal=causal)
 
 
 def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
@@ -319,5 +417,5 @@ def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     draft, _ = spec.drafts
     assert isinstance(draft, DFlashDraft) and draft.seen == (16, 0)
     assert draft.params.embedding is spec.target_params["embedding"]
-    assert draft.own_params[1:] == (None, None, None, None, None)
+    assert draft.own_params[1:] == (None, None, None, None, None, None)
     assert draft.drafter(PLAIN).needs == Needs(hidden=(-1, 0), recent=16)

@@ -1,12 +1,17 @@
-"""DFlash and DSpark drafts equal the implementation of speculators, on files that it wrote.
+"""Drafts of DFlash, DFlash 2 and DSpark equal those of speculators, on files that it wrote.
 
 ``speculators/`` holds checkpoints of speculators 0.9.0 (torch 2.13.0, transformers 5.23.0) with
 random weights, which share its options among them, as its ``save_pretrained`` wrote them. Beside
 each lie the inputs and the logits of its training forward over four blocks of one text, and the
 tables that it takes from the target (``blocks.safetensors``). A Markov head is given the text's own
 tokens there.
+
+JetSpec's heads equal the definition, written in PyTorch. Ours and their authors' class (commit
+2c7b3fa of their repository, transformers 5.24) agreed to 2e-6 on such a file, once.
 """
 
+import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +24,11 @@ from safetensors.numpy import load_file
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Params
-from longspec_jax.drafters.checkpoints.dflash import load
+from longspec_jax.drafters.checkpoints.dflash import load, save_draft
 from longspec_jax.drafters.dflash import Confidence, DFlashDrafter, Markov
 from longspec_jax.drafters.draft import Target
-from tests.drafters.kit import Given
+from tests.drafters.dflash.toys import config_for, random_params
+from tests.drafters.kit import Given, without_tables
 from tests.kit import random_target, tiny_target_config, view_of
 
 FILES = Path(__file__).parent / "speculators"
@@ -63,7 +69,7 @@ def test_blocks_of_speculators(variant: str) -> None:
     assert config.features == (-1, 0, 1) and draft.seen == (None, 0)
     assert (config.markov, config.confidence) == HEADS.get(variant, (None, None))
     assert config.from_pending == (variant in ("dspark", "dspark_rnn"))
-    slides = {"dflash_sliding": (5, None, 5), "dspark_rnn": (5, 5)}
+    slides = {"dflash_sliding": (5, None, 5), "dspark_rnn": (5, 5), "dflash2": (5, None)}
     assert config.windows == slides.get(variant, (None, None))
     causal = tuple(bool(each) and variant == "dflash_sliding" for each in config.windows)
     assert config.causal == causal
@@ -77,3 +83,35 @@ def test_blocks_of_speculators(variant: str) -> None:
     logits = _blocks(drafter, params, *given)
     expected = blocks["logits"][:, config.first_slot :].swapaxes(0, 1)
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+CAUSAL = config_for(
+    CONFIG, trunk=dict(num_layers=3), features=(-1, 0, 1), block=9, causal=(True,) * 3
+)
+TEXT = np.random.default_rng(5).integers(0, CONFIG.vocab_size, 24).astype(np.int32)
+HIDDEN = np.random.default_rng(6).standard_normal((16, 3 * CONFIG.model_width)).astype(np.float32)
+ANCHORS = np.array([0, 3, 15], np.int32)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_causal_block_is_that_of_the_definition(layers: int, tmp_path: Path) -> None:
+    """Layer by layer: of a draft with its first layers alone, read from a published file."""
+    torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
+    from tests.train.drafts.plain_dflash import DFlashOracle
+
+    trunk = replace(CAUSAL.trunk, num_layers=layers)
+    config = replace(CAUSAL, trunk=trunk, windows=(), causal=(True,) * layers)
+    save_draft(tmp_path, config, without_tables(random_params(config)))
+    assert json.loads((tmp_path / "config.json").read_text())["dflash_config"]["causal_head"]
+    target = random_target(CONFIG)
+    draft = load(tmp_path, Target(CONFIG, target))
+    drafter = draft.drafter(TreeConfig((1,) * config.tokens))
+    given = HIDDEN, jnp.asarray(TEXT[:16]), jnp.asarray(ANCHORS), jnp.asarray(TEXT)
+    found = np.asarray(_blocks(drafter, Params(target, draft.params), *given))
+    stored = load_file(tmp_path / "model.safetensors")
+    oracle = DFlashOracle({name: torch.tensor(each) for name, each in stored.items()}, config)
+    table, head = (torch.tensor(np.array(target[name])) for name in ("embedding", "head"))
+    for row, anchor in enumerate(map(int, ANCHORS)):
+        features = torch.tensor(HIDDEN[:anchor])
+        wanted = oracle.logits(table, head, features, anchor, int(TEXT[anchor]))
+        np.testing.assert_allclose(found[:, row], wanted, atol=2e-5)

@@ -19,6 +19,7 @@ def config_for(target: TargetConfig, trunk: dict[str, Any] | None = None, **fiel
     given: dict[str, Any] = dict(
         trunk=layers,
         target_width=target.model_width,
+        target_layers=target.num_layers,
         proposable=target.vocab_size,
         features=(-1, 0, target.num_layers - 1),
         block=4,
@@ -32,6 +33,6 @@ def random_params(config: DFlashConfig, tokens: Any = None, seed: int = 3) -> DF
     table = draft_table(config, embedding=True, head=True)
     layer = random_tree(table, config.trunk.dtype, seed)
     tables = layer.pop("embedding"), layer.pop("head")
-    heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}
+    heads = {name: layer.pop(name, None) for name in ("markov", "confidence", "selector")}
     known = None if tokens is None else jnp.asarray(tokens, jnp.int32)
     return DFlashParams(layer, *tables, known, **heads)

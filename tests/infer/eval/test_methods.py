@@ -17,7 +17,6 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import report as report_lib
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.streaming import StreamingDraft
-from longspec_jax.generation.inspection import RoundView
 
 
 @pytest.mark.parametrize(
@@ -159,9 +158,10 @@ def test_rounds_are_kept_as_trees_that_end_with_the_text() -> None:
     short = report_lib.RoundTree(
         tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(4, 3, 5, 7), path=(0,)
     )
-    views = [RoundView(n, 10, 9, (), each) for n, each in enumerate((tree, tree, short, tree))]
     tokenizer = SimpleNamespace(decode=lambda tokens: f"<{tokens[0]}>")
-    whole, cut, rejected = round_trees(views, tokenizer, emitted=[3, 2, 1])
+    kept = round_trees((tree, tree, short, tree), tokenizer, 10, emitted=[3, 2, 1])
+    whole, cut, rejected = kept
+    assert [each.position for each in kept] == [10, 13, 15]
     assert whole == RoundTree(
         position=10,
         tokens=tree.tokens,

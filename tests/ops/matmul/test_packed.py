@@ -14,7 +14,7 @@ from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
 from longspec_jax.ops.matmul.packed import PackedMatrix, pack
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, quantised_tile, row_groups
-from longspec_jax.ops.matmul.quantised_weights import FINE, QuantisedMatrix
+from longspec_jax.ops.matmul.quantised_weights import FINE, UNIT, QuantisedMatrix
 from tests.kit import TOLERANCE, hopper_or_skip, normal, relative_error
 from tests.ops.matmul.published import PUBLISHED
 from tests.ops.matmul.test_few_rows import exact, silu
@@ -33,6 +33,7 @@ class Case(NamedTuple):
     split: bool = False
     dtype: str = "bfloat16"
     offset: bool = False
+    counted: bool = False
 
     @property
     def bits(self) -> int:
@@ -49,15 +50,29 @@ class Case(NamedTuple):
         scale = random.integers(128, 256, shape) / 2**14
         if self.group in FINE and not self.zeros:  # Of 17 bits, and offsets of as many.
             scale = random.integers(-(2**17), 2**17, shape) / 2.0**24
+        units = None
+        if self.counted:
+            scale = random.integers(-127, 128, shape).astype(np.int8)
+            units = random.uniform(-1, 1, (*self.outputs, -(-self.inputs // UNIT))) / 2**13
+            units = jnp.asarray(units, jnp.float16)
         finite = np.where(codes & 0x7F == 0x7F, 0, codes) if "float" in self.stored else codes
         return QuantisedMatrix(
             jnp.asarray(finite.view(jnp.dtype(self.stored))),
-            jnp.asarray(scale, jnp.float32),
+            jnp.asarray(scale, None if self.counted else jnp.float32),
             jnp.asarray(random.integers(low, high, shape), jnp.int8) if self.zeros else None,
             jnp.asarray(random.permutation(self.inputs)) if self.order else None,
             self.group,
-            offset=jnp.asarray(-8 * scale[..., ::-1], jnp.float32) if self.offset else None,
+            offset=self._offset(scale),
+            unit=units,
+            offset_unit=-8 * units if self.offset and units is not None else None,
         )
+
+    def _offset(self, scale: np.ndarray) -> jax.Array | None:
+        if not self.offset:
+            return None
+        if self.counted:
+            return jnp.asarray(scale[..., ::-1])
+        return jnp.asarray(-8 * scale[..., ::-1], jnp.float32)
 
     def operands(self, rows: int = 200) -> tuple[jax.Array, QuantisedMatrix, jax.Array | None]:
         """The first of some random rows, the weights, and a bias where one may be."""
@@ -86,6 +101,11 @@ CASES = {
     "4 bits in small groups, gated": Case("uint8", 256, (2, 64), group=32, gated=True),
     "int8 with offsets": Case("int8", 256, (64,), group=32, offset=True, dtype="float16"),
     "int8 in groups of 16": Case("int8", 192, (2, 64), group=16, gated=True),
+    "Q4_K": Case("uint8", 512, (128,), group=32, offset=True, split=True, counted=True),
+    "Q4_K, gated": Case("uint8", 256, (2, 64), group=32, offset=True, gated=True, counted=True),
+    "Q5_K": Case("int8", 256, (64,), group=32, offset=True, counted=True, dtype="float16"),
+    "Q6_K": Case("int8", 256, (2, 64), group=16, gated=True, counted=True),
+    "Q4_K beside Q6_K": Case("int8", 256, (192,), group=16, offset=True, counted=True),
 }
 """Every format, with edges of both axes, a group of two blocks, and several turns of a program."""
 
@@ -95,7 +115,7 @@ def test_packing_loses_nothing(name: str) -> None:
     matrix = CASES[name].drawn()
     plain = pack(matrix, jnp.dtype("bfloat16")).plain()
     assert plain.group == (matrix.group if matrix.groups > 1 else 0)
-    for field in ("codes", "scale", "zero", "order", "offset"):
+    for field in ("codes", "scale", "zero", "order", "offset", "unit", "offset_unit"):
         one, other = getattr(plain, field), getattr(matrix, field)
         assert (one is None) == (other is None), field
         if one is not None:
@@ -291,6 +311,10 @@ LARGE = [
     Case("uint8", 896, (1152,), group=32, dtype="float16"),
     Case("int8", 14336, (4096,), group=16, split=True),
     Case("int8", 1536, (2048,), group=32, offset=True),
+    Case("uint8", 3584, (2, 18944), group=32, offset=True, gated=True, counted=True),
+    Case("uint8", 4096, (4096,), group=32, offset=True, split=True, counted=True),
+    Case("int8", 14336, (4096,), group=16, split=True, counted=True),
+    Case("int8", 1536, (2048,), group=16, offset=True, counted=True),
 ]
 
 

@@ -35,6 +35,9 @@ class DFlashOracle:
             groups = q.shape[1] // k.shape[1]
             k, v = (each.repeat_interleave(groups, dim=1) for each in (k, v))
             scores = torch.einsum("qhw,khw->hqk", q, k) / q.shape[-1] ** 0.5
+            if self.config.causal[layer]:
+                later = places[None] > here[:, None]
+                scores = scores.masked_fill(later, -torch.inf)
             out = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v).reshape(slots, -1)
             x = x + out @ self.state[f"{name}.self_attn.o_proj.weight"].T
             y = self.norm(x, f"{name}.post_attention_layernorm")

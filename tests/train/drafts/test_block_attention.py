@@ -23,15 +23,18 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.einsum("nt,tnh->nh", shares / shares.sum(-1, keepdims=True), values)
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", ["none", "whole", "causal"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
     ("every", "slots", "length"), [(4, 3, 16), (4, 4, 13), (3, 7, 11), (8, 2, 7)]
 )
 def test_every_slot_sees_the_text_before_its_anchor(
-    every: int, slots: int, length: int, window: int | None, own: bool
+    every: int, slots: int, length: int, window: int | None, own: str
 ) -> None:
-    """The first block of the first row begins with the row, and may see nothing."""
+    """And of its block all, the earlier slots and itself, or nothing.
+
+    The first block of the first row begins with the row, and may see nothing of the text.
+    """
     rng = np.random.default_rng(every)
     starts = np.arange(0, length, every)
     anchors = np.minimum(starts + rng.integers(0, every, (2, len(starts))), length - 1)
@@ -47,7 +50,8 @@ def test_every_slot_sees_the_text_before_its_anchor(
     for row, block, slot in np.ndindex(2, len(starts), slots):
         end = anchors[row, block]
         text = slice(0 if window is None else max(0, end - window), end)
-        mine = slice(block * slots, (block + 1) * slots if own else block * slots)
+        count = {"none": 0, "whole": slots, "causal": slot + 1}[own]
+        mine = slice(block * slots, block * slots + count)
         seen = [
             np.concatenate([old[row, text], new[row, mine]])
             for old, new in zip((keys, values), fresh, strict=True)
@@ -58,8 +62,9 @@ def test_every_slot_sees_the_text_before_its_anchor(
         return tuple(jnp.asarray(each, jnp.float32) for each in arrays)
 
     def found(q: Array, past: Any, new: Any) -> Array:
-        given = new if own else None
-        return block_attention(q, past, jnp.asarray(anchors), every, window=window, own=given)
+        given, causal = None if own == "none" else new, own == "causal"
+        at = jnp.asarray(anchors)
+        return block_attention(q, past, at, every, window=window, own=given, causal=causal)
 
     [q], past, new = whole(queries), whole(keys, values), whole(*fresh)
 

@@ -39,7 +39,12 @@ CASES = {
     "eagle3": Case(
         ("layers=0", "vocabulary=64", "steps=2"), 2, "in_vocabulary", "made for 40 positions"
     ),
-    "dflash": Case(("features=0", "layers=2", "block=4"), 3, "", "made for 40 positions"),
+    "dflash": Case(
+        ("features=0", "layers=2", "block=4", "causal=true", "distillation=0.5"),
+        3,
+        "divergence",
+        "made for 40 positions",
+    ),
     "small_lm": Case(
         ("layers=1", "width=16", "mlp_width=24", "heads=2", "kv_heads=2"),
         3,

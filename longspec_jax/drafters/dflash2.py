@@ -1,0 +1,148 @@
+"""What DFlash 2 computes beyond DFlash: convolutions inside a block, and scores of edges.
+
+Every sublayer of every layer is between two convolutions along the slots of a block. Their weights
+are those of the file and, in groups of neighbouring channels, a projection of what enters the
+sublayer. Nothing comes before the first slot. Context entries are made as in DFlash.
+
+The selector scores what may follow a token at a slot: of the slot's few best tokens by their
+logits, each gets the product of three vectors, the token before, the slot's hidden state and the
+candidate. So the tokens behind a node depend on the node's token, and on nothing else: sums of
+their log-probabilities are those of a chain, and beam search finds the best paths of all.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array
+from longspec_jax.checks import whole_number
+from longspec_jax.models.layers import Projection
+from longspec_jax.models.target import Layer
+from longspec_jax.ops.embedding import look_up
+from longspec_jax.ops.layer import added
+from longspec_jax.ops.partitioned import with_sharding
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Of every sublayer, before it and behind it."""
+
+    taps: int = 2
+    """Slots that it reads, the own one and those before it."""
+    group: int = 16
+    """Neighbouring channels that share what the projection adds to their weights."""
+
+    def __post_init__(self) -> None:
+        whole_number("conv_kernel_size", self.taps)
+        whole_number("conv_group_size", self.group)
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Scores of a slot's best tokens behind the token before."""
+
+    rank: int
+    candidates: int
+    """Tokens of a slot that are scored, the best by its logits."""
+
+    def __post_init__(self) -> None:
+        whole_number("selector_rank", self.rank)
+        whole_number("selector_top_k", self.candidates)
+
+
+class BlockConvolution(nn.Module):
+    """The two convolutions around a sublayer, whose weights follow from what enters it."""
+
+    config: Convolution
+    width: int
+    dtype: jnp.dtype
+
+    def setup(self) -> None:
+        """Declare the projection and the weights, which change nothing at first."""
+        c = self.config
+        shape = 2, c.taps, self.width
+        first = lambda *_: jnp.zeros(shape, self.dtype).at[:, 0].set(1)  # noqa: E731
+        self.base = self.param("base", first)
+        self.fuse = Projection((self.width,), (2 * c.taps * self.width // c.group,), self.dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Array]:
+        """What the sublayer reads of one block's slots, and the weights of :meth:`behind`."""
+        c = self.config
+        shape = *x.shape[:2], 2, c.taps, self.width // c.group, 1
+        dynamic = self.fuse(x).reshape(shape).astype(jnp.float32)
+        base = self.base.astype(jnp.float32).reshape(2, c.taps, self.width // c.group, c.group)
+        weights = (base + dynamic).reshape(*x.shape[:2], 2, c.taps, self.width)
+        return self.behind(x, weights[:, :, 0]), weights[:, :, 1]
+
+    def behind(
+        self, x: Float[Array, "B T D"], weights: Float[Array, "B T taps D"]
+    ) -> Float[Array, "B T D"]:
+        """The sum of a slot and those before it, each times its weight."""
+        earlier = (
+            jnp.pad(x, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]]
+            for tap in range(self.config.taps)
+        )
+        total = sum(
+            weights[:, :, tap] * each.astype(jnp.float32) for tap, each in enumerate(earlier)
+        )
+        [total] = with_sharding("b t d", jnp.asarray(total).astype(self.dtype))
+        return total
+
+
+class ConvolvedLayer(Layer):
+    """A layer whose sublayers are between convolutions."""
+
+    convolution: Convolution = Convolution()
+
+    def setup(self) -> None:
+        """Declare the submodules."""
+        super().setup()
+        sizes = self.convolution, self.config.model_width, jnp.dtype(self.config.dtype)
+        self.attention_conv = BlockConvolution(*sizes)
+        self.mlp_conv = BlockConvolution(*sizes)
+
+    def __call__(
+        self, x: Array, delta: Array | None, angles: tuple[Array, Array], attend: Any
+    ) -> tuple[Array, Array, Array, Array]:
+        """As of :class:`~longspec_jax.models.target.Layer`, over the slots of one block."""
+        x, normed = with_sharding("b t d, b t d", *self.attention_norm.add(x, delta))
+        entering, weights = self.attention_conv(normed)
+        attended, k, v = self.attention(entering, angles, attend)
+        delta = self._convolved(self.attention_conv, attended, weights)
+        x, normed = with_sharding("b t d, b t d", *self.mlp_norm.add(x, delta))
+        entering, weights = self.mlp_conv(normed)
+        return x, self._convolved(self.mlp_conv, self.mlp(entering), weights), k, v
+
+    def _convolved(self, conv: BlockConvolution, partials: Array, weights: Array) -> Array:
+        """What is added to the residual stream of a sublayer's partials, as partials."""
+        total = added(partials).astype(jnp.dtype(self.config.dtype))
+        return conv.behind(total, weights)[None]
+
+
+def edge_scores(
+    params: Any,
+    candidates: Int[Array, "B c"],
+    tokens: Int[Array, "B w"],
+    hidden: Float[Array, "B 1 D"],
+) -> Float[Array, "B w c"]:
+    """What the selector adds to the logits of a slot's candidates behind each of some tokens.
+
+    Args:
+      params: ``embedding [V, r]`` of the token before, ``head [V, r]`` of the candidate, and the
+        projection ``fuse`` of the hidden state.
+      candidates: the slot's.
+      tokens: those before the slot.
+      hidden: the slot's.
+    """
+    before, after = look_up(params["embedding"], tokens), look_up(params["head"], candidates)
+    context = before * (hidden @ params["fuse"]["kernel"]).astype(before.dtype)
+    return jnp.einsum(
+        "Bwr,Bcr->Bwc",
+        *(context, after),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )

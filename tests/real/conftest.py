@@ -1,0 +1,13 @@
+"""Programs of released models are compiled as users compile them.
+
+The suite's own flags make programs quick to compile and slow to run, and these run for minutes.
+"""
+
+import os
+from typing import Any
+
+
+def pytest_configure(config: Any) -> None:
+    """Before the first program of a run of these tests alone."""
+    if config.getoption("markexpr").startswith("real"):
+        os.environ["XLA_FLAGS"] = ""

@@ -1,0 +1,205 @@
+"""An agent's loop over the real engine, with OpenAI's own client, whole and streamed."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+from openai.lib.streaming.chat import ContentDeltaEvent
+from pydantic import BaseModel
+
+from infer.serve.command import served_model
+from tests.infer.toys import TREE
+from tests.serve.kit import Client, serving
+from tests.serve.talker import HERMES, THINKING, TOOLS, XML, talking_spec
+
+TALK: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+FORM: Any = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "schema": {
+            "type": "object",
+            "properties": {"ok": {"type": "boolean"}},
+            "required": ["ok"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def served(template: str, marks: bool = True) -> Any:
+    spec = talking_spec(marks)
+    reported = {"logprobs": 5, "adjusted": True, "traced": True, "grammars": True}
+    engine = spec.engine(slots=2, max_tokens=2048, prefixes=True, **reported)
+    model = served_model(spec, engine, names=("toy",), max_len=2048, most_rows=8, template=template)
+    return serving(engine, model, queue_tokens=64 * 2048, levels=TREE.num_levels)
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    with served(HERMES + THINKING) as client:
+        client.timeout = 300
+        yield client
+
+
+def client_of(server: Client) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
+
+
+def asked(seed: int, **fields: Any) -> dict[str, Any]:
+    """A short thought, so that a random model's does not fill the context."""
+    bias = {"258": 5.0, "260": 5.0}  # </think> and </tool_call>.
+    own = {"model": "toy", "seed": seed, "tools": TOOLS, "max_tokens": 300, "logit_bias": bias}
+    return own | fields
+
+
+def arguments_of(call: Any) -> dict[str, Any]:
+    found = json.loads(call.function.arguments)
+    if call.function.name == "weather":
+        assert {"city", "unit"} <= found.keys() and found["unit"] in ("C", "F")
+    else:
+        assert call.function.name == "now" and found == {}
+    return found
+
+
+def test_an_agent_calls_tools_and_reads_what_they_say(server: Client) -> None:
+    """Five turns, required and named in turns; reasoning, calls and results go back each time."""
+    client, messages = client_of(server), [*TALK]
+    for turn in range(5):
+        choice = NAMED if turn % 2 else "required"
+        more = {"tool_choice": choice, "parallel_tool_calls": False}
+        answer = client.chat.completions.create(messages=messages, **asked(turn, **more))
+        [one] = answer.choices
+        assert one.finish_reason == "tool_calls" and one.message.content is None
+        [call] = one.message.tool_calls or []
+        arguments_of(call)
+        assert choice == "required" or call.function.name == "weather"
+        usage: Any = answer.usage
+        thought = usage.completion_tokens_details.reasoning_tokens
+        extra: Any = one.message.model_extra
+        assert extra.get("reasoning", "") == extra.get("reasoning_content", "")
+        assert bool(extra.get("reasoning")) <= (thought > 0)
+        messages += [
+            one.message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": f"{turn} degrees"},
+        ]
+
+
+def test_a_stream_joins_to_the_whole_answer(server: Client) -> None:
+    """By the openai client's own joining, which appends what comes twice."""
+    client, seen = client_of(server), 0
+    for seed in range(6):
+        more = asked(seed, tool_choice="required")
+        whole = client.chat.completions.create(messages=TALK, **more).choices[0]
+        with client.chat.completions.stream(messages=TALK, **more) as stream:
+            for event in stream:
+                assert not (isinstance(event, ContentDeltaEvent) and event.delta)
+            joined = stream.current_completion_snapshot.choices[0]
+        calls, streamed = whole.message.tool_calls or [], joined.message.tool_calls or []
+        told = [(call.function.name, call.function.arguments) for call in calls]
+        assert told == [(call.function.name, call.function.arguments) for call in streamed]
+        assert len({call.id for call in streamed}) == len(streamed) == len(calls)
+        assert all(re.fullmatch("call_[0-9a-f]{24}", call.id) for call in streamed)
+        assert joined.finish_reason == whole.finish_reason
+        theirs: Any = joined.message.model_extra
+        ours: Any = whole.message.model_extra
+        assert theirs.get("reasoning_content") == ours.get("reasoning_content")
+        seen += len(calls)
+    assert seen >= 6
+
+
+def test_a_form_begins_behind_the_reasoning(server: Client) -> None:
+    """The template opens it; without it the form is all of the text."""
+    client = client_of(server)
+    for seed, thinks in ((1, True), (2, True), (3, False)):
+        body = {"chat_template_kwargs": {"enable_thinking": thinks}}
+        more = asked(seed, response_format=FORM, extra_body=body, tools=[])
+        answer = client.chat.completions.create(messages=TALK, **more)
+        message = answer.choices[0].message
+        assert json.loads(message.content or "").keys() == {"ok"}
+        usage: Any = answer.usage
+        assert (usage.completion_tokens_details.reasoning_tokens > 0) <= thinks
+
+
+def test_parsed_answers_of_the_client(server: Client) -> None:
+    """Its typed tools are strict."""
+
+    class Rain(BaseModel):
+        city: str
+        soon: bool
+
+    import openai
+
+    tool = openai.pydantic_function_tool(Rain)
+    tool["function"]["parameters"]["properties"]["city"]["maxLength"] = 5  # type: ignore[index]
+    more = asked(4, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    found = client_of(server).chat.completions.parse(messages=TALK, **more)
+    [call] = found.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Rain)
+
+
+def test_tags_of_the_second_form_and_marks_that_are_texts() -> None:
+    for template, marks in ((XML, True), (HERMES, False)):
+        with served(template, marks) as server:
+            server.timeout = 300
+            for seed in range(2):
+                more = asked(seed, tool_choice=NAMED, logit_bias={}, parallel_tool_calls=False)
+                answer = client_of(server).chat.completions.create(messages=TALK, **more)
+                for call in answer.choices[0].message.tool_calls or []:
+                    arguments_of(call)
+                assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_refusals_name_the_field(server: Client) -> None:
+    assistant = {"role": "assistant", "tool_calls": [{"function": {"name": "now"}}]}
+    wrong: list[tuple[str, str, dict[str, Any]]] = [
+        ("tools", "has the name now twice", {"tools": [TOOLS[1], TOOLS[1]]}),
+        (
+            "tools",
+            "other kinds of tools are not supported",
+            {"tools": [{"type": "web", "function": {"name": "a"}}]},
+        ),
+        ("tools", "at most 128 items", {"tools": [TOOLS[1]] * 129}),
+        (
+            "tool_choice",
+            "tool_choice=required needs tools",
+            {"tools": [], "tool_choice": "required"},
+        ),
+        (
+            "tool_choice",
+            "is none of tools (weather, now)",
+            {"tool_choice": {"type": "function", "function": {"name": "w"}}},
+        ),
+        ("tool_choice", "must be one of none, auto, required", {"tool_choice": "any"}),
+        ("tools", "more than 32 levels", {"tools": [deep()], "tool_choice": "required"}),
+        (
+            "messages",
+            "messages[0].tool_calls[0].function.arguments='[1]' must be the text of a JSON object",
+            {"messages": [with_arguments("[1]")]},
+        ),
+        ("messages", "an assistant's message alone", {"messages": [{**assistant, "role": "user"}]}),
+        ("chat_template_kwargs", "'color'", {"chat_template_kwargs": {"color": 1}}),
+        ("chat_template_kwargs", "another field says", {"chat_template_kwargs": {"tools": 1}}),
+        ("reasoning_effort", "does not name it", {"reasoning_effort": "low"}),
+    ]
+    for field, words, fields in wrong:
+        body = {"messages": TALK, **asked(0, **fields)}
+        with pytest.raises(BadRequestError) as caught:
+            client_of(server).post("/chat/completions", body=body, cast_to=object)
+        error: Any = caught.value.body
+        assert error["param"] == field and words in error["message"], error
+
+
+def with_arguments(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def deep() -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(17):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return {"type": "function", "function": {"name": "deep", "parameters": schema}}

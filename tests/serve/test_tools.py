@@ -1,0 +1,313 @@
+"""Reasoning and calls of tools: how they are read, and the grammars that hold a model to them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infer.serve.markup import Markup, grammar_of, markup_of, value_of
+from infer.serve.messages import MessageReader, Reading
+from infer.serve.tools import NamedTool, Tool, named
+from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.drafters.base import Params
+from longspec_jax.generation.grammar import Grammar, compile_grammar, vocabulary_of
+from longspec_jax.generation.requests import RequestOutput
+from longspec_jax.generation.text import RowText
+from tests.generation.grammars import request
+from tests.lookup import LookupDrafter, LookupTarget, random_table
+from tests.serve.talker import (
+    HERMES,
+    SIZE,
+    STOP,
+    TOOLS,
+    XML,
+    talking_tokenizer,
+)
+
+KNOWN = [Tool.model_validate(tool) for tool in TOOLS]
+WEATHER = '{"name": "weather", "arguments": {"city": "Oslo", "unit": "C"}}'
+CALL = f"<tool_call>\n{WEATHER}\n</tool_call>"
+TAGGED = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=unit>\nC\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+OSLO = {"city": "Oslo", "unit": "C"}
+
+
+def ids(text: str, marks: bool = True) -> list[int]:
+    return talking_tokenizer(marks).encode(text, add_special_tokens=False)
+
+
+def marked(template: str = HERMES, marks: bool = True) -> Markup:
+    return markup_of(template, talking_tokenizer(marks).get_added_vocab())
+
+
+def gains(tokens: Sequence[int], sizes: Sequence[int], marks: bool) -> Iterator[RequestOutput]:
+    """What an engine tells of tokens that come in steps of these sizes."""
+    text, left = RowText(talking_tokenizer(marks), [], ["STOP"]), [*tokens]
+    steps = [*sizes, len(tokens)]
+    while left or steps:
+        count = steps.pop(0)
+        new, left = left[:count], left[count:]
+        pieces = text.add(new, [False] * len(new), not left).pieces
+        yield RequestOutput(
+            id=0,
+            tokens=tuple(new),
+            text="".join(piece.text for piece in pieces),
+            pieces=pieces,
+            drafted=(False,) * len(new),
+            rounds=(),
+            finish=None if left and not text.stopped else "stop",
+        )
+        if text.stopped or not left:
+            return
+
+
+def told(
+    text: str,
+    template: str = HERMES,
+    *,
+    tools: bool = True,
+    thinking: bool = False,
+    marks: bool = True,
+    tokens: list[int] | None = None,
+) -> tuple[str, str, list[tuple[str, dict[str, Any]]], int]:
+    """Content, reasoning, calls and reasoning tokens; the same however the tokens come."""
+    found = set[str]()
+    given = ids(text, marks) if tokens is None else tokens
+    for sizes in ([], [1] * len(given), [3, 1, 7, 2] * len(given)):
+        functions = named(KNOWN) if tools else None
+        reader = MessageReader(Reading(marked(template, marks), functions, thinking))
+        content, reasoning, calls = "", "", list[Any]()
+        for gain in gains(given, sizes, marks):
+            said = reader.read(gain)
+            assert said.first_call == len(calls)
+            content, reasoning = content + said.content, reasoning + said.reasoning
+            calls += [(call.name, call.arguments) for call in said.calls]
+        found.add(json.dumps([content, reasoning, calls, reader.reasoning_tokens]))
+    [one] = found
+    content, reasoning, calls, count = json.loads(one)
+    return content, reasoning, [tuple(call) for call in calls], count
+
+
+NO_CALLS: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    "text, options, expected",
+    [
+        ("so\n", {}, ("so\n", "", NO_CALLS)),
+        ("\n\nso", {}, ("\n\nso", "", NO_CALLS)),
+        ("why\n</think>\n\nso", {"thinking": True}, ("so", "why", NO_CALLS)),
+        ("<think>\nwhy\n</think>\n\nso\n", {}, ("so\n", "why", NO_CALLS)),
+        ("why é", {"thinking": True}, ("", "why é", NO_CALLS)),
+        (f"why {CALL}", {"thinking": True}, ("", f"why {CALL}", NO_CALLS)),
+        (f"why</think>\n\n{CALL}", {"thinking": True}, ("", "why", [("weather", OSLO)])),
+        (CALL, {}, ("", "", [("weather", OSLO)])),
+        (CALL, {"tools": False}, (CALL, "", NO_CALLS)),
+        (f"I look.\n{CALL}\n{CALL}\n", {}, ("I look.", "", [("weather", OSLO)] * 2)),
+        (f"{CALL}\n\nthere", {}, ("there", "", [("weather", OSLO)])),
+        (CALL.replace("weather", "wether"), {}, (CALL.replace("weather", "wether"), "", [])),
+        (CALL[:-13], {}, (CALL[:-13], "", NO_CALLS)),
+        (f"{CALL[:-14]}\n{CALL}", {}, (f"{CALL[:-14]}", "", [("weather", OSLO)])),
+        (CALL.replace('"Oslo"', "NaN"), {}, (CALL.replace('"Oslo"', "NaN"), "", NO_CALLS)),
+        (f"a</tool_call>{CALL}", {}, ("a</tool_call>", "", [("weather", OSLO)])),
+        (f"é{CALL}STOP and more", {}, ("é", "", [("weather", OSLO)])),
+        (TAGGED, {"template": XML}, ("", "", [("weather", OSLO)])),
+        (CALL, {"template": XML}, (CALL, "", NO_CALLS)),
+        (
+            TAGGED.replace("</function>", ""),
+            {"template": XML},
+            (TAGGED.replace("</function>", ""),),
+        ),
+    ],
+)
+def test_an_answer_is_read_the_same_however_it_comes(
+    text: str, options: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    assert told(text, **options)[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("text", [CALL, f"so <tool{CALL} <tool_", f"{CALL[:-1]} {CALL}"])
+def test_marks_may_be_texts_where_the_tokenizer_has_no_such_tokens(text: str) -> None:
+    """A closing within a text of the arguments is none, and half a mark is a text."""
+    inside = text.replace("Oslo", "a </tool_call> b")
+    content, _, calls, _ = told(inside, marks=False)
+    expected = [("weather", {"city": "a </tool_call> b", "unit": "C"})]
+    if text == CALL:
+        assert (content, calls) == ("", expected)
+    elif text.startswith("so"):
+        assert (content, calls) == ("so <tool <tool_", expected)
+    else:
+        assert (content, calls) == (inside, [])
+
+
+def test_letters_of_a_mark_in_other_tokens_mean_nothing() -> None:
+    spelled = [ids(letter)[0] for letter in f"</think>{CALL}"]
+    content, reasoning, calls, count = told("", tokens=spelled, thinking=True)
+    assert (content, calls, count) == ("", [], len(spelled))
+    assert reasoning == f"</think>{CALL}"
+
+
+def test_reasoning_tokens_are_those_between_the_marks() -> None:
+    assert told("abc</think>de", thinking=True)[3] == 3
+    assert told("<think>abc</think>de")[3] == 3 and told("abc")[3] == 0
+
+
+@pytest.mark.parametrize(
+    "text, types, value",
+    [
+        ("null", {"string"}, "null"),
+        ("null", {"string", "null"}, None),
+        ("None", {"integer"}, None),
+        ("3", {"string", "null"}, "3"),
+        ("3", {"string", "integer"}, 3),
+        ("3", {"number"}, 3),
+        ("True", {"boolean"}, True),
+        ("true", {"boolean"}, True),
+        ('{"a": [1]}', {"object"}, {"a": [1]}),
+        ("three", {"integer"}, "three"),
+        ('1}, "b": {"c": 2', set(), '1}, "b": {"c": 2'),
+        ('1, "b": 2', {"integer"}, '1, "b": 2'),
+    ],
+)
+def test_a_value_between_tags_has_the_type_of_its_schema(
+    text: str, types: set[str], value: Any
+) -> None:
+    assert value_of(text, types) == value
+
+
+def test_a_text_between_tags_keeps_what_looks_like_tags() -> None:
+    said = "if a < b:\n\n\tprint('</parameter> </function>')\n"
+    content, _, [(_, found)], _ = told(TAGGED.replace("Oslo", said), template=XML)
+    assert (content, found) == ("", {"city": said, "unit": "C"})
+
+
+# Grammars.
+
+
+def allows(text: str, **asked: Any) -> bool:
+    """Whether a grammar allows all of a text, and an end behind it."""
+    markup = marked(asked.pop("template", HERMES))
+    options: dict[str, Any] = {"parallel": True, "thinking": False} | asked
+    tools = options.pop("tools", KNOWN)
+    form, choice = options.pop("form", {}), options.pop("choice", "required")
+    source = grammar_of(markup, form, tools, choice, **options)
+    state = compile_grammar(vocabulary_of(talking_tokenizer(), SIZE, (STOP,)), **source).state()
+    try:
+        state.advance(ids(text))
+    except ValueError:
+        return False
+    return bool(state.allowed([0], [-1])[0][STOP // 32] >> STOP % 32 & 1)
+
+
+NAMED = NamedTool.model_validate({"type": "function", "function": {"name": "now"}})
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+STRICT = [
+    Tool.model_validate({"type": "function", "function": {**tool["function"], "strict": True}})
+    for tool in TOOLS
+]
+JSON = {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize(
+    "asked, right, wrong",
+    [
+        ({}, [CALL, f"{CALL}\n{NOW}"], ["", "so", f"so {CALL}", CALL.replace("weather", "w")]),
+        ({}, [], [NOW.replace("{}", '{"a": 1}'), CALL.replace('"C"', '"C", "days": 3')]),
+        ({"parallel": False}, [CALL], [f"{CALL}\n{CALL}"]),
+        ({"choice": NAMED}, [NOW], [CALL]),
+        ({"thinking": True}, [f"why </think>\n\n{CALL}", f"</think>{CALL}"], [CALL, f"why {CALL}"]),
+        ({"thinking": None}, [f"<think>why</think>\n\n{CALL}", CALL], [f"why</think>{CALL}"]),
+        ({"template": XML}, [TAGGED], [CALL, TAGGED.replace("\nC\n", "\nK\n")]),
+        (
+            {"choice": "auto", "tools": STRICT},
+            ["so", "", CALL, f"so\n{CALL}\n{NOW}"],
+            [CALL.replace("weather", "w"), f"so{CALL[:-12]}"],
+        ),
+        ({"choice": "auto", "parallel": False}, [f"so{CALL}"], [f"{CALL}\n{CALL}"]),
+        ({"choice": "auto", "form": JSON}, ['{"a": 3}', CALL], ["so", f'{{"a": 3}}{CALL}']),
+        ({"choice": "none", "form": JSON, "thinking": True}, ['a</think>{"a": 3}'], ['{"a": 3}']),
+        (
+            {"choice": "none", "form": {"regex": "a/b\\/c\n[/]"}, "thinking": True},
+            ["w</think>\n\na/b/c\n/"],
+            ["w</think>\n\na/b\\/c\n/"],
+        ),
+    ],
+)
+def test_a_grammar_holds_a_model_to_its_choice(
+    asked: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    assert [text for text in right if not allows(text, **asked)] == []
+    assert [text for text in wrong if allows(text, **asked)] == []
+
+
+def test_free_answers_need_no_grammar() -> None:
+    for choice, tools in (("auto", KNOWN), ("none", STRICT), ("auto", [])):
+        assert grammar_of(marked(), {}, tools, choice, parallel=True, thinking=True) == {}
+    assert grammar_of(marked(), JSON, [], "auto", parallel=True, thinking=False) == JSON
+    with pytest.raises(ValueError, match="which this model's tokenizer lacks"):
+        markup = marked(marks=False)
+        grammar_of(markup, {}, STRICT, "auto", parallel=True, thinking=False)
+
+
+TREES = PLAIN, TreeConfig((4, 4))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    # Marks are likely, and so is what calls are made of: drafts hold them now and then.
+    bias = np.full(SIZE, -2.0, np.float32)
+    bias[ids("<think>")[0] : ids("</tool_call>")[0] + 1] = 2.5
+    bias[ids('{"}\n aC')] = 1.0
+    table = random_table(3, 97, SIZE) + bias
+    drafters = [LookupDrafter(tree) for tree in TREES]
+    params = Params(table, table + random_table(4, 97, SIZE, 0.5))
+    sizes: Any = {"slots": 4, "capacity": 512, "chunk": 8, "stop_width": 1}
+    made = Engine(LookupTarget(SIZE), drafters, params, readmits=True, **sizes)
+    yield made
+    made.close()
+
+
+Drawn = tuple[tuple[int, ...], str | None]
+
+
+def drawn(engine: Engine, grammar: Grammar, candidate: int) -> tuple[list[Drawn], list[Any]]:
+    """Tokens and ends of four rows, and the tokens of each that were accepted from a draft."""
+    asked = [request(seed, new=300) for seed in range(4)]
+    prompt, state = np.asarray(ids("ab"), np.int32), grammar.state
+    rows = [engine.submit(prompt, one, constraint=state(), candidate=candidate) for one in asked]
+    tokens, drafted = {row: list[int]() for row in rows}, {row: list[bool]() for row in rows}
+    finish = dict[int, str | None]()
+    while engine.busy:
+        for output in engine.step():
+            tokens[output.id] += output.tokens
+            drafted[output.id] += output.drafted
+            finish[output.id] = output.finish
+    texts = [(tuple(tokens[row]), finish[row]) for row in rows]
+    return texts, [
+        [token for token, draft in zip(tokens[row], drafted[row], strict=True) if draft]
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("template, thinking", [(HERMES, True), (XML, True), (HERMES, None)])
+def test_required_calls_parse_with_every_tree_also_where_the_reasoning_ends_in_a_draft(
+    engine: Engine, template: str, thinking: bool | None
+) -> None:
+    """Draws at T = 1: the text is that of plain decoding, and all of it follows the grammar."""
+    markup = marked(template)
+    source = grammar_of(markup, {}, KNOWN, "required", parallel=False, thinking=thinking)
+    grammar = compile_grammar(vocabulary_of(talking_tokenizer(), SIZE, (STOP,)), **source)
+    plain, _ = drawn(engine, grammar, 0)
+    texts, accepted = drawn(engine, grammar, 1)
+    assert texts == plain
+    for tokens, finish in texts:
+        assert finish == "stop"
+        content, _, calls, _ = told("", template, thinking=bool(thinking), tokens=[*tokens])
+        assert content == "" and len(calls) == 1
+    closing = ids("</think>")[0]
+    assert thinking is None or any(closing in row for row in accepted)
