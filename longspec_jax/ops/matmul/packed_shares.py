@@ -8,6 +8,7 @@ attention, the second matmul of an MLP), and every device has a part of each res
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -20,6 +21,9 @@ from jax.sharding import PartitionSpec as P
 from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul.packed import LARGEST_SCALE, PackedMatrix, pack
 from longspec_jax.ops.matmul.quantised_weights import UNIT, QuantisedMatrix, QuantisedWeights
+
+AT_ONCE = 4
+"""Matrices that are packed at the same time."""
 
 
 @struct.dataclass
@@ -79,8 +83,8 @@ class PackedShares(QuantisedWeights):
 def packed_params(params: Any, dtype: Any) -> Any:
     """Parameters with every matrix packed that the kernel of this machine reads.
 
-    One matrix after the other takes the place of the one it was made of, which is deleted: there is
-    never a second copy of the model.
+    A matrix takes the place of the one it was made of, which is deleted: there is never a second
+    copy of the model. A few are packed at a time, since every shape needs a program of its own.
 
     Args:
       params: a tree of arrays and matrices, on one device or spread over a mesh.
@@ -105,7 +109,9 @@ def packed_params(params: Any, dtype: Any) -> Any:
             array.delete()
         return packed
 
-    return jax.tree.map(packed, params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    leaves, tree = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return tree.unflatten(pool.map(packed, leaves))
 
 
 def pack_shares(matrix: QuantisedMatrix, dtype: Any) -> PackedShares:
