@@ -9,6 +9,7 @@ import pytest
 from longspec_jax.checks import Each, Maybe, OneOf, Real, Refused, Rule, Text, Truth, Whole
 from longspec_jax.config import loading, sampling
 from longspec_jax.schema import REQUIRED, Option, build, options, rule_of
+from tests.kit import each_row
 from tests.refusals import edges, wrong
 
 DECLARED = {**sampling.OPTIONS, **loading.OPTIONS}
@@ -24,14 +25,14 @@ RULES: list[Rule] = [
 ]
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@each_row("name", DECLARED)
 def test_an_option_has_a_sentence_and_a_default_that_it_takes(name: str) -> None:
     option = DECLARED[name]
     assert option.about and not option.about.endswith(".") and option.about[0].islower()
     assert option.default is None or option.rule.refusal(option.default) is None
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@each_row("rule", RULES)
 def test_a_rule_takes_its_edges_and_refuses_the_rest(rule: Rule) -> None:
     for value in edges(rule):
         assert rule.read("x", value) == value
@@ -91,7 +92,7 @@ def test_sections_are_built_from_mappings() -> None:
     assert hash(built) and build(Group, {"part": built.part}, "--x.").part is built.part
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("values", "message"),
     [
         ({}, "^--x lacks part; give every one a value$"),

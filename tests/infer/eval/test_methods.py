@@ -18,9 +18,10 @@ from longspec_jax.decoding import report as report_lib
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.streaming import StreamingDraft
 from longspec_jax.generation.inspection import RoundView
+from tests.kit import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("drafted", "emitted", "accepted"),
     [
         ("0", (), ()),
@@ -80,7 +81,7 @@ def test_trees_of_the_methods() -> None:
     assert method_argument("magicdec=chain:2").tree(streaming, cpu=True) == TreeConfig((1, 1))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("typed", "words"),
     [
         (["--task=nothing"], "--task: 'nothing' must be one of gov_report"),
