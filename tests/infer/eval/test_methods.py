@@ -18,10 +18,9 @@ from longspec_jax.decoding import report as report_lib
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.streaming import StreamingDraft
 from longspec_jax.generation.inspection import RoundView
-from tests.kit import each_row
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("drafted", "emitted", "accepted"),
     [
         ("0", (), ()),
@@ -81,7 +80,7 @@ def test_trees_of_the_methods() -> None:
     assert method_argument("magicdec=chain:2").tree(streaming, cpu=True) == TreeConfig((1, 1))
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("typed", "words"),
     [
         (["--task=nothing"], "--task: 'nothing' must be one of gov_report"),
