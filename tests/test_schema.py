@@ -9,7 +9,6 @@ import pytest
 from longspec_jax.checks import Each, Maybe, OneOf, Real, Refused, Rule, Text, Truth, Whole
 from longspec_jax.config import loading, sampling
 from longspec_jax.schema import REQUIRED, Option, build, options, rule_of
-from tests.kit import each_row
 from tests.refusals import edges, wrong
 
 DECLARED = {**sampling.OPTIONS, **loading.OPTIONS}
@@ -25,14 +24,14 @@ RULES: list[Rule] = [
 ]
 
 
-@each_row("name", DECLARED)
+@pytest.mark.parametrize("name", DECLARED)
 def test_an_option_has_a_sentence_and_a_default_that_it_takes(name: str) -> None:
     option = DECLARED[name]
     assert option.about and not option.about.endswith(".") and option.about[0].islower()
     assert option.default is None or option.rule.refusal(option.default) is None
 
 
-@each_row("rule", RULES)
+@pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_a_rule_takes_its_edges_and_refuses_the_rest(rule: Rule) -> None:
     for value in edges(rule):
         assert rule.read("x", value) == value
@@ -92,7 +91,7 @@ def test_sections_are_built_from_mappings() -> None:
     assert hash(built) and build(Group, {"part": built.part}, "--x.").part is built.part
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({}, "^--x lacks part; give every one a value$"),
