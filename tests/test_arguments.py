@@ -20,7 +20,7 @@ from longspec_jax.drafters.registry import LONGSPEC, SMALL_LM, options_of
 from longspec_jax.embedded import DRAFTS
 from longspec_jax.loading import choose_drafts
 from tests.infer.toys import rebound, toy_spec, toy_tokenizer
-from tests.kit import tiny_target_config
+from tests.kit import each_row, tiny_target_config
 from tests.refusals import wrong
 
 OTHER_MESH = Mesh(np.asarray(jax.devices()[:1]), ("model",))
@@ -50,14 +50,14 @@ def made(**parts: Any) -> LongSpec:
     return LongSpec(tiny_target_config(), None, **parts)
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_row("name", BAD)
 def test_parts_that_are_none(name) -> None:
     for value in BAD[name]:
         with pytest.raises(Refused, match=f"^{name}=.* must be "):
             made(**{name: value})
 
 
-@pytest.mark.parametrize("name", BAD_TO_LOAD)
+@each_row("name", BAD_TO_LOAD)
 def test_arguments_that_are_none(name) -> None:
     """Nothing of these names exists: they are refused before anything is looked for."""
     for value in BAD_TO_LOAD[name]:
@@ -68,7 +68,7 @@ def test_arguments_that_are_none(name) -> None:
                 LongSpec.demo(**{name: value})
 
 
-@pytest.mark.parametrize("name", BAD_TO_CALL)
+@each_row("name", BAD_TO_CALL)
 def test_arguments_of_a_call_that_are_none(name) -> None:
     for value in BAD_TO_CALL[name]:
         with pytest.raises(Refused, match=f"^{name}=.* must be "):
@@ -83,7 +83,7 @@ def test_arguments_of_a_call_that_are_fine() -> None:
     check_arguments(streamer=None, on_round=None, on_activity=[].append, adaptive=False)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "message"),
     [
         ((3, 1, 2), "^tokens=3 must be the token ids of one row"),
@@ -95,7 +95,6 @@ def test_arguments_of_a_call_that_are_fine() -> None:
         (([1, 2], 1, -1), "^other=-1 must be a whole number from 0 to 16"),
         (([1, 2], 1, None), "^other=None must be a whole number"),
     ],
-    ids=str,
 )
 def test_tokens_of_a_gap(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
@@ -112,9 +111,7 @@ def test_a_model_is_not_pickled() -> None:
             way(Model())
 
 
-@pytest.mark.parametrize(
-    "tree", ["4*16", "", 5, True, 4.0, {4}, {"4": 1}, [2.5], ["4"], [True], [None]]
-)
+@each_row("tree", ["4*16", "", 5, True, 4.0, {4}, {"4": 1}, [2.5], ["4"], [True], [None]])
 def test_trees_that_are_none(tree) -> None:
     with pytest.raises(ValueError, match="tree"):
         as_tree(tree)
@@ -140,7 +137,7 @@ def test_the_empty_tree_of_a_loaded_pair_is_plain_decoding(monkeypatch) -> None:
         LongSpec.demo(tree=())
 
 
-@pytest.mark.parametrize("chunk", [2049, 10**9])
+@each_row("chunk", [2049, 10**9])
 def test_a_prefill_step_no_prompt_can_fill(chunk) -> None:
     with pytest.raises(ValueError, match=f"^prefill_chunk={chunk} is longer .*pass at most 2048$"):
         made(prefill_chunk=chunk)
@@ -148,7 +145,7 @@ def test_a_prefill_step_no_prompt_can_fill(chunk) -> None:
     LongSpec(tiny_target_config(max_positions=4096), None, prefill_chunk=4096)
 
 
-@pytest.mark.parametrize("config", [None, {}, "demo", 3])
+@each_row("config", [None, {}, "demo", 3])
 def test_configs_that_are_none(config) -> None:
     with pytest.raises(ValueError, match="^target_config=.* must be a TargetConfig"):
         LongSpec(config, None)
@@ -157,7 +154,7 @@ def test_configs_that_are_none(config) -> None:
             made(draft=config)
 
 
-@pytest.mark.parametrize("tokens", [True, "x", 0, [], [0.5], [True], [[1]]])
+@each_row("tokens", [True, "x", 0, [], [0.5], [True], [[1]]])
 def test_a_draft_vocabulary_is_a_list_of_tokens(tokens) -> None:
     with pytest.raises(ValueError, match="a draft vocabulary is a list of token ids"):
         rebound(toy_spec(), vocabulary=tokens)
@@ -172,13 +169,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("message", "options"), OPTIONS.items(), ids=str)
+@each_row(("message", "options"), OPTIONS.items())
 def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
     with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):
         options_of(LONGSPEC, options, "no/draft")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"recent": 2.5}, "recent=2.5 must be a whole number"),
@@ -190,7 +187,6 @@ def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
             "unknown option 'name' for streaming; it has sinks, recent, ",
         ),
     ],
-    ids=str,
 )
 def test_options_of_a_draft_without_weights(options, message) -> None:
     with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):

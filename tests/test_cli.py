@@ -15,6 +15,7 @@ from benchmarks.arguments import BENCHMARKS
 from longspec_jax import cli, files
 from longspec_jax.checks import Real
 from longspec_jax.config.tree import TreeConfig
+from tests.kit import each_row
 
 
 def parser() -> cli.Parser:
@@ -38,7 +39,7 @@ def test_lists_repeat_the_option_and_replace_the_default() -> None:
     assert parser().parse_args([]).context == [64]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("argv", "message"),
     [
         (["--temprature=1"], "unknown option --temprature; did you mean --temperature?"),
@@ -100,7 +101,7 @@ def raising(error: BaseException) -> int:
     raise error
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "status", "words"),
     [
         (ValueError("--x=1 is wrong"), 2, "error: --x=1 is wrong"),
@@ -165,9 +166,7 @@ sys.exit(cli.run(main))
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@each_row(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_every_signal_saves_and_ends_whatever_the_work_does(number: int, status: int) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -180,7 +179,7 @@ def test_every_signal_saves_and_ends_whatever_the_work_does(number: int, status:
     assert time.monotonic() - begin < 20
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+@each_row("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_empty_ones(closed: str, tmp_path: Path) -> None:
     code = (
         "import sys; from longspec_jax import cli\n"
@@ -197,7 +196,7 @@ def test_closed_streams_are_empty_ones(closed: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(
+@each_row(
     ("module", "calls", "said"),
     [
         ("infer.decode", ["--help", "--seed=-1", "--prompt_file=absent"], "--seed: -1"),

@@ -11,10 +11,10 @@ from longspec_jax.config.known import TINY
 from longspec_jax.config.layers import LayerConfig, LinearRopeScaling, Llama3RopeScaling, Rotary
 from longspec_jax.config.tree import DEFAULT_TREE, MAX_TREE_LEVELS, PLAIN, TreeConfig
 from longspec_jax.drafters.longspec import DraftConfig
-from tests.kit import tiny_target_config
+from tests.kit import each_row, tiny_target_config
 
 
-@pytest.mark.parametrize("widths", [[2, 2], (2, 2), range(2, 4), (np.int64(2), np.int32(3))])
+@each_row("widths", [[2, 2], (2, 2), range(2, 4), (np.int64(2), np.int32(3))])
 def test_trees_of_any_sequence(widths) -> None:
     tree = TreeConfig(widths)
     assert tree == TreeConfig(tuple(int(width) for width in widths))
@@ -25,7 +25,7 @@ def test_trees_of_any_sequence(widths) -> None:
 WHOLE = "must be whole numbers, one per level, such as"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "widths, message",
     [
         ("4,16", f"{WHOLE}.*got '4,16'"),
@@ -40,14 +40,13 @@ WHOLE = "must be whole numbers, one per level, such as"
         ((2**70,), "at most 256"),
         ((256,), "257 nodes with its root.*at most 256"),
     ],
-    ids=str,
 )
 def test_trees_that_are_none(widths, message) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
         TreeConfig(widths)
 
 
-@pytest.mark.parametrize("budget", [0, -1, 1.5, True, "8", [8], math.nan])
+@each_row("budget", [0, -1, 1.5, True, "8", [8], math.nan])
 def test_budgets_that_are_none(budget) -> None:
     with pytest.raises(
         ValueError, match="budget.* must be whole and at least 1 node.*leave it out"
@@ -55,7 +54,7 @@ def test_budgets_that_are_none(budget) -> None:
         TreeConfig(budget=budget)
 
 
-@pytest.mark.parametrize("text", ["4,16@1", "chain:3@1"])
+@each_row("text", ["4,16@1", "chain:3@1"])
 def test_a_budget_of_the_root_alone(text) -> None:
     shape = TreeConfig.parse(text.removesuffix("@1"))
     with pytest.raises(ValueError, match=f"^the tree {text} verifies the root alone.*at least 2$"):
@@ -65,7 +64,7 @@ def test_a_budget_of_the_root_alone(text) -> None:
     assert TreeConfig(shape.widths, budget=2).num_nodes == 2 and PLAIN == TreeConfig(())
 
 
-@pytest.mark.parametrize("threshold", [0, -0.5, 1.5, True, "0.7", math.nan, 1e-9])
+@each_row("threshold", [0, -0.5, 1.5, True, "0.7", math.nan, 1e-9])
 def test_thresholds_that_are_none(threshold) -> None:
     with pytest.raises(ValueError, match="threshold.*from 0.001 to 1, got .*leave it out"):
         TreeConfig(threshold=threshold)
@@ -87,7 +86,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@each_row("text", TEXTS)
 def test_a_tree_is_written_and_read(text) -> None:
     assert str(TEXTS[text]) == text
     assert TreeConfig.parse(text) == as_tree(text) == TEXTS[text]
@@ -108,7 +107,7 @@ def test_a_chain_with_a_tree_at_its_end() -> None:
     assert TreeConfig.parse("chain:16/4,8").varies and not TreeConfig.parse("chain:0/4,8").varies
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tree", "message"),
     [
         (dict(widths=(1, 2), chain=2), "chain=2 must be a number of first levels of width 1"),
@@ -124,7 +123,7 @@ def test_chains_that_a_tree_does_not_begin_with(tree, message) -> None:
         TreeConfig(**tree)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     ["", "(4, 16)"]
     + "4,,5 4, chain chain:0 chain:2,2 4@ @4 4@4@4 none:2 4.0 4x0 4x 4,4+ 4,4+x +0.7".split()
@@ -144,22 +143,22 @@ BAD_SIZES = (0, -1, 2.0, "4", None, True, math.nan, 2**31, [4])
 BAD_NUMBERS = (0, -1.0, "x", None, True, math.nan, math.inf, 1e38)
 
 
-@pytest.mark.parametrize("field", [*SIZES, "vocab_size", "num_layers", "max_positions"])
-@pytest.mark.parametrize("value", BAD_SIZES)
+@each_row("field", [*SIZES, "vocab_size", "num_layers", "max_positions"])
+@each_row("value", BAD_SIZES)
 def test_sizes_of_a_target(field, value) -> None:
     with pytest.raises(ValueError, match=f"^{field}=.* must be a whole number from 1 to"):
         tiny_target_config(**{field: value})
 
 
-@pytest.mark.parametrize("field", ["rope_theta", "norm_eps"])
-@pytest.mark.parametrize("value", BAD_NUMBERS)
+@each_row("field", ["rope_theta", "norm_eps"])
+@each_row("value", BAD_NUMBERS)
 def test_numbers_of_a_target(field, value) -> None:
     with pytest.raises(ValueError, match=f"^{field}=.* must be a number from"):
         tiny_target_config(**{field: value})
 
 
-@pytest.mark.parametrize("field", [*SIZES, "window"])
-@pytest.mark.parametrize("value", BAD_SIZES)
+@each_row("field", [*SIZES, "window"])
+@each_row("value", BAD_SIZES)
 def test_sizes_of_a_draft(field, value) -> None:
     with pytest.raises(ValueError, match=f"^{field}=.* must be a whole number from 1 to"):
         DraftConfig.for_target(tiny_target_config(), **{field: value})
@@ -180,7 +179,7 @@ def test_heads_of_a_draft() -> None:
         dataclasses.replace(draft, head_width=7)
 
 
-@pytest.mark.parametrize("value", [0, 0.5, -2, "4", True, math.nan, math.inf, 1e7])
+@each_row("value", [0, 0.5, -2, "4", True, math.nan, math.inf, 1e7])
 def test_factors_of_rope_scalings(value) -> None:
     with pytest.raises(
         ValueError, match="linear rope scaling: factor=.* must be a number from 1 to"
@@ -192,7 +191,7 @@ def test_factors_of_rope_scalings(value) -> None:
         Llama3RopeScaling(value, 1.0, 4.0, 512)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "low, high, original, message",
     [
         (0, 4.0, 512, "low_freq_factor=0 must be a number"),
@@ -206,7 +205,7 @@ def test_llama3_scalings_that_are_none(low, high, original, message) -> None:
         Llama3RopeScaling(8.0, low, high, original)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kinds", "pattern", "read"),
     [
         ((), (), 3),
@@ -215,7 +214,6 @@ def test_llama3_scalings_that_are_none(low, high, original, message) -> None:
         ((LayerConfig(),), (0, 0, 0, 0), 3),
         ((LayerConfig(Rotary(), 7),), (0, 0, 0, 0), 3),
     ],
-    ids=["alike", "windows above it", "no positions above it", "no positions", "windows alone"],
 )
 def test_drafts_read_the_last_layer_over_the_whole_context(kinds, pattern, read):
     config = dataclasses.replace(TINY, num_layers=4, kinds=kinds, pattern=pattern)
@@ -223,7 +221,7 @@ def test_drafts_read_the_last_layer_over_the_whole_context(kinds, pattern, read)
     assert hash(config) == hash(dataclasses.replace(config))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "match"),
     [
         (dict(kinds=(LayerConfig(),), pattern=(0,)), "each of the 2 layers"),

@@ -36,7 +36,7 @@ from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer, check_voc
 from longspec_jax.drafters.tables import BlockParams
 from longspec_jax.drafters.tree import Tree, beam_search, plant
 from longspec_jax.drafters.window import Entries, Rows, Seen
-from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm
+from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm, parameter
 from longspec_jax.models.target import capped, scaled, stored_logits
 from longspec_jax.ops.attention.dispatch import (
     prefix_attention,
@@ -95,7 +95,7 @@ class ParallelLayers(nn.Module):
             LongSpecLayer(each, self.mlp_chunk) for each in (first, *(behind,) * (c.num_layers - 1))
         ]
         self.final_norm = RMSNorm(layer.norm_eps, dtype)
-        self.slots = self.param("slots", nn.initializers.normal(INITIAL_SCALE), slots, dtype)
+        self.slots = parameter(self, "slots", nn.initializers.normal(INITIAL_SCALE), slots, dtype)
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config.layers import ExpertsConfig
-from longspec_jax.models.layers import INITIAL_SCALE, Projection, SwiGLU
+from longspec_jax.models.layers import INITIAL_SCALE, Projection, SwiGLU, parameter
 from longspec_jax.ops.matmul.experts import (
     ExpertWeights,
     choose_experts,
@@ -51,15 +51,17 @@ class Experts(nn.Module):
         self.expert_gate_up, self.expert_down = (
             stored
             if isinstance(stored := self.get_variable("params", name), QuantisedWeights)
-            else self.param(name, normal, shape, self.dtype)
+            else parameter(self, name, normal, shape, self.dtype)
             for name, shape in zip(names, shapes, strict=True)
         )
         if c.biases:
             zeros = nn.initializers.zeros
-            self.expert_gate_up_bias = self.param(
-                "expert_gate_up_bias", zeros, shapes[0][:2], self.dtype
+            self.expert_gate_up_bias = parameter(
+                self, "expert_gate_up_bias", zeros, shapes[0][:2], self.dtype
             )
-            self.expert_down_bias = self.param("expert_down_bias", zeros, shapes[1][:2], self.dtype)
+            self.expert_down_bias = parameter(
+                self, "expert_down_bias", zeros, shapes[1][:2], self.dtype
+            )
 
     def __call__(self, x: Array) -> Array:
         """Map ``[B, T, D]`` to partials ``[S, B, T, D]`` of the result."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,6 +38,33 @@ from longspec_jax.ops.partitioned import row_shares
 INITIAL_SCALE = 0.02
 
 
+def parameter(
+    module: nn.Module,
+    name: str,
+    initial: Callable[..., Array],
+    shape: Sequence[int],
+    dtype: jnp.dtype,
+) -> Array:
+    """A parameter of a module: the stored one, or a new one while the module is initialised.
+
+    ``module.param`` would trace the initialiser in every trace, to compare shapes: a tenth of the
+    time that it takes to trace a round.
+
+    Raises:
+      ValueError: the stored one has another shape.
+    """
+    if not module.has_variable("params", name):
+        return module.param(name, initial, tuple(shape), dtype)
+    stored = module.get_variable("params", name)
+    codes, *_ = jax.tree.leaves(stored)  # Of a quantised one they come first.
+    if jnp.shape(codes) != tuple(shape):
+        raise ValueError(
+            f"the stored {name} has the shape {jnp.shape(codes)}, the configuration says "
+            f"{tuple(shape)}; use the weights of this configuration"
+        )
+    return stored
+
+
 class RMSNorm(nn.Module):
     """``x / rms(x) * scale`` over the last axis, computed in float32."""
 
@@ -61,9 +89,9 @@ class RMSNorm(nn.Module):
     def weights(self, *shape: int) -> Array:
         """What is multiplied by, of a shape; in float32 if it is ``1 + scale``."""
         if self.offset:
-            stored = self.param("scale", nn.initializers.zeros, shape, self.dtype)
+            stored = parameter(self, "scale", nn.initializers.zeros, shape, self.dtype)
             return 1 + stored.astype(jnp.float32)
-        return self.param("scale", nn.initializers.ones, shape, self.dtype)
+        return parameter(self, "scale", nn.initializers.ones, shape, self.dtype)
 
 
 class Matmuls(NamedTuple):
@@ -126,10 +154,11 @@ class Projection(nn.Module):
         kernel, bias = self.get_variable("params", "kernel"), None
         if not isinstance(kernel, QuantisedWeights):
             shape = (*self.in_axes, *self.out_axes)
-            kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
+            normal = nn.initializers.normal(INITIAL_SCALE)
+            kernel = parameter(self, "kernel", normal, shape, self.dtype)
             kernel = kernel.reshape(-1, *self.out_axes)
         if self.bias:
-            bias = self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
+            bias = parameter(self, "bias", nn.initializers.zeros, self.out_axes, self.dtype)
         return kernel, bias
 
     def _matmuls(self, kernel: Any) -> Matmuls:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from longspec_jax.axes import Array
 from longspec_jax.config.layers import RecurrenceConfig
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.models.layers import INITIAL_SCALE, Projection, RMSNorm
+from longspec_jax.models.layers import INITIAL_SCALE, Projection, RMSNorm, parameter
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.recurrence.operands import RecurrentTokens
 
@@ -33,10 +33,10 @@ class Recurrence(nn.Module):
         self.inputs = self.projection((c.model_width,), (r.key_heads, r.inputs_width + gate), dtype)
         self.rates = self.projection((c.model_width,), (r.key_heads, 2 * r.shared), dtype)
         normal, shape = nn.initializers.normal(INITIAL_SCALE), (r.key_heads, r.shared)
-        self.taps = self.param("taps", normal, (r.key_heads, r.inputs_width, 1, r.taps), dtype)
+        self.taps = parameter(self, "taps", normal, (r.key_heads, r.inputs_width, 1, r.taps), dtype)
         # In float32 whatever the model's dtype, as published files have them.
-        self.decay = self.param("decay", nn.initializers.zeros, shape, jnp.float32)
-        self.decay_bias = self.param("decay_bias", nn.initializers.zeros, shape, jnp.float32)
+        self.decay = parameter(self, "decay", nn.initializers.zeros, shape, jnp.float32)
+        self.decay_bias = parameter(self, "decay_bias", nn.initializers.zeros, shape, jnp.float32)
         self.norm = RMSNorm(c.norm_eps, jnp.dtype("float32"))
         self.out = self.projection((r.value_heads, r.value_width), (c.model_width,), dtype)
 

@@ -27,6 +27,7 @@ from longspec_jax.models.layers import (
     Projection,
     RMSNorm,
     SwiGLU,
+    parameter,
     rotary_angles,
 )
 from longspec_jax.models.recurrence import Recur, Recurrence
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         self.out = self.projection(heads, (c.model_width,), dtype, c.out_bias)
         if c.attention_sinks:  # For the caller's ``attend``, which finds them by sinks_of.
             shape = c.num_kv_heads, c.num_groups
-            self.sinks = self.param("sinks", nn.initializers.zeros, shape, dtype)
+            self.sinks = parameter(self, "sinks", nn.initializers.zeros, shape, dtype)
         if c.qk_norm or c.wide_qk_norm:
             self.q_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
             self.k_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
@@ -202,7 +203,7 @@ class Target(nn.Module):
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         table = nn.initializers.normal(INITIAL_SCALE)
         shape = (c.vocab_size, c.model_width)
-        self.embedding = self.param("embedding", table, shape, dtype)
+        self.embedding = parameter(self, "embedding", table, shape, dtype)
         # Separate modules, not a scan over stacked weights: slicing a stack costs decode a factor
         # of three in bandwidth (docs/design/decisions.md, decision 4.6).
         projection = OrderedProjection if self.ordered else Projection
@@ -212,7 +213,7 @@ class Target(nn.Module):
         if not c.tied_embeddings:
             stored = self.get_variable("params", "head")
             quantised = isinstance(stored, QuantisedWeights)
-            self.head = stored if quantised else self.param("head", table, shape, dtype)
+            self.head = stored if quantised else parameter(self, "head", table, shape, dtype)
 
     def embed(self, tokens: Array) -> Array:
         """What enters the first layer for tokens ``[B, T]``, ``[B, T, D]``."""

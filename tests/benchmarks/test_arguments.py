@@ -14,6 +14,7 @@ from longspec_jax.cli import ByMachine, settled
 from longspec_jax.config.names import ATTENTION
 from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.ops.attention.dispatch import CHUNK, PREFIX, SPECULATIVE, TREE
+from tests.kit import each_row
 
 ROOT = Path(__file__).parents[2]
 BAD = {
@@ -71,7 +72,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("words", BAD)
+@each_row("words", BAD)
 def test_bad_input_is_one_line_before_anything_runs(
     words: str, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_row_alone_is_a_row_of_a_batch(models: Params, plain: list[list[np.nda
     assert_same(generate(*given, alone)[0], plain[0][1:2])
 
 
+@pytest.mark.full
 def test_a_chain_on_a_mesh_changes_no_token(models: Params, plain: list[list[np.ndarray]]) -> None:
     """Each of two devices holds half of the experts."""
     mesh = make_mesh(tp=2)

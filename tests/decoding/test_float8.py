@@ -120,6 +120,7 @@ def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params) -> None:
     assert kinds == [("pinned_host", "uint8"), ("device", "uint8")]
 
 
+@pytest.mark.full
 def test_layers_with_windows_slots_and_prefixes_change_no_token() -> None:
     """Two prompts return, with chunks that the host kept."""
     config = dataclasses.replace(WINDOWS.config, kv_dtype="fp8")

@@ -114,6 +114,7 @@ RANDOM: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RANDOM)
 def test_nor_does_a_random_draft_beside_sinks(name: str) -> None:
     """Of which no token need be accepted."""
@@ -129,6 +130,7 @@ def test_blocks_are_chosen_in_the_layers_without_a_window() -> None:
 PAIR = TreeConfig((1, 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "drafter"),
     [(RECURRENT, StreamingDrafter(PAIR, SHORT)), (GPT_OSS, NgramDrafter(PAIR))],
@@ -144,6 +146,7 @@ def test_a_chain_on_a_mesh_changes_no_token(family: Family, drafter: Drafter) ->
         assert memory.addressable_shards[0].data.shape[1] == SIZES.key_heads // 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [
@@ -164,6 +167,7 @@ def test_nor_does_a_cache_in_the_hosts_memory(family: Family, kinds: str) -> Non
     assert [leaf.sharding.memory_kind for leaf in found] == kinds.split()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", [WINDOWS, RECURRENT], ids=str)
 def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(family: Family) -> None:
     """Five requests in two slots, one of them cancelled. Slots alone share nothing.

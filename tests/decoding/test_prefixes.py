@@ -278,6 +278,7 @@ def test_a_slot_of_a_mesh_is_copied_without_what_lies_behind() -> None:
         np.testing.assert_array_equal(mine[0, :, 8:12], layer[2, :, 4:8])
 
 
+@pytest.mark.full
 def test_warm_text_is_cold_text_on_a_mesh_that_spreads_rows() -> None:
     mesh = make_mesh(data=2)
     table = jax.device_put(TABLE, NamedSharding(mesh, P()))

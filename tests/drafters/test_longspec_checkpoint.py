@@ -14,7 +14,7 @@ from longspec_jax.config.known import PRESETS
 from longspec_jax.config.layers import LinearRopeScaling, YarnRopeScaling
 from longspec_jax.drafters.checkpoints.longspec import hf_draft_config, load_draft, save_draft
 from longspec_jax.drafters.longspec import DraftConfig
-from tests.kit import random_draft, tiny_target_config
+from tests.kit import each_row, random_draft, tiny_target_config
 from tests.models.draft_oracle import Shape, random_state
 
 TARGET = tiny_target_config()
@@ -92,7 +92,7 @@ def loaded(tmp_path_factory):
 CASES = [*((prefix, "safetensors") for prefix in PREFIXES), *(("glide.", kind) for kind in KINDS)]
 
 
-@pytest.mark.parametrize(("prefix", "kind"), dict.fromkeys(CASES))
+@each_row(("prefix", "kind"), dict.fromkeys(CASES))
 def test_every_prefix_and_file_kind(tmp_path, loaded, prefix, kind):
     _write_config(tmp_path)
     KINDS[kind](tmp_path, {prefix + name: value for name, value in STATE.items()})
@@ -130,7 +130,7 @@ def test_export_is_bit_exact(tmp_path, loaded):
     jax.tree.map(np.testing.assert_array_equal, params, loaded)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@each_row("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_bit_exact(tmp_path, dtype):
     target = tiny_target_config(dtype=dtype)
     draft = DraftConfig.for_target(target, window=64)
@@ -203,7 +203,7 @@ def test_a_target_is_not_a_draft(tmp_path):
         load_draft(tmp_path, TARGET)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "overrides",
     [
         dict(model_width=48, head_width=8),
@@ -213,7 +213,6 @@ def test_a_target_is_not_a_draft(tmp_path):
         dict(rope_scaling=LinearRopeScaling(4.0)),
         dict(vocab_size=103),
     ],
-    ids=lambda overrides: "-".join(overrides),
 )
 def test_a_draft_of_another_target_is_refused(tmp_path, loaded, overrides):
     save_draft(tmp_path, DRAFT, loaded, target=TARGET)
@@ -268,7 +267,7 @@ class _Trap:
         return print, ("this pickle ran code",)
 
 
-@pytest.mark.parametrize("kind", ["code", "truncated", "text", "nested", "list"])
+@each_row("kind", ["code", "truncated", "text", "nested", "list"])
 def test_strange_pickles_are_refused(tmp_path, capsys, kind):
     torch, state = _torch_state(STATE)
     _write_config(tmp_path)

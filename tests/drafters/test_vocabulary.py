@@ -12,6 +12,7 @@ from longspec_jax.drafters.checkpoints.vocabulary import (
     save_draft_vocabulary,
 )
 from longspec_jax.drafters.vocabulary import check_vocabulary, most_frequent
+from tests.kit import each_row
 
 COUNTS = np.array([0, 5, 0, 9, 5, 2, 0])
 
@@ -31,7 +32,7 @@ def test_a_shorter_vocabulary_is_the_beginning_of_a_longer_one() -> None:
         np.testing.assert_array_equal(most_frequent(counts, size, [7, 50]), whole[:size])
 
 
-@pytest.mark.parametrize("size, always", [(0, []), (8, []), (2, [0, 1, 2]), (-1, [])])
+@each_row("size, always", [(0, []), (8, []), (2, [0, 1, 2]), (-1, [])])
 def test_sizes_out_of_range(size: int, always: list[int]) -> None:
     with pytest.raises(ValueError, match=f"of {size} tokens is out of range"):
         most_frequent(COUNTS, size, always)
@@ -47,7 +48,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@each_row("case", BAD)
 def test_what_is_no_vocabulary(case: str) -> None:
     tokens, message = BAD[case]
     with pytest.raises(ValueError, match=message):
@@ -73,7 +74,7 @@ def test_it_is_checked_before_it_is_saved(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("size", [0, 5])
+@each_row("size", [0, 5])
 def test_a_size_the_table_does_not_have(tmp_path: Path, size: int) -> None:
     save_draft_vocabulary(tmp_path, TOKENS, 13)
     with pytest.raises(ValueError, match=f"vocabulary={size} must be 1 to 4"):
@@ -100,7 +101,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("case", DAMAGED)
+@each_row("case", DAMAGED)
 def test_damaged_tables_name_their_file(tmp_path: Path, case: str) -> None:
     DAMAGED[case](tmp_path / FILE)
     with pytest.raises(ValueError, match=FILE):

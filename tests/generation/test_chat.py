@@ -14,6 +14,7 @@ from longspec_jax.generation import template
 from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages, render_chat
 from longspec_jax.generation.template import render
 from tests.generation.test_text import byte_level
+from tests.kit import each_row
 
 LLAMA_3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"
@@ -105,8 +106,8 @@ def with_template(template: str | None) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("messages", [MESSAGES, MESSAGES[1:], MESSAGES[:2]])
+@each_row("style", STYLES)
+@each_row("messages", [MESSAGES, MESSAGES[1:], MESSAGES[:2]])
 def test_the_text_is_that_of_transformers(style, messages) -> None:
     tokenizer = with_template(STYLES[style])
     theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -221,7 +222,7 @@ def longest_wait() -> Iterator[list[float]]:
         waiting.join()
 
 
-@pytest.mark.parametrize("case", ENDLESS)
+@each_row("case", ENDLESS)
 def test_endless_templates_are_stopped(case, monkeypatch) -> None:
     monkeypatch.setattr(template, "SECONDS", 0.2)
     tracer, begin = sys.gettrace(), time.monotonic()
@@ -258,7 +259,7 @@ def test_other_threads_have_their_own_time(monkeypatch) -> None:
     assert failed == ["it was stopped after 0.3 seconds"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("template", "text"),
     [
         ("{{ '%d %% %5d%%' % (1, 2024) }} {{ 1234567 % 1000 }}", "1 %  2024% 567"),
@@ -283,7 +284,7 @@ def test_bounded_operations_are_those_of_python(template, text) -> None:
     assert render(template, {}) == text
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("template", "message"),
     [
         ("{{ foo.bar }}", "'foo' is undefined"),
@@ -323,7 +324,7 @@ def test_parts_of_text_are_joined() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("messages", "message"),
     [
         ([], "at least one"),

@@ -14,6 +14,7 @@ from longspec_jax.generation.grammar import (
     vocabulary_of,
 )
 from tests.infer.toys import STOP, toy_tokenizer
+from tests.kit import each_row
 
 SIZE = 40
 """More than the tokenizer's tokens, and no whole number of words."""
@@ -115,7 +116,7 @@ def test_nodes_that_cannot_be_judged_have_no_path(vocabulary) -> None:
     assert [tokens_of(line) for line in bits] == [{*ids("cd"), STOP}, set()]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("make", "message"),
     [
         (lambda given: compile_grammar(given, regex="(["), "cannot be used: .*regex"),

@@ -25,6 +25,7 @@ from tests.generation.grammars import (
     request,
     vocabulary,
 )
+from tests.kit import each_row
 
 SOME = TREES[:3]
 """Plain decoding, a chain and a tree."""
@@ -97,7 +98,7 @@ class Broken(Anything):
         return super().allowed(tokens, parents)
 
 
-@pytest.mark.parametrize("method", ["advance", "allowed"])
+@each_row("method", ["advance", "allowed"])
 def test_a_constraint_that_raises_ends_its_row_alone(engine, method) -> None:
     grammar: Any = SimpleNamespace(state=lambda: Broken(method))
     rows = [Row(ids("q"), request(0, 0.0), each) for each in (None, grammar, None)]

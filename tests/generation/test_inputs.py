@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longspec_jax.checks import shown
 from longspec_jax.generation.inputs import check_positions, to_prompt, to_prompts
 from tests.infer.toys import toy_tokenizer
+from tests.kit import each_row
 
 TEXTS = ["ab cd gh é", "fgh €€ abc"]
 IDS = [toy_tokenizer()(text)["input_ids"] for text in TEXTS]
@@ -29,7 +29,7 @@ def padded() -> dict[str, np.ndarray]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "inputs",
     [
         TEXTS,
@@ -39,7 +39,6 @@ def padded() -> dict[str, np.ndarray]:
         {"input_ids": IDS},
         [[{"role": "user", "content": text}] for text in TEXTS],
     ],
-    ids=["text", "lists", "arrays", "padded", "encoding", "messages"],
 )
 def test_batches(inputs) -> None:
     rows = to_prompts(inputs, chatty(), 17)
@@ -47,7 +46,7 @@ def test_batches(inputs) -> None:
     assert all(row.dtype == np.int32 for row in rows)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "inputs",
     [
         TEXTS[0],
@@ -56,7 +55,6 @@ def test_batches(inputs) -> None:
         np.asarray([IDS[0]]),
         [{"role": "user", "content": TEXTS[0]}],
     ],
-    ids=["text", "list", "array", "row", "messages"],
 )
 def test_single_rows(inputs) -> None:
     [row] = to_prompts(inputs, chatty(), 17)
@@ -81,7 +79,7 @@ IDS_AND_MASKS = [
 ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("inputs", "message"),
     [
         ([1.5, 2.5], "list of token ids, got 1.5"),
@@ -127,14 +125,13 @@ IDS_AND_MASKS = [
             for ids, mask in IDS_AND_MASKS
         ),
     ],
-    ids=shown,
 )
 def test_refusals(inputs, message) -> None:
     with pytest.raises(ValueError, match=message):
         to_prompts(inputs, chatty(), 17)
 
 
-@pytest.mark.parametrize("inputs", [TEXTS[0], TEXTS, IDS[0], [MESSAGES, TEXTS[0]]], ids=repr)
+@each_row("inputs", [TEXTS[0], TEXTS, IDS[0], [MESSAGES, TEXTS[0]]])
 def test_a_template_is_for_messages(inputs) -> None:
     with pytest.raises(
         ValueError, match="chat_template= makes a prompt of chat messages, and this"
@@ -142,7 +139,7 @@ def test_a_template_is_for_messages(inputs) -> None:
         to_prompts(inputs, chatty(), 17, TEMPLATE)
 
 
-@pytest.mark.parametrize("special", [True, False], ids=["text", "messages"])
+@each_row("special", [True, False])
 def test_a_text_that_cannot_fit_is_not_tokenised(special) -> None:
     """The longest token of the toy has 5 characters, ``<end>``; 8 for each position may pass."""
     tokenizer = chatty()
@@ -169,7 +166,7 @@ def test_one_prompt_is_not_several() -> None:
         to_prompt({"input_ids": [[1, 2], [3]]}, None, 17)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lengths", "new", "message"),
     [
         ([3], [10**9], "^a prompt of 3 .*; lower max_new_tokens to at most 97$"),

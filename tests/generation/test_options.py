@@ -12,6 +12,7 @@ from longspec_jax.checks import Refused
 from longspec_jax.config.sampling import NUMBERS, OPTIONS
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.generation.options import TRANSFORMERS_TOP_K, resolve
+from tests.kit import each_row
 from tests.refusals import NOTHING, edges, wrong
 
 LENGTHS = [5, 7]
@@ -79,12 +80,12 @@ def test_biases_penalties_and_logprobs_of_rows() -> None:
     assert rows(presence_penalty=[0, 0.5]).request.adjustments is not None
 
 
-@pytest.mark.parametrize(("value", "sets"), [(3, (3,)), ([3, 4], (3, 4)), ([], ()), ({3}, (3,))])
+@each_row(("value", "sets"), [(3, (3,)), ([3, 4], (3, 4)), ([], ()), ({3}, (3,))])
 def test_stop_sets_for_all_rows(value, sets) -> None:
     assert rows(eos_token_id=value).stop_tokens == (sets, sets)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "temperature"),
     [
         (dict(do_sample=True), 1.0),
@@ -112,7 +113,7 @@ def test_generation_config_values() -> None:
     rows(GenerationConfig(repetition_penalty=1.0, num_beams=1))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "error", "message"),
     [
         (dict(temperature=[0.5]), ValueError, "temperature has 1 values for 2 prompts"),
@@ -196,14 +197,14 @@ def test_keywords_of_transformers_without_effect_here() -> None:
     ]
 
 
-@pytest.mark.parametrize("array", [np.asarray, jnp.asarray, tuple])
+@each_row("array", [np.asarray, jnp.asarray, tuple])
 def test_arrays_are_values_by_row(array) -> None:
     assert rows(seed=array([3, 4])).seed.tolist() == [3, 4]
     assert rows(eos_token_id=array([3, 4])).stop_tokens == ((3, 4), (3, 4))
     assert row(eos_token_id=np.int64(3), top_k=np.int32(0)).stop_tokens == ((3,),)
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@each_row("name", NUMBERS)
 def test_a_value_that_breaks_its_rule(name) -> None:
     """The refusal has the option, the value as it was given, and the row if values differ by row.
 
@@ -223,7 +224,7 @@ def test_a_value_that_breaks_its_rule(name) -> None:
         row(**{"temperature": 1.0, name: value})
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@each_row("name", NUMBERS)
 def test_a_sequence_has_a_value_per_row(name) -> None:
     for values in ([], [1, 1]):
         expected = f"{name} has {len(values)} values for 1 prompt; pass one value, or one per"
@@ -231,18 +232,17 @@ def test_a_sequence_has_a_value_per_row(name) -> None:
             row(**{name: values})
 
 
-@pytest.mark.parametrize(
+@each_row(
     "value",
     ["</s>", "", 1.9, [1.9], [1, "2"], [None], True, [True], {}, b"ab", [[1], 2], [[1], None], 3j]
     + [[["a"]], NOTHING, np.float32(1), -1, [[-1]]],
-    ids=repr,
 )
 def test_stop_tokens_that_are_none(value) -> None:
     with pytest.raises(ValueError, match="^eos_token_id="):
         row(eos_token_id=value)
 
 
-@pytest.mark.parametrize("value", [17, 999_999, 2**40, [3, 17], [[3], [17]]], ids=repr)
+@each_row("value", [17, 999_999, 2**40, [3, 17], [[3], [17]]])
 def test_stop_tokens_lie_in_the_vocabulary(value) -> None:
     with pytest.raises(
         ValueError, match="eos_token_id=.* is outside the target's vocabulary of 17"
@@ -254,24 +254,20 @@ def test_stop_tokens_lie_in_the_vocabulary(value) -> None:
         row(eos_token_id=2**40)
 
 
-@pytest.mark.parametrize("value", ["no", "", 1, 0, 1.0, [True], {}], ids=repr)
+@each_row("value", ["no", "", 1, 0, 1.0, [True], {}])
 def test_whether_to_sample_is_a_yes_or_no(value) -> None:
     with pytest.raises(ValueError, match=r"^do_sample=.* must be True or False"):
         row(do_sample=value)
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"temperature": 0.5}, "x", 3, GenerationConfig, ["a"]], ids=repr
-)
+@each_row("config", [{}, {"temperature": 0.5}, "x", 3, GenerationConfig, ["a"]])
 def test_what_is_no_generation_config(config) -> None:
     with pytest.raises(ValueError, match="generation_config must be a transformers Generation"):
         rows(config)
 
 
-@pytest.mark.parametrize(
-    "options", [dict(top_k=5), dict(top_p=0.5), dict(top_k=[5, 0]), dict(min_p=0.1)], ids=repr
-)
-@pytest.mark.parametrize("greedy", [{}, dict(temperature=0), dict(do_sample=False)], ids=repr)
+@each_row("options", [dict(top_k=5), dict(top_p=0.5), dict(top_k=[5, 0]), dict(min_p=0.1)])
+@each_row("greedy", [{}, dict(temperature=0), dict(do_sample=False)])
 def test_a_filter_without_a_temperature(options, greedy) -> None:
     """Nothing is ignored in silence; what does nothing anyway, or comes with a config, may stay."""
     [(name, value)] = options.items()

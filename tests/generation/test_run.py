@@ -39,7 +39,17 @@ def folders(tmp_path_factory):
     return folder / "t", folder / "d"
 
 
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tp": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {},
+        *(
+            pytest.param(axes, marks=pytest.mark.full)
+            for axes in ({"fsdp": 2, "tp": 2}, {"data": 2})
+        ),
+    ],
+    ids=str,
+)
 def test_no_timed_phase_compiles(folders, monkeypatch, mesh) -> None:
     spec = LongSpec.from_pretrained(
         *folders, tree=TREE, prefill_chunk=32, mesh=make_mesh(**mesh) if mesh else None

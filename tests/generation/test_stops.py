@@ -220,6 +220,7 @@ def test_the_first_token_can_complete_a_stop_string(whole) -> None:
     assert result.stats.new_tokens[ended] == 1 and result.stats.target_passes[ended] == 0
 
 
+@pytest.mark.full
 def test_rows_end_on_a_mesh(whole) -> None:
     spec, stops = toy_spec(), chosen_stops(whole.text)
     meshed = dataclasses.replace(spec, mesh=make_mesh(data=2))

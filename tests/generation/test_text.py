@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from longspec_jax.generation.text import Detokenizer, continuation
 from tests.infer.toys import STOP, toy_tokenizer
+from tests.kit import each_row
 
 
 class Counting:
@@ -47,7 +48,7 @@ def test_special_tokens_have_no_text() -> None:
     assert deltas(toy_tokenizer(), tokens) == ["a", "b", "", ""]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_row("seed", range(20))
 def test_deltas_add_up_for_any_bytes(seed) -> None:
     tokens = random.Random(seed).choices(range(15), k=60)
     whole = toy_tokenizer().decode(tokens, skip_special_tokens=True)
@@ -153,7 +154,7 @@ def test_streamed_text_is_that_of_the_whole(tokenizer) -> None:
         assert "".join(deltas(tokenizer, rest, prompt)) == expected, (prompt, rest)
 
 
-@pytest.mark.parametrize("tokenizer", [byte_fallback, byte_level])
+@each_row("tokenizer", [byte_fallback, byte_level])
 def test_a_character_begun_by_the_prompt_belongs_to_the_completion(tokenizer) -> None:
     tokenizer = tokenizer()
     name = "<0x{:02X}>".format if tokenizer is byte_fallback() else to_symbol
@@ -172,8 +173,8 @@ def test_text_is_not_held_longer_than_it_may_change() -> None:
     assert deltas(byte_fallback(), [*run, 3, *run]) == ["", "", "", "饕b", "", "", "", "饕"]
 
 
-@pytest.mark.parametrize("tokenizer", [byte_fallback, byte_level])
-@pytest.mark.parametrize("kind", ["special", "unknown", "incomplete", "words"])
+@each_row("tokenizer", [byte_fallback, byte_level])
+@each_row("kind", ["special", "unknown", "incomplete", "words"])
 def test_the_time_is_linear(tokenizer, kind) -> None:
     """No token, however often it is repeated, makes the decoded window grow."""
     tokenizer = tokenizer()

@@ -12,6 +12,7 @@ from longspec_jax.config.loading import OPTIONS as LOADING
 from longspec_jax.config.sampling import NUMBERS, OPTIONS
 from longspec_jax.config.tree import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.embedded import DEMO
+from tests.kit import each_row
 from tests.refusals import wrong_text
 
 MODELS = ["--target=models/target", "--draft=models/draft"]
@@ -117,7 +118,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("typed", REFUSED)
+@each_row("typed", REFUSED)
 def test_refused_on_one_line_before_anything(typed, capsys) -> None:
     """Without loading jax, on standard error alone."""
     assert decode.main(typed.split(" ")) == 2
@@ -127,14 +128,14 @@ def test_refused_on_one_line_before_anything(typed, capsys) -> None:
     assert len(line) < 400 + len(typed)
 
 
-@pytest.mark.parametrize("raw", ["a\udcff", "\ud800"])
+@each_row("raw", ["a\udcff", "\ud800"])
 def test_a_prompt_that_is_no_text(raw, capsys) -> None:
     """As Python hands on bytes of an argument that are not UTF-8."""
     assert decode.main([f"--prompt={raw}"]) == 2
     assert "error: --prompt is not UTF-8 text: character" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rows", "options", "message"),
     [
         ([{"prompt": "a", "top_k": 5}], [], "batch.jsonl, line 1: top_k 5 filters what is drawn"),
@@ -174,7 +175,7 @@ ACCEPTED = (
 )
 
 
-@pytest.mark.parametrize("typed", ACCEPTED)
+@each_row("typed", ACCEPTED)
 def test_what_is_no_contradiction(typed) -> None:
     arguments.check(parsed(*typed.split()))
 
@@ -203,7 +204,7 @@ def test_home_in_every_path(monkeypatch) -> None:
         assert getattr(parsed(f"--{option}=~/x"), option) == ["/home/someone/x"]
 
 
-@pytest.mark.parametrize("columns", ["1", "20"])
+@each_row("columns", ["1", "20"])
 def test_help_in_a_narrow_terminal(columns, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert "--draft_option" in arguments.parser().format_help()

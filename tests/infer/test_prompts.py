@@ -16,6 +16,7 @@ from longspec_jax.checks import Each, Whole
 from longspec_jax.config.sampling import OPTIONS, TOKEN
 from longspec_jax.generation.options import GenerateOptions
 from tests.infer.toys import toy_tokenizer
+from tests.kit import each_row
 from tests.refusals import wrong
 
 CHAT = [
@@ -97,7 +98,7 @@ def test_toy_has_no_template() -> None:
         prompts.encode(toy_tokenizer(), 17, CHAT)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("messages", "message"),
     [
         ({}, "must be a list of objects"),
@@ -164,7 +165,7 @@ def test_lines_of_a_batch_end_with_a_line_feed_alone(tmp_path) -> None:
     assert [row.item for row in prompts.read_batch(str(path))] == [texts[2][:3]]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("line", "message"),
     [
         (
@@ -205,7 +206,7 @@ def test_bad_batch_file(tmp_path, line, message) -> None:
         prompts.read_batch(str(path))
 
 
-@pytest.mark.parametrize("key", ["input_ids", *prompts.ROW_OPTIONS])
+@each_row("key", ["input_ids", *prompts.ROW_OPTIONS])
 def test_a_row_with_a_value_that_breaks_its_rule(key) -> None:
     """Refused with the line and the key; JSON has one kind of numbers."""
     where = "batch.jsonl, line 1"
@@ -237,7 +238,7 @@ def test_prompt_files_must_be_text(tmp_path) -> None:
         prompts.read_text(tmp_path / "image")
 
 
-@pytest.mark.parametrize("option", ["--prompt_file", "--messages", "--batch"])
+@each_row("option", ["--prompt_file", "--messages", "--batch"])
 def test_a_file_that_cannot_be_read_names_its_option(tmp_path, option) -> None:
     for path, error in ((tmp_path / "absent", FileNotFoundError), (tmp_path, IsADirectoryError)):
         with pytest.raises(error, match=f"{option}: {path} cannot be read"):

@@ -14,7 +14,7 @@ from longspec_jax.generation.activity import TreeTiming, Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.text import Piece
 from longspec_jax.ops import hardware
-from tests.kit import tiny_target_config
+from tests.kit import each_row, tiny_target_config
 
 
 def stats(trees: tuple[TreeConfig, ...] = (TreeConfig((4, 5)),), new_tokens: int = 5) -> Stats:
@@ -56,7 +56,7 @@ def test_what_is_not_lossless_is_called_so() -> None:
     assert repr(outcome(found=found).result).endswith("not lossless)")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("dtype", "promised", "meaning"),
     [
         ("bfloat16", False, "(bfloat16 rounds near-ties either way; --dtype float32 is identical)"),
@@ -101,7 +101,7 @@ def test_nothing_is_one_nodes() -> None:
     assert not re.search(r"\b1 \w+s\b (?!per)|tokens? a |nodes a ", every), every
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("capability", "has_kernels", "said"),
     [((9, 0), False, True), ((9, 0), True, False), ((8, 0), False, False), (None, False, False)],
 )

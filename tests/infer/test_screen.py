@@ -9,6 +9,7 @@ from infer.screen import GREEN, RESET, Screen, described
 from longspec_jax import TreeConfig, status_line
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling, Tuned
 from longspec_jax.status_line import ERASE, StatusLine
+from tests.kit import each_row
 
 
 class Terminal(io.StringIO):
@@ -80,7 +81,7 @@ def test_the_line_is_one_line(terminal) -> None:
     assert terminal.getvalue() == ERASE + "x" * 59
 
 
-@pytest.mark.parametrize("dumb", [True, False])
+@each_row("dumb", [True, False])
 def test_what_is_short_is_not_mentioned_in_a_pipe(monkeypatch, dumb) -> None:
     monkeypatch.setenv("TERM", "dumb" if dumb else "xterm")
     out = Terminal() if dumb else io.StringIO()
@@ -110,7 +111,7 @@ def test_a_pipe_is_told_every_few_seconds(monkeypatch) -> None:
     screen.close()
 
 
-@pytest.mark.parametrize("columns", [1, 20])
+@each_row("columns", [1, 20])
 def test_a_narrow_terminal(monkeypatch, columns) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -146,7 +147,7 @@ def test_entries_are_folded_under_their_label(terminal) -> None:
     assert piped.getvalue() == f"{entry}\n"
 
 
-@pytest.mark.parametrize("color", [True, False])
+@each_row("color", [True, False])
 def test_a_line_is_ended_once(color) -> None:
     """Also where its end is coloured."""
     out = io.StringIO()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit import each_row
 from train.answering import Conversation, Questions, seed_of
 from train.data.documents import Turn
 
@@ -19,12 +20,12 @@ KEPT: list[tuple[dict[str, Any], list[Turn]]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "kept"), KEPT)
+@each_row(("row", "kept"), KEPT)
 def test_what_an_assistant_said_is_left_out(row: dict[str, Any], kept: list[Turn]) -> None:
     assert Questions(prefix_tokens=1)(row) == kept
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("row", "sentence"),
     [
         ({"text": "a text"}, "asks nothing; give --prefix_tokens=NUMBER"),

@@ -12,6 +12,7 @@ from longspec_jax import cli
 from longspec_jax.checks import Maybe, Refused, Rule
 from longspec_jax.config.layers import LinearRopeScaling
 from longspec_jax.schema import Section, options
+from tests.kit import each_row
 from tests.refusals import wrong
 from train import arguments, run
 from train.arguments import from_config, parse
@@ -55,7 +56,7 @@ def test_nested_shapes_convert() -> None:
     assert shape.rope_scaling == LinearRopeScaling(2.0)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "sentence"),
     [
         ("draft.windo", "--config.draft: unknown option 'windo'; did you mean 'window'"),
@@ -88,7 +89,7 @@ FIELDS = {name: rule for name, rule in fields().items() if name != "stages.short
 assert {"seed", "mesh.tp", "data.corpus.held_out", "draft.window", "log.wandb"} <= FIELDS.keys()
 
 
-@pytest.mark.parametrize("path", FIELDS)
+@each_row("path", FIELDS)
 def test_a_value_that_breaks_the_rule_of_its_field(path: str) -> None:
     """Refused with field and value, before anything runs."""
     for value in wrong(FIELDS[path]):
@@ -132,7 +133,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["vicuna7b", "vicuna7b.py", "configs/vicuna7b.py"])
+@each_row("name", ["vicuna7b", "vicuna7b.py", "configs/vicuna7b.py"])
 def test_the_projects_own_are_found_by_name(name: str) -> None:
     assert arguments.find(name) == arguments.BUNDLED / "vicuna7b.py"
     found = parse([f"--config={name}:long", "--config.seed=3"])
@@ -165,9 +166,7 @@ def test_a_file_anywhere_is_built_from_the_library(empty_folder: Path) -> None:
     assert found.workdir == Path("runs/mine-sft")
 
 
-@pytest.mark.parametrize(
-    "name", ["absent", "other/vicuna7b.py", "configs/absent.py", "__init__", ""]
-)
+@each_row("name", ["absent", "other/vicuna7b.py", "configs/absent.py", "__init__", ""])
 def test_unknown_names_are_answered_with_the_known_ones(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,7 +188,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@each_row("name", BROKEN)
 def test_a_broken_file_is_named_with_its_fault(
     name: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,13 +224,13 @@ def test_a_configuration_leaves_no_module_behind(empty_folder: Path) -> None:
     assert not [name for name in sys.modules if name.startswith("longspec_configuration")]
 
 
-@pytest.mark.parametrize("argv", [["--config.target=x"], ["--config.target", "x"], []])
+@each_row("argv", [["--config.target=x"], ["--config.target", "x"], []])
 def test_overrides_of_nothing(argv: list[str]) -> None:
     with pytest.raises(ValueError, match="--config=FILE is missing; try --config=demo"):
         parse(argv)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("typed", "field", "value"),
     [
         (["--config.seed=7"], "seed", 7),
@@ -256,7 +255,7 @@ def test_an_override_has_the_type_of_its_field(typed: list[str], field: str, val
     assert found == value and type(found) is type(value)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("typed", "sentence"),
     [
         ("--config.seed=x", "^--config.seed='x' must be a whole number"),
@@ -302,7 +301,7 @@ ODD: dict[str, tuple[Any, ...]] = {
 """Values that break a rule of its own, by field."""
 
 
-@pytest.mark.parametrize("path", ODD)
+@each_row("path", ODD)
 def test_values_out_of_range_are_refused_by_name(path: str) -> None:
     """With field, value and rule, before anything runs."""
     for value in ODD[path]:
@@ -322,7 +321,7 @@ def test_shapes_of_a_target_are_refused_with_their_place() -> None:
         from_config({**changed("stages", {}), "pretraining": None, "target": "x"})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "sentence"),
     [
         (["--process=1"], "--process=1 needs --coordinator=HOST:PORT"),

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from longspec_jax import files
 from longspec_jax.sharding import make_mesh
+from tests.kit import each_row
 from train import checkpoint
 from train.checkpoint import Checkpoints, damage, newest_saved
 from train.step import TrainState
@@ -104,7 +105,7 @@ def shorten(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("spoil", [Path.unlink, shorten, lambda path: os.truncate(path, 0)])
+@each_row("spoil", [Path.unlink, shorten, lambda path: os.truncate(path, 0)])
 def test_the_newest_intact_one_is_used(
     spoil: Callable[[Path], None], two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

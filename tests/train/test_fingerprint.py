@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from configs import demo, vicuna7b
 from configs.vicuna7b import get_config
+from tests.kit import each_row
 from tests.train.tiny import write_documents
 from train import fingerprint
 from train.arguments import from_config
@@ -104,7 +105,7 @@ def settings(**changes: Any) -> dict[str, Any]:
     return run.identity(run.stages[0])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("field", "value"),
     [
         ("seed", 7),
@@ -127,7 +128,7 @@ def test_what_changes_training_is_named_as_it_is_typed(field: str, value: Any) -
     check_same_run(saved, before, Path())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("field", "value"),
     [
         ("mesh__tp", 2),

@@ -9,7 +9,7 @@ from longspec_jax.config.known import TARGETS
 from longspec_jax.config.layers import LayerConfig, RecurrenceConfig, Rotary
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.longspec import DraftConfig
-from tests.kit import tiny_target_config
+from tests.kit import each_row, tiny_target_config
 from train.drafts.kinds import LongSpecSettings
 from train.drafts.longspec import LongSpecObjective
 from train.loop import peak_tokens_per_second
@@ -23,7 +23,7 @@ def draft_of(target: TargetConfig, window: int = 512) -> LongSpecObjective:
     return LongSpecObjective(target, draft, SETTINGS, 0, 8192)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "length", "gigaflops"),
     [
         ("vicuna7b", 1024, 15.1),
@@ -77,7 +77,7 @@ def test_every_product_of_a_recurrent_layer_is_counted() -> None:
     assert target_flops(target, 3) == recurrent + attention
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", 990e12),

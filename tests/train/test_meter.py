@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit import each_row
 from train import loop
 from train.loop import Meter
 
@@ -80,8 +81,8 @@ def test_speeds_are_means_since_the_last_record(seconds: list[float]) -> None:
         assert values["flops_utilization"] == 0.25
 
 
-@pytest.mark.parametrize("name", ["loss", "grad_norm"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@each_row("name", ["loss", "grad_norm"])
+@each_row("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_is_recorded_and_ends_the_run(name: str, value: float) -> None:
     log = Log()
     steps = metering(log, every=10)

@@ -12,6 +12,7 @@ import pytest
 
 from configs import demo
 from longspec_jax import cli
+from tests.kit import each_row
 from train import run
 from train.acceptance import implied_length
 from train.arguments import from_config
@@ -269,7 +270,7 @@ def test_only_the_first_process_opens_any(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "module"),
     [("--config.log.tensorboard", "tensorboard"), ("--config.log.wandb=drafts", "wandb")],
 )

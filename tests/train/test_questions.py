@@ -7,6 +7,7 @@ import pytest
 
 from longspec_jax import cli
 from longspec_jax.generation.text import loops
+from tests.kit import each_row
 from train import questions
 from train.answering import Questions
 
@@ -57,7 +58,7 @@ def test_texts_that_are_too_short_are_refused(
     assert "is one of the --files" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tokens", "expected"),
     [
         (list(range(16)) * 4, True),

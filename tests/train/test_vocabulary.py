@@ -12,7 +12,7 @@ from longspec_jax.drafters.checkpoints.longspec import save_draft
 from longspec_jax.drafters.checkpoints.vocabulary import FILE, load_draft_vocabulary
 from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.weights.hf import save_target
-from tests.kit import random_draft, random_target, tiny_target_config
+from tests.kit import each_row, random_draft, random_target, tiny_target_config
 from train import vocabulary
 from train.data.tokens import train_tokenizer
 
@@ -76,7 +76,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@each_row("case", BAD)
 def test_bad_input_is_one_sentence(folder: Path, case: str, capsys) -> None:
     changed, message = BAD[case]
     changed = {name: value.format(folder=folder) for name, value in changed.items()}

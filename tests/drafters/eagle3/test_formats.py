@@ -37,7 +37,7 @@ from longspec_jax.loading import choose_drafts
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.drafters.kit import assert_same_files, edit
 from tests.infer.toys import save_toy, toy_spec
-from tests.kit import random_target, tiny_target_config
+from tests.kit import each_row, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=8)
 TARGET = Target(CONFIG, random_target(CONFIG))
@@ -136,7 +136,7 @@ def _retold(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Non
     save_file(tensors, file)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@each_row("name", DRAFTS)
 def test_every_dialect_is_read_and_one_is_written(name: str, tmp_path: Path) -> None:
     dialect, config = DRAFTS[name]
     folder = _saved(tmp_path / "one", name)
@@ -211,7 +211,7 @@ def test_files_as_their_trainers_leave_them(tmp_path: Path) -> None:
     assert load(folder, TARGET).config == DRAFTS["speculators"][1]
 
 
-@pytest.mark.parametrize("name", ["authors", "SpecForge", "DeepSpec"])
+@each_row("name", ["authors", "SpecForge", "DeepSpec"])
 def test_the_number_of_layers_may_be_the_targets(tmp_path: Path, name: str) -> None:
     """As in the published head of Vicuna-13B: the tensors tell that there is one."""
     folder = _saved(tmp_path, name, num_hidden_layers=CONFIG.num_layers)
@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_row("case", REFUSED)
 def test_refusals(case: str, tmp_path: Path) -> None:
     name, changes, change, words = REFUSED[case]
     folder = _saved(tmp_path, name, **changes)
@@ -377,7 +377,7 @@ def test_the_layers_can_be_named(tmp_path: Path) -> None:
         load(folder, TARGET, Eagle3Options(layers="1,3,8"))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "words"),
     [
         (dict(window=0), "window=0 must be at least 1"),
@@ -430,7 +430,7 @@ def test_a_window_that_nobody_named_is_said(tmp_path: Path) -> None:
     assert load(folder, TARGET, Eagle3Options(window=300)).drafter(PLAIN).sinks == 4
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@each_row("name", DRAFTS)
 def test_the_registry_knows_every_dialect(name: str, tmp_path: Path) -> None:
     [chosen] = choose_drafts([_saved(tmp_path, name)], {"window": 64})
     assert chosen.kind is EAGLE3

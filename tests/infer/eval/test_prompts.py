@@ -19,6 +19,7 @@ from infer.eval.prompts import (
 from infer.eval.tasks import DEPTHS, DIGITS, SENTENCE, SUITE, TASKS, Sample, needle_document
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
+from tests.kit import each_row
 
 on_the_demo = pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model is not in this checkout")
 POSITIONS = 4000
@@ -92,7 +93,7 @@ def test_qwen_is_asked_in_chatml() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("length", "refusal"),
     [
         (1200, "no more than 1200 tokens"),
@@ -133,7 +134,7 @@ def test_longbench_cuts_the_middle() -> None:
     assert short.original_tokens == len(short.tokens)
 
 
-@pytest.mark.parametrize(("positions", "most"), [(16384, 15500), (32768, 31500), (131072, 129804)])
+@each_row(("positions", "most"), [(16384, 15500), (32768, 31500), (131072, 129804)])
 def test_limits_of_longbench(positions: int, most: int) -> None:
     target = Target(Characters(), 2**20, positions)
     found = longbench_prompt(LONGBENCH, target, TASKS["lcc"], sample("x" * positions))
@@ -221,7 +222,7 @@ def test_prompts_of_a_users_file(tmp_path: Path) -> None:
         assert "<s>user" in "".join(map(chr, prompt.tokens))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rows", "words"),
     [
         (
@@ -284,7 +285,7 @@ def test_needles_lie_in_a_users_text(tmp_path: Path) -> None:
 
 
 @on_the_demo
-@pytest.mark.parametrize("context", [4_000, 131_072])
+@each_row("context", [4_000, 131_072])
 def test_passages_are_copied_at_contexts_longer_than_the_documents(context: int) -> None:
     found = list(SUITE["demo_copy"](load_tokenizer(DEMO / "target"), context))
     assert len(found) == len(DEPTHS)
@@ -294,8 +295,8 @@ def test_passages_are_copied_at_contexts_longer_than_the_documents(context: int)
 TEXTS = ["one line\nanother line\n" * 9, "prose without an end. " * 7, "x\n" * 50]
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("length", [180, 1000])
+@each_row("depth", [0.0, 0.4, 1.0])
+@each_row("length", [180, 1000])
 def test_a_document_holds_its_needle_once_and_asks_for_it(length: int, depth: float) -> None:
     """Of exactly the length, however short the texts are, at a line's end near the depth."""
     tokens, code = needle_document(Characters(), TEXTS, length, depth, seed=3)

@@ -24,6 +24,7 @@ from infer.report.frame import (
     rounds_of,
     sums_by_unit,
 )
+from tests.kit import each_row
 
 from .made import SETTINGS, framed, record, run
 
@@ -37,7 +38,7 @@ def test_methods_of_several_runs_are_put_together() -> None:
     assert [each.name for each in block.runs] == ["tree", "plain"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changed", "label"),
     [
         ({"target": "other"}, "other"),
@@ -130,7 +131,7 @@ def test_positions_of_rounds() -> None:
     assert [*rounds["accepted"]] == [3, 0, 2]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lengths", "edges", "names"),
     [
         ([3, 7, 12], (0, 5, 10), ["0–5", "5–10", "10–13"]),
@@ -168,7 +169,7 @@ def test_four_samples_reach_from_the_least_to_the_greatest() -> None:
     assert found.high == pytest.approx(draws[-1], abs=1.5)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rows", "of"),
     [
         (np.empty((0, 2)), quotient),
@@ -188,7 +189,7 @@ def test_draws_without_a_value_are_left_out() -> None:
     assert (found.value, found.low, found.high) == (4, 4, 4)
 
 
-@pytest.mark.parametrize("count", [4, 8, 20])
+@each_row("count", [4, 8, 20])
 def test_intervals_are_scipys_taken_further_out(count: int) -> None:
     """The resamples are those of ``scipy.stats.bootstrap`` with the same seed."""
     rows = units(*np.random.default_rng(count).uniform(1, 9, (2, count)))
@@ -208,7 +209,7 @@ def test_intervals_are_scipys_taken_further_out(count: int) -> None:
     assert [found.low, found.high] == pytest.approx(ends)
 
 
-@pytest.mark.parametrize("count", [4, 8, 20])
+@each_row("count", [4, 8, 20])
 def test_intervals_hold_the_truth_as_often_as_they_say(count: int) -> None:
     """Of a skewed ratio, of few samples and of many: at least nearly so."""
     random = np.random.default_rng(0)

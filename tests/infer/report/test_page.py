@@ -20,6 +20,7 @@ from infer.report.frame import blocks_of, frame_of
 from infer.report.missing import missing_or_doubtful, source_of
 from infer.report.page import below, draw, rounds_by_token, why_ended
 from infer.report.tables import Chart
+from tests.kit import each_row
 
 from .made import ACCEPTED, HOSTILE, REFUSED, broken_down, record, run, studied, write
 
@@ -158,7 +159,7 @@ def test_what_is_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "needle: found" in text and "lcc: edit similarity" not in text
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere holds no header.json"),
@@ -233,7 +234,7 @@ def resumed(row: SampleRecord) -> SampleRecord:
     return dataclasses.replace(row, start=0 if is_first else 1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "said"),
     [
         (
@@ -274,13 +275,13 @@ def test_speeds_of_several_commits_are_told() -> None:
     assert told(run(rows, continued=(mine,), provenance=mine)) == []
 
 
-@pytest.mark.parametrize(("dirty", "said"), [(True, "abc, with changed files"), (False, "abc")])
+@each_row(("dirty", "said"), [(True, "abc, with changed files"), (False, "abc")])
 def test_changed_files_of_the_commit_are_told(dirty: bool, said: str) -> None:
     provenance = {"device": "made up", "commit": "abc", "dirty": dirty}
     assert source_of(run(complete(), provenance=provenance))["commit"] == said
 
 
-@pytest.mark.parametrize(("seconds", "doubtful"), [(14.45, True), (1.41, False)])
+@each_row(("seconds", "doubtful"), [(14.45, True), (1.41, False)])
 def test_a_speed_up_that_speculation_cannot_give_is_told(seconds: float, doubtful: bool) -> None:
     """Plain decoding at 1 / 14.45 of the speed, and 41 tokens in 29 passes."""
     rows = [
@@ -312,7 +313,7 @@ def test_why_a_path_ended() -> None:
     assert why_ended(dataclasses.replace(REFUSED, stop="ended")) == "the text ended"
 
 
-@pytest.mark.parametrize("is_joined", [True, False])
+@each_row("is_joined", [True, False])
 def test_a_chart_says_what_it_draws(is_joined: bool) -> None:
     """It would not parse if a name were not escaped; its names are its own; lines join points."""
     cells = pd.DataFrame(

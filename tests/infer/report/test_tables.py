@@ -14,6 +14,7 @@ from infer.eval.tasks import metric_of
 from infer.report.frame import Estimate, blocks_of, frame_of
 from infer.report.page import csv_text, report
 from infer.report.tables import SECTIONS, Table, rate, shown, slug, tables_of
+from tests.kit import each_row
 
 from .made import broken_down, record, run
 
@@ -89,7 +90,7 @@ def different(sample: str, index: int, gap: float | None) -> SampleRecord:
     return record("ngram", sample, identical_to_plain=False, divergence=Divergence(index, gap))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("key", "records", "row", "expected"),
     [
         ("main", [*PLAIN, *TREE], "plain", "1.00 4.00 1.00×"),
@@ -222,12 +223,12 @@ def test_the_best_is_marked_where_there_is_a_choice() -> None:
     assert not alone.cells["bold"].any()
 
 
-@pytest.mark.parametrize("key", ["pairs", "lossless", "batches", "parts", "quality", "depth"])
+@each_row("key", ["pairs", "lossless", "batches", "parts", "quality", "depth"])
 def test_nothing_to_compare_is_no_table(key: str) -> None:
     assert built(key, run(PLAIN)) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("low", "high", "neutral", "interval", "bold"),
     [
         (2.001, 2.002, 2.5, "", True),

@@ -81,6 +81,7 @@ def test_what_is_inside_exists_for_one_chunk_only() -> None:
     assert temporary_bytes(4096) - temporary_bytes(256) > 3 * whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"data": 2, "tp": 2}], ids=str)
 def test_devices_change_nothing_and_add_up_their_gradients_once(axes: dict[str, int]) -> None:
     mesh, arrays = make_mesh(**axes), inputs(4, 12)

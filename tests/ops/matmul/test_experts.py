@@ -108,6 +108,7 @@ def test_partials_are_the_summands():
     np.testing.assert_allclose(partials.sum(0), expert_mlp_reference(*operands, 0.7), atol=3e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [2, 97], ids=["all", "grouped"])
 def test_experts_are_cut_over_a_mesh(tokens: int):
     """Each device holds and multiplies its own experts; the sum equals that of one device."""
@@ -133,6 +134,7 @@ def test_experts_are_cut_over_a_mesh(tokens: int):
     np.testing.assert_allclose(partials.sum(0), actual, atol=3e-5)
 
 
+@pytest.mark.full
 def test_experts_in_4_bits_are_cut_over_a_mesh():
     """Codes and scales with their experts; whole weights are nowhere all together."""
     mesh = make_mesh(data=2, tp=4)

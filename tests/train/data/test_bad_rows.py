@@ -10,6 +10,7 @@ import pyarrow
 import pytest
 
 from longspec_jax.recipes import base_config
+from tests.kit import each_row
 from tests.train.tiny import arguments, command, write_documents
 from train.config import DataConfig
 from train.data.documents import BadRows
@@ -36,7 +37,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
+@each_row("kind", BAD)
 def test_the_line_of_the_file_is_named_blank_ones_counted(kind: str, tmp_path: Path) -> None:
     line, sentence = BAD[kind]
     file = tmp_path / "a.jsonl"
@@ -97,7 +98,7 @@ def test_packed_files_are_read_anew_when_their_content_changes(tmp_path: Path) -
     assert load(tmp_path / "a.jsonl.gz", max_bad_rows=1)[0] == ["new"]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+@each_row("name", ["a.jsonl.gz", "a.jsonl.zst"])
 def test_a_damaged_packed_file_is_refused(name: str, tmp_path: Path) -> None:
     lines = (json.dumps({"text": f"{x}"}) for x in np.random.default_rng(0).integers(9**9, size=99))
     codec = {"gz": "gzip", "zst": "zstd"}[name.rsplit(".")[-1]]

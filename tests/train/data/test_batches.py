@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
+from tests.kit import each_row
 from tests.train.tiny import ROOT, SyntheticRows, write_documents
 from train.arguments import from_config
 from train.config import RunConfig, StageConfig
@@ -110,7 +111,7 @@ def test_too_few_rows_are_refused() -> None:
         Batches(numbered(3), batch=4, accumulation=1, seed=0)
 
 
-@pytest.mark.parametrize(("vocab", "kind"), [(65536, np.uint16), (65537, np.uint32)])
+@each_row(("vocab", "kind"), [(65536, np.uint16), (65537, np.uint32)])
 def test_token_files_are_narrow_and_whole(vocab: int, kind: type, tmp_path: Path) -> None:
     parts = [np.asarray([1, vocab - 1], np.uint32), np.asarray([], np.uint32), np.asarray([3])]
     assert write_tokens(tmp_path / "t.npy", iter(parts), vocab) == 3
@@ -138,7 +139,7 @@ def run_on(folder: Path, pack: bool) -> RunConfig:
     return from_config(config.to_dict())
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@each_row("pack", [False, True])
 def test_measured_rows_are_never_trained_on(pack: bool, target: Path, tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).integers(1000, size=(20, 20))
     texts = [" ".join(map(str, row)) for row in numbers]
@@ -186,7 +187,7 @@ def test_lengths_are_halves_of_each_other() -> None:
     assert bucket_lengths(96, 1) == (96,) and bucket_lengths(96, 4) == (12, 24, 48, 96)
 
 
-@pytest.mark.parametrize("buckets", [1, 2, 4])
+@each_row("buckets", [1, 2, 4])
 def test_an_epoch_has_every_row_once_and_every_step_as_many_tokens(buckets: int) -> None:
     made = batches(buckets)
     lengths = ROWS_OF_MANY_LENGTHS.lengths()
@@ -273,7 +274,7 @@ def test_documented_padding_is_that_of_the_plan() -> None:
         assert [round(share, 3) for share in shares] == padding
 
 
-@pytest.mark.parametrize("mask", [False, True])
+@each_row("mask", [False, True])
 def test_lengths_of_documents_are_those_of_their_rows(
     mask: bool, target: Path, tmp_path: Path
 ) -> None:
@@ -288,7 +289,7 @@ def test_lengths_of_documents_are_those_of_their_rows(
     assert rows.lengths().tolist() == lengths and max(lengths) == 48 > min(lengths)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "sentence"),
     [
         (dict(buckets=2, pack=True), "buckets=2 is for rows of one document each"),

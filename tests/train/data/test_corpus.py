@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit import each_row
 from train.config import CorpusConfig
 from train.data import corpus
 
@@ -22,7 +23,7 @@ def metadata(**fields: Any) -> Any:
 OSI = "License :: OSI Approved :: "
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "licence"),
     [
         ({"License_Expression": "MIT"}, "MIT"),
@@ -53,7 +54,7 @@ CODE = "".join(
 )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "text", "kept"),
     [
         ("a.py", CODE, True),

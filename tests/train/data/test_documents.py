@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.recipes import CHATML_TURN, LLAMA_TURN, base_config
+from tests.kit import each_row
 from train.config import DataConfig
 from train.data.documents import BadRows, Turn, to_turns
 from train.data.loading import Documents, data_digest
@@ -113,7 +114,7 @@ ROWS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ROWS)
+@each_row("kind", ROWS)
 def test_every_row_format_becomes_its_turns(kind: str) -> None:
     row, turns = ROWS[kind]
     assert [(turn.role, turn.content) for turn in to_turns(row)] == turns
@@ -122,7 +123,7 @@ def test_every_row_format_becomes_its_turns(kind: str) -> None:
     assert to_turns({**absent, **row}) == to_turns(row)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("row", "sentence"),
     [
         ({"body": "x"}, "fields .'body'.; known formats: conversation; abstract"),
@@ -193,7 +194,7 @@ def test_questions_are_learned_until_the_last_stage_and_system_prompts_never(
     assert learned(turns, tokenizer, mask_prompts=True) == "<|bos|><s>assistant\nso</s>\n"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("turn", "written"),
     [
         (LLAMA_TURN, "<s>user\na {b}</s>\n"),
@@ -253,7 +254,7 @@ def test_files_of_several_kinds_follow_each_other(tmp_path: Path) -> None:
     assert packed[0] == (tmp_path / "a.txt").read_text() and packed[-1].endswith("\n\np\n\nq")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "content", "sentence"),
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2 of .*a.jsonl: the line is not JSON"),

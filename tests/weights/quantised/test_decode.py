@@ -89,6 +89,7 @@ def test_training_runs_the_dequantised_weights(spec: LongSpec, folder: Path) -> 
         np.testing.assert_allclose(hidden, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.full
 def test_on_a_mesh_every_device_packs_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
