@@ -61,8 +61,8 @@ KEPT = (
     "breakdown rounds cases repetitions"
 ).split()
 KEPT_OF_MODELS = (
-    "revision draft_revision adapter mesh prefill_chunk max_num_seqs offload batch_invariant kv_dtype "
-    "attention"
+    "revision draft_revision adapter mesh prefill_chunk max_num_seqs offload batch_invariant "
+    "kv_dtype attention"
 ).split()
 """Options that a continued run must repeat, beside those with a field in the header."""
 DEFINITIONS = {

@@ -44,7 +44,8 @@ LIMITS = {
     "queue_requests": Option(
         Whole(),
         256,
-        "most requests without a first token; their prompts have at most 64 times --max_model_len tokens",
+        "most requests without a first token; their prompts have at most 64 times --max_model_len "
+        "tokens",
     ),
     "request_seconds": Option(
         _SECONDS, None, "a request that takes longer is ended; no limit if absent"

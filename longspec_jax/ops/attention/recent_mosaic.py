@@ -33,9 +33,8 @@ from longspec_jax.ops.mosaic import ACC, load, swizzled
 COLUMNS = 16
 """Columns of the values that a program adds up; twice as many of a cache in 8 bits, which are
 widened by 32, and where programs would be too many."""
-_MOST_AT_ONCE = 24
-"""Splits whose results are merged without a loop. Qwen2.5 1.5B has 22: two key/value heads, of six
-query heads each."""
+_MOST_AT_ONCE = 16
+"""Splits whose results are merged without a loop."""
 _LEVELS = 8
 """Levels of a tree whose values are in memory at once, each among zeros; half of them where two
 programs share a multiprocessor."""
