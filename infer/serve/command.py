@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -422,7 +423,14 @@ def chat_markup(tokenizer: Any, template: str | None) -> Markup:
         text = template_of(tokenizer, template, [{}])
     except ValueError:  # There is none; requests are told.
         text = ""
-    return markup_of(text, tokenizer.get_added_vocab())
+    markup = markup_of(text, tokenizer.get_added_vocab())
+    # Text comes without special tokens: their marks would not be seen.
+    hidden = {*tokenizer.all_special_ids}
+    if hidden & {markup.call.open.token, markup.call.close.token}:
+        markup = replace(markup, form=None)
+    if markup.thought and hidden & {markup.thought.open.token, markup.thought.close.token}:
+        markup = replace(markup, thought=None)
+    return markup
 
 
 def fitting_slots(spec: LongSpec, share: float, most: int, options: dict[str, Any]) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from longspec_jax.decoding.sampling import NO_TOKEN
-from longspec_jax.generation.grammar import check_depth
+from longspec_jax.generation.grammar import LONGEST, check_depth
 
 from .tools import AUTO, NAME, NONE, Function, NamedTool, Tool, object_of
 
@@ -103,10 +103,11 @@ class Hermes:
     def read(self, text: str, functions: Mapping[str, Function]) -> Called | None:
         """A whole object."""
         found = object_of(text)
-        if found is None or found.get("name") not in functions:
+        name = None if found is None else found.get("name")
+        if found is None or not isinstance(name, str) or name not in functions:
             return None
         arguments = found.get("arguments")
-        return Called(found["name"], arguments) if isinstance(arguments, dict) else None
+        return Called(name, arguments) if isinstance(arguments, dict) else None
 
 
 class Tags:
@@ -125,6 +126,7 @@ class Tags:
         parameters, own = properties_of(schema), list[str]()
         required = schema.get("required")
         needed = required if isinstance(required, list) else []
+        known = dict[str, set[str]]()
         for place, name in enumerate(parameters):
             own.append(f"p_{index}_{place}" + ("" if name in needed else "?"))
         begin, end = literal(f"\n<function={function.name}>\n"), literal("</function>\n")
@@ -135,11 +137,13 @@ class Tags:
             rule, begin = f"{index}_{place}", literal(f"<parameter={name}>\n")
             end = literal("\n")
             yield f"p_{rule}: {begin} v_{rule} {end}"
-            yield from self._value(rule, one, schema)
+            yield from self._value(rule, one, schema, types_of(one, schema, known))
 
-    def _value(self, rule: str, schema: object, root: Mapping[str, object]) -> Iterator[str]:
-        """A value and the tag behind it."""
-        end, kinds = literal("\n</parameter>"), types_of(schema, root)
+    def _value(
+        self, rule: str, schema: object, root: Mapping[str, object], kinds: set[str]
+    ) -> Iterator[str]:
+        """A value of some types and the tag behind it."""
+        end = literal("\n</parameter>")
         words = schema.get("enum") if isinstance(schema, Mapping) else None
         if "string" not in kinds:
             shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
@@ -160,13 +164,14 @@ class Tags:
             return None
         inside, at, arguments = found[2], 0, dict[str, Any]()
         schema = functions[found[1]].parameters
+        parameters, known = properties_of(schema), dict[str, set[str]]()
         while (tag := self._PARAMETER.match(inside, at)) is not None:
             closing = f"{tag[2]}</parameter>"
             end = inside.find(closing, tag.end())
             if end < 0:
                 return None
-            known = properties_of(schema).get(tag[1])
-            arguments[tag[1]] = value_of(inside[tag.end() : end], types_of(known, schema))
+            types = types_of(parameters.get(tag[1]), schema, known)
+            arguments[tag[1]] = value_of(inside[tag.end() : end], types)
             at = end + len(closing)
         return None if inside[at:].strip() else Called(found[1], arguments)
 
@@ -254,14 +259,21 @@ def grammar_of(
         return {}
     if not chosen and thinking is False:
         return dict(form)
-    lines = list[str]()
+    lines, length = list[str](), 0
     if chosen and markup.form is not None:
         calls = " | ".join(f"inside_{index}" for index in range(len(chosen)))
         more = ' ("\\n" call)*' if parallel else ""
         lines += [f"calls: call{more}"]
         lines += [f"call: {markup.call.open.rule} ({calls}) {markup.call.close.rule}"]
         for index, tool in enumerate(chosen):
-            lines += markup.form.rule(index, tool.function)
+            for line in markup.form.rule(index, tool.function):
+                lines += [line]
+                if (length := length + len(line)) > LONGEST:
+                    # Before the next line: each may repeat the definitions of all.
+                    raise ValueError(
+                        f"the schemas of the tools make a grammar of more than {LONGEST} "
+                        "characters; pass fewer or smaller ones"
+                    )
     if form:
         lines += [f"form: {_form_rule(form)}"]
     if must:
@@ -336,27 +348,29 @@ def properties_of(schema: Mapping[str, object]) -> Mapping[str, object]:
 def types_of(
     schema: object,
     root: Mapping[str, object],
+    known: dict[str, set[str]],
     level: int = 0,
-    followed: set[str] | None = None,
 ) -> set[str]:
     """JSON's types that a schema allows; empty where it does not say.
 
     Args:
+      schema: of a parameter.
       root: holds what references name.
+      known: types of what they name, which is filled: each is followed once for all parameters, so
+        that the work is that of reading the schema.
       level: of references and choices within each other, of which 8 are followed.
-      followed: references that were: each once, so that the work is that of reading the schema.
     """
-    followed = set() if followed is None else followed
     if not isinstance(schema, Mapping) or level > 8:
         return set()
     if isinstance(reference := schema.get("$ref"), str):
-        if reference in followed:
-            return set()
-        followed.add(reference)
+        if reference in known:
+            return known[reference]
+        known[reference] = set()  # Where it refers to itself.
         place, name = reference.removeprefix("#/").partition("/")[::2]
         shared = root.get(place)
         inner = shared.get(name) if isinstance(shared, Mapping) else None
-        return types_of(inner, root, level + 1, followed)
+        known[reference] = types_of(inner, root, known, level + 1)
+        return known[reference]
     own = schema.get("type")
     if isinstance(own, str):
         return {own}
@@ -364,7 +378,7 @@ def types_of(
         return {one for one in own if isinstance(one, str)}
     for several in ("anyOf", "oneOf"):
         if isinstance(choices := schema.get(several), list):
-            return {kind for one in choices for kind in types_of(one, root, level + 1, followed)}
+            return {kind for one in choices for kind in types_of(one, root, known, level + 1)}
     words = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return {_type(one) for one in words} if isinstance(words, list) else set()
 

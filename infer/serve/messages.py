@@ -80,6 +80,10 @@ class MessageReader:
         self._part = _Part.REASONING if reading.thinking else _Part.TEXT
         self._fresh = reading.thinking
         """Whether only a mark, and newlines, came last."""
+        self._spoke = set[_Part]()
+        """Parts of which something was said."""
+        self._broke = False
+        """Whether newlines beside marks were left out since."""
         self._newlines = ""
         """At the end of what was said, held back: a mark may follow."""
         self._begun = ""
@@ -159,6 +163,7 @@ class MessageReader:
 
     def _begin(self, part: _Part) -> None:
         """Behind a mark."""
+        self._broke |= bool(self._newlines)
         self._part, self._fresh, self._newlines = part, True, ""
 
     def _text(self, text: str) -> None:
@@ -225,10 +230,17 @@ class MessageReader:
         """Text of the part that runs."""
         whole = self._newlines + text
         if self._fresh:
-            whole = whole.lstrip("\n")
+            stripped = whole.lstrip("\n")
+            self._broke |= stripped != whole
+            whole = stripped
+            if whole and self._broke and self._part in self._spoke:
+                whole = "\n" + whole  # What stood on two lines stays on two.
         said = whole.rstrip("\n")
         self._newlines = whole[len(said) :]
         self._fresh = self._fresh and not said
+        if said:
+            self._spoke.add(self._part)
+            self._broke = False
         if self._part is _Part.REASONING:
             self._said.reasoning += said
         else:

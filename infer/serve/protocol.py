@@ -105,9 +105,11 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: object) -> object:
-        if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
-            return {**given, "content": ""}
-        return given
+        """An assistant's text is empty where it has called or thought, as the server's answers."""
+        if not isinstance(given, dict) or given.get("content") not in (None, []):
+            return given
+        others = "tool_calls", "reasoning", "reasoning_content"
+        return {**given, "content": ""} if any(map(given.get, others)) else given
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,6 +1,7 @@
 """The fields of tools: what a model may call, what it has called, and which call a client wants."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -101,7 +102,7 @@ def read_arguments(value: object) -> dict[str, Any]:
     """
     if not isinstance(value, str) or len(value) > LONGEST_ARGUMENTS:
         raise ValueError(f"must be text of at most {LONGEST_ARGUMENTS} characters")
-    found = object_of(value)
+    found = object_of(value) if value.strip() else {}  # None were needed.
     if found is None:
         raise ValueError("must be the text of a JSON object")
     return found
@@ -110,10 +111,17 @@ def read_arguments(value: object) -> dict[str, Any]:
 def object_of(text: str) -> dict[str, Any] | None:
     """The JSON object that a text is; None if it is none, or holds a number that JSON has not."""
     try:
-        found = json.loads(text, parse_constant=_no_constant)
+        found = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits} is larger than any number")
+    return number
 
 
 def _no_constant(name: str) -> None:

@@ -203,6 +203,10 @@ class RowText:
         count, released = self._held_length - held, list[Piece]()
         self._held_length = held
         while count > 0:
+            if len(self._held[0].text) > count and not self.stopped:
+                # A token's text stays whole: it may be a mark for who reads it.
+                self._held_length += count
+                break
             piece = self._held.popleft()
             released += [piece._replace(text=piece.text[:count])]
             if len(piece.text) > count:

@@ -11,7 +11,7 @@ and cannot be merged is refused by its name, and so is any option that is not kn
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +103,8 @@ class _Adapter:
     config: JsonObject
     stored: dict[str, Tensor]
     """By names as the target has them."""
+    wrapped: bool
+    """Whether the file's names are those of a model around the target."""
     used: set[str] = field(default_factory=set)
 
     def take(self, name: str) -> np.ndarray:
@@ -121,12 +123,20 @@ class _Adapter:
 
     def scale(self, module: str, rank: int) -> float:
         """What a module's product is multiplied by."""
-        alpha = _of_pattern(self.config, "alpha_pattern", "lora_alpha", module)
+        alpha = self._number("alpha_pattern", "lora_alpha", module)
         return alpha / (math.sqrt(rank) if self.config.flag("use_rslora", False) else rank)
+
+    def _number(self, patterns: str, usual: str, module: str) -> float:
+        """A number for a module, which patterns name as the file does, or as the target."""
+        names = [module]
+        if self.wrapped:
+            names += [f"language_model.{module}"]
+            names += [f"model.language_model.{module.removeprefix('model.')}"]
+        return _of_pattern(self.config, patterns, usual, names)
 
     def check_rank(self, module: str, rank: int) -> None:
         """Refuse a rank that the file does not say: its scale would be another one."""
-        said = _of_pattern(self.config, "rank_pattern", "r", module)
+        said = self._number("rank_pattern", "r", module)
         if said != rank:
             raise ValueError(
                 f"{self.config.origin}: {module} has the rank {rank} and the file says {said:g}; "
@@ -191,7 +201,7 @@ def _read(folder: Path, stack: ExitStack) -> _Adapter:
     for key, value in config.values.items():
         if value and key not in IGNORED and key not in REFUSED:
             raise config.error(key, "is an option of PEFT that is not known here", MERGE)
-    stored = dict[str, Tensor]()
+    stored, wrapped = dict[str, Tensor](), False
     for name, tensor in open_tensors(folder, stack, FILES).items():
         if not name.startswith(PREFIX):
             raise ValueError(f"{tensor.file}: the name {name} does not begin with {PREFIX}")
@@ -199,16 +209,17 @@ def _read(folder: Path, stack: ExitStack) -> _Adapter:
         if own in stored:
             raise ValueError(f"{tensor.file}: two tensors are {own}; save one model's adapter")
         stored[own] = tensor
+        wrapped |= own != name.removeprefix(PREFIX)
     if not stored:
         raise ValueError(f"{folder} holds an adapter without tensors")
-    return _Adapter(config, stored)
+    return _Adapter(config, stored, wrapped)
 
 
-def _of_pattern(config: JsonObject, patterns: str, usual: str, module: str) -> float:
+def _of_pattern(config: JsonObject, patterns: str, usual: str, names: Sequence[str]) -> float:
     """A number for a module: that of the first pattern that its name matches, else the usual."""
     for pattern in config.part(patterns).values:
         try:
-            matches = re.match(rf"(.*\.)?({pattern})$", module)
+            matches = any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
         except re.error as error:
             raise config.error(patterns, f"has the key {pattern!r}: {error}") from None
         if matches:
@@ -290,6 +301,7 @@ def _of_experts(
             f"{adapter.config.origin}: {names['A']} has {a.shape[0]} rows and {names['B']} "
             f"{b.shape[1]} columns, must have as many, and a multiple of the {count} experts"
         )
+    adapter.check_rank(module, rank)
     low_rank = LowRank(
         a.reshape(count, rank, -1),
         np.ascontiguousarray(b.reshape(b.shape[0], rank, count).transpose(2, 0, 1)),

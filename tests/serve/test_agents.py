@@ -32,7 +32,7 @@ FORM: Any = {
 
 def served(template: str, marks: bool = True) -> Any:
     spec = talking_spec(marks)
-    reported = {"logprobs": 5, "adjusted": True, "traced": True, "grammars": True}
+    reported = {"logprobs": 5, "enable_penalties": True, "return_trees": True, "grammars": True}
     engine = spec.engine(max_num_seqs=2, max_model_len=2048, prefixes=True, **reported)
     model = served_model(spec, engine, names=("toy",), max_len=2048, most_rows=8, template=template)
     return serving(engine, model, queue_tokens=64 * 2048, levels=TREE.num_levels)

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infer.serve.command import chat_markup
 from infer.serve.markup import Markup, grammar_of, markup_of, types_of, value_of
 from infer.serve.messages import MessageReader, Reading
+from infer.serve.protocol import Message
 from infer.serve.tools import NamedTool, Tool, named
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.engine import Engine
@@ -22,6 +24,7 @@ from tests.serve.talker import (
     HERMES,
     SIZE,
     STOP,
+    THINKING,
     TOOLS,
     XML,
     talking_tokenizer,
@@ -46,8 +49,11 @@ def marked(template: str = HERMES, marks: bool = True) -> Markup:
 
 
 def gains(tokens: Sequence[int], sizes: Sequence[int], marks: bool) -> Iterator[RequestOutput]:
-    """What an engine tells of tokens that come in steps of these sizes."""
-    text, left = RowText(talking_tokenizer(marks), [], ["STOP"]), [*tokens]
+    """What an engine tells of tokens that come in steps of these sizes.
+
+    Marks end as the second stop string begins.
+    """
+    text, left = RowText(talking_tokenizer(marks), [], ["STOP", ">>>"]), [*tokens]
     steps = [*sizes, len(tokens)]
     while left or steps:
         count = steps.pop(0)
@@ -110,6 +116,10 @@ NO_CALLS: list[Any] = []
         (CALL, {"tools": False}, (CALL, "", NO_CALLS)),
         (f"I look.\n{CALL}\n{CALL}\n", {}, ("I look.", "", [("weather", OSLO)] * 2)),
         (f"{CALL}\n\nthere", {}, ("there", "", [("weather", OSLO)])),
+        (f"Look.\n{CALL}\nThere", {}, ("Look.\nThere", "", [("weather", OSLO)])),
+        ("so\n<think>why</think>\n\nnow", {}, ("so\nnow", "why", NO_CALLS)),
+        (CALL.replace('"weather"', '["a"]'), {}, (CALL.replace('"weather"', '["a"]'), "", [])),
+        (CALL.replace('"Oslo"', "1e999"), {}, (CALL.replace('"Oslo"', "1e999"), "", NO_CALLS)),
         (CALL.replace("weather", "wether"), {}, (CALL.replace("weather", "wether"), "", [])),
         (CALL[:-13], {}, (CALL[:-13], "", NO_CALLS)),
         (f"{CALL[:-14]}\n{CALL}", {}, (f"{CALL[:-14]}", "", [("weather", OSLO)])),
@@ -185,7 +195,54 @@ def test_references_are_followed_once() -> None:
     choice = {"anyOf": [{"$ref": f"#/$defs/{index}"} for index in range(50)]}
     root: dict[str, Any] = {"$defs": {f"{index}": choice for index in range(49)}}
     root["$defs"]["49"] = {"type": ["integer", "null"]}
-    assert types_of(choice, root) == {"integer", "null"}
+    assert types_of(choice, root, {}) == {"integer", "null"}
+    known = {"#/$defs/7": {"string"}}
+    assert types_of({"$ref": "#/$defs/7"}, root, known) == {"string"}
+
+
+def test_definitions_that_every_parameter_repeats_are_refused_early() -> None:
+    """A request of 1 MB would make a grammar of 800."""
+    definitions = {"a": {"type": "integer", "description": "x" * 50_000}}
+    properties = {f"p{index}": {"$ref": "#/$defs/a"} for index in range(1000)}
+    schema = {"properties": properties, "$defs": definitions, "required": [*properties]}
+    function = {"name": "now", "parameters": schema}
+    tool = Tool.model_validate({"type": "function", "function": function})
+    with pytest.raises(ValueError, match="make a grammar of more than 65536 characters"):
+        grammar_of(marked(XML), {}, [tool], "required", parallel=True, thinking=False)
+
+
+def test_marks_that_are_special_tokens_are_not_looked_for() -> None:
+    """Text comes without them, so that a call would be told as an answer."""
+
+    class Special:
+        chat_template = HERMES + THINKING
+        all_special_ids = (258, 7)
+
+        def get_added_vocab(self) -> dict[str, int]:
+            return {"<think>": 257, "</think>": 258, "<tool_call>": 7, "</tool_call>": 8}
+
+        def get_chat_template(self, *_: Any, **__: Any) -> str:
+            return self.chat_template
+
+    markup = chat_markup(Special(), None)
+    assert markup.form is None and markup.thought is None
+    Special.all_special_ids = ()
+    markup = chat_markup(Special(), None)
+    assert markup.form is not None and markup.thought is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": None, "reasoning": "why"},
+        {"content": [], "tool_calls": [{"function": {"name": "now", "arguments": ""}}]},
+        {"content": None, "tool_calls": [{"function": {"name": "now", "arguments": " {}"}}]},
+    ],
+)
+def test_an_answer_may_be_sent_back(fields: dict[str, Any]) -> None:
+    message = Message.model_validate({"role": "assistant", **fields})
+    assert message.content == ""
+    assert all(call.function.arguments == {} for call in message.tool_calls)
 
 
 def test_a_text_between_tags_keeps_what_looks_like_tags() -> None:

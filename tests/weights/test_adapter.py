@@ -120,6 +120,17 @@ def test_the_scale_is_that_of_the_first_pattern(tmp_path, options, scale) -> Non
     case.check(product(tensors, Q, scale))
 
 
+def test_patterns_may_name_modules_of_the_model_around(tmp_path: Path) -> None:
+    case, own = Case(tmp_path), Q.removeprefix("model.")
+    tensors = pair(Q, case.shape(Q))
+    around = {
+        name.replace("model.layers", "model.language_model.layers"): one
+        for name, one in tensors.items()
+    }
+    case.write(around, alpha_pattern={f"model.language_model.{own}": 5})
+    case.check(product(tensors, Q, 5 / RANK))
+
+
 def test_several_modules_and_both_prefixes(case: Case) -> None:
     tensors = pair(Q, case.shape(Q)) | pair(DOWN, case.shape(DOWN), seed=5)
     sums = product(tensors, Q, 8 / RANK) | product(tensors, DOWN, 8 / RANK)
@@ -185,6 +196,9 @@ def test_experts_that_are_adapted_at_once(tmp_path: Path, swapped: bool) -> None
         sums[f"{module}.{expert}.up_proj.weight"] = up_sum[expert, width:]
         sums[f"{module}.{expert}.down_proj.weight"] = down_sum[expert]
     case.check(sums)
+    case.write(gate_up | down, target_parameters=names, r=RANK + 1)
+    with pytest.raises(ValueError, match=f"has the rank {RANK} and the file says {RANK + 1}"):
+        load_target(case.target, adapter=case.adapter)
     # Alone it has the module's own name.
     alone, alone_sum = of_experts(module, 5, turn((hidden, width)), 7)
     alone_sum = alone_sum.swapaxes(1, 2) if swapped else alone_sum
