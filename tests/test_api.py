@@ -97,7 +97,8 @@ def test_adaptive_calls_say_the_same_and_what_ran(spec, batch) -> None:
     assert found.sequences == batch.sequences and found.text == batch.text
     stats = found.stats
     assert [use.tree.widths for use in stats.trees] == [(), (1,), (4, 5)]
-    assert all(use.rounds >= 2 for use in stats.trees if use.tree.num_levels), "each is looked at"
+    # A tree is looked at where it may pay by the seconds of the warm-up; one at least does here.
+    assert any(use.rounds >= 2 for use in stats.trees if use.tree.num_levels)
     assert sum(use.rounds for use in stats.trees) == max(stats.target_passes)
     assert sum(use.tokens for use in stats.trees) == stats.decode_tokens
     assert len(stats.acceptance_histogram) == 3

@@ -64,8 +64,9 @@ class Joined(Drafter):
 
     @property
     def proposes_freely(self) -> bool:
-        """Whether all that propose look up."""
-        return all(member.looks_up for _, member in self.active)
+        """Whether all that propose look up, and some do."""
+        active = self.active
+        return bool(active) and all(member.looks_up for _, member in active)
 
     @cached_property
     def sources(self) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ class Settled:
             for drafter, each in zip(self.plan.drafters, seconds, strict=True)
             if weighs_trees(drafter, self.plan.params)
         ]
-        return self.plan.weighing(seconds[0], max(free))
+        return self.plan.weighing(seconds[0], max(free)) if free else self.plan
 
 
 def settle(

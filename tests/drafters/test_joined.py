@@ -206,7 +206,9 @@ def test_who_proposes_to_which_tree() -> None:
     assert shapes == [TreeConfig((3, 2)), *[TreeConfig((8,) * 4)] * 2]
     assert draft.drafter(TreeConfig((3, 2))).name == "streaming"
     assert draft.drafter(TreeConfig.parse("none@9~4")).name == "ngram+suffix"
-    assert draft.drafter(PLAIN).active == []
+    assert draft.drafter(PLAIN).active == [] and not draft.drafter(PLAIN).proposes_freely
+    assert draft.drafter(TreeConfig.parse("none@9~4")).proposes_freely
+    assert not both.proposes_freely
     lookups = JoinedDraft((NgramDraft(), SuffixDraft())).drafter(TreeConfig((2, 2)))
     assert [member.tree for _, member in lookups.active] == [TreeConfig((2, 2))] * 2
 

@@ -295,16 +295,18 @@ class Program:
         self.clear(memory.lse, self.reached, -jnp.inf, row)
 
         def log_sum(split: jax.Array | int) -> Any:
-            """In base 2."""
-            return load(memory.lse.at[split], row) * LOG2_E
+            """In base 2, rounded by itself whether it has one use or two."""
+            return jax.lax.optimization_barrier(load(memory.lse.at[split], row) * LOG2_E)
 
         log_sums = [log_sum(split) for split in range(splits)]
         of_recent = top
         for each in log_sums:
             top = jnp.maximum(top, each)
         keep = jnp.exp2(of_recent - top)
-        # Whatever is fused with what follows, this product is rounded by itself.
-        acc = jax.lax.optimization_barrier(acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0]))
+        # Whatever is fused with what follows, these products are rounded by themselves.
+        acc, total = jax.lax.optimization_barrier(
+            (acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0]), total * keep)
+        )
 
         def some(log_sums: list[Any], first: jax.Array | int, state: _Pair) -> _Pair:
             acc, total = state
@@ -317,7 +319,7 @@ class Program:
                 total += weight
             return acc, total
 
-        state = some(log_sums[:at_once], 0, (acc, total * keep))
+        state = some(log_sums[:at_once], 0, (acc, total))
         if at_once == splits:
             return state
 
