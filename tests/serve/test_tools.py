@@ -216,7 +216,7 @@ def test_marks_that_are_special_tokens_are_not_looked_for() -> None:
 
     class Special:
         chat_template = HERMES + THINKING
-        all_special_ids = (258, 7)
+        all_special_ids: tuple[int, ...] = (258, 7)
 
         def get_added_vocab(self) -> dict[str, int]:
             return {"<think>": 257, "</think>": 258, "<tool_call>": 7, "</tool_call>": 8}
