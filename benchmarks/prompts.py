@@ -59,7 +59,7 @@ def kinds_of(spec: LongSpec, named: Sequence[str], files: Sequence[Path]) -> lis
 def prompts(
     spec: LongSpec, kind: str, context: int, count: int, files: Sequence[Path] = ()
 ) -> list[Prompt]:
-    """Prompts of a kind, each of about so many tokens.
+    """Prompts of one kind of text, each of about the wanted number of tokens.
 
     Args:
       context: tokens of a prompt; of a chat, with the words around the piece.

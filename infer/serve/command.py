@@ -421,7 +421,7 @@ def chat_markup(tokenizer: Any, template: str | None) -> Markup:
         return Markup()
     try:
         text = template_of(tokenizer, template, [{}])
-    except ValueError:  # There is none; requests are told.
+    except ValueError:  # There is none; requests that need one are refused.
         text = ""
     markup = markup_of(text, tokenizer.get_added_vocab())
     # Text comes without special tokens: their marks would not be seen.

@@ -1,6 +1,6 @@
 """What a model writes around its reasoning and its calls of tools, and the grammars of both.
 
-Which form a model knows is told by its chat template. Two are known: that of Hermes (Qwen2.5,
+The chat template shows which form a model was trained on. Two are known: that of Hermes (Qwen2.5,
 Qwen3), a JSON object between ``<tool_call>`` and ``</tool_call>``, and the tags of Qwen3-Coder and
 Qwen3.5 between the same marks. Reasoning stands between ``<think>`` and ``</think>``.
 

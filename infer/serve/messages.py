@@ -1,7 +1,7 @@
 """Answers of a chat, read as they come: reasoning, text, and calls of tools.
 
 What ends a stretch is a mark (:mod:`infer.serve.markup`). Newlines beside marks belong to neither
-side. A call is told of when it is whole; what turns out to be none is text, as it was written.
+side. A call is reported when it is complete. What turns out to be no call is passed on as text.
 """
 
 import json

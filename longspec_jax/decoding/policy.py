@@ -183,7 +183,7 @@ class Estimate:
         return replace(shown, timings=timings, brief=brief, rehearsed=False)
 
     def shown(self, seen: Measurement) -> "Estimate":
-        """The estimate after rounds that showed its tokens, whoever ran them."""
+        """The estimate after rounds, of this tree or of another, that showed its tokens."""
         before = 0.0 if self.guessed else self.weight
         weight = before + seen.rounds
         emitted = (before * self.tokens + seen.rounds * seen.tokens / seen.row_rounds) / weight

@@ -62,7 +62,7 @@ class PackedMatrix(QuantisedWeights):
     offset: Leaf[Array] | None = None
     """What is added to products of fine groups, ``[*shares, G, N]`` in float32 or counted."""
     unit: Leaf[Float16[Array, "*shares U N"]] | None = None
-    """As in :class:`QuantisedMatrix`; a unit has as many inputs as :data:`DEPTH`."""
+    """As in :class:`QuantisedMatrix`; of whole units, as inputs are padded to :data:`DEPTH`."""
     offset_unit: Leaf[Float16[Array, "*shares U N"]] | None = None
 
     @property

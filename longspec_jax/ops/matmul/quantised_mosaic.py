@@ -41,8 +41,9 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
-from longspec_jax.ops.matmul.packed import DEPTH, OPERAND, PackedMatrix
+from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
+from longspec_jax.ops.matmul.quantised_weights import UNIT
 from longspec_jax.ops.matmul.widening import (
     BY_OUTPUT,
     WORDS,
@@ -344,7 +345,7 @@ class _Quantised(Program):
             zero = None if self.zero_smem is None else 0.0  # Offsets are of whole codes.
             codes = widened(words, self.stored, jnp.float16, zero, **options)
             places = [(stage, group + at, part, rows) for at in range(OPERAND // work.scaled)]
-            unit_at = stage, jax.lax.div(place, DEPTH), part, rows
+            unit_at = stage, jax.lax.div(place, UNIT), part, rows
             scales = self.of_groups(self.scale_smem, places, self.scale_unit_smem, unit_at)
             offsets = self.of_groups(self.zero_smem, places, self.zero_unit_smem, unit_at)
             weights = weighted(codes, scales, offsets, dtype, interpreted=interpreted)

@@ -16,6 +16,7 @@ from typing import ClassVar
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile, Work
 from longspec_jax.ops.matmul.packed import BLOCK_BYTES, DEPTH, OPERAND
+from longspec_jax.ops.matmul.quantised_weights import UNIT
 
 MOST_TOKENS = 128
 """Tokens of one pass over the weights: the accumulators of a gate's two matmuls fill the rest of a
@@ -42,8 +43,7 @@ class QuantisedWork(Work):
       group: contracted elements that share a scale, all if 0.
       zeros: whether groups have zero points, or float32 offsets if they are fine.
       fine: whether an operand has several groups, with float32 scales.
-      counted: whether fine groups' scales are integers, with a unit for as many inputs as a block
-        of :data:`DEPTH`.
+      counted: whether fine groups' scales are integers, with a unit for every :data:`UNIT` inputs.
       wide: whether the result is float32.
       groups: of rows that are fetched apart (:func:`row_groups`).
     """
@@ -144,7 +144,7 @@ class QuantisedWork(Work):
     @property
     def scale_units(self) -> int:
         """Units of an output in a step, if scales are counted."""
-        return self.tile.depth // DEPTH if self.counted else 0
+        return self.tile.depth // UNIT if self.counted else 0
 
     @property
     def copies(self) -> int:

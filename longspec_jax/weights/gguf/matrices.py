@@ -69,7 +69,7 @@ class Form(NamedTuple):
         return "uint8" if self.narrow else "int8"
 
     def fields(self, inputs: int) -> dict[str, "Field"]:
-        """The arrays of a :class:`QuantisedMatrix` of so many inputs, by name."""
+        """The arrays of a :class:`QuantisedMatrix` with this number of inputs, by name."""
         numbers = "int8" if self.counted else "float32"
         groups, units = inputs // self.group, inputs // UNIT
         found = {
