@@ -1,9 +1,14 @@
 """What all kernels for Mosaic GPU ask of Pallas, whose types say less than its documentation."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from longspec_jax.axes import Array
+from longspec_jax.ops.hardware import WARPGROUP_ROWS
 
 # Pallas documents it and does not re-export it in the way that type checkers ask for.
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -24,3 +29,32 @@ def load(ref: Any, layout: Any, *, optimized: bool = False) -> Any:
     From jax 0.11 on, which these kernels need, ``plgpu.load`` takes no index.
     """
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
+
+
+def row_product(left: Array, right: Array) -> Array:
+    """``left * right`` of a number for each of a warpgroup's rows, float32, rounded by itself.
+
+    A plain product may become one instruction with a sum that follows, which rounds once instead of
+    twice. The assembler decides that, by what else uses the product, and sees through barriers of
+    the compiler. Where the same sum is made in two places, both must round alike.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    row = plgpu.Layout.WGMMA.reduce(1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(row, row),
+        return_type=plgpu.ShapeDtypeStruct((WARPGROUP_ROWS,), jnp.float32, layout=row),
+    )
+    def multiply(_: Any, left: Any, right: Any) -> Any:
+        number = ir.F32Type.get()
+        registers = np.empty_like(left.registers)
+        for place, of_left in np.ndenumerate(left.registers):
+            factors = [vector.extract(x, [], [0]) for x in (of_left, right.registers[place])]
+            new: Any = llvm.inline_asm(number, factors, "mul.rn.f32 $0, $1, $2;", "=f,f,f")
+            registers[place] = vector.broadcast(of_left.type, new)
+        return mgpu.FragmentedArray(_registers=registers, _layout=left.layout, _is_signed=None)
+
+    return cast(Callable[[Array, Array], Array], multiply)(left, right)

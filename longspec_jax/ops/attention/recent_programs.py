@@ -18,7 +18,7 @@ from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT
 from longspec_jax.ops.attention.widening import widen
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
-from longspec_jax.ops.mosaic import ACC, load
+from longspec_jax.ops.mosaic import ACC, load, row_product
 
 CONTRACTED = 16
 """Keys or nodes of one matrix instruction."""
@@ -211,7 +211,8 @@ class Program:
         seen = slot >= jax.lax.broadcast_in_dim(limit, cached.shape, [0])
         seen = jnp.logical_and(seen, slot < self.length)
         scores = jnp.where(seen, cached, -jnp.inf), fresh + bias
-        top = jnp.maximum(*(each.max(axis=1) for each in scores)) * self.scale
+        top = jnp.maximum(*(each.max(axis=1) for each in scores))
+        top = row_product(top, _per_row(self.scale))
         cached, fresh = (
             jnp.exp2(each * self.scale - jax.lax.broadcast_in_dim(top, each.shape, [0]))
             for each in scores
@@ -295,18 +296,16 @@ class Program:
         self.clear(memory.lse, self.reached, -jnp.inf, row)
 
         def log_sum(split: jax.Array | int) -> Any:
-            """In base 2, rounded by itself whether it has one use or two."""
-            return jax.lax.optimization_barrier(load(memory.lse.at[split], row) * LOG2_E)
+            """In base 2, rounded alike whether it has one use or two."""
+            return row_product(load(memory.lse.at[split], row), _per_row(LOG2_E))
 
         log_sums = [log_sum(split) for split in range(splits)]
         of_recent = top
         for each in log_sums:
             top = jnp.maximum(top, each)
         keep = jnp.exp2(of_recent - top)
-        # Whatever is fused with what follows, these products are rounded by themselves.
-        acc, total = jax.lax.optimization_barrier(
-            (acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0]), total * keep)
-        )
+        acc *= jax.lax.broadcast_in_dim(keep, acc.shape, [0])
+        total = row_product(total, keep)
 
         def some(log_sums: list[Any], first: jax.Array | int, state: _Pair) -> _Pair:
             acc, total = state
@@ -365,6 +364,12 @@ class Program:
             head = self.kv_head * self.groups + group
             to = self.refs.out.at[self.batch, tokens, head, self.its_columns]
             plgpu.copy_smem_to_gmem(self.memory.out.at[rows], to)
+
+
+def _per_row(number: float) -> jax.Array:
+    """The same number for each of a warpgroup's rows."""
+    numbers = jnp.full((WARPGROUP_ROWS,), number, jnp.float32)
+    return plgpu.layout_cast(numbers, plgpu.Layout.WGMMA.reduce(1))
 
 
 def _kept(block: jax.Array, rows: jax.Array) -> jax.Array:

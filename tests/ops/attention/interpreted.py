@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from longspec_jax.ops.attention import float8, prefix_attending, widening
+from longspec_jax.ops.attention import float8, prefix_attending, recent_programs, widening
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
@@ -16,7 +16,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     The interpreter's matrix units take no operand from registers, so weights pass through shared
     memory. It has no accumulators that begin with a value, so they are added. And registers are
     whole arrays, whose codes are widened by their definition. It wants that all wait for the last
-    arrivals before the kernel ends, which is of no use.
+    arrivals before the kernel ends, which is of no use. Nor does it know instructions by name.
     """
     from jax._src.pallas.mosaic_gpu.interpret.shared_memory import Barrier
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -75,6 +75,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(plgpu, "wgmma", wgmma)
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(prefix_attending, "ACC", Accumulator)
+    monkeypatch.setattr(recent_programs, "row_product", jnp.multiply)
     monkeypatch.setattr(
         widening, "widened", lambda codes, dtype, layout: float8.widened(codes, dtype)
     )

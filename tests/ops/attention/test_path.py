@@ -16,7 +16,15 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import RowTiles
 from tests.kit import each_row, hopper_or_skip, normal
 
-HEADS = [(32, 32, 128), (32, 8, 128), (40, 8, 128), (24, 8, 128), (28, 4, 128), (14, 2, 64)]
+HEADS = [
+    (32, 32, 128),
+    (32, 8, 128),
+    (40, 8, 128),
+    (24, 8, 128),
+    (28, 4, 128),
+    (12, 2, 128),
+    (14, 2, 64),
+]
 """Query heads, key/value heads, width."""
 
 
@@ -164,6 +172,8 @@ def in_8_bits(prefix: Prefix) -> Prefix:
 
 POSITIONS = [0, 3, 15, 16, 17, 127, 128, 143, 144, 145, 400, 508, 512, 1023, 1100]
 """On, before and behind what bounds recent tokens, steps, splits and reaches."""
+FAR = [2900, 4090, 4096, 4200, 4352]
+"""Of which some have more splits than are merged without a loop, where key/value heads are few."""
 
 
 @pytest.mark.gpu
@@ -173,12 +183,13 @@ POSITIONS = [0, 3, 15, 16, 17, 127, 128, 143, 144, 145, 400, 508, 512, 1023, 110
 def test_a_node_has_the_bits_of_plain_decoding(narrow, heads, kv_heads, width, nodes) -> None:
     """With grouped heads those of a cache in 8 bits are the bits of one in 16 bits, too."""
     hopper_or_skip()
-    text = Text.drawn(1280, heads, kv_heads, width)
+    positions = POSITIONS + FAR * (kv_heads == 2)
+    text = Text.drawn(positions[-1] + 180, heads, kv_heads, width)
     attend = wide = jax.jit(functools.partial(dispatch.path_attention, levels=16))
     if narrow:
         text = text._replace(keys=rounded(text.keys), values=rounded(text.values))
         attend = jax.jit(lambda q, prefix, *tree: wide(q, in_8_bits(prefix), *tree))
-    for length in POSITIONS:
+    for length in positions:
         operands, along = text.tree(length, nodes, 5, seed=length)
         out = np.float32(attend(*operands))
         if heads > kv_heads:  # With a query head a key/value head, splits are others in 8 bits.
