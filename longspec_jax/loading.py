@@ -61,7 +61,7 @@ def load_target(
     revision: str | None = None,
     kv_dtype: str | None = None,
     adapter: str | Path | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
 ) -> tuple[TargetConfig, Any]:
     """Load a target, if the device has memory for it.
 
@@ -341,7 +341,7 @@ def _sentencepiece_error(file: Path) -> Exception | None:
 
 
 def check_weights_fit(
-    source: str | Path, dtype: str, revision: str | None = None, packed: bool = False
+    source: str | Path, dtype: str, revision: str | None = None, packed: bool | None = None
 ) -> None:
     """Raise before loading a target that the default device cannot hold."""
     free = free_bytes()

@@ -258,12 +258,14 @@ def plan_draft(run: TrainingRun) -> list[PlannedStage]:
 def begin_draft(run: TrainingRun, plans: Sequence[PlannedStage]) -> tuple[Given, Begun]:
     """The target, loaded, and the draft before its first step."""
     config = run.config
+    # Every step multiplies thousands of rows, for which weights in their own bits are dequantised.
     target, frozen = load_target(
         run.target_source,
         dtype=config.dtype,
         mesh=run.mesh,
         revision=config.revision or None,
         adapter=config.adapter or None,
+        packed=False,
     )
     given = Given(
         target,

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -48,7 +50,7 @@ def load_target(
     revision: str | None = None,
     kv_dtype: str | None = None,
     adapter: str | Path | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
 ) -> tuple[TargetConfig, Any]:
     """Load a target.
 
@@ -61,9 +63,8 @@ def load_target(
       kv_dtype: what keys and values are rounded to, as in the configuration: with the scales of the
         checkpoint where it has some, which are not used otherwise.
       adapter: the folder of a LoRA adapter, which is merged into the weights.
-      packed: whether a GGUF file's matrices stay in their own bits, which kernels read on a GPU in
-        16 bits; elsewhere every step would dequantise them. Not the default: rows that are decoded
-        together do not yet give the text of plain decoding (docs/design/decisions.md, 4.57).
+      packed: whether a GGUF file's matrices stay in their own bits. If absent they do where a
+        kernel reads them so: on a GPU, in 16 bits. Elsewhere every step would dequantise them.
 
     Returns:
       The configuration and the parameters of :class:`longspec_jax.models.target.Target`.
@@ -109,20 +110,22 @@ def _stored(
     raw: JsonObject,
     config: TargetConfig,
     tensors: Tensors,
-    packed: bool,
+    packed: bool | None,
     shares: int = 1,
 ) -> tuple[Table, Tensors, dict[str, int]]:
     """The table and tensors of a target, and the group sizes of its quantised kernels, by path."""
     table, quantised = target_table(config), quantisation(hf_config.text_part(raw))
     if quantised is not None:
         return as_stored(table, tensors, quantised)
+    if packed is None:
+        packed = jax.default_backend() == "gpu" and jnp.dtype(config.dtype).itemsize == 2
     if model.is_file() and packed:
         return as_packed(table, tensors, stored_matrices(model), shares)
     return table, tensors, {}
 
 
 def target_bytes(
-    source: str | Path, *, dtype: str, revision: str | None = None, packed: bool = False
+    source: str | Path, *, dtype: str, revision: str | None = None, packed: bool | None = None
 ) -> int:
     """Bytes of a target's parameters as they are loaded; arguments as of :func:`load_target`."""
     model = local_model(source, revision)
