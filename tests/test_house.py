@@ -33,7 +33,7 @@ CEILINGS: dict[str, int] = {
     "token lines of infer": 8_000,
     "token lines of train": 5_770,
     "token lines of configs": 330,
-    "token lines of tests": 39_930,
+    "token lines of tests": 39_990,
     "token lines of benchmarks and contrib": 3_720,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.

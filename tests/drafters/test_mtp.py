@@ -36,6 +36,8 @@ from tests.drafters.kit import (
 )
 from tests.drafters.test_eagle import _chain
 from tests.kit import normal, random_target, relative_error
+from tests.weights.quantised import files as quantised
+from tests.weights.quantised.test_load import dequantised, matrices
 
 torch: Any = pytest.importorskip("torch", reason="the oracle is PyTorch's")
 transformers: Any = pytest.importorskip("transformers")
@@ -127,9 +129,8 @@ MODELS = {name: random_target(target) for name, target in TARGETS.items()}
 GIVEN = {name: Target(TARGETS[name], MODELS[name]) for name in TARGETS}
 
 
-def stored_shapes(name: str) -> dict[str, tuple[int, ...]]:
+def stored_shapes(config: MtpConfig, dialect: mtp.Dialect) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer and of what is around it, by their whole names."""
-    config, dialect = config_for(name), DIALECTS[name]
     layer, width = llama_layer(config)[0], config.model_width
     layer["input_layernorm.weight"] = (width,)
     if config.gated_attention:
@@ -170,22 +171,36 @@ def published(folder: Path, name: str, **raw: Any) -> dict[str, np.ndarray]:
         save_target(folder, TARGETS[name], MODELS[name])
         own = "num_nextn_predict_layers" if name == "mimo" else "mtp_num_hidden_layers"
         keys[own] = 1
-    tensors = drawn(stored_shapes(name))
+    tensors = drawn(stored_shapes(config_for(name), DIALECTS[name]))
     publish(folder, tensors, keys | raw)
     return tensors
 
 
 def see_too(folder: Path) -> Path:
-    """The folder as Qwen publishes its models, which also see; returns it."""
+    """The folder as Qwen publishes its models, such as Qwen3.8-27B, which also see; returns it."""
     file, weights = folder / "config.json", folder / "model.safetensors"
     inner = json.loads(file.read_text())
-    del inner["architectures"]
+    for key in ("architectures", "torch_dtype"):
+        del inner[key]
+    rope = {key: inner.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
+    rope |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True} | inner.pop("rope_scaling")
+    inner |= {
+        "attn_output_gate": True,
+        "dtype": "float32",
+        "full_attention_interval": 4,
+        "mamba_ssm_dtype": "float32",
+        "mtp_use_dedicated_embeddings": False,
+        "output_gate_type": "swish",  # Of the recurrent layers, whatever its name.
+        "rope_parameters": rope,
+    }
     outer = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",
+        "image_token_id": 7,
+        "language_model_only": False,
         "text_config": inner,
         "tie_word_embeddings": False,
-        "vision_config": {"depth": 1},
+        "vision_config": {"depth": 1, "model_type": "qwen3_5"},
     }
     file.write_text(json.dumps(outer))
     seen = {"model.visual.merger.norm.weight": np.zeros(3, np.float32)}
@@ -340,6 +355,33 @@ def test_the_layer_of_a_model_that_also_sees(draft: str, tmp_path: Path) -> None
     assert found.sequences == plain.sequences
     [chosen] = choose_drafts([tmp_path], {}, target=tmp_path.parent)
     assert chosen.kind is SMALL_LM
+    layer, _ = choose_drafts(["mtp", "ngram"], options, target=folder)
+    assert (layer.kind, layer.source, layer.options.window) == (MTP, folder, 6)
+
+
+def test_the_layer_of_a_quantised_target_stays_so(tmp_path: Path) -> None:
+    """Its projection is whole, as in published files, and columns in another order are read so."""
+    like = quantised.CONFIG
+    kinds = LayerConfig(recurrence=SIZES), LayerConfig(Rotary(width=8))
+    more = HYBRID | dict(rotary_width=8, head_width=like.head_width, kinds=kinds, pattern=(0, 1))
+    config = replace(like, architecture="Qwen3_5ForCausalLM", **more)
+    tensors = drawn(stored_shapes(config_of(config), mtp.QWEN))
+    folder = quantised.write(tmp_path, "fp8 by block", config=config, beside=tensors)
+    target = Target(*load_target(folder, dtype="float32"))
+    found, whole = load(folder, target), load(folder.parent / "whole", target)
+    own = matrices(found.params.layer)
+    assert len(own) == 3 and not matrices(whole.params.layer)
+    assert len(matrices(found.params.in_int8().layer)) == 5
+    jax.tree.map(
+        lambda one, other: np.testing.assert_array_equal(one.reshape(other.shape), other),
+        dequantised(found.params.layer),
+        whole.params.layer,
+    )
+    del tensors["mtp.layers.0.mlp.up_proj.weight"]
+    damaged = tmp_path / "damaged"
+    quantised.write(damaged, "fp8 by block", config=config, beside=tensors)
+    with pytest.raises(ValueError, match=r"mtp\.layers\.0\.mlp\.up_proj is quantised as"):
+        load(damaged / "quantised", target)
 
 
 def test_target_and_draft_are_one_folder(tmp_path: Path) -> None:
