@@ -58,6 +58,14 @@ TARGETS: dict[str, TargetConfig] = {
         pattern=(0, 1),
         **HYBRID,
     ),
+    "qwen3.5-moe": replace(
+        CONFIG,
+        architecture="Qwen3_5MoeForCausalLM",
+        mlp_width=MIXTURE.width,
+        kinds=(LayerConfig(Rotary(width=4), experts=MIXTURE),),
+        pattern=(0, 0),
+        **HYBRID,
+    ),
     "qwen3-next": replace(
         CONFIG,
         architecture="Qwen3NextForCausalLM",
@@ -70,13 +78,12 @@ TARGETS: dict[str, TargetConfig] = {
     ),
 }
 TREE = TreeConfig((4, 6, 4), budget=16, lookup=3)
-DIALECTS = {"mimo": mtp.MIMO, "speculators": mtp.SPECULATORS} | dict.fromkeys(
-    ("qwen3.5", "qwen3-next"), mtp.QWEN
-)
+DIALECTS = dict.fromkeys(TARGETS, mtp.QWEN) | {"mimo": mtp.MIMO, "speculators": mtp.SPECULATORS}
 CLASSES = {
     "mimo": ("Qwen2", "qwen2"),
     "speculators": ("Qwen3", "qwen3"),
     "qwen3.5": ("Qwen3_5", "qwen3_5"),
+    "qwen3.5-moe": ("Qwen3_5Moe", "qwen3_5_moe"),
     "qwen3-next": ("Qwen3Next", "qwen3_next"),
 }
 
@@ -176,6 +183,23 @@ def published(folder: Path, name: str, **raw: Any) -> dict[str, np.ndarray]:
     return tensors
 
 
+PARTS = "gate", "up", "down"
+
+
+def stacked(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors with the experts of every layer in two, as transformers 5 holds them."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in {name.partition("experts.")[0] for name in tensors if ".experts." in name}:
+        gate, up, down = (
+            [tensors[f"{prefix}experts.{each}.{part}_proj.weight"] for each in range(MIXTURE.count)]
+            for part in PARTS
+        )
+        both = [np.concatenate(pair) for pair in zip(gate, up, strict=True)]
+        found[f"{prefix}experts.gate_up_proj"] = np.stack(both)
+        found[f"{prefix}experts.down_proj"] = np.stack(down)
+    return found
+
+
 def see_too(folder: Path) -> Path:
     """The folder as Qwen publishes its models, such as Qwen3.8-27B, which also see; returns it."""
     file, weights = folder / "config.json", folder / "model.safetensors"
@@ -183,7 +207,8 @@ def see_too(folder: Path) -> Path:
     for key in ("architectures", "torch_dtype"):
         del inner[key]
     rope = {key: inner.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
-    rope |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True} | inner.pop("rope_scaling")
+    rope |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "rope_type": "default"}
+    rope |= inner.pop("rope_scaling", None) or {}
     inner |= {
         "attn_output_gate": True,
         "dtype": "float32",
@@ -193,9 +218,11 @@ def see_too(folder: Path) -> Path:
         "output_gate_type": "swish",  # Of the recurrent layers, whatever its name.
         "rope_parameters": rope,
     }
+    kind = inner["model_type"].removesuffix("_text")
+    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
     outer = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": kind,
         "image_token_id": 7,
         "language_model_only": False,
         "text_config": inner,
@@ -206,7 +233,7 @@ def see_too(folder: Path) -> Path:
     seen = {"model.visual.merger.norm.weight": np.zeros(3, np.float32)}
     named = {
         re.sub(r"^model\.", "model.language_model.", each): value
-        for each, value in load_file(weights).items()
+        for each, value in stacked(load_file(weights)).items()
     }
     save_file(named | seen, weights)
     return folder
@@ -219,7 +246,7 @@ class Oracle(torch.nn.Module):
         super().__init__()
         prefix, module = CLASSES[name]
         modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-        inner, rope = "Text" * (name == "qwen3.5"), dict[str, Any](rope_type="default")
+        inner, rope = "Text" * ("qwen3.5" in name), dict[str, Any](rope_type="default")
         if config.rope_scaling == YARN:
             rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
         if config.rotary_width:
@@ -275,22 +302,9 @@ class Oracle(torch.nn.Module):
         }
         state = {
             around.get(name) or f"layer.{name.removeprefix(dialect.layer)}": torch.from_numpy(value)
-            for name, value in tensors.items()
+            for name, value in stacked(tensors).items()
         }
-        if any("experts.0." in name for name in state):
-            both, down = [], []
-            for each in range(MIXTURE.count):
-                parts = [
-                    state.pop(f"layer.mlp.experts.{each}.{part}_proj.weight") for part in PARTS
-                ]
-                both.append(torch.cat(parts[:2]))
-                down.append(parts[2])
-            state["layer.mlp.experts.gate_up_proj"] = torch.stack(both)
-            state["layer.mlp.experts.down_proj"] = torch.stack(down)
         self.load_state_dict(state)
-
-
-PARTS = "gate", "up", "down"
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -337,15 +351,16 @@ def test_files_as_published(name: str, tmp_path: Path) -> None:
     assert_partitioned(found.params.in_int8().layer)
 
 
-@pytest.mark.parametrize("draft", ["mtp", "folder"])
-def test_the_layer_of_a_model_that_also_sees(draft: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "draft"), [("qwen3.5", "mtp"), ("qwen3.5-moe", "folder")])
+def test_the_layer_of_a_model_that_also_sees(name: str, draft: str, tmp_path: Path) -> None:
     """As Qwen publishes it, by name and by folder; for another target it is a small model."""
-    tensors = published(tmp_path, "qwen3.5")
+    tensors = published(tmp_path, name)
     folder = see_too(tmp_path)
     source = draft if draft == "mtp" else folder
     options = {"window": 6, "sinks": 2}
     spec = LongSpec.from_pretrained(folder, source, dtype="float32", draft_options=options)
-    assert spec.target_config == TARGETS["qwen3.5"]
+    assert spec.target_config == TARGETS[name]
+    jax.tree.map(np.testing.assert_array_equal, spec.target_params, MODELS[name])
     model, lookup = spec.drafts
     assert [model.name, lookup.name] == ["mtp", "ngram"]
     assert_holds(model.params.layer, tensors)

@@ -19,7 +19,7 @@ from longspec_jax.drafters.checkpoints.features import DROPPED, LAYER_CONFIG
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle import EagleOptions, MtpConfig, MtpDraft, MtpParams
 from longspec_jax.ops.matmul.packed_shares import packed_params
-from longspec_jax.weights.checkpoint import Tensors
+from longspec_jax.weights.checkpoint import Tensors, each_expert
 from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import target_config, text_part
@@ -72,7 +72,7 @@ QWEN = Dialect(
     "mtp.",
     "mtp.",
     "mtp.layers.0.",
-    ("Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"),
+    ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
     ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
 )
 _MIMO = "model.mtp_layers.0."
@@ -106,6 +106,7 @@ def load(
             config.check_fits(target.config)
         if dialect.among:
             tensors = {name: tensors[name] for name in tensors if name.startswith(dialect.among)}
+        tensors = each_expert(tensors)
         table, quantised, groups = dialect.table(config), quantisation(raw), {}
         if quantised is not None:
             table, tensors, groups = as_stored(table, tensors, quantised)
