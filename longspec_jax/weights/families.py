@@ -448,3 +448,9 @@ WRAPPERS: dict[str, tuple[str, ...]] = {
     "Qwen3_5MoeForConditionalGeneration": _QWEN_VISION,
 }
 """Classes that wrap a target as ``text_config``: patterns of the tensors that it does not need."""
+NOT_COMPUTED = {
+    "gemma4": "heads of two widths, layers whose values are their keys, factors of whole layers, "
+    "and in some sizes embeddings for every layer and layers that read the keys of others",
+    "qwen4exp": "embeddings of several tokens and for every layer, and attention over an index",
+}
+"""Beginnings of newer classes, in small letters, and what they have beyond all of these."""
