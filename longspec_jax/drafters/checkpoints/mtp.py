@@ -140,8 +140,8 @@ def _dialect_of(raw: JsonObject, tensors: Tensors) -> Dialect:
     if other := next((name for name in tensors if name.endswith("eh_proj.weight")), None):
         raise ValueError(
             f"{raw.origin}: the MTP layer of {named} has {other}, and none with this tensor is "
-            "computed; MTP layers of Qwen3.5, Qwen3-Next, MiMo and speculators are, in folders of "
-            "safetensors. Use another draft, such as ngram"
+            "computed; MTP layers of Qwen3.5, Qwen3-Next, MiMo and speculators are. Use another "
+            "draft, such as ngram"
         )
     if any(name.startswith(QWEN.among) for name in tensors):
         return QWEN
