@@ -133,6 +133,40 @@ class MtpConfig(EagleConfig):
     offset_norms: bool = False
     experts: ExpertsConfig | None = None
 
+    @classmethod
+    def of(cls, layer: TargetConfig, kind: LayerConfig, target_layers: int) -> "MtpConfig":
+        """One more layer of a target.
+
+        Args:
+          layer: the target.
+          kind: the layer of it that this one is like; it has attention and no window.
+          target_layers: of the target that the layer drafts for.
+        """
+        return cls(
+            model_width=layer.model_width,
+            target_width=layer.model_width,
+            mlp_width=layer.mlp_width,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_width=layer.head_width,
+            vocab_size=layer.vocab_size,
+            proposable=layer.vocab_size,
+            features=(target_layers,),
+            max_positions=layer.max_positions,
+            rope_theta=layer.rope_theta,
+            rope_scaling=layer.rope_scaling,
+            rotary_width=layer.rotary_width,
+            norm_eps=layer.norm_eps,
+            qkv_bias=layer.qkv_bias,
+            qk_norm=layer.qk_norm,
+            gated_attention=layer.gated_attention,
+            offset_norms=layer.offset_norms,
+            experts=kind.experts,
+            dtype=layer.dtype,
+            normed_head=False,
+            fuse_bias=False,
+        )
+
     @property
     def rotary(self) -> Rotary:
         """The rotation of its heads."""

@@ -9,7 +9,6 @@ way.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -117,14 +116,6 @@ def load(
     return replace(draft, params=replace(draft.params, layer=layer))
 
 
-_COMMON = (
-    *("vocab_size", "model_width", "mlp_width", "num_heads", "num_kv_heads", "head_width"),
-    *("max_positions", "rope_theta", "rope_scaling", "rotary_width", "norm_eps", "qkv_bias"),
-    *("qk_norm", "gated_attention", "offset_norms"),
-)
-"""Fields that an MTP layer has as a target has them."""
-
-
 def _dialect_of(raw: JsonObject, tensors: Tensors) -> Dialect:
     """Whose file it is; raises ValueError for a layer that is not computed here."""
     for key in LAYERS:
@@ -172,17 +163,9 @@ def _config(
     kind = next(each for each in reversed(layer.layers) if each.recurrence is None)
     if kind.window is not None:
         raise ValueError(f"{raw.origin}: an MTP layer with a window is not computed; load another")
-    fields: dict[str, Any] = {name: getattr(layer, name) for name in _COMMON}
-    if theta is not None:
-        fields["rope_theta"] = theta
-    return MtpConfig(
-        **fields,
-        target_width=layer.model_width,
-        proposable=layer.vocab_size,
-        features=(target.num_layers,),
-        dtype=target.dtype,
-        normed_head=False,
-        fuse_bias=False,
+    config = MtpConfig.of(layer, kind, target.num_layers)
+    return replace(
+        config,
+        rope_theta=config.rope_theta if theta is None else theta,
         hidden_first=dialect.hidden_first,
-        experts=kind.experts,
     )
