@@ -11,7 +11,7 @@ from longspec_jax.checks import nearest
 from longspec_jax.config import loading
 from longspec_jax.config.sampling import FILTERS, NUMBERS, OPTIONS, PENALTIES, neutral
 from longspec_jax.config.tree import PLAIN
-from longspec_jax.drafters.registry import NAMED, is_name, split_module
+from longspec_jax.drafters.registry import NAMED, OWN, is_name, split_module
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.released import RELEASED
 
@@ -78,7 +78,8 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "--draft",
         **cli.several(cli.path),
         help="what proposes tokens: the folder or hub id of a draft made for the target; "
-        f"{' or '.join(NAMED)}, which need no weights; for the demo, {' or '.join(DRAFTS)}. "
+        f"{' or '.join(NAMED)}, which need no weights; {OWN}, the target's own MTP layer; for the "
+        f"demo, {' or '.join(DRAFTS)}. "
         f"{draft_help}",
     )
     group.add_argument(
@@ -270,7 +271,8 @@ def _check_draft_options(arguments: argparse.Namespace) -> None:
     here = [each for each in sources if is_name(each) or Path(split_module(each)[1]).is_dir()]
     if len(here) == len(sources):  # Others are on the hub, and fetched before they are checked.
         with command_words():
-            choose_drafts(here, options)
+            target = arguments.target and Path(arguments.target)
+            choose_drafts(here, options, target=target if target and target.is_dir() else None)
 
 
 def _models(arguments: argparse.Namespace) -> Iterator[str]:
@@ -278,7 +280,7 @@ def _models(arguments: argparse.Namespace) -> Iterator[str]:
     trained = [draft for draft in named if not is_name(draft)]
     for draft in trained:
         if draft not in DRAFTS and arguments.target is None:
-            meant = nearest(draft, (*NAMED, *DRAFTS))
+            meant = nearest(draft, (*NAMED, OWN, *DRAFTS))
             owners = [name for name, model in RELEASED.items() if draft in model.drafters]
             remedy = f"--target {owners[0]}" if owners else "--target demo for the demo"
             yield (

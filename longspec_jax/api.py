@@ -60,6 +60,7 @@ from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.loading import choose_drafts, load_with_tokenizer, with_lookup
 from longspec_jax.schema import read
 from longspec_jax.weights.hf import dequantised_types, load_stop_tokens
+from longspec_jax.weights.hub import local_model
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,7 +125,8 @@ class LongSpec(Models):
           target: a folder, GGUF file or hub id of a model of a family of docs/guides/targets.md, or
             the name of a small released one that is fetched once (docs/guides/gguf.md).
           draft: what proposes tokens: a folder or hub id of a draft trained for the target, or the
-            name of a kind without weights, such as ``ngram``. Several propose into one tree.
+            name of a kind without weights, such as ``ngram``, or ``mtp`` for the layer that some
+            targets carry among their own tensors. Several propose into one tree.
             Prompt lookup joins a draft with a model wherever a call's tree has space for it, as the
             trees have that are chosen for calls that name none; ``4,16x4@64`` is the draft's alone,
             ``4,16x4@64~8`` with lookup. Plain decoding if absent.
@@ -151,7 +153,8 @@ class LongSpec(Models):
         keep_programs()
         stop_tokens = load_stop_tokens(target, revision=given["revision"])
         dequantised = dequantised_types(target, revision=given["revision"])
-        chosen = choose_drafts(sources, draft_options or {}, given["draft_revision"])
+        where = local_model(target, given["revision"]) if sources else None
+        chosen = choose_drafts(sources, draft_options or {}, given["draft_revision"], where)
         loaded = load_with_tokenizer(
             target,
             given["dtype"],

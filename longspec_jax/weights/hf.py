@@ -20,7 +20,8 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.adapter import own_name, with_adapter
-from longspec_jax.weights.checkpoint import LM_HEAD, Tensor, Tensors
+from longspec_jax.weights.checkpoint import LM_HEAD, Tensor, Tensors, each_expert
+from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.gguf.model import stored_matrices
 from longspec_jax.weights.gguf.packed import as_packed
 from longspec_jax.weights.hub import local_model
@@ -82,7 +83,8 @@ def load_target(
             "are quantised or a GGUF file; take the target that they were made of"
         )
     with ExitStack() as stack:
-        config, tensors = _as_tied(described, _of_target(open_model(model, stack), raw))
+        tensors = _of_target(open_model(model, stack), raw, described)
+        config, tensors = _as_tied(described, tensors)
         if adapter is not None:
             folder = Path(adapter).expanduser()
             tensors = with_adapter(tensors, folder, stack, tied=config.tied_embeddings)
@@ -132,7 +134,8 @@ def target_bytes(
     raw = read_config(model)
     described = hf_config.target_config(raw, dtype)
     with ExitStack() as stack:
-        config, tensors = _as_tied(described, _of_target(open_model(model, stack), raw))
+        tensors = _of_target(open_model(model, stack), raw, described)
+        config, tensors = _as_tied(described, tensors)
         table, _, _ = _stored(model, raw, config, tensors, packed)
     return stored_bytes(table, config.dtype)
 
@@ -165,16 +168,16 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return True
 
 
-def _of_target(tensors: Tensors, raw: JsonObject) -> Tensors:
+def _of_target(tensors: Tensors, raw: JsonObject, config: TargetConfig) -> Tensors:
     """The tensors of the target alone, under its own names."""
-    beside = hf_config.wrapped(raw)
-    if not beside:
-        return tensors
-    return {
-        own_name(name): tensor
-        for name, tensor in tensors.items()
-        if not any(re.fullmatch(pattern, name) for pattern in beside)
-    }
+    if beside := hf_config.wrapped(raw):
+        tensors = {
+            own_name(name): tensor
+            for name, tensor in tensors.items()
+            if not any(re.fullmatch(pattern, name) for pattern in beside)
+        }
+    stacked = FAMILIES[config.architecture].names.stacked_experts
+    return tensors if stacked else each_expert(tensors)
 
 
 def load_target_config(
@@ -187,7 +190,7 @@ def load_target_config(
     if not config.tied_embeddings:
         return config
     with ExitStack() as stack:  # The tensors tell whether they are.
-        return _as_tied(config, _of_target(open_model(model, stack), raw))[0]
+        return _as_tied(config, _of_target(open_model(model, stack), raw, config))[0]
 
 
 def save_target(
