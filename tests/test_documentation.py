@@ -94,6 +94,18 @@ def test_paths_of_the_checkout_exist() -> None:
         assert not gone, f"{page.name}: {gone}"
 
 
+def test_pages_and_raw_files_that_code_names_exist() -> None:
+    named = {
+        (path.name, found)
+        for path in CODE
+        for found in re.findall(r"docs/\w[\w/]+\.(?:md|json)", path.read_text())
+    }
+    assert ("registry.py", "docs/guides/drafts.md") in named
+    others = {"docs/gguf.md", "docs/x.md"}  # ggml's own page, and an example of a test.
+    gone = [each for each in named if each[1] not in others and not (ROOT / each[1]).exists()]
+    assert not gone
+
+
 def test_cited_decisions_exist() -> None:
     pages = (ROOT / "docs" / folder / "decisions.md" for folder in ("design", "archive"))
     decisions = {heading.split()[0] for page in pages for heading in headings(page)}
@@ -503,6 +515,21 @@ def test_every_extra_is_described() -> None:
     words = set(re.findall(r"`-e '\.\[(\w+)\]'`", (ROOT / "README.md").read_text()))
     words |= set(re.findall(r"`(\w+)`", (ROOT / "README.md").read_text()))
     assert project["optional-dependencies"].keys() - words == set()
+
+
+def test_extras_that_are_named_exist() -> None:
+    """In pages, container files, notebooks and CI: pip only warns of an extra that is gone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    files = [*PAGES, *(ROOT / "deploy").iterdir(), *(ROOT / "notebooks").glob("*.ipynb")]
+    named = {
+        (file.name, extra)
+        for file in (*files, ROOT / ".ci" / "run", ROOT / "mkdocs.yml")
+        for extras in re.findall(r"(?:\.|longspec_jax|/src)\[([a-z\d,]+)\]", file.read_text())
+        for extra in extras.split(",")
+    }
+    assert {("Containerfile", "serve"), ("own-draft.md", "train")} <= named
+    gone = {each for each in named if each[1] not in project["optional-dependencies"]}
+    assert not gone
 
 
 def test_new_raw_files_say_where_they_are_from() -> None:
