@@ -27,6 +27,8 @@ from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
 from longspec_jax import LongSpec
 from longspec_jax.cli import SCRIPTS, ByMachine, typed
+from longspec_jax.config.known import TARGETS
+from longspec_jax.decoding.cache import bucket_capacity, cache_bytes, slack_slots
 from longspec_jax.drafters import registry
 from longspec_jax.drafters.retrieval.hierarchy import RetrievalOptions
 from longspec_jax.provenance import provenance
@@ -515,6 +517,25 @@ def test_every_extra_is_described() -> None:
     words = set(re.findall(r"`-e '\.\[(\w+)\]'`", (ROOT / "README.md").read_text()))
     words |= set(re.findall(r"`(\w+)`", (ROOT / "README.md").read_text()))
     assert project["optional-dependencies"].keys() - words == set()
+
+
+def test_memory_that_the_guides_name_is_that_of_the_plan() -> None:
+    """Of Llama-3.1-8B in 16 bits: a token, a row of 32k, and a server's slots with their logits."""
+    config = dataclasses.replace(TARGETS["llama31-8b"].config, dtype="bfloat16")
+    token, row = cache_bytes(config, 1, 1), cache_bytes(config, 1, 32_768)
+    logits = 6 * 4 * 64 * config.vocab_size  # Copies, float32, nodes: memory.py of the plan.
+    slots = [
+        cache_bytes(config, 1, bucket_capacity(context + slack_slots(5))) + logits
+        for context in (32_768, 131_072)
+    ]
+    memory, serving = (
+        " ".join((ROOT / "docs" / "guides" / f"{name}.md").read_text().split())
+        for name in ("memory", "serving")
+    )
+    assert f"{token / 1e3:.0f} kB a token in 16 bits, so {row / 1e9:.1f} GB at 32k" in memory
+    assert f"some {logits / 1e9:.1f} GB for its logits" in serving
+    named = [f"{each / 1e9:.3g}".removesuffix(".0") for each in slots]
+    assert f"{float(named[0]):.0f} GB at 32k and {named[1]} GB at 128k" in serving
 
 
 def test_extras_that_are_named_exist() -> None:
