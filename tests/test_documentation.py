@@ -512,13 +512,6 @@ def test_every_public_name_is_described() -> None:
     assert set(longspec_jax.__all__).union(methods) - words == set()
 
 
-def test_every_extra_is_described() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    words = set(re.findall(r"`-e '\.\[(\w+)\]'`", (ROOT / "README.md").read_text()))
-    words |= set(re.findall(r"`(\w+)`", (ROOT / "README.md").read_text()))
-    assert project["optional-dependencies"].keys() - words == set()
-
-
 def test_memory_that_the_guides_name_is_that_of_the_plan() -> None:
     """Of Llama-3.1-8B in 16 bits: a token, a row of 32k, and a server's slots with their logits."""
     config = dataclasses.replace(TARGETS["llama31-8b"].config, dtype="bfloat16")
@@ -538,9 +531,11 @@ def test_memory_that_the_guides_name_is_that_of_the_plan() -> None:
     assert f"{float(named[0]):.0f} GB at 32k and {named[1]} GB at 128k" in serving
 
 
-def test_extras_that_are_named_exist() -> None:
+def test_extras_are_described_and_those_that_are_named_exist() -> None:
     """In pages, container files, notebooks and CI: pip only warns of an extra that is gone."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    words = set(re.findall(r"`(?:-e '\.\[)?(\w+)(?:\]')?`", (ROOT / "README.md").read_text()))
+    assert project["optional-dependencies"].keys() - words == set()
     files = [*PAGES, *(ROOT / "deploy").iterdir(), *(ROOT / "notebooks").glob("*.ipynb")]
     named = {
         (file.name, extra)
