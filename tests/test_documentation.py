@@ -11,6 +11,7 @@ import shlex
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,7 @@ def _named(piece: str) -> set[str]:
 FIELD = re.compile(r"--config\.([a-z]\w*(?:\.\w+)*)")
 
 
-def has_field(kind: Any, path: list[str]) -> bool:
+def has_field(kind: Any, path: Sequence[str]) -> bool:
     """Whether a dotted name is one of a configuration's fields; stages have names of their own."""
     if typing.get_origin(kind) is types.UnionType:
         kind = typing.get_args(kind)[0]
