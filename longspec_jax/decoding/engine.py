@@ -577,9 +577,10 @@ class Engine:
             report = Report.of(packed, tree, contents)
             rounds = len(report.count)
             row_rounds = int(np.count_nonzero(report.count))
-            others: dict[int, int] = {}
+            others: dict[int, Measurement] = {}
             if len(self.drafters) > 1:
-                others = foregone(choice.candidate, self.drafters, report)
+                shown = foregone(choice.candidate, self.drafters, report)
+                others = {i: Measurement(rounds, row_rounds, n) for i, n in shown.items()}
             seen = Measurement(rounds, row_rounds, int(report.count.sum()), seconds, others)
             self._choices.record(choice.candidate, seen, len(live))
             if rounds:
