@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -157,12 +157,12 @@ class Counts:
     """Rows whose last answer was cut off."""
 
 
-class Drawing(NamedTuple):
+class Drawing(TypedDict):
     """Sampling options of all answers, as of ``generate``."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float
+    top_k: int
+    top_p: float
 
 
 class Question(NamedTuple):
@@ -251,9 +251,7 @@ class EngineAnswers:
                 question.prompt,
                 max_new_tokens=question.max_new_tokens,
                 seed=question.seed,
-                temperature=question.drawing.temperature,
-                top_k=question.drawing.top_k,
-                top_p=question.drawing.top_p,
+                **question.drawing,
             )
             self._asked[id] = question, [], []
         assert engine is not None, "a question comes first"
@@ -284,9 +282,7 @@ class ServerAnswers:
             question.prompt,
             max_new_tokens=question.max_new_tokens,
             seed=question.seed,
-            temperature=question.drawing.temperature,
-            top_k=question.drawing.top_k,
-            top_p=question.drawing.top_p,
+            **question.drawing,
         )
         self._asked[future] = question
 

@@ -22,7 +22,7 @@ from typing import Any
 from longspec_jax import LongSpec, files, make_mesh
 from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
 from longspec_jax.generation.endpoint import Endpoint
-from longspec_jax.weights.hf import load_stop_tokens
+from longspec_jax.loading import load_endpoint
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.model_files import read_config
@@ -32,7 +32,6 @@ from .answering import (
     Answering,
     Conversation,
     Counts,
-    Drawing,
     EngineAnswers,
     Limits,
     Questions,
@@ -168,7 +167,11 @@ def regenerate(arguments: argparse.Namespace) -> str:
             vocab_size=spec.target_config.vocab_size,
             stop_tokens=tuple(spec.stop_tokens),
             limits=limits,
-            drawing=Drawing(arguments.temperature, arguments.top_k, arguments.top_p),
+            drawing={
+                "temperature": arguments.temperature,
+                "top_k": arguments.top_k,
+                "top_p": arguments.top_p,
+            },
             seed=arguments.seed,
             bad=bad,
             in_hand=IN_HAND * arguments.max_num_seqs,
@@ -293,13 +296,7 @@ def _answerer(
 def _load(arguments: argparse.Namespace, source: Path) -> LongSpec | Endpoint:
     """The target and what drafts for it, here or on a server."""
     if arguments.endpoint:
-        return Endpoint.reached(
-            arguments.endpoint,
-            target_config(read_config(source), "float32"),
-            load_tokenizer(source),
-            load_stop_tokens(source),
-            concurrency=arguments.max_num_seqs,
-        )
+        return load_endpoint(arguments.endpoint, source, arguments.max_num_seqs)
     return LongSpec.from_pretrained(
         source,
         draft=demo_drafts(arguments.draft or None),
