@@ -186,7 +186,11 @@ def regenerate(arguments: argparse.Namespace) -> str:
 
 
 def _settings(
-    arguments: argparse.Namespace, limits: Limits, data: DataConfig, source: Path, template: Any
+    arguments: argparse.Namespace,
+    limits: Limits,
+    data: DataConfig,
+    source: Path,
+    template: str | None,
 ) -> dict[str, Any]:
     """What the rows depend on, by the names of options where it has one."""
     return {
@@ -271,7 +275,7 @@ def _template(path: str | None) -> str | None:
     return None if path is None else files.expanded(path).read_text("utf-8")
 
 
-def _checked(documents: Documents, source: Path, template: Any) -> int:
+def _checked(documents: Documents, source: Path, template: str | None) -> int:
     """The number of rows, all of which are checked before the target is loaded."""
     row = 0
     for row, turns in enumerate(documents, 1):

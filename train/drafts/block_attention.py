@@ -134,7 +134,8 @@ def _near(
         seen = jnp.pad(seen, ((0, 0), (0, 0), (0, 0), (0, slots)), constant_values=True)
     scores = width**-0.5 * jnp.einsum(
         "BMEKGH,BMRKH->BMEKGR",
-        *(grouped, keys),
+        grouped,
+        keys,
         precision=precision,
         preferred_element_type=jnp.float32,
     )
@@ -226,7 +227,8 @@ def _attention(q: Float[Array, "B M S N H"], parts: list[tuple[Array, Array, Arr
     for keys, _, seen in parts:
         found = jnp.einsum(
             f"BMSKGH,{_axes(keys)}->BMKGST",
-            *(grouped, keys),
+            grouped,
+            keys,
             precision=precision,
             preferred_element_type=jnp.float32,
         )
@@ -241,7 +243,8 @@ def _attention(q: Float[Array, "B M S N H"], parts: list[tuple[Array, Array, Arr
     for (_, values, _), share in zip(parts, shares, strict=True):
         out += jnp.einsum(
             f"BMKGST,{_axes(values)}->BMSKGH",
-            *(share.astype(q.dtype), values),
+            share.astype(q.dtype),
+            values,
             precision=precision,
             preferred_element_type=jnp.float32,
         )
