@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec_jax import LongSpec, files, make_mesh
-from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
+from longspec_jax.embedded import DEMO_NAME, demo_drafts, demo_target
 from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.loading import load_endpoint
 from longspec_jax.weights.hf_config import target_config
@@ -245,7 +245,7 @@ def _summary(work: Answering, output: Output) -> str:
 def _target(arguments: argparse.Namespace) -> Path:
     """The folder of the target, or its GGUF file."""
     if arguments.target == DEMO_NAME:
-        return DEMO / "target"
+        return demo_target()
     return local_model(arguments.target, arguments.revision)
 
 

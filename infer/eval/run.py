@@ -1,6 +1,5 @@
 """The run: every method over every sample at every temperature, each result written at once."""
 
-import argparse
 import contextlib
 import sys
 import threading
@@ -12,7 +11,7 @@ import jax
 
 from longspec_jax import GenerateResult, LongSpec, cli, files
 from longspec_jax.cli import counted
-from longspec_jax.embedded import DEMO
+from longspec_jax.embedded import demo_target
 from longspec_jax.generation.comparison import first_difference
 from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
@@ -353,14 +352,13 @@ def _before(config: EvalConfig) -> Run | None:
 def _loaded(config: EvalConfig, status: StatusLine) -> LongSpec:
     """The models of a run, with all its drafts."""
     models = replace(config.models, target=config.target, draft=list(config.drafts) or None)
-    return load_named(argparse.Namespace(**vars(models), tree=None), status)[0]
+    return load_named(models, status)
 
 
 def _reached(config: EvalConfig, url: str) -> Endpoint:
     """The server that has the target, of which a part is here, too."""
-    folder = DEMO / "target"
-    if not config.models.is_demo:
-        folder = local_model(config.target, config.models.revision)
+    models = config.models
+    folder = demo_target() if models.is_demo else local_model(config.target, models.revision)
     return load_endpoint(url, folder, config.batch)
 
 

@@ -33,7 +33,7 @@ from longspec_jax.generation.requests import RequestEngine
 from longspec_jax.generation.text import stored_bytes
 from longspec_jax.status_line import StatusLine
 
-from ..arguments import is_demo
+from ..arguments import models_of
 from ..models import load_named, start_devices
 from ..prompts import STYLES
 from ..results import memory_plan_line
@@ -77,6 +77,7 @@ class Service:
           keys: of which clients must send one, if there are any.
         """
         self._arguments, self._listener, self._keys = arguments, listener, keys
+        self._models = models_of(arguments)
         self._template = read_template(arguments)
         self.status = StatusLine(sys.stderr)
         self._spec: LongSpec | None = None
@@ -86,7 +87,7 @@ class Service:
         """Load the models, plan the memory and compile everything."""
         self.status.show("starting")
         start_devices()
-        spec, _, _ = load_named(self._arguments, self.status)
+        spec = load_named(self._models, self.status)
         with server_words():
             engine = self._planned(spec)
         self.status.clear()
@@ -136,7 +137,7 @@ class Service:
     @property
     def _names(self) -> tuple[str, ...]:
         named = self._arguments.served_model_name
-        own = "demo" if is_demo(self._arguments) else str(self._arguments.target)
+        own = "demo" if self._models.is_demo else str(self._models.target)
         return tuple(named) if named else (own,)
 
     def serve(self) -> int:

@@ -492,7 +492,7 @@ def test_the_demo_by_its_name(monkeypatch, tmp_path) -> None:
         lambda target, draft=None, **options: found.append((target, draft)),
     )
     for typed in ([], ["--target=demo"], ["--target=demo", f"--draft={tmp_path}"]):
-        parsed = arguments.parser().parse_args(typed)
-        models.load(parsed, *models.fetch(parsed))
+        named = arguments.models_of(arguments.parser().parse_args(typed))
+        models.load(named, *models.fetch(named))
     demo = (DEMO / "target", [DEMO / "draft"])
     assert found == [demo, demo, (DEMO / "target", [tmp_path])]
