@@ -307,9 +307,8 @@ class Answering:
     """Answers conversations in their order."""
 
     answerer: EngineAnswers | ServerAnswers
-    tokenizer: Any
-    vocab_size: int
-    stop_tokens: tuple[int, ...]
+    target: LongSpec | Endpoint
+    """Whose tokenizer and stop tokens hold."""
     limits: Limits
     drawing: Drawing
     seed: int
@@ -373,16 +372,17 @@ class Answering:
 
     def _prompt(self, row: Conversation) -> np.ndarray:
         """Token ids of the turns so far."""
+        tokenizer, vocab_size = self.target.tokenizer, self.target.target_config.vocab_size
         if is_text(row.turns):
-            whole = to_prompt(row.turns[0].content, self.tokenizer, self.vocab_size)
+            whole = to_prompt(row.turns[0].content, tokenizer, vocab_size)
             return whole[: self.limits.prefix_tokens]
-        return to_prompt(row.messages(), self.tokenizer, self.vocab_size, self.template)
+        return to_prompt(row.messages(), tokenizer, vocab_size, self.template)
 
     def _take(self, answer: Answer) -> None:
         """Add an answer to its row, or leave it out."""
         row, tokens, text = answer.question.row, answer.tokens, answer.text
         if is_text(row.turns):
-            text = self.tokenizer.decode(
+            text = self.target.tokenizer.decode(
                 [*answer.question.prompt.tolist(), *tokens],
                 skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,
@@ -393,4 +393,4 @@ class Answering:
             self.counts.looping += 1
             row.unask()
         else:
-            row.answer(text, complete=tokens[-1] in self.stop_tokens)
+            row.answer(text, complete=tokens[-1] in self.target.stop_tokens)

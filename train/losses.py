@@ -56,15 +56,8 @@ def cross_entropy_sum(
       head_gradient: give the head a gradient; a frozen one saves the matmul.
       cap: bounds the logits softly, ``cap * tanh(logits / cap)``, as the target's (Gemma 2).
     """
-    loss, _ = chunked_loss(
-        _text_loss,
-        ((hidden, head),),
-        (labels, weights),
-        chunk=chunk,
-        head_gradients=(head_gradient,),
-        cap=cap,
-    )
-    return loss
+    products, about, learns = ((hidden, head),), (labels, weights), (head_gradient,)
+    return chunked_loss(_text_loss, products, about, chunk=chunk, learns=learns, cap=cap)[0]
 
 
 class Distillation(NamedTuple):
@@ -113,7 +106,7 @@ def distillation_sums(
         ((hidden, head),),
         (labels, weights, teacher),
         chunk=max(1, chunk // 2),
-        head_gradients=(not is_shared,),
+        learns=(not is_shared,),
         whole=head if is_shared else teacher_head,
         cap=cap if is_shared else None,
     )
@@ -182,7 +175,7 @@ def chunked_loss(
     parts: PyTree,
     *,
     chunk: int,
-    head_gradients: tuple[bool, ...],
+    learns: tuple[bool, ...],
     whole: PyTree = (),
     cap: float | None = None,
 ) -> tuple[Float[Array, ""], PyTree]:
@@ -194,7 +187,7 @@ def chunked_loss(
       products: what the logits are made of.
       parts: arrays ``[B, T, ...]`` that the criterion reads beside the logits; no gradient.
       chunk: most tokens of a device whose logits exist at once.
-      head_gradients: of each product, give its head a gradient, too; a frozen one saves the matmul.
+      learns: of each product, give its head a gradient, too; a frozen one saves the matmul.
       whole: arrays that the criterion reads for every chunk; no gradient.
       cap: as of :func:`cross_entropy_sum`; the criterion reads bounded logits.
 
@@ -205,7 +198,7 @@ def chunked_loss(
     size = chunk_length(rows // row_shares(rows), length, chunk)
     products = tuple((whole_chunks(hidden, size), head) for hidden, head in products)
     parts = jax.lax.stop_gradient(jax.tree.map(lambda part: whole_chunks(part, size), parts))
-    how = _How(criterion, size, head_gradients, cap)
+    how = _How(criterion, size, learns, cap)
     found: Any = _chunked(how, products, jax.lax.stop_gradient(whole), parts)
     return found[0], jax.lax.stop_gradient(found[1])
 
@@ -216,7 +209,7 @@ class _How(NamedTuple):
     criterion: Criterion
     size: int
     """Tokens of a row in a chunk."""
-    head_gradients: tuple[bool, ...]
+    learns: tuple[bool, ...]
     cap: float | None
 
 
@@ -227,8 +220,8 @@ def _chunked(how: _How, products: Products, whole: PyTree, parts: PyTree) -> tup
 
 def _forward(how: _How, products: Products, whole: PyTree, parts: PyTree) -> tuple[PyTree, PyTree]:
     first = tuple(
-        (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32) if learns else None)
-        for (hidden, head), learns in zip(products, how.head_gradients, strict=True)
+        (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32) if head_learns else None)
+        for (hidden, head), head_learns in zip(products, how.learns, strict=True)
     )
     total, gradients = _loop(how, products, whole, parts, first)
     return total, tuple(

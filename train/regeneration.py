@@ -150,7 +150,8 @@ def regenerate(arguments: argparse.Namespace) -> str:
     data = DataConfig.whole(arguments)
     out = files.writable(files.expanded(arguments.out), arguments.out, of_results=False)
     check_no_input(out, [Path(name) for name in expand(data.files)])
-    source, template = _target(arguments), _template(arguments.chat_template)
+    is_demo, template = arguments.target == DEMO_NAME, _template(arguments.chat_template)
+    source = demo_target() if is_demo else local_model(arguments.target, arguments.revision)
     limits = _limits(arguments, source)
     bad = BadRows(arguments.max_bad_rows, "--max_bad_rows")
     documents = Documents(data, bad, Questions(limits.prefix_tokens))
@@ -160,12 +161,10 @@ def regenerate(arguments: argparse.Namespace) -> str:
     try:
         if output.next_row >= rows:
             return f"{out} has {output.rows} rows and is complete"
-        spec = _load(arguments, source)
+        target, answerer = _answerer(arguments, source, limits.max_row_tokens)
         work = Answering(
-            answerer=_answerer(spec, arguments, limits),
-            tokenizer=spec.tokenizer,
-            vocab_size=spec.target_config.vocab_size,
-            stop_tokens=tuple(spec.stop_tokens),
+            answerer=answerer,
+            target=target,
             limits=limits,
             drawing={
                 "temperature": arguments.temperature,
@@ -242,13 +241,6 @@ def _summary(work: Answering, output: Output) -> str:
     return "; ".join([f"{output.path} has {output.rows} rows", *filter(notes.get, notes)])
 
 
-def _target(arguments: argparse.Namespace) -> Path:
-    """The folder of the target, or its GGUF file."""
-    if arguments.target == DEMO_NAME:
-        return demo_target()
-    return local_model(arguments.target, arguments.revision)
-
-
 def _limits(arguments: argparse.Namespace, source: Path) -> Limits:
     """How long rows may be; the target sets the maximum."""
     most = target_config(read_config(source), "float32").max_positions
@@ -289,21 +281,16 @@ def _checked(documents: Documents, source: Path, template: str | None) -> int:
 
 
 def _answerer(
-    spec: LongSpec | Endpoint, arguments: argparse.Namespace, limits: Limits
-) -> EngineAnswers | ServerAnswers:
-    """Who answers."""
-    if isinstance(spec, Endpoint):
-        return ServerAnswers(spec)
-    return EngineAnswers(spec, arguments.max_num_seqs, arguments.tree, limits.max_row_tokens)
-
-
-def _load(arguments: argparse.Namespace, source: Path) -> LongSpec | Endpoint:
-    """The target and what drafts for it, here or on a server."""
+    arguments: argparse.Namespace, source: Path, longest: int
+) -> tuple[LongSpec | Endpoint, EngineAnswers | ServerAnswers]:
+    """The target with what drafts for it, here or on a server, and who has it answer."""
     if arguments.endpoint:
-        return load_endpoint(arguments.endpoint, source, arguments.max_num_seqs)
-    return LongSpec.from_pretrained(
+        server = load_endpoint(arguments.endpoint, source, arguments.max_num_seqs)
+        return server, ServerAnswers(server)
+    spec = LongSpec.from_pretrained(
         source,
         draft=demo_drafts(arguments.draft or None),
         dtype=arguments.dtype,
         mesh=make_mesh(**arguments.mesh) if arguments.mesh else None,
     )
+    return spec, EngineAnswers(spec, arguments.max_num_seqs, arguments.tree, longest)

@@ -197,7 +197,7 @@ class Eagle3Objective:
             ((hidden, self._head(params)),),
             (labels, weights, step_weights, view.hidden),
             chunk=max(1, self.loss_chunk * sizes[0] // sum(sizes)),
-            head_gradients=(True,),
+            learns=(True,),
             whole=(target_head, frozen.vocabulary, frozen.places),
         )
         sums = {"loss": loss, "target_loss": target_loss}

@@ -170,7 +170,7 @@ def block_loss(
         products,
         about,
         chunk=max(1, chunk // 2),
-        head_gradients=learns,
+        learns=learns,
         whole=head,
         cap=cap,
     )
