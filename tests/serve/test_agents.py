@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -56,6 +58,12 @@ def asked(seed: int, **fields: Any) -> dict[str, Any]:
     return own | fields
 
 
+def together(answer: Callable[[int], Any], seeds: int) -> Iterator[Any]:
+    """Answers of several seeds, in slots beside each other: rounds are what costs time here."""
+    with ThreadPoolExecutor(seeds) as pool:
+        yield from pool.map(answer, range(seeds))
+
+
 def arguments_of(call: Any) -> dict[str, Any]:
     found = json.loads(call.function.arguments)
     if call.function.name == "weather":
@@ -91,13 +99,16 @@ def test_an_agent_calls_tools_and_reads_what_they_say(server: Client) -> None:
 def test_a_stream_joins_to_the_whole_answer(server: Client) -> None:
     """By the openai client's own joining, which appends what comes twice."""
     client, seen = client_of(server), 0
-    for seed in range(3):
+
+    def answers(seed: int) -> tuple[Any, Any]:
         more = asked(seed, tool_choice="required")
         whole = client.chat.completions.create(messages=TALK, **more).choices[0]
         with client.chat.completions.stream(messages=TALK, **more) as stream:
             for event in stream:
                 assert not (isinstance(event, ContentDeltaEvent) and event.delta)
-            joined = stream.current_completion_snapshot.choices[0]
+            return whole, stream.current_completion_snapshot.choices[0]
+
+    for whole, joined in together(answers, 3):
         calls, streamed = whole.message.tool_calls or [], joined.message.tool_calls or []
         told = [(call.function.name, call.function.arguments) for call in calls]
         assert told == [(call.function.name, call.function.arguments) for call in streamed]
@@ -142,15 +153,17 @@ def test_parsed_answers_of_the_client(server: Client) -> None:
 
 
 def test_tags_of_the_second_form_and_marks_that_are_texts() -> None:
+    def called(seed: int) -> Any:
+        more = asked(seed, tool_choice=NAMED, logit_bias={}, parallel_tool_calls=False)
+        return client_of(server).chat.completions.create(messages=TALK, **more).choices[0]
+
     for template, marks in ((XML, True), (HERMES, False)):
         with served(template, marks) as server:
             server.timeout = 300
-            for seed in range(2):
-                more = asked(seed, tool_choice=NAMED, logit_bias={}, parallel_tool_calls=False)
-                answer = client_of(server).chat.completions.create(messages=TALK, **more)
-                for call in answer.choices[0].message.tool_calls or []:
+            for choice in together(called, 2):
+                for call in choice.message.tool_calls or []:
                     arguments_of(call)
-                assert answer.choices[0].finish_reason == "tool_calls"
+                assert choice.finish_reason == "tool_calls"
 
 
 def test_refusals_name_the_field(server: Client) -> None:
