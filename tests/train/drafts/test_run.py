@@ -9,6 +9,7 @@ import pytest
 from longspec_jax import LongSpec
 from tests.train.tiny import (
     ROOT,
+    assert_learns_of_stored_features,
     assert_same_run,
     command,
     conversations,
@@ -33,17 +34,24 @@ class Case:
     """Of its drafter, about the target's range; empty for none."""
     stages: tuple[str, ...] = ("chat",)
     """The ones before the last take a step."""
+    stores: bool = False
+    """Whether what it reads of the target may be stored."""
 
 
 CASES = {
     "eagle3": Case(
-        ("layers=0", "vocabulary=64", "steps=2"), 2, "in_vocabulary", "made for 40 positions"
+        ("layers=0", "vocabulary=64", "steps=2"),
+        2,
+        "in_vocabulary",
+        "made for 40 positions",
+        stores=True,
     ),
     "dflash": Case(
         ("features=0", "layers=2", "block=4", "causal=true", "distillation=0.5"),
         3,
         "divergence",
         "made for 40 positions",
+        stores=True,
     ),
     "small_lm": Case(
         ("layers=1", "width=16", "mlp_width=24", "heads=2", "kv_heads=2"),
@@ -105,6 +113,8 @@ def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
     assert f"checkpoint {newest} is skipped" in capsys.readouterr().err
 
     assert len(assert_same_run(straight, halved)) == 8 + len(earlier)
+    if case.stores:
+        assert_learns_of_stored_features(straight, given, tmp_path, monkeypatch)
     if case.reported:
         assert all(r[case.reported] > 0 for r in records(straight) if "loss" in r)
     last = records(straight)[-1]
