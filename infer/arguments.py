@@ -28,6 +28,8 @@ from .prompts import (
     read_prompt_file,
 )
 
+Options = argparse._ActionsContainer
+"""A parser, or a group of its options."""
 DRAFT_HELP = (
     "Several propose into one tree, which prompt lookup joins by itself; a --tree has it where it "
     "says so, as in 4,16x4@64~8. Plain decoding if absent"
@@ -66,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
+def add_models(result: argparse.ArgumentParser, draft_help: str) -> Options:
     """Add the options that name models and say how to load them; returns their group."""
     group = result.add_argument_group("models")
     group.add_argument(
@@ -106,12 +108,12 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
     return group
 
 
-def add_memory(group: Any) -> None:
+def add_memory(group: Options) -> None:
     """Add the options that decide where the rows of a call lie."""
     cli.add_options(group, {name: loading.OPTIONS[name] for name in ("max_num_seqs", "offload")})
 
 
-def add_trees(group: Any, absent: str) -> None:
+def add_trees(group: Options, absent: str) -> None:
     """Add the options that choose what is proposed; says which tree runs if none is named."""
     group.add_argument(
         "--tree",
@@ -142,7 +144,7 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
     add_style(result)
 
 
-def add_style(result: Any) -> None:
+def add_style(result: Options) -> None:
     """Add the option that chooses a chat format."""
     result.add_argument(
         "--prompt_style",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import jax
 
@@ -296,11 +296,18 @@ def _warnings() -> Iterator[list[str]]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def note(message: Any, category: type[Warning], *place: Any, **options: Any) -> None:
+        def note(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
             if category is UserWarning:
                 notes.append(str(message))
             else:
-                show(message, category, *place, **options)
+                show(message, category, filename, lineno, file, line)
 
         warnings.showwarning = note
         yield notes

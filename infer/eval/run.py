@@ -12,6 +12,7 @@ import jax
 from longspec_jax import GenerateResult, LongSpec, cli, files
 from longspec_jax.cli import counted
 from longspec_jax.embedded import demo_target
+from longspec_jax.generation.activity import Activity
 from longspec_jax.generation.comparison import first_difference
 from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
@@ -311,7 +312,7 @@ class EvalRun:
             self._writer.add(fresh)
             self._records |= {record.key: record for record in fresh}
 
-    def _on_activity(self, activity: Any) -> None:
+    def _on_activity(self, activity: Activity) -> None:
         if self._closed:
             raise cli.Closed
         self._progress.activity(activity)

@@ -32,6 +32,7 @@ from longspec_jax.embedded import DEMO
 from longspec_jax.generation.activity import Compiling, TreeTiming, Tuned
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.loading import load_tokenizer
+from tests.infer.test_screen import Terminal
 from tests.infer.toys import save_toy, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -264,10 +265,6 @@ def test_command_line_exit_status() -> None:
 
 
 def test_color_only_on_terminals(monkeypatch) -> None:
-    class Terminal:
-        def isatty(self):
-            return True
-
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
