@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -293,21 +293,13 @@ class Session:
 def _warnings() -> Iterator[list[str]]:
     """What the library warns of meanwhile, for when the text is on the screen."""
     notes: list[str] = []
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def note(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
-            if category is UserWarning:
-                notes.append(str(message))
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            yield notes
+    finally:
+        for each in caught:
+            if each.category is UserWarning:
+                notes.append(str(each.message))
             else:
-                show(message, category, filename, lineno, file, line)
-
-        warnings.showwarning = note
-        yield notes
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)

@@ -69,7 +69,6 @@ def drawn_positions(
     key: Array,
     rows: tuple[int, int],
     length: int,
-    *,
     target: TargetConfig,
     max_offset: int,
     max_sinks: int,

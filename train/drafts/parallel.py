@@ -223,14 +223,8 @@ class ParallelObjective:
         """Positions, the target's and the draft's alike, and anchors."""
         position_key, anchor_key = jax.random.split(key)
         s = self.settings
-        positions = drawn_positions(
-            position_key,
-            rows,
-            length,
-            target=self.target,
-            max_offset=self.max_offset if s.anchor_offset else 0,
-            max_sinks=s.max_sinks,
-        )
+        offset = self.max_offset if s.anchor_offset else 0
+        positions = drawn_positions(position_key, rows, length, self.target, offset, s.max_sinks)
         return Draws(positions, drawn_anchors(anchor_key, rows, length, s.anchor_every))
 
     def sums(self, params: PyTree, frozen: PyTree, batch: Batch, draws: Draws) -> dict[str, Array]:
