@@ -28,9 +28,9 @@ class Case:
     """Its shape, without ``--config.draft.``."""
     shifts: int
     """Distances at which acceptance is measured."""
-    reported: str
+    reported: str = ""
     """A metric of its own, a share; empty for none."""
-    warning: str
+    warning: str = ""
     """Of its drafter, about the target's range; empty for none."""
     stages: tuple[str, ...] = ("chat",)
     """The ones before the last take a step."""
@@ -38,34 +38,26 @@ class Case:
     """Whether what it reads of the target may be stored."""
 
 
+SHORT = "made for 40 positions"
 CASES = {
     "eagle3": Case(
-        ("layers=0", "vocabulary=64", "steps=2"),
-        2,
-        "in_vocabulary",
-        "made for 40 positions",
-        stores=True,
+        ("layers=0", "vocabulary=64", "steps=2"), 2, "in_vocabulary", SHORT, stores=True
     ),
     "dflash": Case(
         ("features=0", "layers=2", "block=4", "causal=true", "distillation=0.5"),
         3,
         "divergence",
-        "made for 40 positions",
+        SHORT,
         stores=True,
     ),
     "small_lm": Case(
         ("layers=1", "width=16", "mlp_width=24", "heads=2", "kv_heads=2"),
         3,
         "divergence",
-        "",
-        ("text", "chat"),
+        stages=("text", "chat"),
     ),
     "parallel": Case(
-        ("layers=1", "window=7", "block=4", "markov_rank=8"),
-        4,
-        "",
-        "",
-        ("short", "long", "sft"),
+        ("layers=1", "window=7", "block=4", "markov_rank=8"), 4, stages=("short", "long", "sft")
     ),
 }
 
