@@ -34,7 +34,7 @@ from longspec_jax.config.loading import LoadOptions
 from longspec_jax.config.serving import EngineOptions
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.batch_invariant import is_identical
-from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
+from longspec_jax.embedded import DEMO_NAME, demo_drafts, demo_target
 from longspec_jax.generation import comparison, inspection
 from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.call import Plan, plan_call
@@ -190,14 +190,9 @@ class LongSpec(Models):
         model this small gains nothing from less, and its output is then that of plain decoding on
         every device.
         """
-        if not (DEMO / "target").is_dir():
-            raise FileNotFoundError(
-                f"the demo model is missing from {DEMO}; reinstall the package, or make one with "
-                "longspec-train --config=demo (python -m train.run in a checkout)"
-            )
         options = {"draft": DEMO_NAME, "dtype": "float32", **options}
         options["draft"] = demo_drafts(options["draft"])
-        return cls.from_pretrained(DEMO / "target", **options)
+        return cls.from_pretrained(demo_target(), **options)
 
     def generate(
         self,
