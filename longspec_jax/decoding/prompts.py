@@ -8,7 +8,7 @@ keyed by position, so its text goes on as if nothing had happened.
 import bisect
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,8 @@ from longspec_jax.decoding.logprobs import PromptLogprobs
 from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.prefixes import Names, PrefixCache, chunk_names, known_chunks
 from longspec_jax.decoding.rows import Request, Rows, stack
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
-from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Drafter, Params
 
 LOOKAHEAD = 16
 """Waiting requests that a step looks at, of which the first ones may be held back."""
@@ -159,23 +158,6 @@ class Prefill:
         return any(one.alternatives >= 0 for one in self.waiting)
 
 
-def padded_stops(given: Any, width: int) -> np.ndarray:
-    """The stop tokens of a request, ``[1, width]``, padded with -1.
-
-    Raises:
-      ValueError: if there are more.
-    """
-    tokens = np.asarray(given)
-    if tokens.shape[1] > width:
-        raise ValueError(
-            f"a request of {tokens.shape[1]} stop tokens does not fit an engine made for {width}; "
-            "make the engine with more"
-        )
-    stops = np.full((1, width), -1, np.int32)
-    stops[:, : tokens.shape[1]] = tokens
-    return stops
-
-
 class Prompts:
     """The queue of requests, and the prefills under way."""
 
@@ -298,19 +280,14 @@ class Prompts:
     def admit(
         self,
         indices: Sequence[int],
-        target: TargetModel,
-        drafter: Drafter,
-        params: Params,
+        runner: ModelRunner,
         rows: Rows | None,
-        capacity: int,
-        logprobs: int | None = None,
     ) -> None:
         """Begin to prefill some requests of the queue, as one batch.
 
         Args:
-          drafter: the one with the tallest tree.
+          runner: of the engine whose slots they will take.
           rows: of the slots, where chunks may be found; None before the first prompt.
-          logprobs: most alternatives of a token; used where a request asks about its prompt.
         """
         waiting = [self.queue[index] for index in indices]
         length = np.asarray([len(one.tokens) for one in waiting], np.int32)
@@ -324,24 +301,24 @@ class Prompts:
             known = self._reuse.take(self._reusable(waiting[0]), longest, chunk, rows)
         allowed, constraints = None, [one.constraint for one in waiting]
         if any(constraints):
-            allowed = first_tokens(constraints, target.vocab_size)
+            allowed = first_tokens(constraints, runner.target.vocab_size)
         # The tree, which tells the candidates apart, does not matter to a prompt.
         chunks = prefill_chunks(
-            target,
-            drafter,
-            params,
+            runner.target,
+            runner.drafter,
+            runner.params,
             tokens,
             length,
             stack([one.request for one in waiting]),
-            capacity=capacity,
+            capacity=runner.capacity,
             chunk=chunk,
             known=known,
             emitted=np.asarray([one.emitted for one in waiting], np.int32),
-            logprobs=logprobs if scored else None,
+            logprobs=runner.contents.logprobs if scored else None,
             allowed=allowed,
         )
         count = -(-longest // chunk) - known.copied
-        skipped = max(0, known.total - run_again(drafter.needs, chunk)) * chunk
+        skipped = max(0, known.total - run_again(runner.drafter.needs, chunk)) * chunk
         self.under_way.append(Prefill(waiting, chunks, chunk, count, skipped))
         ids = {one.id for one in waiting}
         self.queue = [one for one in self.queue if one.id not in ids]

@@ -18,6 +18,7 @@ from longspec_jax.decoding import warmup
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Policy
 from longspec_jax.decoding.programs import RECENT, compile_side_by_side
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.generation.activity import Compiling, OnActivity
 from longspec_jax.generation.call import Plan
 
@@ -25,19 +26,22 @@ from longspec_jax.generation.call import Plan
 def plan_engine(plan: Plan, *, streams: bool, policy: Policy | None = None) -> Engine:
     """An engine for the rows of a plan; of a stream, if the run is followed round by round."""
     streams = streams or plan.waits
-    return Engine(
+    runner = ModelRunner(
         plan.target,
         plan.drafters,
         plan.params,
         slots=plan.slots,
         capacity=plan.shape.capacity,
-        chunk=plan.shape.chunk,
-        short_chunks=plan.shape.short_chunks,
         stop_width=plan.stop_width,
-        adjusted=plan.adjusted,
-        contents=plan.contents,
         streams=streams,
         together=plan.together,
+        adjusted=plan.adjusted,
+        contents=plan.contents,
+    )
+    return Engine(
+        runner,
+        chunk=plan.shape.chunk,
+        short_chunks=plan.shape.short_chunks,
         # A run that nobody follows decides on the next tree by the last rounds.
         ahead=streams or len(plan.drafters) == 1,
         policy=policy,
