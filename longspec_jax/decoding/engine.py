@@ -167,7 +167,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is something to step."""
-        return bool(self.live or self.prompts)
+        return bool(self._slots.active or self.prompts)
 
     @property
     def prefilling(self) -> bool:

@@ -85,31 +85,20 @@ def prefill_chunks(
     allocate = _allocate(target, drafter, batch, capacity, shardings, known.cache is None)
     fresh, logits, draft = allocate(params)
     cache: KVCache = known.cache or fresh
-    again = run_again(drafter.needs, chunk)
+    again, needs = run_again(drafter.needs, chunk), drafter.needs.of_a_pass
     for index in range(chunks):
-        offset, features, ready, own = np.int32(index * chunk), Features(), logits, None
-        if again <= index < known.total and index >= known.copied:
-            moved = jax.device_put(known.moved[index - known.copied], shardings.cache)
-            cache, ready = write_chunk(shardings, chunk, cache, moved, offset)
-        elif index >= known.total or index < again:
+        at = padded, length, np.int32(index * chunk)
+        features, ready, own = Features(), logits, None
+        if index >= known.total or index < again:
             logits, cache, features, own = _prefill_chunk(
-                target,
-                drafter.needs.of_a_pass,
-                chunk,
-                shardings,
-                params.target,
-                cache,
-                padded,
-                length,
-                offset,
-                logits,
-                logprobs,
+                target, needs, chunk, shardings, params.target, cache, *at, logits, logprobs
             )
             ready = logits
+        elif index >= known.copied:
+            moved = jax.device_put(known.moved[index - known.copied], shardings.cache)
+            cache, ready = write_chunk(shardings, chunk, cache, moved, at[2])
         if concerns(drafter.needs, held, index * chunk, chunk):
-            draft = _extend(
-                target, drafter, chunk, shardings, params, draft, padded, length, offset, features
-            )
+            draft = _extend(target, drafter, chunk, shardings, params, draft, *at, features)
         if index >= known.copied:
             yield ChunkLaunch(min((index + 1) * chunk, prompt), ready, cache, logits, own)
     adjustments = None
@@ -176,9 +165,8 @@ def prefill_programs(
             target, needs, chunk, shardings, params.target, rows.cache, *at, logits, logprobs
         )
         yield a_chunk
-        if (
-            drafter.needs.text or drafter.needs.recent != 0
-        ):  # Else no chunk is shown to it, whatever the prompt.
+        # Else no chunk is shown to it, whatever the prompt.
+        if drafter.needs.text or drafter.needs.recent != 0:
             _, _, found, _ = a_chunk.out_info
             features = _with_shardings(found, jax.tree.map(lambda _: shardings.rows, found))
             yield _extend.lower(

@@ -170,6 +170,8 @@ def _biases(value: Any, rows: int, vocab_size: int) -> list[dict[int, float]]:
 
 def _alternatives(name: str, value: Any, rows: int) -> Any:
     """Alternatives that every row reports, -1 for no log-probabilities; None if no row does."""
+    if value is None:
+        return None
     value = as_plain(value)
     several = isinstance(value, Sequence) and not isinstance(value, str)
     items = list(value) if several else [value]

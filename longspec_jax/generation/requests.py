@@ -109,13 +109,16 @@ class TextEngine:
 
     def _output(self, output: StepOutput) -> RequestOutput:
         pieces: tuple[Piece, ...] = ()
+        ended = output.finish is not None
         if (own := self._texts.get(output.id)) is not None:
             try:
                 output, pieces = own.take(output)
             except Exception as error:  # The tokenizer's, and this request's alone.
                 output = replace(output, finish="error", reason=reason_of(error))
+            if output.finish is not None and not ended:
+                self.engine.cancel(output.id)
         if output.finish is not None:
-            self.cancel(output.id)
+            self._texts.pop(output.id, None)
         text = "".join(piece.text for piece in pieces)
         return RequestOutput(**vars(output), text=text, pieces=pieces)
 
