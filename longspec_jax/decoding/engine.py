@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.constrained import (
@@ -304,7 +304,7 @@ class Engine:
         """End the row of a slot on the device, as that of a request that is cancelled."""
         self._rows = release(self.rows, slot)
 
-    def fork(self, drafters: Sequence[Drafter], params: Params, draft: Any) -> "Engine":
+    def fork(self, drafters: Sequence[Drafter], params: Params, draft: PyTree) -> "Engine":
         """An engine whose rows go on from copies of these, with other drafters.
 
         Call it when all that was submitted is placed and read.

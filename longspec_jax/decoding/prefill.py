@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Bool, Float, Int, UInt
+from jaxtyping import Bool, Float, Int, PyTree, UInt
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.adjustments import Adjustments
@@ -194,7 +194,7 @@ def slot_programs(
     yield insert.lower(shardings, batch, np.int32(0), row)
 
 
-def _with_shardings(shapes: Any, shardings: Any) -> Any:
+def _with_shardings(shapes: PyTree, shardings: PyTree) -> Any:
     """The same shapes, each with the sharding of its array."""
 
     def with_sharding(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
@@ -275,7 +275,7 @@ def _prefill_chunk(
     needs: Needs,
     chunk: int,
     shardings: RowShardings,
-    params: Any,
+    params: PyTree,
     cache: KVCache,
     tokens: Int[Array, "B S"],
     length: Lengths,
@@ -313,7 +313,7 @@ def _extend(
     chunk: int,
     shardings: RowShardings,
     params: Params,
-    draft: Any,
+    draft: PyTree,
     tokens: Int[Array, "B S"],
     length: Lengths,
     offset: Array,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
@@ -265,7 +266,7 @@ def shape_for(
 def _planned(
     models: Models,
     drafters: tuple[Drafter, ...],
-    draft: Any,
+    draft: PyTree,
     wanted: CallShape,
     longest: int,
     tree: TreeConfig | None,
@@ -326,7 +327,7 @@ def _own_version() -> str | None:
         return importlib.metadata.version("longspec_jax")
 
 
-def _fingerprint(draft: Any) -> str:
+def _fingerprint(draft: PyTree) -> str:
     """A hash of a draft's small arrays, which no two trained drafts share, and of all shapes."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(draft)[0]:

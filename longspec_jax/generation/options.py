@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from longspec_jax.checks import (
     as_plain,
@@ -96,7 +97,7 @@ def resolve(
     merged = {**_from_config(generation_config, prompt_lengths, given), **given}
     rows = len(prompt_lengths)
 
-    def option(name: str, dtype: Any) -> Any:
+    def option(name: str, dtype: DTypeLike) -> Any:
         declared = OPTIONS[name]
         if name not in merged:
             return np.full(rows, declared.default, dtype)

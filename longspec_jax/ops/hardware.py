@@ -4,10 +4,10 @@ The ``require_...`` functions refuse with a sentence, as :mod:`longspec_jax.ops.
 """
 
 import importlib.util
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 AMPERE = (8, 0)
 """The first NVIDIA generation with bfloat16 matrix units and asynchronous copies."""
@@ -88,7 +88,7 @@ def missing_hopper_kernels() -> str | None:
     )
 
 
-def require_decode_step(kernel: str, rows: int, dtype: Any) -> None:
+def require_decode_step(kernel: str, rows: int, dtype: DTypeLike) -> None:
     """Refuse machines without our Triton kernels, and ops over more rows than a decode step has."""
     require_ampere(kernel)
     if dtype not in KERNEL_DTYPES:
@@ -97,7 +97,7 @@ def require_decode_step(kernel: str, rows: int, dtype: Any) -> None:
         raise NotImplementedError(f"{kernel} takes up to {DECODE_ROWS} rows, not {rows}")
 
 
-def has_kernels(dtype: Any) -> bool:
+def has_kernels(dtype: DTypeLike) -> bool:
     """Whether this is a GPU that our Triton kernels serve, in this dtype."""
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return False

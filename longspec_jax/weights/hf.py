@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed_shares import packed_params
@@ -188,7 +189,7 @@ def load_target_config(
 
 
 def save_target(
-    folder: str | Path, config: TargetConfig, params: Any, *, stop_tokens: tuple[int, ...] = ()
+    folder: str | Path, config: TargetConfig, params: PyTree, *, stop_tokens: tuple[int, ...] = ()
 ) -> None:
     """Save a target so that this library and transformers can load it.
 
