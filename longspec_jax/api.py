@@ -10,7 +10,6 @@ The output depends on target, prompt, options and seed. Draft and tree change th
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -53,7 +52,15 @@ from longspec_jax.generation.result import (
     ended,
     stream_into,
 )
-from longspec_jax.generation.run import Known, added_rounds, follow, learn, reads_rounds, start
+from longspec_jax.generation.run import (
+    Known,
+    Run,
+    added_rounds,
+    follow,
+    learn,
+    reads_rounds,
+    start,
+)
 from longspec_jax.generation.scores import check_host, scores_of
 from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes
@@ -254,8 +261,8 @@ class LongSpec(Models):
                 check_host(len(wanted), batch.request, plan.target.vocab_size)
             if streamer is not None:
                 on_round = stream_into(streamer, batch.prompts, on_round)
-            how: Any = {"streams": reads_rounds(batch, on_round), "on_activity": on_activity}
-            run = start(plan, batch, self._known, **how)
+            streams = reads_rounds(batch, on_round)
+            run = start(plan, batch, self._known, streams=streams, on_activity=on_activity)
             result = follow(run, on_round)
             if not wanted:
                 return result
@@ -313,8 +320,8 @@ class LongSpec(Models):
                 "nothing to compare: this call decodes plainly; load a draft and leave its tree "
                 "in place"
             )
-        how: Any = {"streams": reads_rounds(batch, on_round), "on_activity": on_activity}
-        run = start(plan, batch, self._known, **how)
+        streams = reads_rounds(batch, on_round)
+        run = start(plan, batch, self._known, streams=streams, on_activity=on_activity)
         return comparison.run_both(run, on_round)
 
     def engine(
@@ -370,8 +377,11 @@ class LongSpec(Models):
         plan, batch = self._prepare(inputs, generation_config, options)
         if plan.rows > 1:
             raise ValueError(f"inspect() looks at one row and {plan.rows} were given")
-        how: Any = {"streams": True, "on_activity": None, "fixed": True}
-        return inspection.round_views(partial(start, plan, batch, self._known, **how))
+
+        def begin() -> Run:
+            return start(plan, batch, self._known, streams=True, on_activity=None, fixed=True)
+
+        return inspection.round_views(begin)
 
     def breakdown(
         self,

@@ -257,9 +257,14 @@ class RequestEngine(TextEngine):
           ValueError: if the request is not one row, does not fit the engine's ``max_model_len``, or
             an option is wrong.
         """
-        given = inputs, generation_config, options
-        more = {"chat_template": chat_template, "max_tokens": self._max_tokens}
-        batch = read_batch(self._models, *given, **more)
+        batch = read_batch(
+            self._models,
+            inputs,
+            generation_config,
+            options,
+            chat_template=chat_template,
+            max_tokens=self._max_tokens,
+        )
         if len(batch.prompts) != 1:
             raise ValueError(
                 f"a request is one row and {len(batch.prompts)} were given; submit each"
@@ -274,13 +279,14 @@ class RequestEngine(TextEngine):
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt={shown(cache_salt)} must be text")
         request, text = _of_one_row(batch, speculate), batch.text(0)
-        more = {
-            "priority": priority,
-            "constraint": self._constraint(grammar, request),
-            "candidate": None if tree is None else self._candidate(tree),
-            "cache_salt": cache_salt,
-        }
-        id = self.engine.submit(prompt, request, **more)
+        id = self.engine.submit(
+            prompt,
+            request,
+            priority=priority,
+            constraint=self._constraint(grammar, request),
+            candidate=None if tree is None else self._candidate(tree),
+            cache_salt=cache_salt,
+        )
         self.read(id, text)
         return id
 
