@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -212,42 +212,44 @@ def plan_call(
     """
     lengths, request = list(map(len, batch.prompts)), batch.request
     rows, longest, most = len(lengths), max(lengths), int(request.max_new_tokens.max())
+    slots = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
     drafters, draft = drafters_for(models, tree, rows, adaptive=adaptive)
     shape = shape_for(models, drafters, longest, most, models.expected_tokens)
     chunks = tuple(sorted({*map(shape.chunk_of, lengths)})) if shape.alone else (shape.chunk,)
-    reported = request.logprobs is not None or request.prompt_logprobs is not None
+    scored, adjusted = request.prompt_logprobs is not None, request.adjustments is not None
+    reported = scored or request.logprobs is not None
     contents = Contents(MOST_ALTERNATIVES if reported else None, trees=return_trees)
-    wanted = CallShape(
+    kind, stop_width = request.sampling.kind, request.stop_tokens.shape[1]
+    new_tokens, short = min(2, most), most < FEW
+    sizes = rows, shape, chunks, stop_width, new_tokens, short
+    key = tree, adaptive, sizes, kind, contents, scored, adjusted
+    if key in models.plans:
+        return models.plans[key]
+    # A prompt that is prefilled beside the slots is a batch of its own.
+    batches = [slots, 1] if slots < rows or (shape.alone and rows > 1) else [rows]
+    memory = plan_memory(
+        models, drafters, draft, batches, shape.capacity, shape.chunk, adjusted=adjusted
+    )
+    models.plans[key] = Plan(
+        target=models.target,
+        drafters=drafters,
+        params=Params(models.target_params, draft),
         rows=rows,
+        slots=slots,
+        longest=longest,
+        new_tokens=new_tokens,
+        short=short,
+        stop_width=stop_width,
+        kind=kind,
+        contents=contents,
+        scored=scored,
+        adjusted=adjusted,
         shape=shape,
         chunks=chunks,
-        stop_width=request.stop_tokens.shape[1],
-        kind=request.sampling.kind,
-        contents=contents,
-        scored=request.prompt_logprobs is not None,
-        adjusted=request.adjustments is not None,
-        new_tokens=min(2, most),
-        short=most < FEW,
+        memory=memory,
+        open=tree is None and models.tree is None and not adaptive,
     )
-    key = tree, adaptive, wanted
-    if key not in models.plans:
-        models.plans[key] = _planned(models, drafters, draft, wanted, longest, tree, adaptive)
     return models.plans[key]
-
-
-class CallShape(NamedTuple):
-    """What tells the plans of a model's calls apart, beside their tree; as in :class:`Plan`."""
-
-    rows: int
-    shape: Shape
-    chunks: tuple[int, ...]
-    stop_width: int
-    kind: SamplingKind
-    contents: Contents
-    scored: bool
-    adjusted: bool
-    new_tokens: int
-    short: bool
 
 
 def shape_for(
@@ -261,48 +263,6 @@ def shape_for(
     levels, alone = tallest(drafters).tree.num_levels, models.target.batch_invariant
     chunk = models.prefill_chunk
     return Shape.for_call(longest, new_tokens, levels, chunk, expected=expected, alone=alone)
-
-
-def _planned(
-    models: Models,
-    drafters: tuple[Drafter, ...],
-    draft: PyTree,
-    wanted: CallShape,
-    longest: int,
-    tree: TreeConfig | None,
-    adaptive: bool,
-) -> Plan:
-    rows, shape = wanted.rows, wanted.shape
-    slots = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
-    # A prompt that is prefilled beside the slots is a batch of its own.
-    batches = [slots, 1] if slots < rows or (shape.alone and rows > 1) else [rows]
-    return Plan(
-        target=models.target,
-        drafters=drafters,
-        params=Params(models.target_params, draft),
-        rows=rows,
-        slots=slots,
-        longest=longest,
-        new_tokens=wanted.new_tokens,
-        short=wanted.short,
-        stop_width=wanted.stop_width,
-        kind=wanted.kind,
-        contents=wanted.contents,
-        scored=wanted.scored,
-        adjusted=wanted.adjusted,
-        shape=shape,
-        chunks=wanted.chunks,
-        memory=plan_memory(
-            models,
-            drafters,
-            draft,
-            batches,
-            shape.capacity,
-            shape.chunk,
-            adjusted=wanted.adjusted,
-        ),
-        open=tree is None and models.tree is None and not adaptive,
-    )
 
 
 def _quantised(target: Any) -> dict[str, Any]:
