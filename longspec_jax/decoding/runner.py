@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -54,7 +55,10 @@ class ModelRunner:
     contents: Contents = TOKENS
     """What is reported of a round: the most alternatives of a token that a request may ask for, and
     the trees."""
-    _programs: dict[tuple[int, SamplingKind, int], Any] = field(default_factory=dict, init=False)
+    _programs: WeakValueDictionary[tuple[int, SamplingKind, int], Any] = field(
+        default_factory=WeakValueDictionary, init=False, repr=False
+    )
+    """Of rounds, as far as the process keeps them (:mod:`longspec_jax.decoding.programs`)."""
 
     @cached_property
     def drafter(self) -> Drafter:
@@ -133,9 +137,9 @@ class ModelRunner:
         args = *args, self.contents.of_kind(kind), *self.some(slots)
         # Looking a program up takes as long as a small model's round.
         key = choice.candidate, kind, len(slots)
-        if key not in self._programs:
-            self._programs[key] = launch.of_shape(*args)
-        return self._programs[key](*args)
+        if (known := self._programs.get(key)) is None:
+            self._programs[key] = known = launch.of_shape(*args)
+        return known(*args)
 
     def some(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
         """The last argument of a launch of these slots; none where they are all."""

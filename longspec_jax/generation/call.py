@@ -24,6 +24,7 @@ from longspec_jax.decoding.policy import tallest
 from longspec_jax.decoding.programs import processors
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
@@ -134,6 +135,28 @@ class Plan:
     def drafter(self) -> Drafter:
         """Of several drafters the one with the tallest tree."""
         return tallest(self.drafters)
+
+    @cached_property
+    def runners(self) -> dict[bool, ModelRunner]:
+        """What its calls were decoded with so far, by whether rounds were followed."""
+        return {}
+
+    def runner(self, streams: bool) -> ModelRunner:
+        """What its rows are decoded with, and where a later call finds the programs of rounds."""
+        if streams not in self.runners:
+            self.runners[streams] = ModelRunner(
+                self.target,
+                self.drafters,
+                self.params,
+                slots=self.slots,
+                capacity=self.shape.capacity,
+                stop_width=self.stop_width,
+                streams=streams,
+                together=self.together,
+                adjusted=self.adjusted,
+                contents=self.contents,
+            )
+        return self.runners[streams]
 
     @cached_property
     def kind_of_call(self) -> str:

@@ -18,7 +18,6 @@ from longspec_jax.decoding import warmup
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Policy
 from longspec_jax.decoding.programs import RECENT, compile_side_by_side
-from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.generation.activity import Compiling, OnActivity
 from longspec_jax.generation.call import Plan
 
@@ -26,20 +25,8 @@ from longspec_jax.generation.call import Plan
 def plan_engine(plan: Plan, *, streams: bool, policy: Policy | None = None) -> Engine:
     """An engine for the rows of a plan; of a stream, if the run is followed round by round."""
     streams = streams or plan.waits
-    runner = ModelRunner(
-        plan.target,
-        plan.drafters,
-        plan.params,
-        slots=plan.slots,
-        capacity=plan.shape.capacity,
-        stop_width=plan.stop_width,
-        streams=streams,
-        together=plan.together,
-        adjusted=plan.adjusted,
-        contents=plan.contents,
-    )
     return Engine(
-        runner,
+        plan.runner(streams),
         chunk=plan.shape.chunk,
         short_chunks=plan.shape.short_chunks,
         # A run that nobody follows decides on the next tree by the last rounds.
@@ -121,6 +108,7 @@ class WarmShapes:
             return 0.0
         on_activity(Compiling())
         start = time.perf_counter()
+        plan.runners.clear()  # What they found before is not noted again.
         with RECENT.noted() as used:
             round_seconds = rehearsal()
         seconds = time.perf_counter() - start
