@@ -10,6 +10,7 @@ The output depends on target, prompt, options and seed. Draft and tree change th
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -52,15 +53,7 @@ from longspec_jax.generation.result import (
     ended,
     stream_into,
 )
-from longspec_jax.generation.run import (
-    Known,
-    Run,
-    added_rounds,
-    follow,
-    learn,
-    reads_rounds,
-    start,
-)
+from longspec_jax.generation.run import Known, added_rounds, follow, learn, reads_rounds, start
 from longspec_jax.generation.scores import check_host, scores_of
 from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes
@@ -377,11 +370,8 @@ class LongSpec(Models):
         plan, batch = self._prepare(inputs, generation_config, options)
         if plan.rows > 1:
             raise ValueError(f"inspect() looks at one row and {plan.rows} were given")
-
-        def begin() -> Run:
-            return start(plan, batch, self._known, streams=True, on_activity=None, fixed=True)
-
-        return inspection.round_views(begin)
+        fixed = partial(start, streams=True, on_activity=None, fixed=True)
+        return inspection.round_views(partial(fixed, plan, batch, self._known))
 
     def breakdown(
         self,

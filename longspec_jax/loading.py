@@ -98,15 +98,8 @@ def load_with_tokenizer(
     The tokenizer's library takes seconds to import, and a GPU takes seconds to start. Arguments as
     of :meth:`longspec_jax.LongSpec.from_pretrained`.
     """
-    load = partial(
-        load_target,
-        source,
-        dtype,
-        mesh=mesh,
-        revision=revision,
-        kv_dtype=kv_dtype,
-        adapter=adapter,
-    )
+    load = partial(load_target, source, dtype, mesh=mesh, revision=revision)
+    load = partial(load, kv_dtype=kv_dtype, adapter=adapter)
     if tokenizer is not None:
         config, params = load()
         return Target(config, params, tokenizer)

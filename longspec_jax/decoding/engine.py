@@ -105,21 +105,8 @@ class Engine:
         self.prefixes: PrefixCache | None = None
         """What slots and the host's memory hold of earlier prompts; None if none is reused."""
         if prefixes:
-            self.prefixes = PrefixCache(
-                runner.params,
-                runner.drafter.needs,
-                runner.slots,
-                host_bytes,
-                keeps_ends=runner.target.keeps_ends,
-            )
-        self.prompts = Prompts(
-            slots=runner.slots,
-            chunk=chunk,
-            short_chunks=short_chunks,
-            together=runner.together,
-            most=prefills,
-            reuse=self.prefixes,
-        )
+            self.prefixes = PrefixCache(runner, host_bytes)
+        self.prompts = Prompts(runner, chunk, short_chunks, most=prefills, reuse=self.prefixes)
         """Requests that have no slot yet."""
         self._slots = Slots(runner.slots, self.prefixes)
         self._rows: Rows | None = None
@@ -415,7 +402,7 @@ class Engine:
             self.prompts.postpone(index)
             self.preemptions += 1
         if indices := self._plan().admit:
-            self.prompts.admit(indices, self.runner, self._rows)
+            self.prompts.admit(indices, self._rows)
         if (index := self._plan().chunk) is not None:
             self._launch_chunk(self.prompts.under_way[index], begun)
         if (index := self._plan().preempt) is not None:

@@ -242,7 +242,6 @@ def vacant(
     target: TargetModel,
     drafter: Drafter,
     params: Params,
-    *,
     batch: int,
     capacity: int,
     stop_width: int,

@@ -163,11 +163,10 @@ class Prompts:
 
     def __init__(
         self,
-        *,
-        slots: int,
+        runner: ModelRunner,
         chunk: int,
         short_chunks: Sequence[int],
-        together: bool,
+        *,
         most: int,
         reuse: PrefixCache | None,
     ) -> None:
@@ -176,7 +175,6 @@ class Prompts:
         Args:
           chunk: tokens of a chunk of a long prompt.
           short_chunks: of the chunks of shorter ones.
-          together: whether all slots are prefilled as one batch.
           most: prefills that may be under way at once.
           reuse: where chunks of earlier prompts are found; None to run them all.
         """
@@ -185,7 +183,7 @@ class Prompts:
         """In the order in which they are admitted."""
         self.under_way: list[Prefill] = []
         """In the order in which they began."""
-        self._slots, self._together, self._most, self._reuse = slots, together, most, reuse
+        self._runner, self._most, self._reuse = runner, most, reuse
 
     def __bool__(self) -> bool:
         """Whether there is any."""
@@ -262,7 +260,7 @@ class Prompts:
         """
         if not self:
             return Plan()
-        seen = self.queue[: max(self._slots, LOOKAHEAD)]
+        seen = self.queue[: max(self._runner.slots, LOOKAHEAD)]
         return plan(
             Snapshot(
                 queued=[Queued(one.priority, self._is_held_back(one)) for one in seen],
@@ -270,31 +268,25 @@ class Prompts:
                     Prompt(None if one.rows else one.left, one.priority) for one in self.under_way
                 ],
                 free=free,
-                slots=self._slots,
-                together=self._together,
+                slots=self._runner.slots,
+                together=self._runner.together,
                 most_prefills=self._most,
                 live=live,
             )
         )
 
-    def admit(
-        self,
-        indices: Sequence[int],
-        runner: ModelRunner,
-        rows: Rows | None,
-    ) -> None:
+    def admit(self, indices: Sequence[int], rows: Rows | None) -> None:
         """Begin to prefill some requests of the queue, as one batch.
 
         Args:
-          runner: of the engine whose slots they will take.
           rows: of the slots, where chunks may be found; None before the first prompt.
         """
-        waiting = [self.queue[index] for index in indices]
+        runner, waiting = self._runner, [self.queue[index] for index in indices]
         length = np.asarray([len(one.tokens) for one in waiting], np.int32)
         tokens = np.zeros((len(waiting), longest := int(length.max())), np.int32)
         for row, one in zip(tokens, waiting, strict=True):
             row[: len(one.tokens)] = one.tokens
-        chunk = self.chunk if self._together else self.chunk_of(longest)
+        chunk = self.chunk if runner.together else self.chunk_of(longest)
         known = NONE_KNOWN
         scored = any(one.prompt_alternatives >= 0 for one in waiting)
         if self._reuse and not scored:

@@ -91,15 +91,8 @@ class ModelRunner:
 
     def vacant(self) -> Rows:
         """Rows of which none is taken."""
-        return vacant(
-            self.target,
-            self.drafter,
-            self.params,
-            batch=self.slots,
-            capacity=self.capacity,
-            stop_width=self.stop_width,
-            adjusted=self.adjusted,
-        )
+        models, sizes = (self.target, self.drafter, self.params), (self.slots, self.capacity)
+        return vacant(*models, *sizes, self.stop_width, self.adjusted)
 
     def insert(self, rows: Rows, slot: int, prefilled: Rows) -> Rows:
         """The rows with a prefilled one in this slot; ``rows`` are donated."""

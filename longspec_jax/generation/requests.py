@@ -166,15 +166,8 @@ class RequestEngine(TextEngine):
         if prefixes:
             _say_if_nothing_is_reused(drafters[0], max_tokens, shape.chunk)
         batches = [slots, *[1] * prefills]
-        memory = plan_memory(
-            models,
-            drafters,
-            draft,
-            batches,
-            shape.capacity,
-            shape.chunk,
-            adjusted=given["enable_penalties"],
-        )
+        adjusted, rows = given["enable_penalties"], (shape.capacity, shape.chunk)
+        memory = plan_memory(models, drafters, draft, batches, *rows, adjusted=adjusted)
         if host_bytes:  # Chunks on their way to the host, and one on its way back.
             moving = (1 + MOST_MOVING) * cache_bytes(models.target_config, 1, shape.chunk)
             memory = replace(memory, working_bytes=memory.working_bytes + moving)
@@ -188,7 +181,7 @@ class RequestEngine(TextEngine):
             slots=slots,
             capacity=shape.capacity,
             stop_width=max(STOP_WIDTH, len(models.stop_tokens)),
-            adjusted=given["enable_penalties"],
+            adjusted=adjusted,
             contents=Contents(given["logprobs"], trees=given["return_trees"]),
         )
         engine = Engine(
