@@ -252,8 +252,8 @@ class LongSpec(Models):
                 check_host(len(wanted), batch.request, plan.target.vocab_size)
             if streamer is not None:
                 on_round = stream_into(streamer, batch.prompts, on_round)
-            how: Any = {"streams": reads_rounds(batch, on_round), "on_activity": on_activity}
-            run = start(plan, batch, self._known, **how)
+            streams = reads_rounds(batch, on_round)
+            run = start(plan, batch, self._known, streams=streams, on_activity=on_activity)
             result = follow(run, on_round)
             if not wanted:
                 return result
@@ -311,8 +311,8 @@ class LongSpec(Models):
                 "nothing to compare: this call decodes plainly; load a draft and leave its tree "
                 "in place"
             )
-        how: Any = {"streams": reads_rounds(batch, on_round), "on_activity": on_activity}
-        run = start(plan, batch, self._known, **how)
+        streams = reads_rounds(batch, on_round)
+        run = start(plan, batch, self._known, streams=streams, on_activity=on_activity)
         return comparison.run_both(run, on_round)
 
     def engine(
@@ -368,8 +368,8 @@ class LongSpec(Models):
         plan, batch = self._prepare(inputs, generation_config, options)
         if plan.rows > 1:
             raise ValueError(f"inspect() looks at one row and {plan.rows} were given")
-        how: Any = {"streams": True, "on_activity": None, "fixed": True}
-        return inspection.round_views(partial(start, plan, batch, self._known, **how))
+        fixed = partial(start, streams=True, on_activity=None, fixed=True)
+        return inspection.round_views(partial(fixed, plan, batch, self._known))
 
     def breakdown(
         self,

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,13 +102,15 @@ def load_with_tokenizer(
     The tokenizer's library takes seconds to import, and a GPU takes seconds to start. Arguments as
     of :meth:`longspec_jax.LongSpec.from_pretrained`.
     """
-    how: Any = {"mesh": mesh, "revision": revision, "kv_dtype": kv_dtype, "adapter": adapter}
+    load = partial(load_target, source, dtype, mesh=mesh, revision=revision)
+    load = partial(load, kv_dtype=kv_dtype, adapter=adapter)
     if tokenizer is not None:
-        return Target(*load_target(source, dtype, **how), tokenizer)
+        config, params = load()
+        return Target(config, params, tokenizer)
     pool = ThreadPoolExecutor(1)
     try:
         reading = pool.submit(load_tokenizer, source, revision)
-        config, params = load_target(source, dtype, **how)
+        config, params = load()
         return Target(config, params, reading.result())
     finally:
         pool.shutdown(wait=False)  # A bad target is refused at once.

@@ -26,7 +26,6 @@ from longspec_jax import LongSpec, TreeConfig, cli
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
-from longspec_jax.decoding.engine import Engine
 from longspec_jax.extras import missing_packages
 from longspec_jax.generation.chat import encode_chat, encode_text, template_of
 from longspec_jax.generation.memory import free_bytes
@@ -121,7 +120,7 @@ class Service:
         )
 
     def _lines(self, spec: LongSpec, engine: RequestEngine) -> Iterator[str]:
-        drafter = tokens_engine(engine).drafter
+        drafter = engine.runner.drafter
         draft = (
             f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.num_levels else "no draft"
         )
@@ -130,7 +129,7 @@ class Service:
             yield "  shared=true: requests draft from each other's texts; clients can so guess them"
         yield f"  {memory_plan_line(engine.memory)}"
         free = free_bytes(spec.mesh)
-        slots = counted(tokens_engine(engine).slots, "slot")
+        slots = counted(engine.runner.slots, "slot")
         yield f"  {slots} of {self._max_len} tokens" + (
             "" if free is None else f"; {shown_bytes(free)} are free"
         )
@@ -229,11 +228,6 @@ def curl(base: str, key: str | None) -> str:
     return typed if key is None else f'{typed} -H "Authorization: Bearer $API_KEY"'
 
 
-def tokens_engine(engine: RequestEngine) -> Engine:
-    """The engine below one of requests, for its slots and the drafter of its tallest tree alone."""
-    return engine.engine
-
-
 def planned_engine(
     spec: LongSpec,
     *,
@@ -313,7 +307,7 @@ def served_over(
     model = served_model(
         spec, engine, names=names, max_len=max_len, most_rows=queue_requests, template=template
     )
-    levels = tokens_engine(engine).drafter.tree.num_levels
+    levels = engine.runner.drafter.tree.num_levels
     metrics = Metrics(levels)
     thread = EngineThread(
         engine,
@@ -327,7 +321,7 @@ def served_over(
         model=model,
         thread=thread,
         metrics=metrics,
-        slots=tokens_engine(engine).slots,
+        slots=engine.runner.slots,
         created=int(time.time()),
         api_keys=api_keys,
         host=host,
@@ -345,7 +339,7 @@ def served_model(
     template: str | None = None,
 ) -> ServedModel:
     """What requests are checked against; arguments as of :func:`served_over`."""
-    tokenizer, drafter = spec.tokenizer, tokens_engine(engine).drafter
+    tokenizer, drafter = spec.tokenizer, engine.runner.drafter
     if tokenizer is not None:
         # The first call may change the tokenizer's own settings, beside which no other thread may
         # use it ("Already borrowed").

@@ -4,10 +4,10 @@ The ``require_...`` functions refuse with a sentence, as :mod:`longspec_jax.ops.
 """
 
 import importlib.util
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 AMPERE = (8, 0)
 """The first NVIDIA generation with bfloat16 matrix units and asynchronous copies."""
@@ -92,7 +92,7 @@ def missing_kernels() -> str | None:
     return None
 
 
-def require_decode_step(kernel: str, rows: int, dtype: Any) -> None:
+def require_decode_step(kernel: str, rows: int, dtype: DTypeLike) -> None:
     """Refuse machines without our Triton kernels, and ops over more rows than a decode step has."""
     require_ampere(kernel)
     if dtype not in KERNEL_DTYPES:
@@ -101,7 +101,7 @@ def require_decode_step(kernel: str, rows: int, dtype: Any) -> None:
         raise NotImplementedError(f"{kernel} takes up to {DECODE_ROWS} rows, not {rows}")
 
 
-def has_kernels(dtype: Any) -> bool:
+def has_kernels(dtype: DTypeLike) -> bool:
     """Whether this is a GPU that our Triton kernels serve, in this dtype."""
     served = dtype in KERNEL_DTYPES and (compute_capability() or (0, 0)) >= AMPERE
     return served and _triton_is_supported()

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed_shares import packed_params
@@ -194,7 +195,7 @@ def load_target_config(
 
 
 def save_target(
-    folder: str | Path, config: TargetConfig, params: Any, *, stop_tokens: tuple[int, ...] = ()
+    folder: str | Path, config: TargetConfig, params: PyTree, *, stop_tokens: tuple[int, ...] = ()
 ) -> None:
     """Save a target so that this library and transformers can load it.
 

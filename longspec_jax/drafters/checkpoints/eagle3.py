@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax.checks import is_whole, shown
 from longspec_jax.config.layers import (
@@ -413,7 +414,7 @@ def draft_table(
 def load_draft(
     source: str | Path,
     target: TargetConfig,
-    target_params: Any,
+    target_params: PyTree,
     *,
     layers: tuple[int, ...] | None = None,
     theta: float | None = None,
