@@ -88,7 +88,7 @@ def test_no_extra_of_a_gpu_contradicts_torch() -> None:
 
 
 def test_what_is_large_has_an_extra_of_its_own() -> None:
-    """Whoever takes everything that users need gets no linters, no PyTorch, no older jax."""
+    """The extra `all` installs no linters and no PyTorch, and changes no version of Triton."""
     declared = PROJECT["optional-dependencies"]
     assert declared["test"] == ["longspec_jax[dev,torch]"]
     for extra in ("all", "dev"):
