@@ -5,8 +5,9 @@ at once, past every stop token, in caches of one size. A row of the results is o
 over plain decoding of the same call. ``accepted_by_source`` counts accepted tokens by who proposed
 them. ``differing_tokens`` counts those that are not plain decoding's.
 
-The summary has means over the texts and calls that differ in nothing else, with 95 % intervals of
-Student's t where there are four or more. A text ``loops`` if plain decoding writes a sequence of 16
+The summary has geometric means over the texts and calls that differ in nothing else, with 95 %
+intervals of Student's t over the logarithms where there are four or more: one text that repeats its
+prompt gains ten times, and would be most of an arithmetic mean. A text ``loops`` if plain decoding writes a sequence of 16
 tokens more than three times: repetition flatters lookup, so the gain of such texts is apart, too.
 The exit status is 1 if a token differs although the model promises that none does.
 """
@@ -180,7 +181,7 @@ def proposers(spec: LongSpec, tree: TreeConfig | None) -> str:
 
 
 def summarised(rows: Iterable[Row]) -> list[Row]:
-    """Means of the calls that agree, in the order of the first of each."""
+    """Geometric means of the calls that agree, in the order of the first of each."""
     alike: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         alike.setdefault(tuple(row[name] for name in SAME), []).append(row)
@@ -210,16 +211,16 @@ def _figures(calls: Sequence[Row]) -> Row:
 
 
 def _mean(name: str, rows: Sequence[Row]) -> Row:
-    """The mean of a field and the ends of its interval; None where the rows are too few."""
-    values = [row[name] for row in rows]
-    if not values:
+    """The geometric mean of a ratio and its interval's ends; None where the rows are too few."""
+    logarithms = [math.log(row[name]) for row in rows if row[name]]
+    if not logarithms:
         return {name: None}
-    mean, low, high = statistics.fmean(values), None, None
-    if len(values) >= FEWEST:
-        error = statistics.stdev(values) / math.sqrt(len(values))
-        reach = float(stdtrit(len(values) - 1, 0.975)) * error
-        low, high = rounded(mean - reach), rounded(mean + reach)
-    return {name: rounded(mean), f"{name}_low": low, f"{name}_high": high}
+    mean, low, high = statistics.fmean(logarithms), None, None
+    if len(logarithms) >= FEWEST:
+        error = statistics.stdev(logarithms) / math.sqrt(len(logarithms))
+        reach = float(stdtrit(len(logarithms) - 1, 0.975)) * error
+        low, high = rounded(math.exp(mean - reach)), rounded(math.exp(mean + reach))
+    return {name: rounded(math.exp(mean)), f"{name}_low": low, f"{name}_high": high}
 
 
 def line_of(summary: Row) -> str:

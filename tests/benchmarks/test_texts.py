@@ -107,13 +107,14 @@ def call(gain: float, *rounds: float, loops: bool = False, tree: str = "4,4") ->
 
 
 def test_the_summary_has_means_with_intervals_and_keeps_loops_apart() -> None:
-    rows = [call(gain, gain + 1) for gain in (1.0, 2.0, 3.0)] + [call(6.0, 7.0, loops=True)]
+    rows = [call(gain, 2 * gain) for gain in (1.0, 2.0, 4.0)] + [call(8.0, 16.0, loops=True)]
     [one, other] = summarised([*rows, call(2.0, 2.0, tree="8")])
-    assert (one["gain"], one["gain_other"], one["gain_looping"]) == (3.0, 2.0, 6.0)
-    # Student's t of three degrees of freedom, 3.182, times the standard error, 1.0801.
-    assert one["gain_low"] == pytest.approx(3 - 3.437, abs=1e-3)
-    assert one["tokens_per_round_high"] == pytest.approx(4 + 3.437, abs=1e-3)
+    assert (one["gain"], one["gain_other"], one["gain_looping"]) == (2.828, 2.0, 8.0)
+    # Of the logarithms to base 2, which are 0 to 3: Student's t of three degrees of freedom, 3.182,
+    # times the standard error, 0.6455, is 2.054.
+    assert one["gain_low"] == pytest.approx(2 ** (1.5 - 2.054), abs=1e-3)
+    assert one["tokens_per_round_high"] == pytest.approx(2 ** (2.5 + 2.054), abs=1e-2)
     assert (one["texts"], one["looping"], one["new_tokens"]) == (4, 1, 32)
     assert one["accepted_by_source"] == {"ngram": 12}
     assert other["gain_low"] is None and other["gain_looping"] is None
-    assert "4.00 (0.56 to 7.44) tokens a round" in line_of(one) and "(" not in line_of(other)
+    assert "5.66 (1.36 to 23.49) tokens a round" in line_of(one) and "(" not in line_of(other)
