@@ -7,9 +7,10 @@ them. ``differing_tokens`` counts those that are not plain decoding's.
 
 The summary has geometric means over the texts and calls that differ in nothing else, with 95 %
 intervals of Student's t over the logarithms where there are four or more: one text that repeats its
-prompt gains ten times, and would be most of an arithmetic mean. A text ``loops`` if plain decoding writes a sequence of 16
-tokens more than three times: repetition flatters lookup, so the gain of such texts is apart, too.
-The exit status is 1 if a token differs although the model promises that none does.
+prompt gains ten times, and would be most of an arithmetic mean. A text ``loops`` if plain decoding
+writes a sequence of 16 tokens more than three times: repetition flatters lookup, so the gain of
+such texts is apart, too. The exit status is 1 if a token differs although the model promises that
+none does.
 """
 
 import argparse
