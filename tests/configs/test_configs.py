@@ -166,34 +166,6 @@ def test_drafts_of_other_kinds_take_as_many_operations_as_a_distilled_one() -> N
         assert operations(variant) == pytest.approx(expected, rel=0.01), variant
 
 
-@each_row("variant", ["parallel", "eagle3", "small_lm"])
-def test_drafts_of_other_kinds_have_a_miniature(variant: str) -> None:
-    config = load("small_scale", f"tiny_{variant}")
-    target = load("small_scale", "tiny_target")
-    assert target.pretraining is not None
-    shape = target.pretraining.shape
-    assert config.draft.kind == variant
-    longest = max(stage.seq_len + stage.max_offset for stage in config.stages)
-    assert longest <= shape.max_positions
-    if isinstance(config.draft, Eagle3Settings):
-        assert fresh_config(config.draft, shape, longest).proposable == 256
-        assert not any(stage.max_offset for stage in config.stages)
-    if isinstance(config.draft, SmallLMSettings):
-        assert small_lm.fresh_config(config.draft, shape).vocab_size == shape.vocab_size
-        assert not any(stage.max_offset for stage in config.stages)
-
-
-def test_the_demos_small_model_is_small_and_reads_the_demos_tokens() -> None:
-    config, demo = load("demo", "small_lm"), load("demo")
-    assert demo.pretraining is not None and isinstance(config.draft, SmallLMSettings)
-    assert config.data.corpus is not None
-    target = demo.pretraining.shape
-    small = small_lm.fresh_config(config.draft, target)
-    assert 1e6 < count(target_table(small)) < 1.5e6
-    assert max(stage.seq_len for stage in config.stages) == target.max_positions
-    assert (FOLDER.parent / config.data.corpus.tokenizer / "tokenizer.json").is_file()
-
-
 @each_row(("name", "variant"), VARIANTS)
 def test_the_papers_stages(name: str, variant: str) -> None:
     config = load(name, variant)
@@ -227,6 +199,7 @@ def test_all_stages_are_those_that_have_runs_of_their_own(name: str) -> None:
         assert part == dataclasses.replace(alone, **same, **steps)
 
 
+@pytest.mark.full
 @each_row("name", PAPER)
 def test_every_target_has_an_eagle3_draft(name: str) -> None:
     """Of conversations in the target's own format, whose answers alone are learned."""
@@ -249,6 +222,7 @@ def test_every_target_has_an_eagle3_draft(name: str) -> None:
     assert rows * stage.seq_len == 8 * 16384
 
 
+@pytest.mark.full
 @each_row("name", PAPER)
 def test_every_target_has_a_dflash_draft(name: str) -> None:
     """On the conversations of its EAGLE-3 draft, with as many blocks in a row as published."""
@@ -267,6 +241,7 @@ def test_every_target_has_a_dflash_draft(name: str) -> None:
     assert fuse.spec == jax.sharding.PartitionSpec(None, ("data", "fsdp"))
 
 
+@pytest.mark.full
 @each_row("name", PAPER)
 def test_every_target_has_a_small_model(name: str) -> None:
     """Of its vocabulary: full rows of text, then the conversations of its EAGLE-3 draft."""
@@ -296,15 +271,6 @@ def test_the_demos_parallel_draft_is_trained_as_its_draft() -> None:
     config, usual = load("demo", "parallel"), load("demo", "draft")
     assert config.draft.kind == "parallel"
     assert config == dataclasses.replace(usual, draft=config.draft, title=config.title)
-
-
-def test_benchmarks_measure_the_parallel_draft_that_is_trained() -> None:
-    trained = load("demo", "parallel").draft
-    assert isinstance(trained, ParallelSettings)
-    layer = DraftConfig.for_target(TARGETS["llama3-8b"].config)
-    measured = ParallelConfig(layer, TARGETS["llama3-8b"].config.vocab_size)
-    shape = measured.num_layers, measured.block, measured.markov_rank
-    assert shape == (trained.layers, trained.block, trained.markov_rank)
 
 
 @each_row("devices", [1, 2, 8])
@@ -361,6 +327,7 @@ def abstract(table: Any, dtype: str) -> dict[str, Any]:
     return tree
 
 
+@pytest.mark.full
 @each_row("name", PAPER)
 @each_row("variant", ["short", "long"])
 def test_a_micro_batch_fits_the_shapes(name: str, variant: str) -> None:

@@ -152,15 +152,6 @@ def test_prompts_that_are_prefilled_alone_are_compiled_beforehand(spec, monkeypa
         assert beforehand[f"jit({name})"] == found[f"jit({name})"] == count, name
 
 
-def test_programs_that_were_cleared_are_compiled_beforehand_again(spec) -> None:
-    first = spec.generate(PROMPT, tree=(2, 2), **OPTIONS)
-    jax.clear_caches()
-    with compiled() as found:
-        again = spec.generate(PROMPT, tree=(2, 2), **OPTIONS)
-    assert found["jit(many_rounds)"] == found["jit(_prefill_chunk)"] == 1
-    assert again.sequences == first.sequences
-
-
 def test_what_a_compiler_says_ends_the_call(spec, monkeypatch) -> None:
     def refuse(programs) -> None:
         compile_side_by_side([*programs, refused()])

@@ -44,6 +44,7 @@ from tests.drafters.parallel import test_drafter as test_parallel
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import random_target
 
+pytestmark = pytest.mark.full
 MODEL = random_target(CONFIG)
 TREE = TreeConfig((4, 5, 3), budget=9)
 TOGETHER = TreeConfig((2,), budget=14, lookup=4)

@@ -13,6 +13,7 @@ from longspec_jax import LongSpec
 from longspec_jax.generation.chat import render_chat
 from longspec_jax.weights.hf import load_stop_tokens
 from tests.generation.test_chat import with_template
+from tests.kit import each_row
 
 pytestmark = pytest.mark.full
 
@@ -215,7 +216,7 @@ CHAT = [
 ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each_row("name", FAMILIES)
 def test_a_template_of_every_family_is_rendered(name: str) -> None:
     """To the text that its model was trained on, and as transformers does."""
     family = FAMILIES[name]

@@ -20,6 +20,7 @@ from longspec_jax.ops.matmul.experts import (
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh, partition_spec
+from tests.kit import each_row
 
 WIDTH, HIDDEN, EXPERTS, CHOSEN = 17, 8, 12, 3
 TOKENS = {"chosen": 1, "all": 5, "grouped": 97}
@@ -57,8 +58,8 @@ def form(rows: int) -> str:
     return module._form(rows, CHOSEN, EXPERTS).__name__.removeprefix("_")
 
 
-@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
-@pytest.mark.parametrize("limit", [None, 0.7], ids=["silu", "clamped"])
+@each_row("tokens", TOKENS.values())
+@each_row("limit", [None, 0.7])
 def test_forms_equal_the_definition(tokens: int, limit: float | None):
     """Grouped rows are skewed, so that one expert needs more than one pass."""
     assert TOKENS[form(tokens)] == tokens
@@ -87,7 +88,7 @@ def test_router_is_that_of_a_softmax():
         np.testing.assert_allclose(found, best / whole, rtol=2e-5)
 
 
-@pytest.mark.parametrize("tokens", [5, 97])
+@each_row("tokens", [5, 97])
 def test_a_row_does_not_see_the_rows_beside_it(tokens: int):
     """The same bits whatever the others choose: all its own expert, or spread."""
     x = normal(2, tokens, WIDTH, seed=9).at[1, 3].set(normal(WIDTH, seed=10))
