@@ -107,25 +107,6 @@ MISTRAL = (
     + "{% if m.role == 'user' %}{{ '[INST] ' + (s + '\n\n' if loop.last and s is defined else '') "
     "+ m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
-PHI = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
-)
-GRANITE = (
-    "{% for m in messages %}{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content "
-    "+ '<|end_of_text|>\n' }}{% if loop.last and add_generation_prompt %}"
-    "{{ '<|start_of_role|>assistant' }}{% if controls %}{{ ' ' + controls | tojson }}{% endif %}"
-    "{{ '<|end_of_role|>' }}{% endif %}{% endfor %}"
-)
-GLM_4 = (
-    "[gMASK]<sop>{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-OLMO_2 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}"
-    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
-)
 
 
 @dataclass(frozen=True)
@@ -183,29 +164,6 @@ FAMILIES = {
         MISTRAL,
         "<s>[INST] Hi[/INST] <think>x</think>\n\nHello<|reserved|>"
         "[INST] Be brief. /no_think\n\nBye[/INST]",
-    ),
-    "phi4-mini": Family(
-        PHI,
-        "<|system|>Be brief. /no_think<|end|><|user|>Hi<|end|>"
-        "<|assistant|><think>x</think>\n\nHello<|end|><|user|>Bye<|end|><|assistant|>",
-    ),
-    "granite": Family(
-        GRANITE,
-        "<|start_of_role|>system<|end_of_role|>Be brief. /no_think<|end_of_text|>\n"
-        "<|start_of_role|>user<|end_of_role|>Hi<|end_of_text|>\n"
-        "<|start_of_role|>assistant<|end_of_role|><think>x</think>\n\nHello<|end_of_text|>\n"
-        "<|start_of_role|>user<|end_of_role|>Bye<|end_of_text|>\n"
-        "<|start_of_role|>assistant<|end_of_role|>",
-    ),
-    "glm4": Family(
-        GLM_4,
-        "[gMASK]<sop><|system|>\nBe brief. /no_think<|user|>\nHi<|assistant|>\n<think>x</think>"
-        "\n\nHello<|user|>\nBye<|assistant|>\n",
-    ),
-    "olmo2": Family(
-        OLMO_2,
-        "<s><|system|>\nBe brief. /no_think\n<|user|>\nHi\n<|assistant|>\n<think>x</think>\n\n"
-        "Hello<|reserved|>\n<|user|>\nBye\n<|assistant|>\n",
     ),
 }
 CHAT = [
