@@ -68,8 +68,10 @@ def test_forms_equal_the_definition(tokens: int, limit: float | None):
     if tokens > 64:
         assert np.bincount(np.ravel(chosen[0]))[-1] > 64
     operands = x, *chosen, weights(biases=limit is not None)
-    expected = expert_mlp_reference(*operands, limit)
-    actual = jax.jit(expert_mlp, static_argnames="limit")(*operands, limit=limit)
+    expected, actual = (
+        jax.jit(op, static_argnames="limit")(*operands, limit=limit)
+        for op in (expert_mlp_reference, expert_mlp)
+    )
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(actual, expected, atol=3e-5)
 
