@@ -105,7 +105,13 @@ def test_what_fails_reaches_the_caller() -> None:
         compile_side_by_side(programs())
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["at once", "streamed"])
+@pytest.mark.parametrize(
+    "streams",
+    [
+        pytest.param(False, id="at once"),
+        pytest.param(True, id="streamed", marks=pytest.mark.full),
+    ],
+)
 def test_a_first_call_compiles_every_program_once(spec, streams) -> None:
     """The rounds of plain decoding and of a tree, and the prefill that both share."""
     on_round = (lambda added: None) if streams else None

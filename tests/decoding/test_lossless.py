@@ -559,7 +559,13 @@ def repetitive(batch: int, vocabulary: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("tree", "chunk"), [("chain:4", 8), ("3,3,3", 72), ("8,8,8,8@12", 8), ("2,5,1", 72)]
+    ("tree", "chunk"),
+    [
+        ("3,3,3", 72),
+        ("8,8,8,8@12", 8),
+        pytest.param("chain:4", 8, marks=pytest.mark.full),
+        pytest.param("2,5,1", 72, marks=pytest.mark.full),
+    ],
 )
 def test_prompt_lookup_changes_no_token(tree: str, chunk: int) -> None:
     target, tokens = LookupTarget(VOCABULARY), repetitive(3, VOCABULARY)
@@ -610,7 +616,7 @@ def test_candidates_of_joined_drafters_share_a_state_and_all_learn(models: Param
             np.testing.assert_array_equal(text, [*tokens[b, : LENGTHS[b]], *row[:-1]])
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_trees_that_are_weighed_change_no_token(models: Params, streams: bool) -> None:
     """Lookup alone, verified where it is worth its seconds: always, never, and now and then."""
     target, tokens = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size)
@@ -647,7 +653,13 @@ def test_joined_drafters_change_no_token(tree: str, requests: list[Request]) -> 
         assert emitted_in_rounds(state) > 0
 
 
-@pytest.mark.parametrize("requests", [GREEDY, EVERY], ids=["greedy", "every"])
+@pytest.mark.parametrize(
+    "requests",
+    [
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.full),
+        pytest.param(EVERY, id="every"),
+    ],
+)
 def test_joined_drafters_of_a_transformer_change_no_token(
     models: Params, requests: list[Request]
 ) -> None:
@@ -661,6 +673,7 @@ def test_joined_drafters_of_a_transformer_change_no_token(
         assert {*np.unique(bits)} <= {0, 1, 2, 3} and (bits & 1).any() and (bits & 2).any()
 
 
+@pytest.mark.full
 def test_joined_drafters_inside_partial_verification_change_no_token(models: Params) -> None:
     params = Params(models.target, (models.draft, ()))
     target, tokens, req = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size), EVERY[0]
