@@ -166,6 +166,34 @@ def test_drafts_of_other_kinds_take_as_many_operations_as_a_distilled_one() -> N
         assert operations(variant) == pytest.approx(expected, rel=0.01), variant
 
 
+@each_row("variant", ["parallel", "eagle3", "small_lm"])
+def test_drafts_of_other_kinds_have_a_miniature(variant: str) -> None:
+    config = load("small_scale", f"tiny_{variant}")
+    target = load("small_scale", "tiny_target")
+    assert target.pretraining is not None
+    shape = target.pretraining.shape
+    assert config.draft.kind == variant
+    longest = max(stage.seq_len + stage.max_offset for stage in config.stages)
+    assert longest <= shape.max_positions
+    if isinstance(config.draft, Eagle3Settings):
+        assert fresh_config(config.draft, shape, longest).proposable == 256
+        assert not any(stage.max_offset for stage in config.stages)
+    if isinstance(config.draft, SmallLMSettings):
+        assert small_lm.fresh_config(config.draft, shape).vocab_size == shape.vocab_size
+        assert not any(stage.max_offset for stage in config.stages)
+
+
+def test_the_demos_small_model_is_small_and_reads_the_demos_tokens() -> None:
+    config, demo = load("demo", "small_lm"), load("demo")
+    assert demo.pretraining is not None and isinstance(config.draft, SmallLMSettings)
+    assert config.data.corpus is not None
+    target = demo.pretraining.shape
+    small = small_lm.fresh_config(config.draft, target)
+    assert 1e6 < count(target_table(small)) < 1.5e6
+    assert max(stage.seq_len for stage in config.stages) == target.max_positions
+    assert (FOLDER.parent / config.data.corpus.tokenizer / "tokenizer.json").is_file()
+
+
 @each_row(("name", "variant"), VARIANTS)
 def test_the_papers_stages(name: str, variant: str) -> None:
     config = load(name, variant)
