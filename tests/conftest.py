@@ -88,6 +88,10 @@ else:
     # Nobody reads which line a program's operations come from.
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    if "real" not in sys.argv:
+        # Each worker has a core. Threads of PyTorch that wait for each other take it away: four
+        # steps of a DFlash draft were 22 seconds of the processors, and are 5.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["LONGSPEC_CACHE"] = "off"  # Nothing that an earlier run kept, nothing timed.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

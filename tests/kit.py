@@ -85,6 +85,12 @@ def each_row(
     return of_one_row
 
 
+def in_tiers(names: Iterable[str], *first: str) -> list[Any]:
+    """Names to parametrise a test with, of which all but the ``first`` are of the second tier."""
+    others = pytest.mark.full
+    return [name if name in first else pytest.param(name, marks=others) for name in names]
+
+
 @contextmanager
 def _of_a_row(index: int, fixtures: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The fixtures of a test for one row of its table."""

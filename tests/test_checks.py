@@ -1,11 +1,10 @@
 """Sizes have one unit wherever they are shown."""
 
-import pytest
-
 from longspec_jax.checks import shown_bytes
+from tests.kit import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("count", "words"),
     [
         (0, "0.0 MB"),

@@ -166,6 +166,7 @@ sys.exit(cli.run(main))
 """
 
 
+@pytest.mark.multiproc
 @each_row(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_every_signal_saves_and_ends_whatever_the_work_does(number: int, status: int) -> None:
     child = subprocess.Popen(
@@ -179,6 +180,7 @@ def test_every_signal_saves_and_ends_whatever_the_work_does(number: int, status:
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.multiproc
 @each_row("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_empty_ones(closed: str, tmp_path: Path) -> None:
     code = (

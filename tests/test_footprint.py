@@ -28,6 +28,7 @@ def test_programs_are_unmapped_though_their_functions_live_on() -> None:
     assert held - before > 4 * (Footprint.now().mappings - before)
 
 
+@pytest.mark.multiproc
 def test_a_crash_ends_the_run(tmp_path: Path) -> None:
     """With this project's options; with pytest-xdist's own it may wait for ever."""
     for name in "abcd":

@@ -37,6 +37,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.multiproc
 def test_a_missing_torch_is_not_told(folder, monkeypatch) -> None:
     """Its notice says that models will not be available; its other users are still told."""
     monkeypatch.delenv(ADVICE, raising=False)  # The commands, which other tests run, keep it.
@@ -55,6 +56,7 @@ def test_a_missing_torch_is_not_told(folder, monkeypatch) -> None:
     assert done.stdout == "None\n" and "PyTorch" not in done.stderr
 
 
+@pytest.mark.multiproc
 def test_a_generic_tokenizer_needs_no_torch(folder) -> None:
     """Importing it takes longer than all else that a small model needs before its first token."""
     script = (
@@ -72,6 +74,7 @@ def test_a_generic_tokenizer_needs_no_torch(folder) -> None:
     assert done.stdout == "True False\n"
 
 
+@pytest.mark.multiproc
 def test_two_threads_may_load_the_first_tokenizers(folder) -> None:
     """A second call after a refused target meets the first one's import of transformers."""
     script = (

@@ -10,6 +10,7 @@ from nbclient import NotebookClient
 
 from longspec_jax.embedded import DEMO
 from tests.children import environment
+from tests.kit import each_row
 
 pytestmark = pytest.mark.full
 
@@ -40,7 +41,7 @@ SHORTER = {
 """What the notebooks name, and with what less of it they run here: a program is seconds."""
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_row("path", NOTEBOOKS)
 def test_outputs_are_stripped(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)

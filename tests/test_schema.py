@@ -10,6 +10,7 @@ from longspec_jax import cli
 from longspec_jax.checks import Each, Maybe, OneOf, Real, Refused, Rule, Text, Truth, Whole
 from longspec_jax.config import loading, sampling, serving
 from longspec_jax.schema import RENAMED, REQUIRED, Option, build, options, read, rule_of
+from tests.kit import each_row
 from tests.refusals import edges, wrong
 
 DECLARED = {**sampling.OPTIONS, **loading.OPTIONS, **serving.OPTIONS}
@@ -26,7 +27,7 @@ RULES: list[Rule] = [
 ]
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@each_row("name", DECLARED)
 def test_an_option_has_a_sentence_and_a_default_that_it_takes(name: str) -> None:
     option = DECLARED[name]
     assert option.about and not option.about.endswith(".") and option.about[0].islower()
@@ -50,7 +51,7 @@ def test_an_option_under_its_old_name_is_refused_with_the_new_one() -> None:
         parser.parse_args(["--no-same_bits"])
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@each_row("rule", RULES)
 def test_a_rule_takes_its_edges_and_refuses_the_rest(rule: Rule) -> None:
     for value in edges(rule):
         assert rule.read("x", value) == value
@@ -110,7 +111,7 @@ def test_sections_are_built_from_mappings() -> None:
     assert hash(built) and build(Group, {"part": built.part}, "--x.").part is built.part
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("values", "message"),
     [
         ({}, "^--x lacks part; give every one a value$"),

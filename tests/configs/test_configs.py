@@ -227,6 +227,7 @@ def test_all_stages_are_those_that_have_runs_of_their_own(name: str) -> None:
         assert part == dataclasses.replace(alone, **same, **steps)
 
 
+@pytest.mark.full
 @each_row("name", PAPER)
 def test_every_target_has_an_eagle3_draft(name: str) -> None:
     """Of conversations in the target's own format, whose answers alone are learned."""
@@ -249,6 +250,7 @@ def test_every_target_has_an_eagle3_draft(name: str) -> None:
     assert rows * stage.seq_len == 8 * 16384
 
 
+@pytest.mark.full
 @each_row("name", PAPER)
 def test_every_target_has_a_dflash_draft(name: str) -> None:
     """On the conversations of its EAGLE-3 draft, with as many blocks in a row as published."""
@@ -267,6 +269,7 @@ def test_every_target_has_a_dflash_draft(name: str) -> None:
     assert fuse.spec == jax.sharding.PartitionSpec(None, ("data", "fsdp"))
 
 
+@pytest.mark.full
 @each_row("name", PAPER)
 def test_every_target_has_a_small_model(name: str) -> None:
     """Of its vocabulary: full rows of text, then the conversations of its EAGLE-3 draft."""
@@ -296,15 +299,6 @@ def test_the_demos_parallel_draft_is_trained_as_its_draft() -> None:
     config, usual = load("demo", "parallel"), load("demo", "draft")
     assert config.draft.kind == "parallel"
     assert config == dataclasses.replace(usual, draft=config.draft, title=config.title)
-
-
-def test_benchmarks_measure_the_parallel_draft_that_is_trained() -> None:
-    trained = load("demo", "parallel").draft
-    assert isinstance(trained, ParallelSettings)
-    layer = DraftConfig.for_target(TARGETS["llama3-8b"].config)
-    measured = ParallelConfig(layer, TARGETS["llama3-8b"].config.vocab_size)
-    shape = measured.num_layers, measured.block, measured.markov_rank
-    assert shape == (trained.layers, trained.block, trained.markov_rank)
 
 
 @each_row("devices", [1, 2, 8])
@@ -361,6 +355,7 @@ def abstract(table: Any, dtype: str) -> dict[str, Any]:
     return tree
 
 
+@pytest.mark.full
 @each_row("name", PAPER)
 @each_row("variant", ["short", "long"])
 def test_a_micro_batch_fits_the_shapes(name: str, variant: str) -> None:

@@ -29,7 +29,7 @@ from longspec_jax.loading import choose_drafts
 from longspec_jax.models import target as models
 from tests.decoding.lossless import CONFIG
 from tests.drafters.kit import assert_partitioned, edit, publish
-from tests.kit import greedy_beliefs, random_target, view_of
+from tests.kit import each_row, greedy_beliefs, random_target, view_of
 
 MODEL = random_target(CONFIG)
 TARGET = Target(CONFIG, MODEL)
@@ -111,7 +111,7 @@ def _proposed(drafter: MedusaDrafter, params: MedusaParams, hidden: Any) -> Any:
     return params.logits(drafter.config, hidden, 3), tree
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@each_row("name", DRAFTS)
 def test_heads_and_trees_by_hand(name: str) -> None:
     """The logits are those of the published module; the tree has the best sums of all paths."""
     draft = DRAFTS[name]
@@ -143,7 +143,7 @@ def test_heads_and_trees_by_hand(name: str) -> None:
         assert set(found.values()) - {()} == wanted
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@each_row("name", DRAFTS)
 def test_files_of_the_authors(name: str, tmp_path: Path) -> None:
     draft = DRAFTS[name]
     [chosen] = choose_drafts([f"contrib.medusa:{published(tmp_path, draft)}"], {})
@@ -154,7 +154,7 @@ def test_files_of_the_authors(name: str, tmp_path: Path) -> None:
     assert_partitioned(found.params.heads)
 
 
-@pytest.mark.parametrize("name", OF_VLLM)
+@each_row("name", OF_VLLM)
 def test_files_of_vllm(name: str, tmp_path: Path) -> None:
     """Called as its loader asks for them; the target's LM head may be stored with them."""
     draft = OF_VLLM[name]
@@ -198,7 +198,7 @@ def test_files_as_they_are_published(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, found.params, DRAFTS["own"].params)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "raw", "words"),
     [
         (lambda t: None, dict(medusa_num_heads=4), "missing 3.0.linear.weight (36, 36)"),

@@ -9,9 +9,10 @@ from infer.models import fetch
 from longspec_jax.drafters.registry import kind_of_module, split_module
 from longspec_jax.loading import choose_drafts
 from tests.contrib.test_medusa import DRAFTS, published
+from tests.kit import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("source", "found"),
     [
         ("contrib.medusa:runs/heads", ("contrib.medusa", "runs/heads")),
@@ -27,7 +28,7 @@ def test_a_module_stands_before_a_colon(source: str | Path, found: tuple) -> Non
     assert split_module(source) == found
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("module", "words"),
     [
         ("absent_module", "cannot be imported .No module named 'absent_module'.; run from the"),

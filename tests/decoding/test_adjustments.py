@@ -36,6 +36,7 @@ from tests.decoding.lossless import (
     request,
     texts_of,
 )
+from tests.kit import each_row
 from tests.lookup import LookupDrafter, LookupTarget, token_hash
 
 TARGET = LookupTarget(VOCABULARY)
@@ -85,7 +86,7 @@ def by_hand(row: int, options: Any, count: int) -> list[int]:
     return ids[-count:]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_row("options", OPTIONS.values())
 def test_adjusted_text_is_that_of_plain_decoding_and_of_transformers(options: Any) -> None:
     """In rows of unlike lengths, greedy and sampled, and beside other filters."""
     for temperature, filters in (
@@ -104,14 +105,6 @@ def test_adjusted_text_is_that_of_plain_decoding_and_of_transformers(options: An
 
 
 NEUTRAL = ((1.0,) * 3, (0.0,) * 3, (0.0,) * 3, [NO_BIAS] * 3)
-
-
-def test_rows_beside_an_adjusted_one_keep_their_text() -> None:
-    penalties = (1.0, 1.7, 1.0), (0.0, 0.9, 0.0), (0.0, 0.3, 0.0)
-    mixed = run(LookupDrafter(TREES[0]), PARAMS, adjusted((*penalties, [NO_BIAS] * 3), 1.0))
-    free = run(LookupDrafter(TREES[0]), PARAMS, request(1.0))
-    assert_same([mixed[0], mixed[2]], [free[0], free[2]])
-    assert not np.array_equal(mixed[1], free[1])
 
 
 def tree_with_a_path_of_repeats() -> Any:

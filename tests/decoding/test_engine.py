@@ -41,7 +41,7 @@ from tests.decoding.engines import (
 from tests.decoding.lossless import assert_same, outputs_of, texts_of
 from tests.decoding.lossless import request as requested
 from tests.kit import (
-    compilations,
+    each_row,
     prefill,
 )
 from tests.lookup import LookupDrafter
@@ -146,20 +146,6 @@ def test_neither_order_policy_nor_prefills_at_once_change_a_token(single: list[n
     assert all(total.rounds for total in engine.totals)
 
 
-def test_a_long_prompt_comes_in_between_the_rounds_of_the_others() -> None:
-    """Five chunks: the other row advances behind every one of them."""
-    engine = open_engine(TARGET, [NoDraft()], Params(TABLE, ()))
-    long = np.arange(36, dtype=np.int32) % VOCABULARY
-    first = engine.submit(long[:3], endless(40))
-    while not engine.step():
-        pass
-    second = engine.submit(long, asked(1))
-    ids: list[int] = []
-    while second not in ids:
-        ids += [out.id for out in engine.step()]
-    assert ids.count(first) >= 5
-
-
 def test_a_short_prompt_overtakes_a_long_one_where_several_are_prefilled() -> None:
     for prefills, first in ((1, 0), (2, 1)):
         engine = open_engine(TARGET, [NoDraft()], Params(TABLE, ()), prefills=prefills)
@@ -169,16 +155,6 @@ def test_a_short_prompt_overtakes_a_long_one_where_several_are_prefilled() -> No
         while not outputs:
             outputs = engine.step()
         assert outputs[0].id == first
-
-
-def test_later_requests_compile_nothing() -> None:
-    """Whatever their lengths, options and slots are."""
-    drafter, draft = KINDS["longspec"]
-    engine = open_engine(TargetModel(CONFIG), [drafter], Params(TABLES, draft), slots=3)
-    serve(engine, (0,), CONFIG.vocab_size)
-    with compilations() as found:
-        serve(engine, range(1, 7), CONFIG.vocab_size)
-    assert not found
 
 
 def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
@@ -267,7 +243,7 @@ def under_way(*left: int | None) -> tuple[Prompt, ...]:
     return tuple(map(Prompt, left))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("now", "expected"),
     [
         (Snapshot(TWO, (), 1, 2, False, 1), Plan((0,), None, None)),

@@ -44,7 +44,7 @@ from tests.decoding.lossless import (
     prompts,
     request,
 )
-from tests.kit import draft_params, random_draft, random_target
+from tests.kit import draft_params, each_row, in_tiers, random_draft, random_target
 
 UNSCALED = dataclasses.replace(CONFIG, kv_dtype="fp8")
 SCALES = HeadScales((0.25,), (0.03125,)), HeadScales((0.03, 0.05), (0.011, 0.02))
@@ -69,7 +69,13 @@ def working(config: Any) -> LongSpecDrafter:
     return LongSpecDrafter(DRAFT, TREES[0], working=WorkingCache(SOME, 2, config))
 
 
-@pytest.mark.parametrize("config", [UNSCALED, SCALED], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(UNSCALED, id="unscaled", marks=pytest.mark.full),
+        pytest.param(SCALED, id="scaled"),
+    ],
+)
 def test_speculation_changes_no_token(models: Params, config: Any) -> None:
     """Greedy and sampled; nodes see each other's keys as they will be cached."""
     target, itself = TargetModel(config), Params(models.target, models.target)
@@ -100,14 +106,15 @@ PARTIAL = {
 }
 
 
-@pytest.mark.parametrize("make", PARTIAL.values(), ids=PARTIAL)
-def test_whatever_reads_the_cache_changes_no_token(models: Params, make: Any) -> None:
+@pytest.mark.parametrize("name", in_tiers(PARTIAL, "quest"))
+def test_whatever_reads_the_cache_changes_no_token(models: Params, name: str) -> None:
     """Selections, copies of blocks, and drafts that read part of it."""
-    target, drafter = TargetModel(SCALED), make(SCALED)
+    target, drafter = TargetModel(SCALED), PARTIAL[name](SCALED)
     plain, _ = generate(target, NoDraft(), models, TOKENS, LENGTHS, EVERY[0])
     assert_lossless(target, drafter, models, TOKENS, LENGTHS, EVERY[0], plain)
 
 
+@pytest.mark.full
 def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params) -> None:
     """Of which blocks are gathered."""
     req = request(**MIXED)
@@ -197,7 +204,7 @@ def test_a_round_writes_to_the_cache_in_place(batch: int) -> None:
     compiled.assert_nothing_grows(program, batch, config=config)
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@each_row("offload", [False, True])
 def test_a_cache_takes_a_quarter_of_the_bytes_of_float32(offload: bool) -> None:
     whole, small = (TargetModel(each, offload=offload) for each in (CONFIG, SCALED))
     planned = small.cache_bytes(3, 160)
@@ -207,7 +214,7 @@ def test_a_cache_takes_a_quarter_of_the_bytes_of_float32(offload: bool) -> None:
     assert gathered.dtype == jnp.dtype(CODES)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "words"),
     [
         ({"kv_dtype": "fp4"}, "kv_dtype='fp4' must be one of fp8"),

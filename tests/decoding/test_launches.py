@@ -61,6 +61,7 @@ from tests.decoding.lossless import LENGTHS, assert_same, engine_of, prompts, ru
 from tests.decoding.lossless import request as requested
 from tests.kit import (
     draft_params,
+    each_row,
     random_draft,
     random_target,
     tiny_target_config,
@@ -260,7 +261,7 @@ def clocked(
     return engine, now[0], [np.asarray(row) for row in tokens]
 
 
-@pytest.mark.parametrize("hold", [0.0, 0.3, 50.0])
+@each_row("hold", [0.0, 0.3, 50.0])
 def test_seconds_are_the_devices_whatever_the_consumer_takes(hold: float) -> None:
     policy = Cycle((Choice(2, 3), Choice(0, 2)))
     engine, end, _ = clocked((1.0, 2.0, 3.0), policy, hold, streams=True)
@@ -272,7 +273,7 @@ def test_seconds_are_the_devices_whatever_the_consumer_takes(hold: float) -> Non
         assert end == pytest.approx(spent, abs=5 * hold + 1e-6)
 
 
-@pytest.mark.parametrize("streams", [True, False], ids=["one round", "many rounds"])
+@each_row("streams", [True, False])
 def test_the_clock_decides_what_runs(streams: bool) -> None:
     policy = replace(FastestWithinBudget.over(3), burst_rounds=4)
     engine, _, _ = clocked((1.0, 7.0, 9.0), policy, 0.1, streams=streams)
@@ -373,7 +374,7 @@ def test_several_processes_may_not_choose(monkeypatch: pytest.MonkeyPatch) -> No
         lookup_engine(requested(), EVERY_SWITCH)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("widths", "smaller"),
     [((4, 16, 16, 16, 16), (1, 1, 1)), ((1, 1, 1, 1), (1, 1)), ((1,), (1,)), ((3, 20), (1,))],
 )

@@ -40,7 +40,7 @@ from tests.decoding.lossless import (
 )
 from tests.drafters.dflash import toys as dflash
 from tests.drafters.eagle3 import toys as eagle3
-from tests.kit import TOLERANCE, relative_error
+from tests.kit import TOLERANCE, each_row, in_tiers, relative_error
 
 RING = cache_lib.ring_slots(W)
 
@@ -99,7 +99,10 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name",
+    in_tiers(DRAFTERS, "blocks beside windows", "a tree deeper than the window beside sinks"),
+)
 def test_no_drafter_changes_a_token(name: str) -> None:
     family, drafter = DRAFTERS[name]
     assert_lossless(family.target, drafter, family.models, *family.given, family.plain)
@@ -179,7 +182,7 @@ def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(family: Family
     assert_rows_come_and_go(family.target, family.longspec, family.models, *given)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("config", "words"),
     [
         (RECURRENT.config, "no kernel for recurrent layers"),
@@ -188,7 +191,6 @@ def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(family: Family
             "attention sinks",
         ),
     ],
-    ids=["recurrent", "sinks"],
 )
 def test_the_kernels_of_one_order_refuse_them(config: Any, words: str) -> None:
     sixteen = TargetModel(dataclasses.replace(config, dtype="bfloat16"))
@@ -237,7 +239,7 @@ def test_a_ring_holds_the_window_of_every_row() -> None:
                 np.testing.assert_array_equal(found, text[part, index, row, at])
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@each_row("offload", [False, True])
 def test_the_bytes_of_rings_are_known(offload: bool) -> None:
     config = WINDOWS.config
     target = TargetModel(config, offload=offload)
@@ -303,7 +305,7 @@ def test_a_state_is_that_of_the_committed_tokens() -> None:
                 assert relative_error(mine[row], theirs[0]) <= 20 * TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@each_row("offload", [False, True])
 def test_the_bytes_of_states_are_known(offload: bool) -> None:
     """They do not grow with the capacity, which the one layer of attention has."""
     config = RECURRENT.config

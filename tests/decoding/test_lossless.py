@@ -51,7 +51,14 @@ from tests.decoding.lossless import (
     request,
     run,
 )
-from tests.kit import draft_params, prefill, random_draft, random_target, tiny_target_config
+from tests.kit import (
+    draft_params,
+    in_tiers,
+    prefill,
+    random_draft,
+    random_target,
+    tiny_target_config,
+)
 from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget
 
 
@@ -275,9 +282,11 @@ PARTIAL = {
 }
 
 
-@pytest.mark.parametrize("drafter", PARTIAL.values(), ids=PARTIAL)
-def test_partial_passes_of_a_transformer_change_no_token(models: Params, drafter: Drafter) -> None:
-    tokens_are_those_of_plain_decoding(models, drafter, EVERY)
+@pytest.mark.parametrize(
+    "name", in_tiers(PARTIAL, "quest-longspec", "attention-streaming", "quest-end")
+)
+def test_partial_passes_of_a_transformer_change_no_token(models: Params, name: str) -> None:
+    tokens_are_those_of_plain_decoding(models, PARTIAL[name], EVERY)
 
 
 def test_partial_passes_of_a_greedy_batch_change_no_token(models: Params) -> None:
@@ -304,9 +313,9 @@ OFFLOADED = {
 }
 
 
-@pytest.mark.parametrize("drafter", OFFLOADED.values(), ids=OFFLOADED)
-def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params, drafter: Drafter) -> None:
-    tokens, req = prompts(CONFIG.vocab_size), request(**MIXED)
+@pytest.mark.parametrize("name", in_tiers(OFFLOADED, "plain", "quest-longspec"))
+def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params, name: str) -> None:
+    drafter, tokens, req = OFFLOADED[name], prompts(CONFIG.vocab_size), request(**MIXED)
     plain, _ = generate(TargetModel(CONFIG), NoDraft(), models, tokens, LENGTHS, req)
     target = TargetModel(CONFIG, offload=True)
     rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
@@ -322,7 +331,7 @@ def lossy(budget: BlockBudget, tree: str) -> Hierarchy:
     return Hierarchy(inner, Quest(CONFIG, budget), TreeConfig.parse(tree), verify_all=False)
 
 
-@pytest.mark.parametrize("tree", ["chain:6", "chain:6/2,2@9"])
+@pytest.mark.parametrize("tree", in_tiers(["chain:6", "chain:6/2,2@9"], "chain:6"))
 def test_the_lossy_option_fails_where_all_others_pass(models: Params, tree: str) -> None:
     """Negative control; and where it sees all of the context it is no other than they."""
     target, tokens, req = TargetModel(CONFIG), prompts(CONFIG.vocab_size), EVERY[0]
@@ -400,7 +409,7 @@ def test_a_reduced_draft_vocabulary_changes_no_token(models: Params) -> None:
         assert emitted_in_rounds(state) > 0
 
 
-@pytest.mark.parametrize("size", [None, 60])
+@pytest.mark.parametrize("size", [pytest.param(None, marks=pytest.mark.full), 60])
 def test_a_draft_in_8_bits_changes_no_token(models: Params, size: int | None) -> None:
     """Though its noise moves, and it goes on to accept."""
     draft = models.draft
@@ -413,8 +422,10 @@ def test_a_draft_in_8_bits_changes_no_token(models: Params, size: int | None) ->
 
 @pytest.mark.parametrize(
     "drafter",
-    [LongSpecDrafter(DRAFT, TREES[0]), RETRIEVED["quest-longspec"]],
-    ids=["longspec", "quest"],
+    [
+        pytest.param(LongSpecDrafter(DRAFT, TREES[0]), id="longspec"),
+        pytest.param(RETRIEVED["quest-longspec"], id="quest", marks=pytest.mark.full),
+    ],
 )
 def test_output_does_not_depend_on_chunk_capacity_or_neighbours(
     models: Params, drafter: Drafter
@@ -548,7 +559,13 @@ def repetitive(batch: int, vocabulary: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("tree", "chunk"), [("chain:4", 8), ("3,3,3", 72), ("8,8,8,8@12", 8), ("2,5,1", 72)]
+    ("tree", "chunk"),
+    [
+        ("3,3,3", 72),
+        ("8,8,8,8@12", 8),
+        pytest.param("chain:4", 8, marks=pytest.mark.full),
+        pytest.param("2,5,1", 72, marks=pytest.mark.full),
+    ],
 )
 def test_prompt_lookup_changes_no_token(tree: str, chunk: int) -> None:
     target, tokens = LookupTarget(VOCABULARY), repetitive(3, VOCABULARY)
@@ -599,7 +616,7 @@ def test_candidates_of_joined_drafters_share_a_state_and_all_learn(models: Param
             np.testing.assert_array_equal(text, [*tokens[b, : LENGTHS[b]], *row[:-1]])
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_trees_that_are_weighed_change_no_token(models: Params, streams: bool) -> None:
     """Lookup alone, verified where it is worth its seconds: always, never, and now and then."""
     target, tokens = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size)
@@ -623,7 +640,7 @@ def test_trees_that_are_weighed_change_no_token(models: Params, streams: bool) -
 
 
 @pytest.mark.parametrize("requests", [GREEDY, EVERY], ids=["greedy", "every"])
-@pytest.mark.parametrize("tree", ["3,4,2@12~4", "4,4@9~2", "1,1,1~8"])
+@pytest.mark.parametrize("tree", in_tiers(["3,4,2@12~4", "4,4@9~2", "1,1,1~8"], "3,4,2@12~4"))
 def test_joined_drafters_change_no_token(tree: str, requests: list[Request]) -> None:
     """Of a table that drafts well, and of lookup in a text that repeats itself."""
     target, tokens = LookupTarget(VOCABULARY), repetitive(3, VOCABULARY)
@@ -636,7 +653,13 @@ def test_joined_drafters_change_no_token(tree: str, requests: list[Request]) -> 
         assert emitted_in_rounds(state) > 0
 
 
-@pytest.mark.parametrize("requests", [GREEDY, EVERY], ids=["greedy", "every"])
+@pytest.mark.parametrize(
+    "requests",
+    [
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.full),
+        pytest.param(EVERY, id="every"),
+    ],
+)
 def test_joined_drafters_of_a_transformer_change_no_token(
     models: Params, requests: list[Request]
 ) -> None:
@@ -650,6 +673,7 @@ def test_joined_drafters_of_a_transformer_change_no_token(
         assert {*np.unique(bits)} <= {0, 1, 2, 3} and (bits & 1).any() and (bits & 2).any()
 
 
+@pytest.mark.full
 def test_joined_drafters_inside_partial_verification_change_no_token(models: Params) -> None:
     params = Params(models.target, (models.draft, ()))
     target, tokens, req = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size), EVERY[0]

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding import offloaded
@@ -14,7 +13,7 @@ from longspec_jax.decoding.offloaded import OffloadedCache
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.ops.placement import on_host
-from tests.kit import random_target, tiny_target_config
+from tests.kit import each_row, random_target, tiny_target_config
 
 LAYERS, BATCH, CAPACITY = 5, 2, 11
 CONFIG = tiny_target_config(num_layers=LAYERS)
@@ -118,7 +117,7 @@ def test_accepted_rows_are_written_where_they_belong() -> None:
     assert_equal(append(host), append(plain))
 
 
-@pytest.mark.parametrize("layers", [1, 2, 5])
+@each_row("layers", [1, 2, 5])
 def test_bytes_are_known_beforehand(layers: int) -> None:
     config = tiny_target_config(num_layers=layers)
     cache = offloaded.allocate(config, BATCH, CAPACITY)

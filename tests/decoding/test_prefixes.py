@@ -256,6 +256,7 @@ def test_a_warm_row_is_a_cold_one_bit_for_bit(kind: str) -> None:
 # The programs on a mesh.
 
 
+@pytest.mark.full
 def test_a_slot_of_a_mesh_is_copied_without_what_lies_behind() -> None:
     mesh = make_mesh(tp=2, data=2)
     params = random_target(tiny_target_config(num_layers=1, vocab_size=18, mlp_width=54))

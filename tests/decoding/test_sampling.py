@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from transformers import (
     MinPLogitsWarper,
@@ -18,6 +17,7 @@ from longspec_jax.decoding import sampling as sampling_lib
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import NO_TOKEN, Sampling
 from tests.decoding.lossless import kind_of
+from tests.kit import each_row
 
 VOCABULARY = 11
 # Outside a program every operation is one of its own.
@@ -57,7 +57,7 @@ def expected(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -
     return result / result.sum()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 4, 1.0), (1.0, 0, 0.7), (0.9, 6, 0.8)],
 )
@@ -131,7 +131,7 @@ def test_noise_has_its_tail() -> None:
     assert len(np.unique(largest)) == 64
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (50, 1.0)])
+@each_row(("top_k", "top_p"), [(0, 0.9), (50, 1.0)])
 def test_a_neighbours_filter_leaves_an_unfiltered_row_alone(top_k: int, top_p: float) -> None:
     """Summed from the likely end, float32 reaches 1 with most of a wide vocabulary to come."""
     s = sampling(2, 1.0, top_k, top_p).replace(
@@ -154,7 +154,7 @@ def test_top_p_close_to_one_keeps_what_it_promises() -> None:
     assert abs(int(possible.sum()) - (128_256 - left_out)) < 0.03 * left_out
 
 
-@pytest.mark.parametrize("vocabulary", [VOCABULARY, 32_000, 262_144])
+@each_row("vocabulary", [VOCABULARY, 32_000, 262_144])
 def test_the_mass_of_top_p_is_a_sum_in_any_order(vocabulary: int) -> None:
     logits = np.random.default_rng(7).normal(0, 4, vocabulary).astype(np.float32)
     logits = np.sort(logits - logits.max())
@@ -239,7 +239,7 @@ def test_equal_logits_at_an_edge_stay_in_together() -> None:
     np.testing.assert_array_equal(kept.sum(axis=1), [4, 6, 4])
 
 
-@pytest.mark.parametrize("temperature", [1.2e-38, 1.3e-38, 2e-38, 1e-45, 1e-30, 1e-3])
+@each_row("temperature", [1.2e-38, 1.3e-38, 2e-38, 1e-45, 1e-30, 1e-3])
 def test_a_tiny_temperature_draws_the_argmax(temperature: float) -> None:
     logits = jnp.array([[[5.0, 80.0, 7.0, 79.0], [-3.0, -9.0, -1.0, -2.0]]])
     s = sampling(1, 1.0).replace(temperature=jnp.array([temperature], jnp.float32))
@@ -247,9 +247,9 @@ def test_a_tiny_temperature_draws_the_argmax(temperature: float) -> None:
     np.testing.assert_array_equal(drawn[0], [1, 2])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+@each_row("temperature", [0.0, 1.0])
+@each_row("filtered", [False, True])
+@each_row("bad", [jnp.nan, jnp.inf, -jnp.inf])
 def test_nothing_is_drawn_from_logits_that_are_not_finite(temperature, filtered, bad) -> None:
     s = sampling(1, temperature, 3 if filtered else 0)
     logits = jnp.array([[[1.0, 2.0, 0.5, 3.0]] * 2])

@@ -33,7 +33,7 @@ from tests.drafters.kit import (
     llama_layer,
     publish,
 )
-from tests.kit import normal, random_target, relative_error, view_of
+from tests.kit import each_row, normal, random_target, relative_error, view_of
 
 MODEL = random_target(CONFIG)
 TARGET = Target(CONFIG, MODEL)
@@ -181,8 +181,8 @@ def test_what_it_needs() -> None:
     assert replace(drafter, sinks=2).needs == Needs(hidden=hidden, recent=7, first=3)
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", VARIANTS)
+@each_row("own", [False, True])
+@each_row("name", VARIANTS)
 def test_files_as_published(name: str, own: bool, tmp_path: Path) -> None:
     config, raw = VARIANTS[name]
     tensors = published(tmp_path, config, own, **raw)
@@ -218,7 +218,7 @@ def test_files_as_the_authors_leave_them(tmp_path: Path) -> None:
         assert load(tmp_path, TARGET).seen == (476, 4)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "words"),
     [
         (dict(hidden_size=48, head_dim=8), "hidden_size=48, the target has hidden_size=36"),

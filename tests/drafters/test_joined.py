@@ -1,5 +1,6 @@
 """Drafters joined in one tree: the union against sets of paths, and what lookup counts."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,23 +12,31 @@ from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
+from longspec_jax.drafters import ngram
+from longspec_jax.drafters import tree as tree_lib
+from longspec_jax.drafters import union as union_lib
 from longspec_jax.drafters.base import Needs, NoDraft
 from longspec_jax.drafters.calibration import COUNTED, SHARES, Counts, Found, classified
 from longspec_jax.drafters.joined import LEVELS as JOINED_LEVELS
 from longspec_jax.drafters.joined import Joined, JoinedDraft
-from longspec_jax.drafters.ngram import NgramDraft, NgramDrafter, side_by_side
+from longspec_jax.drafters.ngram import NgramDraft, NgramDrafter
 from longspec_jax.drafters.streaming import StreamingDraft
 from longspec_jax.drafters.suffix import SuffixDraft
-from longspec_jax.drafters.tree import Tree, beam_search, best_nodes, node_depths, subtree
-from longspec_jax.drafters.union import union
+from longspec_jax.drafters.tree import Tree, beam_search, best_nodes, subtree
 from longspec_jax.generation.models import drafters_for
 from longspec_jax.loading import with_lookup
 from tests.drafters.test_ngram import paths
+from tests.kit import each_row
 
 SHAPE = TreeConfig((3, 4, 2))
 PLACES, LEVELS = 5, 4
+# Outside a program every operation is one of its own.
+union = partial(jax.jit, static_argnums=(1, 2))(union_lib.union)
+node_depths = partial(jax.jit, static_argnums=1)(tree_lib.node_depths)
+side_by_side = partial(jax.jit, static_argnums=3)(ngram.side_by_side)
 
 
+@partial(jax.jit, static_argnums=(1, 2))
 def model_tree(seed: int, batch: int = 3, vocabulary: int = 4) -> Tree:
     """A beam over few tokens, so that lookup meets its paths."""
 
@@ -61,7 +70,7 @@ def worth_by_path(tree: Tree, row: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-@pytest.mark.parametrize("nodes", [2, 8, 14, 40])
+@each_row("nodes", [2, 8, 14, 40])
 def test_a_union_is_the_best_paths_of_all_trees(nodes: int) -> None:
     for seed in range(4):
         one, other = model_tree(seed), looked_up(seed)
@@ -107,7 +116,7 @@ def path_of(tree: Tree, row: int, node: int) -> tuple[int, ...]:
     return tuple(path)
 
 
-@pytest.mark.parametrize("nodes", [6, 10])
+@each_row("nodes", [6, 10])
 def test_what_is_worth_nothing_leaves_the_other_tree_as_it_is(nodes: int) -> None:
     one, other = model_tree(1), looked_up(1)
     nothing = jnp.where(jnp.arange(other.tokens.shape[1]) == 0, 0.0, -jnp.inf)
@@ -213,7 +222,7 @@ def test_who_proposes_to_which_tree() -> None:
     assert [member.tree for _, member in lookups.active] == [TreeConfig((2, 2))] * 2
 
 
-@pytest.mark.parametrize("drafts", [["ngram"], ["suffix"], ["ngram", "suffix"]])
+@each_row("drafts", [["ngram"], ["suffix"], ["ngram", "suffix"]])
 def test_lookup_alone_takes_the_tree_that_names_its_levels(drafts: list[str]) -> None:
     """``none@9~4`` is lookup's part of a joined tree, and the whole of one that nothing joins."""
     spec = LongSpec.demo(draft=drafts)

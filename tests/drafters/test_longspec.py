@@ -36,6 +36,7 @@ from tests.drafters.kit import Listening
 from tests.kit import (
     after_prompts,
     draft_params,
+    each_row,
     random_draft,
     random_target,
     tiny_target_config,
@@ -316,7 +317,7 @@ def test_a_rounded_head_lies_as_the_head_does() -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("large", "dtype", "chosen", "expected"),
     [
         (True, "bfloat16", None, True),

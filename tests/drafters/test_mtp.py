@@ -35,7 +35,7 @@ from tests.drafters.kit import (
     random_tree,
 )
 from tests.drafters.test_eagle import _chain
-from tests.kit import normal, random_target, relative_error
+from tests.kit import each_row, in_tiers, normal, random_target, relative_error
 from tests.weights.quantised import files as quantised
 from tests.weights.quantised.test_load import dequantised, matrices
 
@@ -307,7 +307,7 @@ class Oracle(torch.nn.Module):
         self.load_state_dict(state)
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", in_tiers(TARGETS, "mimo", "qwen3.5"))
 def test_chains_equal_pytorch(name: str, tmp_path: Path) -> None:
     """Of the stored tensors: order of the projection, norms, positions, what is fed back.
 
@@ -337,7 +337,7 @@ def test_chains_equal_pytorch(name: str, tmp_path: Path) -> None:
     assert 0 < relative_error(rounded[0], found[0]) < 0.1
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@each_row("name", TARGETS)
 def test_files_as_published(name: str, tmp_path: Path) -> None:
     """Most lie among the target's, which loads without them."""
     tensors = published(tmp_path, name)
@@ -351,7 +351,7 @@ def test_files_as_published(name: str, tmp_path: Path) -> None:
     assert_partitioned(found.params.in_int8().layer)
 
 
-@pytest.mark.parametrize(("name", "draft"), [("qwen3.5", "mtp"), ("qwen3.5-moe", "folder")])
+@each_row(("name", "draft"), [("qwen3.5", "mtp"), ("qwen3.5-moe", "folder")])
 def test_the_layer_of_a_model_that_also_sees(name: str, draft: str, tmp_path: Path) -> None:
     """As Qwen publishes it, by name and by folder; for another target it is a small model."""
     tensors = published(tmp_path, name)
@@ -492,7 +492,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_row("case", REFUSED)
 def test_refusals(case: str, tmp_path: Path) -> None:
     name, raw, renamed, words = REFUSED[case]
     published(tmp_path, name, **raw)

@@ -13,6 +13,7 @@ import pytest
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.ngram import CONTEXT, NgramDrafter, NgramState, match_lengths
+from tests.kit import each_row
 
 NONE = Params(None, ())
 
@@ -103,7 +104,7 @@ def test_nodes_that_repeat_others_have_no_parent() -> None:
     assert len(reached) == len(set(reached)) == 2
 
 
-@pytest.mark.parametrize("text", [[3], [3, 4], [1, 2, 3, 4, 5]])
+@each_row("text", [[3], [3, 4], [1, 2, 3, 4, 5]])
 def test_nothing_to_look_up(text) -> None:
     assert paths(proposed([text], "3,3"), 0) == {()}
 

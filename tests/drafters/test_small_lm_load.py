@@ -17,7 +17,7 @@ from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.small_lm import SmallLM, SmallLMDrafter, SmallLMOptions
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import save_target
-from tests.kit import random_target, tiny_target_config
+from tests.kit import each_row, random_target, tiny_target_config
 from tests.vicuna import save_sentences
 
 TARGET = tiny_target_config()
@@ -104,7 +104,7 @@ def test_tied_tables_are_cut_together(tmp_path: Path) -> None:
     assert "head" not in loaded.params and loaded.params["embedding"].shape == (101, 20)
 
 
-@pytest.mark.parametrize(("size", "without"), [(97, "the small model"), (128, "the target")])
+@each_row(("size", "without"), [(97, "the small model"), (128, "the target")])
 def test_sizes_that_no_tokenizer_explains_are_refused(
     tmp_path: Path, size: int, without: str
 ) -> None:
@@ -118,7 +118,7 @@ def test_sizes_that_no_tokenizer_explains_are_refused(
     assert str(folder) in error and "tokenizer.json" in error
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("size", "other", "difference"),
     [
         (
@@ -129,7 +129,6 @@ def test_sizes_that_no_tokenizer_explains_are_refused(
         (97, tokenizer(95), "token 90 is missing in the small model and 'w90' in the target"),
         (128, tokenizer(9), "token 9 is 'w9' in the small model and missing in the target"),
     ],
-    ids=["renamed", "longer", "shorter"],
 )
 def test_another_tokenizer_is_refused_whatever_the_sizes(
     tmp_path: Path, size: int, other: Tokenizer, difference: str

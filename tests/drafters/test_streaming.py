@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NOTHING, Drafter, Params, View
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
-from tests.decoding.lossless import CONFIG, LENGTHS, TABLE, VOCABULARY, generate, prompts
+from tests.decoding.lossless import LENGTHS, TABLE, VOCABULARY, generate, prompts
 from tests.decoding.lossless import request as requested
-from tests.kit import random_target
 from tests.lookup import LookupTarget
 
 CHAIN = TreeConfig((1, 1, 1))
@@ -45,13 +43,6 @@ def is_perfect(histogram: np.ndarray) -> bool:
 )
 def test_a_chain_that_sees_everything_is_perfect(selection: SinksAndRecent, request_) -> None:
     assert is_perfect(histogram(StreamingDrafter(CHAIN, selection), request_))
-
-
-def test_a_transformer_that_sees_everything_is_perfect() -> None:
-    drafter, params = StreamingDrafter(CHAIN, ALL), Params(random_target(CONFIG), None)
-    tokens = prompts(CONFIG.vocab_size)
-    _, state = generate(TargetModel(CONFIG), drafter, params, tokens, LENGTHS, MIXED)
-    assert is_perfect(np.asarray(state.record.histogram).sum(axis=0))
 
 
 class Overlapping(SinksAndRecent):

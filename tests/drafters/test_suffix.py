@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import pytest
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.ngram import NgramState
 from longspec_jax.drafters.suffix import FEW, LONGEST, PLACES, SuffixDrafter
 from tests.drafters.test_ngram import paths
+from tests.kit import each_row
 
 NONE = Params(None, ())
 SLOTS = 64
@@ -70,7 +70,7 @@ def searched(texts: list[list[int]], row: int, levels: int) -> dict[tuple[int, .
     return {path: chosen.get(path, 0) + FEW / PLACES * n for path, n in counts.items()}
 
 
-@pytest.mark.parametrize("own", [False, True])
+@each_row("own", [False, True])
 def test_counts_by_search(own: bool) -> None:
     """The twelve nodes are the most likely paths of all texts; equal ones in any order."""
     random = np.random.default_rng(0)

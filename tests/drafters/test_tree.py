@@ -27,7 +27,7 @@ from longspec_jax.drafters.tree import (
     within_budget,
 )
 from tests.decoding import lossless
-from tests.kit import draft_params, random_draft, random_target
+from tests.kit import draft_params, each_row, random_draft, random_target
 
 
 def test_ancestor_masks_by_hand() -> None:
@@ -167,7 +167,7 @@ def test_a_budget_by_hand() -> None:
     np.testing.assert_array_equal(node_depths(kept, TreeConfig((2, 3), budget=4)), [[0, 1, 2, 2]])
 
 
-@pytest.mark.parametrize(("seed", "count"), [(0, 2), (1, 6), (2, 11)])
+@each_row(("seed", "count"), [(0, 2), (1, 6), (2, 11)])
 def test_the_best_nodes_with_their_paths(seed: int, count: int) -> None:
     """Tokens, parents, masks and depths of the kept nodes, each row its own; order is kept."""
     tree, totals, scores = grown(random_noise(seed))
@@ -190,9 +190,7 @@ def test_the_best_nodes_with_their_paths(seed: int, count: int) -> None:
         assert len({tuple(nodes) for nodes in expected}) > 1, "rows should differ"
 
 
-@pytest.mark.parametrize(
-    "belief", [0.0, -1e-9, -jnp.inf], ids=["certain", "lost in rounding", "out of reach"]
-)
+@each_row("belief", [0.0, -1e-9, -jnp.inf])
 def test_ties_keep_ancestors(belief: float) -> None:
     """Where children score as their parents do, the lower index wins, which is the parent's."""
     tree, totals, _ = grown(jnp.full((3, 2, 5, VOCABULARY), belief).at[0, :, :, 3].set(-2.0))
@@ -214,7 +212,7 @@ def test_a_node_without_its_parent_is_out_of_reach() -> None:
     assert (np.asarray(kept.parents)[:, :2] == -1).all()
 
 
-@pytest.mark.parametrize("budget", [None, 13, 64])
+@each_row("budget", [None, 13, 64])
 def test_a_budget_for_all_nodes_changes_nothing(budget: int | None) -> None:
     tree, totals, _ = grown(random_noise(0))
     config = TreeConfig(GROWN, budget)
@@ -286,7 +284,7 @@ def oracle(belief: jax.Array, row: int) -> tuple[set[tuple[int, ...]], int]:
     return kept, len(WIDTHS)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@each_row("seed", range(2))
 def test_a_row_ends_with_the_level_that_adds_too_little(seed: int) -> None:
     """Each for itself; what is not grown is an orphan that sees itself alone."""
     belief = noise(seed)

@@ -13,6 +13,7 @@ from longspec_jax import LongSpec
 from longspec_jax.generation.chat import render_chat
 from longspec_jax.weights.hf import load_stop_tokens
 from tests.generation.test_chat import with_template
+from tests.kit import each_row
 
 pytestmark = pytest.mark.full
 
@@ -106,25 +107,6 @@ MISTRAL = (
     + "{% if m.role == 'user' %}{{ '[INST] ' + (s + '\n\n' if loop.last and s is defined else '') "
     "+ m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
-PHI = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
-)
-GRANITE = (
-    "{% for m in messages %}{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content "
-    "+ '<|end_of_text|>\n' }}{% if loop.last and add_generation_prompt %}"
-    "{{ '<|start_of_role|>assistant' }}{% if controls %}{{ ' ' + controls | tojson }}{% endif %}"
-    "{{ '<|end_of_role|>' }}{% endif %}{% endfor %}"
-)
-GLM_4 = (
-    "[gMASK]<sop>{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-OLMO_2 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}"
-    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
-)
 
 
 @dataclass(frozen=True)
@@ -183,29 +165,6 @@ FAMILIES = {
         "<s>[INST] Hi[/INST] <think>x</think>\n\nHello<|reserved|>"
         "[INST] Be brief. /no_think\n\nBye[/INST]",
     ),
-    "phi4-mini": Family(
-        PHI,
-        "<|system|>Be brief. /no_think<|end|><|user|>Hi<|end|>"
-        "<|assistant|><think>x</think>\n\nHello<|end|><|user|>Bye<|end|><|assistant|>",
-    ),
-    "granite": Family(
-        GRANITE,
-        "<|start_of_role|>system<|end_of_role|>Be brief. /no_think<|end_of_text|>\n"
-        "<|start_of_role|>user<|end_of_role|>Hi<|end_of_text|>\n"
-        "<|start_of_role|>assistant<|end_of_role|><think>x</think>\n\nHello<|end_of_text|>\n"
-        "<|start_of_role|>user<|end_of_role|>Bye<|end_of_text|>\n"
-        "<|start_of_role|>assistant<|end_of_role|>",
-    ),
-    "glm4": Family(
-        GLM_4,
-        "[gMASK]<sop><|system|>\nBe brief. /no_think<|user|>\nHi<|assistant|>\n<think>x</think>"
-        "\n\nHello<|user|>\nBye<|assistant|>\n",
-    ),
-    "olmo2": Family(
-        OLMO_2,
-        "<s><|system|>\nBe brief. /no_think\n<|user|>\nHi\n<|assistant|>\n<think>x</think>\n\n"
-        "Hello<|reserved|>\n<|user|>\nBye\n<|assistant|>\n",
-    ),
 }
 CHAT = [
     {"role": "system", "content": "Be brief. /no_think"},
@@ -215,7 +174,7 @@ CHAT = [
 ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each_row("name", FAMILIES)
 def test_a_template_of_every_family_is_rendered(name: str) -> None:
     """To the text that its model was trained on, and as transformers does."""
     family = FAMILIES[name]

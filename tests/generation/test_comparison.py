@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from longspec_jax.generation import comparison
+from tests.kit import each_row
 
 
-@pytest.mark.parametrize(("other", "gap"), [(1.5, 0.5), (-np.inf, None), (np.nan, None)])
+@each_row(("other", "gap"), [(1.5, 0.5), (-np.inf, None), (np.nan, None)])
 def test_a_gap_is_a_number_or_none(other, gap, monkeypatch) -> None:
     """Filters leave tokens out by a score of minus infinity."""
     monkeypatch.setattr(comparison, "_scores", lambda *args: jnp.asarray([[2.0, other]]))

@@ -5,7 +5,7 @@ import pytest
 from infer.results import memory_plan_line
 from longspec_jax.generation import memory
 from longspec_jax.generation.memory import MemoryPlan, check_fits
-from tests.kit import tiny_target_config
+from tests.kit import each_row, tiny_target_config
 
 CONFIG = tiny_target_config()
 GB = 10**9
@@ -43,7 +43,7 @@ def test_rings_do_not_grow_with_the_context(refusal) -> None:
     )
 
 
-@pytest.mark.parametrize(("rows", "fewer"), [(1, False), (2, True)])
+@each_row(("rows", "fewer"), [(1, False), (2, True)])
 def test_no_context_of_0_tokens_is_advised(refusal, rows: int, fewer: bool) -> None:
     words = refusal(MemoryPlan(rows, 4096, 0, 0, GB, GB, 6 * GB), GB)
     assert "No context fits beside the draft state and the working memory" in words

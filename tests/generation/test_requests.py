@@ -232,7 +232,7 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
     assert_as_alone(spec, requests, found)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_hundred_requests_through_eight_slots() -> None:
     spec, requests = toy_spec(), mixed(100, seed=3, most=300)
     more = {"prefixes": True, "cpu_prefix_cache_bytes": 1 << 18}

@@ -108,6 +108,7 @@ def test_the_chunks_of_prompts_that_are_prefilled_alone() -> None:
     assert short.chunk == 128 and short.chunk_of(100) == shape.chunk_of(100)
 
 
+@pytest.mark.full
 def test_a_batch_of_prompts_that_are_prefilled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = dataclasses.replace(toy_spec(max_positions=1024), prefill_chunk=512)
     long = [3 + position * position % 11 for position in range(300)]

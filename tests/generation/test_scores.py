@@ -83,17 +83,6 @@ def test_they_are_those_of_transformers(theirs: Any, spec: LongSpec, options: An
         assert np.isneginf(result.scores[row]).any() == ("top_k" in options)
 
 
-def test_a_whole_greedy_call_has_the_scores_of_transformers(theirs: Any, spec: LongSpec) -> None:
-    result = ours(spec)
-    config = GenerationConfig(max_new_tokens=NEW, return_dict_in_generate=True, pad_token_id=0)
-    config.update(output_scores=True, output_logits=True, eos_token_id=None)
-    for row, prompt in enumerate(PROMPTS):
-        found = theirs.generate(torch.tensor([prompt]), config)
-        assert found.sequences[0, len(prompt) :].tolist() == list(result.sequences[row])
-        for ours_, all_steps in ((result.scores, found.scores), (result.logits, found.logits)):
-            np.testing.assert_allclose(ours_[row], torch.cat(all_steps).numpy(), atol=1e-4)
-
-
 def test_plain_decoding_has_the_same_and_neighbours_change_nothing(spec: LongSpec) -> None:
     options: Any = {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.6, "seed": [1, 2]}
     options["logit_bias"] = {7: 2.5}

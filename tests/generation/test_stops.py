@@ -18,6 +18,7 @@ from longspec_jax.generation.stops import StopStrings, stop_strings
 from longspec_jax.generation.text import RowText, continuation
 from tests.generation.test_text import Counting, byte_fallback, byte_level, random_tokens
 from tests.infer.toys import STOP, toy_spec, toy_tokenizer
+from tests.kit import each_row
 
 PROMPTS = ["ab cd gh é", "cd", "é ab ab gh cd"]
 OPTIONS: dict[str, Any] = dict(
@@ -65,7 +66,7 @@ def test_a_match_is_that_of_a_naive_search_however_the_text_is_split() -> None:
     assert 1000 < matches < 3900
 
 
-@pytest.mark.parametrize("tokenizer", [byte_fallback, byte_level])
+@each_row("tokenizer", [byte_fallback, byte_level])
 def test_a_row_ends_with_the_first_token_whose_text_holds_a_stop_string(tokenizer) -> None:
     """Also inside a character's bytes, a run of bytes and a token; nothing is shown too early."""
     tokenizer, choose, stopped = tokenizer(), random.Random(1), 0
@@ -243,7 +244,7 @@ def test_several_sequences_of_a_prompt(whole) -> None:
     assert batch.stop_strings == (("b",), ("b",), (), ())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         (dict(stop_strings=""), "stop_strings holds an empty text, which would end every row"),

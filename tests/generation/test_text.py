@@ -4,7 +4,6 @@ import functools
 import os
 import random
 
-import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -139,7 +138,7 @@ def to_symbol(byte: int) -> str:
     return chr(byte if byte in printable else 256 + others.index(byte))
 
 
-@pytest.mark.parametrize("tokenizer", [byte_fallback, byte_level])
+@each_row("tokenizer", [byte_fallback, byte_level])
 def test_streamed_text_is_that_of_the_whole(tokenizer) -> None:
     """Any tokens, split anywhere between prompt and completion, with characters cut in half."""
     tokenizer, choose = tokenizer(), random.Random(0)

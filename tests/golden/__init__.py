@@ -1,7 +1,7 @@
 """What this version computes, recorded before a change and compared behind it.
 
     python -m tests.golden record FOLDER
-    python -m tests.golden compare FOLDER [--only tokens|digests|training|refusals] [--names GLOB]
+    python -m tests.golden compare FOLDER [--only tokens|digests|training] [--names GLOB]
 
 Both on one machine: another processor adds floats up in another order. The folder keeps the models,
 so that a change of the tests' toys does not change them.

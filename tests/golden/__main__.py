@@ -10,7 +10,7 @@ from typing import Any
 
 import tests.conftest  # noqa: F401  # Before jax: the devices and the compiler's options of the tests.
 
-PARTS = "tokens", "digests", "training", "refusals"
+PARTS = "tokens", "digests", "training"
 
 
 def main() -> int:

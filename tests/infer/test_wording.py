@@ -4,11 +4,12 @@ import pytest
 
 from infer.wording import command_words, in_command_words
 from longspec_jax.checks import Refused
+from tests.kit import each_row
 
 FILE = ["batch.jsonl, line 1", "batch.jsonl, line 4"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("said", "rows", "expected"),
     [
         (Refused("temperature", -1, ">= 0", 0), ["prompt"], "--temperature=-1 must be >= 0"),
@@ -36,7 +37,7 @@ def test_kinds_of_errors_stay() -> None:
         raise KeyError("a defect is no bad input")
 
 
-@pytest.mark.parametrize("said", ["row 0: token id 9 is outside", "token id 9 is outside"])
+@each_row("said", ["row 0: token id 9 is outside", "token id 9 is outside"])
 def test_what_is_about_one_prompt_begins_with_it(said) -> None:
     with pytest.raises(ValueError, match="^a.txt: token id 9 is outside$"):
         with command_words(["a.txt"], of="a.txt"):

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.weights.hf import load_target, load_target_config, target_bytes
+from tests.kit import each_row
 from tests.models.families import LLAMA3, YARN, make_model, torch, transformers
 
 pytestmark = pytest.mark.full
@@ -82,7 +83,7 @@ def _logits(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(found[0][0]), expected
 
 
-@pytest.mark.parametrize("case", ROPES)
+@each_row("case", ROPES)
 def test_a_scaling_that_holds_the_base(case: str, tmp_path: Path) -> None:
     family, rope = ROPES[case]
     make_model(family).save_pretrained(tmp_path)

@@ -47,6 +47,7 @@ def test_a_draft_takes_a_copy_of_it() -> None:
     np.testing.assert_array_equal(shared.head, head_of(quantised(params)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"data": 2}], ids=str)
 def test_a_mesh_shares_it_out(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_target_config(

@@ -7,13 +7,13 @@ test at short positions would notice.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from longspec_jax.config.layers import Rotary
 from longspec_jax.models.layers import rotary_angles
 from longspec_jax.ops.layer import rotate
 from longspec_jax.weights.hf_config import rope_scaling, rope_theta
 from longspec_jax.weights.json_files import JsonObject
+from tests.kit import each_row
 from tests.models.families import torch, transformers
 
 POSITIONS = np.array([[0, 1, 31, 4095, 32767, 131071, 262143]])
@@ -71,8 +71,8 @@ def _angles(values, head_width):
     return jax.jit(lambda p: rotary_angles(p, head_width, rotary))(POSITIONS)
 
 
-@pytest.mark.parametrize("head_width", [64, 128])
-@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+@each_row("head_width", [64, 128])
+@each_row("rope", ROPES.values())
 def test_angles(rope, head_width):
     cos, sin = _oracle(rope, head_width)(torch.zeros(1), torch.from_numpy(POSITIONS))
     half = head_width // 2
@@ -95,9 +95,7 @@ def test_condense_ratio_is_linear_scaling():
             np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "rope", [ROPES["vicuna-16k"], ROPES["llama-3.1"]], ids=["linear", "llama3"]
-)
+@each_row("rope", [ROPES["vicuna-16k"], ROPES["llama-3.1"]])
 def test_rotation(rope):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 

@@ -530,6 +530,7 @@ for batch_invariant in (False, True):
 """
 
 
+@pytest.mark.multiproc
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
 def test_a_hopper_step_lowers_where_pallas_triton_is_gone() -> None:
     command = [sys.executable, "-c", WITHOUT_PALLAS_TRITON]

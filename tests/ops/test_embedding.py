@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import each_row, normal
+
+pytestmark = pytest.mark.full
 
 MESHES = [{"tp": 2}, {"data": 2, "tp": 4}, {"data": 2}, {"fsdp": 2, "tp": 2}]
 

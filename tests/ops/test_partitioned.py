@@ -18,6 +18,8 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import BATCH, make_mesh
 
+pytestmark = pytest.mark.full
+
 DATA = BATCH[0]
 TOKENS, WIDTH, SLOTS, KEYS = 3, 16, 67, 5
 SPECS = dict(

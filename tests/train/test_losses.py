@@ -4,10 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from longspec_jax.ops.slicing import chunk_length
-from tests.kit import ALL_PASSES, relative_error
+from tests.kit import ALL_PASSES, each_row, relative_error
 from train.acceptance import count_hits
 from train.drafts.parallel import About, block_loss
 from train.losses import cross_entropy_sum, distillation_sums, next_token_labels
@@ -28,8 +27,8 @@ def inputs(dtype: jnp.dtype) -> tuple[jax.Array, ...]:
     return hidden.astype(dtype), head.astype(dtype), labels, weights
 
 
-@pytest.mark.parametrize("chunk", [1, 9, 1000])
-@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+@each_row("chunk", [1, 9, 1000])
+@each_row(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
 def test_value_and_gradients_equal_the_dense_ones(
     chunk: int, dtype: jnp.dtype, bound: float
 ) -> None:
@@ -53,7 +52,7 @@ def test_value_and_gradients_equal_the_dense_ones(
         assert relative_error(actual.astype(jnp.float32), wanted) < bound
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("chunk", "dtype", "bound", "share"),
     [
         # Every two of them together.
@@ -98,7 +97,7 @@ def test_distillation_equals_the_dense_one(
     assert chunked(hidden, hidden, head)[1].divergence == 0.0
 
 
-@pytest.mark.parametrize("head_gradient", [False, True])
+@each_row("head_gradient", [False, True])
 def test_capped_logits_have_the_gradients_of_the_definition(head_gradient: bool) -> None:
     """Of the text, of a distribution that is capped as well, and of a parallel draft's blocks."""
     hidden, head, labels, weights = inputs(jnp.float32)
@@ -186,7 +185,7 @@ def test_logits_exist_for_one_chunk_only() -> None:
     assert temporary_bytes(64) < whole / 2 < temporary_bytes(1024)
 
 
-@pytest.mark.parametrize("length", [11, 13])
+@each_row("length", [11, 13])
 def test_a_padded_last_chunk_changes_no_value_and_no_gradient(length: int) -> None:
     keys = jax.random.split(jax.random.key(3), 4)
     hidden = jax.random.normal(keys[0], (2, length, 8))

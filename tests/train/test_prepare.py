@@ -8,6 +8,7 @@ import datasets
 import pytest
 
 from longspec_jax.sharding import make_mesh
+from tests.kit import each_row
 from tests.train.tiny import ROOT, arguments, write_documents
 from train import prepare
 from train.arguments import parse
@@ -87,7 +88,7 @@ def test_a_stages_own_bad_rows_are_allowed_by_its_own_option(
         assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "sentence"),
     [
         ([f"--config={ROOT}/configs/demo.py"], "makes its own data, there is nothing to prepare"),

@@ -303,6 +303,7 @@ def test_data_and_model_that_do_not_fit_are_refused(
         assert sentence in error and "Traceback" not in error, change
 
 
+@pytest.mark.multiproc
 def test_the_shell_sees_one_line_and_a_status() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "train.run", "--config=configs/demo.py", "--config.sed=1"],
@@ -324,6 +325,7 @@ runpy.run_module("train.run", run_name="__main__")
 """
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("missing", ["ml_collections", "absl,orbax"])
 def test_without_the_extra_the_shell_sees_what_to_type(missing: str) -> None:
     ended = subprocess.run(

@@ -130,6 +130,7 @@ def test_the_target_runs_no_further_than_is_read() -> None:
     assert products(replace(SETTINGS, distillation=0.5)) - products(SETTINGS) == 6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "whole"), [("chunked", "draft"), ("target", "target")])
 def test_devices_and_chunks_of_the_mlp_do_not_change_the_step(kind: str, whole: str) -> None:
     """A chunk is cut besides."""
@@ -139,6 +140,7 @@ def test_devices_and_chunks_of_the_mlp_do_not_change_the_step(kind: str, whole: 
     assert_placed(result[0], sharded.shardings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", FROZEN)
 def test_a_draft_learns_from_a_target_of_unlike_layers(kind: str) -> None:
     """In chunks and on a mesh, the target's loss is that of one pass on one device."""

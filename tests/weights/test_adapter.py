@@ -177,7 +177,7 @@ def of_experts(
     return names, np.float32(8 / RANK) * np.stack(each)
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@each_row("swapped", [False, True])
 def test_experts_that_are_adapted_at_once(tmp_path: Path, swapped: bool) -> None:
     """Gate and up inside, down outside; before 0.18 PEFT exchanged what goes in and out."""
     config = sparse()

@@ -92,33 +92,94 @@ def test_revision_of_a_folder(folder):
         load_target(folder, revision="main")
 
 
-def test_missing_config(folder):
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="has no config.json.*download the whole model"):
-        load_target(folder)
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE: dict[str, tuple[list[str], list[str], str]] = {
+    "no config": (["config.json"], [], "has no config.json.*download the whole model"),
+    "an adapter alone": (["config.json"], ["adapter_config.json"], "merge it into its model"),
+    "an adapter's config": ([WEIGHTS], ["adapter_config.json"], "merge it into its model"),
+    # The folder's own weights count, and their config.json is missing.
+    "GGUF": (["config.json"], ["model-q4.gguf"], "name the .gguf file itself"),
+    "weights of another name": (
+        [WEIGHTS],
+        ["weights.safetensors"],
+        "holds no weights: expected one of model.safetensors.*found.*weights.safetensors",
+    ),
+    # Another download would bring the same files.
+    "a cache": (
+        ["config.json", WEIGHTS],
+        ["snapshots"],
+        "name the folder below snapshots, or the hub id",
+    ),
+    "Mistral's": (["config.json", WEIGHTS], ["params.json"], "the files in Hugging Face's format"),
+    "its weights": (
+        ["config.json", WEIGHTS],
+        ["consolidated.safetensors"],
+        "the files in Hugging Face's format",
+    ),
+}
+"""What a sound folder lacks, what it has instead, and what is said."""
 
 
-def test_missing_weights(folder):
-    (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    message = "holds no weights: expected one of model.safetensors.*found.*weights.safetensors"
-    with pytest.raises(FileNotFoundError, match=message):
-        load_target(folder)
+@each_row("case", WHOLE)
+def test_a_folder_that_is_no_whole_model_is_told(tmp_path, case):
+    absent, instead, words = WHOLE[case]
+    save_target(tmp_path, CONFIG, random_target(CONFIG))
+    for name in absent:
+        (tmp_path / name).unlink()
+    for name in instead:
+        (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError, match=words):
+        load_target(tmp_path)
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_an_adapter_is_told(folder, missing):
-    (folder / missing).unlink()
-    (folder / "adapter_config.json").touch()
-    with pytest.raises(FileNotFoundError, match="merge it into its model"):
-        load_target(folder)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"
+HEADER = json.dumps({"a": {"dtype": "F3", "shape": [8], "data_offsets": [0, 3]}}).encode()
+CUT = r"bytes\) is truncated or not.*download it again"
+DAMAGED = {
+    **{f"cut at {kept}": (lambda old, kept=kept: old[:kept], CUT) for kept in (0, 5, 500, -1)},
+    "a pointer": (lambda old: POINTER, "git lfs pull"),
+    # A whole file is not downloaded again: it is newer than the package that reads it.
+    "newer numbers": (
+        lambda old: len(HEADER).to_bytes(8, "little") + HEADER + b"123",
+        "of a kind that safetensors .* does not know.*pip install --upgrade safetensors$",
+    ),
+}
 
 
-def test_a_gguf_file_beside_weights_is_told(folder):
-    """The folder's own weights count, and their config.json is missing."""
-    (folder / "config.json").unlink()
-    (folder / "model-q4.gguf").touch()
-    with pytest.raises(FileNotFoundError, match="name the .gguf file itself"):
-        load_target(folder)
+@each_row("case", DAMAGED)
+def test_a_damaged_file_is_told(tmp_path, case):
+    change, words = DAMAGED[case]
+    save_target(tmp_path, CONFIG, random_target(CONFIG))
+    (tmp_path / WEIGHTS).write_bytes(change((tmp_path / WEIGHTS).read_bytes()))
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        load_target(tmp_path)
+
+
+def test_an_index_and_its_files(sharded):
+    index = sharded / INDEX
+    raw = json.loads(index.read_text())
+    fewer = {name: file for name, file in raw["weight_map"].items() if name != "model.norm.weight"}
+    index.write_text(json.dumps({"weight_map": fewer}))
+    with pytest.raises(ValueError, match="disagree about model.norm.weight"):
+        load_target(sharded)
+    index.write_text("{}")
+    with pytest.raises(FileNotFoundError, match="weight_map names no file; download"):
+        load_target(sharded)
+    index.write_text(json.dumps(raw))
+    next(sharded.glob("model-00002-of-*")).unlink()
+    with pytest.raises(FileNotFoundError, match="names . files, but model-00002-of-.* is missing"):
+        load_target(sharded)
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@each_row("value", [np.nan, np.inf])
+def test_values_that_are_not_finite(tmp_path, value):
+    save_target(tmp_path, CONFIG, random_target(CONFIG))
+    _edit(tmp_path, lambda tensors: tensors[DOWN].__setitem__((35, 52), value))
+    with pytest.raises(ValueError, match=f"{DOWN} holds NaN or infinite.*download it again"):
+        load_target(tmp_path)
 
 
 def test_all_mismatches_are_reported_together(folder):
@@ -166,88 +227,18 @@ def test_a_tied_head_is_dropped(tmp_path):
     assert "head" not in params
 
 
-def test_a_missing_head_is_not_tied_silently(folder):
-    _edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ValueError, match=r"missing lm_head.weight \(101, 36\)"):
-        load_target(folder)
-
-
-@pytest.mark.parametrize("kept", [0, 5, 500, -1])
-def test_truncated_file(folder, kept):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"bytes\) is truncated or not.*download it again"):
-        load_target(folder)
-
-
-def test_numbers_that_this_safetensors_does_not_know(folder):
-    """A whole file is not downloaded again: it is newer than the package that reads it."""
-    header = json.dumps({"a": {"dtype": "F3", "shape": [8], "data_offsets": [0, 3]}}).encode()
-    content = len(header).to_bytes(8, "little") + header + b"123"
-    (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="of a kind that safetensors .* does not know") as error:
-        load_target(folder)
-    assert str(error.value).endswith("pip install --upgrade safetensors")
-
-
-@each_row(
-    ("name", "words"),
-    {
-        "snapshots": "name the folder below snapshots, or the hub id",
-        "consolidated.safetensors": "the files in Hugging Face's format",
-        "params.json": "the files in Hugging Face's format",
-    }.items(),
-)
-def test_folders_that_are_no_model_are_recognised(tmp_path, name, words):
-    """Another download would bring the same files."""
-    (tmp_path / name).mkdir()
-    with pytest.raises(FileNotFoundError, match=words):
-        load_target(tmp_path)
-
-
-def test_large_file_pointer(folder):
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"
-    (folder / "model.safetensors").write_text(pointer)
-    with pytest.raises(ValueError, match="git lfs pull"):
-        load_target(folder)
-
-
-def test_missing_shard(sharded):
-    name = "model-00002-of-"
-    next(sharded.glob(f"{name}*")).unlink()
-    with pytest.raises(FileNotFoundError, match=f"names . files, but {name}.* is missing"):
-        load_target(sharded)
-
-
-def test_index_without_files(sharded):
-    (sharded / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="weight_map names no file; download"):
-        load_target(sharded)
-
-
-def test_index_and_files_disagree(sharded):
-    index = sharded / "model.safetensors.index.json"
-    raw = json.loads(index.read_text())
-    del raw["weight_map"]["model.norm.weight"]
-    index.write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="disagree about model.norm.weight"):
-        load_target(sharded)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_finite(folder, value):
-    name = "model.layers.1.mlp.down_proj.weight"
-    _edit(folder, lambda tensors: tensors[name].__setitem__((35, 52), value))
-    with pytest.raises(ValueError, match=f"{name} holds NaN or infinite.*download it again"):
-        load_target(folder)
-
-
 def test_overflow_of_a_cast(folder):
     _edit(folder, lambda tensors: tensors["model.norm.weight"].__setitem__(3, -1e6))
     message = "model.norm.weight holds 1e.06, which overflows float16; pass dtype='bfloat16'"
     with pytest.raises(ValueError, match=message):
         load_target(folder, dtype="float16")
     load_target(folder, dtype="bfloat16")
+
+
+def test_a_missing_head_is_not_tied_silently(folder):
+    _edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match=r"missing lm_head.weight \(101, 36\)"):
+        load_target(folder)
 
 
 def test_a_stored_dtype_is_not_cast_silently(folder):

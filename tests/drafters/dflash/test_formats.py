@@ -41,7 +41,7 @@ from longspec_jax.weights.json_files import JsonObject
 from tests.drafters.dflash.toys import config_for, random_params
 from tests.drafters.kit import assert_same_tensors, edit, without_tables
 from tests.infer.toys import save_toy, toy_spec
-from tests.kit import random_target, tiny_target_config
+from tests.kit import each_row, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=8)
 TARGET = Target(CONFIG, random_target(CONFIG))
@@ -121,7 +121,7 @@ def _translate(folder: Path, dialect: Dialect) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@each_row("name", DRAFTS)
 def test_every_dialect_is_read_and_one_is_written(name: str, tmp_path: Path) -> None:
     _, config = DRAFTS[name]
     folder = _saved(tmp_path / "one", name)
@@ -285,7 +285,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_row("case", REFUSED)
 def test_refusals(case: str, tmp_path: Path) -> None:
     name, changes, words = REFUSED[case]
     folder = _saved(tmp_path, name, **changes)
@@ -293,14 +293,14 @@ def test_refusals(case: str, tmp_path: Path) -> None:
         load(folder, TARGET)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "kind"),
     {
         "refiner_head.mixer.weight": "XPress",
         "hidden_dim_adapter.weight": "JetSpec",
     }.items(),
 )
-@pytest.mark.parametrize("dialect", ["z-lab", "speculators"])
+@each_row("dialect", ["z-lab", "speculators"])
 def test_other_drafts_are_recognised_by_their_tensors(
     tmp_path: Path, name: str, kind: str, dialect: str
 ) -> None:
@@ -315,7 +315,7 @@ def test_other_drafts_are_recognised_by_their_tensors(
         load(folder, TARGET)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         "layers.0.attention_conv.base_kernel",
@@ -323,7 +323,7 @@ def test_other_drafts_are_recognised_by_their_tensors(
         "candidate_selector.predecessor_codebook",
     ],
 )
-@pytest.mark.parametrize("dialect", ["z-lab", "speculators"])
+@each_row("dialect", ["z-lab", "speculators"])
 def test_a_draft_of_dflash_2_is_recognised_by_its_tensors(
     tmp_path: Path, name: str, dialect: str
 ) -> None:
@@ -382,8 +382,8 @@ def test_what_is_seen_follows_from_the_trained_range(tmp_path: Path) -> None:
     assert load(_saved(tmp_path, "z-lab"), TARGET).drafter(PLAIN).window is None
 
 
-@pytest.mark.parametrize("fields", [{}, CAUSAL], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize(("block", "deepest"), [(4, 3), (16, 15), (64, 16)])
+@each_row("fields", [{}, CAUSAL])
+@each_row(("block", "deepest"), [(4, 3), (16, 15), (64, 16)])
 def test_default_trees_fit_the_block(block: int, deepest: int, fields: dict[str, Any]) -> None:
     """Those of a causal block have up to 128 nodes, as its authors' have."""
     config = config_for(CONFIG, block=block, **fields)
@@ -408,7 +408,7 @@ def test_a_key_of_jetspec_is_what_tells_its_heads_from_drafts_of_dflash(tmp_path
     assert config == replace(DRAFTS["JetSpec"][1], causal=(False, False))
 
 
-@pytest.mark.parametrize("causal", [(True, False), (False, True)])
+@each_row("causal", [(True, False), (False, True)])
 def test_blocks_that_no_file_describes_are_refused(causal: tuple[bool, bool]) -> None:
     """Else they would be saved as others."""
     with pytest.raises(ValueError, match=r"must be true of all layers, .* no file says more"):

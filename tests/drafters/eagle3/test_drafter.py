@@ -12,8 +12,6 @@ import pytest
 
 from longspec_jax.config.layers import YarnRopeScaling
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
@@ -28,7 +26,6 @@ from tests.decoding.lossless import (
     emitted_in_rounds,
     generate,
     prompts,
-    run,
 )
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.drafters.kit import (
@@ -88,21 +85,6 @@ def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
             (ours.entries.cache.values[0], theirs.entries.cache.values[0]),
         ):
             np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-4)
-
-
-def test_slots_and_a_window_change_no_token(plain: list[list[np.ndarray]]) -> None:
-    """Three requests pass through two slots, their prompts in chunks beside the rounds."""
-    params = Params(MODEL, random_params(DRAFT, KNOWN))
-    models = TARGET, (WINDOW,), params
-    runner = ModelRunner(*models, slots=2, capacity=64, stop_width=1, streams=False)
-    engine = Engine(runner, chunk=8)
-    engine.launch_sizes = 1, 2
-    for req in map(jax.device_get, EVERY):
-        for row, length in enumerate(LENGTHS):
-            engine.submit(TEXT[row, :length], req.row(row))
-    rows, state = run(engine, 9)
-    assert_same(rows, [row for expected in plain for row in expected])
-    assert emitted_in_rounds(state) > 0
 
 
 def test_a_working_cache_changes_no_token(plain: list[list[np.ndarray]]) -> None:

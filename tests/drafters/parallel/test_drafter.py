@@ -30,7 +30,7 @@ from tests.decoding.lossless import CONFIG
 from tests.drafters.kit import Listening, assert_partitioned
 from tests.drafters.parallel.toys import config_for, random_tree
 from tests.infer.toys import save_toy, toy_spec
-from tests.kit import normal, random_target, relative_error, view_of
+from tests.kit import each_row, normal, random_target, relative_error, view_of
 
 DRAFT = config_for(CONFIG)
 TREE = random_tree(DRAFT)
@@ -166,7 +166,7 @@ def test_8_bits_and_meshes(state: Any) -> None:
         assert_partitioned({name: getattr(each, name) for name in ("layer", "head", "markov")})
 
 
-@pytest.mark.parametrize("markov_rank", [0, 5])
+@each_row("markov_rank", [0, 5])
 def test_a_folder_gives_back_what_was_saved(tmp_path: Path, markov_rank: int) -> None:
     config = config_for(CONFIG, num_layers=3, markov_rank=markov_rank)
     params = random_tree(config)

@@ -36,7 +36,7 @@ from tests.decoding.lossless import (
 )
 from tests.decoding.lossless import request as requested
 from tests.drafters.test_streaming import is_perfect
-from tests.kit import random_target, tiny_target_config
+from tests.kit import each_row, random_target, tiny_target_config
 from tests.lookup import LookupDrafter, LookupTarget
 from tests.ops.selection import oracle
 
@@ -93,13 +93,6 @@ def test_a_mistake_lowers_what_is_accepted(kind: Any) -> None:
     _, state = generate(target, drafter, params, tokens, LENGTHS, MIXED)
     found = np.asarray(state.record.histogram).sum(axis=0)
     assert found[-1] < found.sum() / 2
-
-
-def test_a_transformer_that_sees_every_token_is_perfect() -> None:
-    drafter = Hierarchy(StreamingDrafter(TreeConfig((1,))), Quest(CONFIG, ROOMY), CHAIN)
-    params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
-    _, state = generate(TargetModel(CONFIG), drafter, params, tokens, LENGTHS, MIXED)
-    assert is_perfect(np.asarray(state.record.histogram).sum(axis=0))
 
 
 @pytest.mark.parametrize("chunk", [8, 19])
@@ -210,7 +203,7 @@ def test_the_last_token_asks_for_all_layers() -> None:
     assert attended.needs.keys == () and attended.needs.recent == 1
 
 
-@pytest.mark.parametrize("kind", [Quest, AttentionRetriever])
+@each_row("kind", [Quest, AttentionRetriever])
 def test_it_is_a_selector_and_refuses_what_cannot_be(kind: Any) -> None:
     assert isinstance(kind(CONFIG, TIGHT), Retriever)
     with pytest.raises(ValueError, match="46 slots is no whole number of blocks of 4"):

@@ -14,7 +14,7 @@ from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
 from longspec_jax.loading import choose_drafts
 from longspec_jax.ops.selection.blocks import BlockBudget
-from tests.kit import tiny_target_config
+from tests.kit import each_row, tiny_target_config
 
 CONFIG = tiny_target_config()
 CHAIN = TreeConfig((1,) * 8)
@@ -86,7 +86,7 @@ def test_a_chain_and_its_tree_share_the_usual_nodes() -> None:
     assert str(behind_chain(8, TreeConfig((1, 1), threshold=0.5))) == "chain:8/chain:2+0.5"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         (dict(retrieve=512), "retrieve=512: 512 slots cannot hold sinks=32 and recent=512"),
@@ -105,7 +105,6 @@ def test_a_chain_and_its_tree_share_the_usual_nodes() -> None:
             "unknown option 'chunk' for streaming; it has sinks, recent",
         ),
     ],
-    ids=str,
 )
 def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):

@@ -33,7 +33,7 @@ from tests.decoding.lossless import (
 )
 from tests.decoding.lossless import request as requested
 from tests.drafters.test_streaming import is_perfect
-from tests.kit import prefill, random_target
+from tests.kit import each_row, prefill, random_target
 from tests.lookup import LookupDrafter, LookupTarget
 
 ALL = SinksAndRecent(3, 1000)
@@ -251,7 +251,7 @@ def plain_pass(params: Any, text: jax.Array) -> tuple[jax.Array, jax.Array]:
     return output.kept[1], queries[0]
 
 
-@pytest.mark.parametrize("text", ["2,3", "chain:4@3"])
+@each_row("text", ["2,3", "chain:4@3"])
 def test_a_tree_that_is_no_chain_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"tree {text} must be a chain such as chain:16"):
         Hierarchy(NoDraft(), ALL, TreeConfig.parse(text))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
+from tests.kit import each_row
 
 
 def counted(selection: SinksAndRecent, length: int, capacity: int = 16) -> list[int]:
@@ -22,7 +23,7 @@ def test_by_hand() -> None:
     assert counted(chosen, 1, 3) == [1, 0, 0]
 
 
-@pytest.mark.parametrize(("sinks", "recent"), [(0, 3), (2, 3), (5, 1), (7, 9)])
+@each_row(("sinks", "recent"), [(0, 3), (2, 3), (5, 1), (7, 9)])
 def test_no_slot_is_seen_twice_and_none_beyond_the_length(sinks: int, recent: int) -> None:
     """Twice would give it twice its weight."""
     for length in range(15):

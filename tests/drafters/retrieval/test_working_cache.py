@@ -1,6 +1,7 @@
 """Working caches: which slots are read, when they are chosen, and that no token depends on it."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,15 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding import lossless
-from tests.kit import draft_params, random_draft, random_target, tiny_target_config, view_of
+from tests.kit import (
+    draft_params,
+    each_row,
+    in_tiers,
+    random_draft,
+    random_target,
+    tiny_target_config,
+    view_of,
+)
 
 ONE_LAYER = tiny_target_config(num_layers=1)
 SLOTS, CHUNK = 256, 8
@@ -40,13 +49,18 @@ def working(target: Any = ONE_LAYER, slots: int = 32, refresh: int = 2) -> Worki
 
 def slots_read(cache: WorkingCache, choice: CachedSelection | None, length: Any) -> list[list[int]]:
     """The slots of every row's working cache, found by reading their own numbers."""
-    rows = len(length)
-    numbers = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.float32)[:, None], (rows, 1, SLOTS, 1))
-    table = cache.table(choice, jnp.asarray(length), SLOTS)
-    prefix = cache.read(Prefix(numbers, -numbers, table.length), table)
+    prefix = _read(cache, choice, jnp.asarray(length, jnp.int32))
     np.testing.assert_array_equal(prefix.keys, -prefix.values)
-    found = np.asarray(prefix.keys[:, 0, :, 0]).astype(int)
+    found = np.asarray(prefix.keys)[:, 0, :, 0].astype(int)
     return [row[:count].tolist() for row, count in zip(found, prefix.length, strict=True)]
+
+
+@partial(jax.jit, static_argnums=0)
+def _read(cache: WorkingCache, choice: Any, length: jax.Array) -> Prefix:
+    shape = len(length), 1, SLOTS, 1
+    numbers = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.float32)[:, None], shape)
+    table = cache.table(choice, length, SLOTS)
+    return cache.read(Prefix(numbers, -numbers, table.length), table)
 
 
 def attending(cache: WorkingCache, length: Any, slots: Any) -> CachedSelection:
@@ -60,11 +74,14 @@ def looking(cache: WorkingCache, choice: Any, length: Any, slots: Any) -> Cached
     shape = (rows, config.num_kv_heads, SLOTS, config.head_width)
     keys = np.full(shape, -1.0, np.float32)
     keys[np.arange(rows), :, np.asarray(slots)] = 40.0
-    length, query = jnp.asarray(length, jnp.int32), jnp.ones_like(choice.retriever.query)
-    view = view_of(jnp.zeros_like(length), length, jnp.asarray(keys), jnp.asarray(keys))
-    seen = cache.before_round(replace(choice, retriever=LastQuery(query)), view)
-    assert seen is not None
-    return seen
+    return _looked(cache, choice, jnp.asarray(length, jnp.int32), keys)
+
+
+@partial(jax.jit, static_argnums=0)
+def _looked(cache: WorkingCache, choice: Any, length: jax.Array, keys: Any) -> Any:
+    view = view_of(jnp.zeros_like(length), length, keys, keys)
+    query = LastQuery(jnp.ones_like(choice.retriever.query))
+    return cache.before_round(replace(choice, retriever=query), view)
 
 
 def test_what_the_target_attends_to_is_read_until_the_next_choice() -> None:
@@ -197,10 +214,10 @@ def plain() -> tuple[Any, list[np.ndarray], Any]:
     return params, rows, request
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-def test_a_working_cache_changes_no_token(drafter: Drafter, plain: Any) -> None:
+@pytest.mark.parametrize("name", in_tiers(DRAFTERS, "small_lm", "longspec"))
+def test_a_working_cache_changes_no_token(name: str, plain: Any) -> None:
     """Rows at temperatures 0, 0.7 and 1, of different lengths."""
-    target_params, expected, request = plain
+    drafter, (target_params, expected, request) = DRAFTERS[name], plain
     draft = (
         draft_params(random_draft(lossless.DRAFT), target_params)
         if drafter.name == "longspec"
@@ -272,7 +289,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
+@each_row("message", REFUSED)
 def test_what_cannot_be_read_is_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WorkingCacheOptions(**REFUSED[message])

@@ -12,7 +12,7 @@ import pytest
 from longspec_jax.ops.attention import attention_xla, dispatch, kernels, reference
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.attention.tiles import TreeTile
-from tests.kit import TOLERANCE, hopper_or_skip, relative_error
+from tests.kit import TOLERANCE, each_row, hopper_or_skip, relative_error
 from tests.ops.attention import oracle
 from tests.ops.attention.oracle import Shape, inputs
 
@@ -284,8 +284,8 @@ def test_a_window_is_measured_by_positions_in_a_ring(
     assert relative_error(found, oracle.speculative(chunk, **options)) <= TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("op", ["prefix_attention", "tree_attention", "speculative_attention"])
-@pytest.mark.parametrize("implementation", EVERYWHERE)
+@each_row("op", ["prefix_attention", "tree_attention", "speculative_attention"])
+@each_row("implementation", EVERYWHERE)
 def test_gradients_are_refused_in_a_sentence(op: str, implementation: str) -> None:
     x = inputs(Shape(), "float32", [3, 5])
     operands = getattr(x, op.removesuffix("_attention"))
@@ -444,7 +444,7 @@ def test_explicit_choices_refuse_and_automatic_choice_falls_back() -> None:
         dispatch.tree_attention(*wide.tree, implementation="interpret")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "message"),
     [
         (lambda x: dict(k=x.k[:, :, :-1]), "their dtype and whole shape"),
@@ -465,7 +465,7 @@ def test_operands_that_do_not_fit_are_named(change, message: str) -> None:
         dispatch.speculative_attention(*x.speculative)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("capability", "width", "dtype", "chosen"),
     [
         ((8, 0), 128, jnp.bfloat16, "cudnn"),

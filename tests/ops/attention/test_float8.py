@@ -15,7 +15,7 @@ from longspec_jax.ops import hardware, layer_pallas
 from longspec_jax.ops.attention import dispatch, float8, kernels, reference, tiles
 from longspec_jax.ops.attention.float8 import CODES, E4M3
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from tests.kit import TOLERANCE, lowered, relative_error
+from tests.kit import TOLERANCE, each_row, lowered, relative_error
 from tests.ops.attention.oracle import Shape, inputs
 
 GPU = pytest.mark.gpu
@@ -43,7 +43,7 @@ def numbers() -> np.ndarray:
     return np.concatenate([codes, (codes[1:] + codes[:-1]) / 2, drawn, edges]).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each_row("dtype", ["float32", "bfloat16", "float16"])
 def test_numbers_are_rounded_as_ml_dtypes_rounds_them(dtype: str) -> None:
     """Compiled, too: of a conversion there and back the compiler would leave nothing."""
     x = np.clip(numbers(), -6e4, 6e4) if dtype == "float16" else numbers()
@@ -186,7 +186,7 @@ def test_the_triton_kernels_lower_for_cuda(tokens: int) -> None:
     assert lowered(append, cache, fresh, path, lengths).count("custom_call @") == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each_row("dtype", ["float32", "bfloat16", "float16"])
 def test_older_gpus_widen_by_bits(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which have no instructions that convert e4m3; every number is the same, and NaN is NaN."""
     codes = jnp.arange(256, dtype=jnp.uint8)

@@ -13,7 +13,7 @@ from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
 from longspec_jax.ops.matmul.few_rows import matmul_xla
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh
-from tests.kit import ALL_PASSES, relative_error
+from tests.kit import ALL_PASSES, each_row, relative_error
 
 WIDTH, INNER = 24, 40
 
@@ -44,8 +44,8 @@ def value_and_gradients(function: Any, *arrays: jax.Array) -> Any:
     return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays)
 
 
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize(
+@each_row("gelu", [False, True])
+@each_row(
     ("rows", "length", "chunk", "dtype"),
     [(1, 24, 8, "float32"), (3, 13, 12, "float32"), (2, 5, 99, "float32"), (2, 8, 1, "bfloat16")],
 )

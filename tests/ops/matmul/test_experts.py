@@ -20,6 +20,7 @@ from longspec_jax.ops.matmul.experts import (
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh, partition_spec
+from tests.kit import each_row
 
 WIDTH, HIDDEN, EXPERTS, CHOSEN = 17, 8, 12, 3
 TOKENS = {"chosen": 1, "all": 5, "grouped": 97}
@@ -57,8 +58,8 @@ def form(rows: int) -> str:
     return module._form(rows, CHOSEN, EXPERTS).__name__.removeprefix("_")
 
 
-@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
-@pytest.mark.parametrize("limit", [None, 0.7], ids=["silu", "clamped"])
+@each_row("tokens", TOKENS.values())
+@each_row("limit", [None, 0.7])
 def test_forms_equal_the_definition(tokens: int, limit: float | None):
     """Grouped rows are skewed, so that one expert needs more than one pass."""
     assert TOKENS[form(tokens)] == tokens
@@ -67,8 +68,10 @@ def test_forms_equal_the_definition(tokens: int, limit: float | None):
     if tokens > 64:
         assert np.bincount(np.ravel(chosen[0]))[-1] > 64
     operands = x, *chosen, weights(biases=limit is not None)
-    expected = expert_mlp_reference(*operands, limit)
-    actual = jax.jit(expert_mlp, static_argnames="limit")(*operands, limit=limit)
+    expected, actual = (
+        jax.jit(op, static_argnames="limit")(*operands, limit=limit)
+        for op in (expert_mlp_reference, expert_mlp)
+    )
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(actual, expected, atol=3e-5)
 
@@ -87,7 +90,7 @@ def test_router_is_that_of_a_softmax():
         np.testing.assert_allclose(found, best / whole, rtol=2e-5)
 
 
-@pytest.mark.parametrize("tokens", [5, 97])
+@each_row("tokens", [5, 97])
 def test_a_row_does_not_see_the_rows_beside_it(tokens: int):
     """The same bits whatever the others choose: all its own expert, or spread."""
     x = normal(2, tokens, WIDTH, seed=9).at[1, 3].set(normal(WIDTH, seed=10))

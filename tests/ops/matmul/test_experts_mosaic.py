@@ -14,7 +14,7 @@ from longspec_jax.ops.matmul.experts import EXPERT_MLPS, ExpertWeights, expert_m
 from longspec_jax.ops.matmul.experts_grouping import row_tiles
 from longspec_jax.ops.matmul.experts_tiles import expert_work, most_tiles, tile_height
 from longspec_jax.ops.matmul.packed import pack
-from tests.kit import TOLERANCE, hopper_or_skip, lowered, normal, relative_error
+from tests.kit import TOLERANCE, each_row, hopper_or_skip, lowered, normal, relative_error
 from tests.ops.matmul.test_experts import floats
 
 EXPERTS, CHOSEN = 4, 2
@@ -30,9 +30,9 @@ def chosen(rows: int, experts: int = EXPERTS, each: int = CHOSEN, *, crowded: bo
     return np.stack([random.permutation(others)[:each] for _ in range(rows)])
 
 
-@pytest.mark.parametrize("crowded", [False, True], ids=["spread", "crowded"])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("held", [3, EXPERTS], ids=["some are absent", "all are here"])
+@each_row("crowded", [False, True])
+@each_row("rows", ROWS)
+@each_row("held", [3, EXPERTS])
 def test_every_pair_has_a_place_in_a_tile_of_its_expert(
     rows: int, held: int, crowded: bool
 ) -> None:
@@ -156,9 +156,9 @@ LARGE = {
 
 
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
-@pytest.mark.parametrize("rows", [1, 64, 69, 128])
-@pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "mxfp4"])
-@pytest.mark.parametrize("name", LARGE)
+@each_row("rows", [1, 64, 69, 128])
+@each_row("packed", [False, True])
+@each_row("name", LARGE)
 def test_mlps_lower_for_cuda(
     name: str, packed: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

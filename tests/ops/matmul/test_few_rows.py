@@ -10,7 +10,7 @@ import pytest
 
 from longspec_jax.ops import hardware, layer
 from longspec_jax.ops.matmul import few_rows, ordered
-from tests.kit import TOLERANCE, hopper_or_skip, normal, relative_error
+from tests.kit import TOLERANCE, each_row, hopper_or_skip, normal, relative_error
 
 DTYPES = ["float32", "bfloat16"]
 
@@ -23,8 +23,8 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ops", [few_rows, ordered], ids=["few_rows", "ordered"])
+@each_row("dtype", DTYPES)
+@each_row("ops", [few_rows, ordered])
 def test_definitions(ops: Any, dtype: str) -> None:
     x, bias = normal(0, 2, 3, 40, dtype=dtype), normal(1, 4, 6, dtype=dtype)
     weights = normal(2, 40, 4, 6, dtype=dtype)
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_plain_jax() -> None:
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rows", "contracted", "columns"),
     [(1, 4096, 4096), (69, 4096, 4096), (72, 4096, 4096), (64, 256, 256), (64, 4096, 4100)],
 )

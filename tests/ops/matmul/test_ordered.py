@@ -10,7 +10,7 @@ import pytest
 from longspec_jax.ops import hardware, layer
 from longspec_jax.ops.matmul import ordered, ordered_mosaic, ordered_tiles
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile, head_tile, matmul_tile
-from tests.kit import TOLERANCE, hopper_or_skip, normal, relative_error
+from tests.kit import TOLERANCE, each_row, hopper_or_skip, normal, relative_error
 from tests.ops.matmul.published import (
     EVERY_KIND,
     EXTRA_HEADS,
@@ -22,7 +22,7 @@ from tests.ops.matmul.published import (
 from tests.ops.matmul.test_few_rows import DTYPES, exact, silu
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_row("dtype", DTYPES)
 def test_definition_of_a_head(dtype: str) -> None:
     x = normal(0, 2, 3, 40, dtype=dtype)
     table = normal(5, 24, 40, dtype=dtype)
@@ -31,7 +31,7 @@ def test_definition_of_a_head(dtype: str) -> None:
     assert relative_error(out, exact(x, table.T)) <= TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("rows", [8, 128, 500])
+@each_row("rows", [8, 128, 500])
 def test_work_is_shared_out_evenly_and_fits_the_machine(rows: int) -> None:
     for weights in [*PUBLISHED, *EXTRA_HEADS]:
         work = weights.work(rows)

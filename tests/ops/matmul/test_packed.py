@@ -15,7 +15,7 @@ from longspec_jax.ops.matmul.packed import PackedMatrix, pack
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, quantised_tile, row_groups
 from longspec_jax.ops.matmul.quantised_weights import FINE, UNIT, QuantisedMatrix
-from tests.kit import TOLERANCE, hopper_or_skip, normal, relative_error
+from tests.kit import TOLERANCE, each_row, hopper_or_skip, normal, relative_error
 from tests.ops.matmul.published import PUBLISHED
 from tests.ops.matmul.test_few_rows import exact, silu
 
@@ -110,7 +110,7 @@ CASES = {
 """Every format, with edges of both axes, a group of two blocks, and several turns of a program."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_row("name", CASES)
 def test_packing_loses_nothing(name: str) -> None:
     matrix = CASES[name].drawn()
     plain = pack(matrix, jnp.dtype("bfloat16")).plain()
@@ -123,7 +123,7 @@ def test_packing_loses_nothing(name: str) -> None:
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=field)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@each_row("bits", [4, 8])
 def test_a_thread_finds_its_inputs_side_by_side(bits: int) -> None:
     """In each word first those of the lower halves of a pair, as the kernel takes them apart."""
     count = 8 * 64 // bits
@@ -218,7 +218,7 @@ def test_warpgroups_share_the_sums_of_a_program() -> None:
         assert few.handed == few.warpgroups - few.halves
 
 
-@pytest.mark.parametrize("shares", [1, 2, 4, 8])
+@each_row("shares", [1, 2, 4, 8])
 def test_work_fits_the_machine(shares: int) -> None:
     """The work of a device that holds one share of the weights."""
     for weights in PUBLISHED:

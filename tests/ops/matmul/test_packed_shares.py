@@ -17,7 +17,7 @@ from longspec_jax.ops.matmul.packed_shares import PackedShares, pack_shares, pac
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh
-from tests.kit import ALL_PASSES, TOLERANCE, normal, relative_error
+from tests.kit import ALL_PASSES, TOLERANCE, each_row, normal, relative_error
 from tests.ops.attention.interpreted import interpret_devices_apart
 from tests.ops.matmul.test_packed import Case
 from tests.ops.test_partitioned import collectives
@@ -86,8 +86,8 @@ def multiplied(shared: Shared, mesh: Any, *shape: int, **options: Any) -> np.nda
     return np.float64(found).reshape(-1, *found.shape[len(shape) :])
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@each_row("axes", MESHES)
+@each_row("name", CASES)
 def test_packing_loses_nothing(name: str, axes: dict[str, int]) -> None:
     mesh, shared = make_mesh(**axes), CASES[name]
     matrix, packed = shared.case.drawn(), pack_shares(spread(shared, mesh), jnp.dtype("bfloat16"))
@@ -103,8 +103,8 @@ def test_packing_loses_nothing(name: str, axes: dict[str, int]) -> None:
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=field)
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@each_row("axes", MESHES)
+@each_row("name", CASES)
 def test_shares_make_the_whole(
     name: str, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +119,7 @@ def test_shares_make_the_whole(
         assert relative_error(found, right[: len(found)]) <= most
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "rows", "ordered", "kinds"),
     [
         ("heads", 4, False, set()),

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 from longspec_jax.models.layers import Projection
 from longspec_jax.ops.matmul.quantised import (
@@ -15,7 +14,7 @@ from longspec_jax.ops.matmul.quantised import (
     quantised_matmul_partials,
 )
 from longspec_jax.ops.matmul.quantised_weights import E2M1, QuantisedMatrix
-from tests.kit import ALL_PASSES
+from tests.kit import ALL_PASSES, each_row
 
 INPUTS, GROUP = 76, 32
 """The last group has 12 inputs."""
@@ -65,7 +64,7 @@ def drawn(kind: str, *out: int, order: bool = False) -> tuple[QuantisedMatrix, n
 KINDS = ["fp8", "int8", "int8 asymmetric", "int4", "int4 asymmetric", "mxfp4"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_a_matmul_equals_that_of_the_dequantised_weights(kind: str) -> None:
     x = np.random.default_rng(1).standard_normal((3, INPUTS)).astype(np.float32)
     weights, matrix = drawn(kind, 5, 7, order=kind == "int4 asymmetric")

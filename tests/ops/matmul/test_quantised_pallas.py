@@ -11,7 +11,7 @@ from longspec_jax.models.target import head_logits
 from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul import quantised, quantised_pallas
 from longspec_jax.ops.matmul.quantised_weights import FINE, QuantisedMatrix
-from tests.kit import COMPILED, TOLERANCE, relative_error
+from tests.kit import COMPILED, TOLERANCE, each_row, relative_error
 from tests.ops.matmul.test_packed import CASES, LARGE, Case
 
 
@@ -125,7 +125,7 @@ def test_what_the_kernel_does_not_serve() -> None:
             quantised_pallas.triton_tile(rows, weights)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("inputs", "outputs", "programs"),
     [
         (4096, 4096, (32, 4)),

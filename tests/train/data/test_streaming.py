@@ -13,6 +13,7 @@ import pytest
 
 from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
+from tests.kit import each_row
 from tests.train.tiny import write_documents
 from train.arguments import from_config
 from train.data import loading
@@ -159,7 +160,7 @@ def test_bad_rows_of_a_stream_are_counted(target: Path, tmp_path: Path) -> None:
     assert read_encoded(made.encoded_folder).skipped.startswith("skipped 1 row that cannot be used")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rows", "sentence"),
     [([{"messages": None}] * 2, "set holds no documents"), (None, "the data of .*set cannot be")],
 )

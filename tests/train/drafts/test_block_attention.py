@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.axes import Array
+from tests.kit import each_row
 from train.drafts.block_attention import block_attention
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -23,11 +24,10 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.einsum("nt,tnh->nh", shares / shares.sum(-1, keepdims=True), values)
 
 
-@pytest.mark.parametrize("own", ["none", "whole", "causal"])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize(
-    ("every", "slots", "length"), [(4, 3, 16), (4, 4, 13), (3, 7, 11), (8, 2, 7)]
-)
+@pytest.mark.full
+@each_row("own", ["none", "whole", "causal"])
+@each_row("window", [None, 5])
+@each_row(("every", "slots", "length"), [(4, 3, 16), (4, 4, 13), (3, 7, 11), (8, 2, 7)])
 def test_every_slot_sees_the_text_before_its_anchor(
     every: int, slots: int, length: int, window: int | None, own: str
 ) -> None:

@@ -20,6 +20,7 @@ from longspec_jax.drafters.dflash2 import Convolution, Selector
 from longspec_jax.drafters.draft import Target
 from tests.drafters.dflash.toys import random_params
 from tests.drafters.kit import without_tables
+from tests.kit import in_tiers
 from train.config import StageConfig
 from train.drafts.dflash import DFlashObjective, begin, fresh_config
 from train.drafts.kinds import DFlashSettings
@@ -65,7 +66,7 @@ def block_logits(oracle: Any, tokens: Any, view: Any, row: int, anchor: int) -> 
     return oracle.logits(table, head, torch.tensor(features), anchor, int(tokens[row, anchor]))
 
 
-@pytest.mark.parametrize("name", ["one", "jetspec"])
+@pytest.mark.parametrize("name", in_tiers(["one", "jetspec"], "one"))
 def test_four_steps_are_those_of_pytorch(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_four_steps_are_those_of_pytorch(
         assert report[f"agree_top1_shift{slot + 1}"] == pytest.approx(agreed, abs=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["one", "jetspec"])
 def test_devices_and_chunks_do_not_change_the_steps(
     name: str, request: pytest.FixtureRequest

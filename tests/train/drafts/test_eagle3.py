@@ -74,6 +74,7 @@ def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> N
     tiny.assert_learns_as_pytorch(one, draft, loss, tmp_path / "last")
 
 
+@pytest.mark.full
 def test_two_devices_learn_the_same(one: tiny.Trained) -> None:
     tiny.assert_same_steps(one, tiny.four_steps(SETTINGS, counted(fsdp=2), batch(), 30))
 
@@ -118,6 +119,7 @@ def test_own_keys_share_the_softmax(dtype: Any, bound: float) -> None:
         assert relative_error(*part) < 2 * bound
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "qwen3"])
 def test_steps_are_those_of_speculators(variant: str) -> None:
     """Its training forward over three steps, with all flags but the window, which is refused."""

@@ -51,7 +51,10 @@ def whole(share: float) -> tiny.Trained:
     return tiny.four_steps(replace(SETTINGS, distillation=share), tiny.given(STAGE), DATA, 30)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.7], ids=["text", "distilled"])
+@pytest.mark.parametrize(
+    "share",
+    [pytest.param(0.0, id="text", marks=pytest.mark.full), pytest.param(0.7, id="distilled")],
+)
 def test_four_steps_are_those_of_pytorch(share: float, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters, at moved positions and with every shift."""
     from tests.models.parallel_oracle import ParallelOracle, torch
@@ -120,6 +123,7 @@ def test_four_steps_are_those_of_pytorch(share: float, tmp_path: Path) -> None:
     assert any(moved) and shifts == {1, 2, 3, 4}
 
 
+@pytest.mark.full
 def test_devices_and_chunks_do_not_change_the_steps() -> None:
     """Few tokens of the loss, of which the last are no whole chunk, and MLPs in pieces."""
     cut = tiny.four_steps(SETTINGS, tiny.given(STAGE, fsdp=2, tp=2), DATA, 10, 8)
@@ -134,6 +138,7 @@ WHOLE = tiny_target_config(
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["fp8", "w4a16"])
 def test_the_steps_are_those_of_the_dequantised_weights(form: str, tmp_path: Path) -> None:
     """On one device and, with the codes spread, on two."""

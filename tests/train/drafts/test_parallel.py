@@ -108,6 +108,7 @@ def test_four_steps_are_those_of_an_implementation_in_pytorch(
         assert measured[f"agree_top1_shift{slot + 1}"] == pytest.approx(share, abs=1e-4)
 
 
+@pytest.mark.full
 def test_devices_and_chunks_do_not_change_the_step(
     one: tiny.Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

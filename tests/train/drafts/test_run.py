@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from longspec_jax import LongSpec
+from tests.kit import in_tiers
 from tests.train.tiny import (
     ROOT,
     assert_learns_of_stored_features,
@@ -62,7 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", in_tiers(CASES, "eagle3"))
 def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
     kind: str,
     target: Path,
