@@ -14,7 +14,7 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.generation.chat import check_no_open_thought, open_thought
 
 from .fields import Prompt, Refused, read
-from .markup import FORMS, THOUGHT, Markup, grammar_of
+from .markup import READ, Markup, grammar_of
 from .messages import Reading
 from .protocol import (
     MOST_STOP_TOKENS,
@@ -98,7 +98,7 @@ class ServedModel:
         """What ``/v1/models`` and the page say of it."""
         return {
             "chat": self.encode_chat is not None,
-            "tools": self.markup.form is not None,
+            "tools": self.markup.calls is not None,
             "max_model_len": self.max_len,
             "tree": self.tree,
             "trees": [*map(str, self.trees)],
@@ -161,10 +161,10 @@ def _check_model(name: str | None, model: ServedModel) -> None:
 def _check_markup(call: Chat, markup: Markup) -> None:
     """Refuse tools and variables that the template does not know."""
     said = any(one.tool_calls or one.role == "tool" for one in call.messages)
-    if markup.form is None and (call.tools or said):
+    if markup.calls is None and (call.tools or said):
         raise Refused(
             "this model's chat template has calls of tools in no form that the server reads; it "
-            f"reads {' and '.join(form.name for form in FORMS)}; put what the model must know into "
+            f"reads {', '.join(READ)}; put what the model must know into "
             "its messages, or start the server with --chat_template=FILE",
             "tools" if call.tools else "messages",
         )
@@ -292,7 +292,8 @@ def _thinking(model: ServedModel, prompt: Sequence[int]) -> bool | None:
     markup, end = model.markup, prompt[-END:]
     if open_thought(model.decode, end) is not None:
         return markup.thought is not None and markup.thought.open.token in end
-    closed = model.decode([*end]).rstrip().endswith(THOUGHT[1])
+    text, thought = model.decode([*end]).rstrip(), markup.thought
+    closed = thought is not None and text.endswith(thought.close.text)
     return None if markup.may_think and not closed else False
 
 
