@@ -27,7 +27,7 @@ from .protocol import (
     Speculation,
     Tokenize,
 )
-from .tools import NONE, named, objects_of
+from .tools import NONE, REQUIRED, named, objects_of
 
 OPTIONS = {
     "temperature",
@@ -287,6 +287,23 @@ def _grammar(
     return partial(model.grammar, **form), param
 
 
+def _compiled(grammar: Callable[[], Any], call: Call, model: ServedModel) -> Any:
+    """The grammar; if it cannot be used, the error names the first tool that is to blame."""
+    try:
+        return grammar()
+    except ValueError:
+        make = model.grammar
+        if make is None or not isinstance(call, Chat):
+            raise
+        for tool in call.tools:
+            own = grammar_of(model.markup, {}, [tool], REQUIRED, parallel=False, thinking=False)
+            try:
+                make(**own)
+            except ValueError as error:
+                raise ValueError(f"the tool {tool.function.name}: {error}") from None
+        raise
+
+
 def _thinking(model: ServedModel, prompt: Sequence[int]) -> bool | None:
     """Whether a chat's prompt has begun the reasoning; None where the model itself may."""
     markup, end = model.markup, prompt[-END:]
@@ -338,7 +355,7 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
     if grammar is not None:
         if call.chat and not thinking:
             _made(lambda: check_no_open_thought(model.decode, prompts[0]), asked)
-        form = _made(grammar, asked)
+        form = _made(lambda: _compiled(grammar, call, model), asked)
     for tokens in prompts:
         if not tokens:
             raise Refused("the prompt is empty; pass at least one token", param)

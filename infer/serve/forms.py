@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
-from longspec_jax.generation.grammar import check_depth
+from longspec_jax.generation.grammar import check_schema
 
 from .tools import NAME, Function, object_of
 
@@ -165,6 +165,8 @@ class Tags:
         parameters, own = properties_of(schema), list[str]()
         required = schema.get("required")
         needed = required if isinstance(required, list) else []
+        if unknown := [name for name in needed if name not in parameters]:
+            raise ValueError(f"{unknown[0]!r} is required and none of the properties")
         known = dict[str, set[str]]()
         for place, name in enumerate(parameters):
             own.append(f"p_{index}_{place}" + ("" if name in needed else "?"))
@@ -190,7 +192,9 @@ class Tags:
             yield f"v_{rule}: j_{rule} {end}"
             yield f"j_{rule}: {json_rule(own)}"
         elif isinstance(words, list) and words and all(isinstance(one, str) for one in words):
-            yield f"v_{rule}: ({' | '.join(map(literal, words))}) {end}"
+            # A terminal, by its letters: of choices between rules the library has a bound.
+            yield f"v_{rule}: W_{rule} {end}"
+            yield f"W_{rule}: {' | '.join(map(literal, words))}"
         else:
             most = schema.get("maxLength") if isinstance(schema, Mapping) else None
             bound = f"{{0,{most}}}" if isinstance(most, int) and most <= LONGEST_VALUE else "*"
@@ -317,9 +321,9 @@ def json_rule(schema: object) -> str:
     """JSON of a schema, as a rule.
 
     Raises:
-      ValueError: for a schema of too many levels.
+      ValueError: for a schema of too many levels, and one without an end.
     """
-    check_depth(schema)
+    check_schema(schema)
     return f"%json {json.dumps(schema)}"
 
 

@@ -165,14 +165,17 @@ def grammar_of(
         else:
             lines += [f"calls: {calls}"]
         for index, tool in enumerate(chosen):
-            for line in markup.calls.rule(index, tool.function):
-                lines += [line]
-                if (length := length + len(line)) > LONGEST:
-                    # Before the next line: each may repeat the definitions of all.
-                    raise ValueError(
-                        f"the schemas of the tools make a grammar of more than {LONGEST} "
-                        "characters; pass fewer or smaller ones"
-                    )
+            try:
+                for line in markup.calls.rule(index, tool.function):
+                    lines += [line]
+                    if (length := length + len(line)) > LONGEST:
+                        # Before the next line: each may repeat the definitions of all.
+                        raise ValueError(
+                            f"with it the schemas of the tools make a grammar of more than "
+                            f"{LONGEST} characters; pass fewer or smaller ones"
+                        )
+            except ValueError as error:
+                raise ValueError(f"the tool {tool.function.name}: {error}") from None
     if form:
         lines += [f"form: {begin}{_form_rule(form)}"]
     if must:

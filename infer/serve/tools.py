@@ -57,6 +57,13 @@ class Function(Body):
     def _check(self) -> "Function":
         if self.parameters.get("type", "object") != "object":
             raise ValueError("must have parameters of the type object: arguments have names")
+        fields, needed = self.parameters.get("properties", {}), self.parameters.get("required", [])
+        if not isinstance(fields, dict) or not all(
+            isinstance(x, dict | bool) for x in fields.values()
+        ):
+            raise ValueError("must have parameters whose properties are an object of schemas")
+        if not isinstance(needed, list) or not all(isinstance(one, str) for one in needed):
+            raise ValueError("must have parameters whose required is a list of names")
         return self
 
 

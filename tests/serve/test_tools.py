@@ -309,6 +309,13 @@ STRICT = [
     Tool.model_validate({"type": "function", "function": {**tool["function"], "strict": True}})
     for tool in TOOLS
 ]
+WORDS = {"city": {"enum": [f"word {index}" for index in range(3000)]}, "unit": {"type": "string"}}
+MANY = Tool.model_validate(
+    {
+        "type": "function",
+        "function": {"name": "many", "parameters": {"type": "object", "properties": WORDS}},
+    }
+)
 JSON = {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
@@ -321,6 +328,11 @@ JSON = {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"
         ({"choice": NAMED}, [NOW], [CALL]),
         ({"thinking": True}, [f"why </think>\n\n{CALL}", f"</think>{CALL}"], [CALL, f"why {CALL}"]),
         ({"thinking": None}, [f"<think>why</think>\n\n{CALL}", CALL], [f"why</think>{CALL}"]),
+        (
+            {"template": XML, "tools": [MANY]},
+            [TAGGED.replace("weather", "many").replace("Oslo", "word 2999")],
+            [TAGGED.replace("weather", "many").replace("Oslo", "word 3000")],
+        ),
         ({"template": XML}, [TAGGED], [CALL, TAGGED.replace("\nC\n", "\nK\n")]),
         (
             {"choice": "auto", "tools": STRICT},
