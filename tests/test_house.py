@@ -30,10 +30,10 @@ CEILINGS: dict[str, int] = {
     "files of a request and 4 steps": 19,
     # Lines that hold a token, comments and docstrings aside.
     "token lines of longspec_jax": 28_590,
-    "token lines of infer": 8_260,
+    "token lines of infer": 8_270,
     "token lines of train": 5_775,
     "token lines of configs": 330,
-    "token lines of tests": 40_720,
+    "token lines of tests": 40_735,
     "token lines of benchmarks and contrib": 3_745,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.

@@ -14,6 +14,7 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.generation.chat import check_no_open_thought, open_thought
 
 from .fields import Prompt, Refused, read
+from .harmony import turn_with_thinking
 from .markup import READ, Markup, grammar_of
 from .messages import Reading
 from .protocol import (
@@ -298,7 +299,7 @@ def _compiled(grammar: Callable[[], Any], call: Call, model: ServedModel) -> Any
         for tool in call.tools:
             own = grammar_of(model.markup, {}, [tool], REQUIRED, parallel=False, thinking=False)
             try:
-                make(**own)
+                make(lark=own["lark"])
             except ValueError as error:
                 raise ValueError(f"the tool {tool.function.name}: {error}") from None
         raise
@@ -319,6 +320,8 @@ def _encoded(
 ) -> Sequence[int]:
     """The tokens of messages, with what a call says of the template."""
     encode, turns = require_template(model), [one.turn for one in messages]
+    if model.markup.channels is not None:
+        turns = [*map(turn_with_thinking, turns)]
     if call is None:
         return _made(lambda: encode(turns, [], {}), "messages")
     effort = {} if call.reasoning_effort is None else {"reasoning_effort": call.reasoning_effort}

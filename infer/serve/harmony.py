@@ -8,7 +8,7 @@ Source: OpenAI's harmony response format, 2025.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .forms import closed, json_rule, literal
 from .speech import Part, Speech
@@ -58,6 +58,19 @@ def channels_of(template: str, added: Mapping[str, int]) -> Channels | None:
     if not all(name in template for name in (CHANNEL, MESSAGE)) or not {*names} <= {*added}:
         return None
     return Channels({name: added[name] for name in names})
+
+
+def turn_with_thinking(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as gpt-oss's template takes it: it reads ``thinking``.
+
+    Beside calls it takes either that or a text, both of which it shows as reasoning.
+    """
+    thought, content = turn.get("reasoning", ""), turn.get("content", "")
+    if not thought:
+        return {**turn}
+    if turn.get("tool_calls") and content:
+        thought, content = f"{thought}\n{content}", ""
+    return {**turn, "content": content, "thinking": thought}
 
 
 class ByChannels:

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from infer.serve.command import chat_markup
-from infer.serve.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
+from infer.serve.harmony import (
+    CHANNEL,
+    CONSTRAIN,
+    ENDS,
+    MESSAGE,
+    START,
+    turn_with_thinking,
+)
 from infer.serve.messages import Reading
 from infer.serve.tools import named
 from tests.serve.talker import HARMONY, talking_tokenizer
@@ -82,3 +89,11 @@ def test_a_grammar_holds_all_messages(
         text for text in right if not allows(text, MARKUP, TOKENIZER, thinking=None, **asked)
     ] == []
     assert [text for text in wrong if allows(text, MARKUP, TOKENIZER, thinking=None, **asked)] == []
+
+
+def test_a_template_of_harmony_reads_thinking_and_beside_calls_no_text() -> None:
+    turn: dict[str, Any] = {"role": "assistant", "content": "so", "reasoning": "why"}
+    assert turn_with_thinking(turn) == {**turn, "thinking": "why"}
+    called = {**turn, "tool_calls": [{}]}
+    assert turn_with_thinking(called) == {**called, "content": "", "thinking": "why\nso"}
+    assert turn_with_thinking({"role": "user", "content": "a"}) == {"role": "user", "content": "a"}
