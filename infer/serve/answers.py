@@ -19,7 +19,8 @@ from longspec_jax.drafters.base import proposers
 from longspec_jax.generation.requests import RequestOutput
 
 from .calls import Call
-from .messages import MessageReader, Said
+from .messages import MessageReader
+from .speech import Said
 from .streaming import LONGEST_RUN, Answer, TokenText, TokenTexts, completed_text
 
 DONE = b"data: [DONE]\n\n"
@@ -187,7 +188,7 @@ class ChatFormat:
         text = said.content if said.content or not said else None
         message = {"role": "assistant", "content": text, "refusal": None, **_beside(said)}
         if said.calls:
-            message["tool_calls"] = said.tool_calls
+            message["tool_calls"] = [call.told for call in said.calls]
         return {"index": index, "message": message, "logprobs": self._logprobs(gain), **end}
 
     def opening(self, index: int) -> dict[str, Any]:
@@ -199,15 +200,13 @@ class ChatFormat:
     ) -> dict[str, Any]:
         """Text, reasoning, calls and log-probabilities.
 
-        A call comes once, whole, with its place: clients append what comes again.
+        A call has its place in all deltas, and its name in the first: clients append what comes
+        again.
         """
         delta: dict[str, object] = {"content": said.content} if said.content or not said else {}
         delta |= _beside(said)
         if said.calls:
-            delta["tool_calls"] = [
-                {"index": place, **call}
-                for place, call in enumerate(said.tool_calls, said.first_call)
-            ]
+            delta["tool_calls"] = [{"index": call.place, **call.told} for call in said.calls]
         return self._chunk(index, delta) | {"logprobs": self._logprobs(gain)}
 
     def closing(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:

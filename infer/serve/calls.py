@@ -14,7 +14,8 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.generation.chat import check_no_open_thought, open_thought
 
 from .fields import Prompt, Refused, read
-from .markup import FORMS, THOUGHT, Markup, grammar_of
+from .harmony import turn_with_thinking
+from .markup import READ, Markup, grammar_of
 from .messages import Reading
 from .protocol import (
     MOST_STOP_TOKENS,
@@ -27,7 +28,7 @@ from .protocol import (
     Speculation,
     Tokenize,
 )
-from .tools import NONE, named, objects_of
+from .tools import NONE, REQUIRED, named, objects_of
 
 OPTIONS = {
     "temperature",
@@ -98,7 +99,7 @@ class ServedModel:
         """What ``/v1/models`` and the page say of it."""
         return {
             "chat": self.encode_chat is not None,
-            "tools": self.markup.form is not None,
+            "tools": self.markup.calls is not None,
             "max_model_len": self.max_len,
             "tree": self.tree,
             "trees": [*map(str, self.trees)],
@@ -161,10 +162,10 @@ def _check_model(name: str | None, model: ServedModel) -> None:
 def _check_markup(call: Chat, markup: Markup) -> None:
     """Refuse tools and variables that the template does not know."""
     said = any(one.tool_calls or one.role == "tool" for one in call.messages)
-    if markup.form is None and (call.tools or said):
+    if markup.calls is None and (call.tools or said):
         raise Refused(
             "this model's chat template has calls of tools in no form that the server reads; it "
-            f"reads {' and '.join(form.name for form in FORMS)}; put what the model must know into "
+            f"reads {', '.join(READ)}; put what the model must know into "
             "its messages, or start the server with --chat_template=FILE",
             "tools" if call.tools else "messages",
         )
@@ -287,12 +288,30 @@ def _grammar(
     return partial(model.grammar, **form), param
 
 
+def _compiled(grammar: Callable[[], Any], call: Call, model: ServedModel) -> Any:
+    """The grammar; if it cannot be used, the error names the first tool that is to blame."""
+    try:
+        return grammar()
+    except ValueError:
+        make = model.grammar
+        if make is None or not isinstance(call, Chat):
+            raise
+        for tool in call.tools:
+            own = grammar_of(model.markup, {}, [tool], REQUIRED, parallel=False, thinking=False)
+            try:
+                make(lark=own["lark"])
+            except ValueError as error:
+                raise ValueError(f"the tool {tool.function.name}: {error}") from None
+        raise
+
+
 def _thinking(model: ServedModel, prompt: Sequence[int]) -> bool | None:
     """Whether a chat's prompt has begun the reasoning; None where the model itself may."""
     markup, end = model.markup, prompt[-END:]
     if open_thought(model.decode, end) is not None:
         return markup.thought is not None and markup.thought.open.token in end
-    closed = model.decode([*end]).rstrip().endswith(THOUGHT[1])
+    text, thought = model.decode([*end]).rstrip(), markup.thought
+    closed = thought is not None and text.endswith(thought.close.text)
     return None if markup.may_think and not closed else False
 
 
@@ -301,6 +320,8 @@ def _encoded(
 ) -> Sequence[int]:
     """The tokens of messages, with what a call says of the template."""
     encode, turns = require_template(model), [one.turn for one in messages]
+    if model.markup.channels is not None:
+        turns = [*map(turn_with_thinking, turns)]
     if call is None:
         return _made(lambda: encode(turns, [], {}), "messages")
     effort = {} if call.reasoning_effort is None else {"reasoning_effort": call.reasoning_effort}
@@ -337,7 +358,7 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
     if grammar is not None:
         if call.chat and not thinking:
             _made(lambda: check_no_open_thought(model.decode, prompts[0]), asked)
-        form = _made(grammar, asked)
+        form = _made(lambda: _compiled(grammar, call, model), asked)
     for tokens in prompts:
         if not tokens:
             raise Refused("the prompt is empty; pass at least one token", param)

@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -420,14 +419,7 @@ def chat_markup(tokenizer: Any, template: str | None) -> Markup:
         text = template_of(tokenizer, template, [{}])
     except ValueError:  # There is none; requests that need one are refused.
         text = ""
-    markup = markup_of(text, tokenizer.get_added_vocab())
-    # Text comes without special tokens: their marks would not be seen.
-    hidden = {*tokenizer.all_special_ids}
-    if hidden & {markup.call.open.token, markup.call.close.token}:
-        markup = replace(markup, form=None)
-    if markup.thought and hidden & {markup.thought.open.token, markup.thought.close.token}:
-        markup = replace(markup, thought=None)
-    return markup
+    return markup_of(text, tokenizer.get_added_vocab(), {*tokenizer.all_special_ids})
 
 
 def fitting_slots(

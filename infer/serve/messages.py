@@ -1,59 +1,22 @@
 """Answers of a chat, read as they come: reasoning, text, and calls of tools.
 
-What ends a stretch is a mark (:mod:`infer.serve.markup`). Newlines beside marks belong to neither
-side. A call is reported when it is complete. What turns out to be no call is passed on as text.
+A mark (:mod:`infer.serve.markup`) ends a stretch. A call is told of from its name on, and its
+arguments as they are made (:mod:`infer.serve.forms`). What names no known tool is passed on as
+text.
 """
 
-import json
-import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any
+from typing import Protocol
 
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.generation.requests import RequestOutput
 
-from .markup import Called, Markup
+from .forms import CallForm, CallReader, overlap
+from .harmony import ByChannels
+from .markup import Mark, Markup
+from .speech import Part, Said, Speech
 from .tools import Function
-
-MOST_CLOSINGS = 8
-"""Closings of a call that are tried where they are texts, which may stand within an argument."""
-
-
-class _Part(Enum):
-    TEXT = auto()
-    REASONING = auto()
-    CALL = auto()
-
-
-@dataclass
-class Said:
-    """What an answer has gained."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[Called, ...] = ()
-    first_call: int = 0
-    """Calls before these."""
-
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
-
-    @property
-    def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls as OpenAI's protocol has them. Each is whole: clients join what comes twice."""
-        return [
-            {
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
-                },
-            }
-            for call in self.calls
-        ]
 
 
 @dataclass(frozen=True)
@@ -68,192 +31,190 @@ class Reading:
     """Whether the prompt has begun the reasoning."""
 
 
+class _Pieces(Protocol):
+    """What reads the pieces of an answer."""
+
+    def piece(self, text: str, token: int) -> None:
+        """Text that one token has completed; what a character before it lacked may come first."""
+        ...
+
+    def end(self, *, cut: bool) -> None:
+        """Nothing more comes; ``cut`` where the model would have gone on."""
+        ...
+
+
 class MessageReader:
     """Reads one answer."""
 
     def __init__(self, reading: Reading) -> None:
         """Begin before the first token."""
-        self._functions = reading.functions
         markup = reading.markup
-        self._thought, self._call, self._form = markup.thought, markup.call, markup.form
-        self._by_text = self._functions is not None and self._call.open.token == NO_TOKEN
-        self._part = _Part.REASONING if reading.thinking else _Part.TEXT
-        self._fresh = reading.thinking
-        """Whether only a mark, and newlines, came last."""
-        self._spoke = set[_Part]()
-        """Parts of which something was said."""
-        self._broke = False
-        """Whether newlines beside marks were left out since."""
-        self._newlines = ""
-        """At the end of what was said, held back: a mark may follow."""
-        self._begun = ""
-        """Of a mark that is a text."""
-        self._raw = ""
-        """Of an open call, from its mark on."""
-        self._closings = self._searched = 0
-        """Where it might have ended: how often so far, and up to where that was looked for."""
-        self._said = Said()
-        self._thinking = reading.thinking
-        self.reasoning_tokens, self.calls = 0, 0
+        self._speech = Speech(thinking=reading.thinking)
+        self._pieces: _Pieces | None = None
+        if markup.channels is not None:
+            self._pieces = ByChannels(self._speech, markup.channels, reading.functions or {})
+        elif markup.thought is not None or reading.functions is not None:
+            self._pieces = ByMarks(self._speech, markup, reading.functions)
+        self.thinks = markup.thought is not None or markup.channels is not None
+        """Whether the model may reason."""
+        self.reasoning_tokens = 0
 
     @property
-    def thinks(self) -> bool:
-        """Whether the model may reason."""
-        return self._thought is not None
+    def calls(self) -> int:
+        """That have begun."""
+        return self._speech.calls
 
     def read(self, gain: RequestOutput) -> Said:
         """Read on."""
-        self._said = Said(first_call=self.calls)
-        self._count(gain.tokens)
-        if self._thought is None and self._functions is None:
-            self._said.content = gain.text
-            return self._said
+        if self._pieces is None:
+            return Said(content=gain.text)
+        said = self._speech.said = Said()
         for piece in gain.pieces:
-            self._piece(piece.text, piece.token)
+            reasoned = self._speech.part is Part.REASONING
+            self._pieces.piece(piece.text, piece.token)
+            reasons = self._speech.part is Part.REASONING
+            self.reasoning_tokens += reasoned and reasons and piece.token != NO_TOKEN
         if gain.finish is not None:
-            self._end()
-        return self._said
+            self._pieces.end(cut=gain.finish != "stop")
+            self._speech.end()
+        return said
 
-    def _count(self, tokens: Iterable[int]) -> None:
-        if self._thought is None:
-            return
-        for token in tokens:
-            if token == self._thought.open.token:
-                self._thinking = True
-            elif token == self._thought.close.token:
-                self._thinking = False
-            else:
-                self.reasoning_tokens += self._thinking
 
-    def _piece(self, text: str, token: int) -> None:
-        """Text that one token has completed; what a character before it lacked may come first."""
+class ByMarks:
+    """Reads by marks around reasoning and calls; members as of :class:`_Pieces`."""
+
+    def __init__(
+        self, speech: Speech, markup: Markup, functions: Mapping[str, Function] | None
+    ) -> None:
+        """Begin before the first token."""
+        self._speech, self._functions = speech, functions
+        self._thought, self._marks, self._form = markup.thought, markup.call, markup.form
+        self._by_text = functions is not None and self._marks.open.token == NO_TOKEN
+        self._begun = ""
+        """Of a mark that is a text."""
+        self._call: CallReader | None = None
+        self._raw = ""
+        """Of an open call, from its mark on, while it names no tool."""
+        self._tail: str | None = None
+        """Behind a whole call: spaces in front of its closing mark. None where there is none."""
+
+    def piece(self, text: str, token: int) -> None:
+        """As of the protocol."""
         mark = self._mark(token)
-        if mark is None or not text.endswith(mark):
+        if mark is None or not (mark.silent or text.endswith(mark.text)):
             self._text(text)
             return
-        self._text(text.removesuffix(mark))
-        if self._part is _Part.REASONING:
-            self._begin(_Part.TEXT)
-        elif self._part is _Part.CALL and mark == self._call.close.text:
-            self._close(len(self._raw), "")
-        elif self._thought is not None and token == self._thought.open.token:
-            self._give_up()
-            self._begin(_Part.REASONING)
+        self._text(text.removesuffix(mark.text))
+        closes = mark is self._marks.close
+        if closes and self._tail is not None:
+            self._tail = None
+            self._speech.begin(Part.TEXT)
+        elif closes and self._call is not None:
+            self._tell(self._call, self._call.close())
+            self._raw += mark.text
+            self._leave()
+        elif self._speech.part is Part.REASONING:
+            self._speech.begin(Part.TEXT)
         else:
-            self._give_up()
-            self._part, self._raw = _Part.CALL, mark
+            self._leave()
+            self._tail = None
+            if self._thought is not None and mark is self._thought.open:
+                self._speech.begin(Part.REASONING)
+            else:
+                self._open(self._form)
 
-    def _mark(self, token: int) -> str | None:
-        """The text of a token that is a mark where it stands."""
+    def _mark(self, token: int) -> Mark | None:
+        """The mark that a token is where it stands."""
         if token == NO_TOKEN:
             return None
         if self._thought is not None:
-            reasons = self._part is _Part.REASONING
+            reasons = self._speech.part is Part.REASONING
             mark = self._thought.close if reasons else self._thought.open
             if token == mark.token:
-                return mark.text
+                return mark
             if reasons:
                 return None
         if self._functions is not None:
-            if token == self._call.open.token:
-                return self._call.open.text
-            if token == self._call.close.token and self._part is _Part.CALL:
-                return self._call.close.text
+            if token == self._marks.open.token:
+                return self._marks.open
+            if token == self._marks.close.token and (self._call or self._tail is not None):
+                return self._marks.close
         return None
-
-    def _begin(self, part: _Part) -> None:
-        """Behind a mark."""
-        self._broke |= bool(self._newlines)
-        self._part, self._fresh, self._newlines = part, True, ""
 
     def _text(self, text: str) -> None:
         """Text that holds no mark that is a token."""
-        if self._part is _Part.CALL:
-            self._raw += text
-            if self._by_text:
-                self._find_closing()
-        elif self._by_text and self._part is _Part.TEXT:
+        if self._call is not None:
+            self._read(self._call, text)
+        elif self._tail is not None:
+            self._behind(self._tail + text)
+        elif self._by_text and self._speech.part is Part.TEXT:
             self._find_opening(text)
         else:
-            self._say(text)
+            self._speech.say(text)
 
     def _find_opening(self, text: str) -> None:
-        mark, text = self._call.open.text, self._begun + text
+        mark, text = self._marks.open.text, self._begun + text
         at, self._begun = text.find(mark), ""
         if at >= 0:
-            self._say(text[:at])
-            self._part, self._raw, self._closings, self._searched = _Part.CALL, mark, 0, len(mark)
+            self._speech.say(text[:at])
+            self._open(self._form)
             self._text(text[at + len(mark) :])
             return
-        held = next(n for n in range(len(mark) - 1, -1, -1) if text.endswith(mark[:n]))
-        cut = len(text) - held
+        cut = len(text) - overlap(text, mark)
         self._begun = text[cut:]
-        self._say(text[:cut])
+        self._speech.say(text[:cut])
 
-    def _find_closing(self) -> None:
-        mark = self._call.close.text
-        at = self._raw.find(mark, self._searched)
-        if at < 0:
-            self._searched = max(self._searched, len(self._raw) - len(mark) + 1)
-            return
-        self._closings, self._searched = self._closings + 1, at + 1
-        self._close(at, mark)
+    def _open(self, form: CallForm | None) -> None:
+        if form is not None and self._functions is not None:
+            self._call, self._raw = form.reader(self._functions), self._marks.open.text
 
-    def _close(self, at: int, mark: str) -> None:
-        """A call ends in front of a mark, unless it is none."""
-        inside = self._raw[len(self._call.open.text) : at]
-        form, functions = self._form, self._functions
-        found = None if form is None or functions is None else form.read(inside, functions)
-        rest = self._raw[at + len(mark) :]
-        if found is None:
-            if self._by_text and self._closings < MOST_CLOSINGS:
-                self._find_closing()
-                return
-            if not self._by_text:
-                self._raw += self._call.close.text
-            self._give_up()
+    def _read(self, call: CallReader, text: str) -> None:
+        """Within a call."""
+        self._tell(call, call.read(text))
+        if call.name is None:
+            self._raw += text
+        if not call.whole:
             return
-        self._said.calls = (*self._said.calls, found)
-        self.calls += 1
-        self._raw = ""
-        self._begin(_Part.TEXT)
-        if rest:
+        named, rest = call.name is not None, call.rest
+        self._leave()
+        if named:
+            self._tail = ""
             self._text(rest)
 
-    def _give_up(self) -> None:
-        """What looked like a call is text."""
-        if self._part is _Part.CALL:
-            raw, self._raw, self._part = self._raw, "", _Part.TEXT
-            self._say(raw)
+    def _tell(self, call: CallReader, arguments: str) -> None:
+        """What a call has gained; its name where it has one at last."""
+        if call.name is not None:
+            self._speech.call(call.name if self._raw else "", arguments)
+            self._raw = ""
 
-    def _say(self, text: str) -> None:
-        """Text of the part that runs."""
-        whole = self._newlines + text
-        if self._fresh:
-            stripped = whole.lstrip("\n")
-            self._broke |= stripped != whole
-            whole = stripped
-            if whole and self._broke and self._part in self._spoke:
-                whole = "\n" + whole  # What stood on two lines stays on two.
-        said = whole.rstrip("\n")
-        self._newlines = whole[len(said) :]
-        self._fresh = self._fresh and not said
-        if said:
-            self._spoke.add(self._part)
-            self._broke = False
-        if self._part is _Part.REASONING:
-            self._said.reasoning += said
-        else:
-            self._said.content += said
+    def _leave(self) -> None:
+        """A call ends, unless it was none: then it is text."""
+        if (call := self._call) is None:
+            return
+        self._call = None
+        if call.name is not None:
+            self._speech.begin(Part.TEXT)
+            return
+        mark, raw = self._marks.open.text, self._raw
+        self._raw = ""
+        self._speech.say(mark)
+        self._text(raw[len(mark) :])
 
-    def _end(self) -> None:
-        """Nothing more comes: no mark follows what was held back."""
-        self._give_up()
-        if self._begun:
-            begun, self._begun = self._begun, ""
-            self._say(begun)
-        if self._part is _Part.REASONING:
-            self._said.reasoning += self._newlines
-        else:
-            self._said.content += self._newlines
-        self._newlines = ""
+    def _behind(self, text: str) -> None:
+        """Text behind a whole call: spaces and its closing mark, or what the model says next."""
+        mark, waiting = self._marks.close.text, text.lstrip()
+        self._tail = text
+        if self._by_text and waiting.startswith(mark):
+            self._tail, text = None, waiting[len(mark) :]
+        elif waiting and not (self._by_text and mark.startswith(waiting)):
+            self._tail = None
+        if self._tail is None and text:
+            self._text(text)
+
+    def end(self, *, cut: bool) -> None:
+        """As of the protocol."""
+        if self._call is not None and not cut:
+            self._tell(self._call, self._call.close())
+        self._leave()
+        tail, begun, self._tail, self._begun = (self._tail or "").strip(), self._begun, None, ""
+        self._speech.say(tail + begun)

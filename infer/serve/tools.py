@@ -57,6 +57,13 @@ class Function(Body):
     def _check(self) -> "Function":
         if self.parameters.get("type", "object") != "object":
             raise ValueError("must have parameters of the type object: arguments have names")
+        fields, needed = self.parameters.get("properties", {}), self.parameters.get("required", [])
+        if not isinstance(fields, dict) or not all(
+            isinstance(x, dict | bool) for x in fields.values()
+        ):
+            raise ValueError("must have parameters whose properties are an object of schemas")
+        if not isinstance(needed, list) or not all(isinstance(one, str) for one in needed):
+            raise ValueError("must have parameters whose required is a list of names")
         return self
 
 
@@ -95,17 +102,18 @@ ToolChoice = Annotated[
 ]
 
 
-def read_arguments(value: object) -> dict[str, Any]:
+def read_arguments(value: object) -> dict[str, Any] | str:
     """The arguments of a call, which clients write as text: templates want the object.
 
-    Qwen3.5's fails on a text, and Qwen2.5's would quote it once more.
+    Qwen3.5's fails on a text, and Qwen2.5's would quote it once more. An object that a model has
+    not ended, or has written wrong, stays a text: agents send it back with what became of it.
     """
     if not isinstance(value, str) or len(value) > LONGEST_ARGUMENTS:
         raise ValueError(f"must be text of at most {LONGEST_ARGUMENTS} characters")
     found = object_of(value) if value.strip() else {}  # None were needed.
-    if found is None:
+    if found is None and not value.lstrip().startswith("{"):
         raise ValueError("must be the text of a JSON object")
-    return found
+    return value if found is None else found
 
 
 def object_of(text: str) -> dict[str, Any] | None:
@@ -134,7 +142,7 @@ class CalledFunction(Body):
     name: Name
     """As in tools."""
     arguments: Annotated[
-        dict[str, Any], PlainValidator(read_arguments, json_schema_input_type=str)
+        dict[str, Any] | str, PlainValidator(read_arguments, json_schema_input_type=str)
     ] = {}
     """A JSON object, as text."""
 

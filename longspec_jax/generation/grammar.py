@@ -29,6 +29,8 @@ LONGEST = 64 * 1024
 """Most characters of a grammar: compiling takes time and memory with its length."""
 DEEPEST = 32
 """Most levels of a JSON schema."""
+MOST_DEFINITIONS = 512
+"""Of a JSON schema."""
 TOKENIZERS = 4
 """Vocabularies whose tables are kept: a table takes a second to make at 128k tokens."""
 MOST_STATES = 50_000
@@ -81,7 +83,7 @@ def compile_grammar(
     library = _library()
     sources: list[tuple[Any, str]] = []
     if json_schema is not None:
-        check_depth(json_schema)
+        check_schema(json_schema)
         sources.append((library.LLMatcher.grammar_from_json_schema, json.dumps(json_schema)))
     if regex is not None:
         sources.append((library.LLMatcher.grammar_from_regex, regex))
@@ -90,10 +92,7 @@ def compile_grammar(
     if len(sources) != 1:
         raise ValueError("a grammar is one of json_schema=, regex= and lark=; pass one of them")
     [(read, source)] = sources
-    if len(source) > LONGEST:
-        raise ValueError(
-            f"a grammar of {len(source)} characters is longer than {LONGEST}; shorten it"
-        )
+    _check_length(source)
     if limits is None:
         limits = library.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
     grammar = Grammar(vocabulary, read(source), limits)
@@ -215,8 +214,11 @@ def _holds(line: np.ndarray, token: int) -> bool:
 
 def _reason(matcher: Any) -> str:
     """Why a matcher has failed."""
-    words = matcher.get_error().strip().splitlines()[0]
-    return "no token of the vocabulary may follow" if words.startswith("NoExtension") else words
+    first, *others = matcher.get_error().strip().splitlines()
+    if first.startswith("NoExtension"):
+        return "no token of the vocabulary may follow"
+    # What a regular expression lacks stands below a drawing of the place.
+    return " ".join([first, *(line for line in others if line.startswith("error: "))])
 
 
 class Vocabulary:
@@ -264,14 +266,75 @@ def vocabulary_of(
     return Vocabulary(table, vocab_size, stop_tokens)
 
 
-def check_depth(schema: object, level: int = 1) -> None:
+def check_schema(schema: object) -> None:
+    """Refuse a JSON schema that the library cannot follow to the end of a text.
+
+    Raises:
+      ValueError: for one of too many levels, and for one that no finite text satisfies, as where a
+        reference leads to itself: the library would find that out in the midst of a text.
+    """
+    _check_depth(schema)
+    _check_length(json.dumps(schema))
+    if not isinstance(schema, Mapping):
+        return
+    ends, news = {"#": False}, True
+    for place in ("$defs", "definitions"):
+        if isinstance(shared := schema.get(place), Mapping):
+            ends |= {f"#/{place}/{name}": False for name in shared}
+    if len(ends) > MOST_DEFINITIONS:
+        raise ValueError(f"a schema of more than {MOST_DEFINITIONS} definitions is not read")
+    while news:
+        news = False
+        for reference in [one for one, has in ends.items() if not has]:
+            ends[reference] = _ends(_referred(schema, reference), ends)
+            news |= ends[reference]
+    if not ends["#"]:
+        endless = next((one for one, has in ends.items() if not has and one != "#"), "#")
+        raise ValueError(
+            f"no finite text satisfies the schema: {endless} needs itself; make a property "
+            "optional, or let anyOf have another choice"
+        )
+
+
+def _check_length(source: str) -> None:
+    if len(source) > LONGEST:
+        raise ValueError(
+            f"a grammar of {len(source)} characters is longer than {LONGEST}; shorten it"
+        )
+
+
+def _referred(schema: Mapping[str, Any], reference: str) -> object:
+    place, name = reference.removeprefix("#").removeprefix("/").partition("/")[::2]
+    return schema[place][name] if place else schema
+
+
+def _ends(schema: object, ends: Mapping[str, bool]) -> bool:
+    """Whether a finite text satisfies a schema, given the references of which that is known."""
+    if not isinstance(schema, Mapping):
+        return True
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and not ends.get(reference, True):
+        return False
+    for name, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        choices = schema.get(name)
+        if isinstance(choices, list) and not enough(_ends(one, ends) for one in choices):
+            return False
+    fields, required = schema.get("properties"), schema.get("required")
+    if isinstance(fields, Mapping) and isinstance(required, list):
+        needed = [fields[name] for name in required if isinstance(name, str) and name in fields]
+        if not all(_ends(one, ends) for one in needed):
+            return False
+    return not schema.get("minItems") or _ends(schema.get("items"), ends)
+
+
+def _check_depth(schema: object, level: int = 1) -> None:
     """Refuse a schema of more than :data:`DEEPEST` levels: the library reads them by recursion."""
     if level > DEEPEST:
         raise ValueError(f"a schema of more than {DEEPEST} levels is not read; make it flatter")
     if isinstance(schema, str) or not isinstance(schema, Mapping | Sequence):
         return
     for part in schema.values() if isinstance(schema, Mapping) else schema:
-        check_depth(part, level + 1)
+        _check_depth(part, level + 1)
 
 
 def _library() -> Any:

@@ -40,9 +40,10 @@ LONGEST_RUN = 64
 
 
 class Piece(NamedTuple):
-    """A stretch of released text."""
+    """What a token adds to the text that is released."""
 
     text: str
+    """Empty of a special token, and of one that completes no character."""
     drafted: bool
     """Whether the token that completed it was an accepted draft token."""
     token: int = NO_TOKEN
@@ -162,7 +163,7 @@ class RowText:
             if self.stopped:
                 return Added(kept, tuple(pieces))
         if ended:
-            pieces += self._read(Piece(self._detokenizer.flush(), False))
+            pieces += self._flush(False)
             pieces += self._release(0)
         return Added(kept, tuple(pieces))
 
@@ -179,16 +180,21 @@ class RowText:
         _, match = search.read(self._state, run)
         if match is None and token not in self._special:
             return []
-        pieces = self._read(Piece(self._detokenizer.flush(), draft))
+        pieces = self._flush(draft)
         if not self.stopped:
             pieces += self._release(0)
         self.stopped = True
         return pieces
 
+    def _flush(self, draft: bool) -> list[Piece]:
+        """The text of tokens that the detokenizer has held back."""
+        text = self._detokenizer.flush()
+        return self._read(Piece(text, draft)) if text else []
+
     def _read(self, piece: Piece) -> list[Piece]:
         """Search new text, and release what no stop string can begin with."""
-        if self._search is None or not piece.text:
-            return [piece] if piece.text else []
+        if self._search is None:
+            return [piece]
         self._state, match = self._search.read(self._state, piece.text)
         held = self._search.held(self._state)
         if match is not None:
@@ -202,7 +208,7 @@ class RowText:
         """All held text but its last characters."""
         count, released = self._held_length - held, list[Piece]()
         self._held_length = held
-        while count > 0:
+        while self._held and (count > 0 or not self._held[0].text):
             if len(self._held[0].text) > count and not self.stopped:
                 # A token's text stays whole: it may be a mark for who reads it.
                 self._held_length += count

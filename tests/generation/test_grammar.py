@@ -10,6 +10,7 @@ from longspec_jax.generation.grammar import (
     LONGEST,
     Grammar,
     Vocabulary,
+    check_schema,
     compile_grammar,
     vocabulary_of,
 )
@@ -119,7 +120,10 @@ def test_nodes_that_cannot_be_judged_have_no_path(vocabulary) -> None:
 @each_row(
     ("make", "message"),
     [
-        (lambda given: compile_grammar(given, regex="(["), "cannot be used: .*regex"),
+        (
+            lambda given: compile_grammar(given, regex="(["),
+            "regex.* error: unclosed character class",
+        ),
         (lambda given: compile_grammar(given, regex="z"), "cannot be used: no token"),
         (lambda given: compile_grammar(given, regex="a" * (LONGEST + 1)), "is longer than"),
         (
@@ -131,6 +135,22 @@ def test_nodes_that_cannot_be_judged_have_no_path(vocabulary) -> None:
             "cannot be used",
         ),
         (lambda given: compile_grammar(given, json_schema=_nested(DEEPEST)), "levels"),
+        (
+            lambda given: compile_grammar(given, json_schema=_list(["a"])),
+            "finite .* # needs itself",
+        ),
+        (
+            lambda given: compile_grammar(
+                given, json_schema={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+            ),
+            "no finite text satisfies the schema: #/.defs/a needs itself",
+        ),
+        (
+            lambda given: compile_grammar(
+                given, json_schema={"$defs": {f"{index}": {} for index in range(600)}}
+            ),
+            "more than 512 definitions",
+        ),
         (lambda given: compile_grammar(given, lark="start: other"), "cannot be used"),
         (lambda given: compile_grammar(given), "one of json_schema=, regex= and lark="),
     ],
@@ -139,6 +159,18 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(vocabulary, make, message)
     with pytest.raises(ValueError, match=message) as refusal:
         make(vocabulary)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_schema_may_refer_to_itself_where_a_text_can_end() -> None:
+    for schema in (
+        _list([]),
+        {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
+    ):
+        check_schema(schema)
+
+
+def _list(required: list[str]) -> dict:
+    return {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": required}
 
 
 def _nested(levels: int) -> dict:

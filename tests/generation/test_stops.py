@@ -109,7 +109,9 @@ def test_text_is_held_back_with_its_colour() -> None:
 def test_the_name_of_a_special_token_is_met_with_the_token() -> None:
     a, b = toy_tokenizer()("ab")["input_ids"]
     row = RowText(toy_tokenizer(), (), ["<end>", "abc"])
-    assert row.add([a, b, STOP, a], [False] * 4, False) == (3, (("a", False, a), ("b", False, b)))
+    silent = ("", False, STOP)
+    found = ("a", False, a), ("b", False, b), silent
+    assert row.add([a, b, STOP, a], [False] * 4, False) == (3, found)
     assert row.stopped
 
 
@@ -118,7 +120,10 @@ def test_a_line_feed_in_bytes_is_met_at_once_and_a_long_run_when_it_ends() -> No
     tokenizer = byte_fallback()
     feed, a = (tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in b"\na")
     row = RowText(tokenizer, [3], ["\n\n"])
-    assert row.add([3, feed, feed, 3], [False] * 4, False) == (3, (("b", False, 3),))
+    assert row.add([3, feed, feed, 3], [False] * 4, False) == (
+        3,
+        (("b", False, 3), *[("", False, feed)] * 2),
+    )
     row = RowText(tokenizer, [3], ["\n"])
     assert row.add([a] * 80 + [feed, 3], [False] * 82, False).kept == 82 and row.stopped
 

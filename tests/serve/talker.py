@@ -33,6 +33,13 @@ THINKING = (
     "{% if enable_thinking is not false %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
 )
 """What opens the reasoning, behind either."""
+HARMONY = (
+    "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %} to=functions.{{ call.function.name }}<|channel|>"
+    "commentary json<|message|>{{ call.function.arguments | tojson }}<|call|>{% endfor %}"
+    "<|end|>{% endfor %}<|start|>assistant"
+)
+"""As gpt-oss's does."""
 CITY = {
     "type": "object",
     "properties": {
@@ -49,8 +56,10 @@ TOOLS: list[dict[str, Any]] = [
 
 
 @functools.cache
-def talking_tokenizer(marks: bool = True) -> Any:
-    """A token for each byte, and the marks, which are no special ones, if they are wanted."""
+def talking_tokenizer(
+    marks: bool = True, special: bool = False, names: tuple[str, ...] = MARKS
+) -> Any:
+    """A token for each byte, and marks if they are wanted, which may be special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {name: id for id, name in enumerate(["<end>", *letters])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -58,8 +67,9 @@ def talking_tokenizer(marks: bool = True) -> Any:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<end>"])
     if marks:
-        made.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+        made.add_tokens([AddedToken(mark, normalized=False, special=special) for mark in names])
+    own = {"additional_special_tokens": [*names]} if marks and special else {}
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", **own)
 
 
 SIZE = 257 + len(MARKS)

@@ -123,6 +123,40 @@ def test_a_stream_joins_to_the_whole_answer(server: Client) -> None:
     assert seen >= 3
 
 
+def test_arguments_are_told_as_they_are_made(server: Client) -> None:
+    """By the rules of clients that join: a place in each, id and name once, no place twice."""
+    client, fields = client_of(server), asked(1, tool_choice=NAMED, stream=True)
+    told, chunks = dict[int, str](), 0
+    for chunk in client.chat.completions.create(**fields):
+        places = list[int]()
+        for call in chunk.choices[0].delta.tool_calls or []:
+            places.append(call.index)
+            assert call.function is not None
+            new = call.index not in told
+            assert [bool(call.id), bool(call.function.name), bool(call.type)] == [new] * 3
+            arguments = told.get(call.index, "") + (call.function.arguments or "")
+            told[call.index] = arguments
+        assert len({*places}) == len(places)
+        chunks += bool(places)
+    assert [*told] == [*range(len(told))]
+    assert all("city" in json.loads(arguments) for arguments in told.values())
+    assert chunks > 2 * len(told) > 0
+
+
+def test_a_neighbours_tools_change_no_text(server: Client) -> None:
+    """Two clients whose prompts begin alike, each with schemas of its own."""
+
+    def answer(seed: int) -> Any:
+        tools = [odd({"enum": [f"{seed % 2}x", "y"]}, additionalProperties=False)]
+        fields = asked(seed, tools=tools, tool_choice="required", parallel_tool_calls=False)
+        [call] = client_of(server).chat.completions.create(**fields).choices[0].message.tool_calls
+        assert json.loads(call.function.arguments)["a"] in (f"{seed % 2}x", "y")
+        return call.function.arguments
+
+    alone = [answer(seed) for seed in range(2)]
+    assert [*together(answer, 2)] == alone
+
+
 def test_a_form_begins_behind_the_reasoning(server: Client) -> None:
     """The template opens it; without it the form is all of the text."""
     client = client_of(server)
@@ -190,7 +224,20 @@ def test_refusals_name_the_field(server: Client) -> None:
             {"tool_choice": {"type": "function", "function": {"name": "w"}}},
         ),
         ("tool_choice", "must be one of none, auto, required", {"tool_choice": "any"}),
-        ("tools", "more than 32 levels", {"tools": [deep()], "tool_choice": "required"}),
+        ("tools", "the tool deep: a schema of more than 32 levels", must(deep())),
+        (
+            "tools",
+            "the tool odd: no finite text satisfies the schema: #/$defs/a needs itself",
+            must(odd({"$ref": "#/$defs/a"}, **{"$defs": {"a": {"$ref": "#/$defs/a"}}})),
+        ),
+        ("tools", "the tool odd: the grammar cannot be used", must(TOOLS[1], odd({"type": "?"}))),
+        (
+            "tools",
+            "look-around, including look-ahead and look-behind, is not supported",
+            must(odd({"type": "string", "pattern": "(?=a)b"})),
+        ),
+        ("tools", "required is a list of names", must(odd({}, required="a"))),
+        ("tools", "properties are an object of schemas", must(odd([]))),
         (
             "messages",
             "messages[0].tool_calls[0].function.arguments='[1]' must be the text of a JSON object",
@@ -211,6 +258,15 @@ def test_refusals_name_the_field(server: Client) -> None:
 def with_arguments(arguments: str) -> dict[str, Any]:
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def must(*tools: Any) -> dict[str, Any]:
+    return {"tools": [*tools], "tool_choice": "required"}
+
+
+def odd(of_a: Any, **more: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"a": of_a}, "required": ["a"], **more}
+    return {"type": "function", "function": {"name": "odd", "parameters": schema}}
 
 
 def deep() -> dict[str, Any]:

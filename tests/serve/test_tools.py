@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from infer.serve.command import chat_markup
-from infer.serve.markup import Markup, grammar_of, markup_of, types_of, value_of
+from infer.serve.forms import types_of, value_of
+from infer.serve.markup import Markup, grammar_of, markup_of
 from infer.serve.messages import MessageReader, Reading
 from infer.serve.protocol import Message
-from infer.serve.tools import NamedTool, Tool, named
+from infer.serve.tools import NamedTool, Tool, named, object_of
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.runner import ModelRunner
@@ -39,6 +40,9 @@ TAGGED = (
     "</parameter>\n</function>\n</tool_call>"
 )
 OSLO = {"city": "Oslo", "unit": "C"}
+ODD = {"city": '"}{\\', "unit": "C"}
+ARGUMENTS = '{{"city": {}, "unit": "C"}}'.format
+TURNED = CALL.replace(WEATHER, '{"arguments": {"city": "Oslo", "unit": "C"}, "name": "weather"}')
 
 
 def ids(text: str, marks: bool = True) -> list[int]:
@@ -49,12 +53,12 @@ def marked(template: str = HERMES, marks: bool = True) -> Markup:
     return markup_of(template, talking_tokenizer(marks).get_added_vocab())
 
 
-def gains(tokens: Sequence[int], sizes: Sequence[int], marks: bool) -> Iterator[RequestOutput]:
+def gains(tokens: Sequence[int], sizes: Sequence[int], tokenizer: Any) -> Iterator[RequestOutput]:
     """What an engine tells of tokens that come in steps of these sizes.
 
     Marks end as the second stop string begins.
     """
-    text, left = RowText(talking_tokenizer(marks), [], ["STOP", ">>>"]), [*tokens]
+    text, left = RowText(tokenizer, [], ["STOP", ">>>"]), [*tokens]
     steps = [*sizes, len(tokens)]
     while left or steps:
         count = steps.pop(0)
@@ -73,6 +77,9 @@ def gains(tokens: Sequence[int], sizes: Sequence[int], marks: bool) -> Iterator[
             return
 
 
+Told = tuple[str, str, list[tuple[str, Any]], int]
+
+
 def told(
     text: str,
     template: str = HERMES,
@@ -81,23 +88,35 @@ def told(
     thinking: bool = False,
     marks: bool = True,
     tokens: list[int] | None = None,
-) -> tuple[str, str, list[tuple[str, dict[str, Any]]], int]:
-    """Content, reasoning, calls and reasoning tokens; the same however the tokens come."""
-    found = set[str]()
+) -> Told:
+    """As of :func:`read_out`."""
     given = ids(text, marks) if tokens is None else tokens
+    reading = Reading(marked(template, marks), named(KNOWN) if tools else None, thinking)
+    return read_out(given, reading, talking_tokenizer(marks))
+
+
+def read_out(given: list[int], reading: Reading, tokenizer: Any) -> Told:
+    """Content, reasoning, calls and reasoning tokens; the same however the tokens come.
+
+    Arguments that are no JSON object are their text.
+    """
+    found = set[str]()
     for sizes in ([], [1] * len(given), [3, 1, 7, 2] * len(given)):
-        functions = named(KNOWN) if tools else None
-        reader = MessageReader(Reading(marked(template, marks), functions, thinking))
-        content, reasoning, calls = "", "", list[Any]()
-        for gain in gains(given, sizes, marks):
+        reader = MessageReader(reading)
+        content, reasoning, calls = "", "", list[tuple[str, str]]()
+        for gain in gains(given, sizes, tokenizer):
             said = reader.read(gain)
-            assert said.first_call == len(calls)
             content, reasoning = content + said.content, reasoning + said.reasoning
-            calls += [(call.name, call.arguments) for call in said.calls]
+            for call in said.calls:
+                assert call.place == len(calls) - (not call.name)
+                if call.name:
+                    calls.append((call.name, ""))
+                calls[-1] = (calls[-1][0], calls[-1][1] + call.arguments)
+        assert reader.calls == len(calls)
         found.add(json.dumps([content, reasoning, calls, reader.reasoning_tokens]))
     [one] = found
     content, reasoning, calls, count = json.loads(one)
-    return content, reasoning, [tuple(call) for call in calls], count
+    return content, reasoning, [(name, object_of(text) or text) for name, text in calls], count
 
 
 NO_CALLS: list[Any] = []
@@ -120,11 +139,17 @@ NO_CALLS: list[Any] = []
         (f"Look.\n{CALL}\nThere", {}, ("Look.\nThere", "", [("weather", OSLO)])),
         ("so\n<think>why</think>\n\nnow", {}, ("so\nnow", "why", NO_CALLS)),
         (CALL.replace('"weather"', '["a"]'), {}, (CALL.replace('"weather"', '["a"]'), "", [])),
-        (CALL.replace('"Oslo"', "1e999"), {}, (CALL.replace('"Oslo"', "1e999"), "", NO_CALLS)),
+        (CALL.replace('"Oslo"', "1e999"), {}, ("", "", [("weather", ARGUMENTS("1e999"))])),
         (CALL.replace("weather", "wether"), {}, (CALL.replace("weather", "wether"), "", [])),
-        (CALL[:-13], {}, (CALL[:-13], "", NO_CALLS)),
-        (f"{CALL[:-14]}\n{CALL}", {}, (f"{CALL[:-14]}", "", [("weather", OSLO)])),
-        (CALL.replace('"Oslo"', "NaN"), {}, (CALL.replace('"Oslo"', "NaN"), "", NO_CALLS)),
+        (CALL[:-13], {}, ("", "", [("weather", OSLO)])),
+        (CALL[:-23], {}, ("", "", [("weather", '{"city": "Oslo", "un')])),
+        (f"{CALL[:-12]}so", {}, ("so", "", [("weather", OSLO)])),
+        (f"{CALL[:-14]}\n{CALL}", {}, ("", "", [("weather", OSLO)] * 2)),
+        (CALL.replace('"Oslo"', "NaN"), {}, ("", "", [("weather", ARGUMENTS("NaN"))])),
+        (CALL.replace('"Oslo"', r'"\"}{\\"'), {}, ("", "", [("weather", ODD)])),
+        (TURNED, {}, ("", "", [("weather", OSLO)])),
+        (TURNED.replace("weather", "wether"), {}, (TURNED.replace("weather", "wether"), "", [])),
+        ("<tool_call>so</tool_call>", {}, ("<tool_call>so</tool_call>", "", NO_CALLS)),
         (f"a</tool_call>{CALL}", {}, ("a</tool_call>", "", [("weather", OSLO)])),
         (f"é{CALL}STOP and more", {}, ("é", "", [("weather", OSLO)])),
         (TAGGED, {"template": XML}, ("", "", [("weather", OSLO)])),
@@ -132,8 +157,15 @@ NO_CALLS: list[Any] = []
         (
             TAGGED.replace("</function>", ""),
             {"template": XML},
-            (TAGGED.replace("</function>", ""),),
+            ("", "", [("weather", OSLO)]),
         ),
+        (TAGGED[:-38], {"template": XML}, ("", "", [("weather", '{"city": "Oslo", "unit": "C')])),
+        (
+            TAGGED.replace("C\n", "C\nso\n"),
+            {"template": XML},
+            ("", "", [("weather", {**OSLO, "unit": "C\nso"})]),
+        ),
+        (TAGGED.replace("weather", "w"), {"template": XML}, (TAGGED.replace("weather", "w"),)),
     ],
 )
 def test_an_answer_is_read_the_same_however_it_comes(
@@ -153,7 +185,7 @@ def test_marks_may_be_texts_where_the_tokenizer_has_no_such_tokens(text: str) ->
     elif text.startswith("so"):
         assert (content, calls) == ("so <tool <tool_", expected)
     else:
-        assert (content, calls) == (inside, [])
+        assert (content, calls) == ("</tool_call ", expected * 2)
 
 
 def test_letters_of_a_mark_in_other_tokens_mean_nothing() -> None:
@@ -212,24 +244,26 @@ def test_definitions_that_every_parameter_repeats_are_refused_early() -> None:
         grammar_of(marked(XML), {}, [tool], "required", parallel=True, thinking=False)
 
 
-def test_marks_that_are_special_tokens_are_not_looked_for() -> None:
-    """Text comes without them, so that a call would be told as an answer."""
-
+def test_marks_may_be_special_tokens_that_have_no_text() -> None:
     class Special:
         chat_template = HERMES + THINKING
-        all_special_ids: tuple[int, ...] = (258, 7)
+        all_special_ids = (257, 258, 259, 260)
 
         def get_added_vocab(self) -> dict[str, int]:
-            return {"<think>": 257, "</think>": 258, "<tool_call>": 7, "</tool_call>": 8}
+            return talking_tokenizer().get_added_vocab()
 
         def get_chat_template(self, *_: Any, **__: Any) -> str:
             return self.chat_template
 
     markup = chat_markup(Special(), None)
-    assert markup.form is None and markup.thought is None
-    Special.all_special_ids = ()
-    markup = chat_markup(Special(), None)
-    assert markup.form is not None and markup.thought is not None
+    reader = MessageReader(Reading(markup, named(KNOWN), True))
+    text = RowText(talking_tokenizer(special=True))
+    given = ids(f"why</think>\n\nso {CALL}")
+    pieces = text.add(given, [False] * len(given), True).pieces
+    assert [piece.token for piece in pieces] == given and "<" not in "".join(p.text for p in pieces)
+    said = reader.read(RequestOutput(0, (*given,), (), (), "stop", pieces=pieces))
+    assert (said.reasoning, said.content, reader.reasoning_tokens) == ("why", "so ", 3)
+    assert [(call.name, json.loads(call.arguments)) for call in said.calls] == [("weather", OSLO)]
 
 
 @pytest.mark.parametrize(
@@ -238,12 +272,15 @@ def test_marks_that_are_special_tokens_are_not_looked_for() -> None:
         {"content": None, "reasoning": "why"},
         {"content": [], "tool_calls": [{"function": {"name": "now", "arguments": ""}}]},
         {"content": None, "tool_calls": [{"function": {"name": "now", "arguments": " {}"}}]},
+        {"content": "", "tool_calls": [{"function": {"name": "now", "arguments": '{"a": NaN}'}}]},
     ],
 )
 def test_an_answer_may_be_sent_back(fields: dict[str, Any]) -> None:
     message = Message.model_validate({"role": "assistant", **fields})
     assert message.content == ""
-    assert all(call.function.arguments == {} for call in message.tool_calls)
+    broken = '{"a": NaN}'
+    expected = broken if broken in str(fields) else {}
+    assert all(call.function.arguments == expected for call in message.tool_calls)
 
 
 def test_a_text_between_tags_keeps_what_looks_like_tags() -> None:
@@ -255,16 +292,15 @@ def test_a_text_between_tags_keeps_what_looks_like_tags() -> None:
 # Grammars.
 
 
-def allows(text: str, **asked: Any) -> bool:
+def allows(text: str, markup: Markup, tokenizer: Any, **asked: Any) -> bool:
     """Whether a grammar allows all of a text, and an end behind it."""
-    markup = marked(asked.pop("template", HERMES))
     options: dict[str, Any] = {"parallel": True, "thinking": False} | asked
     tools = options.pop("tools", KNOWN)
     form, choice = options.pop("form", {}), options.pop("choice", "required")
     source = grammar_of(markup, form, tools, choice, **options)
-    state = compile_grammar(vocabulary_of(talking_tokenizer(), SIZE, (STOP,)), **source).state()
+    state = compile_grammar(vocabulary_of(tokenizer, len(tokenizer), (STOP,)), **source).state()
     try:
-        state.advance(ids(text))
+        state.advance(tokenizer.encode(text, add_special_tokens=False))
     except ValueError:
         return False
     return bool(state.allowed([0], [-1])[0][STOP // 32] >> STOP % 32 & 1)
@@ -276,6 +312,13 @@ STRICT = [
     Tool.model_validate({"type": "function", "function": {**tool["function"], "strict": True}})
     for tool in TOOLS
 ]
+WORDS = {"city": {"enum": [f"word {index}" for index in range(3000)]}, "unit": {"type": "string"}}
+MANY = Tool.model_validate(
+    {
+        "type": "function",
+        "function": {"name": "many", "parameters": {"type": "object", "properties": WORDS}},
+    }
+)
 JSON = {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
@@ -288,6 +331,11 @@ JSON = {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"
         ({"choice": NAMED}, [NOW], [CALL]),
         ({"thinking": True}, [f"why </think>\n\n{CALL}", f"</think>{CALL}"], [CALL, f"why {CALL}"]),
         ({"thinking": None}, [f"<think>why</think>\n\n{CALL}", CALL], [f"why</think>{CALL}"]),
+        (
+            {"template": XML, "tools": [MANY]},
+            [TAGGED.replace("weather", "many").replace("Oslo", "word 2999")],
+            [TAGGED.replace("weather", "many").replace("Oslo", "word 3000")],
+        ),
         ({"template": XML}, [TAGGED], [CALL, TAGGED.replace("\nC\n", "\nK\n")]),
         (
             {"choice": "auto", "tools": STRICT},
@@ -307,8 +355,9 @@ JSON = {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"
 def test_a_grammar_holds_a_model_to_its_choice(
     asked: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
-    assert [text for text in right if not allows(text, **asked)] == []
-    assert [text for text in wrong if allows(text, **asked)] == []
+    markup = marked(asked.pop("template", HERMES))
+    assert [x for x in right if not allows(x, markup, talking_tokenizer(), **asked)] == []
+    assert [x for x in wrong if allows(x, markup, talking_tokenizer(), **asked)] == []
 
 
 def test_free_answers_need_no_grammar() -> None:
