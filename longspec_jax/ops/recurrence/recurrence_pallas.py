@@ -14,7 +14,6 @@ A plain step is a tree of one node. So a token's bits depend on its own path alo
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,22 +58,25 @@ def tree_recurrence(
     def float32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, nodes, heads, *shape), jnp.float32)
 
-    prepared = triton_call(
+    head = float32(width)
+    keys, *visited = triton_call(
         functools.partial(_prepare_kernel, width=width),
         grid=(heads, nodes, batch),
-        out_shape=[
-            *(float32(width), float32(width), float32(width), float32(shared * value)),
-            *(float32(), float32(shared), float32(shared)),
-        ],
+        out_shape=[head, head, head, float32(shared * value), float32()] + [float32(shared)] * 2,
         warps=1,
         stages=1,
         interpret=interpret,
         name="recurrent_inputs",
     )(
-        *(visits.order, visits.path, visits.count, tokens.inputs, state.inputs, taps),
-        *(tokens.log_decay, tokens.strength),
+        visits.order,
+        visits.path,
+        visits.count,
+        tokens.inputs,
+        state.inputs,
+        taps,
+        tokens.log_decay,
+        tokens.strength,
     )
-    keys, *visited = prepared
     updates, out = triton_call(
         functools.partial(_rule_kernel, interpret=interpret),
         grid=(pl.cdiv(value, COLUMNS), heads * shared, batch),
@@ -84,8 +86,15 @@ def tree_recurrence(
         interpret=interpret,
         name="delta_rule",
     )(
-        *(visits.order, visits.link, visits.path, visits.count, jnp.full(1, nodes, jnp.int32)),
-        *(state.memory, *visited, keys, tokens.log_decay),
+        visits.order,
+        visits.link,
+        visits.path,
+        visits.count,
+        jnp.full(1, nodes, jnp.int32),
+        state.memory,
+        *visited,
+        keys,
+        tokens.log_decay,
     )
     return keys, updates, out
 
@@ -147,10 +156,8 @@ def _prepare_kernel(
     pltriton.store(values_ref.at[*at, y], convolved(2 * width, columns), mask=y < columns)
     shared = log_decay_ref.shape[3]
     p = jnp.arange(pl.next_power_of_2(shared))
-    for source, target in (
-        (log_decay_ref, visited_decay_ref),
-        (strength_ref, visited_strength_ref),
-    ):
+    gates = (log_decay_ref, visited_decay_ref), (strength_ref, visited_strength_ref)
+    for source, target in gates:
         gate = pltriton.load(source.at[batch, node, head, p], mask=p < shared, other=0.0)
         pltriton.store(target.at[*at, p], gate, mask=p < shared)
 
@@ -204,23 +211,16 @@ def _rule_kernel(
         )
         if not interpret:
             pltriton.debug_barrier()  # Other threads wrote what is read.
-        rows = node_keys_ref, updates_ref, node_decay_ref
-        return _behind(
-            memory,
-            count_ref[batch, node] - 1,
-            lambda step: path_ref[batch, node, step],
-            rows,
-            (batch, head, share),
-            (x, y),
-            interpret,
-        )
+        rows, own_head = (node_keys_ref, updates_ref, node_decay_ref), (batch, head, share)
+        count, path = count_ref[batch, node] - 1, lambda step: path_ref[batch, node, step]
+        return _behind(memory, count, path, rows, own_head, (x, y), interpret)
 
-    def visit(place: Array, carried: tuple[Any, ...]) -> tuple[Any, ...]:
-        memory, wrote, (q, k, v, log_decay, strength, alike, node, link) = carried
+    def visit(place: Array, carried: tuple) -> tuple:
+        memory, last, (q, k, v, log_decay, strength, alike, node, link) = carried
         ahead = fetched(jnp.minimum(place + 1, nodes - 1))
         memory = jax.lax.cond(
             link == CHILD,
-            lambda: _written(memory, *wrote, interpret),
+            lambda: _written(memory, last[0], last[1], last[2], interpret),
             lambda: jax.lax.cond(link == ANEW, lambda: anew(node), lambda: memory),
         )
         decay = jnp.exp(jnp.full(COLUMNS, log_decay))
@@ -233,8 +233,8 @@ def _rule_kernel(
         return memory, (decay, k, update), ahead
 
     zeros = jnp.zeros((x.size, COLUMNS), jnp.float32)
-    wrote = jnp.zeros(COLUMNS), jnp.zeros(x.size), jnp.zeros(COLUMNS)
-    jax.lax.fori_loop(0, nodes, visit, (zeros, wrote, fetched(jnp.int32(0))))
+    last = jnp.zeros(COLUMNS), jnp.zeros(x.size), jnp.zeros(COLUMNS)
+    jax.lax.fori_loop(0, nodes, visit, (zeros, last, fetched(jnp.int32(0))))
 
 
 @partitioned("b t k p y, b t k w, y -> b t k y")
@@ -281,7 +281,8 @@ def commit_paths(
     """See :func:`longspec_jax.ops.recurrence.recurrence.commit_paths`."""
     committed: list[RecurrentState] = []
     for first in range(0, len(states), LAYERS):
-        held, written = (each[first : first + LAYERS] for each in (states, rows))
+        some = slice(first, first + LAYERS)
+        held, written = states[some], rows[some]
         memories, inputs = _commit(
             [state.memory for state in held],
             [state.inputs for state in held],
@@ -351,15 +352,9 @@ def _commit_kernel(path_ref: Ref, count_ref: Ref, *refs: Ref, layers: int, inter
         x, y = jnp.arange(pl.next_power_of_2(width)), tile * COMMITTED + jnp.arange(COMMITTED)
         at = row, head, share, x[:, None], y[None]
         mask = (x < width)[:, None] & (y < value)[None]
-        memory = _behind(
-            pltriton.load(old_memory_ref.at[*at], mask=mask, other=0.0),
-            count,
-            lambda step: path_ref[batch, step],
-            rows,
-            (batch, head, share),
-            (x, y),
-            interpret,
-        )
+        memory = pltriton.load(old_memory_ref.at[*at], mask=mask, other=0.0)
+        own_head, accepted = (batch, head, share), lambda step: path_ref[batch, step]
+        memory = _behind(memory, count, accepted, rows, own_head, (x, y), interpret)
         pltriton.store(memory_ref.at[*at], memory, mask=mask)
 
         @pl.when((tile == 0) & (share == 0))

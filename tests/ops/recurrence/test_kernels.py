@@ -95,34 +95,23 @@ def test_a_node_comes_behind_its_parent_or_its_sibling_or_anew(parents: tuple[in
 
 
 @pytest.mark.parametrize("interpret", COMPILED)
-@each_row("parents", TREES.values())
+@each_row("name", ["branches", "nodes that see themselves alone"])
 @each_row(("sizes", "dtype"), [(ODD, "float32"), (EVEN, "bfloat16")])
-def test_the_kernel_is_the_op(
-    parents: tuple[int, ...], sizes: RecurrenceConfig, dtype: str, interpret: bool
+def test_a_tree_is_the_ops_and_has_the_bits_of_plain_steps(
+    name: str, sizes: RecurrenceConfig, dtype: str, interpret: bool
 ) -> None:
-    mask = mask_of(parents)
+    """Along every path: what is read and written, and the state behind it."""
+    parents, mask = TREES[name], mask_of(TREES[name])
     tokens, taps, state = drawn(sizes, len(mask), dtype)
     masks, depth = jnp.tile(mask, (ROWS, 1, 1)), jnp.tile(mask.sum(axis=1) - 1, (ROWS, 1))
     rows, out = run(tokens, taps, state, masks, interpret)
-    levels = len(mask) - 1
-    wanted, read = tree_recurrence_xla(tokens, taps, state, masks, depth, levels)
+    wanted, read = jax.jit(tree_recurrence_xla, static_argnums=5)(
+        tokens, taps, state, masks, depth, len(mask) - 1
+    )
     # Of 16 bits the convolution's result is rounded, where its last bits may differ.
     bound = TOLERANCE["float32"] if dtype == "float32" else 3e-3
-    assert relative_error(rows.keys, wanted.keys) <= bound
-    assert relative_error(rows.updates, wanted.updates) <= bound
-    assert relative_error(out, read) <= bound
-
-
-@pytest.mark.parametrize("interpret", COMPILED)
-@each_row("parents", list(TREES.values())[1:])
-@each_row(("sizes", "dtype"), [(ODD, "float32"), (EVEN, "bfloat16")])
-def test_a_tree_has_the_bits_of_plain_steps(
-    parents: tuple[int, ...], sizes: RecurrenceConfig, dtype: str, interpret: bool
-) -> None:
-    """Along every path: what is read and written, and the state behind it."""
-    mask = mask_of(parents)
-    tokens, taps, state = drawn(sizes, len(mask), dtype)
-    rows, out = run(tokens, taps, state, jnp.tile(mask, (ROWS, 1, 1)), interpret)
+    pairs = (rows.keys, wanted.keys), (rows.updates, wanted.updates), (out, read)
+    assert max(relative_error(one, other) for one, other in pairs) <= bound
     behind = {-1: state}
     for node, parent in enumerate(parents):
         alone = jax.tree.map(lambda part, node=node: part[:, node : node + 1], tokens)
