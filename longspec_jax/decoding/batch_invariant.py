@@ -101,8 +101,8 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
         )
     if config.recurrent_layers:
         raise NotImplementedError(
-            "batch_invariant has no kernel for recurrent layers, whose sums depend on the tree; "
-            "leave it out, or load the target in float32"
+            "batch_invariant has not been verified with recurrent layers; leave it out, or load "
+            "the target in float32"
         )
     if target.keeps_ends or config.attention_cap is not None or config.attention_sinks:
         raise NotImplementedError(

@@ -35,11 +35,11 @@ from longspec_jax.ops.layer import append_rows
 from longspec_jax.ops.recurrence.operands import (
     RecurrentRows,
     RecurrentState,
-    commit_path,
     empty_rows,
     empty_state,
     state_bytes,
 )
+from longspec_jax.ops.recurrence.recurrence import commit_paths
 from longspec_jax.ops.slicing import along
 
 
@@ -134,12 +134,9 @@ class KVCache(Caches):
         states = self.states
         if rows:
             assert count is not None, "a state takes in as many nodes as are committed"
-            states = {
-                layer: state.put(
-                    self.cache_rows, commit_path(self.state(layer), rows[layer], path, count)
-                )
-                for layer, state in self.states.items()
-            }
+            written = [rows[layer] for layer in states]
+            committed = commit_paths([*states.values()], written, path, count, self.cache_rows)
+            states = dict(zip(states, committed, strict=True))
         keys, values = tuple(caches[:layers]), tuple(caches[layers:])
         return replace(self, keys=keys, values=values, states=states)
 

@@ -12,6 +12,7 @@ from longspec_jax.config.layers import RecurrenceConfig
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.layers import INITIAL_SCALE, Projection, RMSNorm, parameter
 from longspec_jax.ops.partitioned import with_sharding
+from longspec_jax.ops.recurrence.gated_norm import gated_norm
 from longspec_jax.ops.recurrence.operands import RecurrentTokens
 
 Recur: TypeAlias = Callable[[int, RecurrentTokens, Array], Array]
@@ -44,14 +45,12 @@ class Recurrence(nn.Module):
         """Return partials ``[S, B, T, D]`` of the projected output for ``x[B, T, D]``."""
         r = self.sizes
         inputs, rates = with_sharding("b t k w, b t k p", self.inputs(x), self.rates(x))
-        inputs, gate = jnp.split(inputs, [r.inputs_width], axis=3)
         strength, step = jnp.split(rates.astype(jnp.float32), 2, axis=3)
         tokens = RecurrentTokens(
             inputs,
             -jnp.exp(self.decay) * jax.nn.softplus(step + self.decay_bias),
             jax.nn.sigmoid(strength),
         )
-        read = self.norm(recur(tokens, self.taps[:, :, 0]))
-        gated = read * jax.nn.silu(gate.reshape(read.shape).astype(jnp.float32))
-        heads = (*x.shape[:2], r.value_heads, r.value_width)
-        return self.out.partials(gated.reshape(heads).astype(x.dtype))
+        read = recur(tokens, self.taps[:, :, 0])
+        scale = self.norm.weights(r.value_width)
+        return self.out.partials(gated_norm(read, inputs, scale, self.config.norm_eps))

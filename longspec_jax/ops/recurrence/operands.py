@@ -61,8 +61,9 @@ def state_bytes(config: RecurrenceConfig, dtype: str) -> int:
 class RecurrentTokens:
     """What a layer makes of its fresh tokens, before they see each other."""
 
-    inputs: Leaf[Float[Array, "B T J W"]]
-    """Of the convolution: a query, a key and values for each key head."""
+    inputs: Leaf[Float[Array, "B T J _"]]
+    """Of the convolution, ``W`` numbers: a query, a key and values for each key head. What stands
+    behind them is not read."""
     log_decay: Leaf[Float[Array, "B T J P"]]
     """Logarithm of the factor on the state before a token writes, at most 0; float32."""
     strength: Leaf[Float[Array, "B T J P"]]
@@ -77,7 +78,8 @@ class RecurrentRows:
     u_j``, the total of the path's last token.
     """
 
-    inputs: Leaf[Float[Array, "B U J W"]]
+    inputs: Leaf[Float[Array, "B U J _"]]
+    """Of the convolution, as in :class:`RecurrentTokens`."""
     keys: Leaf[Float[Array, "B U J X"]]
     """Normalised, float32."""
     updates: Leaf[Float[Array, "B U J P Y"]]
@@ -121,7 +123,8 @@ def commit_path(
     memory = jnp.exp(end)[..., None, None] * state.memory + jnp.einsum(
         "bhjx,bhjpy->bjpxy", keys, written, precision="highest"
     )
-    return RecurrentState(memory, last_inputs(state, along(path, rows.inputs), count))
+    inputs = along(path, rows.inputs)[..., : state.inputs.shape[3]]
+    return RecurrentState(memory, last_inputs(state, inputs, count))
 
 
 def last_inputs(

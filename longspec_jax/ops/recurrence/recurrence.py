@@ -4,11 +4,15 @@ Queries, keys and values of a token come of a convolution over its own inputs an
 tokens before it, which are its ancestors in a tree, and behind the root the last committed ones.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
+from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.hardware import require_decode_step
 from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.recurrence.delta_rule import (
     Operands,
@@ -20,13 +24,17 @@ from longspec_jax.ops.recurrence.operands import (
     RecurrentRows,
     RecurrentState,
     RecurrentTokens,
+    commit_path,
     empty_rows,
     last_inputs,
 )
+from longspec_jax.ops.recurrence.visits import visits
 from longspec_jax.ops.slicing import along, chunk_length, cut, whole_chunks
 
 SEGMENT = 8192
 """Tokens of a device whose queries, keys and values exist at once in float32."""
+MAX_KEY_WIDTH = 256
+"""A program of the kernel holds whole columns of a state in registers."""
 Taps = Float[Array, "J W _"]
 """The weights of the convolution, the newest token's last."""
 
@@ -67,7 +75,8 @@ def _segment(
     tokens: RecurrentTokens, taps: Taps, state: RecurrentState, count: Lengths
 ) -> tuple[RecurrentState, Array]:
     length, before = tokens.inputs.shape[1], state.inputs.swapaxes(1, 2)
-    joined = jnp.concatenate([before, tokens.inputs], axis=1)
+    inputs = tokens.inputs[..., : before.shape[3]]
+    joined = jnp.concatenate([before, inputs], axis=1)
     mixed = _convolved([joined[:, at : at + length] for at in range(taps.shape[2])], taps)
     own = (jnp.arange(length) < count[:, None])[:, :, None, None]
     operands = _operands(mixed, tokens, state)
@@ -76,7 +85,7 @@ def _segment(
         strength=jnp.where(own, operands.strength, 0.0),
     )
     memory, out = delta_rule_chunk(state.memory, operands)
-    return RecurrentState(memory, last_inputs(state, tokens.inputs, count)), out
+    return RecurrentState(memory, last_inputs(state, inputs, count)), out
 
 
 def tree_recurrence(
@@ -97,8 +106,53 @@ def tree_recurrence(
       depth: of the nodes; 0 for the root.
       levels: the greatest depth.
     """
+    return TREE_RECURRENCE(tokens, taps, state, mask, depth, levels)
+
+
+def tree_recurrence_xla(
+    tokens: RecurrentTokens,
+    taps: Array,
+    state: RecurrentState,
+    mask: Array,
+    depth: Array,
+    levels: int,
+) -> tuple[RecurrentRows, Array]:
+    """:func:`tree_recurrence` in plain JAX."""
     none = empty_rows(state, len(tokens.inputs), 0)
     return _tree(tokens, taps, state, none, mask, mask[:, :, :0], depth, levels=levels)
+
+
+def commit_paths(
+    states: Sequence[RecurrentState],
+    rows: Sequence[RecurrentRows],
+    path: Int[Array, "B h"],
+    count: Lengths,
+    cache_rows: Lengths | None = None,
+) -> tuple[RecurrentState, ...]:
+    """The states of many layers behind the first ``count[b]`` nodes of a path.
+
+    Args:
+      states: of the layers, all of one shape.
+      rows: what the nodes write to each.
+      path: nodes from the root on; what stands behind the count may be any node.
+      count: how many of them are committed.
+      cache_rows: the row of the states for every batch row, no two alike; its own if absent.
+    """
+    return COMMIT_PATHS(states, rows, path, count, cache_rows)
+
+
+def commit_paths_xla(
+    states: Sequence[RecurrentState],
+    rows: Sequence[RecurrentRows],
+    path: Array,
+    count: Array,
+    cache_rows: Array | None,
+) -> tuple[RecurrentState, ...]:
+    """:func:`commit_paths` in plain JAX."""
+    return tuple(
+        state.put(cache_rows, commit_path(state.of_batch(cache_rows), written, path, count))
+        for state, written in zip(states, rows, strict=True)
+    )
 
 
 def continued_recurrence(
@@ -151,7 +205,8 @@ def _tree(
     kept, number = state.inputs.shape[2], earlier.inputs.shape[1]
     depths = jnp.concatenate([earlier.depth, depth], axis=1)
     sees = jnp.concatenate([seen, mask], axis=2)
-    joined = jnp.concatenate([state.inputs.swapaxes(1, 2), earlier.inputs, tokens.inputs], axis=1)
+    inputs = tokens.inputs[..., : state.inputs.shape[3]]
+    joined = jnp.concatenate([state.inputs.swapaxes(1, 2), earlier.inputs, inputs], axis=1)
 
     def back(steps: int) -> Array:
         """Inputs of the token that is this many steps before each."""
@@ -164,7 +219,7 @@ def _tree(
     behind = (earlier, seen) if number else (None, None)
     updates, total, out = delta_rule_tree(state.memory, operands, mask, levels, *behind)
     depth = jnp.broadcast_to(depth, tokens.inputs.shape[:2]).astype(jnp.int32)
-    rows = RecurrentRows(tokens.inputs, operands.keys, updates, operands.log_decay, total, depth)
+    rows = RecurrentRows(inputs, operands.keys, updates, operands.log_decay, total, depth)
     return rows, out
 
 
@@ -187,3 +242,54 @@ def _operands(mixed: Array, tokens: RecurrentTokens, state: RecurrentState) -> O
         tokens.log_decay,
         tokens.strength,
     )
+
+
+def _require_kernels(state: RecurrentState, rows: int) -> None:
+    """Refuse what the kernels cannot do."""
+    require_decode_step("the kernel of recurrent layers", rows, state.inputs.dtype)
+    if (width := state.memory.shape[3]) > MAX_KEY_WIDTH:
+        raise NotImplementedError(
+            f"the kernel of recurrent layers takes keys of up to {MAX_KEY_WIDTH} numbers, "
+            f"not {width}"
+        )
+
+
+def _tree_recurrence_pallas(
+    tokens: RecurrentTokens,
+    taps: Array,
+    state: RecurrentState,
+    mask: Array,
+    depth: Array,
+    levels: int,
+) -> tuple[RecurrentRows, Array]:
+    _require_kernels(state, depth.size)
+    from longspec_jax.ops.recurrence import recurrence_pallas
+
+    tree = visits(mask, levels=levels)
+    keys, updates, out = recurrence_pallas.tree_recurrence(tokens, taps, state, tree)
+    # Only what is written behind other tokens outside the state reads the sums.
+    operands = mask.astype(jnp.float32), tokens.log_decay
+    total = jnp.einsum("btu,bujp->btjp", *operands, precision="highest")
+    depth = jnp.broadcast_to(depth, tokens.inputs.shape[:2]).astype(jnp.int32)
+    return RecurrentRows(tokens.inputs, keys, updates, tokens.log_decay, total, depth), out
+
+
+def _commit_paths_pallas(
+    states: Sequence[RecurrentState],
+    rows: Sequence[RecurrentRows],
+    path: Array,
+    count: Array,
+    cache_rows: Array | None,
+) -> tuple[RecurrentState, ...]:
+    _require_kernels(states[0], path.size)
+    if len({(state.memory.shape, state.inputs.shape) for state in states}) > 1:
+        raise NotImplementedError("one launch commits to states of one shape")
+    from longspec_jax.ops.recurrence import recurrence_pallas
+
+    return recurrence_pallas.commit_paths(states, rows, path, count, cache_rows)
+
+
+TREE_RECURRENCE = Op(
+    "tree_recurrence", {"pallas": _tree_recurrence_pallas, "xla": tree_recurrence_xla}
+)
+COMMIT_PATHS = Op("commit_paths", {"pallas": _commit_paths_pallas, "xla": commit_paths_xla})

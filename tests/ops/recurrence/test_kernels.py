@@ -1,0 +1,187 @@
+"""The kernels of recurrent layers equal the op; a node's bits depend on its path alone."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config.layers import RecurrenceConfig
+from longspec_jax.ops.recurrence import recurrence_pallas as kernels
+from longspec_jax.ops.recurrence.gated_norm import gated_norm, gated_norm_xla
+from longspec_jax.ops.recurrence.operands import (
+    RecurrentRows,
+    RecurrentState,
+    RecurrentTokens,
+    empty_state,
+)
+from longspec_jax.ops.recurrence.recurrence import commit_paths_xla, tree_recurrence_xla
+from longspec_jax.ops.recurrence.visits import ANEW, CHILD, SIBLING, visits
+from tests.kit import COMPILED, TOLERANCE, each_row, normal, relative_error
+
+ODD = RecurrenceConfig(key_heads=2, value_heads=6, key_width=5, value_width=11, taps=4)
+EVEN = RecurrenceConfig(key_heads=3, value_heads=3, key_width=16, value_width=8, taps=2)
+TREES = {
+    "one node": (-1,),
+    "chain": (-1, 0, 1, 2, 3, 4, 5),
+    "branches": (-1, 0, 0, 1, 1, 2, 3, 5, 6, 8, 9),
+    "leaves": (-1, 0, 0, 0, 0, 1, 1, 1, 4, 4),
+    # As nodes are that fill a group of eight.
+    "nodes that see themselves alone": (-1, 0, 0, 1, 2, -1, -1, -1),
+}
+ROWS = 2
+
+
+def mask_of(parents: tuple[int, ...]) -> np.ndarray:
+    """Which nodes are a node or its ancestors."""
+    mask = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def drawn(sizes: RecurrenceConfig, nodes: int, dtype: str) -> tuple:
+    """Fresh tokens, with gates behind what the convolution reads, its weights, and a state."""
+    seed = 10 * nodes + len(dtype)
+    heads, wide = (ROWS, nodes, sizes.key_heads), sizes.inputs_width + sizes.shared
+    tokens = RecurrentTokens(
+        normal(seed, *heads, wide, dtype=dtype),
+        -0.1 - 0.5 * jax.nn.sigmoid(normal(seed + 1, *heads, sizes.shared)),
+        jax.nn.sigmoid(2 * normal(seed + 2, *heads, sizes.shared)),
+    )
+    taps = 0.6 * normal(seed + 3, sizes.key_heads, sizes.inputs_width, sizes.taps)
+    empty = empty_state(sizes, ROWS, dtype)
+    inputs = normal(seed + 5, *empty.inputs.shape, dtype=dtype)
+    return tokens, taps, RecurrentState(normal(seed + 4, *empty.memory.shape), inputs)
+
+
+@partial(jax.jit, static_argnames="interpret")
+def run(
+    tokens: RecurrentTokens,
+    taps: jax.Array,
+    state: RecurrentState,
+    mask: jax.Array,
+    interpret: bool,
+) -> tuple[RecurrentRows, jax.Array]:
+    """What the kernels make of a tree, as deep as a chain of its nodes."""
+    tree = visits(mask, levels=mask.shape[1] - 1)
+    keys, updates, out = kernels.tree_recurrence(tokens, taps, state, tree, interpret=interpret)
+    gates, depth = tokens.log_decay, jnp.zeros(mask.shape[:2], jnp.int32)
+    return RecurrentRows(tokens.inputs, keys, updates, gates, gates, depth), out
+
+
+commit = jax.jit(kernels.commit_paths, static_argnames="interpret")
+
+
+@each_row("parents", TREES.values())
+def test_a_node_comes_behind_its_parent_or_its_sibling_or_anew(parents: tuple[int, ...]) -> None:
+    mask = mask_of(parents)
+    tree = visits(jnp.asarray(mask)[None], levels=len(mask) - 1)
+    found = jax.tree.map(lambda each: np.asarray(each[0]), tree)
+    assert sorted(found.order) == [*range(len(parents))]
+    anew, last = 0, None
+    for node, link in zip(found.order, found.link, strict=True):
+        path = found.path[node, : found.count[node]]
+        np.testing.assert_array_equal(path, np.flatnonzero(mask[node]))
+        if last is None or link == ANEW:
+            anew += 1
+        else:
+            assert parents[node] == {CHILD: last, SIBLING: parents[last]}[link]
+        last = node
+    # A new start for every inner node that is not the first of its siblings, and for roots.
+    assert anew <= 1 + len([node for node, parent in enumerate(parents) if node in parents[1:]])
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+@each_row("name", ["branches", "nodes that see themselves alone"])
+@each_row(("sizes", "dtype"), [(ODD, "float32"), (EVEN, "bfloat16")])
+def test_a_tree_is_the_ops_and_has_the_bits_of_plain_steps(
+    name: str, sizes: RecurrenceConfig, dtype: str, interpret: bool
+) -> None:
+    """Along every path: what is read and written, and the state behind it."""
+    parents, mask = TREES[name], mask_of(TREES[name])
+    tokens, taps, state = drawn(sizes, len(mask), dtype)
+    masks, depth = jnp.tile(mask, (ROWS, 1, 1)), jnp.tile(mask.sum(axis=1) - 1, (ROWS, 1))
+    rows, out = run(tokens, taps, state, masks, interpret)
+    wanted, read = jax.jit(tree_recurrence_xla, static_argnums=5)(
+        tokens, taps, state, masks, depth, len(mask) - 1
+    )
+    # Of 16 bits the convolution's result is rounded, where its last bits may differ.
+    bound = TOLERANCE["float32"] if dtype == "float32" else 3e-3
+    pairs = (rows.keys, wanted.keys), (rows.updates, wanted.updates), (out, read)
+    assert max(relative_error(one, other) for one, other in pairs) <= bound
+    behind = {-1: state}
+    for node, parent in enumerate(parents):
+        alone = jax.tree.map(lambda part, node=node: part[:, node : node + 1], tokens)
+        row, read = run(alone, taps, behind[parent], jnp.ones((ROWS, 1, 1), bool), interpret)
+        np.testing.assert_array_equal(read[:, 0], out[:, node])
+        np.testing.assert_array_equal(row.updates[:, 0], rows.updates[:, node])
+        ones = jnp.ones(ROWS, jnp.int32)
+        [behind[node]] = commit(
+            [behind[parent]], [row], 0 * ones[:, None], ones, interpret=interpret
+        )
+    for node in (len(mask) - 1, len(mask) // 2):
+        path = np.flatnonzero(mask[node])
+        count = jnp.asarray([len(path), 0])
+        padded = jnp.tile(np.pad(path, (0, 2)), (ROWS, 1))
+        [whole] = commit([state], [rows], padded, count, interpret=interpret)
+        for row, stepped in enumerate((behind[node], state)):
+            np.testing.assert_array_equal(whole.memory[row], stepped.memory[row])
+            np.testing.assert_array_equal(whole.inputs[row], stepped.inputs[row])
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+def test_a_commit_is_that_of_the_op(interpret: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several launches, to some rows of a larger cache; the others keep theirs."""
+    monkeypatch.setattr(kernels, "LAYERS", 2)
+    mask, layers = mask_of(TREES["branches"]), range(3)
+    path = jnp.asarray([np.flatnonzero(mask[10]), [0, 2, 5, 7, 7, 7, 7]])
+    count, held = jnp.asarray([7, 3]), jnp.asarray([3, 1])
+    states, rows = [], []
+    for layer in layers:
+        tokens, taps, own = drawn(ODD, len(mask), "float32")
+        rows.append(run(tokens, taps, own, jnp.tile(mask, (ROWS, 1, 1)), interpret)[0])
+        empty = empty_state(ODD, 4, "float32")
+        memory, inputs = (normal(layer, *part.shape) for part in (empty.memory, empty.inputs))
+        states.append(RecurrentState(memory, inputs).put(held, own))
+    # The op reads the sums of decay along paths.
+    sums = jnp.asarray(mask, jnp.float32)
+    summed = [
+        row.replace(total=jnp.einsum("tu,bujp->btjp", sums, row.log_decay, precision="highest"))
+        for row in rows
+    ]
+    wanted = commit_paths_xla(states, summed, path, count, held)
+    found = kernels.commit_paths(states, rows, path, count, held, interpret=interpret)
+    for state, own, other in zip(states, found, wanted, strict=True):
+        assert relative_error(own.memory, other.memory) <= TOLERANCE["float32"]
+        np.testing.assert_array_equal(own.inputs, other.inputs)
+        for row in (0, 2):
+            np.testing.assert_array_equal(own.memory[row], state.memory[row])
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+@each_row("width", [7, 16])
+def test_gated_norms_are_those_of_the_op(width: int, interpret: bool) -> None:
+    """Some numbers stand before the gates; a token's bits do not depend on those beside it."""
+    read, scale = normal(0, ROWS, 5, 3, 2, width), normal(1, width)
+    gates = normal(2, ROWS, 5, 3, 4 + 2 * width, dtype="bfloat16")
+    norm = jax.jit(partial(kernels.gated_norm, eps=1e-6, interpret=interpret))
+    found = norm(read, gates, scale)
+    assert found.dtype == gates.dtype and found.shape == (ROWS, 5, 6, width)
+    assert relative_error(found, gated_norm_xla(read, gates, scale, 1e-6)) <= 3e-3
+    np.testing.assert_array_equal(norm(read[:, 2:3], gates[:, 2:3], scale), found[:, 2:3])
+
+
+def test_gated_norms_have_a_gradient() -> None:
+    """That of the plain form."""
+    read, gates, scale = normal(0, 1, 3, 2, 2, 4), normal(1, 1, 3, 2, 8), normal(2, 4)
+
+    def total(norm, *parts):
+        return (norm(*parts, 1e-6) ** 2).sum()
+
+    found = jax.grad(partial(total, gated_norm), argnums=(0, 1, 2))(read, gates, scale)
+    wanted = jax.grad(partial(total, gated_norm_xla), argnums=(0, 1, 2))(read, gates, scale)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
