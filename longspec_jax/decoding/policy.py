@@ -127,9 +127,10 @@ class Watch:
     @classmethod
     def of(cls, rounds: int, candidates: int) -> "Watch":
         """A launch that ends behind so many rounds."""
-        known = np.ones((5, candidates), np.float32)
+        most: Any = np.int32(rounds)
+        known: Any = np.ones((5, candidates), np.float32)
         known[3] = np.inf
-        return cls(np.int32(min(rounds, MANY)), known)
+        return cls(most, known)
 
     def leads(self, candidate: int) -> Bool[Array, ""]:
         """Whether no other candidate is faster than the one that runs by as much as it must be."""
@@ -327,12 +328,8 @@ class FastestWithinBudget:
         if not seen.row_rounds:
             return self
         estimates, mean = list(self.estimates), seen.tokens / seen.row_rounds
-        own, leads, drift, ran = (
-            estimates[candidate],
-            candidate == self.leader,
-            self.drift,
-            self.ran,
-        )
+        own, leads = estimates[candidate], candidate == self.leader
+        drift, ran = self.drift, self.ran
         measured = max(seen.seconds - self.wait, 0.1 * seen.seconds, SHORTEST) / seen.rounds
         usual = self.round_seconds(candidate)
         if not own.timings or (own.timings < 2 and seen.rounds <= FIRST_LOOK):
@@ -443,8 +440,8 @@ class LateChoices:
 
     def watch(self, choice: Choice) -> Watch | None:
         """What ends a launch of the choice before its time."""
-        choosing = isinstance(self.policy, FastestWithinBudget)
-        return self.policy.watch(choice) if choosing else None
+        policy = self.policy
+        return policy.watch(choice) if isinstance(policy, FastestWithinBudget) else None
 
     def record(self, candidate: int, seen: Measurement) -> None:
         """Note what a launch did; the policy observes it before its next choice."""

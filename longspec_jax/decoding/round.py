@@ -375,23 +375,24 @@ def many_rounds(
     columns = packed_columns(drafter.tree, contents)
     empty = jnp.zeros((MOST_ROUNDS, batch, columns), jnp.int32)
 
-    def unfinished(carry: tuple[Array, Rows, Array, Array | Watch]) -> Array:
-        done, rows, _, limit = carry
-        if isinstance(limit, Watch):
-            leads = limit.leads(contents.candidates.index(drafter))
-            return (done < limit.rounds) & (leads | (done == 0)) & ~rows.done.all()
-        return (done < limit) & ~rows.done.all()
+    watch = limit if isinstance(limit, Watch) else None
+    most = limit.rounds if isinstance(limit, Watch) else limit
+
+    def unfinished(carry: tuple[Array, Rows, Array, Watch | None]) -> Array:
+        done, rows, _, watch = carry
+        going = (done < most) & ~rows.done.all()
+        if watch is None:
+            return going
+        return going & (watch.leads(contents.candidates.index(drafter)) | (done == 0))
 
     def advance(
-        carry: tuple[Array, Rows, Array, Array | Watch],
-    ) -> tuple[Array, Rows, Array, Array | Watch]:
-        done, rows, report, limit = carry
+        carry: tuple[Array, Rows, Array, Watch | None],
+    ) -> tuple[Array, Rows, Array, Watch | None]:
+        done, rows, report, watch = carry
         after, emitted = spec_step(target, drafter, params, rows, kind, contents=contents)
         report = jax.lax.dynamic_update_index_in_dim(report, packed(emitted, after), done, axis=0)
-        if isinstance(limit, Watch):
-            limit = limit.after(emitted.more[0])
-        return done + 1, after, report, limit
+        return done + 1, after, report, watch and watch.after(emitted.more[0])
 
-    begin = jnp.int32(0), rows, empty, limit
+    begin = jnp.int32(0), rows, empty, watch
     _, rows, report, _ = jax.lax.while_loop(unfinished, advance, begin)
     return whole.behind(slots, before, rows), report

@@ -1,5 +1,7 @@
 """What other candidates would have emitted, read from the path that one of them found."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +36,14 @@ def counted(ran: Drafter, drafters: list[Joined], *rounds: tuple[int, list[int]]
         sources[row, 1 : 1 + len(each)] = each
     parents = np.where(order < height, order - 1, -1)
     totals = np.where(order < height, -0.1 * order, -np.inf).astype(np.float32)
-    every = [np.broadcast_to(each, (len(rounds), *each.shape)) for each in (parents, mask, totals)]
-    tree = Tree(jnp.zeros_like(sources), *map(jnp.asarray, every), jnp.asarray(sources))
+    of_rows = partial(jnp.repeat, repeats=len(rounds), axis=0)
+    tree = Tree(
+        jnp.zeros_like(sources),
+        of_rows(parents[None]),
+        of_rows(mask[None]),
+        of_rows(totals[None]),
+        jnp.asarray(sources),
+    )
     path = np.broadcast_to(links, (len(rounds), height))
     accepted = jnp.asarray([1 + sum(bits > 0 for bits in each) for _, each in rounds])
     found = AcceptedPath(path=jnp.asarray(path), count=accepted, tokens=jnp.zeros_like(path))
