@@ -40,11 +40,12 @@ from longspec_jax.decoding.policy import (
     Chooser,
     Measurement,
     Policy,
+    Watch,
     default_policy,
 )
 from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting
-from longspec_jax.decoding.report import Report, foregone
+from longspec_jax.decoding.report import Report
 from longspec_jax.decoding.rows import Request, Rows, release
 from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import SamplingKind
@@ -264,6 +265,8 @@ class Engine:
     def begin_at(self, length: Array | np.ndarray, remaining: Array | np.ndarray) -> None:
         """Have the rows be of these lengths and budgets, whatever they hold: to try rounds out.
 
+        Each round then emits one token.
+
         Args:
           length: ``[B]`` tokens of every row; copied.
           remaining: ``[B]`` tokens that each may still emit; copied.
@@ -274,7 +277,8 @@ class Engine:
             jnp.copy(each) if isinstance(each, jax.Array) else jax.device_put(each, sharding)
             for each in (length, remaining)
         ]
-        self._rows = replace(self.rows, length=own[0], remaining=own[1])
+        one = self.rows.speculate & False
+        self._rows = replace(self.rows, length=own[0], remaining=own[1], speculate=one)
 
     def try_rounds(
         self,
@@ -488,27 +492,24 @@ class Engine:
         most = 1
         if not runner.streams:
             most = most_rounds(len(runner.drafters), self.round_seconds)
-        named = {self._slots.active[id].waiting.candidate for id in live} - {None}
+        named, watch = {self._slots.active[id].waiting.candidate for id in live} - {None}, None
         if named:
             choice = Choice(max(one for one in named if one is not None), most)
         else:
             choice = self._choices.next(self._launches.choices, most, len(live))
+            watch = self._choices.watch(choice, len(live))
         kind = max(self._slots.active[id].waiting.request.sampling.kind for id in live)
         if constraints := self._slots.constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY
         slots = self._slots.of_launch(self.launch_sizes)
-        self._rows, packed = self._launch(choice, kind, slots, constraints)
-        tree, contents = runner.drafters[choice.candidate].tree, runner.contents.of_kind(kind)
+        self._rows, packed = self._launch(choice, kind, slots, constraints, watch)
+        tree, contents = runner.drafters[choice.candidate].tree, runner.reported(kind)
 
         def read(packed: np.ndarray, seconds: float) -> None:
             report = Report.of(packed, tree, contents)
             rounds = len(report.count)
-            row_rounds = int(np.count_nonzero(report.count))
-            others: dict[int, Measurement] = {}
-            if len(runner.drafters) > 1:
-                shown = foregone(choice.candidate, runner.drafters, report)
-                others = {i: Measurement(rounds, row_rounds, n) for i, n in shown.items()}
-            seen = Measurement(rounds, row_rounds, int(report.count.sum()), seconds, others)
+            row_rounds, tokens = int(np.count_nonzero(report.count)), int(report.count.sum())
+            seen = Measurement(rounds, row_rounds, tokens, seconds, report.shown)
             self._choices.record(choice.candidate, seen, len(live))
             if rounds:
                 self.round_seconds = seconds / rounds
@@ -538,5 +539,6 @@ class Engine:
         kind: SamplingKind,
         slots: Sequence[int],
         constraints: Mapping[int, Guarded] = FREE,
+        watch: Watch | None = None,
     ) -> tuple[Rows, Array]:
-        return self.runner.launch(self.rows, choice, kind, slots, constraints)
+        return self.runner.launch(self.rows, choice, kind, slots, constraints, watch)

@@ -1,24 +1,23 @@
-"""Which tree to run next: the one with most tokens per second, found out at a bounded cost.
+"""Which tree to run next: the one with most tokens per second, as rounds of any tree show it.
 
 The one chooser: of a call that names no tree, of ``adaptive``, and of a server by its load.
 
-A policy knows no clock, no arrays and no models. It gets what some rounds of a candidate emitted
-and how long they took, and says which candidate to run next and for how many rounds. What a
-candidate costs is measured where it matters, in the run itself: at this context, with this batch,
-on this device.
+A policy knows no clock, no arrays of a device and no models. It gets what some rounds of a
+candidate emitted and how long they took, and says which candidate to run next.
 
-Two things bound what can be lost. Looking at a candidate that is not the fastest costs time in
-which the fastest would have emitted more; this *regret* may reach a small share of the time spent
-so far, for every candidate, and no more. And what is known of a candidate fades as rounds pass, so
-that it is looked at again, the sooner the closer it came.
+**Seconds** of a round are nearly constants of a device, a model and a number of nodes. They are
+measured in the warm-up, apart from the *wait*: at the end of a launch the device waits for the
+host. What moves them in a run, a context that grows or rows that come, moves those of all
+candidates by about as much: it is one number, learnt from whatever runs.
 
-A round takes longer the more its rows attend to, and every candidate's rounds by about as much. So
-when the seconds of the candidate that runs change from burst to burst, those of the others, as they
-are known, change with them. What a look at another one finds is about that one alone.
+**Tokens** of a round are uncertain, and known round by round: the accepted path of one tree says
+what its smaller cuts, lookup alone and plain decoding would have emitted
+(:func:`longspec_jax.decoding.report.foregone`). So these need no rounds of their own. Older rounds
+count less. A launch of many rounds compares the speeds itself, behind every round
+(:class:`Watch`), and ends where another candidate leads: as soon as it is known, and not before.
 
-At the end of a burst the device waits for the host, the longer the more buffers a round has. That
-*wait* is estimated from bursts of different lengths of one candidate: without it whatever runs in
-long bursts would seem faster than what runs in short ones.
+Only what the leader's rounds do not show needs a *look*. Looks cost time in which the leader would
+have emitted more; this *regret* may reach a small share of the time spent so far, and no more.
 
 A round of 64 nodes costs little more than a plain one beside one row, and several times as much
 beside eight. What a round emits in a row does not depend on the others. So every number of live
@@ -26,35 +25,44 @@ rows has a policy of its own, and they share what they know of acceptance (:clas
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Bool, Float, Int
 
+from longspec_jax.axes import Array, Leaf
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Drafter
 from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level
 
 FIRST_LOOK = 2
-"""Rounds of the first bursts of every candidate: one round may emit little by chance."""
-PAUSED = 2.0
-"""Most times the seconds of the warm-up that the first burst of a run counts for: it may have met a
-pause, and it moves what is known of all candidates."""
+"""Rounds of the first launches of a candidate that the warm-up did not time."""
 SUSPICIOUS = 5.0
-"""Times the cheapest candidate's round from which a first timing does not count: it may have met a
+"""Times the cheapest candidate's round from which a single timing does not count: it may have met a
 pause."""
-KNOWN_ROUNDS = 16.0
-"""Rounds for which what a candidate emitted in earlier runs counts."""
-GUESSED_ROUNDS = 1.0
-"""Rounds for which a guess of it counts, until the first rounds that show it."""
+LOOK = 4
+"""Rounds of a look: one round may emit little by chance."""
+KNOWN = 2.0
+"""Rounds for which what a candidate emitted in earlier runs counts, or a guess of it: texts differ.
+"""
+STREAMED = 8
+"""Rounds behind which a choice is thought over where each is a launch of its own."""
+KEPT = 0.5 ** (1 / 32)
+"""Share of an older round's weight that remains behind another one."""
+TRUSTED = 16
+"""Rounds of which the seconds are a mean: a context grows."""
+LONGEST = 0.4
+"""Seconds of a launch of many rounds, at most: the host can interrupt a run between two."""
 MANY = 2**31 - 1
 """More rounds than any run has."""
 SHORTEST = 1e-9
 """Seconds of a round at least: a clock may not have moved between two readings."""
-RECENT = 5
-"""Timings of which the least counts; a context grows, so old ones are dropped."""
 
 SMALL = 16
 """Nodes of the small tree among which an engine chooses by its load."""
@@ -77,18 +85,18 @@ class Measurement:
     tokens: int = 0
     """Emitted by all rows together."""
     seconds: float = 0.0
-    foregone: Mapping[int, "Measurement"] = field(default_factory=dict)
-    """What other candidates would have done in those of the rounds that say so, by their index
-    (:func:`longspec_jax.decoding.report.foregone`); their seconds are not known."""
+    shown: np.ndarray | None = None
+    """``[rounds, K]`` what every candidate would have emitted in a row; NaN where a round does not
+    say. If absent rounds show the candidate that ran, in the mean."""
 
     def __add__(self, other: "Measurement") -> "Measurement":
-        both, none = self.foregone.keys() | other.foregone.keys(), Measurement()
+        shown = [each.shown for each in (self, other) if each.shown is not None]
         return Measurement(
             self.rounds + other.rounds,
             self.row_rounds + other.row_rounds,
             self.tokens + other.tokens,
             self.seconds + other.seconds,
-            {i: self.foregone.get(i, none) + other.foregone.get(i, none) for i in both},
+            np.concatenate(shown) if shown else None,
         )
 
 
@@ -103,6 +111,45 @@ class Policy(Protocol):
     def observe(self, candidate: int, seen: Measurement) -> "Policy":
         """The policy after some rounds of a candidate."""
         ...
+
+
+@struct.dataclass
+class Watch:
+    """What a launch of many rounds knows of all candidates, to end where another one leads."""
+
+    rounds: Leaf[Int[Array, ""]]
+    """Of the launch, at most."""
+    known: Leaf[Float[Array, "5 K"]]
+    """Of every candidate: tokens and weight, as of :class:`Estimate`, the seconds of a round, how
+    much faster than the one that runs it must be, and the doubt of that one's speed if this one's
+    rounds do not show it."""
+
+    @classmethod
+    def of(cls, rounds: int, candidates: int) -> "Watch":
+        """A launch that ends behind so many rounds."""
+        most: Any = np.int32(rounds)
+        known: Any = np.ones((5, candidates), np.float32)
+        known[3] = np.inf
+        return cls(most, known)
+
+    def leads(self, candidate: int) -> Bool[Array, ""]:
+        """Whether no other candidate is faster than the one that runs by as much as it must be."""
+        tokens, weight, seconds, lead, doubt = self.known
+        speeds = tokens / weight / seconds
+        needed = (lead + doubt / jnp.sqrt(weight[candidate])) * speeds[candidate]
+        others = jnp.arange(len(speeds)) != candidate
+        return ~(others & (speeds > needed)).any()
+
+    def after(self, foregone: Int[Array, "B K"]) -> "Watch":
+        """What is known behind a round.
+
+        Args:
+          foregone: as of :func:`longspec_jax.decoding.report.foregone`.
+        """
+        shown, live = foregone.min(axis=0) >= 0, (foregone.max(axis=1) > 0).sum()
+        mean = jnp.where(shown, foregone.sum(axis=0) / jnp.maximum(live, 1), 0.0)
+        tokens, weight = KEPT * self.known[:2] + jnp.stack([mean, shown.astype(mean.dtype)])
+        return replace(self, known=jnp.stack([tokens, weight, *self.known[2:]]))
 
 
 @dataclass(frozen=True)
@@ -124,260 +171,228 @@ class Always:
 class Estimate:
     """What is known of one candidate."""
 
-    timings: tuple[tuple[int, float], ...] = ()
-    """Rounds and seconds of its latest bursts, each with one wait."""
-    brief: float = math.inf
-    """Least seconds of a burst of :data:`FIRST_LOOK` rounds."""
+    seconds: float = math.inf
+    """Of a round, without what all candidates' rounds take longer by."""
+    timings: int = 0
+    """Of which the least are those seconds; more than one are not doubted."""
     tokens: float = 0.0
-    """Tokens a round emits in a row, a mean over recent rounds."""
+    """That rounds of it emit in a row, all together; an older round counts less."""
     weight: float = 0.0
-    """Rounds behind that mean, faded."""
-    regret: float = 0.0
-    """Seconds by which looking at it was slower than running the fastest would have been."""
-    rehearsed: bool = False
-    """Whether its timings are from before the run. The first one of the run replaces them."""
-    guessed: bool = False
-    """Whether its tokens are a guess. The first rounds that show them replace it."""
+    """Those rounds, faded alike."""
+    varies: bool = False
+    """Whether its rounds differ in what they do, so that its seconds follow the text."""
 
     @property
-    def seen(self) -> bool:
-        """Whether rounds have shown its tokens."""
-        return self.weight > 0 and not self.guessed
+    def mean(self) -> float:
+        """Tokens of a round in a row; 0 before any is known."""
+        return self.tokens / self.weight if self.weight else 0.0
 
-    def round_seconds(self, wait: float) -> float:
-        """Seconds of a round: the least of recent timings, since whatever else runs only adds.
-
-        Args:
-          wait: seconds that the host adds to a burst.
-        """
-        # A wait that was overestimated must not make rounds free, nor a clock that stood still.
-        least = min(max(seconds - wait, 0.1 * seconds) / rounds for rounds, seconds in self.timings)
-        return max(least, SHORTEST)
-
-    def speed(self, wait: float) -> float:
-        """Tokens a second in a row; 0 before the first measurement."""
-        return self.tokens / self.round_seconds(wait) if self.timings else 0.0
-
-    def faded(self, factor: float) -> "Estimate":
-        """The same noise, held less firmly."""
-        return replace(self, weight=self.weight * factor)
-
-    def with_tokens_of(self, other: "Estimate") -> "Estimate":
-        """The same seconds, with the tokens of another estimate."""
-        return replace(self, tokens=other.tokens, weight=other.weight, guessed=other.guessed)
-
-    def moved(self, by: float) -> "Estimate":
-        """The estimate with ``by`` seconds added to every round."""
-        # A context that shrank must not make rounds free.
-        timings = ((n, max(seconds + n * by, 0.1 * seconds)) for n, seconds in self.timings)
-        return replace(self, timings=tuple(timings))
-
-    def updated(self, seen: Measurement) -> "Estimate":
-        """The estimate after some more rounds."""
-        timing = seen.rounds, seen.seconds
-        # Twice, so that no candidate is looked at again for its seconds alone.
-        timings = (*((timing,) if self.rehearsed else self.timings), timing)[-RECENT:]
-        brief = min(self.brief, seen.seconds) if seen.rounds == FIRST_LOOK else self.brief
-        shown = self.shown(seen)
-        return replace(shown, timings=timings, brief=brief, rehearsed=False)
-
-    def shown(self, seen: Measurement) -> "Estimate":
-        """The estimate after rounds, of this tree or of another, that showed its tokens."""
-        before = 0.0 if self.guessed else self.weight
-        weight = before + seen.rounds
-        emitted = (before * self.tokens + seen.rounds * seen.tokens / seen.row_rounds) / weight
-        return replace(self, tokens=emitted, weight=weight, guessed=False)
-
-    def wait(self, seen: Measurement) -> float:
-        """What a burst and a brief one say about the seconds that belong to no round.
-
-        A pause in the longer burst or a context that grew makes it less, never more.
-        """
-        if seen.rounds <= FIRST_LOOK or math.isinf(self.brief):
-            return 0.0
-        excess = seen.rounds * self.brief - FIRST_LOOK * seen.seconds
-        return min(max(excess / (seen.rounds - FIRST_LOOK), 0.0), self.brief)
+    def after(self, shown: np.ndarray) -> "Estimate":
+        """The estimate behind some rounds; NaN of those that do not show it."""
+        kept = KEPT ** np.arange(len(shown) - 1, -1, -1)
+        seen, older = ~np.isnan(shown), KEPT ** len(shown)
+        tokens = older * self.tokens + kept[seen] @ shown[seen]
+        return replace(self, tokens=float(tokens), weight=float(older * self.weight + kept @ seen))
 
 
 @dataclass(frozen=True)
 class FastestWithinBudget:
-    """Runs the fastest candidate, and looks at the others while that costs little.
+    """Runs the fastest candidate, and looks at those that its rounds do not show.
 
     If candidate 0 is plain decoding, a draft that never proposes a right token makes a run slower
-    by ``share`` and ``credit`` for every other candidate, or what the rounds that time it cost.
+    by ``share`` and ``credit``, or what the rounds that time it cost.
     """
 
     estimates: tuple[Estimate, ...]
-    """Of every candidate; the cheapest first, against which the first looks at the others count."""
+    """Of every candidate, the cheapest first."""
+    shows: tuple[tuple[bool, ...], ...] = ()
+    """Of every candidate, which ones its rounds show; without it, itself alone."""
+    wait: float = 0.0
+    """Seconds that the host adds to a launch."""
+    drift: float = 0.0
+    """Seconds that a round of any candidate takes longer than it did when it was timed."""
+    ran: int = 0
+    """Rounds behind that, at most :data:`TRUSTED`."""
     share: float = 0.01
-    """Regret allowed to every candidate, as a share of the time spent."""
+    """Regret of all looks, as a share of the time spent."""
     credit: float = 2.0
-    """Regret allowed to every candidate from the beginning, in rounds of the cheapest one."""
-    optimism: float = 0.4
+    """Regret of all looks from the beginning, in rounds of the cheapest candidate."""
+    doubt: float = 0.4
     """How much faster than its estimate a candidate may be, relative, if one round is behind it;
     uncertainty falls with the square root of the rounds."""
-    half_life: float = 32.0
-    """Rounds after which what was seen counts half."""
-    burst_rounds: int = 16
-    """Fewest rounds of a burst of the fastest candidate; a look at another takes a quarter of
-    them."""
-    burst_seconds: float = 0.4
-    """A burst is longer where rounds are short, because at its end the device waits for the host:
-    2.7 ms on an H200 with a 7B model, more than half a plain round."""
-    longest_burst: int = 128
     elapsed: float = 0.0
     """Seconds of all rounds, pauses left out."""
-    wait: float = 0.0
-    """Seconds that the host adds to a burst, the most that any two bursts showed."""
-    latest: int | None = None
-    """The candidate of the last burst."""
-    first: int | None = None
-    """The candidate that a run begins with; None for the one of which least is known."""
+    regret: float = 0.0
+    """Seconds by which looks were slower than running the fastest would have been."""
+    running: int | None = None
+    """The last leader that ran."""
 
     @classmethod
-    def over(cls, candidates: int) -> "FastestWithinBudget":
+    def over(
+        cls, candidates: int, shows: tuple[tuple[bool, ...], ...] = ()
+    ) -> "FastestWithinBudget":
         """A policy that knows nothing yet of its candidates."""
-        return cls((Estimate(),) * candidates)
+        return cls((Estimate(),) * candidates, shows)
 
     @classmethod
     def timed(
         cls,
         seconds: Sequence[float],
         tokens: Sequence[float | None] = (),
-        first: int | None = None,
-        guesses: Sequence[float] = (),
+        *,
+        wait: float = 0.0,
+        shows: tuple[tuple[bool, ...], ...] = (),
+        varying: Sequence[int] = (),
     ) -> "FastestWithinBudget":
-        """A policy that knows what a round of each candidate took.
+        """A policy that knows what a round of each candidate takes.
 
         Args:
-          seconds: of launches that are queued ahead, so that the host adds nothing to a burst.
-          tokens: that a round of each emitted in a row before; None of one that nobody has seen.
-            Of plain decoding it is 1, so that it is known without a look.
-          first: the candidate that a run begins with; if absent, of those that nobody has seen the
-            one that is fastest by its guess, if no other is faster.
-          guesses: of the tokens of those that nobody has seen: a slow one may never be looked at.
-            Without them each of those is.
+          seconds: without the wait.
+          tokens: that a round of each may emit in a row, from earlier runs or as a guess; those of
+            which there is none are looked at first.
+          wait: seconds that the host adds to a launch.
+          shows: of every candidate, which ones its rounds show.
+          varying: indices of those whose seconds follow the text.
         """
-        known = tokens or (None,) * len(seconds)
-        guessed = [emitted is None and bool(guesses) for emitted in known]
-        known = [
-            guesses[index] if guess else emitted
-            for index, (emitted, guess) in enumerate(zip(known, guessed, strict=True))
+        means = tokens or (None,) * len(seconds)
+        estimates = [
+            Estimate(max(each, SHORTEST), 2, KNOWN * mean, KNOWN) if mean else Estimate(each, 2)
+            for each, mean in zip(seconds, means, strict=True)
         ]
-        # Two timings each: no candidate is looked at for its seconds alone.
-        return cls(
-            tuple(
-                Estimate(
-                    timings=((1, each),) * 2,
-                    brief=0.0,
-                    tokens=emitted or 0.0,
-                    weight=0.0 if emitted is None else GUESSED_ROUNDS if guess else KNOWN_ROUNDS,
-                    rehearsed=True,
-                    guessed=guess,
-                )
-                for each, emitted, guess in zip(seconds, known, guessed, strict=True)
-            ),
-            first=first,
-        )
+        for index in varying:
+            estimates[index] = replace(estimates[index], varies=True)
+        return cls(tuple(estimates), shows, wait)
 
     def with_tokens_of(self, other: Policy) -> "FastestWithinBudget":
         """The same seconds, with what another policy knows of the tokens of a round."""
         if not isinstance(other, FastestWithinBudget):
             return self
         pairs = zip(self.estimates, other.estimates, strict=True)
-        return replace(self, estimates=tuple(own.with_tokens_of(its) for own, its in pairs))
+        shared = (replace(own, tokens=its.tokens, weight=its.weight) for own, its in pairs)
+        return replace(self, estimates=tuple(shared))
+
+    def round_seconds(self, index: int) -> float:
+        """Seconds of a round of a candidate now."""
+        usual = self.estimates[index].seconds
+        # A context that shrank must not make rounds free.
+        return max(usual + self.drift, 0.1 * usual)
+
+    def speed(self, index: int) -> float:
+        """Tokens a second in a row; 0 before any is known."""
+        return self.estimates[index].mean / self.round_seconds(index)
 
     @property
     def leader(self) -> int:
         """The candidate believed to be fastest; the first one before any was measured."""
-        speeds = [estimate.speed(self.wait) for estimate in self.estimates]
+        every = range(len(self.estimates))
+        speeds = [self.speed(index) for index in every]
+        if (running := self.running) is not None and speeds[running]:
+            lead, doubt = self._lead(running)
+            # The last one goes on unless another is so much faster.
+            unsure = self.estimates[running].weight ** -0.5
+            for index in every:
+                speeds[index] /= 1.0 if index == running else lead + doubt[index] * unsure
         return speeds.index(max(speeds))
 
     def choose(self) -> Choice:
         """The leader, unless another one needs a look and the budget pays for it."""
-        first = self.first
-        if first is not None and self.latest is None and not self.estimates[first].seen:
-            return Choice(first, FIRST_LOOK)
-        unknown = self._first_look()
-        if unknown is not None:
-            return unknown
+        for index, each in enumerate(self.estimates):
+            if not each.weight or each.timings < (1 if index else 2):
+                return Choice(index, FIRST_LOOK)
+            if each.timings == 1 and each.seconds > SUSPICIOUS * self.estimates[0].seconds:
+                return Choice(index, 1)
         leader = self.leader
-        if not self.estimates[leader].seen:
-            return Choice(leader, FIRST_LOOK)
-        hopes = {i: self._hope(i) for i in range(len(self.estimates)) if i != leader}
+        hopes = {i: self._hope(i) for i in range(len(self.estimates)) if not self._shown(leader, i)}
         for index in sorted(hopes, key=hopes.__getitem__, reverse=True):
-            rounds = max(1, self.burst_rounds // 4) if self.estimates[index].seen else FIRST_LOOK
-            look = Choice(index, rounds)
-            if hopes[index] > self.estimates[leader].speed(self.wait) and self._pays(look):
-                return look
-        return Choice(leader, self._burst(leader))
+            if hopes[index] > self.speed(leader) and self._pays(Choice(index, LOOK)):
+                return Choice(index, LOOK)
+        return Choice(leader, math.ceil(LONGEST / self.round_seconds(leader)))
+
+    def watch(self, choice: Choice) -> Watch:
+        """Ends a launch of the leader where another one leads; a look runs to its end."""
+        every, watch = range(len(self.estimates)), Watch.of(choice.rounds, len(self.estimates))
+        if choice.candidate != self.leader or not all(each.weight for each in self.estimates):
+            return watch
+        lead, doubt = self._lead(choice.candidate)
+        known = [
+            [each.tokens for each in self.estimates],
+            [each.weight for each in self.estimates],
+            [self.round_seconds(index) for index in every],
+            [lead for _ in every],
+            doubt,
+        ]
+        return replace(watch, known=np.asarray(known, np.float32))
 
     def observe(self, candidate: int, seen: Measurement) -> "FastestWithinBudget":
         """The policy after some rounds of a candidate."""
         if not seen.row_rounds:
             return self
-        factor = 0.5 ** (seen.rounds / self.half_life)
-        estimates = [estimate.faded(factor) for estimate in self.estimates]
-        before = estimates[candidate]
-        if before.rehearsed:
-            most = PAUSED * seen.rounds * before.round_seconds(self.wait)
-            seen = replace(seen, seconds=min(seen.seconds, most))
-        wait = max(self.wait, before.wait(seen))
-        new = before.updated(seen)
-        # A pause does not count: the candidate's usual seconds per round do.
-        spent = seen.rounds * new.round_seconds(wait) + wait
-        fastest = self.estimates[self.leader].speed(wait)
-        if candidate != self.leader and fastest:
-            emitted = seen.rounds * seen.tokens / seen.row_rounds
-            new = replace(new, regret=new.regret + spent - emitted / fastest)
-        # The first burst of a run moves what was rehearsed. A single timing may hold a pause.
-        if self.latest in (None, candidate) and len(before.timings) > 1:
-            by = new.round_seconds(wait) - before.round_seconds(wait)
-            estimates = [estimate.moved(by) for estimate in estimates]
-        estimates[candidate] = new
-        for index, instead in seen.foregone.items():
-            estimates[index] = estimates[index].shown(instead)
-        known = {"estimates": tuple(estimates), "elapsed": self.elapsed + spent, "wait": wait}
-        return replace(self, **known, latest=candidate)
+        estimates, mean = list(self.estimates), seen.tokens / seen.row_rounds
+        own, leads = estimates[candidate], candidate == self.leader
+        drift, ran = self.drift, self.ran
+        measured = max(seen.seconds - self.wait, 0.1 * seen.seconds, SHORTEST) / seen.rounds
+        usual = self.round_seconds(candidate)
+        if not own.timings or (own.timings < 2 and seen.rounds <= FIRST_LOOK):
+            own = replace(own, seconds=min(own.seconds, measured), timings=own.timings + 1)
+        elif leads:  # A look's few rounds say too little of seconds.
+            # One launch may have met a pause.
+            by = min(max(measured, usual / 2), 2 * usual) - usual
+            by *= seen.rounds / (seen.rounds + ran)
+            ran = min(ran + seen.rounds, TRUSTED)
+            if own.varies:
+                own = replace(own, seconds=own.seconds + by)
+            else:
+                drift += by
+        estimates[candidate] = own
+        shown = seen.shown
+        if shown is None:
+            shown = np.full((seen.rounds, len(estimates)), np.nan)
+            shown[:, candidate] = mean
+        after = replace(
+            self,
+            estimates=tuple(
+                each.after(column) for each, column in zip(estimates, shown.T, strict=True)
+            ),
+            drift=drift,
+            ran=ran,
+            running=candidate if leads else self.running,
+        )
+        spent = seen.rounds * after.round_seconds(candidate) + self.wait
+        regret = self.regret
+        if not leads and (fastest := self.speed(self.leader)):
+            regret += spent - seen.rounds * mean / fastest
+        return replace(after, elapsed=self.elapsed + spent, regret=regret)
 
-    def _first_look(self) -> Choice | None:
-        """At a candidate of which too little is known, the cheapest first; None if there is none.
+    def _shown(self, by: int, index: int) -> bool:
+        """Whether rounds of one candidate show another one."""
+        return self.shows[by][index] if self.shows else by == index
 
-        All are of one length: as long as nobody knows the host's part, each holds the same. The
-        cheapest is looked at twice, because a run's first burst is the likeliest to meet a pause,
-        and of another one a further round is timed if it seems to have met one.
+    def _lead(self, running: int) -> tuple[float, list[float]]:
+        """How much faster than the one that runs another must be to replace it.
+
+        It has to make up for the wait in as many rounds as count. And where its rounds would not
+        show the one that runs, it must be faster than that one may be by its few rounds, because a
+        mistake would not be noticed.
+
+        Returns:
+          The speed over that of the one that runs; and for each candidate how much more at a weight
+          of 1, less by the square root of the weight.
         """
-        cheapest, *others = self.estimates
-        if len(cheapest.timings) < 2 or not cheapest.weight:
-            return Choice(0, FIRST_LOOK)
-        usual = SUSPICIOUS * cheapest.round_seconds(self.wait)
-        for index, estimate in enumerate(others, start=1):
-            if not (estimate.timings and estimate.weight):
-                return Choice(index, FIRST_LOOK)
-            if len(estimate.timings) == 1 and estimate.round_seconds(self.wait) > usual:
-                return Choice(index, 1)
-        return None
+        lead = 1 + self.wait * (1 - KEPT) / self.round_seconds(running)
+        every = range(len(self.estimates))
+        return lead, [0.0 if self._shown(index, running) else self.doubt for index in every]
 
     def _hope(self, index: int) -> float:
         """The speed a candidate may have, given how little is known of it."""
-        estimate = self.estimates[index]
-        doubt = self.optimism / math.sqrt(max(estimate.weight, 1e-9))
-        return estimate.speed(self.wait) * (1 + doubt)
+        return self.speed(index) * (1 + self.doubt / math.sqrt(self.estimates[index].weight))
 
     def _pays(self, look: Choice) -> bool:
         """Whether the budget covers the regret that a look is expected to cost."""
-        estimate = self.estimates[look.candidate]
-        fastest = self.estimates[self.leader].speed(self.wait)
-        slower = estimate.round_seconds(self.wait) - estimate.tokens / fastest
-        expected = look.rounds * slower + self.wait
-        cheapest = min(estimate.round_seconds(self.wait) for estimate in self.estimates)
-        allowed = self.share * self.elapsed + self.credit * cheapest
-        return estimate.regret + expected <= allowed
-
-    def _burst(self, index: int) -> int:
-        """Rounds of a burst: enough that waiting for the host does not show."""
-        rounds = math.ceil(self.burst_seconds / self.estimates[index].round_seconds(self.wait))
-        return min(max(rounds, self.burst_rounds), self.longest_burst)
+        estimate, fastest = self.estimates[look.candidate], self.speed(self.leader)
+        slower = self.round_seconds(look.candidate) - estimate.mean / fastest
+        expected = look.rounds * slower + 2 * self.wait
+        allowed = self.share * self.elapsed + self.credit * self.round_seconds(0)
+        return self.regret + expected <= allowed
 
 
 def default_policy(candidates: int) -> Policy:
@@ -411,20 +426,28 @@ class LateChoices:
     def next(self, running: Sequence[Choice], most: int) -> Choice:
         """The candidate and the rounds of the next launch."""
         seen = self._unobserved[self._choice.candidate]
-        if self._missing <= 0 and seen.rounds:
+        # A launch of many rounds may have ended before its time.
+        if seen.rounds and (self._missing <= 0 or most > 1):
             self._observe(self._choice.candidate)
             self._choice = self.policy.choose()
             same = [run.rounds for run in running if run.candidate == self._choice.candidate]
             self._missing = self._choice.rounds - sum(same)
+            if most == 1:
+                self._missing = min(self._missing, STREAMED)
         rounds = min(max(self._missing, 1), most)
         self._missing -= rounds
         return Choice(self._choice.candidate, rounds)
+
+    def watch(self, choice: Choice) -> Watch | None:
+        """What ends a launch of the choice before its time."""
+        policy = self.policy
+        return policy.watch(choice) if isinstance(policy, FastestWithinBudget) else None
 
     def record(self, candidate: int, seen: Measurement) -> None:
         """Note what a launch did; the policy observes it before its next choice."""
         self._unobserved[candidate] += seen
         totals = list(self.totals)
-        totals[candidate] += seen
+        totals[candidate] += replace(seen, shown=None)
         self.totals = tuple(totals)
 
     def resume(self, latest: Policy) -> None:
@@ -485,6 +508,10 @@ class Chooser:
             self._by_load[load].resume(before.policy)
             self._load = load
         return self._by_load[load].next(running, most)
+
+    def watch(self, choice: Choice, live: int) -> Watch | None:
+        """As of :class:`LateChoices`."""
+        return self._by_load[self._of(live)].watch(choice)
 
     def record(self, candidate: int, seen: Measurement, live: int) -> None:
         """Note what a launch beside this many live rows did."""

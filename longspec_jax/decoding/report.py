@@ -13,15 +13,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.logprobs import TokenLogprob, packed_width, unpacked_logprobs
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import SamplingKind
-from longspec_jax.drafters.base import Drafter
-from longspec_jax.drafters.tree import AcceptedPath, Tree
+from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.tree import AcceptedPath, Tree, node_depths
+from longspec_jax.ops.slicing import along
 
 
 class Contents(NamedTuple):
@@ -31,6 +32,8 @@ class Contents(NamedTuple):
     """Alternatives of every token; None for no log-probabilities."""
     trees: bool = False
     """Whether it holds the tree of every round."""
+    candidates: tuple[Drafter, ...] = ()
+    """Drafters of which it says what they would have emitted."""
 
     def of_kind(self, kind: SamplingKind) -> "Contents":
         """The same in launches of a kind: rows that ask for log-probabilities are of any kind."""
@@ -55,7 +58,8 @@ class Emitted:
     """Who proposed each token, as of :attr:`longspec_jax.drafters.tree.Tree.sources`; 0 where
     nobody did."""
     more: tuple[Leaf[Int[Array, "B _"]], ...] = ()
-    """Log-probabilities and tree, if the report holds them."""
+    """What other candidates would have emitted, log-probabilities and tree, if the report holds
+    them."""
 
 
 def packed(emitted: Emitted, after: Rows) -> Int[Array, "B n"]:
@@ -74,7 +78,8 @@ def packed_columns(tree: TreeConfig, contents: Contents) -> int:
     """Numbers that a report holds of a round in each row."""
     height = tree.num_levels + 1
     logprobs = 0 if contents.logprobs is None else height * packed_width(contents.logprobs)
-    return 3 + 2 * height + logprobs + contents.trees * (1 + 3 * tree.num_nodes + height)
+    trees = contents.trees * (1 + 3 * tree.num_nodes + height)
+    return 3 + 2 * height + len(contents.candidates) + logprobs + trees
 
 
 class RoundTree(NamedTuple):
@@ -103,6 +108,8 @@ class Report:
     """``[r, B, h]`` the emitted tokens; garbage from the count on."""
     sources: np.ndarray
     """``[r, B, h]`` who proposed each, a bit for each member of joined drafters; 0 for nobody."""
+    foregone: np.ndarray | None = None
+    """``[r, B, K]`` what the candidates would have emitted; -1 where a round does not say."""
     logprobs: np.ndarray | None = None
     """``[r, B, h, m]`` of the tokens, packed; None if they were not wanted."""
     trees: np.ndarray | None = None
@@ -121,7 +128,8 @@ class Report:
         packed = packed[(packed[:, :, 0] > 0).any(axis=1)]
         ends = packed[..., 0], packed[..., 1] != 0, packed[..., 2]
         height = tree.num_levels + 1
-        tokens, sources, more = np.split(packed[..., 3:], [height, 2 * height], axis=2)
+        ends_at = [height, 2 * height, 2 * height + len(contents.candidates)]
+        tokens, sources, others, more = np.split(packed[..., 3:], ends_at, axis=2)
         logprobs = trees = None
         if contents.logprobs is not None:
             width = packed_width(contents.logprobs)
@@ -131,7 +139,16 @@ class Report:
             more = more[..., size:]
         if contents.trees:
             trees = more
-        return cls(*ends, tokens, sources, logprobs, trees)
+        return cls(*ends, tokens, sources, others, logprobs, trees)
+
+    @property
+    def shown(self) -> np.ndarray | None:
+        """``[r, K]`` tokens of a row by every candidate; NaN where a round does not say."""
+        if self.foregone is None or not self.foregone.shape[2]:
+            return None
+        known = self.foregone.min(axis=1) >= 0
+        live = np.count_nonzero(self.count, axis=1)[:, None]
+        return np.where(known, self.foregone.sum(axis=1) / live, np.nan)
 
     def logprobs_of(self, row: int, rounds: np.ndarray, most: int) -> tuple[TokenLogprob, ...]:
         """Of the tokens that a row emitted in these rounds, with ``most`` alternatives at most."""
@@ -153,44 +170,92 @@ class Report:
         return tuple(found)
 
 
-def foregone(ran: int, drafters: Sequence[Drafter], report: Report) -> dict[int, int]:
-    """Tokens that other candidates would have emitted in some rounds, by their index.
+def foregone(
+    ran: Drafter,
+    params: Params,
+    tree: Tree,
+    path: AcceptedPath,
+    count: Lengths,
+    drafters: Sequence[Drafter],
+) -> Int[Array, "B K"]:
+    """Tokens that each of some drafters would have emitted in a round that one of them ran.
 
-    Drafters that propose into one tree leave their marks on its nodes. So the accepted path says
-    how far each of them alone would have come: down to the first token that it did not propose. Of
-    candidates whose trees are no part of the tree that ran the rounds say nothing.
+    The accepted path says so of every tree that is a part of the one that ran: it would have come
+    down to the first node that its own budget and levels leave out.
 
     Args:
-      ran: index of the candidate that ran the rounds.
-      drafters: the candidates.
-      report: of the rounds.
+      ran: the drafter of the round.
+      params: of both models.
+      tree: that was verified.
+      path: that was accepted.
+      count: tokens that were emitted; 0 where the row was done.
+      drafters: the candidates, of which ``ran`` is one.
+
+    Returns:
+      The tokens; -1 by drafters of which such a round says nothing.
     """
-    return {
-        index: _emitted_by(drafter, report)
-        for index, drafter in enumerate(drafters)
-        if index != ran and _shows(drafters[ran], drafter)
-    }
+    columns = []
+    for other in drafters:
+        if other == ran:
+            columns.append(count)
+        elif shows(ran, other, params):
+            kept = along(path.path[:, 1:], _kept(ran, other, tree))
+            kept &= jnp.arange(kept.shape[1]) < path.count[:, None] - 1
+            taken = jnp.logical_and.accumulate(kept, axis=1).sum(axis=1)
+            columns.append(jnp.minimum(taken + 1, count))
+        else:
+            columns.append(jnp.full_like(count, -1))
+    return jnp.stack(columns, axis=1)
 
 
-def _shows(ran: Drafter, other: Drafter) -> bool:
-    """Whether a drafter's tree holds all that another one would propose.
+def shown_by(drafters: Sequence[Drafter], params: Params) -> tuple[tuple[bool, ...], ...]:
+    """Of every candidate, of which ones its rounds say what they would have emitted."""
+    return tuple(tuple(shows(ran, other, params) for other in drafters) for ran in drafters)
 
-    What proposes alone has the whole budget for itself, and would keep a few nodes more.
+
+def shows(ran: Drafter, other: Drafter, params: Params) -> bool:
+    """Whether a drafter's rounds say what another one would have emitted.
+
+    Its tree must hold all that the other one would propose. What proposes alone has the whole
+    budget for itself, and would keep a few nodes more. Of what weighs its trees nothing is said.
     """
-    if ran.sources != other.sources or not other.tree.num_levels:
+    if ran == other or not other.tree.num_levels:
+        return True
+    if ran.sources != other.sources or (params.costs is not None and other.proposes_freely):
         return False
     parts = zip(ran.parts, other.parts, strict=True)
-    held = all(own.widths[: theirs.num_levels] == theirs.widths for own, theirs in parts)
-    fewer = other.tree.selective and other.tree.num_nodes < ran.tree.num_nodes
-    return held and (other.proposes_freely or not fewer)
+    held = all(
+        len(own.widths) >= len(theirs.widths)
+        and all(theirs <= mine for mine, theirs in zip(own.widths, theirs.widths, strict=False))
+        for own, theirs in parts
+    )
+    alike = (ran.tree.chain, ran.tree.threshold) == (other.tree.chain, other.tree.threshold)
+    return held and alike and (other.proposes_freely or other.tree.num_nodes <= ran.tree.num_nodes)
 
 
-def _emitted_by(drafter: Drafter, report: Report) -> int:
-    """Tokens of all rows: the first ones that it proposed, and the target's draw behind them."""
-    depth = np.arange(report.sources.shape[2])
-    proposed = np.zeros(report.sources.shape, bool)
-    for bit, part in enumerate(drafter.parts):
-        proposed |= (report.sources >> bit & 1 > 0) & (depth < part.num_levels)
-    accepted = proposed & (depth < report.accepted[..., None])
-    taken = np.logical_and.accumulate(accepted, axis=2).sum(axis=2)
-    return int(np.minimum(taken + 1, report.count).sum())
+def _kept(ran: Drafter, other: Drafter, tree: Tree) -> Bool[Array, "B T"]:
+    """The nodes of a verified tree that another drafter's tree would hold."""
+    depth = jnp.broadcast_to(node_depths(tree, ran.tree), tree.tokens.shape)
+    kept = jnp.zeros(depth.shape, bool)
+    for bit, (own, theirs) in enumerate(zip(ran.parts, other.parts, strict=True)):
+        nodes = (depth > 0) & (depth <= len(theirs.widths))
+        if tree.sources is not None:
+            nodes &= tree.sources >> bit & 1 > 0
+        if own.widths[: len(theirs.widths)] != theirs.widths:
+            # Of a beam the best of every level are those of a narrower one.
+            width = jnp.asarray((0, *theirs.widths))[jnp.minimum(depth, len(theirs.widths))]
+            nodes &= _better(tree, nodes, depth) < width
+        kept |= nodes
+    if other.tree.num_nodes < ran.tree.num_nodes:
+        kept &= _better(tree, kept, jnp.zeros_like(depth)) < other.tree.num_nodes - 1
+    return kept
+
+
+def _better(tree: Tree, nodes: Bool[Array, "B T"], among: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """How many of some nodes are likelier than each one, among those of its own class."""
+    worth = jnp.zeros(nodes.shape) if tree.totals is None else tree.totals
+    before = jnp.tri(nodes.shape[1], k=-1, dtype=bool)
+    likelier = (worth[:, None] > worth[:, :, None]) | (
+        (worth[:, None] == worth[:, :, None]) & before
+    )
+    return (likelier & nodes[:, None] & (among[:, None] == among[:, :, None])).sum(axis=2)

@@ -21,11 +21,13 @@ from jaxtyping import Bool, Float, Int
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.decoding.logprobs import packed_logprobs
+from longspec_jax.decoding.policy import Watch
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.report import (
     TOKENS,
     Contents,
     Emitted,
+    foregone,
     packed,
     packed_columns,
     packed_tree,
@@ -159,9 +161,11 @@ def conclude(
     reach = target.reach(rows.length)
     after, emitted = commit_accepted(drafter, params, rows, verified, path, reach, kind)
     sources = emitted.sources if tree.sources is None else _sources(tree.sources, path, emitted)
-    return after, replace(
-        emitted, sources=sources, more=_more(contents, tree, verified, draws, path)
-    )
+    more = _more(contents, tree, verified, draws, path)
+    if contents.candidates:
+        others = foregone(drafter, params, tree, path, emitted.count, contents.candidates)
+        more = others, *more
+    return after, replace(emitted, sources=sources, more=more)
 
 
 def _sources(
@@ -344,11 +348,13 @@ def many_rounds(
     kind: SamplingKind,
     params: Params,
     rows: Rows,
-    limit: Array,
+    limit: Array | Watch,
     contents: Contents = TOKENS,
     slots: Lengths | None = None,
 ) -> tuple[Rows, Int[Array, "r B n"]]:
-    """At most ``limit`` rounds, fewer if every row is done; the rows are donated.
+    """At most ``limit`` rounds, fewer if every row is done or another candidate leads.
+
+    The rows are donated.
 
     On a GPU the loop asks the host after every round whether to go on, so that a launch returns
     only when its rounds are done.
@@ -359,7 +365,8 @@ def many_rounds(
       kind: what the live rows' sampling needs; static.
       params: parameters of both.
       rows: the rows before the first round.
-      limit: 1 to :data:`MOST_ROUNDS`; traced, so that every number of rounds is one program.
+      limit: 1 to :data:`MOST_ROUNDS`; traced, so that every number of rounds is one program. With
+        candidates it also says what is known of them.
       contents: of the report; static.
       slots: the rows that take part, whose order is the report's; all if absent.
     """
@@ -368,15 +375,24 @@ def many_rounds(
     columns = packed_columns(drafter.tree, contents)
     empty = jnp.zeros((MOST_ROUNDS, batch, columns), jnp.int32)
 
-    def unfinished(carry: tuple[Array, Rows, Array]) -> Array:
-        done, rows, _ = carry
-        return (done < limit) & ~rows.done.all()
+    watch = limit if isinstance(limit, Watch) else None
+    most = limit.rounds if isinstance(limit, Watch) else limit
 
-    def advance(carry: tuple[Array, Rows, Array]) -> tuple[Array, Rows, Array]:
-        done, rows, report = carry
+    def unfinished(carry: tuple[Array, Rows, Array, Watch | None]) -> Array:
+        done, rows, _, watch = carry
+        going = (done < most) & ~rows.done.all()
+        if watch is None:
+            return going
+        return going & (watch.leads(contents.candidates.index(drafter)) | (done == 0))
+
+    def advance(
+        carry: tuple[Array, Rows, Array, Watch | None],
+    ) -> tuple[Array, Rows, Array, Watch | None]:
+        done, rows, report, watch = carry
         after, emitted = spec_step(target, drafter, params, rows, kind, contents=contents)
         report = jax.lax.dynamic_update_index_in_dim(report, packed(emitted, after), done, axis=0)
-        return done + 1, after, report
+        return done + 1, after, report, watch and watch.after(emitted.more[0])
 
-    _, rows, report = jax.lax.while_loop(unfinished, advance, (jnp.int32(0), rows, empty))
+    begin = jnp.int32(0), rows, empty, watch
+    _, rows, report, _ = jax.lax.while_loop(unfinished, advance, begin)
     return whole.behind(slots, before, rows), report

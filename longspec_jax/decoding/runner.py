@@ -17,7 +17,7 @@ from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
 from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.constrained import FREE, Guarded, constrained_round
-from longspec_jax.decoding.policy import Choice, tallest
+from longspec_jax.decoding.policy import Choice, Watch, tallest
 from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.report import TOKENS, Contents
 from longspec_jax.decoding.round import many_rounds, one_round
@@ -106,6 +106,7 @@ class ModelRunner:
         kind: SamplingKind,
         slots: Sequence[int],
         constraints: Mapping[int, Guarded] = FREE,
+        watch: Watch | None = None,
     ) -> tuple[Rows, Array]:
         """Launch rounds.
 
@@ -115,6 +116,7 @@ class ModelRunner:
           kind: what the sampling of these slots needs.
           slots: that take part.
           constraints: by slot, what some of them may emit. A round then waits for its own tree.
+          watch: ends a launch of many rounds before its time; nothing does if absent.
 
         Returns:
           The rows after the rounds, and their packed report, which nobody has waited for.
@@ -123,16 +125,27 @@ class ModelRunner:
         if constraints:
             placed = {slots.index(slot): constraint for slot, constraint in constraints.items()}
             models = self.target, drafter, self.params, rows
-            return constrained_round(*models, placed, self.contents, *self.some(slots))
+            contents = self.reported(SamplingKind.ANY)
+            return constrained_round(*models, placed, contents, *self.some(slots))
         models = self.target, drafter, kind, self.params, rows
         launch = one_round if self.streams else many_rounds
-        args = models if self.streams else (*models, np.int32(choice.rounds))
-        args = *args, self.contents.of_kind(kind), *self.some(slots)
+        args = models if self.streams else (*models, watch or self.limit(choice.rounds))
+        args = *args, self.reported(kind), *self.some(slots)
         # Looking a program up takes as long as a small model's round.
         key = choice.candidate, kind, len(slots)
         if (known := self._programs.get(key)) is None:
             self._programs[key] = known = launch.of_shape(*args)
         return known(*args)
+
+    def limit(self, rounds: int) -> Any:
+        """What ends a launch behind so many rounds and not before."""
+        several = len(self.drafters) > 1
+        return Watch.of(rounds, len(self.drafters)) if several else np.int32(rounds)
+
+    def reported(self, kind: SamplingKind) -> Contents:
+        """What launches of a kind report; beside other candidates what those would have emitted."""
+        several = self.drafters if len(self.drafters) > 1 else ()
+        return self.contents.of_kind(kind)._replace(candidates=several)
 
     def some(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
         """The last argument of a launch of these slots; none where they are all."""

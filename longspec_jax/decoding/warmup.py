@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from longspec_jax.decoding.prefill import (
     slot_programs,
 )
 from longspec_jax.decoding.programs import compile_side_by_side
+from longspec_jax.decoding.report import shown_by
 from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request, RowShardings, stack
 from longspec_jax.decoding.sampling import SamplingKind
@@ -40,7 +42,11 @@ from longspec_jax.decoding.sampling import SamplingKind
 TIMINGS = 3
 """Of which the least counts: what else runs on the machine only adds to them."""
 LONG = 0.5
-"""Seconds of a round that is timed once: a short run would wait for no more of them."""
+"""Seconds of a launch that is timed once: a short run would wait for no more of them."""
+ROUNDS = 5
+"""Rounds of a longer launch, beside which one of a single round shows the wait."""
+BRIEF = 0.02
+"""Seconds of a round below which the wait, some milliseconds, is told from it."""
 SMALLEST_CHUNK = 64
 """Tokens of the smallest chunk that is tried."""
 
@@ -102,14 +108,15 @@ def programs(
     for drafter, size in product(slowest_first if rounds else (), reversed(engine.launch_sizes)):
         round_of, some = (runner.target, drafter, runner.params, rows), runner.some(range(size))
         if constrained:
-            yield from constrained_programs(*round_of, runner.contents, *some)
+            contents = runner.reported(SamplingKind.ANY)
+            yield from constrained_programs(*round_of, contents, *some)
         for kind in kinds:
             launched = runner.target, drafter, kind, runner.params, rows
-            contents = runner.contents.of_kind(kind)
+            contents = runner.reported(kind)
             if runner.streams:
                 yield one_round.lower(*launched, contents, *some)
             else:
-                yield many_rounds.lower(*launched, np.int32(1), contents, *some)
+                yield many_rounds.lower(*launched, runner.limit(1), contents, *some)
     batch = runner.slots if runner.together else 1
     for logprobs in prompt_logprobs:
         yield from prefill_programs(
@@ -213,14 +220,44 @@ def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
     return min(found)
 
 
-def round_seconds(
-    engine: Engine, candidate: int, live: int, context: int, kind: SamplingKind
+class RoundTimes(NamedTuple):
+    """What rounds take of every candidate."""
+
+    seconds: tuple[float, ...] = ()
+    """Of a round; of none where none ran."""
+    wait: float = 0.0
+    """Seconds that the host adds to a launch."""
+    unverified: tuple[float, ...] = ()
+    """Of a round that finds its tree not to pay; empty where rounds weigh none."""
+
+
+def round_times(engine: Engine, live: int, context: int, kind: SamplingKind) -> RoundTimes:
+    """What rounds of every candidate take, told from the wait by launches of two lengths.
+
+    Arguments as of :func:`launch_seconds`.
+    """
+    at, several = (live, context, kind), range(len(engine.runner.drafters))
+    single = [launch_seconds(engine, Choice(index, 1), *at) for index in several]
+    # Rounds that are launched one by one are queued ahead, and the device waits for nothing.
+    brief = [index for index in several if single[index] < BRIEF]
+    longer = {index: launch_seconds(engine, Choice(index, ROUNDS), *at) for index in brief}
+    waits = [(ROUNDS * single[index] - longer[index]) / (ROUNDS - 1) for index in brief]
+    wait = max(float(np.median(waits)), 0.0) if brief else 0.0
+    seconds = [
+        max(longer[index] - wait, 0.1 * longer[index]) / ROUNDS if index in longer else each
+        for index, each in enumerate(single)
+    ]
+    return RoundTimes(tuple(seconds), 0.0 if engine.runner.streams else wait)
+
+
+def launch_seconds(
+    engine: Engine, choice: Choice, live: int, context: int, kind: SamplingKind
 ) -> float:
-    """Seconds of a round of a candidate.
+    """Seconds of rounds that are launched together.
 
     Args:
       engine: an idle one, whose slots hold nothing that is needed.
-      candidate: index of the candidate.
+      choice: the candidate, and how many rounds of it.
       live: rows that take part.
       context: tokens of each of them.
       kind: the sampling kind of the launch.
@@ -228,14 +265,13 @@ def round_seconds(
     found, rows = [], np.arange(engine.runner.slots)
     slots = range(next(size for size in engine.launch_sizes if size >= live))
     length = np.full(engine.runner.slots, context, np.int32)
-    # A round may emit as many tokens as its tree has levels, and one more.
-    most = engine.runner.slack
-    remaining = np.where(rows < live, most, 0).astype(np.int32)
+    remaining = np.where(rows < live, choice.rounds, 0).astype(np.int32)
     for _ in range(1 + TIMINGS):
         engine.begin_at(length, remaining)
         jax.block_until_ready(engine.rows)
         begun = time.perf_counter()
-        engine.try_rounds(Choice(candidate, 1), kind, slots)
+        for _ in range(choice.rounds if engine.runner.streams else 1):
+            engine.try_rounds(choice, kind, slots)
         jax.block_until_ready(engine.rows)
         found.append(time.perf_counter() - begun)
         if len(found) > 1 and found[-1] > LONG:
@@ -257,14 +293,10 @@ def timed_policies(engine: Engine, kind: SamplingKind) -> tuple[FastestWithinBud
     loads = [
         min(1 << load, engine.runner.slots) for load in range(load_of(engine.runner.slots) + 1)
     ]
+    times = [round_times(engine, live, context, kind) for live in loads]
+    known = shown_by(engine.runner.drafters, engine.runner.params)
     return tuple(
-        FastestWithinBudget.timed(
-            [
-                round_seconds(engine, candidate, live, context, kind)
-                for candidate in range(len(engine.runner.drafters))
-            ]
-        )
-        for live in loads
+        FastestWithinBudget.timed(each.seconds, wait=each.wait, shows=known) for each in times
     )
 
 
@@ -273,7 +305,7 @@ def longest_round(engine: Engine, kind: SamplingKind) -> float:
     context = engine.runner.capacity - engine.runner.slack - 1
     context -= engine.runner.slack
     return max(
-        round_seconds(engine, candidate, engine.runner.slots, max(context, 1), kind)
+        launch_seconds(engine, Choice(candidate, 1), engine.runner.slots, max(context, 1), kind)
         for candidate in range(len(engine.runner.drafters))
     )
 

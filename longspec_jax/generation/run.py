@@ -270,8 +270,8 @@ def prefilled(
     compiled = known.warm.prepare(plan, streams, on_activity, rounds=rounds)
     policy, ready = None, plan
     if len(plan.drafters) > 1:
-        seconds = known.warm.seconds(plan)
-        policy, ready = settled.policy(seconds), settled.weighing(seconds)
+        times = known.warm.times(plan)
+        policy, ready = settled.policy(times), settled.weighing(times)
     engine = plan_engine(ready, streams=streams, policy=policy)
     engine.round_seconds = known.warm.round_seconds(plan)
     requests = TextEngine(engine)

@@ -26,7 +26,9 @@ from longspec_jax.checks import is_whole
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.policy import FastestWithinBudget, Measurement, Policy
+from longspec_jax.decoding.report import shown_by
 from longspec_jax.decoding.round import weighs_trees
+from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.drafters.base import Drafter
 from longspec_jax.generation.activity import TreeTiming
 from longspec_jax.generation.call import Plan
@@ -111,38 +113,38 @@ class Settled:
     kind: str | None = None
     """The kind of call; None where nothing is learnt."""
 
-    def policy(self, seconds: Sequence[float]) -> Policy | None:
+    def policy(self, times: RoundTimes) -> Policy | None:
         """What chooses among several candidates; None where their seconds are not known.
 
         Args:
-          seconds: of a round of each, as the warm-up found them.
+          times: of a round of each, as the warm-up found them.
         """
-        if len(seconds) < 2:
+        if len(times.seconds) < 2:
             return None
         known = {one.tree: one for one in self.timings}
-        times, tokens, guesses = list(seconds), [], []
-        for index, drafter in enumerate(self.plan.drafters):
-            tree, weighed = drafter.tree, weighs_trees(drafter, self.plan.params)
-            seen = known.get(tree)
-            tokens.append(1.0 if not tree.num_levels else None if seen is None else seen.tokens)
-            guesses.append(WEIGHED if weighed else guessed_tokens(tree))
-            if weighed:
-                # Some of its rounds are plain ones: all, or as many as in earlier calls.
-                least = seconds[0] if seen is None else seen.seconds
-                times[index] = min(max(least, seconds[0]), seconds[index])
-        # Where no call was, it begins with what is fastest by the guesses.
-        return FastestWithinBudget.timed(times, tokens, self.first if known else None, guesses)
+        drafters, params = self.plan.drafters, self.plan.params
+        weighing = [index for index, one in enumerate(drafters) if weighs_trees(one, params)]
+        seconds, tokens = list(times.unverified or times.seconds), []
+        for index, drafter in enumerate(drafters):
+            seen, weighed = known.get(drafter.tree), index in weighing
+            guess = WEIGHED if weighed else guessed_tokens(drafter.tree)
+            tokens.append(guess if seen is None or not drafter.tree.num_levels else seen.tokens)
+            if weighed and seen is not None:
+                # It verifies some trees: none, or as many as in earlier calls.
+                seconds[index] = min(max(seen.seconds, seconds[index]), times.seconds[index])
+        shows = shown_by(drafters, params)
+        return FastestWithinBudget.timed(
+            seconds, tokens, wait=times.wait, shows=shows, varying=weighing
+        )
 
-    def weighing(self, seconds: Sequence[float]) -> Plan:
+    def weighing(self, times: RoundTimes) -> Plan:
         """The plan with the seconds by which a round weighs its tree, where it does."""
-        if self.plan.params.costs is None or len(seconds) < 2:
+        drafters, params = self.plan.drafters, self.plan.params
+        free = [index for index, one in enumerate(drafters) if weighs_trees(one, params)]
+        if not free or not times.unverified:
             return self.plan
-        free = [
-            each
-            for drafter, each in zip(self.plan.drafters, seconds, strict=True)
-            if weighs_trees(drafter, self.plan.params)
-        ]
-        return self.plan.weighing(seconds[0], max(free)) if free else self.plan
+        slowest = max(free, key=lambda index: times.seconds[index])
+        return self.plan.weighing(times.unverified[slowest], times.seconds[slowest])
 
 
 def settle(

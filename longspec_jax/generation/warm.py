@@ -16,8 +16,10 @@ import numpy as np
 
 from longspec_jax.decoding import warmup
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.policy import Policy
+from longspec_jax.decoding.policy import Choice, Policy
 from longspec_jax.decoding.programs import RECENT, compile_side_by_side
+from longspec_jax.decoding.round import weighs_trees
+from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.generation.activity import Compiling, OnActivity
 from longspec_jax.generation.call import Plan
 
@@ -40,14 +42,13 @@ def can_precompile(plan: Plan) -> bool:
     return plan.target.mesh is None and not plan.target.offload and not plan.waits
 
 
-def rehearse(plan: Plan, streams: bool, rounds: bool) -> tuple[float, ...]:
+def rehearse(plan: Plan, streams: bool, rounds: bool) -> RoundTimes:
     """Compile everything that a plan runs, and run a little of it.
 
     Arguments as of :meth:`WarmShapes.prepare`.
 
     Returns:
-      Seconds of a round of every candidate, at the context of the longest prompt; none where none
-      ran.
+      What a round of every candidate takes, at the context of the longest prompt.
     """
     with plan_engine(plan, streams=streams) as engine:
         request = plan.empty_request.row(0)
@@ -66,13 +67,23 @@ def rehearse(plan: Plan, streams: bool, rounds: bool) -> tuple[float, ...]:
         while engine.busy if plan.waits else engine.prefilling:
             engine.step(decode=plan.waits)
         if not rounds:
-            return ()
+            return RoundTimes()
         alone = warmup.rehearse(engine, plan.kind)
         if len(plan.drafters) == 1:
-            return (alone,)
+            return RoundTimes((alone,))
         at = plan.slots, plan.longest, plan.kind
-        every = range(len(plan.drafters))
-        return tuple(warmup.round_seconds(engine, index, *at) for index in every)
+        times = warmup.round_times(engine, *at)
+        if plan.params.costs is None:
+            return times
+        engine.runner = plan.weighing(tree=math.inf).runner(streams)
+        return times._replace(
+            unverified=tuple(
+                warmup.launch_seconds(engine, Choice(index, 1), *at) - times.wait
+                if weighs_trees(drafter, plan.params)
+                else times.seconds[index]
+                for index, drafter in enumerate(plan.drafters)
+            )
+        )
 
 
 def _rehearsed_lengths(plan: Plan) -> list[int]:
@@ -91,7 +102,7 @@ class WarmShapes:
     def __init__(self) -> None:
         """Start with none."""
         self._programs: dict[Any, Set[Any]] = {}
-        self._round_seconds: dict[Any, tuple[float, ...]] = {}
+        self._times: dict[Any, RoundTimes] = {}
         self._lock = Lock()
 
     def prepare(
@@ -110,28 +121,28 @@ class WarmShapes:
         start = time.perf_counter()
         plan.runners.clear()  # What they found before is not noted again.
         with RECENT.noted() as used:
-            round_seconds = rehearsal()
+            times = rehearsal()
         seconds = time.perf_counter() - start
         with self._lock:
             kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
             self._programs = {**kept, (streams, rounds, signature): used}
             # Of shapes whose programs were let go nothing is remembered.
-            known = {signature for *_, signature in self._programs} & self._round_seconds.keys()
-            self._round_seconds = {one: self._round_seconds[one] for one in known}
-            if round_seconds:
-                self._round_seconds[signature] = round_seconds
+            known = {signature for *_, signature in self._programs} & self._times.keys()
+            self._times = {one: self._times[one] for one in known}
+            if times.seconds:
+                self._times[signature] = times
         return seconds
 
-    def seconds(self, plan: Plan) -> tuple[float, ...]:
-        """Seconds of a round of every candidate of such a call; none where none ran."""
-        return self._round_seconds.get(plan.signature, ())
+    def times(self, plan: Plan) -> RoundTimes:
+        """What a round of every candidate of such a call takes."""
+        return self._times.get(plan.signature, RoundTimes())
 
     def round_seconds(self, plan: Plan) -> float:
         """Seconds of a round of the only candidate, as it last ran; NaN where none did."""
-        found = self.seconds(plan)
+        found = self.times(plan).seconds
         return found[0] if len(found) == 1 else math.nan
 
     def learn(self, plan: Plan, round_seconds: float) -> None:
         """Remember how long the rounds of a finished run took."""
         with self._lock:
-            self._round_seconds[plan.signature] = (round_seconds,)
+            self._times[plan.signature] = RoundTimes((round_seconds,))

@@ -4,7 +4,6 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -275,7 +274,7 @@ def test_seconds_are_the_devices_whatever_the_consumer_takes(hold: float) -> Non
 
 @each_row("streams", [True, False])
 def test_the_clock_decides_what_runs(streams: bool) -> None:
-    policy = replace(FastestWithinBudget.over(3), burst_rounds=4)
+    policy = FastestWithinBudget.over(3)
     engine, _, _ = clocked((1.0, 7.0, 9.0), policy, 0.1, streams=streams)
     plain, _, tree = (total.rounds for total in engine.totals)
     assert plain > 2 * tree

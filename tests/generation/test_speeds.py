@@ -13,6 +13,7 @@ import pytest
 from longspec_jax import PLAIN, TreeConfig, make_mesh
 from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import is_large
 from longspec_jax.drafters.longspec import LongSpecDraft
@@ -89,7 +90,7 @@ def test_a_short_call_has_one_candidate(spec) -> None:
 def test_candidates_are_compiled_and_timed_before_rows_wait_for_slots(spec) -> None:
     few = dataclasses.replace(spec, max_num_seqs=1, _warm=WarmShapes())
     few.generate([PROMPT, PROMPT], **OPTIONS)
-    assert [len(seconds) for seconds in few._warm._round_seconds.values()] == [2]
+    assert [len(times.seconds) for times in few._warm._times.values()] == [2]
 
 
 def test_a_cache_that_is_moved_costs_the_same_under_every_tree(spec) -> None:
@@ -127,14 +128,14 @@ def test_where_the_clock_could_change_text_it_chooses_before_the_call(spec) -> N
 def test_a_policy_begins_with_what_is_known(spec) -> None:
     plan, speeds = planned(spec), spec._speeds
     settled = settle(plan, speeds, streams=False, identical=True)
-    assert settled.policy((1.0,)) is None
-    policy = settled.policy((1.0, 1.5))
-    assert policy is not None and policy.choose() == (1, 2), "a tree that nobody has seen"
+    assert settled.policy(RoundTimes((1.0,))) is None
+    policy = settled.policy(RoundTimes((1e-3, 1.5e-3)))
+    assert policy is not None and policy.choose().candidate == 1, "a tree that nobody has seen"
     seen = Measurement(20, 20, 20, 20.0), Measurement(20, 20, 60, 30.0)
     spec._speeds.learn(settled.kind, settled.plan.drafters, seen)
-    policy = settle(plan, speeds, streams=False, identical=True).policy((1.0, 1.5))
+    policy = settle(plan, speeds, streams=False, identical=True).policy(RoundTimes((1e-3, 1.5e-3)))
     assert policy is not None and policy.choose().candidate == 1 and policy.choose().rounds > 2
-    policy = settle(plan, speeds, streams=False, identical=True).policy((1.0, 9.0))
+    policy = settle(plan, speeds, streams=False, identical=True).policy(RoundTimes((1e-3, 9e-3)))
     assert policy is not None and policy.choose().candidate == 0, "at this context it does not pay"
 
 
@@ -144,16 +145,20 @@ def test_lookup_alone_weighs_its_trees_by_the_seconds_of_the_warm_up(spec) -> No
     settled = settle(plan, spec._speeds, streams=False, identical=True)
     assert [str(each.tree) for each in settled.plan.drafters] == ["none", "chain:3@6~5", "none@8~7"]
     assert settled.plan.signature != plan.signature
-    warm, ready = settled.plan, settled.weighing((1.0, 2.5, 1.5))
+    times = RoundTimes((1.0, 2.5, 1.5), unverified=(1.0, 2.5, 1.125))
+    warm, ready = settled.plan, settled.weighing(times)
     assert np.asarray(warm.params.costs).tolist() == [1.0, 0.0], "the warm-up runs whole trees"
-    assert np.asarray(ready.params.costs).tolist() == [1.0, 1.5]
+    assert np.asarray(ready.params.costs).tolist() == [1.125, 1.5]
     # What nobody has seen is guessed: of three levels two tokens.
-    for model, first in ((2.5, 2), (1.2, 1)):
-        policy: Any = settled.policy((1.0, model, 1.5))
-        assert policy.choose() == (first, 2)
+    for model, unverified, first in ((2.5, 1.125, 2), (1.2, 1.125, 1), (2.5, 1.25, 0)):
+        times = RoundTimes((1.0, model, 1.5), unverified=(1.0, model, unverified))
+        policy: Any = settled.policy(times)
+        assert policy.leader == first
     for options in ({"identical": False}, {"identical": True, "fixed": True}):
         other = settle(plan, spec._speeds, streams=False, **options)
-        assert other.plan.params.costs is None and other.weighing((1.0, 1.0)) is other.plan
+        assert (
+            other.plan.params.costs is None and other.weighing(RoundTimes((1.0, 1.0))) is other.plan
+        )
     result, [begun] = told(joined)
     assert result.sequences == spec.generate(PROMPT, tree=PLAIN, **OPTIONS).sequences
     assert begun.tree in [use.tree for use in result.stats.trees]
