@@ -36,7 +36,7 @@ GROUPS = {
     "tasks": "task protocol data samples context min_prompt max_prompt prompt_style",
     "methods and generation": "method temperature seed top_p top_k max_new_tokens batch ignore_eos "
     "repetitions",
-    "output": "out breakdown rounds cases endpoint",
+    "output": "out endpoint",
 }
 
 

@@ -103,16 +103,6 @@ class EvalConfig:
     repetitions: Annotated[
         int, Whole(), "decode every call this many times and keep the run of median seconds"
     ] = 1
-    breakdown: Annotated[
-        int | None,
-        Whole(),
-        "time drafting, verification and the rest of this many rounds of every call, in a second "
-        "run of the call",
-    ] = None
-    rounds: Annotated[
-        int | None, Whole(), "keep the trees of this many rounds of the first samples of every task"
-    ] = None
-    cases: Annotated[int, Whole(), "samples of every task whose rounds are kept"] = 1
     endpoint: Annotated[
         str | None,
         "measure a server of this target, by its address up to /v1, with its draft (served) and "
@@ -178,7 +168,7 @@ class EvalConfig:
             "draft draft_option adapter mesh offload attention kv_dtype prefill_chunk max_num_seqs"
         ).split()
         given = [name for name in names if getattr(self.models, name)]
-        given += [name for name in ("method", "breakdown", "rounds") if getattr(self, name)]
+        given += [name for name in ("method",) if getattr(self, name)]
         if given:
             raise ValueError(f"--{given[0]} cannot be asked of --endpoint, a server; leave it out")
 

@@ -23,7 +23,7 @@ from longspec_jax import files
 from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole
 from longspec_jax.schema import RENAMED, Section, build
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the files; raised when an older reader would misread newer ones."""
 PLAIN_METHOD = "plain"
 """The method that all others are compared with."""
@@ -33,7 +33,6 @@ COMPARED = "target dtype protocol tasks temperatures seeds batch".split()
 """Fields of the header that a continued run must share, beside methods and options."""
 
 End = Literal["eos", "length"]
-Stop = Literal["not proposed", "nothing below", "ended"]
 
 
 class _Wholes(Rule):
@@ -96,21 +95,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Breakdown:
-    """Seconds of the parts of decoding, measured in a run of their own.
-
-    That run waits for every part, so the device overlaps none of them, and their sum exceeds
-    ``SampleRecord.decode_s``, which is the untouched run's.
-    """
-
-    draft_s: float
-    verify_s: float
-    other_s: float
-    """Draws, acceptance, commit, drafter update, and the host in between."""
-    rounds: int
-
-
-@dataclass(frozen=True)
 class Divergence:
     """The first token that differs from plain decoding's."""
 
@@ -119,26 +103,6 @@ class Divergence:
     gap: Annotated[float | None, Real(-LARGEST_NUMBER, LARGEST_NUMBER)]
     """How much plain decoding's own scores prefer its token, noise and temperature included: the
     distance of the draw from a tie. None if one of the two texts had ended, or it is unknown."""
-
-
-@dataclass(frozen=True)
-class RoundTree:
-    """One round as a tree: node 0 is the token emitted last."""
-
-    position: int
-    """Of the root, among all tokens of prompt and text."""
-    tokens: Wholes
-    texts: tuple[str, ...]
-    parents: Wholes
-    """Index of every node's parent; -1 for the root."""
-    drawn: Wholes
-    """What the target drew behind every node."""
-    drawn_texts: tuple[str, ...]
-    path: Wholes
-    """The accepted nodes, the root first; the draw behind the last is the round's last token."""
-    stop: Annotated[Stop, OneOf(get_args(Stop))]
-    """Why the path ended: the target's draw was not among the children, there were no children, or
-    the text ended."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +138,6 @@ class SampleRecord:
     """Of the whole call's rounds, without compilation and prefill."""
     compile_s: float
     """Spent on programs that earlier calls had not compiled."""
-    breakdown: Breakdown | None
-    """None unless ``--breakdown`` was given."""
     tokens: Wholes
     text: str
     references: tuple[str, ...]
@@ -184,10 +146,6 @@ class SampleRecord:
     """None for plain decoding, and if plain decoding did not run."""
     divergence: Divergence | None
     ended: Annotated[End, OneOf(get_args(End))]
-    pieces: tuple[str, ...] | None = None
-    """The text by token, for samples whose rounds are kept."""
-    rounds: tuple[RoundTree, ...] | None = None
-    """The first rounds as trees, for samples whose rounds are kept."""
     start: int = 0
     """Which start of the run measured it: 0 the first, 1 the first resume, and so on. Seconds of
     different starts may have been measured under different loads."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from longspec_jax import GenerateResult, LongSpec, cli, files
+from longspec_jax import LongSpec, cli, files
 from longspec_jax.cli import counted
 from longspec_jax.embedded import demo_target
 from longspec_jax.generation.activity import Activity
@@ -30,8 +30,6 @@ from .decoders import (
     Options,
     ready_decoders,
     remote_decoders,
-    round_trees,
-    text_by_token,
 )
 from .progress import Part, Progress
 from .prompts import PreparedTask, Prompt, Target, prepare
@@ -54,8 +52,7 @@ from .records import (
 )
 
 KEPT = (
-    "samples min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos "
-    "breakdown rounds cases repetitions"
+    "samples min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos repetitions"
 ).split()
 KEPT_OF_MODELS = (
     "revision draft_revision adapter mesh prefill_chunk max_num_seqs offload batch_invariant "
@@ -222,7 +219,7 @@ class EvalRun:
                 group = range(len(task.prompts))[begin : begin + self._config.batch]
                 wanted = [keys[seed, place] for place in group]
                 if not all(key in self._records for key in wanted):
-                    self._group(wanted, [task.prompts[place] for place in group], task, decoder)
+                    self._group(wanted, [task.prompts[place] for place in group], decoder)
                     self._progress.at(part, self._of(keys.values()))
         found = self._of(keys.values())
         if len(found) > len(before):
@@ -232,33 +229,20 @@ class EvalRun:
     def _of(self, keys: Iterable[Key]) -> list[SampleRecord]:
         return [self._records[key] for key in keys if key in self._records]
 
-    def _group(
-        self, keys: Sequence[Key], prompts: Sequence[Prompt], task: PreparedTask, decoder: Decoder
-    ) -> None:
+    def _group(self, keys: Sequence[Key], prompts: Sequence[Prompt], decoder: Decoder) -> None:
         """Decode prompts in one call and write their records."""
         config, first = self._config, keys[0]
         options = self._options(first)
         tokens = [prompt.tokens for prompt in prompts]
         whole = {**options, "max_new_tokens": [prompt.new_tokens for prompt in prompts]}
-        kept = [bool(config.rounds) and each in task.prompts[: config.cases] for each in prompts]
-        runs = [
-            decoder.decode(tokens, whole, self._on_activity, any(kept))
-            for _ in range(config.repetitions)
-        ]
+        runs = [decoder.decode(tokens, whole, self._on_activity) for _ in range(config.repetitions)]
         found = sorted(runs, key=lambda run: run.stats.decode_seconds)[len(runs) // 2]
         stats = found.stats
         call = f"{first.task}/{first.sample}/{first.method}/{first.temperature:g}/{first.seed}"
-        parts = decoder.breakdown(tokens, whole, config.breakdown) if config.breakdown else None
         records = []
         for row, (key, prompt, new) in enumerate(zip(keys, prompts, found.sequences, strict=True)):
             emitted, accepted = by_round(found.drafted[row])
             same, divergence = self._compared(key, prompt, new, options)
-            trees = pieces = None
-            if kept[row] and isinstance(found, GenerateResult) and found.trees[row]:
-                count = len(prompt.tokens)
-                shown = emitted[: config.rounds]
-                trees = round_trees(found.trees[row], self._spec.tokenizer, count, shown)
-                pieces = text_by_token(self._spec.tokenizer, prompt.tokens, new)
             records.append(
                 SampleRecord(
                     task=key.task,
@@ -278,15 +262,12 @@ class EvalRun:
                     prefill_s=stats.prefill_seconds,
                     decode_s=stats.decode_seconds,
                     compile_s=stats.compile_seconds,
-                    breakdown=parts,
                     tokens=new,
                     text=found.text[row] or "",
                     references=prompt.references,
                     identical_to_plain=same,
                     divergence=divergence,
                     ended="eos" if new[-1] in self._stop_tokens else "length",
-                    pieces=pieces,
-                    rounds=trees,
                     start=self._start,
                 )
             )

@@ -32,12 +32,6 @@ def parser() -> argparse.ArgumentParser:
         help="where to write: a folder for report.html, report.md and report.csv, or one file by "
         "its ending; the folder of the first run if absent",
     )
-    options.add_argument(
-        "--lengths",
-        **cli.several(cli.COUNT, commas=True),
-        help="end of a range of prompt lengths, in tokens; if absent 5000, 10000, ..., 32000 (the "
-        "paper's), and then doubling",
-    )
     cli.add_traceback(options)
     return options
 
@@ -52,12 +46,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
     from . import page
     from .frame import read_runs
-    from .tables import EDGES
 
-    edges = (0, *sorted(set(arguments.lengths))) if arguments.lengths else EDGES
     runs = read_runs(arguments.runs)
     paths = page.targets(arguments.out or str(arguments.runs[0]))
-    page.write(page.report(runs, edges), paths)
+    page.write(page.report(runs), paths)
     for path in paths:
         print(path)
     return cli.OK

@@ -12,7 +12,6 @@ import pytest
 from infer.eval import records
 from infer.eval.records import (
     SAMPLES,
-    Breakdown,
     Divergence,
     SampleRecord,
     SkippedSample,
@@ -25,7 +24,7 @@ from infer.eval.records import (
     tokens_per_second,
     write_header,
 )
-from tests.infer.report.made import ACCEPTED, record, run
+from tests.infer.report.made import record, run
 
 RECORD = record(
     "longspec-tree",
@@ -37,14 +36,11 @@ RECORD = record(
     batch=2,
     original_tokens=1200,
     accepted_by_round=(2, 0, 3),
-    breakdown=Breakdown(0.1, 0.2, 0.3, 4),
     text="a \u2028 line",
     references=("x", "y"),
     identical_to_plain=False,
     divergence=Divergence(2, None),
     ended="eos",
-    pieces=("a",),
-    rounds=(ACCEPTED,),
 )
 HEADER = run([RECORD], batch=2).header
 

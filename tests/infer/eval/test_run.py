@@ -38,7 +38,7 @@ def made(options: list[str], tmp_path_factory) -> Path:
     """A run with everything that can be asked for, two rows together, at temperature 1."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     drawn = [option for option in options if option != "--temperature=0"]
-    more = ["--samples=2", "--batch=2", "--rounds=2", "--breakdown=2"]
+    more = ["--samples=2", "--batch=2"]
     assert command.main([*drawn, *more, f"--out={folder}"]) == 0
     return folder
 
@@ -57,8 +57,7 @@ def test_every_count_is_kept(made: Path) -> None:
         assert record.ended == ("eos" if record.tokens[-1] == 0 else "length")
         assert (record.new_tokens == NEW) or record.ended == "eos"
         assert record.batch == 2 and record.seed == 7
-        assert record.prefill_s > 0 and record.breakdown is not None
-        assert record.breakdown.rounds <= 2
+        assert record.prefill_s > 0
     for record in by_method(run, "plain"):
         assert set(record.emitted_by_round) <= {1} and record.identical_to_plain is None
     speculative = by_method(run, "longspec-tree=4,5")
@@ -66,22 +65,6 @@ def test_every_count_is_kept(made: Path) -> None:
     assert acceptance_length(speculative) > 1 == acceptance_length(by_method(run, "plain"))
     assert run.header.methods["longspec-tree=4,5"].tree == "4,5"
     assert run.header.provenance["versions"]["jax"] and "infer.eval" in run.header.command
-
-
-def test_rounds_are_those_that_were_decoded(made: Path) -> None:
-    """What the trees say was accepted is what the record counts and the text holds."""
-    seen = [record for record in read(made).samples if record.rounds is not None]
-    assert {(record.sample, record.method) for record in seen} == {("p0", "longspec-tree=4,5")}
-    for record in seen:
-        rounds, start = record.rounds or (), 1
-        assert len(rounds) == min(2, len(record.emitted_by_round))
-        for one, emitted in zip(rounds, record.emitted_by_round, strict=False):
-            assert one.position == record.prompt_tokens + start - 1
-            assert one.tokens[0] == record.tokens[start - 1]
-            drawn = tuple(one.drawn[node] for node in one.path)
-            assert drawn == record.tokens[start : start + emitted]
-            start += emitted
-        assert record.pieces is not None and "".join(record.pieces) == record.text
 
 
 def test_the_summary_has_a_row_per_method_and_temperature(made: Path) -> None:
@@ -103,8 +86,8 @@ def test_a_server_is_measured_with_and_without_its_draft(
     with serving(engine, model_of(engine.spec)) as server:
         asked = [*own, f"--endpoint={server.url}/v1", "--samples=2", "--batch=2"]
         assert command.main([*asked, f"--out={tmp_path / 'served'}"]) == 0
-        assert command.main([*asked, "--rounds=2", f"--out={tmp_path / 'other'}"]) == 2
-    assert "--rounds cannot be asked of --endpoint" in capsys.readouterr().err
+        assert command.main([*asked, "--method=plain", f"--out={tmp_path / 'other'}"]) == 2
+    assert "--method cannot be asked of --endpoint" in capsys.readouterr().err
     run, here = read(tmp_path / "served"), read(made)
     assert {record.method for record in run.samples} == {"plain", "served"}
     for name, ours in (("plain", "plain"), ("served", "longspec-tree=4,5")):
@@ -217,7 +200,7 @@ def test_python_measures_what_the_command_does(
 ) -> None:
     """The run of the command is complete, so that nothing is measured again."""
     drawn = [option for option in options if option != "--temperature=0"]
-    more = ["--samples=2", "--batch=2", "--rounds=2", "--breakdown=2"]
+    more = ["--samples=2", "--batch=2"]
     before = read(made)
     config = config_of([*drawn, *more, f"--out={made}"])
     again = run_lib.evaluate(config)
