@@ -1,4 +1,4 @@
-"""Questions of many rows answered together, through the slots of an engine or by a server.
+"""Questions of many rows answered together, through the slots of an engine.
 
 System and user turns are kept. Assistant turns are dropped: the target answers every user turn.
 Of plain text, which has no turns, a prefix is kept, and the target continues it.
@@ -11,7 +11,6 @@ number of slots and of rows in hand changes the speed alone.
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypedDict
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 
 from longspec_jax import LongSpec, TreeConfig
-from longspec_jax.generation.endpoint import Endpoint, RemoteAnswer
 from longspec_jax.generation.inputs import to_prompt
 from longspec_jax.generation.requests import RequestEngine
 from longspec_jax.generation.text import loops
@@ -267,47 +265,12 @@ class EngineAnswers:
         return self._engine
 
 
-class ServerAnswers:
-    """Answers of a server, some requests at a time."""
-
-    def __init__(self, server: Endpoint) -> None:
-        """Ask nothing yet."""
-        self._server, self._pool = server, ThreadPoolExecutor(server.concurrency)
-        self._asked: dict[Future[RemoteAnswer], Question] = {}
-
-    def ask(self, question: Question) -> None:
-        """Queue a question."""
-        future = self._pool.submit(
-            self._server.answer,
-            question.prompt,
-            max_new_tokens=question.max_new_tokens,
-            seed=question.seed,
-            **question.drawing,
-        )
-        self._asked[future] = question
-
-    def answers(self) -> list[Answer]:
-        """Wait until some of the questions are answered.
-
-        Raises:
-          OSError: for a server that cannot be reached, or stays busy.
-          ValueError: for what it refuses.
-        """
-        done, _ = wait(self._asked, return_when=FIRST_COMPLETED)
-        found = [(self._asked.pop(future), future.result()) for future in done]
-        return [Answer(question, answer.tokens, answer.text) for question, answer in found]
-
-    def close(self) -> None:
-        """Ask no more; requests that have begun end."""
-        self._pool.shutdown(cancel_futures=True)
-
-
 @dataclass
 class Answering:
     """Answers conversations in their order."""
 
-    answerer: EngineAnswers | ServerAnswers
-    target: LongSpec | Endpoint
+    answerer: EngineAnswers
+    target: LongSpec
     """Whose tokenizer and stop tokens hold."""
     limits: Limits
     drawing: Drawing

@@ -21,8 +21,6 @@ from typing import Any
 
 from longspec_jax import LongSpec, files, make_mesh
 from longspec_jax.embedded import DEMO_NAME, demo_drafts, demo_target
-from longspec_jax.generation.endpoint import Endpoint
-from longspec_jax.loading import load_endpoint
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.model_files import read_config
@@ -35,7 +33,6 @@ from .answering import (
     EngineAnswers,
     Limits,
     Questions,
-    ServerAnswers,
     is_text,
 )
 from .config import DataConfig
@@ -145,8 +142,6 @@ def regenerate(arguments: argparse.Namespace) -> str:
     Raises:
       ValueError, OSError: for a mistake, or data or a target that cannot be read.
     """
-    if arguments.endpoint and (arguments.draft or arguments.tree or arguments.mesh):
-        raise ValueError("--draft, --tree and --mesh are the server's with --endpoint; drop them")
     data = DataConfig.whole(arguments)
     out = files.writable(files.expanded(arguments.out), arguments.out, of_results=False)
     check_no_input(out, [Path(name) for name in expand(data.files)])
@@ -282,11 +277,8 @@ def _checked(documents: Documents, source: Path, template: str | None) -> int:
 
 def _answerer(
     arguments: argparse.Namespace, source: Path, longest: int
-) -> tuple[LongSpec | Endpoint, EngineAnswers | ServerAnswers]:
-    """The target with what drafts for it, here or on a server, and who has it answer."""
-    if arguments.endpoint:
-        server = load_endpoint(arguments.endpoint, source, arguments.max_num_seqs)
-        return server, ServerAnswers(server)
+) -> tuple[LongSpec, EngineAnswers]:
+    """The target with what drafts for it, and who has it answer."""
     spec = LongSpec.from_pretrained(
         source,
         draft=demo_drafts(arguments.draft or None),

@@ -36,7 +36,7 @@ GROUPS = {
     "tasks": "task protocol data samples context min_prompt max_prompt prompt_style",
     "methods and generation": "method temperature seed top_p top_k max_new_tokens batch ignore_eos "
     "repetitions",
-    "output": "out endpoint",
+    "output": "out",
 }
 
 
@@ -56,7 +56,6 @@ def parser() -> argparse.ArgumentParser:
         "data": (cli.several(data_argument), "[TASK=]PATH"),
         "method": (cli.several(method_argument), "METHOD[=TREE]"),
         "out": ({"type": cli.file_path, "required": True}, "FOLDER"),
-        "endpoint": ({"type": cli.word}, "URL"),
         "task": ({**cli.several(cli.one_of(TASK_NAMES)), "required": True}, "TASK"),
     }
     for title, names in GROUPS.items():

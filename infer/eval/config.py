@@ -103,19 +103,12 @@ class EvalConfig:
     repetitions: Annotated[
         int, Whole(), "decode every call this many times and keep the run of median seconds"
     ] = 1
-    endpoint: Annotated[
-        str | None,
-        "measure a server of this target, by its address up to /v1, with its draft (served) and "
-        "without (plain), --batch requests at a time. The key is taken from the environment "
-        "variable LONGSPEC_API_KEY",
-    ] = None
     command: str = ""
     """As it was typed, for the header of the run."""
 
     def __post_init__(self) -> None:
         for name, option in options(EvalConfig).items():
             option.rule.read(f"--{name}", getattr(self, name))
-        self._check_endpoint()
         self._check_data()
         self._check_effects()
         for values, option in ((self.tasks, "task"), ([m.name for m in self.method], "method")):
@@ -156,21 +149,9 @@ class EvalConfig:
     @property
     def drafts(self) -> Sequence[str]:
         """What proposes: what is named, else all of the demo's, or those of a released model."""
-        if self.models.draft is not None or self.endpoint:
-            return self.models.draft or ()
+        if self.models.draft is not None:
+            return self.models.draft
         return DEMO_RUN_DRAFTS if self.models.is_demo else self.models.drafts
-
-    def _check_endpoint(self) -> None:
-        """Refuse options that are the server's."""
-        if not self.endpoint:
-            return
-        names = (
-            "draft draft_option adapter mesh offload attention kv_dtype prefill_chunk max_num_seqs"
-        ).split()
-        given = [name for name in names if getattr(self.models, name)]
-        given += [name for name in ("method",) if getattr(self, name)]
-        if given:
-            raise ValueError(f"--{given[0]} cannot be asked of --endpoint, a server; leave it out")
 
     def _check_data(self) -> None:
         """Refuse data files that do not exist, or of no task of the run."""

@@ -1,4 +1,4 @@
-"""How a method decodes a group of prompts, and what its rounds looked like."""
+"""How a method decodes a group of prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +8,11 @@ import jax
 
 from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.cli import as_options
-from longspec_jax.config.tree import PLAIN
 from longspec_jax.generation.activity import OnActivity
-from longspec_jax.generation.endpoint import Endpoint, RemoteResult
 
 from .config import EvalConfig
-from .methods import JOINED, SERVED, by_kind, with_drafts
-from .records import PLAIN_METHOD, Setting
+from .methods import JOINED, by_kind, with_drafts
+from .records import Setting
 
 Options = Mapping[str, Any]
 """Of ``LongSpec.generate``, for all rows of a call."""
@@ -26,18 +24,16 @@ class Decoder:
 
     name: str
     setting: Setting
-    spec: LongSpec | Endpoint
-    """With the method's draft alone, or a server."""
+    spec: LongSpec
+    """With the method's draft alone."""
     tree: TreeConfig | None
     """None if every call chooses."""
     adaptive: bool
 
     def decode(
         self, prompts: Sequence[list[int]], options: Options, on_activity: OnActivity
-    ) -> GenerateResult | RemoteResult:
+    ) -> GenerateResult:
         """Decode the rows of a group as one call."""
-        if isinstance(self.spec, Endpoint):
-            return self.spec.generate(prompts, tree=self.tree, **options)
         return self.spec.generate(
             [*prompts],
             tree=self.tree,
@@ -45,11 +41,6 @@ class Decoder:
             on_activity=on_activity,
             **options,
         )
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether a server decodes."""
-        return isinstance(self.spec, Endpoint)
 
 
 def ready_decoders(config: EvalConfig, spec: LongSpec) -> list[Decoder]:
@@ -83,10 +74,3 @@ def ready_decoders(config: EvalConfig, spec: LongSpec) -> list[Decoder]:
             own = replace(own, attention=method.attention, expected_tokens=0)
         found.append(Decoder(chosen.name, setting, own, tree, method.adaptive))
     return found
-
-
-def remote_decoders(server: Endpoint) -> list[Decoder]:
-    """The methods of an :class:`Endpoint`: without its draft, and with it."""
-    setting = Setting(None, None, None, {})
-    trees = {PLAIN_METHOD: PLAIN, SERVED: None}
-    return [Decoder(name, setting, server, tree, False) for name, tree in trees.items()]

@@ -11,16 +11,12 @@ import jax
 
 from longspec_jax import LongSpec, cli, files
 from longspec_jax.cli import counted
-from longspec_jax.embedded import demo_target
 from longspec_jax.generation.activity import Activity
 from longspec_jax.generation.comparison import first_difference
-from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
-from longspec_jax.loading import load_endpoint
 from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
 from longspec_jax.status_line import StatusLine
-from longspec_jax.weights.hub import local_model
 
 from ..models import load_named, start_devices
 from ..wording import command_words
@@ -29,7 +25,6 @@ from .decoders import (
     Decoder,
     Options,
     ready_decoders,
-    remote_decoders,
 )
 from .progress import Part, Progress
 from .prompts import PreparedTask, Prompt, Target, prepare
@@ -114,19 +109,15 @@ class Evaluation:
         """The same, in a folder that no other process writes."""
         config, folder = self._config, self._config.out
         before = _before(config)
-        url = config.endpoint
-        spec = _reached(config, url) if url else _loaded(config, self._status)
+        spec = _loaded(config, self._status)
         if spec.tokenizer is None:
             raise ValueError(f"--target={config.target} comes without a tokenizer; add its files")
         self._status.show("preparing the prompts")
         target = spec.target_config
         given = Target(spec.tokenizer, target.vocab_size, target.max_positions)
         tasks = [prepare(name, config, given) for name in config.tasks]
-        if isinstance(spec, Endpoint):
-            decoders = remote_decoders(spec)
-        else:
-            spec = expecting(tasks, spec)
-            decoders = ready_decoders(config, spec)
+        spec = expecting(tasks, spec)
+        decoders = ready_decoders(config, spec)
         header = _header(config, spec, decoders)
         if before is not None:
             self._check_same(before, header)
@@ -168,7 +159,7 @@ class EvalRun:
         self,
         config: EvalConfig,
         decoders: Sequence[Decoder],
-        spec: LongSpec | Endpoint,
+        spec: LongSpec,
         done: Sequence[SampleRecord],
         writer: Writer,
         progress: Progress,
@@ -337,13 +328,6 @@ def _loaded(config: EvalConfig, status: StatusLine) -> LongSpec:
     return load_named(models, status)
 
 
-def _reached(config: EvalConfig, url: str) -> Endpoint:
-    """The server that has the target, of which a part is here, too."""
-    models = config.models
-    folder = demo_target() if models.is_demo else local_model(config.target, models.revision)
-    return load_endpoint(url, folder, config.batch)
-
-
 def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:
     """The models, with caches for the longest prompt if empty slots cost no time.
 
@@ -356,14 +340,14 @@ def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:
     return replace(spec, expected_tokens=max(sizes, default=0))
 
 
-def _header(config: EvalConfig, spec: LongSpec | Endpoint, decoders: Sequence[Decoder]) -> Header:
+def _header(config: EvalConfig, spec: LongSpec, decoders: Sequence[Decoder]) -> Header:
     """Where, with what and how the run is made."""
     return Header(
         schema=SCHEMA,
-        provenance=provenance(config.endpoint or jax.devices()[0].device_kind),
+        provenance=provenance(jax.devices()[0].device_kind),
         command=config.command,
         target=config.target,
-        dtype=spec.precision if isinstance(spec, LongSpec) else spec.target_config.dtype,
+        dtype=spec.precision,
         protocol=config.protocol,
         tasks=tuple(config.tasks),
         methods={decoder.name: decoder.setting for decoder in decoders},

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from longspec_jax import PLAIN, LongSpec, cli
-from tests.serve.kit import GeneratingEngine, model_of, serving
 from tests.train.tiny import save_tiny_target
 from train import answering, regenerate, regeneration
 from train.answering import seed_of
@@ -119,22 +118,6 @@ def one_by_one(target: Path) -> list[dict[str, Any]]:
         if said:
             rows.append({"row": number, "complete": complete, "messages": said})
     return rows
-
-
-def test_a_server_answers_as_the_target_here(
-    target: Path, data: Path, expected: list[dict[str, Any]]
-) -> None:
-    engine = GeneratingEngine(LongSpec.from_pretrained(target, dtype="float32"))
-    with serving(engine, model_of(engine.spec), queue_requests=99, queue_tokens=10**5) as server:
-        endpoint = f"{server.url}/v1"
-        assert regenerate.main(given(target, data, endpoint=endpoint)) == cli.OK
-        refused = given(target, data, endpoint=endpoint, draft="ngram", out="other.jsonl")
-        assert regenerate.main(refused) == cli.BAD_INPUT
-    assert rows_of(data.parent / "out.jsonl") == expected
-    # Every answer was asked for once, and nothing else.
-    assert len(engine.submitted) == sum(
-        turn["role"] == "assistant" for row in expected for turn in row.get("messages", ())
-    ) + sum("text" in row for row in expected)
 
 
 def answer(spec: LongSpec, ids: list[int], seed: int) -> list[int]:

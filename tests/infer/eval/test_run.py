@@ -13,7 +13,6 @@ from infer.eval.decoders import Decoder
 from infer.eval.records import SAMPLES, SUMMARY, Run, SampleRecord, acceptance_length, read
 from longspec_jax import files
 from tests.infer.toys import save_toy, toy_spec
-from tests.serve.kit import GeneratingEngine, model_of, serving
 
 NEW = 24
 PROMPTS = ["ab cd gh \u00e9", "gh ab cd ab cd ab", "h"]
@@ -74,29 +73,6 @@ def test_the_summary_has_a_row_per_method_and_temperature(made: Path) -> None:
     row = rows["longspec-tree=4,5", 1.0]
     assert row["identical_to_plain_fraction"] == 1.0 and row["samples"] == 2
     assert row["acceptance_length"] > 1 and row["speedup_over_plain"] > 0
-
-
-def test_a_server_is_measured_with_and_without_its_draft(
-    options: list[str], made: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """Its records are those of a run here: the same tokens, and rounds of its own tree."""
-    engine = GeneratingEngine(toy_spec())
-    own = [one for one in options if not one.startswith(("--draft", "--method", "--prefill"))]
-    own = [one for one in own if one != "--temperature=0"]
-    with serving(engine, model_of(engine.spec)) as server:
-        asked = [*own, f"--endpoint={server.url}/v1", "--samples=2", "--batch=2"]
-        assert command.main([*asked, f"--out={tmp_path / 'served'}"]) == 0
-        assert command.main([*asked, "--method=plain", f"--out={tmp_path / 'other'}"]) == 2
-    assert "--method cannot be asked of --endpoint" in capsys.readouterr().err
-    run, here = read(tmp_path / "served"), read(made)
-    assert {record.method for record in run.samples} == {"plain", "served"}
-    for name, ours in (("plain", "plain"), ("served", "longspec-tree=4,5")):
-        for one, other in zip(by_method(run, name), by_method(here, ours), strict=True):
-            assert one.tokens == other.tokens and one.text == other.text
-            assert one.emitted_by_round == other.emitted_by_round
-            assert one.target_passes == other.target_passes and one.batch == 2
-    assert all(record.identical_to_plain for record in by_method(run, "served"))
-    assert run.header.provenance["device"] == f"{server.url}/v1"
 
 
 def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
