@@ -73,7 +73,10 @@ def parser() -> cli.Parser:
     text = "rows that are decoded at once"
     slots = replace(serving.OPTIONS["max_num_seqs"], default=8, about=text)
     cli.add_options(result, {"max_num_seqs": slots, "dtype": loading.OPTIONS["dtype"]})
-    text = "most tokens of a row with its answers; the target's max_positions if absent"
+    text = (
+        "most tokens of a row with its answers, for which memory is taken; 16384 if absent, or the "
+        "target's positions"
+    )
     add("--max_row_tokens", type=cli.value(Whole(2)), help=text)
     drawing = {name: sampling.OPTIONS[name] for name in DRAWING}
     cli.add_options(result, drawing, max_new_tokens=1024)

@@ -9,10 +9,10 @@ import pytest
 
 from longspec_jax import PLAIN, LongSpec, cli
 from tests.train.tiny import save_tiny_target
-from train import answering, regenerate, regeneration
-from train.answering import seed_of
+from train import regenerate, regeneration
 from train.data.documents import to_turns
 from train.data.tokens import load_tokenizer
+from train.regeneration import seed_of
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
@@ -160,13 +160,11 @@ def test_a_killed_run_goes_on_and_the_rows_are_the_same(
     target: Path,
     data: Path,
     expected: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wherever its file ends, however many rows are answered together, whatever drafts."""
     whole = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in expected).encode()
     out = data.parent / "out.jsonl"
     settings = given(target, data)
-    monkeypatch.setattr(answering, "SHORTEST", 8)  # Engines are made anew for longer rows.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regeneration.Answering, "run", interrupted)
         assert regenerate.main(settings) == cli.INTERRUPTED
