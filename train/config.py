@@ -368,8 +368,6 @@ class RunConfig:
     """Parameters and activations of the step; masters and optimiser are float32."""
     export: Annotated[str, FREE]
     """Folder for the draft in the released format; ``workdir/draft`` if empty."""
-    title: Annotated[str, FREE]
-    """A sentence for the model card."""
     loss_chunk: Annotated[ZeroOrMore, FREE]
     """Most tokens of a device whose logits exist at once; 0: as many as take a gigabyte."""
     mlp_chunk: Annotated[ZeroOrMore, FREE]

@@ -24,7 +24,6 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, load_target_config, save_target
 
-from .card import write_card
 from .checkpoint import Checkpoints, newest_saved
 from .config import PretrainingConfig, RunConfig, StageConfig, check_lengths
 from .data.batches import Batches
@@ -73,7 +72,7 @@ class TrainingRun:
         return self.config.target or str(self.workdir / "target")
 
 
-def train(config: RunConfig, workdir: Path, name: str = "") -> None:
+def train(config: RunConfig, workdir: Path) -> None:
     """Train what a configuration describes.
 
     Raises:
@@ -90,7 +89,6 @@ def train(config: RunConfig, workdir: Path, name: str = "") -> None:
         if config.stages:
             train_draft(run)
         run.metrics.close()
-        by_first("card", lambda: write_card(workdir, config, name))
 
 
 def open_run(config: RunConfig, workdir: Path) -> TrainingRun:
@@ -119,12 +117,11 @@ def check_workdir(workdir: Path) -> None:
       ValueError: names the file.
     """
     config = workdir / "config.json"
-    for path in (config, workdir / "README.md"):
-        if path.exists() and not _is_run(config):
-            raise ValueError(
-                f"{path} was not written by a training run and would be replaced; choose another "
-                "--workdir"
-            )
+    if config.exists() and not _is_run(config):
+        raise ValueError(
+            f"{config} was not written by a training run and would be replaced; choose another "
+            "--workdir"
+        )
 
 
 def _check_clocks(config: RunConfig) -> None:
