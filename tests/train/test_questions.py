@@ -9,6 +9,7 @@ from longspec_jax import cli
 from longspec_jax.generation.text import loops
 from tests.kit import each_row
 from train import questions
+from train.regeneration import kept_turns
 
 TEXTS = ["def the_function(argument):\n    return argument\n" * 30, "A document. " * 90, "short"]
 
