@@ -19,7 +19,7 @@ DRAFT_HELP = (
 )
 EPILOG = """\
 Results go to a folder: header.json says how they were made, samples.jsonl holds a line of raw
-counts per sample, method and temperature, skipped.jsonl the samples that the protocol skips, and
+counts per sample, method and temperature, skipped.jsonl the samples that are skipped, and
 summary.json a row per task, method and temperature once all are measured. The same command
 continues an interrupted run.
 
@@ -33,7 +33,7 @@ Exit status: 0, 2 for a request that cannot be met, 1 for a failure while runnin
 interrupted.
 """
 GROUPS = {
-    "tasks": "task protocol data samples context min_prompt max_prompt prompt_style",
+    "tasks": "task data samples context min_prompt max_prompt prompt_style",
     "methods and generation": "method temperature seed top_p top_k max_new_tokens batch ignore_eos "
     "repetitions",
     "output": "out",

@@ -29,7 +29,7 @@ PLAIN_METHOD = "plain"
 """The method that all others are compared with."""
 HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
 SUMMARY = "summary.json"
-COMPARED = "target dtype protocol tasks temperatures seeds batch".split()
+COMPARED = "target dtype tasks temperatures seeds batch".split()
 """Fields of the header that a continued run must share, beside methods and options."""
 
 End = Literal["eos", "length"]
@@ -121,9 +121,6 @@ class SampleRecord:
     batch: int
     """Rows of that call."""
     prompt_tokens: int
-    original_tokens: int
-    """Of the prompt before the protocol cut it: those of the cut prompt, tokenised again and in its
-    chat format, and those that were removed. The same as ``prompt_tokens`` if it was not cut."""
     new_tokens: int
     """Emitted tokens, a stop token included; the first comes from the prefill."""
     target_passes: int
@@ -156,11 +153,6 @@ class SampleRecord:
         return Key(self.task, self.sample, self.method, self.temperature, self.seed)
 
     @property
-    def truncated(self) -> bool:
-        """Whether the protocol cut the prompt."""
-        return self.prompt_tokens < self.original_tokens
-
-    @property
     def decode_tokens(self) -> int:
         """Tokens of the decode rounds: all but the prefill's."""
         return sum(self.emitted_by_round)
@@ -168,7 +160,7 @@ class SampleRecord:
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that the protocol excludes."""
+    """A sample that is left out."""
 
     task: str
     sample: str
@@ -187,7 +179,6 @@ class Header:
     """As it was typed first."""
     target: str
     dtype: str
-    protocol: str
     tasks: tuple[str, ...]
     methods: Annotated[Mapping[str, Setting], _Settings()]
     """By name, in the order they run."""

@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     options = cli.Parser(
         prog=cli.command_name(__package__),
         description="Write the papers' tables and figures of evaluation runs.",
-        epilog="Runs that agree in target, device, precision, protocol and options are compared\n"
+        epilog="Runs that agree in target, device, precision and options are compared\n"
         "with each other. Each of the others has tables of its own.",
     )
     options.add_argument(

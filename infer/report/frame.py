@@ -1,6 +1,6 @@
 """Runs as one data frame with a row for every text, and figures of its rows with intervals.
 
-Runs that agree in target, device, precision, protocol, batch and options, and never measured the
+Runs that agree in target, device, precision, batch and options, and never measured the
 same text, share a block, within which figures compare. A run that differs begins a block of its
 own. Nothing is left out and nothing is counted twice.
 
@@ -136,7 +136,6 @@ def _circumstances(header: Header) -> dict[str, str]:
     found = {
         "target": header.target,
         "dtype": header.dtype,
-        "protocol": header.protocol,
         "device": str(header.provenance.get("device", "unknown device")),
         "batch": f"batch {header.batch}",
     }

@@ -269,7 +269,7 @@ def _absent(block: Block, rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _of_run(run: Run) -> Iterator[str]:
-    """What a run left out or cut."""
+    """What a run left out."""
     if run.torn:
         yield (
             f"the last line was cut short in writing ({run.torn} bytes) and is not counted; the "
@@ -277,9 +277,3 @@ def _of_run(run: Run) -> Iterator[str]:
         )
     for (task, reason), number in Counter((s.task, s.reason) for s in run.skipped).items():
         yield f"{counted(number, 'sample')} of {task} skipped: {reason}."
-    cut = {(record.task, record.sample) for record in run.samples if record.truncated}
-    for task, number in Counter(task for task, _ in sorted(cut)).items():
-        yield (
-            f"the protocol cut the prompts of {counted(number, 'sample')} of {task}; they are "
-            "counted with the length that was left."
-        )

@@ -101,13 +101,8 @@ def test_trees_of_the_methods() -> None:
         (["--task=needle", "--min_prompt=3"], "--min_prompt has no effect on --task=needle"),
         (["--task=aime24", "--min_prompt=3"], "It is for gov_report, qmsum"),
         (["--task=demo", "--max_prompt=30"], "--max_prompt has no effect on --task=demo_code"),
-        (["--task=demo", "--prompt_style=raw"], "--prompt_style has no effect"),
-        (["--task=demo", "--protocol=longbench"], "--protocol=longbench has no effect"),
+        (["--task=demo", "--prompt_style=native"], "--prompt_style has no effect"),
         (["--task=lcc", "--context=512"], "It is for pg19, needle, demo_code"),
-        (
-            ["--task=lcc", "--protocol=longbench", "--min_prompt=3"],
-            "--min_prompt has no effect on --task=lcc with --protocol=longbench; leave it out",
-        ),
         (["--task=lcc", "--samples=0"], "--samples: 0 must be"),
     ],
 )

@@ -34,7 +34,6 @@ RECORD = record(
     task="qmsum",
     call="first",
     batch=2,
-    original_tokens=1200,
     accepted_by_round=(2, 0, 3),
     text="a \u2028 line",
     references=("x", "y"),
@@ -69,7 +68,6 @@ def test_counts_follow_one_definition() -> None:
     ended = another(new_tokens=1, target_passes=0, emitted_by_round=(), call="third", decode_s=0.0)
     assert RECORD.decode_tokens == plain.decode_tokens == 7 and ended.decode_tokens == 0
     assert acceptance_length([RECORD, plain, ended]) == 14 / 10
-    assert RECORD.truncated
     row = another(sample="8")  # Of the same call: its seconds are counted once.
     assert decode_seconds([RECORD, row, plain]) == 3.0
     assert tokens_per_second([RECORD, row]) == 14 / 2

@@ -44,7 +44,6 @@ def test_methods_of_several_runs_are_put_together() -> None:
     [
         ({"target": "other"}, "other"),
         ({"dtype": "bfloat16"}, "demo, bfloat16"),
-        ({"protocol": "longbench"}, "demo, longbench"),
         ({"provenance": {"device": "another"}}, "demo, another"),
         ({"options": {"samples": 9}}, "demo, samples=9"),
         ({"batch": 4}, "demo, batch 4"),
