@@ -89,9 +89,9 @@ def test_shards_are_resumed_checked_and_not_mixed(
         write(self, shard, rows)
 
     monkeypatch.setattr(features.Features, "write", writing)
-    assert prepare.main([*stored, "--workers=1"]) == 2
+    assert prepare.main(stored) == 2
     assert "is incomplete: 2 of 3 shards are missing or cut, the first is 00001.bin" in refused()
-    assert prepare.main([*stored, "--workers=1"]) == 0 and written == [0, 1, 1, 2]
+    assert prepare.main(stored) == 0 and written == [0, 1, 1, 2]
     assert "128 bytes a token" in capsys.readouterr().out
 
     # Those of another kind, in 8 bits, or of a target that has changed since.
@@ -111,7 +111,7 @@ def test_shards_are_resumed_checked_and_not_mixed(
     tensor.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     try:
         assert "the target=" in refused()
-        assert prepare.main([*stored, "--workers=1"]) == 2
+        assert prepare.main(stored) == 2
         assert "the target=" in capsys.readouterr().err
     finally:
         tensor.write_bytes(whole)
@@ -122,7 +122,7 @@ def test_shards_are_resumed_checked_and_not_mixed(
     said = refused()
     assert f"{binary}: row " in said and "is damaged; delete this file and run the same" in said
     binary.unlink()
-    assert prepare.main([*stored, "--workers=1"]) == 0 and written == [0, 1, 1, 2, 1]
+    assert prepare.main(stored) == 0 and written == [0, 1, 1, 2, 1]
     assert command(*stored) == 0
 
 
@@ -131,7 +131,7 @@ def test_a_stage_that_draws_positions_runs_the_target(
 ) -> None:
     run = [option.replace("sft", "short") for option in given(here, "sft")]
     run += ["--config.stages.short.max_offset=9", f"--workdir={tmp_path / 'run'}"]
-    stored = [*run, f"--config.features.folder={tmp_path / 'features'}", "--workers=1"]
+    stored = [*run, f"--config.features.folder={tmp_path / 'features'}"]
     assert prepare.main(stored) == 0
     assert "stage short draws positions: nothing is stored" in capsys.readouterr().out
     assert not (tmp_path / "features").exists()
