@@ -128,7 +128,7 @@ def base_config() -> "ConfigDict":
             accept_seq_len=0,
             max_to_keep=2,
             log=dict(tensorboard=False, wandb=""),
-            features=dict(folder="", int8=False),
+            features=dict(folder=""),
             mesh=dict(data=1, fsdp=-1, tp=1),
             data=dict(
                 files="",

@@ -303,7 +303,7 @@ def stored_of(plan: PlannedStage, trainer: DraftTrainer, target: TargetConfig) -
     known = "the target", "data and tokenizer", "rows to train on"
     about = {name: plan.fingerprint[name] for name in known}
     about |= {"tokens of a row": stage.seq_len, "dtype": config.dtype}
-    about |= {"features": reads.words(target), "--config.features.int8": config.features.int8}
+    about["features"] = reads.words(target)
     folder = Path(config.features.folder).expanduser() / stage.name
     return Stored(folder, reads, about)
 
