@@ -35,7 +35,7 @@ from .drafts.base import Begun, DraftTrainer, Given
 from .drafts.kinds import KINDS
 from .features import Features, open_features
 from .fingerprint import Fingerprint, check_same_run, fingerprint, model_digest
-from .loop import Stage, peak_tokens_per_second, run_stage
+from .loop import Stage, run_stage
 from .losses import tokens_at_once
 from .metrics import Metrics, open_writers
 from .processes import by_first, gathered
@@ -335,20 +335,13 @@ def _train_stage(
     params: PyTree,
     features: Features | None = None,
 ) -> PyTree:
-    """Masters after a stage that starts from the given ones, or from fresh ones.
-
-    With stored ``features`` operations are not counted.
-    """
+    """Masters after a stage that starts from the given ones, or from fresh ones."""
     run, config = plan.run, plan.run.config
     optimizer = make_optimizer(config.optimizer)
     shardings = state_shardings(run.mesh, objective, optimizer)
     # Every stage has its own randomness, which follows from its name.
     seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{plan.config.name}".encode()).digest()[:4])
     state = initial_state(objective, optimizer, shardings, seed, params)
-
-    def peak(length: int) -> float | None:
-        flops, devices = objective.flops_per_token(length), [*run.mesh.devices.flat]
-        return None if features else peak_tokens_per_second(flops, config.dtype, devices)
 
     stage = Stage(
         dataclasses.replace(plan.config, name=plan.name),
@@ -365,7 +358,6 @@ def _train_stage(
         ),
         plan.held_out,
         plan.fingerprint,
-        peak,
     )
     checkpoints = Checkpoints(_checkpoints(plan), config.max_to_keep)
     try:

@@ -26,7 +26,6 @@ from train.drafts import dflash, small_lm
 from train.drafts.eagle3 import Eagle3Objective, fresh_config
 from train.drafts.kinds import DFlashSettings, Eagle3Settings, ParallelSettings, SmallLMSettings
 from train.drafts.longspec import LongSpecObjective
-from train.drafts.parallel import ParallelObjective
 from train.pipeline import with_micro_batches
 from train.step import Batch, make_optimizer, state_shardings
 
@@ -133,37 +132,6 @@ def test_the_drafts_of_the_study_differ_in_one_thing(prefix: str) -> None:
         )
     alone = load("small_scale", f"{prefix}long_only")
     assert alone.draft == offset.draft and [stage.name for stage in alone.stages] == ["long"]
-
-
-def test_drafts_of_other_kinds_take_as_many_operations_as_a_distilled_one() -> None:
-    target = load("small_scale", "target")
-    assert target.pretraining is not None
-    shape = target.pretraining.shape
-
-    def operations(variant: str) -> float:
-        config = load("small_scale", variant)
-        return sum(
-            stage.steps * stage.batch * stage.seq_len * flops(config.draft, stage.seq_len)
-            for stage in config.stages
-        )
-
-    def flops(settings: Any, length: int) -> float:
-        if isinstance(settings, Eagle3Settings):
-            draft, sizes = fresh_config(settings, shape, length), (settings.steps, settings.decay)
-            return Eagle3Objective(shape, draft, *sizes, 1).flops_per_token(length)
-        if isinstance(settings, SmallLMSettings):
-            draft, share = small_lm.fresh_config(settings, shape), settings.distillation
-            return small_lm.SmallLMObjective(shape, draft, share, 1).flops_per_token(length)
-        layer = DraftConfig.for_target(shape, dtype="bfloat16", window=settings.window)
-        if isinstance(settings, ParallelSettings):
-            sizes = settings.layers, settings.block, settings.markov_rank
-            draft = ParallelConfig(layer, shape.vocab_size, *sizes)
-            return ParallelObjective(shape, draft, settings, 0, 1).flops_per_token(length)
-        return LongSpecObjective(shape, layer, settings, 0, 1).flops_per_token(length)
-
-    expected = operations("distilled")
-    for variant in ("parallel", "eagle3", "small_lm"):
-        assert operations(variant) == pytest.approx(expected, rel=0.01), variant
 
 
 @each_row("variant", ["parallel", "eagle3", "small_lm"])
