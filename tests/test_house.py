@@ -30,11 +30,11 @@ CEILINGS: dict[str, int] = {
     "files of a request and 4 steps": 19,
     # Lines that hold a token, comments and docstrings aside.
     "token lines of longspec_jax": 28_540,
-    "token lines of infer": 7_995,
-    "token lines of train": 5_775,
-    "token lines of configs": 330,
+    "token lines of infer": 7_175,
+    "token lines of train": 5_340,
+    "token lines of configs": 322,
     "token lines of tests": 40_540,
-    "token lines of benchmarks and contrib": 3_745,
+    "token lines of benchmarks and contrib": 3_655,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 1,

@@ -19,9 +19,8 @@ DRAFT_HELP = (
 )
 EPILOG = """\
 Results go to a folder: header.json says how they were made, samples.jsonl holds a line of raw
-counts per sample, method and temperature, skipped.jsonl the samples that are skipped, and
-summary.json a row per task, method and temperature once all are measured. The same command
-continues an interrupted run.
+counts per sample, method and temperature, and skipped.jsonl the samples that are skipped.
+python -m infer.report makes tables of them. The same command continues an interrupted run.
 
 Acceptance length: emitted tokens / target forward passes of the decode phase, bonus included,
 prefill excluded. Tokens/s: tokens of the decode rounds / their seconds.

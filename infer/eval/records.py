@@ -4,7 +4,7 @@ One definition holds throughout. The acceptance length is the tokens that decode
 target's forward passes, the bonus included, the prefill and its first token excluded. Tokens per
 second are the same tokens / the seconds of the rounds.
 
-A folder has a header, a line of results per sample, the skipped samples and a summary. Lines are
+A folder has a header, a line of results per sample, and the skipped samples. Lines are
 appended as samples end, so a killed run continues behind its last whole line. A line that was cut
 short in writing is removed before the next one is added.
 """
@@ -28,7 +28,6 @@ SCHEMA = 2
 PLAIN_METHOD = "plain"
 """The method that all others are compared with."""
 HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
-SUMMARY = "summary.json"
 COMPARED = "target dtype tasks temperatures seeds batch".split()
 """Fields of the header that a continued run must share, beside methods and options."""
 
@@ -220,57 +219,6 @@ def decode_seconds(records: Iterable[SampleRecord]) -> float:
     return sum({record.call: record.decode_s for record in records}.values())
 
 
-def summary_rows(records: Sequence[SampleRecord]) -> list[dict[str, Any]]:
-    """A row per task, method and temperature, in the order of the records.
-
-    ``speedup_over_plain`` compares the same samples; it and the fraction that is identical are null
-    without anything to compare with. ``gaps`` are of the samples that differ.
-    """
-    groups: dict[tuple[str, str, float], list[SampleRecord]] = {}
-    for record in records:
-        key = record.task, record.method, record.temperature
-        groups.setdefault(key, []).append(record)
-    return [
-        _summary_row(key, found, groups.get((key[0], PLAIN_METHOD, key[2]), []))
-        for key, found in groups.items()
-    ]
-
-
-def _summary_row(
-    key: tuple[str, str, float], found: Sequence[SampleRecord], plain: Sequence[SampleRecord]
-) -> dict[str, Any]:
-    task, method, temperature = key
-    here = {(record.sample, record.seed) for record in found}
-    there = [record for record in plain if (record.sample, record.seed) in here]
-    # A method that was interrupted is compared over the samples that it has.
-    complete = len(there) == len(here)
-    speedup = tokens_per_second(found) / tokens_per_second(there) if complete else math.nan
-    same, compared = compared_with_plain(found)
-    divergences = [record.divergence for record in found if record.divergence is not None]
-    gaps = [_number(each.gap) for each in divergences if each.gap is not None]
-    return {
-        "task": task,
-        "method": method,
-        "temperature": temperature,
-        "tree": found[0].setting.tree,
-        "acceptance_length": _number(acceptance_length(found)),
-        "tokens_per_second": _number(tokens_per_second(found)),
-        "speedup_over_plain": None if method == PLAIN_METHOD else _number(speedup),
-        "identical_to_plain_fraction": same / compared if compared else None,
-        "gaps": sorted(gap for gap in gaps if gap is not None),
-        "samples": len(found),
-        "new_tokens": sum(record.new_tokens for record in found),
-        "prefill_seconds": _number(
-            sum({record.call: record.prefill_s for record in found}.values())
-        ),
-    }
-
-
-def _number(value: float) -> float | None:
-    """Four significant digits: more would not repeat; None for no number."""
-    return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
 def figures_in_words(records: Sequence[SampleRecord]) -> list[str]:
     """Tokens per pass and per second, as far as they exist."""
     found = []
@@ -362,12 +310,6 @@ def write_header(folder: Path, header: Header) -> None:
     """Write a header, whole or not at all."""
     text = json.dumps(dataclasses.asdict(header), indent=1, ensure_ascii=False) + "\n"
     files.replace(folder / HEADER, text.encode())
-
-
-def write_summary(folder: Path, records: Sequence[SampleRecord]) -> None:
-    """Write a row per task, method and temperature, under the header of the run."""
-    values = {"header": dataclasses.asdict(read_header(folder)), "rows": summary_rows(records)}
-    files.replace(folder / SUMMARY, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def differences(one: Header, other: Header) -> list[str]:

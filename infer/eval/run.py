@@ -43,7 +43,6 @@ from .records import (
     differences,
     read,
     write_header,
-    write_summary,
 )
 
 KEPT = (
@@ -136,7 +135,6 @@ class Evaluation:
         self._run = EvalRun(config, decoders, spec, done, writer, self.progress, start)
         with command_words():
             self._run.work(tasks)
-        write_summary(folder, self._run.records)
 
     def _check_same(self, before: Run, header: Header) -> None:
         """Refuse a folder of another configuration, and say what of it was cut short."""

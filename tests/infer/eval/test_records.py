@@ -20,7 +20,6 @@ from infer.eval.records import (
     decode_seconds,
     differences,
     read,
-    summary_rows,
     tokens_per_second,
     write_header,
 )
@@ -149,24 +148,3 @@ def test_files_that_are_damaged_say_what_to_do(folder: Path) -> None:
 def test_another_run_is_told_by_its_options() -> None:
     other = dataclasses.replace(HEADER, batch=4, options={"samples": 3})
     assert differences(HEADER, other) == ["batch: 2 there, 4 now", "samples: 8 there, 3 now"]
-
-
-def test_the_summary_compares_the_same_samples() -> None:
-    plain = [
-        another(
-            method="plain",
-            sample=sample,
-            call=f"plain {sample}",
-            decode_s=seconds,
-            target_passes=7,
-            emitted_by_round=(1,) * 7,
-            identical_to_plain=None,
-        )
-        for sample, seconds in (("7", 4.0), ("8", 100.0))
-    ]
-    first, second = summary_rows([*plain, RECORD])
-    assert first["speedup_over_plain"] is None and first["samples"] == 2
-    assert first["identical_to_plain_fraction"] is None
-    assert second["speedup_over_plain"] == 2.0 and second["identical_to_plain_fraction"] == 0.0
-    assert second["acceptance_length"] == pytest.approx(7 / 3, rel=1e-3)
-    assert second["tokens_per_second"] == 3.5 and second["tree"] == "2,2"

@@ -10,7 +10,7 @@ from infer.eval import __main__ as command
 from infer.eval import run as run_lib
 from infer.eval.arguments import config_of
 from infer.eval.decoders import Decoder
-from infer.eval.records import SAMPLES, SUMMARY, Run, SampleRecord, acceptance_length, read
+from infer.eval.records import SAMPLES, Run, SampleRecord, acceptance_length, read
 from longspec_jax import files
 from tests.infer.toys import save_toy, toy_spec
 
@@ -64,15 +64,6 @@ def test_every_count_is_kept(made: Path) -> None:
     assert acceptance_length(speculative) > 1 == acceptance_length(by_method(run, "plain"))
     assert run.header.methods["longspec-tree=4,5"].tree == "4,5"
     assert run.header.provenance["versions"]["jax"] and "infer.eval" in run.header.command
-
-
-def test_the_summary_has_a_row_per_method_and_temperature(made: Path) -> None:
-    summary = json.loads((made / SUMMARY).read_text())
-    rows = {(row["method"], row["temperature"]): row for row in summary["rows"]}
-    assert len(rows) == 2 and summary["header"]["target"]
-    row = rows["longspec-tree=4,5", 1.0]
-    assert row["identical_to_plain_fraction"] == 1.0 and row["samples"] == 2
-    assert row["acceptance_length"] > 1 and row["speedup_over_plain"] > 0
 
 
 def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
