@@ -3,7 +3,7 @@
     python -m infer.report runs/demo
     python -m infer.report runs/h200 runs/h200_batch8 --out=results/h200.html
 
-Writes one self-contained HTML page with tables, charts and case studies, and the tables as Markdown
+Writes one self-contained HTML page with tables and charts, and the tables as Markdown
 and CSV. This entry point only parses; the parts import from a notebook.
 """
 

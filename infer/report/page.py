@@ -40,6 +40,8 @@ COLOURS = "#2f81d8 #d9622b #2a9d4f #a855c7 #b08800 #1292a8 #e0405e".split()
 """Of the other methods."""
 MARKS = "sD^vPXo"
 """So that series differ in more than colour."""
+LETTER = 0.085
+"""Inches that a letter takes in a chart, at most."""
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,18 @@ def draw(
     panels = [*cells.groupby("task", observed=True, sort=False)]
     if not panels:
         return "", ""
-    figure = Figure(figsize=(max(5.0, 4.5 * len(panels)), 3.4), layout="constrained")
+    width, longest = max(6.0, 4.5 * len(panels)), max(map(len, cells["method"].astype(str)))
+    in_line = max(1, int(width / (0.8 + LETTER * longest)))
+    figure = Figure(figsize=(width, 3.6), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     words = []
     for axis, (task, rows) in zip(axes, panels, strict=True):
         places = [*dict.fromkeys(rows["column"].astype(str))]
-        for number, (method, part) in enumerate(rows.groupby("method", observed=True)):
+        series = [*rows.groupby("method", observed=True)]
+        for number, (method, part) in enumerate(series):
             colour, mark = styles[str(method)]
-            where = [places.index(each) + 0.06 * number for each in part["column"].astype(str)]
+            aside = 0.09 * (number - (len(series) - 1) / 2)
+            where = [places.index(each) + aside for each in part["column"].astype(str)]
             line = "-" if joined else "none"
             axis.plot(
                 where, part["value"], color=colour, marker=mark, linestyle=line, label=str(method)
@@ -159,12 +165,13 @@ def draw(
             )
             words.append(f"{task}, {method}: {said}")
         axis.set_xticks(range(len(places)), places, parse_math=False, rotation=20)
+        axis.set_xlim(-0.5, len(places) - 0.5)
         axis.set_title(str(task), parse_math=False, fontsize="medium")
         axis.set_ylim(bottom=0)
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     lines = {line.get_label(): line for axis in axes for line in axis.get_lines()}
-    figure.legend(handles=[*lines.values()], loc="outside lower center", ncols=4)
+    figure.legend(handles=[*lines.values()], loc="outside lower center", ncols=in_line)
     out = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": title}):
         figure.savefig(out, format="svg", metadata={"Date": None})
