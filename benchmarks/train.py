@@ -2,8 +2,7 @@
 
 Whole optimiser steps of the draft are timed on random weights and tokens of real shapes, without
 data loading and checkpoints. One device always runs. Every mesh is compared with it, at the same
-rows per device. flops_utilization: operations that no implementation can leave out / the rate of a
-large bfloat16 matmul on the same device. step_bytes: memory of the compiled step on each device
+rows per device. step_bytes: memory of the compiled step on each device
 beyond its arguments; the rest is weights, masters and moments.
 """
 
@@ -33,11 +32,10 @@ from train.target import mlp_tokens_at_once
 from .arguments import SHAPES
 from .models import random_target
 from .report import Report, run_header
-from .timing import measure_roofline, rounded
+from .timing import rounded
 
 SHOWN = (
-    "config draft sequence layout tokens_per_second step_ms flops_utilization efficiency "
-    "peak_bytes step_bytes"
+    "config draft sequence layout tokens_per_second step_ms efficiency peak_bytes step_bytes"
 ).split()
 
 
@@ -46,18 +44,14 @@ def main(arguments: argparse.Namespace) -> None:
     for axes in arguments.mesh or ():  # Refused before anything is measured.
         make_mesh(**axes)
     arguments = settled(arguments, jax.default_backend() == "cpu")
-    roofline = measure_roofline()
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    header = run_header(device, __doc__ or "", **roofline.fields)
+    header = run_header(device, __doc__ or "")
     with Report(header, arguments.json, SHOWN) as report:
         for shape in arguments.shape:
             for length in arguments.length:
                 alone = None
                 for axes in ({}, *(arguments.mesh or ())):
                     row = measure(shape, length, axes, arguments)
-                    row["flops_utilization"] = rounded(
-                        row.pop("flops_per_s") / roofline.operations_per_s
-                    )
                     alone = alone or row["tokens_per_second"]
                     row["efficiency"] = rounded(row["tokens_per_second"] / row["gpus"] / alone)
                     report.add(row)
@@ -117,7 +111,6 @@ def measure(
         "mlp_chunk": mlp_chunk,
         "tokens_per_second": rounded(tokens.size / seconds),
         "step_ms": rounded(1e3 * seconds),
-        "flops_per_s": objective.flops_per_token(length) * tokens.size / seconds / mesh.size,
         "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         "step_bytes": memory.temp_size_in_bytes,
         "loss": rounded(float(values["loss"])),

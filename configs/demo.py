@@ -53,7 +53,6 @@ def get_config(variant: str = "full") -> ConfigDict:
     if variant not in changes:
         raise ValueError(f"demo has no variant {variant!r}; choose one of {', '.join(changes)}")
     config = base_config()
-    config.title = "LongSpec demo: a small code model with its draft"
     config.log_every = 20
     config.save_every = 0
     config.accept_every = 400
@@ -89,7 +88,6 @@ def _full(config: ConfigDict) -> None:
 
 def _draft(config: ConfigDict) -> None:
     """Another draft for the target that is there, in fixed steps."""
-    config.title = "LongSpec demo: a draft for the small code model"
     config.target = "longspec_jax/demo/target"
     config.data.corpus.tokenizer = config.target
     config.data.begin_rows = True
@@ -101,7 +99,6 @@ def _draft(config: ConfigDict) -> None:
 def _eagle3(config: ConfigDict) -> None:
     """An EAGLE-3 draft for the target that is there."""
     _draft(config)
-    config.title = "LongSpec demo: an EAGLE-3 draft for the small code model"
     config.draft = {**DRAFTS["eagle3"], "vocabulary": 2048}
     config.stages.short.max_offset = 0
 
@@ -116,7 +113,6 @@ def _eagle3_cpu(config: ConfigDict) -> None:
 def _dflash(config: ConfigDict) -> None:
     """A DFlash draft for the target that is there."""
     _draft(config)
-    config.title = "LongSpec demo: a DFlash draft for the small code model"
     config.draft = {**DRAFTS["dflash"], "layers": 2, "block": 8, "decay": 4.0, "mask_token": 2}
     config.stages.short.max_offset = 0
 
@@ -136,7 +132,6 @@ def _on_a_cpu(config: ConfigDict) -> None:
 def _parallel(config: ConfigDict) -> None:
     """A parallel LongSpec draft for the target that is there."""
     _draft(config)
-    config.title = "LongSpec demo: a parallel draft for the small code model"
     config.draft = DRAFTS["parallel"]
 
 
@@ -156,7 +151,6 @@ def _tiny(config: ConfigDict) -> None:
 def _small_lm(config: ConfigDict) -> None:
     """A small language model of the same vocabulary, for the target that is there."""
     _draft(config)
-    config.title = "LongSpec demo: a small code model that drafts for the small code model"
     sizes = dict(layers=2, width=128, mlp_width=704, heads=4, kv_heads=2)
     config.draft = {**DRAFTS["small_lm"], **sizes}
     config.stages = dict(

@@ -64,7 +64,6 @@ def get_config(variant: str = "target") -> ConfigDict:
 def _common() -> ConfigDict:
     """What all drafts share."""
     config = base_config()
-    config.title = "LongSpec's claims at small scale"
     config.target = TARGET
     config.mesh = dict(data=1, fsdp=1, tp=1)
     config.save_every = 0
@@ -84,7 +83,6 @@ def _common() -> ConfigDict:
 
 def _target(config: ConfigDict) -> None:
     """The target alone."""
-    config.title = "A code model of 107 M parameters for contexts of 16k tokens"
     config.target = ""
     config.mesh = dict(data=-1, fsdp=1, tp=1)
     config.log_every = 20

@@ -46,7 +46,7 @@ of {", ".join(ROW_OPTIONS)}
 for its row.
 
 Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 after Ctrl-C,
-143 after SIGTERM, 129 after SIGHUP: what was decoded until then is shown and, with --json, written.
+143 after SIGTERM, 129 after SIGHUP: --json has the prompts that were finished until then.
 """
 
 

@@ -43,7 +43,6 @@ class DecodeRun:
     def __init__(self, arguments: argparse.Namespace, prompts: "Sequence[Prompt]"):
         from longspec_jax.status_line import StatusLine
 
-        from .journal import Journal
         from .output import STDOUT
         from .screen import Screen, wants_color
 
@@ -51,7 +50,6 @@ class DecodeRun:
         out = sys.stderr if arguments.json == STDOUT else sys.stdout
         self.status = StatusLine(sys.stderr)
         self.screen = Screen(wants_color(out), out, self.status)
-        self.journal = Journal()
         self._arguments, self._prompts = arguments, prompts
         self._session: Session | None = None
 
@@ -65,7 +63,7 @@ class DecodeRun:
         from .session import Session
 
         spec = load_named(models_of(self._arguments), self.status)
-        self._session = Session(spec, self._arguments, self.screen, self.journal)
+        self._session = Session(spec, self._arguments, self.screen)
         self._session.decode(self._prompts)
 
     def write(self, interrupted: bool = False) -> bool:
@@ -78,36 +76,29 @@ class DecodeRun:
         nothing = {"interrupted": interrupted, "rows": []}
         return write(path, nothing if session is None else session.as_json(interrupted))
 
-    def print_left(self, how: str) -> None:
-        """Print how far a run has got that was ``interrupted``, or ``failed``."""
-        if self._session is not None:
-            self._session.print_left(how)
-
     def save(self) -> None:
-        """Keep what there is of a run that a signal has stopped."""
-        self.journal.close()
-        self.write(interrupted=True)  # First: a stopped terminal blocks whatever prints.
+        """Keep the calls that have ended of a run that is left early."""
+        if self._session is not None:
+            self._session.is_left = True
+        self.write(interrupted=True)
+
+    def leave(self) -> None:
+        """Say that a signal has ended the run."""
+        self.save()  # First: a stopped terminal blocks whatever prints.
         self.screen.close()
-        self.print_left("interrupted")
+        self.screen.end_line()
         print("interrupted", file=sys.stderr)
 
 
 def _decode(run: DecodeRun, end: Callable[[int], object] | None) -> int:
-    """Decode, and lose nothing if that ends early; returns the exit status."""
+    """Decode, and keep the calls that ended if that ends early; returns the exit status."""
     try:
         cli.run_in_thread(run.work)
         return cli.OK if run.write() else cli.FAILED
     except KeyboardInterrupt as stop:
-        return cli.leave(stop, run.save, end)
-    except BrokenPipeError:
-        run.journal.close()
-        run.write(interrupted=True)
-        raise
+        return cli.leave(stop, run.leave, end)
     except Exception:
-        run.journal.close()
-        if run.journal.outcomes:
-            run.write(interrupted=True)
-            run.print_left("failed")
+        run.save()
         raise
     finally:
         run.screen.close()

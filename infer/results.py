@@ -20,7 +20,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.generation.activity import Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.memory import MemoryPlan
-from longspec_jax.generation.result import ACCEPTANCE_DEFINITION, GenerateResult, Stats, StreamRound
+from longspec_jax.generation.result import ACCEPTANCE_DEFINITION, GenerateResult, Stats
 from longspec_jax.ops.hardware import missing_kernels
 
 from .output import tree_fields, tree_of
@@ -45,17 +45,6 @@ class Outcome:
     def divergences(self) -> tuple[Divergence, ...]:
         """Every row's first difference to plain decoding."""
         return self.comparison.divergences if self.comparison else ()
-
-
-def gathered(rounds: Sequence[StreamRound], has_text: bool) -> GenerateResult:
-    """The result of a call as far as its rounds have come."""
-    rows = range(len(rounds[0].tokens))
-    return GenerateResult(
-        sequences=tuple(tuple(t for r in rounds for t in r.tokens[row]) for row in rows),
-        text=tuple("".join(r.text[row] for r in rounds) if has_text else None for row in rows),
-        drafted=tuple(tuple(d for r in rounds for d in r.drafted[row]) for row in rows),
-        stats=rounds[-1].stats,
-    )
 
 
 def as_json(

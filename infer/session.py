@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 
 from longspec_jax import PLAIN, LongSpec, MemoryPlan, demo_prompts
-from longspec_jax.cli import as_options, counted
+from longspec_jax.cli import Closed, as_options, counted
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Activity, Tuned
 from longspec_jax.generation.result import StreamRound
@@ -19,7 +19,6 @@ from longspec_jax.provenance import provenance
 from longspec_jax.released import RELEASED
 
 from .arguments import models_of, row_options, sampling_options
-from .journal import Journal
 from .output import tree_fields
 from .prompts import CHATS, CODE, Prompt, encode
 from .results import (
@@ -68,10 +67,11 @@ class Call:
 class Session:
     """Decodes what the arguments ask for, and prints it as it goes."""
 
-    def __init__(
-        self, spec: LongSpec, arguments: argparse.Namespace, out: Screen, journal: Journal
-    ):
-        self._spec, self._arguments, self._out, self._journal = spec, arguments, out, journal
+    def __init__(self, spec: LongSpec, arguments: argparse.Namespace, out: Screen):
+        self._spec, self._arguments, self._out = spec, arguments, out
+        self._finished: list[Outcome] = []
+        self.is_left = False
+        """Set once the run is left: nothing more is printed or noted."""
         self._models = models_of(arguments)
         self._named_tree = self._models.tree if spec.drafts else None
         self._tree = self._named_tree if self._speculates else PLAIN
@@ -163,7 +163,6 @@ class Session:
 
     def _run(self, call: Call) -> None:
         """One call: what is completed, the completion, the numbers."""
-        self._journal.begin(call.name, call.row_names, self._spec.tokenizer is not None)
         if not self._arguments.batch:
             count = counted(len(call.tokens[0]), "token")
             self._out.line(f"\n=== {call.name}: {count} === {self._out.legend()}".rstrip())
@@ -187,14 +186,15 @@ class Session:
             self._out.line(COMPLETION)
 
     def _decode(self, call: Call) -> Outcome:
-        """Decode, beside a plain run unless --no-compare; the journal keeps the outcome."""
+        """Decode, beside a plain run unless --no-compare, and keep the outcome."""
         with command_words(call.row_names):
             if self._arguments.compare is not False and self._speculates:
                 compared = self._call(self._spec.compare, call)
                 outcome = Outcome(call.name, call.row_names, compared.speculative, compared)
             else:
                 outcome = Outcome(call.name, call.row_names, self._call(self._spec.generate, call))
-        self._journal.finish(outcome)
+        self._check_open()
+        self._finished.append(outcome)
         return outcome
 
     def _call(self, method: Callable[..., Found], call: Call) -> Found:
@@ -209,8 +209,12 @@ class Session:
             **call.options,
         )
 
+    def _check_open(self) -> None:
+        if self.is_left:
+            raise Closed
+
     def _on_round(self, added: StreamRound) -> None:
-        self._journal.add(added)
+        self._check_open()
         if self._streams:
             self._begin_completion()
             self._out.pieces(added.pieces[0])
@@ -218,7 +222,7 @@ class Session:
             self._out.status("decoding", f"{sum(added.stats.new_tokens)} tokens")
 
     def _on_activity(self, activity: Activity) -> None:
-        self._journal.check_open()
+        self._check_open()
         if isinstance(activity, Tuned):
             self._tree, self._drafter = activity.tree, activity.drafter
             self._setting.update(draft=self._drafter, **tree_fields(self._tree))
@@ -264,7 +268,7 @@ class Session:
             self._out.entry(f"no text: the first token of {', '.join(ended)} ends the text {why}")
 
     def _print_totals(self) -> None:
-        outcomes = self._journal.outcomes
+        outcomes = self._finished
         if len(outcomes) > 1:
             self._out.line(f"\n=== all {len(outcomes)} prompts ===")
             self._report(outcomes)
@@ -273,19 +277,9 @@ class Session:
         for line in lines(outcomes, self._spec.target_config.dtype, self._spec.identical):
             self._out.entry(line)
 
-    def print_left(self, how: str) -> None:
-        """What there is of an ``interrupted`` or ``failed`` call, and of those before it."""
-        self._out.end_line()
-        partial = self._journal.unfinished
-        if partial is not None:
-            self._show(partial)
-            tokens = sum(partial.stats.new_tokens)
-            self._out.line(f"{how} after {counted(tokens, 'new token')} of {partial.name}")
-        self._print_totals()
-
     def as_json(self, interrupted: bool = False) -> dict[str, Any]:
-        """Everything measured so far."""
-        whole = as_json(self._journal.outcomes, self._setting, interrupted)
+        """What was measured of the calls that have ended."""
+        whole = as_json(self._finished, self._setting, interrupted)
         return {"header": provenance(self._setting["device"]), **whole}
 
 

@@ -38,7 +38,6 @@ from longspec_jax.drafters.registry import (
     split_module,
 )
 from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft, RetrievalOptions
-from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.weights import hf
@@ -46,7 +45,6 @@ from longspec_jax.weights.adapter import own_name
 from longspec_jax.weights.families import FAMILIES, WRAPPERS
 from longspec_jax.weights.gguf.file import read_gguf
 from longspec_jax.weights.gguf.tokenizer import gguf_tokenizer
-from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.model_files import names_of_tensors, read_config
@@ -264,22 +262,6 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
             "newer than the packages here, pip install --upgrade transformers tokenizers, or pass "
             "tokenizer="
         ) from error
-
-
-def load_endpoint(url: str, folder: Path, concurrency: int) -> Endpoint:
-    """The server of a target, whose files are here, too; no weights are read.
-
-    Args:
-      url: the server's address up to ``/v1``.
-      folder: of the target, or its GGUF file.
-      concurrency: requests at a time.
-
-    Raises:
-      OSError: if the server does not answer.
-    """
-    config = target_config(read_config(folder), "float32")
-    tokenizer, stop_tokens = load_tokenizer(folder), hf.load_stop_tokens(folder)
-    return Endpoint(url, config, tokenizer, stop_tokens, concurrency).reached()
 
 
 def _is_generic(folder: Path, settings: JsonObject) -> bool:

@@ -119,7 +119,6 @@ def base_config() -> "ConfigDict":
             revision="",
             dtype="bfloat16",
             export="",
-            title="LongSpec draft",
             loss_chunk=0,
             mlp_chunk=0,
             log_every=1,
@@ -129,7 +128,7 @@ def base_config() -> "ConfigDict":
             accept_seq_len=0,
             max_to_keep=2,
             log=dict(tensorboard=False, wandb=""),
-            features=dict(folder="", int8=False),
+            features=dict(folder=""),
             mesh=dict(data=1, fsdp=-1, tp=1),
             data=dict(
                 files="",
@@ -228,7 +227,6 @@ def installed_text_config(
         raise ValueError(f"{name} has no variant {variant!r}; choose one of text, answers")
     config.update(
         target=target,
-        title=f"LongSpec draft for {target}",
         save_every=0,
         accept_every=0,
         accept_rows=4,
@@ -325,8 +323,7 @@ def paper_config(
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config = base_config()
     if variant in (*_ON_CHATS, "small_lm"):
-        title = f"{_ON_CHATS.get(variant, 'Small language model as')} draft for {target}"
-        config.update(target=target, title=title, **overrides)
+        config.update(target=target, **overrides)
         config.draft = DRAFTS[variant]
         turn = chat_turn or config.to_dict()["data"]["turn"]
         if variant == "small_lm":
@@ -342,11 +339,9 @@ def paper_config(
             sft_data=sft_data,
             **overrides,
         )
-        config.update(title=f"Parallel LongSpec draft for {target}, its three stages")
         config.draft = DRAFTS["parallel"]
         return config
-    words = "its three stages" if variant == "all" else f"stage {variant}"
-    config.update(target=target, title=f"LongSpec draft for {target}, {words}", **overrides)
+    config.update(target=target, **overrides)
     stages = dict(
         short=stage(SHORT_LENGTH, 2048, 5e-4, max_offset=max_offset),
         long=stage(long_length, 256, 5e-6),
@@ -374,8 +369,8 @@ def paper_config(
     return config
 
 
-_ON_CHATS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
-"""Variants that are trained on conversations alone, and what their drafts are called."""
+_ON_CHATS = ("eagle3", "dflash")
+"""Variants that are trained on conversations alone."""
 
 
 def _on_chats(config: "ConfigDict", kind: str, turn: str) -> "ConfigDict":

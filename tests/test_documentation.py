@@ -21,7 +21,7 @@ import yaml
 
 import longspec_jax
 from benchmarks import arguments as bench_arguments
-from contrib import plot, quantise
+from contrib import quantise
 from infer import arguments, chat
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
@@ -136,9 +136,10 @@ MOVED = {
     "python -m infer.bench": "python -m benchmarks",
     "python -m train.bench": "python -m benchmarks train",
     "python -m infer.quantise": "python -m contrib.quantise",
-    "python -m train.plot": "python -m contrib.plot",
+    "python -m train.plot": "",
+    "python -m contrib.plot": "",
 }
-"""Commands as older entries of the changelog have them, and as they are now."""
+"""Commands as older entries of the changelog have them, and as they are now; empty if gone."""
 
 
 def text_of(page: Path) -> str:
@@ -175,7 +176,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "infer.report": report.parser(),
         "infer.serve": serve_arguments.parser(),
         **{f"benchmarks {name}": parser for name, parser in benchmarks.items()},
-        **{module.__name__: module._parser() for module in (plot, quantise, vocabulary)},
+        **{module.__name__: module._parser() for module in (quantise, vocabulary)},
         "train.prepare": prepare.parser(),
         "train.questions": questions.parser(),
         "train.regenerate": regenerate.parser(),

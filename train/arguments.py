@@ -45,8 +45,6 @@ _OVERRIDE = re.compile(r"--(no)?config\.([^=]+)(=.*)?", re.DOTALL)
 class Arguments:
     """A command line of the trainer, read and checked."""
 
-    name: str
-    """Of the configuration and its variant, ``vicuna7b:long``, without the path to it."""
     config: RunConfig
     """The run, overrides applied."""
     workdir: Path
@@ -107,7 +105,7 @@ def parse(argv: Sequence[str], options: cli.Parser | None = None) -> Arguments:
     file, colon, variant = given.config.partition(":")
     name = Path(file).stem + (colon + variant) * bool(variant)
     workdir = Path(given.workdir or f"runs/{name.replace(':', '-')}").expanduser()
-    return Arguments(name, from_config(values), workdir, given)
+    return Arguments(from_config(values), workdir, given)
 
 
 def _has_references(config: ConfigDict) -> bool:

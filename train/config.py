@@ -226,8 +226,6 @@ class FeaturesConfig:
     folder: str = ""
     """Where ``python -m train.prepare`` stores them and training reads them, a folder in it for
     every stage; the target runs in every step if empty."""
-    int8: bool = False
-    """Store them in 8 bits with scales, not in the run's dtype."""
 
 
 @dataclass(frozen=True)
@@ -368,8 +366,6 @@ class RunConfig:
     """Parameters and activations of the step; masters and optimiser are float32."""
     export: Annotated[str, FREE]
     """Folder for the draft in the released format; ``workdir/draft`` if empty."""
-    title: Annotated[str, FREE]
-    """A sentence for the model card."""
     loss_chunk: Annotated[ZeroOrMore, FREE]
     """Most tokens of a device whose logits exist at once; 0: as many as take a gigabyte."""
     mlp_chunk: Annotated[ZeroOrMore, FREE]
@@ -464,8 +460,6 @@ class RunConfig:
         if shape is not None:
             del values["draft"]
             return _typed({**values, "pretraining": {"shape": asdict(shape), "stages": stages}})
-        if self.features.folder and self.features.int8:
-            values["features"] = {"int8": "True"}
         return _typed({**values, "stages": stages})
 
     def runs_of_stages(self) -> "tuple[RunConfig, ...]":

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,6 @@ from .step import ROWS, Batch, Objective, Step, TrainState, learning_rate
 
 FIRST_SECONDS = 1.0
 """What the first step of a stage is taken to last, where the clock says how far the stage is."""
-_DENSE_PEAKS = {"H100": 990e12, "H200": 990e12, "A100": 312e12}
-"""Operations a second in 16 bits, without sparsity, as the vendor states them."""
-_SLOWER = ("PCIe", "NVL")
-"""Boards of the same names with other clocks, except A100."""
 TRY_AGAIN = 75
 """Exit status after SIGTERM, EX_TEMPFAIL of sysexits.h: schedulers may queue the job again."""
 
@@ -63,8 +59,6 @@ class Stage:
     """One micro-batch that is never trained on; the objective is measured on it."""
     fingerprint: Fingerprint = field(default_factory=dict)
     """A checkpoint must agree in all of it for the stage to resume from it."""
-    peak_tokens_per_second: Callable[[int], float | None] = lambda length: None
-    """Tokens a second at which rows of a length would fully use the devices; None if unknown."""
 
     @property
     def steps(self) -> int:
@@ -170,8 +164,7 @@ def run_stage(
             state, values = stage.step(state, stage.frozen, batch, np.float32(rate))
             padded = 1 - real / batch.tokens.size
             more = {"lr": rate, "data_wait": waited, "padding": padded, "row_tokens": shape[-1]}
-            peak = stage.peak_tokens_per_second(shape[-1])
-            meter.add(step, {**values, **more}, real, peak)
+            meter.add(step, {**values, **more}, real)
             step += 1
             if compiles:  # Compilation is not training time.
                 compiled.add(shape)
@@ -196,14 +189,6 @@ def run_stage(
     metrics.finish()
     save(step, state, done=True)
     return state
-
-
-class _Timed(NamedTuple):
-    """A step, and what its speed is reckoned from."""
-
-    seconds: float
-    tokens: int
-    peak: float | None
 
 
 class Meter:
@@ -236,20 +221,14 @@ class Meter:
         self._stage, self._every, self._metrics, self._diverged = stage, every, metrics, diverged
         self.elapsed = elapsed
         self._since = time.monotonic()
-        self._pending: tuple[int, dict[str, Any], int, float | None] | None = None
+        self._pending: tuple[int, dict[str, Any], int] | None = None
         self._skipped = False
-        self._timed: list[_Timed] = []
+        self._timed: list[tuple[float, int]] = []
 
-    def add(
-        self, step: int, values: Mapping[str, Any], real_tokens: int, peak: float | None = None
-    ) -> None:
-        """Take a step's metrics, and write those of the step before.
-
-        ``real_tokens`` are without padding, and ``peak`` tokens a second would fully use the
-        devices.
-        """
+    def add(self, step: int, values: Mapping[str, Any], real_tokens: int) -> None:
+        """Take a step's metrics and its tokens without padding; write those of the one before."""
         self.flush()
-        self._pending, self._skipped = (step, dict(values), real_tokens, peak), False
+        self._pending, self._skipped = (step, dict(values), real_tokens), False
 
     def skip(self) -> None:
         """Do not count the time until now; a pending step, part of it, has no speed."""
@@ -263,14 +242,14 @@ class Meter:
         """
         if self._pending is None:
             return
-        (step, on_device, tokens, peak), self._pending = self._pending, None
+        (step, on_device, tokens), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(on_device).items()}
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         self.elapsed += seconds
         self._metrics.advance()
         if not self._skipped:
-            self._timed.append(_Timed(seconds, tokens, peak))
+            self._timed.append((seconds, tokens))
         wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
         if wrong or step % self._every == 0:
             more = {**_speed(self._timed), **_memory(), "elapsed": self.elapsed}
@@ -280,17 +259,12 @@ class Meter:
             raise self._diverged(step, wrong)
 
 
-def _speed(steps: Sequence[_Timed]) -> dict[str, float]:
-    """The mean speed of some steps; nothing if there are none."""
+def _speed(steps: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """The mean speed of some steps, each with its seconds and tokens; nothing if there are none."""
     if not steps:
         return {}
-    total, tokens = sum(step.seconds for step in steps), sum(step.tokens for step in steps)
-    seconds = max(total, 1e-9)
-    speed = {"step_time": total / len(steps), "tokens_per_second": tokens / seconds}
-    if all(step.peak for step in steps):
-        needed = sum(step.tokens / step.peak for step in steps if step.peak)
-        speed["flops_utilization"] = needed / seconds
-    return speed
+    total, tokens = (sum(column) for column in zip(*steps, strict=True))
+    return {"step_time": total / len(steps), "tokens_per_second": tokens / max(total, 1e-9)}
 
 
 def _memory() -> dict[str, float]:
@@ -298,18 +272,6 @@ def _memory() -> dict[str, float]:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return {"peak_bytes": max(peaks)} if peaks else {}
-
-
-def peak_tokens_per_second(
-    flops_per_token: float, dtype: str, devices: Sequence[Any]
-) -> float | None:
-    """Tokens a second that devices at their peak would train on; None if the peak is unknown."""
-    kind = devices[0].device_kind
-    for name, peak in _DENSE_PEAKS.items():
-        slower = name != "A100" and any(word in kind for word in _SLOWER)
-        if name in kind and not slower and dtype != "float32":
-            return len(devices) * peak / flops_per_token
-    return None
 
 
 def not_finite(values: Mapping[str, float]) -> str:

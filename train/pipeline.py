@@ -24,7 +24,6 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, load_target_config, save_target
 
-from .card import write_card
 from .checkpoint import Checkpoints, newest_saved
 from .config import PretrainingConfig, RunConfig, StageConfig, check_lengths
 from .data.batches import Batches
@@ -36,7 +35,7 @@ from .drafts.base import Begun, DraftTrainer, Given
 from .drafts.kinds import KINDS
 from .features import Features, open_features
 from .fingerprint import Fingerprint, check_same_run, fingerprint, model_digest
-from .loop import Stage, peak_tokens_per_second, run_stage
+from .loop import Stage, run_stage
 from .losses import tokens_at_once
 from .metrics import Metrics, open_writers
 from .processes import by_first, gathered
@@ -73,7 +72,7 @@ class TrainingRun:
         return self.config.target or str(self.workdir / "target")
 
 
-def train(config: RunConfig, workdir: Path, name: str = "") -> None:
+def train(config: RunConfig, workdir: Path) -> None:
     """Train what a configuration describes.
 
     Raises:
@@ -90,7 +89,6 @@ def train(config: RunConfig, workdir: Path, name: str = "") -> None:
         if config.stages:
             train_draft(run)
         run.metrics.close()
-        by_first("card", lambda: write_card(workdir, config, name))
 
 
 def open_run(config: RunConfig, workdir: Path) -> TrainingRun:
@@ -119,12 +117,11 @@ def check_workdir(workdir: Path) -> None:
       ValueError: names the file.
     """
     config = workdir / "config.json"
-    for path in (config, workdir / "README.md"):
-        if path.exists() and not _is_run(config):
-            raise ValueError(
-                f"{path} was not written by a training run and would be replaced; choose another "
-                "--workdir"
-            )
+    if config.exists() and not _is_run(config):
+        raise ValueError(
+            f"{config} was not written by a training run and would be replaced; choose another "
+            "--workdir"
+        )
 
 
 def _check_clocks(config: RunConfig) -> None:
@@ -306,7 +303,7 @@ def stored_of(plan: PlannedStage, trainer: DraftTrainer, target: TargetConfig) -
     known = "the target", "data and tokenizer", "rows to train on"
     about = {name: plan.fingerprint[name] for name in known}
     about |= {"tokens of a row": stage.seq_len, "dtype": config.dtype}
-    about |= {"features": reads.words(target), "--config.features.int8": config.features.int8}
+    about["features"] = reads.words(target)
     folder = Path(config.features.folder).expanduser() / stage.name
     return Stored(folder, reads, about)
 
@@ -338,20 +335,13 @@ def _train_stage(
     params: PyTree,
     features: Features | None = None,
 ) -> PyTree:
-    """Masters after a stage that starts from the given ones, or from fresh ones.
-
-    With stored ``features`` operations are not counted.
-    """
+    """Masters after a stage that starts from the given ones, or from fresh ones."""
     run, config = plan.run, plan.run.config
     optimizer = make_optimizer(config.optimizer)
     shardings = state_shardings(run.mesh, objective, optimizer)
     # Every stage has its own randomness, which follows from its name.
     seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{plan.config.name}".encode()).digest()[:4])
     state = initial_state(objective, optimizer, shardings, seed, params)
-
-    def peak(length: int) -> float | None:
-        flops, devices = objective.flops_per_token(length), [*run.mesh.devices.flat]
-        return None if features else peak_tokens_per_second(flops, config.dtype, devices)
 
     stage = Stage(
         dataclasses.replace(plan.config, name=plan.name),
@@ -368,7 +358,6 @@ def _train_stage(
         ),
         plan.held_out,
         plan.fingerprint,
-        peak,
     )
     checkpoints = Checkpoints(_checkpoints(plan), config.max_to_keep)
     try:

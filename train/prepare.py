@@ -1,8 +1,8 @@
-"""Tokenise a run's data once, by several processes; store what the draft reads of the target.
+"""Tokenise a run's data once, on all cores; store what the draft reads of the target.
 
     python -m train.prepare --config=vicuna7b --workdir=runs/vicuna7b
 
-Training does this by itself, with one process. The tokens are kept in the working folder, under a
+Training does this by itself. The tokens are kept in the working folder, under a
 name that is a digest of data, tokenizer and template: training uses them, and makes new ones if any
 of these changed.
 
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(given: Sequence[str]) -> int:
     if (missing := missing_packages("train")) is not None:
         raise ValueError(missing)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     print(prepare(given))
     return cli.OK
 
@@ -41,11 +42,7 @@ def parser() -> cli.Parser:
     """The command's parser."""
     from .arguments import parser
 
-    result = parser(COMMAND, __doc__ or "")
-    result.add_argument(
-        "--workers", type=cli.COUNT, help="processes that tokenise; one for each core if absent"
-    )
-    return result
+    return parser(COMMAND, __doc__ or "")
 
 
 def prepare(given: Sequence[str]) -> str:
@@ -58,7 +55,7 @@ def prepare(given: Sequence[str]) -> str:
     from .data.source import Source
 
     parsed = arguments.parse(given, parser())
-    config, workers = parsed.config, parsed.options.workers or len(os.sched_getaffinity(0))
+    config = parsed.config
     sections = [stage.data_section for stage in config.stages]
     runs = zip(config.runs_of_stages(), sections, strict=True)
     stages = [(run, section) for run, section in runs if run.data.reads_documents]
@@ -73,7 +70,7 @@ def prepare(given: Sequence[str]) -> str:
     for run, section in stages:
         source = Source(run, parsed.workdir, config.target, sys.maxsize, section)
         started = time.monotonic()
-        made = source.prepare(workers)
+        made = source.prepare()
         seconds = time.monotonic() - started
         skipped = f"{made.skipped}\n" if made.skipped else ""
         found = f"{len(made)} documents, {len(made.tokens)} tokens"

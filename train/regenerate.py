@@ -68,17 +68,15 @@ def parser() -> cli.Parser:
     )
     add("--draft", type=cli.path, action="append", help=text)
     add("--tree", type=cli.tree, help="what they propose in a round; the fastest if absent")
-    text = (
-        "have a server of this target answer, with its own draft: its address up to /v1. The key "
-        "is taken from the environment variable LONGSPEC_API_KEY"
-    )
-    add("--endpoint", type=cli.word, metavar="URL", help=text)
     text = f"devices: {cli.MESH_GRAMMAR}; one if absent"
     add("--mesh", type=cli.mesh, metavar="AXIS=N,...", help=text)
-    text = "rows that are decoded at once; with --endpoint, requests at a time"
+    text = "rows that are decoded at once"
     slots = replace(serving.OPTIONS["max_num_seqs"], default=8, about=text)
     cli.add_options(result, {"max_num_seqs": slots, "dtype": loading.OPTIONS["dtype"]})
-    text = "most tokens of a row with its answers; the target's max_positions if absent"
+    text = (
+        "most tokens of a row with its answers, for which memory is taken; 16384 if absent, or the "
+        "target's positions"
+    )
     add("--max_row_tokens", type=cli.value(Whole(2)), help=text)
     drawing = {name: sampling.OPTIONS[name] for name in DRAWING}
     cli.add_options(result, drawing, max_new_tokens=1024)

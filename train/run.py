@@ -66,7 +66,7 @@ def _run(arguments: "Arguments") -> int:
     from .pipeline import train
 
     try:
-        train(arguments.config, arguments.workdir, arguments.name)
+        train(arguments.config, arguments.workdir)
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -84,10 +84,6 @@ class Objective(Protocol):
         """What shows progress on one micro-batch, and is not learned."""
         ...
 
-    def flops_per_token(self, length: int) -> float:
-        """Operations that a token of a row of this length needs, forward and backward."""
-        ...
-
 
 Step = Callable[
     [TrainState, PyTree, Batch, float | np.floating], tuple[TrainState, dict[str, Array]]

@@ -62,9 +62,9 @@ def store_features(config: RunConfig, workdir: Path) -> list[str]:
 def _store(plan: PlannedStage, given: Given, stored: Stored) -> str:
     """Store the features of a stage; a sentence about them."""
     run = plan.run
-    rows, int8 = plan.config.batch // plan.config.accumulation, run.config.features.int8
+    rows = plan.config.batch // plan.config.accumulation
     sharding = NamedSharding(run.mesh, P(BATCH_AXES))
-    compute = partial(parts_of_rows, given.target, stored.reads, int8, mlp_chunk_of(plan))
+    compute = partial(parts_of_rows, given.target, stored.reads, mlp_chunk_of(plan))
 
     def parts_of(tokens: PyTree) -> PyTree:
         with use_mesh(run.mesh.abstract_mesh):

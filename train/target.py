@@ -1,4 +1,4 @@
-"""The target in training: its pass over whole rows, what it learns itself, and what both cost.
+"""The target in training: its pass over whole rows, and what it learns itself.
 
 A frozen target is only read: one layer's keys and values or the hidden states of some layers, its
 embeddings and its head. The demo's target, which is trained from scratch, learns the next token.
@@ -14,7 +14,6 @@ from jax.extend.core import Primitive
 from jaxtyping import Int, PyTree
 
 from longspec_jax.axes import Array
-from longspec_jax.config.layers import RecurrenceConfig
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.target import Target, head_of, scaled, sinks_of
 from longspec_jax.ops.attention.dispatch import causal_attention
@@ -27,8 +26,6 @@ from .step import Batch, cast
 
 LONG = 16384
 """Up to this number of tokens, MLP activations are small beside the weights of a 7B target."""
-FORWARD_AND_BACKWARD = 3
-"""Each matmul has two more in the backward pass: for its input and for its weights."""
 
 
 def mlp_tokens_at_once(tokens: int) -> int:
@@ -261,93 +258,5 @@ class TargetObjective:
         sums = _jitted_sums(self, params, frozen, batch, ())
         return {"heldout_loss": float(sums["loss"] / tokens)}
 
-    def flops_per_token(self, length: int) -> float:
-        """Operations that a token of a row of this length needs, forward and backward."""
-        return FORWARD_AND_BACKWARD * (target_flops(self.config, length) + head_flops(self.config))
-
 
 _jitted_sums = jax.jit(TargetObjective.sums, static_argnums=0)
-
-
-# Floating-point operations of one token that no implementation can leave out. A multiplication with
-# an addition counts as two. Attention counts the keys that a causal query sees. Norms, rotations
-# and softmax count nothing, nor does what is computed twice to save memory.
-
-
-def target_flops(config: TargetConfig, length: int) -> float:
-    """All layers, forward."""
-    return layers_flops(config, length, config.num_layers)
-
-
-def layers_flops(config: TargetConfig, length: int, count: int) -> float:
-    """The last layers of this number, forward."""
-    total = 0.0
-    for index in range(config.num_layers - count, config.num_layers):
-        total += _layer_mlp_flops(config, index)
-        if (recurrence := config.layer(index).recurrence) is not None:
-            total += recurrence_flops(config, recurrence)
-            continue
-        total += projection_flops(config)
-        if config.gated_attention:
-            total += matmul_flops(config.model_width, config.num_heads * config.head_width)
-        seen = min(config.layer(index).window or length, length)
-        # A window of W tokens shows less to the first W - 1 tokens alone.
-        keys = seen - seen * (seen - 1) / (2 * length)
-        total += attention_flops(config, keys)
-    return total
-
-
-def flops_after_read_keys(config: TargetConfig, length: int) -> float:
-    """Of the layers from the read one on, forward, all but its keys and values."""
-    layers = config.num_layers - config.read_layer
-    return layers_flops(config, length, layers) - keys_values_flops(config)
-
-
-def recurrence_flops(config: TargetConfig, sizes: RecurrenceConfig) -> float:
-    """Projections of a recurrent layer, and its state, which a token reads twice and writes."""
-    values = sizes.value_heads * sizes.value_width
-    made = sizes.key_heads * sizes.inputs_width + 2 * values + 2 * sizes.value_heads
-    return matmul_flops(config.model_width, made) + 3 * matmul_flops(sizes.key_width, values)
-
-
-def head_flops(config: TargetConfig) -> float:
-    """The LM head, forward."""
-    return matmul_flops(config.model_width, config.vocab_size)
-
-
-def projection_flops(config: Any) -> float:
-    """Queries, keys, values and output of a layer of target or draft."""
-    heads = 2 * (config.num_heads + config.num_kv_heads)
-    return matmul_flops(config.model_width, heads * config.head_width)
-
-
-def keys_values_flops(config: Any) -> float:
-    """Keys and values of a layer of target or draft."""
-    return matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
-
-
-def mlp_flops(config: Any) -> float:
-    """The gated MLP of a layer of target or draft."""
-    return 3 * matmul_flops(config.model_width, config.mlp_width)
-
-
-def _layer_mlp_flops(config: TargetConfig, index: int) -> float:
-    """The MLP of a layer: of experts, the chosen ones, the shared one and the router."""
-    experts = config.layer(index).experts
-    if experts is None:
-        return mlp_flops(config)
-    router = matmul_flops(config.model_width, experts.count)
-    computed = experts.chosen * experts.width
-    if experts.shared is not None:
-        computed, router = computed + experts.shared, router + matmul_flops(config.model_width, 1)
-    return router + 3 * matmul_flops(config.model_width, computed)
-
-
-def attention_flops(config: Any, keys: float) -> float:
-    """Scores and weighted values of a query that sees this number of keys."""
-    return 2 * matmul_flops(config.num_heads * config.head_width, 1) * keys
-
-
-def matmul_flops(inputs: int, outputs: int) -> float:
-    """A vector times a matrix."""
-    return 2.0 * inputs * outputs

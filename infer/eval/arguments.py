@@ -19,9 +19,8 @@ DRAFT_HELP = (
 )
 EPILOG = """\
 Results go to a folder: header.json says how they were made, samples.jsonl holds a line of raw
-counts per sample, method and temperature, skipped.jsonl the samples that the protocol skips, and
-summary.json a row per task, method and temperature once all are measured. The same command
-continues an interrupted run.
+counts per sample, method and temperature, and skipped.jsonl the samples that are skipped.
+python -m infer.report makes tables of them. The same command continues an interrupted run.
 
 Acceptance length: emitted tokens / target forward passes of the decode phase, bonus included,
 prefill excluded. Tokens/s: tokens of the decode rounds / their seconds.
@@ -33,10 +32,10 @@ Exit status: 0, 2 for a request that cannot be met, 1 for a failure while runnin
 interrupted.
 """
 GROUPS = {
-    "tasks": "task protocol data samples context min_prompt max_prompt prompt_style",
+    "tasks": "task data samples context min_prompt max_prompt prompt_style",
     "methods and generation": "method temperature seed top_p top_k max_new_tokens batch ignore_eos "
     "repetitions",
-    "output": "out breakdown rounds cases endpoint",
+    "output": "out",
 }
 
 
@@ -56,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
         "data": (cli.several(data_argument), "[TASK=]PATH"),
         "method": (cli.several(method_argument), "METHOD[=TREE]"),
         "out": ({"type": cli.file_path, "required": True}, "FOLDER"),
-        "endpoint": ({"type": cli.word}, "URL"),
         "task": ({**cli.several(cli.one_of(TASK_NAMES)), "required": True}, "TASK"),
     }
     for title, names in GROUPS.items():

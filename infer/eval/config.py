@@ -16,10 +16,9 @@ from longspec_jax.schema import options
 from ..arguments import Models
 from ..prompts import STYLES
 from .methods import Chosen
-from .tasks import DEMO_SUITE, FREE, NEEDLE, RAW, SUITE, TASKS
+from .tasks import DEMO_SUITE, FREE, NEEDLE, SUITE, TASKS
 
 TASK_NAMES = (*TASKS, NEEDLE, FREE, *SUITE, DEMO_SUITE)
-LONGSPEC, LONGBENCH = "longspec", "longbench"
 DEMO_RUN_DRAFTS = (*DRAFTS, "ngram", "streaming")
 """The demo's drafters if none are named: all that there are."""
 CONTEXT = 2048
@@ -44,13 +43,6 @@ class EvalConfig:
     ]
     out: Annotated[Path, ANYTHING, "folder of the run; made if absent"]
     models: Annotated[Models, ANYTHING] = field(default_factory=Models)
-    protocol: Annotated[
-        str,
-        OneOf((LONGSPEC, LONGBENCH)),
-        "how tasks ask. longspec: the LongSpec release's format, prompts of more than 1200 tokens "
-        "and at least 2000 fewer than the model's range, 1024 new tokens. longbench: long prompts "
-        "lose their middle, the model's chat format except for code, 512 or 64 new tokens",
-    ] = LONGSPEC
     data: Annotated[
         Sequence[tuple[str, Path]],
         ANYTHING,
@@ -66,18 +58,17 @@ class EvalConfig:
     min_prompt: Annotated[
         int | None,
         Whole(0),
-        "prompts of at most this many tokens are skipped (longspec protocol)",
+        "prompts of at most this many tokens are skipped; 1200 of long tasks if absent",
     ] = None
     max_prompt: Annotated[
         int | None,
         Whole(2),
-        "prompts of more tokens are skipped (longspec protocol) or lose their middle (longbench)",
+        "prompts of more tokens are skipped; the target's range less 2000 if absent",
     ] = None
     prompt_style: Annotated[
         str | None,
-        OneOf((*STYLES, RAW)),
-        "chat format of the longbench protocol and of the jsonl task. native: the tokenizer's own; "
-        "raw: none",
+        OneOf(tuple(STYLES)),
+        "chat format of the jsonl task. native: the tokenizer's own; text as it is if absent",
     ] = None
     method: Annotated[
         Sequence[Chosen],
@@ -96,36 +87,19 @@ class EvalConfig:
     max_new_tokens: Annotated[
         int | None,
         rule("max_new_tokens"),
-        "most new tokens of a sample; the protocol's number if absent",
+        "most new tokens of a sample; the published number if absent",
     ] = None
     batch: Annotated[int, Whole(), "prompts decoded together"] = 1
     ignore_eos: Annotated[bool, "do not stop at stop tokens"] = False
     repetitions: Annotated[
         int, Whole(), "decode every call this many times and keep the run of median seconds"
     ] = 1
-    breakdown: Annotated[
-        int | None,
-        Whole(),
-        "time drafting, verification and the rest of this many rounds of every call, in a second "
-        "run of the call",
-    ] = None
-    rounds: Annotated[
-        int | None, Whole(), "keep the trees of this many rounds of the first samples of every task"
-    ] = None
-    cases: Annotated[int, Whole(), "samples of every task whose rounds are kept"] = 1
-    endpoint: Annotated[
-        str | None,
-        "measure a server of this target, by its address up to /v1, with its draft (served) and "
-        "without (plain), --batch requests at a time. The key is taken from the environment "
-        "variable LONGSPEC_API_KEY",
-    ] = None
     command: str = ""
     """As it was typed, for the header of the run."""
 
     def __post_init__(self) -> None:
         for name, option in options(EvalConfig).items():
             option.rule.read(f"--{name}", getattr(self, name))
-        self._check_endpoint()
         self._check_data()
         self._check_effects()
         for values, option in ((self.tasks, "task"), ([m.name for m in self.method], "method")):
@@ -166,21 +140,9 @@ class EvalConfig:
     @property
     def drafts(self) -> Sequence[str]:
         """What proposes: what is named, else all of the demo's, or those of a released model."""
-        if self.models.draft is not None or self.endpoint:
-            return self.models.draft or ()
+        if self.models.draft is not None:
+            return self.models.draft
         return DEMO_RUN_DRAFTS if self.models.is_demo else self.models.drafts
-
-    def _check_endpoint(self) -> None:
-        """Refuse options that are the server's."""
-        if not self.endpoint:
-            return
-        names = (
-            "draft draft_option adapter mesh offload attention kv_dtype prefill_chunk max_num_seqs"
-        ).split()
-        given = [name for name in names if getattr(self.models, name)]
-        given += [name for name in ("method", "breakdown", "rounds") if getattr(self, name)]
-        if given:
-            raise ValueError(f"--{given[0]} cannot be asked of --endpoint, a server; leave it out")
 
     def _check_data(self) -> None:
         """Refuse data files that do not exist, or of no task of the run."""
@@ -214,9 +176,7 @@ class EvalConfig:
 
     def _check_effects(self) -> None:
         """Refuse options that no task of the run reads."""
-        longbench = self.protocol == LONGBENCH
         readers: dict[str, tuple[bool, Callable[[str], bool]]] = {
-            "--protocol=longbench": (longbench, lambda task: task in TASKS),
             "--data": ("" in dict(self.data), lambda task: task not in SUITE),
             "--context": (
                 self.context is not None,
@@ -224,19 +184,18 @@ class EvalConfig:
             ),
             "--min_prompt": (
                 self.min_prompt is not None,
-                lambda task: task in TASKS and TASKS[task].long and not longbench,
+                lambda task: task in TASKS and TASKS[task].long,
             ),
             "--max_prompt": (self.max_prompt is not None, lambda task: task in TASKS),
             "--prompt_style": (
                 self.prompt_style is not None,
-                lambda task: task == FREE or (longbench and task in TASKS and TASKS[task].chat),
+                lambda task: task == FREE,
             ),
         }
         for option, (is_given, reads) in readers.items():
             if is_given and not any(map(reads, self.tasks)):
-                protocol = f" with --protocol={self.protocol}" if "prompt" in option else ""
                 readable = [task for task in TASK_NAMES if task != DEMO_SUITE and reads(task)]
                 raise ValueError(
-                    f"{option} has no effect on --task={', '.join(self.tasks)}{protocol}; leave it "
+                    f"{option} has no effect on --task={', '.join(self.tasks)}; leave it "
                     "out" + (f". It is for {', '.join(readable)}" if readable else "")
                 )

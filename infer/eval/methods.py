@@ -73,8 +73,6 @@ METHODS = {
     ),
 }
 """All methods, in the order in which they run."""
-SERVED = "served"
-"""The method of a server, which has a draft of its own."""
 ALL = "all"
 """Stands for every method whose draft is loaded."""
 

@@ -1,8 +1,6 @@
-"""From the rows of a task to the tokens of its prompts, as a published evaluation asks.
+"""From the rows of a task to the tokens of its prompts, as the LongSpec release asks.
 
-The protocol ``longspec`` is the LongSpec release's: its own chat format in one text, prompts
-between two bounds, all others skipped, 1024 new tokens. ``longbench`` is LongBench's (version 1):
-long prompts lose their middle, and the model's chat format surrounds the rest, except for code.
+Its own chat format in one text, prompts between two bounds, all others skipped, 1024 new tokens.
 """
 
 from collections import Counter
@@ -13,8 +11,8 @@ from typing import Any
 from longspec_jax import demo_prompts
 from longspec_jax.cli import counted
 
-from ..prompts import SOURCES, STYLES, encode, item_of, read_text, release_turns
-from .config import LONGSPEC, EvalConfig
+from ..prompts import SOURCES, encode, item_of, read_text, release_turns
+from .config import EvalConfig
 from .loading import Row, references, rows, sample_name, text_field
 from .records import SkippedSample
 from .tasks import (
@@ -23,7 +21,6 @@ from .tasks import (
     FREE,
     NEEDLE,
     NEEDLE_TOKENS,
-    RAW,
     RELEASE_TOKENS,
     SUITE,
     TASKS,
@@ -35,10 +32,6 @@ from .tasks import (
 RELEASE_LEAST, RELEASE_MARGIN = 1200, 2000
 """The release keeps prompts of more tokens than the first, and of at most the second fewer than
 the model's range."""
-LONGBENCH_LIMITS = {4096: 3500, 8192: 7500, 16384: 15500, 32768: 31500}
-"""Most tokens of a prompt by the model's range, as LongBench publishes them."""
-LONGBENCH_MARGIN = 1268
-"""Tokens that LongBench leaves a model of 32k beyond the prompt; used for other ranges."""
 FREE_ANSWERS = ("answers", "references")
 """Fields of a user's row that may hold references."""
 
@@ -57,57 +50,25 @@ class Asked:
     """The tokens of a prompt, and why it is not decoded."""
 
     tokens: list[int]
-    original_tokens: int
-    """With those that the protocol cut out."""
     refusal: str = ""
-    """Why the protocol skips it; empty if it does not."""
+    """Why it is skipped; empty if it is not."""
 
 
 def longspec_prompt(config: EvalConfig, target: Target, task: Task, sample: Sample) -> Asked:
     """The whole prompt, if its length is within the bounds; the lower one is for long tasks."""
-    text = task.release.whole(sample.fields)
+    text = task.wording.whole(sample.fields)
     if not task.books:
-        question = {"role": "user", "content": task.release.filled(sample.fields)}
-        text = "".join([*release_turns(target.tokenizer, [question]), task.release.answer])
+        question = {"role": "user", "content": task.wording.filled(sample.fields)}
+        text = "".join([*release_turns(target.tokenizer, [question]), task.wording.answer])
     tokens = target.tokenizer(text)["input_ids"]
     least = RELEASE_LEAST if config.min_prompt is None else config.min_prompt
     most = config.max_prompt or max(target.positions - RELEASE_MARGIN, 1)
     refusal = ""
     if len(tokens) <= (least if task.long else 0):
-        refusal = f"no more than {least if task.long else 0} tokens, which the protocol skips"
+        refusal = f"no more than {least if task.long else 0} tokens, which the release skips"
     elif len(tokens) > most:
-        refusal = f"more than {most} tokens, which the protocol skips"
-    return Asked(tokens, len(tokens), refusal)
-
-
-def longbench_prompt(config: EvalConfig, target: Target, task: Task, sample: Sample) -> Asked:
-    """The prompt, without its middle if it is too long.
-
-    ``original_tokens`` of a cut prompt are those of the result, tokenised again and in its chat
-    format, and those that were removed.
-
-    Raises:
-      ValueError: for a model without a chat format, and no style.
-    """
-    style = config.prompt_style or "native"
-    if config.prompt_style is None and not getattr(target.tokenizer, "chat_template", None):
-        raise ValueError(
-            "--protocol=longbench asks in the model's chat format, and the target's "
-            f"tokenizer has none; choose --prompt_style={', '.join([*STYLES, RAW])}"
-        )
-    text = task.longbench.whole(sample.fields)
-    tokens = target.tokenizer(text)["input_ids"]
-    usual = max(target.positions - LONGBENCH_MARGIN, 2)
-    most = config.max_prompt or LONGBENCH_LIMITS.get(target.positions, usual)
-    removed = 0
-    if len(tokens) > most:
-        half = most // 2
-        removed = len(tokens) - 2 * half
-        halves = (tokens[:half], tokens[len(tokens) - half :])
-        text = "".join(target.tokenizer.decode(part, skip_special_tokens=True) for part in halves)
-    chat = style if task.chat and style != RAW else None
-    found = encode(target.tokenizer, target.vocab_size, text, chat)
-    return Asked(found, len(found) + removed)
+        refusal = f"more than {most} tokens, which the release skips"
+    return Asked(tokens, refusal)
 
 
 @dataclass(frozen=True)
@@ -116,7 +77,6 @@ class Prompt:
 
     sample: str
     tokens: list[int]
-    original_tokens: int
     new_tokens: int
     """Most new tokens, within the target's range."""
     references: tuple[str, ...]
@@ -132,11 +92,9 @@ class PreparedTask:
 
     @property
     def words(self) -> str:
-        """How many samples are run, cut and skipped."""
+        """How many samples are run and skipped."""
         longest = max(len(prompt.tokens) for prompt in self.prompts)
-        cut = sum(len(each.tokens) < each.original_tokens for each in self.prompts)
         words = [f"{counted(len(self.prompts), 'sample')} of up to {longest} tokens"]
-        words += [f"{cut} truncated"] if cut else []
         words += [f"{len(self.skipped)} skipped"] if self.skipped else []
         return f"{self.name}: {', '.join(words)}"
 
@@ -148,7 +106,7 @@ def prepare(name: str, config: EvalConfig, target: Target) -> PreparedTask:
       OSError: if the task's data cannot be read or fetched.
       ValueError: for malformed data, or if nothing is left to decode.
     """
-    most = config.max_new_tokens or _new_tokens(name, config)
+    most = config.max_new_tokens or _new_tokens(name)
     prompts, skipped = [], []
     for sample in samples(name, config, target.tokenizer):
         if config.samples is not None and len(prompts) >= config.samples:
@@ -159,18 +117,16 @@ def prepare(name: str, config: EvalConfig, target: Target) -> PreparedTask:
         if not refusal and count >= target.positions:
             refusal = f"its {count} tokens leave no room in {target.positions} positions"
         if refusal:
-            skipped.append(SkippedSample(name, sample.name, found.original_tokens, refusal))
+            skipped.append(SkippedSample(name, sample.name, count, refusal))
             continue
         fits = min(most, target.positions - count)
-        prompts.append(
-            Prompt(sample.name, found.tokens, found.original_tokens, fits, sample.references)
-        )
+        prompts.append(Prompt(sample.name, found.tokens, fits, sample.references))
     if not prompts:
         why = f" ({skipped[0].sample}: {skipped[0].reason})" if skipped else ""
         remedy = (
             "name a shorter --context"
             if name in (*SUITE, NEEDLE)
-            else "--min_prompt and --max_prompt change the protocol's bounds"
+            else "--min_prompt and --max_prompt change the bounds"
         )
         raise ValueError(f"--task={name}: all {len(skipped)} samples are skipped{why}; {remedy}")
     # Names identify samples, also when a run continues.
@@ -184,18 +140,15 @@ def prepare(name: str, config: EvalConfig, target: Target) -> PreparedTask:
 
 def _asked(name: str, config: EvalConfig, target: Target, sample: Sample) -> Asked:
     if name in TASKS:
-        ask = longspec_prompt if config.protocol == LONGSPEC else longbench_prompt
-        return ask(config, target, TASKS[name], sample)
+        return longspec_prompt(config, target, TASKS[name], sample)
     # A finished prompt, without a protocol's wording or bounds.
-    style = None if config.prompt_style == RAW else config.prompt_style
-    tokens = encode(target.tokenizer, target.vocab_size, sample.prompt, style)
-    return Asked(tokens, len(tokens))
+    style = config.prompt_style
+    return Asked(encode(target.tokenizer, target.vocab_size, sample.prompt, style))
 
 
-def _new_tokens(name: str, config: EvalConfig) -> int:
+def _new_tokens(name: str) -> int:
     if name in TASKS:
-        task = TASKS[name]
-        return task.release_tokens if config.protocol == LONGSPEC else task.longbench_tokens
+        return TASKS[name].new_tokens
     if name in ("demo_needle", NEEDLE):
         return NEEDLE_TOKENS
     return DEMO_TOKENS if name in SUITE else RELEASE_TOKENS

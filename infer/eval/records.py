@@ -4,7 +4,7 @@ One definition holds throughout. The acceptance length is the tokens that decode
 target's forward passes, the bonus included, the prefill and its first token excluded. Tokens per
 second are the same tokens / the seconds of the rounds.
 
-A folder has a header, a line of results per sample, the skipped samples and a summary. Lines are
+A folder has a header, a line of results per sample, and the skipped samples. Lines are
 appended as samples end, so a killed run continues behind its last whole line. A line that was cut
 short in writing is removed before the next one is added.
 """
@@ -23,17 +23,15 @@ from longspec_jax import files
 from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole
 from longspec_jax.schema import RENAMED, Section, build
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the files; raised when an older reader would misread newer ones."""
 PLAIN_METHOD = "plain"
 """The method that all others are compared with."""
 HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
-SUMMARY = "summary.json"
-COMPARED = "target dtype protocol tasks temperatures seeds batch".split()
+COMPARED = "target dtype tasks temperatures seeds batch".split()
 """Fields of the header that a continued run must share, beside methods and options."""
 
 End = Literal["eos", "length"]
-Stop = Literal["not proposed", "nothing below", "ended"]
 
 
 class _Wholes(Rule):
@@ -96,21 +94,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Breakdown:
-    """Seconds of the parts of decoding, measured in a run of their own.
-
-    That run waits for every part, so the device overlaps none of them, and their sum exceeds
-    ``SampleRecord.decode_s``, which is the untouched run's.
-    """
-
-    draft_s: float
-    verify_s: float
-    other_s: float
-    """Draws, acceptance, commit, drafter update, and the host in between."""
-    rounds: int
-
-
-@dataclass(frozen=True)
 class Divergence:
     """The first token that differs from plain decoding's."""
 
@@ -119,26 +102,6 @@ class Divergence:
     gap: Annotated[float | None, Real(-LARGEST_NUMBER, LARGEST_NUMBER)]
     """How much plain decoding's own scores prefer its token, noise and temperature included: the
     distance of the draw from a tie. None if one of the two texts had ended, or it is unknown."""
-
-
-@dataclass(frozen=True)
-class RoundTree:
-    """One round as a tree: node 0 is the token emitted last."""
-
-    position: int
-    """Of the root, among all tokens of prompt and text."""
-    tokens: Wholes
-    texts: tuple[str, ...]
-    parents: Wholes
-    """Index of every node's parent; -1 for the root."""
-    drawn: Wholes
-    """What the target drew behind every node."""
-    drawn_texts: tuple[str, ...]
-    path: Wholes
-    """The accepted nodes, the root first; the draw behind the last is the round's last token."""
-    stop: Annotated[Stop, OneOf(get_args(Stop))]
-    """Why the path ended: the target's draw was not among the children, there were no children, or
-    the text ended."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +120,6 @@ class SampleRecord:
     batch: int
     """Rows of that call."""
     prompt_tokens: int
-    original_tokens: int
-    """Of the prompt before the protocol cut it: those of the cut prompt, tokenised again and in its
-    chat format, and those that were removed. The same as ``prompt_tokens`` if it was not cut."""
     new_tokens: int
     """Emitted tokens, a stop token included; the first comes from the prefill."""
     target_passes: int
@@ -174,8 +134,6 @@ class SampleRecord:
     """Of the whole call's rounds, without compilation and prefill."""
     compile_s: float
     """Spent on programs that earlier calls had not compiled."""
-    breakdown: Breakdown | None
-    """None unless ``--breakdown`` was given."""
     tokens: Wholes
     text: str
     references: tuple[str, ...]
@@ -184,10 +142,6 @@ class SampleRecord:
     """None for plain decoding, and if plain decoding did not run."""
     divergence: Divergence | None
     ended: Annotated[End, OneOf(get_args(End))]
-    pieces: tuple[str, ...] | None = None
-    """The text by token, for samples whose rounds are kept."""
-    rounds: tuple[RoundTree, ...] | None = None
-    """The first rounds as trees, for samples whose rounds are kept."""
     start: int = 0
     """Which start of the run measured it: 0 the first, 1 the first resume, and so on. Seconds of
     different starts may have been measured under different loads."""
@@ -198,11 +152,6 @@ class SampleRecord:
         return Key(self.task, self.sample, self.method, self.temperature, self.seed)
 
     @property
-    def truncated(self) -> bool:
-        """Whether the protocol cut the prompt."""
-        return self.prompt_tokens < self.original_tokens
-
-    @property
     def decode_tokens(self) -> int:
         """Tokens of the decode rounds: all but the prefill's."""
         return sum(self.emitted_by_round)
@@ -210,7 +159,7 @@ class SampleRecord:
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that the protocol excludes."""
+    """A sample that is left out."""
 
     task: str
     sample: str
@@ -229,7 +178,6 @@ class Header:
     """As it was typed first."""
     target: str
     dtype: str
-    protocol: str
     tasks: tuple[str, ...]
     methods: Annotated[Mapping[str, Setting], _Settings()]
     """By name, in the order they run."""
@@ -269,57 +217,6 @@ def compared_with_plain(records: Iterable[SampleRecord]) -> tuple[int, int]:
 def decode_seconds(records: Iterable[SampleRecord]) -> float:
     """Seconds of the rounds of all calls, each counted once."""
     return sum({record.call: record.decode_s for record in records}.values())
-
-
-def summary_rows(records: Sequence[SampleRecord]) -> list[dict[str, Any]]:
-    """A row per task, method and temperature, in the order of the records.
-
-    ``speedup_over_plain`` compares the same samples; it and the fraction that is identical are null
-    without anything to compare with. ``gaps`` are of the samples that differ.
-    """
-    groups: dict[tuple[str, str, float], list[SampleRecord]] = {}
-    for record in records:
-        key = record.task, record.method, record.temperature
-        groups.setdefault(key, []).append(record)
-    return [
-        _summary_row(key, found, groups.get((key[0], PLAIN_METHOD, key[2]), []))
-        for key, found in groups.items()
-    ]
-
-
-def _summary_row(
-    key: tuple[str, str, float], found: Sequence[SampleRecord], plain: Sequence[SampleRecord]
-) -> dict[str, Any]:
-    task, method, temperature = key
-    here = {(record.sample, record.seed) for record in found}
-    there = [record for record in plain if (record.sample, record.seed) in here]
-    # A method that was interrupted is compared over the samples that it has.
-    complete = len(there) == len(here)
-    speedup = tokens_per_second(found) / tokens_per_second(there) if complete else math.nan
-    same, compared = compared_with_plain(found)
-    divergences = [record.divergence for record in found if record.divergence is not None]
-    gaps = [_number(each.gap) for each in divergences if each.gap is not None]
-    return {
-        "task": task,
-        "method": method,
-        "temperature": temperature,
-        "tree": found[0].setting.tree,
-        "acceptance_length": _number(acceptance_length(found)),
-        "tokens_per_second": _number(tokens_per_second(found)),
-        "speedup_over_plain": None if method == PLAIN_METHOD else _number(speedup),
-        "identical_to_plain_fraction": same / compared if compared else None,
-        "gaps": sorted(gap for gap in gaps if gap is not None),
-        "samples": len(found),
-        "new_tokens": sum(record.new_tokens for record in found),
-        "prefill_seconds": _number(
-            sum({record.call: record.prefill_s for record in found}.values())
-        ),
-    }
-
-
-def _number(value: float) -> float | None:
-    """Four significant digits: more would not repeat; None for no number."""
-    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def figures_in_words(records: Sequence[SampleRecord]) -> list[str]:
@@ -413,12 +310,6 @@ def write_header(folder: Path, header: Header) -> None:
     """Write a header, whole or not at all."""
     text = json.dumps(dataclasses.asdict(header), indent=1, ensure_ascii=False) + "\n"
     files.replace(folder / HEADER, text.encode())
-
-
-def write_summary(folder: Path, records: Sequence[SampleRecord]) -> None:
-    """Write a row per task, method and temperature, under the header of the run."""
-    values = {"header": dataclasses.asdict(read_header(folder)), "rows": summary_rows(records)}
-    files.replace(folder / SUMMARY, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def differences(one: Header, other: Header) -> list[str]:

@@ -9,18 +9,14 @@ from typing import Any
 
 import jax
 
-from longspec_jax import GenerateResult, LongSpec, cli, files
+from longspec_jax import LongSpec, cli, files
 from longspec_jax.cli import counted
-from longspec_jax.embedded import demo_target
 from longspec_jax.generation.activity import Activity
 from longspec_jax.generation.comparison import first_difference
-from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
-from longspec_jax.loading import load_endpoint
 from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
 from longspec_jax.status_line import StatusLine
-from longspec_jax.weights.hub import local_model
 
 from ..models import load_named, start_devices
 from ..wording import command_words
@@ -29,9 +25,6 @@ from .decoders import (
     Decoder,
     Options,
     ready_decoders,
-    remote_decoders,
-    round_trees,
-    text_by_token,
 )
 from .progress import Part, Progress
 from .prompts import PreparedTask, Prompt, Target, prepare
@@ -50,12 +43,10 @@ from .records import (
     differences,
     read,
     write_header,
-    write_summary,
 )
 
 KEPT = (
-    "samples min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos "
-    "breakdown rounds cases repetitions"
+    "samples min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos repetitions"
 ).split()
 KEPT_OF_MODELS = (
     "revision draft_revision adapter mesh prefill_chunk max_num_seqs offload batch_invariant "
@@ -117,19 +108,15 @@ class Evaluation:
         """The same, in a folder that no other process writes."""
         config, folder = self._config, self._config.out
         before = _before(config)
-        url = config.endpoint
-        spec = _reached(config, url) if url else _loaded(config, self._status)
+        spec = _loaded(config, self._status)
         if spec.tokenizer is None:
             raise ValueError(f"--target={config.target} comes without a tokenizer; add its files")
         self._status.show("preparing the prompts")
         target = spec.target_config
         given = Target(spec.tokenizer, target.vocab_size, target.max_positions)
         tasks = [prepare(name, config, given) for name in config.tasks]
-        if isinstance(spec, Endpoint):
-            decoders = remote_decoders(spec)
-        else:
-            spec = expecting(tasks, spec)
-            decoders = ready_decoders(config, spec)
+        spec = expecting(tasks, spec)
+        decoders = ready_decoders(config, spec)
         header = _header(config, spec, decoders)
         if before is not None:
             self._check_same(before, header)
@@ -148,7 +135,6 @@ class Evaluation:
         self._run = EvalRun(config, decoders, spec, done, writer, self.progress, start)
         with command_words():
             self._run.work(tasks)
-        write_summary(folder, self._run.records)
 
     def _check_same(self, before: Run, header: Header) -> None:
         """Refuse a folder of another configuration, and say what of it was cut short."""
@@ -171,7 +157,7 @@ class EvalRun:
         self,
         config: EvalConfig,
         decoders: Sequence[Decoder],
-        spec: LongSpec | Endpoint,
+        spec: LongSpec,
         done: Sequence[SampleRecord],
         writer: Writer,
         progress: Progress,
@@ -222,7 +208,7 @@ class EvalRun:
                 group = range(len(task.prompts))[begin : begin + self._config.batch]
                 wanted = [keys[seed, place] for place in group]
                 if not all(key in self._records for key in wanted):
-                    self._group(wanted, [task.prompts[place] for place in group], task, decoder)
+                    self._group(wanted, [task.prompts[place] for place in group], decoder)
                     self._progress.at(part, self._of(keys.values()))
         found = self._of(keys.values())
         if len(found) > len(before):
@@ -232,33 +218,20 @@ class EvalRun:
     def _of(self, keys: Iterable[Key]) -> list[SampleRecord]:
         return [self._records[key] for key in keys if key in self._records]
 
-    def _group(
-        self, keys: Sequence[Key], prompts: Sequence[Prompt], task: PreparedTask, decoder: Decoder
-    ) -> None:
+    def _group(self, keys: Sequence[Key], prompts: Sequence[Prompt], decoder: Decoder) -> None:
         """Decode prompts in one call and write their records."""
         config, first = self._config, keys[0]
         options = self._options(first)
         tokens = [prompt.tokens for prompt in prompts]
         whole = {**options, "max_new_tokens": [prompt.new_tokens for prompt in prompts]}
-        kept = [bool(config.rounds) and each in task.prompts[: config.cases] for each in prompts]
-        runs = [
-            decoder.decode(tokens, whole, self._on_activity, any(kept))
-            for _ in range(config.repetitions)
-        ]
+        runs = [decoder.decode(tokens, whole, self._on_activity) for _ in range(config.repetitions)]
         found = sorted(runs, key=lambda run: run.stats.decode_seconds)[len(runs) // 2]
         stats = found.stats
         call = f"{first.task}/{first.sample}/{first.method}/{first.temperature:g}/{first.seed}"
-        parts = decoder.breakdown(tokens, whole, config.breakdown) if config.breakdown else None
         records = []
         for row, (key, prompt, new) in enumerate(zip(keys, prompts, found.sequences, strict=True)):
             emitted, accepted = by_round(found.drafted[row])
             same, divergence = self._compared(key, prompt, new, options)
-            trees = pieces = None
-            if kept[row] and isinstance(found, GenerateResult) and found.trees[row]:
-                count = len(prompt.tokens)
-                shown = emitted[: config.rounds]
-                trees = round_trees(found.trees[row], self._spec.tokenizer, count, shown)
-                pieces = text_by_token(self._spec.tokenizer, prompt.tokens, new)
             records.append(
                 SampleRecord(
                     task=key.task,
@@ -270,7 +243,6 @@ class EvalRun:
                     call=call,
                     batch=len(prompts),
                     prompt_tokens=len(prompt.tokens),
-                    original_tokens=prompt.original_tokens,
                     new_tokens=len(new),
                     target_passes=stats.target_passes[row],
                     emitted_by_round=emitted,
@@ -278,15 +250,12 @@ class EvalRun:
                     prefill_s=stats.prefill_seconds,
                     decode_s=stats.decode_seconds,
                     compile_s=stats.compile_seconds,
-                    breakdown=parts,
                     tokens=new,
                     text=found.text[row] or "",
                     references=prompt.references,
                     identical_to_plain=same,
                     divergence=divergence,
                     ended="eos" if new[-1] in self._stop_tokens else "length",
-                    pieces=pieces,
-                    rounds=trees,
                     start=self._start,
                 )
             )
@@ -356,13 +325,6 @@ def _loaded(config: EvalConfig, status: StatusLine) -> LongSpec:
     return load_named(models, status)
 
 
-def _reached(config: EvalConfig, url: str) -> Endpoint:
-    """The server that has the target, of which a part is here, too."""
-    models = config.models
-    folder = demo_target() if models.is_demo else local_model(config.target, models.revision)
-    return load_endpoint(url, folder, config.batch)
-
-
 def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:
     """The models, with caches for the longest prompt if empty slots cost no time.
 
@@ -375,15 +337,14 @@ def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:
     return replace(spec, expected_tokens=max(sizes, default=0))
 
 
-def _header(config: EvalConfig, spec: LongSpec | Endpoint, decoders: Sequence[Decoder]) -> Header:
+def _header(config: EvalConfig, spec: LongSpec, decoders: Sequence[Decoder]) -> Header:
     """Where, with what and how the run is made."""
     return Header(
         schema=SCHEMA,
-        provenance=provenance(config.endpoint or jax.devices()[0].device_kind),
+        provenance=provenance(jax.devices()[0].device_kind),
         command=config.command,
         target=config.target,
-        dtype=spec.precision if isinstance(spec, LongSpec) else spec.target_config.dtype,
-        protocol=config.protocol,
+        dtype=spec.precision,
         tasks=tuple(config.tasks),
         methods={decoder.name: decoder.setting for decoder in decoders},
         temperatures=tuple(config.temperatures),

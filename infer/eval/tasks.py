@@ -21,8 +21,6 @@ from longspec_jax import demo_prompts
 
 RELEASE_TOKENS = 1024
 """New tokens of every task in the LongSpec release."""
-SUMMARY_TOKENS, CODE_TOKENS = 512, 64
-"""New tokens in LongBench."""
 AIME_TOKENS = 32768
 """New tokens of a problem in the LongSpec paper."""
 EXTENDED_TOKENS = 256
@@ -79,17 +77,13 @@ class Task:
 
     fields: tuple[str, ...]
     """Fields of a row that fill the wordings."""
-    release: Wording
-    longbench: Wording
+    wording: Wording
     metric: str | None
     """Key of :data:`infer.eval.scores.METRICS`."""
     answers: str = "answers"
     """Field of a row that holds the references."""
     hub: Hub = LONGBENCH
-    release_tokens: int = RELEASE_TOKENS
-    longbench_tokens: int = SUMMARY_TOKENS
-    chat: bool = True
-    """Whether LongBench asks in the model's chat format; code is completed without one."""
+    new_tokens: int = RELEASE_TOKENS
     long: bool = True
     """Whether the release's least length of prompts holds."""
     books: bool = False
@@ -116,46 +110,32 @@ NEWS = Wording(
 )
 RELEASE_CODE = Wording(COMPLETE + "Now, complete the code given.")
 """Without the input of repobench-p, the beginning of the file to complete."""
-NEXT_LINE = Wording(COMPLETE + "Next line of code:\n")
-NEXT_LINE_OF_FILE = Wording(COMPLETE + "{input}Next line of code:\n")
 PROBLEM = Wording("{problem}")
 BOOK = Wording("{text}")
-CODE = Task(
-    ("context",),
-    RELEASE_CODE,
-    NEXT_LINE,
-    "edit_similarity",
-    longbench_tokens=CODE_TOKENS,
-    chat=False,
-)
+CODE = Task(("context",), RELEASE_CODE, "edit_similarity")
 
 TASKS = {
-    "gov_report": Task(("context",), SUMMARY, SUMMARY, "rouge_l"),
-    "qmsum": Task(("context", "input"), ANSWER, ANSWER, "rouge_l"),
-    "multi_news": Task(("context",), NEWS, NEWS, "rouge_l"),
+    "gov_report": Task(("context",), SUMMARY, "rouge_l"),
+    "qmsum": Task(("context", "input"), ANSWER, "rouge_l"),
+    "multi_news": Task(("context",), NEWS, "rouge_l"),
     "lcc": CODE,
-    "repobench-p": replace(CODE, fields=("context", "input"), longbench=NEXT_LINE_OF_FILE),
+    "repobench-p": replace(CODE, fields=("context", "input")),
     "aime24": Task(
         ("problem",),
-        PROBLEM,
         PROBLEM,
         "exact_match",
         answers="answer",
         hub=Hub("AI-MO/aimo-validation-aime", split="train"),
-        release_tokens=AIME_TOKENS,
-        longbench_tokens=AIME_TOKENS,
+        new_tokens=AIME_TOKENS,
         long=False,
     ),
     "pg19": Task(
         ("text",),
         BOOK,
-        BOOK,
         None,
         answers="",
         hub=Hub("emozilla/pg19-test"),
-        release_tokens=EXTENDED_TOKENS,
-        longbench_tokens=EXTENDED_TOKENS,
-        chat=False,
+        new_tokens=EXTENDED_TOKENS,
         long=False,
         books=True,
     ),
@@ -167,8 +147,6 @@ FREE = "jsonl"
 """The task of prompts in a user's file."""
 NEEDLE = "needle"
 """The task of a code hidden in a long document."""
-RAW = "raw"
-"""The style of a prompt without a chat format."""
 DEMO_SUITE = "demo"
 
 SENTENCE = "# The access code of the {adjective} {noun} is"

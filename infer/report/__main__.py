@@ -3,7 +3,7 @@
     python -m infer.report runs/demo
     python -m infer.report runs/h200 runs/h200_batch8 --out=results/h200.html
 
-Writes one self-contained HTML page with tables, charts and case studies, and the tables as Markdown
+Writes one self-contained HTML page with tables and charts, and the tables as Markdown
 and CSV. This entry point only parses; the parts import from a notebook.
 """
 
@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     options = cli.Parser(
         prog=cli.command_name(__package__),
         description="Write the papers' tables and figures of evaluation runs.",
-        epilog="Runs that agree in target, device, precision, protocol and options are compared\n"
+        epilog="Runs that agree in target, device, precision and options are compared\n"
         "with each other. Each of the others has tables of its own.",
     )
     options.add_argument(
@@ -31,12 +31,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER_OR_FILE",
         help="where to write: a folder for report.html, report.md and report.csv, or one file by "
         "its ending; the folder of the first run if absent",
-    )
-    options.add_argument(
-        "--lengths",
-        **cli.several(cli.COUNT, commas=True),
-        help="end of a range of prompt lengths, in tokens; if absent 5000, 10000, ..., 32000 (the "
-        "paper's), and then doubling",
     )
     cli.add_traceback(options)
     return options
@@ -52,12 +46,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
     from . import page
     from .frame import read_runs
-    from .tables import EDGES
 
-    edges = (0, *sorted(set(arguments.lengths))) if arguments.lengths else EDGES
     runs = read_runs(arguments.runs)
     paths = page.targets(arguments.out or str(arguments.runs[0]))
-    page.write(page.report(runs, edges), paths)
+    page.write(page.report(runs), paths)
     for path in paths:
         print(path)
     return cli.OK

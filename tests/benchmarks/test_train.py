@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import train
 from benchmarks.__main__ import main
-from benchmarks.arguments import parser
 
 OPTIONS = ["--shape=tiny", "--length=64", "--tokens=128", "--accumulation=2", "--steps=1"]
 
@@ -18,7 +16,7 @@ def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any
     assert main(["train", *OPTIONS, "--mesh=data=2,fsdp=2", f"--json={file}"]) == 0
     written = json.loads(file.read_text())
     one, four = written["rows"]
-    assert {"device", "versions", "commit", "date", "roof_tflop_per_s"} <= set(written["header"])
+    assert {"device", "versions", "commit", "date"} <= set(written["header"])
     assert (one["gpus"], one["layout"], one["rows"]) == (1, "one", 2)
     assert (four["gpus"], four["layout"], four["rows"]) == (4, "data=2,fsdp=2", 8)
     assert one["efficiency"] == 1.0 and four["efficiency"] > 0
@@ -26,18 +24,10 @@ def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any
         tokens = row["rows"] * 64 * row["accumulation"]
         assert row["tokens_per_second"] == pytest.approx(1e3 * tokens / row["step_ms"], rel=1e-2)
         assert (row["mlp_chunk"], row["loss_chunk"]) == (0, 2**28 // 512)
-        assert 0 < row["step_bytes"] < row["peak_bytes"] and 0 < row["flops_utilization"]
+        assert 0 < row["step_bytes"] < row["peak_bytes"]
     # A quarter of masters and moments, half of the weights.
     assert four["peak_bytes"] - four["step_bytes"] < (one["peak_bytes"] - one["step_bytes"]) / 2
     assert "sequence 64  layout data=2,fsdp=2  tokens" in capsys.readouterr().out
-
-
-def test_the_needed_operations_are_shared_out() -> None:
-    """Utilisation is of all devices together: twice as many at the same speed, half of it."""
-    arguments = parser().parse_args(["train", *OPTIONS])
-    one, two = (train.measure("tiny", 64, axes, arguments) for axes in ({}, {"data": 2}))
-    per_token = [row["flops_per_s"] * row["gpus"] / row["tokens_per_second"] for row in (one, two)]
-    assert per_token[0] == pytest.approx(per_token[1], rel=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ import re
 import jax
 import pytest
 
-from infer.results import Outcome, as_json, gathered, header_lines, lines, tuned_line
-from longspec_jax import PLAIN, GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
+from infer.results import Outcome, as_json, header_lines, lines, tuned_line
+from longspec_jax import PLAIN, GenerateResult, MemoryPlan, Stats, TreeConfig, TreeUse
 from longspec_jax.cli import counted
 from longspec_jax.generation.activity import TreeTiming, Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
-from longspec_jax.generation.text import Piece
 from longspec_jax.ops import hardware
 from tests.kit import each_row, tiny_target_config
 
@@ -115,17 +114,6 @@ def test_a_jax_too_old_for_the_gpu_is_said(
     setting |= {"temperature": 0.0, "seed": 0}
     printed = [*header_lines(setting, tiny_target_config(), PLAIN)]
     assert (f"jax {jax.__version__} has no Hopper kernels" in printed[-1]) == said
-
-
-def test_rounds_are_gathered() -> None:
-    rounds = [
-        StreamRound(((1,), (2,)), ((False,), (False,)), ((Piece("a", False),), ()), stats()),
-        StreamRound(((3, 4), ()), ((True, False), ()), ((Piece("b", True),), ()), stats()),
-    ]
-    assert gathered(rounds, has_text=False).text == (None, None)
-    found = gathered(rounds, has_text=True)
-    assert found.sequences == ((1, 3, 4), (2,)) and found.text == ("ab", "")
-    assert found.drafted == ((False, True, False), (False,)) and found.stats is rounds[-1].stats
 
 
 def test_json_of_a_gap_that_is_none() -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -267,7 +266,6 @@ def test_steps_say_how_fast_they_were(run: Run) -> None:
     assert ["tokens_per_second" in step for step in steps] == [False] + 9 * [True]
     for step in steps[1:]:
         assert step["tokens_per_second"] * step["step_time"] == pytest.approx(3, rel=1e-4)
-    assert jax.default_backend() == "cpu" and "flops_utilization" not in steps[-1]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])

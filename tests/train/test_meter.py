@@ -58,12 +58,12 @@ def test_time_before_a_save_is_the_steps_and_the_saves_is_nobodys(seconds: list[
     steps.flush()
     seconds.append(102.0)  # The save.
     steps.skip()
-    steps.add(7, {"loss": 1.0}, 300, peak=2000.0)
+    steps.add(7, {"loss": 1.0}, 300)
     seconds.append(103.0)
     steps.flush()
     speeds = [values["tokens_per_second"] for values in log.steps.values()]
     assert speeds == [250.0, 300.0] and steps.elapsed == 3.0
-    assert log.steps[7]["step_time"] == 1.0 and log.steps[7]["flops_utilization"] == 0.15
+    assert log.steps[7]["step_time"] == 1.0
 
 
 def test_speeds_are_means_since_the_last_record(seconds: list[float]) -> None:
@@ -72,13 +72,12 @@ def test_speeds_are_means_since_the_last_record(seconds: list[float]) -> None:
     steps = metering(log, every=2)
     steps.skip()
     for step in range(1, 5):
-        steps.add(step, {"loss": 1.0}, 100, peak=200.0)
+        steps.add(step, {"loss": 1.0}, 100)
         seconds.append(seconds[-1] + (3.0 if step % 2 == 0 else 1.0))
     steps.flush()
     assert list(log.steps) == [2, 4]
     for values in log.steps.values():
         assert values["step_time"] == 2.0 and values["tokens_per_second"] == 50.0
-        assert values["flops_utilization"] == 0.25
 
 
 @each_row("name", ["loss", "grad_norm"])

@@ -16,7 +16,6 @@ from tests.kit import each_row
 from train import run
 from train.acceptance import implied_length
 from train.arguments import from_config
-from train.card import write_card
 from train.config import LogConfig, RunConfig
 from train.metrics import Guarded, Metrics, Record, open_writers, read_records
 
@@ -89,31 +88,6 @@ def test_what_a_stage_will_repeat_is_forgotten(tmp_path: Path) -> None:
 def test_agreement_implies_a_chain_length() -> None:
     assert implied_length(np.asarray([0.5, 0.5, 0.0, 1.0])) == 1 + 0.5 + 0.25
     assert implied_length(np.ones(4)) == 5 and implied_length(np.zeros(4)) == 1
-
-
-def test_the_card_counts_all_training_and_names_no_folder_of_its_author(tmp_path: Path) -> None:
-    config = from_config(demo.get_config().to_dict())
-    lines = [
-        {"stage": "draft_short", "step": 1, "loss": 5.0, "elapsed": 50.0},
-        {"stage": "draft_short", "step": 9, "loss": 2.0, "elapsed": 90.0},  # After a resume.
-        {
-            "stage": "draft_long",
-            "step": 4,
-            "tau_chain": 3.5,
-            "tau_chain_far": None,
-            "elapsed": 30.0,
-        },
-    ]
-    log = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(log + '{"stage": "draft_long", "st')
-    write_card(tmp_path, config, "demo:smoke")
-    card = (tmp_path / "README.md").read_text()
-    assert "2.0 minutes of training in all calls" in card
-    assert "Trained from the configuration `demo:smoke` (seed" in card
-    assert str(tmp_path) not in card and "None" not in card
-    assert (
-        "- draft_short: step 9, loss 2.0" in card and "- draft_long: step 4, tau_chain 3.5" in card
-    )
 
 
 def config(**log: Any) -> RunConfig:

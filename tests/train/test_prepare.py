@@ -1,4 +1,4 @@
-"""Tokens made beforehand by several processes are those that training makes by itself."""
+"""Tokens made beforehand are those that training makes by itself."""
 
 import json
 from pathlib import Path
@@ -12,36 +12,23 @@ from tests.kit import each_row
 from tests.train.tiny import ROOT, arguments, write_documents
 from train import prepare
 from train.arguments import parse
-from train.data import loading, tokens
-from train.data.documents import Turn
+from train.data import loading
 from train.data.source import Source
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    [made] = folder.glob("tokens-*")
-    return {f"{made.name}/{path.name}": path.read_bytes() for path in made.iterdir()}
-
-
-@pytest.mark.multiproc
-def test_several_processes_make_the_tokens_of_one(
-    target: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_files_of_several_kinds_are_tokenised_and_counted(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tokens, "SHARE", 7)
     files = write_documents(tmp_path / "documents.jsonl", 60)
     files.write_text(files.read_text() + "\n5\n")
     chat = {"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": ""}]}
     datasets.Dataset.from_list([chat] * 3).to_parquet(str(tmp_path / "chat.parquet"))
     both = Path(f"{files},{tmp_path / 'chat.parquet'}")
-    for count in (1, 2):
-        given = [*arguments(target, both, tmp_path / f"by{count}"), f"--workers={count}"]
-        assert prepare.main([*given, "--config.data.max_bad_rows=1"]) == 0
-        said = capsys.readouterr().out.splitlines()
-        assert said[0].startswith("skipped 1 row that cannot be used, the first is line 62 of")
-        assert said[1].startswith("63 documents, ")
-    assert contents(tmp_path / "by1") == contents(tmp_path / "by2")
+    given = arguments(target, both, tmp_path / "work")
+    assert prepare.main([*given, "--config.data.max_bad_rows=1"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("skipped 1 row that cannot be used, the first is line 62 of")
+    assert said[1].startswith("63 documents, ")
 
 
 def rows_of(given: list[str]) -> list[tuple[Any, ...]]:
@@ -61,7 +48,7 @@ def test_prepared_rows_are_the_rows_of_training(
     expected = rows_of(arguments(target, files, tmp_path / "alone", "sft"))
     assert {length for *_, length in expected} > {40}
     given = arguments(target, files, tmp_path / "work", "sft")
-    assert prepare.main([*given, "--workers=1"]) == 0
+    assert prepare.main(given) == 0
     with monkeypatch.context() as patch:
         patch.setattr(loading, "_file_rows", None)  # The tokens are there.
         assert rows_of(given) == expected
@@ -76,7 +63,7 @@ def test_a_stages_own_bad_rows_are_allowed_by_its_own_option(
 ) -> None:
     files = write_documents(tmp_path / "documents.jsonl", 3)
     files.write_text(files.read_text() + "5\n6\n")
-    given = [f"--config={ROOT}/configs/vicuna7b.py", f"--config.target={target}", "--workers=1"]
+    given = [f"--config={ROOT}/configs/vicuna7b.py", f"--config.target={target}"]
     given += [f"--config.stages.{name}.data.files={files}" for name in ("short", "long", "sft")]
     given += [f"--workdir={tmp_path / 'work'}"]
     for budget, sentence in {
@@ -92,10 +79,6 @@ def test_a_stages_own_bad_rows_are_allowed_by_its_own_option(
     ("given", "sentence"),
     [
         ([f"--config={ROOT}/configs/demo.py"], "makes its own data, there is nothing to prepare"),
-        (
-            [f"--config={ROOT}/configs/vicuna7b.py", "--workers=0"],
-            "--workers: 0 must be a whole number from 1",
-        ),
         ([], "--config=FILE is missing"),
     ],
 )
@@ -105,19 +88,3 @@ def test_a_mistake_is_one_sentence(
     assert prepare.main([*given, f"--workdir={tmp_path / 'work'}"]) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.startswith("error: ") and error.count("\n") == 1
-
-
-def test_a_killed_worker_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed:
-        """A pool one of whose processes was killed."""
-
-        def submit(self, *_: Any) -> Any:
-            raise tokens.BrokenProcessPool("x")
-
-        __enter__ = lambda self: self  # noqa: E731
-        __exit__ = lambda *_: None  # noqa: E731
-
-    monkeypatch.setattr(tokens, "ProcessPoolExecutor", lambda *_: Killed())
-    data = parse([f"--config={ROOT}/configs/vicuna7b.py:short"]).config.data
-    with pytest.raises(ChildProcessError, match="try fewer --workers"):
-        list(tokens.encode_by_workers([[Turn("x")]], "", None, data, 2))

@@ -9,7 +9,7 @@ from longspec_jax import cli
 from longspec_jax.generation.text import loops
 from tests.kit import each_row
 from train import questions
-from train.answering import Questions
+from train.regeneration import kept_turns
 
 TEXTS = ["def the_function(argument):\n    return argument\n" * 30, "A document. " * 90, "short"]
 
@@ -43,8 +43,7 @@ def test_questions_are_of_all_kinds_and_can_be_answered(data: Path) -> None:
         questions.TASKS
     )
     assert any("```" not in each for each in asked)  # About a word alone.
-    read = Questions(prefix_tokens=9)
-    assert all(read(row) for row in rows)
+    assert all(kept_turns(row, prefix_tokens=9) for row in rows)
 
 
 def test_texts_that_are_too_short_are_refused(

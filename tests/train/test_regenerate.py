@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from longspec_jax import PLAIN, LongSpec, cli
-from tests.serve.kit import GeneratingEngine, model_of, serving
 from tests.train.tiny import save_tiny_target
-from train import answering, regenerate, regeneration
-from train.answering import seed_of
+from train import regenerate, regeneration
 from train.data.documents import to_turns
 from train.data.tokens import load_tokenizer
+from train.regeneration import seed_of
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
@@ -121,22 +120,6 @@ def one_by_one(target: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_server_answers_as_the_target_here(
-    target: Path, data: Path, expected: list[dict[str, Any]]
-) -> None:
-    engine = GeneratingEngine(LongSpec.from_pretrained(target, dtype="float32"))
-    with serving(engine, model_of(engine.spec), queue_requests=99, queue_tokens=10**5) as server:
-        endpoint = f"{server.url}/v1"
-        assert regenerate.main(given(target, data, endpoint=endpoint)) == cli.OK
-        refused = given(target, data, endpoint=endpoint, draft="ngram", out="other.jsonl")
-        assert regenerate.main(refused) == cli.BAD_INPUT
-    assert rows_of(data.parent / "out.jsonl") == expected
-    # Every answer was asked for once, and nothing else.
-    assert len(engine.submitted) == sum(
-        turn["role"] == "assistant" for row in expected for turn in row.get("messages", ())
-    ) + sum("text" in row for row in expected)
-
-
 def answer(spec: LongSpec, ids: list[int], seed: int) -> list[int]:
     made = spec.generate([ids], tree=PLAIN, max_new_tokens=NEW, temperature=1.0, seed=seed)
     return list(made.sequences[0])
@@ -177,13 +160,11 @@ def test_a_killed_run_goes_on_and_the_rows_are_the_same(
     target: Path,
     data: Path,
     expected: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wherever its file ends, however many rows are answered together, whatever drafts."""
     whole = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in expected).encode()
     out = data.parent / "out.jsonl"
     settings = given(target, data)
-    monkeypatch.setattr(answering, "SHORTEST", 8)  # Engines are made anew for longer rows.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regeneration.Answering, "run", interrupted)
         assert regenerate.main(settings) == cli.INTERRUPTED

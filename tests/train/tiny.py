@@ -140,7 +140,7 @@ def assert_learns_of_stored_features(
     workdir = f"--workdir={folder / 'stored'}"
     with patch.context() as here:
         here.setattr(features, "SHARD", 20_000)
-        assert prepare.main([*stored, workdir, "--workers=1"]) == 0
+        assert prepare.main([*stored, workdir]) == 0
         assert len([*folder.glob("features/*/*.bin")]) > 1
         # No step traces the target; measurements of held-out rows do.
         here.setattr("train.views.run_target", _only_measures)

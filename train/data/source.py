@@ -29,7 +29,6 @@ from .tokens import (
     FORM,
     EncodedDocuments,
     encode,
-    encode_by_workers,
     load_tokenizer,
     read_encoded,
     read_tokens,
@@ -88,18 +87,14 @@ class Source:
             return fingerprint({"options": options, "data": digest})
         return fingerprint({"options": options, **self._digests})
 
-    def prepare(self, workers: int) -> EncodedDocuments:
-        """All documents as tokens on disk, made by this number of processes if they are absent."""
+    def prepare(self) -> EncodedDocuments:
+        """All documents as tokens on disk, made if they are absent."""
         data, folder = self.config.data, self.encoded_folder
         if not folder.is_dir():
             bad = BadRows(data.max_bad_rows, f"--config.{self.section}.max_bad_rows")
             pinned = stream_revision(data, self.workdir) if data.stream else None
             documents = Documents(data, bad, revision=pinned)
-            if workers > 1:
-                revision = self.config.revision or None
-                turns = encode_by_workers(documents, self.target, revision, data, workers)
-            else:
-                turns = encode(documents, self._tokenizer, data.turn)
+            turns = encode(documents, self._tokenizer, data.turn)
             write_encoded(folder, turns, len(self._tokenizer), bad.summary)
         return read_encoded(folder)
 
@@ -152,7 +147,7 @@ class Source:
     @cached_property
     def _documents(self) -> EncodedDocuments:
         """The documents of files or hub, all of them checked, as tokens."""
-        by_first("tokens", lambda: self.prepare(workers=1))
+        by_first("tokens", self.prepare)
         documents = read_encoded(self.encoded_folder)
         if documents.skipped and is_first():
             print(documents.skipped, file=sys.stderr, flush=True)

@@ -1,20 +1,14 @@
-"""Documents as tokens: the tokenizer, token files, and documents encoded once by many processes.
+"""Documents as tokens: the tokenizer, token files, and documents that are encoded once.
 
 Turns stand one after another in one file of tokens; beside it stand where they end and who speaks.
 Which of them are learned is not kept: the options mask the same tokens in different ways.
-Several processes give the order and the result of one: one reads the documents, its workers
-tokenise them.
+A fast tokenizer encodes on all cores.
 """
 
-import multiprocessing
-import os
 import shutil
 import tempfile
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +18,6 @@ import numpy as np
 
 from longspec_jax import files, loading
 
-from ..config import DataConfig
 from .documents import Turn
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -33,7 +26,7 @@ FORM = 2
 """Of the files, and of how documents become tokens; another one makes older files unknown."""
 SPEAKERS = ("", "system", "user", "assistant")
 SHARE = 256
-"""Documents that a tokenizer, or a worker, gets at once."""
+"""Documents that a tokenizer gets at once."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
@@ -232,50 +225,3 @@ def _ended(ids: list[int], turn: Turn, end: int | None) -> np.ndarray:
     if not turn.role and end is not None and ids[-1:] != [end]:
         ids = [*ids, end]
     return np.asarray(ids, np.int32)
-
-
-def encode_by_workers(
-    documents: Iterable[list[Turn]],
-    tokenizer: str,
-    revision: str | None,
-    data: DataConfig,
-    workers: int,
-) -> Iterator[list[EncodedTurn]]:
-    """The tokens of documents, in their order.
-
-    Raises:
-      ChildProcessError: if a worker is ended from outside.
-    """
-    # Forking a process with jax's threads is not safe.
-    spawned = multiprocessing.get_context("spawn")
-    begin = (_begin, (tokenizer, revision, data))
-    with ProcessPoolExecutor(workers, spawned, *begin) as pool:
-        waiting: deque[Future[list[list[EncodedTurn]]]] = deque()
-        rest = iter(documents)
-        try:
-            while share := list(islice(rest, SHARE)):
-                waiting.append(pool.submit(_encode_share, share))
-                if len(waiting) > 4 * workers:  # What is made is written before more is.
-                    yield from waiting.popleft().result()
-            while waiting:
-                yield from waiting.popleft().result()
-        except BrokenProcessPool as error:
-            raise ChildProcessError(
-                f"one of {workers} workers was ended from outside, perhaps because memory ran out; "
-                "try fewer --workers"
-            ) from error
-
-
-_own: dict[str, Any] = {}
-"""What a worker keeps between shares."""
-
-
-def _begin(tokenizer: str, revision: str | None, data: DataConfig) -> None:
-    """Make a process a worker."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # The processes share the cores.
-    _own.update(tokenizer=load_tokenizer(tokenizer, revision), data=data)
-
-
-def _encode_share(share: list[list[Turn]]) -> list[list[EncodedTurn]]:
-    """Tokens of some documents."""
-    return list(encode(share, _own["tokenizer"], _own["data"].turn))

@@ -35,18 +35,9 @@ from ..config import StageConfig
 from ..losses import cross_entropy_sum, distillation_sums
 from ..step import Batch, cast
 from ..target import (
-    FORWARD_AND_BACKWARD,
     TargetView,
-    attention_flops,
-    head_flops,
-    keys_values_flops,
-    layers_flops,
-    matmul_flops,
-    mlp_flops,
     plain_positions,
-    projection_flops,
     recomputing,
-    target_flops,
 )
 from ..views import Reads, target_view
 from .base import Begun, Given, refuse_offsets
@@ -175,24 +166,6 @@ class DFlashObjective:
     def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance; slot ``j`` is shift ``j``."""
         return agreement_report(*_hits(self, params, frozen, batch))
-
-    def flops_per_token(self, length: int) -> float:
-        """Operations that a token of a row of this length needs.
-
-        The target's forward up to the last of the draft's features, or all of it where the draft
-        learns its distribution; the fusion of the features, whose input has no gradient; the
-        draft's forward and backward over its blocks and over the keys and values of the text; the
-        head forward, of the target too where it is learned from, and for the gradient of its input.
-        """
-        c, trunk, distilled = self.draft, self.draft.trunk, bool(self.distillation)
-        unread = 0 if distilled else self.target.num_layers - 1 - max(c.features)
-        read = target_flops(self.target, length) - layers_flops(self.target, length, unread)
-        fuse = matmul_flops(len(c.features) * c.target_width, c.model_width)
-        seen = c.block + (length + 1) / 2
-        slot = projection_flops(trunk) + mlp_flops(trunk) + attention_flops(trunk, seen)
-        layer = c.block / self.anchor_every * slot + keys_values_flops(trunk)
-        head = (2 + distilled) * c.tokens / self.anchor_every * head_flops(self.target)
-        return read + FORWARD_AND_BACKWARD * trunk.num_layers * layer + 2 * fuse + head
 
     def _run(
         self, params: PyTree, frozen: PyTree, batch: Batch, anchors: Array

@@ -42,15 +42,9 @@ from ..config import StageConfig
 from ..losses import ChunkLoss, chunked_loss, next_token_labels, surprise_of
 from ..step import Batch, cast
 from ..target import (
-    FORWARD_AND_BACKWARD,
     TargetView,
-    attention_flops,
-    head_flops,
     is_costly,
-    matmul_flops,
-    mlp_flops,
     plain_positions,
-    target_flops,
 )
 from ..views import Reads, target_view
 from .base import Begun, Given, refuse_offsets
@@ -206,22 +200,6 @@ class Eagle3Objective:
     def measure(self, params: PyTree, frozen: Frozen, batch: Batch) -> dict[str, float]:
         """Simulated acceptance; shift ``s`` is step ``s - 1`` of the test."""
         return agreement_report(*_hits(self, params, frozen, batch))
-
-    def flops_per_token(self, length: int) -> float:
-        """Operations that a token of a row of this length needs.
-
-        The target's forward pass and its head; the draft's forward and backward pass and that of
-        its head in every step, and the fusion of the features, whose input has no gradient.
-        """
-        c = self.draft
-        qkv = matmul_flops(2 * c.model_width, (c.num_heads + 2 * c.num_kv_heads) * c.head_width)
-        out = matmul_flops(c.num_heads * c.head_width, c.model_width)
-        keys = (length + 1) / 2 + (self.steps - 1) / 2
-        head = matmul_flops(c.model_width, c.proposable)
-        step = qkv + out + mlp_flops(c) + attention_flops(c, keys) + head
-        fuse = matmul_flops(len(c.features) * c.target_width, c.model_width)
-        learned = FORWARD_AND_BACKWARD * self.steps * step + 2 * fuse
-        return target_flops(self.target, length) + head_flops(self.target) + learned
 
     def _passes(self, params: PyTree, frozen: Frozen, batch: Batch) -> tuple[Array, TargetView]:
         """The draft's states ``[B, T, S, D]``, and what the target gives."""

@@ -37,19 +37,11 @@ from ..config import StageConfig
 from ..losses import cross_entropy_sum, distillation_sums, next_token_labels
 from ..step import Batch, cast
 from ..target import (
-    FORWARD_AND_BACKWARD,
     TargetView,
-    attention_flops,
     drawn_positions,
-    flops_after_read_keys,
-    head_flops,
-    matmul_flops,
-    mlp_flops,
     plain_positions,
-    projection_flops,
     recomputing,
     run_target,
-    target_flops,
 )
 from ..views import Reads, target_view
 from .base import Begun, Given
@@ -200,18 +192,6 @@ class LongSpecObjective:
         report = agreement_report(*found)
         return {**report, "target_loss": float(target_loss)} if report else {}
 
-    def flops_per_token(self, length: int) -> float:
-        """Operations that a token of a row of this length needs.
-
-        The target's forward pass as far as the draft reads it, which is the keys and values of one
-        layer; the draft's forward and backward pass; the head once forward and once for the
-        gradient of its input. Distillation needs the rest of the target and the head once more.
-        """
-        head, rest = head_flops(self.target), flops_after_read_keys(self.target, length)
-        learned = FORWARD_AND_BACKWARD * draft_flops(self.draft, length) + 2 * head
-        imitated = head + rest if self.settings.distillation else 0.0
-        return target_flops(self.target, length) - rest + learned + imitated
-
 
 @partial(jax.jit, static_argnums=0)
 def _measured(
@@ -234,15 +214,6 @@ def _measured(
     shifts = jnp.arange(1, objective.settings.max_shift + 1)
     hits = jax.lax.map(at_shift, shifts)
     return *hits, jnp.sum(counted, (1, 2)), loss / jnp.maximum(jnp.sum(weights), 1.0)
-
-
-def draft_flops(config: DraftConfig, length: int) -> float:
-    """Self-attention in its window, cross-attention with queries alone, and the MLP, forward."""
-    window = min(config.window + 1, length)
-    seen = window - window * (window - 1) / (2 * length)  # On average: early tokens see fewer.
-    cross = 2 * matmul_flops(config.model_width, config.num_heads * config.head_width)
-    attention = attention_flops(config, seen) + attention_flops(config, (length + 1) / 2)
-    return projection_flops(config) + cross + mlp_flops(config) + attention
 
 
 @dataclass(frozen=True)

@@ -36,18 +36,10 @@ from ..config import StageConfig
 from ..losses import ChunkLoss, Products, chunked_loss, surprise_of
 from ..step import Batch, cast
 from ..target import (
-    FORWARD_AND_BACKWARD,
     TargetView,
-    attention_flops,
     drawn_positions,
-    head_flops,
-    keys_values_flops,
-    matmul_flops,
-    mlp_flops,
     plain_positions,
-    projection_flops,
     recomputing,
-    target_flops,
 )
 from ..views import Reads, target_view
 from .base import Begun, Given
@@ -243,23 +235,6 @@ class ParallelObjective:
     def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance, slot ``j`` being shift ``j + 1``."""
         return agreement_report(*_agreement(self, params, frozen, batch))
-
-    def flops_per_token(self, length: int) -> float:
-        """Operations that a token of a row of this length needs.
-
-        The target's forward, the draft's forward and backward over its blocks, and the head: of
-        the target forward, of the draft forward and for the gradient of its input.
-        """
-        c, layer = self.draft, self.draft.layer
-        slots = c.block / self.settings.anchor_every
-        cross = 2 * matmul_flops(layer.model_width, layer.num_heads * layer.head_width)
-        seen = c.num_layers * (c.block + (length + 1) / 2) + min(layer.window, length)
-        per_layer = projection_flops(layer) + cross + mlp_flops(layer)
-        draft = slots * (c.num_layers * per_layer + attention_flops(layer, seen))
-        markov = 3 * slots * matmul_flops(c.markov_rank, c.vocab_size)
-        head = 3 * slots * head_flops(self.target)
-        learned = FORWARD_AND_BACKWARD * (draft + keys_values_flops(layer))
-        return target_flops(self.target, length) + learned + head + markov
 
     def _run(
         self, params: PyTree, frozen: PyTree, batch: Batch, draws: Draws

@@ -25,7 +25,7 @@ from ..acceptance import agreement_report, count_hits, counted_tokens
 from ..config import StageConfig
 from ..losses import distillation_sums, next_token_labels
 from ..step import Batch
-from ..target import TargetObjective, head_flops, plain_positions, run_target, target_flops
+from ..target import TargetObjective, plain_positions, run_target
 from ..views import Reads, target_view
 from .base import Begun, Given, refuse_offsets
 from .kinds import SmallLMSettings
@@ -88,14 +88,6 @@ class SmallLMObjective:
         A guess at any distance reads all tokens before its own, so that all agree alike.
         """
         return agreement_report(*_hits(self, params, frozen, batch))
-
-    def flops_per_token(self, length: int) -> float:
-        """Operations that a token of a row of this length needs.
-
-        The small model's forward and backward pass; with distillation the target's forward.
-        """
-        teacher = target_flops(self.target, length) + head_flops(self.target)
-        return self.alone.flops_per_token(length) + (teacher if self.distillation else 0.0)
 
 
 def _positions(batch: Batch) -> Array:

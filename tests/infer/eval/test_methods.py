@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ import pytest
 from infer.eval import __main__ as command
 from infer.eval.arguments import config_of, method_argument, parser
 from infer.eval.config import EvalConfig
-from infer.eval.decoders import round_trees
 from infer.eval.methods import METHODS, Chosen, with_drafts
-from infer.eval.records import RoundTree, by_round
+from infer.eval.records import by_round
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.decoding import report as report_lib
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.streaming import StreamingDraft
 
@@ -104,13 +101,8 @@ def test_trees_of_the_methods() -> None:
         (["--task=needle", "--min_prompt=3"], "--min_prompt has no effect on --task=needle"),
         (["--task=aime24", "--min_prompt=3"], "It is for gov_report, qmsum"),
         (["--task=demo", "--max_prompt=30"], "--max_prompt has no effect on --task=demo_code"),
-        (["--task=demo", "--prompt_style=raw"], "--prompt_style has no effect"),
-        (["--task=demo", "--protocol=longbench"], "--protocol=longbench has no effect"),
+        (["--task=demo", "--prompt_style=native"], "--prompt_style has no effect"),
         (["--task=lcc", "--context=512"], "It is for pg19, needle, demo_code"),
-        (
-            ["--task=lcc", "--protocol=longbench", "--min_prompt=3"],
-            "--min_prompt has no effect on --task=lcc with --protocol=longbench; leave it out",
-        ),
         (["--task=lcc", "--samples=0"], "--samples: 0 must be"),
     ],
 )
@@ -148,29 +140,3 @@ def test_every_method_is_described(capsys) -> None:
     printed = " ".join(capsys.readouterr().out.split())
     for name, method in METHODS.items():
         assert f"{name} {method.about}" in printed
-
-
-def test_rounds_are_kept_as_trees_that_end_with_the_text() -> None:
-    """The walk of the second round goes beyond the two tokens that were emitted."""
-    tree = report_lib.RoundTree(
-        tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(1, 3, 5, 7), path=(0, 1, 3)
-    )
-    short = report_lib.RoundTree(
-        tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(4, 3, 5, 7), path=(0,)
-    )
-    tokenizer = SimpleNamespace(decode=lambda tokens: f"<{tokens[0]}>")
-    kept = round_trees((tree, tree, short, tree), tokenizer, 10, emitted=[3, 2, 1])
-    whole, cut, rejected = kept
-    assert [each.position for each in kept] == [10, 13, 15]
-    assert whole == RoundTree(
-        position=10,
-        tokens=tree.tokens,
-        texts=("<9>", "<1>", "<2>", "<3>"),
-        parents=tree.parents,
-        drawn=tree.draws,
-        drawn_texts=("<1>", "<3>", "<5>", "<7>"),
-        path=(0, 1, 3),
-        stop="nothing below",
-    )
-    assert (cut.path, cut.stop) == ((0, 1), "ended")
-    assert (rejected.path, rejected.stop) == ((0,), "not proposed")

@@ -1,4 +1,4 @@
-"""Prompts as the protocols ask them, and what is left out."""
+"""Prompts as the release asks them, and what is left out."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,6 @@ from infer.eval.prompts import (
     Asked,
     PreparedTask,
     Target,
-    longbench_prompt,
     longspec_prompt,
     prepare,
 )
@@ -47,18 +46,11 @@ class Characters:
 
 TARGET = Target(Characters(), 2**20, POSITIONS)
 CONFIG = EvalConfig(task=["lcc"], out=Path("unused"), min_prompt=0)
-LONGBENCH = EvalConfig(
-    task=["gov_report"], out=Path("unused"), protocol="longbench", prompt_style="raw"
-)
 
 
 def release(task: str, asked: Sample, config: EvalConfig = CONFIG, target: Target = TARGET) -> str:
     """What the release asks."""
     return text_of(longspec_prompt(config, target, TASKS[task], asked))
-
-
-def longbench(task: str, asked: Sample, config: EvalConfig = LONGBENCH) -> Asked:
-    return longbench_prompt(config, TARGET, TASKS[task], asked)
 
 
 def text_of(found: Asked) -> str:
@@ -106,50 +98,8 @@ def test_the_release_skips_prompts_out_of_its_bounds(length: int, refusal: str) 
     empty = release("lcc", sample(""))
     usual = replace(CONFIG, min_prompt=None)
     found = longspec_prompt(usual, TARGET, TASKS["lcc"], sample("x" * (length - len(empty))))
-    assert found.original_tokens == length
+    assert len(found.tokens) == length
     assert found.refusal.startswith(refusal) and bool(found.refusal) is bool(refusal)
-
-
-def test_longbench_asks_in_one_text() -> None:
-    """As its configuration has it (``dataset2prompt.json``)."""
-    assert text_of(longbench("gov_report", sample())) == (
-        "\x01You are given a report by a government agency. Write a one-page summary of the "
-        "report.\n\nReport:\nCONTEXT\n\nNow, write a one-page summary of the report.\n\nSummary:"
-    )
-    assert text_of(longbench("qmsum", sample())).endswith("\n\nQuery: INPUT\nAnswer:")
-    assert text_of(longbench("repobench-p", sample())) == (
-        "\x01Please complete the code given below. \nCONTEXTINPUTNext line of code:\n"
-    )
-
-
-def test_longbench_cuts_the_middle() -> None:
-    """Of the tokens, the one that begins the text among them; the halves are joined as text."""
-    whole = text_of(longbench("lcc", sample("x" * 500)))
-    cut = replace(LONGBENCH, max_prompt=101)
-    found = longbench("lcc", sample("x" * 500), cut)
-    # The first half has 49 letters behind the token of the beginning, which is put there again.
-    assert text_of(found) == whole[:50] + whole[-50:]
-    assert found.original_tokens == len(whole) and len(found.tokens) == 100
-    short = longbench("lcc", sample("x"), cut)
-    assert short.original_tokens == len(short.tokens)
-
-
-@each_row(("positions", "most"), [(16384, 15500), (32768, 31500), (131072, 129804)])
-def test_limits_of_longbench(positions: int, most: int) -> None:
-    target = Target(Characters(), 2**20, positions)
-    found = longbench_prompt(LONGBENCH, target, TASKS["lcc"], sample("x" * positions))
-    assert len(found.tokens) == most
-
-
-def test_longbench_puts_the_chat_format_around_all_but_code() -> None:
-    chat = replace(LONGBENCH, prompt_style="longspec")
-    asked = text_of(longbench("multi_news", sample(), chat))
-    assert "<s>user\nYou are given several news passages." in asked.replace("\x01", "")
-    assert "<s>" not in text_of(longbench("lcc", sample(), chat))
-    with pytest.raises(
-        ValueError, match="tokenizer has none; choose --prompt_style=native, vicuna"
-    ):
-        longbench("multi_news", sample(), replace(LONGBENCH, prompt_style=None))
 
 
 def prepared(

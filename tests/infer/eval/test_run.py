@@ -10,10 +10,9 @@ from infer.eval import __main__ as command
 from infer.eval import run as run_lib
 from infer.eval.arguments import config_of
 from infer.eval.decoders import Decoder
-from infer.eval.records import SAMPLES, SUMMARY, Run, SampleRecord, acceptance_length, read
+from infer.eval.records import SAMPLES, Run, SampleRecord, acceptance_length, read
 from longspec_jax import files
 from tests.infer.toys import save_toy, toy_spec
-from tests.serve.kit import GeneratingEngine, model_of, serving
 
 NEW = 24
 PROMPTS = ["ab cd gh \u00e9", "gh ab cd ab cd ab", "h"]
@@ -38,7 +37,7 @@ def made(options: list[str], tmp_path_factory) -> Path:
     """A run with everything that can be asked for, two rows together, at temperature 1."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     drawn = [option for option in options if option != "--temperature=0"]
-    more = ["--samples=2", "--batch=2", "--rounds=2", "--breakdown=2"]
+    more = ["--samples=2", "--batch=2"]
     assert command.main([*drawn, *more, f"--out={folder}"]) == 0
     return folder
 
@@ -57,8 +56,7 @@ def test_every_count_is_kept(made: Path) -> None:
         assert record.ended == ("eos" if record.tokens[-1] == 0 else "length")
         assert (record.new_tokens == NEW) or record.ended == "eos"
         assert record.batch == 2 and record.seed == 7
-        assert record.prefill_s > 0 and record.breakdown is not None
-        assert record.breakdown.rounds <= 2
+        assert record.prefill_s > 0
     for record in by_method(run, "plain"):
         assert set(record.emitted_by_round) <= {1} and record.identical_to_plain is None
     speculative = by_method(run, "longspec-tree=4,5")
@@ -66,54 +64,6 @@ def test_every_count_is_kept(made: Path) -> None:
     assert acceptance_length(speculative) > 1 == acceptance_length(by_method(run, "plain"))
     assert run.header.methods["longspec-tree=4,5"].tree == "4,5"
     assert run.header.provenance["versions"]["jax"] and "infer.eval" in run.header.command
-
-
-def test_rounds_are_those_that_were_decoded(made: Path) -> None:
-    """What the trees say was accepted is what the record counts and the text holds."""
-    seen = [record for record in read(made).samples if record.rounds is not None]
-    assert {(record.sample, record.method) for record in seen} == {("p0", "longspec-tree=4,5")}
-    for record in seen:
-        rounds, start = record.rounds or (), 1
-        assert len(rounds) == min(2, len(record.emitted_by_round))
-        for one, emitted in zip(rounds, record.emitted_by_round, strict=False):
-            assert one.position == record.prompt_tokens + start - 1
-            assert one.tokens[0] == record.tokens[start - 1]
-            drawn = tuple(one.drawn[node] for node in one.path)
-            assert drawn == record.tokens[start : start + emitted]
-            start += emitted
-        assert record.pieces is not None and "".join(record.pieces) == record.text
-
-
-def test_the_summary_has_a_row_per_method_and_temperature(made: Path) -> None:
-    summary = json.loads((made / SUMMARY).read_text())
-    rows = {(row["method"], row["temperature"]): row for row in summary["rows"]}
-    assert len(rows) == 2 and summary["header"]["target"]
-    row = rows["longspec-tree=4,5", 1.0]
-    assert row["identical_to_plain_fraction"] == 1.0 and row["samples"] == 2
-    assert row["acceptance_length"] > 1 and row["speedup_over_plain"] > 0
-
-
-def test_a_server_is_measured_with_and_without_its_draft(
-    options: list[str], made: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """Its records are those of a run here: the same tokens, and rounds of its own tree."""
-    engine = GeneratingEngine(toy_spec())
-    own = [one for one in options if not one.startswith(("--draft", "--method", "--prefill"))]
-    own = [one for one in own if one != "--temperature=0"]
-    with serving(engine, model_of(engine.spec)) as server:
-        asked = [*own, f"--endpoint={server.url}/v1", "--samples=2", "--batch=2"]
-        assert command.main([*asked, f"--out={tmp_path / 'served'}"]) == 0
-        assert command.main([*asked, "--rounds=2", f"--out={tmp_path / 'other'}"]) == 2
-    assert "--rounds cannot be asked of --endpoint" in capsys.readouterr().err
-    run, here = read(tmp_path / "served"), read(made)
-    assert {record.method for record in run.samples} == {"plain", "served"}
-    for name, ours in (("plain", "plain"), ("served", "longspec-tree=4,5")):
-        for one, other in zip(by_method(run, name), by_method(here, ours), strict=True):
-            assert one.tokens == other.tokens and one.text == other.text
-            assert one.emitted_by_round == other.emitted_by_round
-            assert one.target_passes == other.target_passes and one.batch == 2
-    assert all(record.identical_to_plain for record in by_method(run, "served"))
-    assert run.header.provenance["device"] == f"{server.url}/v1"
 
 
 def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
@@ -217,7 +167,7 @@ def test_python_measures_what_the_command_does(
 ) -> None:
     """The run of the command is complete, so that nothing is measured again."""
     drawn = [option for option in options if option != "--temperature=0"]
-    more = ["--samples=2", "--batch=2", "--rounds=2", "--breakdown=2"]
+    more = ["--samples=2", "--batch=2"]
     before = read(made)
     config = config_of([*drawn, *more, f"--out={made}"])
     again = run_lib.evaluate(config)

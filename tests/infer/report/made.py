@@ -8,9 +8,7 @@ import pandas as pd
 
 from infer.eval.records import (
     SCHEMA,
-    Breakdown,
     Header,
-    RoundTree,
     Run,
     SampleRecord,
     Setting,
@@ -47,7 +45,6 @@ def record(
         "setting": SETTINGS.get(method, SETTINGS["ngram"]),
         "batch": 1,
         "prompt_tokens": 1000,
-        "original_tokens": 1000,
         "new_tokens": new_tokens,
         "target_passes": len(emitted),
         "emitted_by_round": tuple(emitted),
@@ -55,7 +52,6 @@ def record(
         "prefill_s": 2.0,
         "decode_s": seconds,
         "compile_s": 5.0,
-        "breakdown": None,
         "tokens": tuple(range(new_tokens)),
         "text": "word " * new_tokens,
         "references": (),
@@ -67,41 +63,6 @@ def record(
     names = ("task", "sample", "method", "temperature", "seed")
     values.setdefault("call", " ".join(str(values[name]) for name in names))
     return SampleRecord(**values)
-
-
-def broken_down(draft: float, verify: float, other: float, rounds: int = 10) -> Breakdown:
-    return Breakdown(draft_s=draft, verify_s=verify, other_s=other, rounds=rounds)
-
-
-ACCEPTED = RoundTree(
-    position=1000,
-    tokens=(5, 6, 7, 8, 9),
-    texts=("the", " cat", f" {HOSTILE}", " sat", "\n"),
-    parents=(-1, 0, 0, 1, 1),
-    drawn=(6, 8, 1, 2, 3),
-    drawn_texts=(" cat", " sat", "x", " <i>on</i>", "z"),
-    path=(0, 1, 3),
-    stop="nothing below",
-)
-"""Two draft tokens accepted, and a bonus; the third node is hostile."""
-REFUSED = RoundTree(
-    position=1003,
-    tokens=(2, 6, 7),
-    texts=(" <i>on</i>", " a", " the"),
-    parents=(-1, 0, 0),
-    drawn=(4, 1, 1),
-    drawn_texts=(" my", "x", "y"),
-    path=(0,),
-    stop="not proposed",
-)
-"""Nothing accepted."""
-
-
-def studied(**changed: Any) -> SampleRecord:
-    """A text whose first two rounds of three were kept; some of it is hostile."""
-    pieces = ("the", " cat", " sat", " <i>on</i>", " my", HOSTILE, "\n", "")
-    kept = {"pieces": pieces, "text": "".join(pieces), "rounds": (ACCEPTED, REFUSED)}
-    return record("longspec-tree", "study", (3, 1, 3), **{**kept, **changed})
 
 
 def run(
@@ -119,7 +80,6 @@ def run(
         "command": "python -m infer.eval --task=copying",
         "target": "demo",
         "dtype": "float32",
-        "protocol": "longspec",
         "tasks": tuple(dict.fromkeys(each.task for each in records)),
         "methods": {method: SETTINGS[method] for method in methods},
         "temperatures": tuple(sorted({each.temperature for each in records})),
@@ -132,9 +92,9 @@ def run(
     return Run(name, Header(**given), tuple(records), tuple(skipped), torn)
 
 
-def framed(records: Sequence[SampleRecord], edges: Sequence[int] = (0, 5000)) -> pd.DataFrame:
+def framed(records: Sequence[SampleRecord]) -> pd.DataFrame:
     """The records of one run as a frame."""
-    return frame_of(blocks_of([run(records)]), edges)
+    return frame_of(blocks_of([run(records)]))
 
 
 def write(made: Run, folder: Path) -> Path:

@@ -14,13 +14,12 @@ from tests.browser import (
     is_as_wide_as_the_screen,
     needs_browser,
     open_browser,
-    press,
     run_script,
     show,
     violations,
 )
 
-from .made import HOSTILE, broken_down, record, run, studied, write
+from .made import HOSTILE, record, run, write
 
 pytestmark = needs_browser
 
@@ -35,14 +34,13 @@ def written(folder: Path, tasks: Sequence[str]) -> Path:
             task=task,
             prompt_tokens=900 + 3000 * sample,
             references=("word",),
-            breakdown=broken_down(0.1, 0.2, 0.3),
         )
         for method in ("plain", "longspec-tree", "ngram")
         for sample in range(4)
         for task in tasks
     ]
     runs = [
-        write(run([*rows, studied(task="needle")]), folder / "one"),
+        write(run(rows), folder / "one"),
         write(run(rows, batch=2), folder / "two"),
     ]
     assert main([*map(str, runs), f"--out={folder / 'report.html'}"]) == 0
@@ -104,21 +102,3 @@ def test_rules_of_accessibility(browser: Any, small_page: Path, scheme: str) -> 
     show(browser, small_page.as_uri(), DESKTOP, scheme)
     run_script(browser, "document.querySelectorAll('details').forEach((each) => each.open = true)")
     assert violations(browser) == []
-
-
-def test_keys_go_from_a_round_to_its_tree(browser: Any, page: Path) -> None:
-    from selenium.webdriver.common.keys import Keys
-
-    show(browser, page.as_uri(), DESKTOP)
-    run_script(browser, "document.querySelector('.text').focus()")
-    press(browser, Keys.TAB)
-    focus = "return document.activeElement.innerText"
-    assert run_script(browser, focus) == "cat sat <i>on</i>"
-    press(browser, Keys.ENTER)
-    summary = "return document.querySelector('summary:target')"
-    assert run_script(browser, f"{summary}.innerText").startswith("Round 1: 4 proposed, 2 accepted")
-    run_script(browser, f"{summary}.focus()")
-    press(browser, Keys.ENTER)
-    told = run_script(browser, f"{summary}.parentElement.innerText")
-    assert "the target drew ␣<i>on</i>: the tree has nothing below" in told
-    assert f"␣{HOSTILE.replace(' ', '␣')}" in told  # Proposed, and read as text.

@@ -1,5 +1,8 @@
 """What is compared with what, what counts as one sample, and figures with their intervals."""
 
+# pandas' own annotations name everything that a call might return for any arguments:
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
 import dataclasses
 import itertools
 from typing import Any
@@ -14,12 +17,10 @@ from infer.report.frame import (
     FEWEST,
     SEED,
     blocks_of,
-    difference,
     estimate,
     frame_of,
     gain,
     in_ranges,
-    methods,
     quotient,
     rounds_of,
     sums_by_unit,
@@ -34,7 +35,7 @@ PLAIN, TREE = record("plain"), record("longspec-tree")
 def test_methods_of_several_runs_are_put_together() -> None:
     [block] = blocks_of([run([TREE], "tree"), run([PLAIN], "plain")])
     assert block.methods == ["plain", "longspec-tree"]  # Plain decoding first.
-    assert (block.label, block.condition) == ("demo", "demo")
+    assert block.label == "demo"
     assert [each.name for each in block.runs] == ["tree", "plain"]
 
 
@@ -43,7 +44,6 @@ def test_methods_of_several_runs_are_put_together() -> None:
     [
         ({"target": "other"}, "other"),
         ({"dtype": "bfloat16"}, "demo, bfloat16"),
-        ({"protocol": "longbench"}, "demo, longbench"),
         ({"provenance": {"device": "another"}}, "demo, another"),
         ({"options": {"samples": 9}}, "demo, samples=9"),
         ({"batch": 4}, "demo, batch 4"),
@@ -65,26 +65,13 @@ def test_nothing_is_counted_twice() -> None:
     assert len(blocks_of([one, two])) == 2
 
 
-def test_what_a_run_keeps_sets_nothing_apart() -> None:
-    one = run([PLAIN], "a", options={"samples": 8, "rounds": 12, "breakdown": None})
-    two = run([TREE], "b", options={"samples": 8, "rounds": None, "breakdown": 4})
-    assert [block.label for block in blocks_of([one, two])] == ["demo"]
-
-
-def test_batches_of_one_condition_lie_beside_each_other() -> None:
-    made = [run([PLAIN], "b8", batch=8), run([PLAIN], "o", target="other"), run([PLAIN], "b1")]
-    found = blocks_of(made)
-    assert [block.label for block in found] == ["demo, batch 1", "demo, batch 8", "other, batch 1"]
-    assert methods(found) == ["plain"]
-
-
 def test_rows_of_a_call_share_its_seconds() -> None:
     """Two rows of 4 tokens in one second: eight a second. Names of calls are a run's own."""
     pair = [record(sample=name, call="0", batch=2, seconds=1.0) for name in "ab"]
     apart = record("longspec-tree", call="0", seconds=3.0)
-    found = frame_of(blocks_of([run(pair, "a", batch=2), run([apart], "b", batch=2)]), (0, 5000))
+    found = frame_of(blocks_of([run(pair, "a", batch=2), run([apart], "b", batch=2)]))
     assert [*found["seconds"]] == [0.5, 0.5, 3.0]
-    assert [*found["all_seconds"]] == [1.5, 1.5, 5.0]  # With two seconds of prefill.
+    assert [*found["prefill_s"]] == [1.0, 1.0, 2.0]
 
 
 def test_what_shared_a_call_is_one_sample() -> None:
@@ -113,7 +100,7 @@ def test_plain_decoding_beside_a_text_is_of_the_same_text_and_seed() -> None:
     ]
     found = framed(rows)
     tree = found[found["method"] == "longspec-tree"]
-    columns = ("tokens", "seconds", "tokens_other", "seconds_other")
+    columns = ("tokens", "seconds", "tokens_plain", "seconds_plain")
     assert sums_by_unit(tree, columns).tolist() == [[8, 2.0, 8, 6.0]]
 
 
@@ -175,7 +162,7 @@ def test_four_samples_reach_from_the_least_to_the_greatest() -> None:
         (np.empty((0, 2)), quotient),
         (units([0, 0], [0, 0]), quotient),
         (np.array([[1.0, 1.0, 0.0, 0.0]]), gain),
-        (np.array([[1.0, 0.0, 1.0, 1.0]]), difference),
+        (np.array([[1.0, 0.0, 1.0, 1.0]]), gain),
     ],
 )
 def test_what_has_no_value_has_no_figure(rows: np.ndarray, of: Any) -> None:
@@ -230,7 +217,6 @@ def test_pairs_say_more_than_two_intervals() -> None:
     assert one is not None and other is not None
     assert one.high > other.low  # Apart they overlap.
     both = np.concatenate([fast, slow], axis=1)
-    ratio, gap = estimate(both, gain), estimate(both, difference)
-    assert ratio is not None and gap is not None
+    ratio = estimate(both, gain)
+    assert ratio is not None
     assert [ratio.value, ratio.low, ratio.high] == pytest.approx([1.1] * 3)
-    assert gap.value == pytest.approx(other.value - one.value) and gap.low > 0

@@ -1,89 +1,47 @@
-"""Tables: of a real run those of earlier versions, of made runs those computed in the head."""
+"""Figures: of a real run those of earlier versions, of made runs those computed in the head."""
 
-import csv
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
+import pandas as pd
 
 from infer.eval import scores
 from infer.eval.config import TASK_NAMES
 from infer.eval.records import Divergence, Run, SampleRecord, read
 from infer.eval.tasks import metric_of
-from infer.report.frame import Estimate, blocks_of, frame_of
-from infer.report.page import csv_text, report
-from infer.report.tables import SECTIONS, Table, rate, shown, slug, tables_of
+from infer.report.frame import blocks_of, frame_of
+from infer.report.page import report
+from infer.report.tables import BY_DEPTH, BY_LENGTH, BY_POSITION, BY_TASK, TAU, cells_of, read_as
 from tests.kit import each_row
 
-from .made import broken_down, record, run
+from .made import record, run
 
 REAL = Path(__file__).parent / "real"
 """A run of the demo at temperature 1, and the figures that an earlier, independent implementation
 had of it."""
 
 
-def built(key: str, *runs: Run, edges: Sequence[int] = (0, 500, 1500, 4000)) -> list[Table]:
-    return tables_of(key, frame_of(blocks_of(runs), edges), edges)
+def cells(*runs: Run, edges: Sequence[int] = (0, 500, 1500, 4000)) -> pd.DataFrame:
+    return cells_of(frame_of(blocks_of(runs)), edges)
 
 
-def texts(table: Table, row: str, body: int = 0) -> dict[tuple[str, str], str]:
-    """The texts of a row by group and column."""
-    cells = [*table.bodies.values()][body][row]
-    return {place: cells[place].text for place in table.columns if place in cells}
+def texts(found: pd.DataFrame, table: str, method: str) -> list[str]:
+    return [*found.loc[(found["table"] == table) & (found["method"] == method), "text"]]
 
 
 def test_a_real_run_has_the_figures_it_always_had() -> None:
-    found = report([read(REAL)], (0, 100, 250, 270, 300))
-    mine = [*csv.DictReader(csv_text(found).splitlines())]
-    theirs = [*csv.DictReader((REAL / "report.csv").read_text().splitlines())]
-    assert len(theirs) > 200
-    for one, other in zip(mine, theirs, strict=True):
-        for name, value in other.items():
-            if name in ("value", "low", "high") and value:
-                assert float(one[name]) == pytest.approx(float(value), rel=1e-9), other
-            else:
-                assert one[name] == value, other
-
-
-def test_every_section_is_there_and_every_name_is_one() -> None:
-    """In a report of everything: two batches, two tasks, two temperatures."""
-    rows = [
-        record(
-            method,
-            str(sample),
-            (1,) * 4 if method == "plain" else (3, 1, 2),
-            task=task,
-            temperature=temperature,
-            references=("word",),
-            breakdown=broken_down(0.1, 0.2, 0.3),
-        )
-        for method in ("plain", "longspec-tree", "ngram")
-        for sample in range(4)
-        for task in ("lcc", "needle")
-        for temperature in (0.0, 1.0)
-    ]
-    batch = [dataclasses.replace(each, batch=2) for each in rows]
-    found = report([run(rows), run(batch, "b", batch=2)], (0, 500, 1500, 4000))
-    assert {key: len(tables) for key, _, tables in found.sections} == {
-        **dict.fromkeys(SECTIONS, 2),
-        **dict.fromkeys(("brief", "lossless"), 1),
-    }
-    keys = [table.key for _, _, tables in found.sections for table in tables]
-    assert len(set(keys)) == len(keys)
+    found = cells(read(REAL), edges=(0, 100, 250, 270, 300))
+    places = ["table", "task", "method", "column"]
+    mine = found.astype(dict.fromkeys(places, str)).dropna(subset="value").set_index(places)
+    theirs = pd.read_csv(REAL / "report.csv", dtype=dict.fromkeys(places, str)).set_index(places)
+    assert len(theirs) == 61
+    pd.testing.assert_frame_equal(mine.loc[theirs.index, [*theirs]], theirs, check_dtype=False)
 
 
 PLAIN = [record("plain", name, (1,) * 4, 1.0) for name in "ab"]
 """At 4 tokens a second."""
 TREE = [record("longspec-tree", name, (4, 4, 1, 3), 1.0) for name in "ab"]
 """12 tokens in 4 passes and one second."""
-OTHER = [
-    record("plain", "a", (1,) * 4, 1.0, task="other"),
-    record("longspec-tree", "a", (2, 2), 0.5, task="other"),
-]
-PARTS = broken_down(0.1, 0.2, 0.3)
-ROUNDS = record("ngram", emitted=(4, 1, 3), prompt_tokens=1000)
-"""They begin at 1001, 1005 and 1006: the prefill's token stands at 1000."""
 
 
 def different(sample: str, index: int, gap: float | None) -> SampleRecord:
@@ -91,164 +49,81 @@ def different(sample: str, index: int, gap: float | None) -> SampleRecord:
 
 
 @each_row(
-    ("key", "records", "row", "expected"),
+    ("table", "records", "method", "expected"),
     [
-        ("main", [*PLAIN, *TREE], "plain", "1.00 4.00 1.00×"),
-        ("main", [*PLAIN, *TREE], "longspec-tree", "3.00 12.0 3.00×"),
+        (BY_TASK, [*PLAIN, *TREE], "plain", "1.00 4.0 1.00 1000 5 2.000 1.000 2"),
+        (BY_TASK, [*PLAIN, *TREE], "longspec-tree", "3.00 12.0 3.00 1000 13 2.000 1.000 2 2 of 2"),
+        (BY_DEPTH, [record("ngram", emitted=(4, 2, 1, 1))], "ngram", "50.0% 25.0% 25.0%"),
         (
-            "brief",
-            [*PLAIN, *TREE, *OTHER],
-            "longspec-tree",
-            "2.00× to 3.00× 2.00 to 3.00 8.00 to 12.0",
-        ),
-        ("brief", [*PLAIN, *TREE, *OTHER], "plain", "1.00× 1.00 4.00"),
-        (
-            "pairs",
-            [*PLAIN, *TREE, *(record("ngram", name, (2,) * 3, 0.5) for name in "ab")],
-            "ngram : longspec-tree",
-            "1.00× -1.00",
-        ),
-        (
-            "depth",
-            [record("plain"), record("ngram", emitted=(4, 2, 1, 1))],
-            "ngram",
-            "50.0 % 25.0 % 25.0 %",
-        ),
-        (
-            "lossless",
-            [record("ngram")] * 2 + [different("x", 7, None)],
-            "ngram",
-            "2 of 3 66.66 % token 7",
-        ),
-        (
-            "lossless",
+            BY_TASK,
             [record("ngram", "a"), different("b", 3, None), different("c", 9, 0.001)],
             "ngram",
-            "1 of 3 33.33 % token 6 0.001",
+            "1.00 4.0 1000 5 2.000 1.000 3 1 of 3 token 6 0.001",
         ),
         (
-            "lossless",
-            [record("ngram")] * 29_999 + [different("x", 7, 0.25)],
-            "ngram",
-            "29999 of 30000 99.99 % token 7 0.25",
-        ),
-        (
-            "times",
-            [
-                record("plain", emitted=(1,) * 8, seconds=8.0),
-                record("ngram", emitted=(4, 4), seconds=2.0, ended="eos"),
-            ],
-            "ngram",
-            "1 1000 9 2.000 2.000 4.00 2.25 2.50× 100.0 %",
-        ),
-        (
-            "parts",  # The untouched round is one of the call, whose longer row has four.
-            [
-                record("ngram", "a", (3, 1), 0.5, call="x", breakdown=PARTS),
-                record("ngram", "b", (3, 1, 1, 1), 0.5, call="x", breakdown=PARTS),
-                record("plain", "a"),
-            ],
-            "ngram",
-            "10.00 20.00 30.00 60.00 125.00",
-        ),
-        (
-            "quality",
+            BY_TASK,
             [
                 record("plain", "a", task="needle", references=("word",)),
                 record("plain", "b", task="needle", references=("other", "another")),
-                record("plain", "a", task="unknown", references=("word",)),
             ],
             "plain",
-            "50.0",
+            "1.00 4.0 1.00 1000 5 2.000 1.000 50.0% 2",
         ),
     ],
 )
-def test_figures(key: str, records: list[SampleRecord], row: str, expected: str) -> None:
-    [table] = built(key, run(records))
-    assert " ".join(texts(table, row).values()) == expected
+def test_figures(table: str, records: list[SampleRecord], method: str, expected: str) -> None:
+    assert " ".join(texts(cells(run(records)), table, method)) == expected
 
 
 def test_acceptance_by_position() -> None:
-    [table] = built("context", run([ROUNDS]), edges=(0, 1001, 1005, 1006, 1009))
-    assert [*texts(table, "ngram").values()] == ["4.00", "1.00", "3.00"]
-    heading = "τ of rounds at position"
-    assert table.columns == [(heading, name) for name in ("1001–1005", "1005–1006", "1006–1009")]
+    """Rounds begin at 1001, 1005 and 1006: the prefill's token stands at 1000."""
+    rounds = record("ngram", emitted=(4, 1, 3), prompt_tokens=1000)
+    found = cells(run([rounds]), edges=(0, 1001, 1005, 1006, 1009))
+    found = found[found["table"] == BY_POSITION]
+    assert [*found["text"]] == ["4.00", "1.00", "3.00"]
+    assert [*found["column"]] == ["1001–1005", "1005–1006", "1006–1009"]
 
 
 def test_lengths_of_prompts() -> None:
     rows = [
         *(record("plain", name, prompt_tokens=int(name)) for name in ("100", "1000", "3000")),
-        record("ngram", "1000", (3, 1), 0.5, breakdown=broken_down(0.04, 0.5, 0.06)),
+        record("ngram", "1000", (3, 1), 0.5),
     ]
-    [table] = built("lengths", run(rows), edges=(0, 500, 1500, 2000, 4000))
-    assert [*dict(table.columns)] == ["0–500", "500–1500", "2k–4k"]
-    found = {name: text for (_, name), text in texts(table, "ngram").items()}
-    assert found == {
-        "samples": "1",
-        "τ": "2.00",
-        "tokens/s": "8.00",
-        "speed-up": "2.00×",
-        "draft time": "4.00",
-        "target time": "50.00",
-        "verify time": "6.00",
-    }
+    found = cells(run(rows), edges=(0, 500, 1500, 2000, 4000))
+    of_plain = found[(found["table"] == f"{BY_LENGTH}: τ") & (found["method"] == "plain")]
+    assert [*of_plain["column"]] == ["0–500", "500–1500", "2k–4k"]
+    for figure, text in (("τ", "2.00"), ("speed-up", "2.00")):
+        assert texts(found, f"{BY_LENGTH}: {figure}", "ngram") == [text]
 
 
-def test_throughput_by_batch() -> None:
-    """A batch that was never full says so."""
-    sizes = {2: 2, 1: 1, 16: 3}
-    runs = [
-        run([record(sample=str(row), call="x") for row in range(rows)], str(batch), batch=batch)
-        for batch, rows in sizes.items()
+def test_temperatures_and_blocks_have_tables_of_their_own() -> None:
+    """A method without any figure has no line; batches stand apart."""
+    hot = [*PLAIN, *TREE, record("plain", "a", temperature=1.0)]
+    found = report([run(hot), run(PLAIN, "b", batch=2)])
+    tables = {table.title: table.texts for table in found.tables}
+    assert [*tables][:2] == [
+        "Tasks and methods, demo, batch 1, T = 0",
+        "Tasks and methods, demo, batch 1, T = 1",
     ]
-    [table] = built("batches", *runs)
-    assert [column for _, column in table.columns] == ["1", "2", "16 (3 rows)"]
-    assert [*texts(table, "plain").values()] == ["4.00", "8.00", "12.0"]
-
-
-def test_temperatures_have_tables_of_their_own() -> None:
-    """A method without any figure has no line."""
-    cold, hot = built("main", run([*PLAIN, *TREE, record("plain", "a", temperature=1.0)]))
-    assert [table.caption.rpartition(", ")[2] for table in (cold, hot)] == ["T = 0", "T = 1"]
-    assert [*hot.bodies["demo"]] == ["plain"]
-
-
-def test_the_best_is_marked_where_there_is_a_choice() -> None:
-    [table] = built("main", run([*PLAIN, *TREE]))
-    bold = {
-        row: [cell.bold for cell in cells.values()] for row, cells in table.bodies["demo"].items()
-    }
-    assert bold == {"plain": [False] * 3, "longspec-tree": [True] * 3}
-    [alone] = built("main", run(PLAIN))
-    assert not alone.cells["bold"].any()
-
-
-@each_row("key", ["pairs", "lossless", "batches", "parts", "quality", "depth"])
-def test_nothing_to_compare_is_no_table(key: str) -> None:
-    assert built(key, run(PLAIN)) == []
+    assert "Tasks and methods, demo, batch 2, T = 0" in tables
+    first, second, *_ = tables.values()
+    assert [method for _, method in first.index] == ["plain", "longspec-tree"]
+    assert [method for _, method in second.index] == ["plain"]
 
 
 @each_row(
-    ("low", "high", "neutral", "interval", "bold"),
+    ("low", "high", "text"),
     [
-        (2.001, 2.002, 2.5, "", True),
-        (1.5, 2.0, 1.6, "1.50 to 2.00", False),
-        (1.5, 2.0, 1.0, "1.50 to 2.00", True),
-        (float("nan"), float("nan"), 1.0, "", False),
+        (2.001, 2.002, "2.00"),
+        (1.5, 2.0, "2.00 (1.50 to 2.00)"),
+        (float("nan"), float("nan"), "2.00"),
     ],
 )
-def test_intervals_as_they_are_read(
-    low: float, high: float, neutral: float, interval: str, bold: bool
-) -> None:
-    """One no wider than what is shown is left out; one without the neutral value is bold."""
-    cell = shown(Estimate(2.0, low, high, 9), rate, neutral)
-    assert (cell.text, cell.interval, cell.bold) == ("2.00", interval, bold)
+def test_intervals_as_they_are_read(low: float, high: float, text: str) -> None:
+    """One no wider than what is shown is left out."""
+    assert read_as(TAU, 2.0, low, high) == text
 
 
 def test_every_metric_is_named() -> None:
     used = {metric_of(task) for task in TASK_NAMES} - {None}
     assert used == set(scores.METRICS)
-
-
-def test_names_for_links() -> None:
-    assert slug("lcc <b>", 1.0) == "lcc-b-1-0"

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,18 +56,11 @@ def test_a_stream_gives_the_tokens_of_the_files(
     target: Path, tmp_path: Path, datasets_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.data.tokens.SHARE", 3)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    # Threads do what processes do, which take long to start.
-    monkeypatch.setattr(
-        "train.data.tokens.ProcessPoolExecutor",
-        lambda count, context, begin, given: ThreadPoolExecutor(count, "", begin, given),
-    )
     folder = local_set(tmp_path / "set", chats(11))
-    streamed = source(target, tmp_path / "one", hub=str(folder), stream=True).prepare(workers=1)
+    streamed = source(target, tmp_path / "one", hub=str(folder), stream=True).prepare()
     assert not any(datasets_cache.glob("**/*.arrow"))  # Nothing was kept.
-    by_two = source(target, tmp_path / "two", hub=str(folder), stream=True).prepare(workers=2)
-    loaded = source(target, tmp_path / "three", files=f"{folder}/*.parquet").prepare(workers=1)
-    assert tokens(streamed) == tokens(by_two) == tokens(loaded) and len(loaded) == 11
+    loaded = source(target, tmp_path / "three", files=f"{folder}/*.parquet").prepare()
+    assert tokens(streamed) == tokens(loaded) and len(loaded) == 11
 
 
 def test_rows_of_a_stream_are_at_hand_by_number_and_read_once(
@@ -154,9 +146,9 @@ def test_a_run_stays_with_the_revision_it_began_with(
 def test_bad_rows_of_a_stream_are_counted(target: Path, tmp_path: Path) -> None:
     folder = local_set(tmp_path / "set", [*chats(3), {"messages": None}, *chats(2)])
     with pytest.raises(ValueError, match="row 4 of .*set: a data row .*max_bad_rows=NUMBER"):
-        source(target, tmp_path / "work", hub=str(folder), stream=True).prepare(1)
+        source(target, tmp_path / "work", hub=str(folder), stream=True).prepare()
     made = source(target, tmp_path / "work", hub=str(folder), stream=True, max_bad_rows=1)
-    assert len(made.prepare(1)) == 5
+    assert len(made.prepare()) == 5
     assert read_encoded(made.encoded_folder).skipped.startswith("skipped 1 row that cannot be used")
 
 
@@ -175,7 +167,7 @@ def test_streams_without_documents_are_refused(
         (folder / "train.parquet").write_bytes(b"nothing")
     made = source(target, tmp_path / "work", hub=str(folder), stream=True, max_bad_rows=9)
     with pytest.raises(ValueError, match=sentence):
-        made.prepare(1)
+        made.prepare()
 
 
 def test_only_hub_data_are_streamed(tmp_path: Path, target: Path) -> None:

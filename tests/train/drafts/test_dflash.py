@@ -22,7 +22,7 @@ from tests.drafters.dflash.toys import random_params
 from tests.drafters.kit import without_tables
 from tests.kit import in_tiers
 from train.config import StageConfig
-from train.drafts.dflash import DFlashObjective, begin, fresh_config
+from train.drafts.dflash import begin, fresh_config
 from train.drafts.kinds import DFlashSettings
 from train.step import Batch
 from train.target import run_target
@@ -200,19 +200,3 @@ def test_features_are_spread_over_a_deep_target() -> None:
     deep = replace(tiny.TARGET, num_layers=8)
     assert fresh_config(replace(SETTINGS, features=""), deep).features == (1, 5)
     assert fresh_config(replace(SETTINGS, mask_token=7), deep).mask_token == 7
-
-
-def test_operations_are_counted() -> None:
-    """Two of three layers of the target; blocks of 4 slots in 3 tokens; the head for 3 of them."""
-    config = fresh_config(SETTINGS, tiny.TARGET)
-    objective = DFlashObjective(tiny.TARGET, config, 3, 2.0, 30)
-    d, q, kv, mlp, keys = 16, 32, 16, 3 * 16 * 20, 7.0
-    matmuls = 2 * (2 * d * q + 2 * d * kv + mlp)
-    target = 2 * (matmuls + 4 * q * keys)
-    layer = 4 / 3 * (matmuls + 4 * q * (keys + 4)) + 2 * d * 2 * kv
-    fuse, head = 2 * 2 * d * d, 2 * d * 48
-    needed = target + 2 * fuse + 2 * head + 3 * 2 * layer
-    assert objective.flops_per_token(13) == pytest.approx(needed)
-    # Where it is learned from, the last layer of the target and its head for the same slots.
-    distilled = replace(objective, distillation=0.5)
-    assert distilled.flops_per_token(13) == pytest.approx(needed + target / 2 + head)

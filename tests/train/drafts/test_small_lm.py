@@ -19,7 +19,7 @@ from longspec_jax.weights.hf import save_target
 from tests.kit import random_target, tiny_target_config
 from train.config import StageConfig
 from train.drafts.kinds import SmallLMSettings
-from train.drafts.small_lm import SmallLMObjective, begin, fresh_config
+from train.drafts.small_lm import begin
 
 from . import steps as tiny
 
@@ -149,16 +149,3 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
             folder = tmp_path / "fp8"
         with pytest.raises(ValueError, match=said):
             begin(replace(SETTINGS, init=str(folder)), tiny.given(STAGE))
-
-
-def test_operations_are_counted() -> None:
-    """Two layers and the head three times; with distillation the target and its head once."""
-    config = fresh_config(SETTINGS, tiny.TARGET)
-    d, q, kv, mlp, keys = 16, 16, 8, 3 * 16 * 20, 7.0
-    layer = 2 * (2 * d * q + 2 * d * kv + mlp) + 4 * q * keys
-    target = 3 * (2 * (2 * d * 32 + 2 * d * 16 + mlp) + 4 * 32 * keys)
-    head = 2 * d * 48
-    learned = 3 * (2 * layer + head)
-    for share, read in ((0.0, 0.0), (0.5, target + head)):
-        objective = SmallLMObjective(tiny.TARGET, config, share, 30)
-        assert objective.flops_per_token(13) == pytest.approx(learned + read)
