@@ -134,13 +134,12 @@ def render_chat(
 
     try:
         return render(source, variables)
-    except Exception as error:  # A template is a program: it may raise anything.
+    except Exception as error:
         remedy = "pass another one as chat_template=, or the prompt as text"
         if "system" in str(error).lower():
             remedy = f"write the system message into the first message of the user, or {remedy}"
         raise ValueError(
-            f"the chat template cannot render these messages: {error} ({type(error).__name__}); "
-            f"{remedy}"
+            f"the chat template cannot render these messages: {error}; {remedy}"
         ) from error
 
 
