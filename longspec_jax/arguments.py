@@ -44,7 +44,7 @@ def _is_options(value: object) -> bool:
 
 _SOURCE = "a folder or the name of a repository on the Hugging Face hub"
 _CALLBACK = Maybe(That(callable, "a function of one argument"))
-_RULES: dict[str, Rule] = {
+ARGUMENTS: dict[str, Rule] = {
     **{name: option.rule for name, option in OPTIONS.items()},
     "target_config": That(lambda value: isinstance(value, TargetConfig), "a TargetConfig"),
     "target": That(_is_source, _SOURCE),
@@ -76,16 +76,7 @@ _RULES: dict[str, Rule] = {
     "on_round": _CALLBACK,
     "on_activity": _CALLBACK,
 }
-
-
-def check_arguments(**values: Any) -> None:
-    """Refuse an argument of a constructor or a call that is not what its name says.
-
-    Raises:
-      Refused: names the argument, the value and what it must be.
-    """
-    for name, value in values.items():
-        _RULES[name].read(name, value)
+"""The rules of all arguments of constructors and calls."""
 
 
 def refuse_beside_offload(offload: bool, mesh: Mesh | None, max_num_seqs: int | None) -> None:

@@ -10,7 +10,7 @@ import difflib
 import itertools
 import numbers
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -339,6 +339,16 @@ class Maybe(Rule):
         return None if value is None else self.rule.of_json(value)
 
 
+def check(rules: Mapping[str, Rule], **values: object) -> None:
+    """Refuse a value that breaks the rule of its name.
+
+    Raises:
+      Refused: names the value and what it must be.
+    """
+    for name, value in values.items():
+        rules[name].read(name, value)
+
+
 def whole_number(name: str, value: object, least: int = 1, most: int = LARGEST_WHOLE) -> int:
     """The value as an integer.
 
@@ -423,3 +433,13 @@ def first_line(error: BaseException) -> str:
 def shown_bytes(count: float) -> str:
     """Bytes with a decimal unit: ``75.5 MB``, ``16.06 GB``."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def require_tokenizer(tokenizer: Any) -> Any:
+    """Return the tokenizer, or say how to do without."""
+    if tokenizer is None:
+        raise ValueError(
+            "text needs a tokenizer and none was found beside the target; pass tokenizer= to "
+            "from_pretrained, or pass token ids"
+        )
+    return tokenizer

@@ -1,4 +1,4 @@
-"""Text and chat messages to token ids, the messages by a chat template.
+"""Chat messages to text, by a chat template.
 
 Quick to import: the commands refuse bad messages before the library's slow imports.
 """
@@ -9,8 +9,6 @@ from typing import Any
 
 from longspec_jax.checks import shown
 
-SHORT = 8
-"""Characters per position up to which a text is tokenised without a check of its length."""
 OPEN_THOUGHT = re.compile(r"(<(?:\w+:)?think(?:ing)?>|\[THINK\])\s*\Z", re.IGNORECASE)
 """What a template ends a prompt with that begins the model's reasoning."""
 THOUGHT_TOKENS = 16
@@ -83,20 +81,6 @@ VICUNA_TEMPLATE = (
     "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
 )
 """Vicuna v1.1, for tokenizers that come without a template; a Jinja string."""
-
-
-def encode_chat(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    template: str | None = None,
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    variables: Mapping[str, object] | None = None,
-    max_positions: int | None = None,
-) -> list[int]:
-    """Token ids of a conversation; see :func:`render_chat` and :func:`encode_text`."""
-    text = render_chat(require_tokenizer(tokenizer), messages, template, tools, variables)
-    return encode_text(tokenizer, text, special=False, max_positions=max_positions)
 
 
 def render_chat(
@@ -189,52 +173,3 @@ def template_of(
             "prompt as text"
         )
     return tokenizer.get_chat_template(template, [*tools] or None)
-
-
-def encode_text(
-    tokenizer: Any, text: str, *, special: bool = True, max_positions: int | None = None
-) -> list[int]:
-    """Token ids of a text.
-
-    Args:
-      special: add what the tokenizer puts around a text, such as a beginning-of-text token.
-      max_positions: of the target; a text that cannot fit is refused before it is tokenised, which
-        may take minutes. Unchecked if absent.
-
-    Raises:
-      ValueError: without a tokenizer, for a text that is too long, and for half of a surrogate
-        pair, which no UTF-8 text and no tokenizer can hold.
-    """
-    require_tokenizer(tokenizer)
-    if max_positions is not None and len(text) > SHORT * max_positions:
-        _check_characters(tokenizer, len(text), max_positions)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the text has a lone surrogate, {text[error.start]!r}, at character {error.start}, "
-            "which is no character; read the text as UTF-8, or replace what cannot be read "
-            "(errors='replace')"
-        ) from error
-    return tokenizer(text, add_special_tokens=special)["input_ids"]
-
-
-def _check_characters(tokenizer: Any, characters: int, max_positions: int) -> None:
-    """Refuse a text of more characters than all positions hold, were every token the longest."""
-    longest = max(map(len, tokenizer.get_vocab()))
-    if characters > longest * max_positions:
-        raise ValueError(
-            f"a prompt of {characters} characters cannot fit: the target has "
-            f"max_positions={max_positions}, and the longest token of its tokenizer has {longest} "
-            f"characters; shorten the prompt to far less than {longest * max_positions} characters"
-        )
-
-
-def require_tokenizer(tokenizer: Any) -> Any:
-    """Return the tokenizer, or say how to do without."""
-    if tokenizer is None:
-        raise ValueError(
-            "text needs a tokenizer and none was found beside the target; pass tokenizer= to "
-            "from_pretrained, or pass token ids"
-        )
-    return tokenizer

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from longspec_jax.checks import as_plain, is_whole, shown
+from longspec_jax.checks import as_plain, is_whole, require_tokenizer, shown
 from longspec_jax.decoding.rows import Request
-from longspec_jax.generation.chat import encode_chat, encode_text
+from longspec_jax.generation.chat import render_chat
 from longspec_jax.generation.models import Models
 from longspec_jax.generation.options import (
     GenerateOptions,
@@ -23,6 +23,8 @@ from longspec_jax.generation.options import (
 from longspec_jax.generation.stops import stop_strings
 from longspec_jax.generation.text import RowText
 
+SHORT = 8
+"""Characters per position up to which a text is tokenised without a check of its length."""
 Inputs: TypeAlias = Any
 """Text, chat messages (``[{"role": ..., "content": ...}, ...]``), token ids, or a list of one of
 these for a batch; also what a transformers tokenizer returns (``input_ids``,
@@ -158,6 +160,63 @@ def to_prompts(
             where = f"row {row}: " if len(items) > 1 else ""
             raise ValueError(f"{where}{error}") from error
     return tuple(prompts)
+
+
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: str | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, object] | None = None,
+    max_positions: int | None = None,
+) -> list[int]:
+    """Token ids of a conversation.
+
+    Arguments and errors as of :func:`~longspec_jax.generation.chat.render_chat` and
+    :func:`encode_text`.
+    """
+    text = render_chat(require_tokenizer(tokenizer), messages, template, tools, variables)
+    return encode_text(tokenizer, text, special=False, max_positions=max_positions)
+
+
+def encode_text(
+    tokenizer: Any, text: str, *, special: bool = True, max_positions: int | None = None
+) -> list[int]:
+    """Token ids of a text.
+
+    Args:
+      special: add what the tokenizer puts around a text, such as a beginning-of-text token.
+      max_positions: of the target; a text that cannot fit is refused before it is tokenised, which
+        may take minutes. Unchecked if absent.
+
+    Raises:
+      ValueError: without a tokenizer, for a text that is too long, and for half of a surrogate
+        pair, which no UTF-8 text and no tokenizer can hold.
+    """
+    require_tokenizer(tokenizer)
+    if max_positions is not None and len(text) > SHORT * max_positions:
+        _check_characters(tokenizer, len(text), max_positions)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has a lone surrogate, {text[error.start]!r}, at character {error.start}, "
+            "which is no character; read the text as UTF-8, or replace what cannot be read "
+            "(errors='replace')"
+        ) from error
+    return tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+def _check_characters(tokenizer: Any, characters: int, max_positions: int) -> None:
+    """Refuse a text of more characters than all positions hold, were every token the longest."""
+    longest = max(map(len, tokenizer.get_vocab()))
+    if characters > longest * max_positions:
+        raise ValueError(
+            f"a prompt of {characters} characters cannot fit: the target has "
+            f"max_positions={max_positions}, and the longest token of its tokenizer has {longest} "
+            f"characters; shorten the prompt to far less than {longest * max_positions} characters"
+        )
 
 
 def to_prompt(inputs: Inputs, *options: Any, **named: Any) -> np.ndarray:
