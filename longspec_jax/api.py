@@ -28,7 +28,7 @@ from longspec_jax.arguments import (
     refuse_beside_offload,
     refuse_pickling,
 )
-from longspec_jax.checks import check, whole_number
+from longspec_jax.checks import GenerationConfig, Tokenizer, check, whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config.loading import LoadOptions
 from longspec_jax.config.serving import EngineOptions
@@ -116,7 +116,7 @@ class LongSpec(Models):
         draft_options: Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
         tree: TreeConfig | Sequence[int] | str | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         **options: Unpack[LoadOptions],
     ) -> "LongSpec":
         """Load Hugging Face checkpoints, and GGUF files.
@@ -197,7 +197,7 @@ class LongSpec(Models):
     def generate(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         adaptive: bool = False,
         streamer: Streamer | None = None,
@@ -270,7 +270,7 @@ class LongSpec(Models):
     def stream(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         adaptive: bool = False,
         on_activity: OnActivity | None = None,
@@ -298,7 +298,7 @@ class LongSpec(Models):
     def compare(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         adaptive: bool = False,
         on_round: OnRound | None = None,
@@ -365,7 +365,10 @@ class LongSpec(Models):
         return compile_grammar(vocabulary, json_schema=json_schema, regex=regex, lark=lark)
 
     def inspect(
-        self, inputs: Inputs, generation_config: Any = None, **options: Unpack[CallOptions]
+        self,
+        inputs: Inputs,
+        generation_config: GenerationConfig | None = None,
+        **options: Unpack[CallOptions],
     ) -> Iterator[inspection.RoundView]:
         """Yield every round's candidates beside the target's draws, for a single row.
 
@@ -381,7 +384,7 @@ class LongSpec(Models):
     def breakdown(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         rounds: int = 32,
         **options: Unpack[CallOptions],
@@ -420,7 +423,7 @@ class LongSpec(Models):
     def check(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         adaptive: bool = False,
         **options: Unpack[CallOptions],
@@ -436,7 +439,7 @@ class LongSpec(Models):
     def _prepare(
         self,
         inputs: Inputs,
-        generation_config: Any,
+        generation_config: GenerationConfig | None,
         options: CallOptions,
         adaptive: bool = False,
         *,

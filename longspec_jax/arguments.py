@@ -97,7 +97,7 @@ def refuse_beside_offload(offload: bool, mesh: Mesh | None, max_num_seqs: int | 
         )
 
 
-def as_sources(draft: Any) -> tuple[Any, ...]:
+def as_sources(draft: object) -> tuple[Any, ...]:
     """The drafts that an argument names, one or several."""
     if draft is None:
         return ()
@@ -167,7 +167,7 @@ def check_chunk(prefill_chunk: int, max_positions: int) -> None:
         )
 
 
-def check_gap(tokens: Any, plain: Any, other: Any, vocab_size: int) -> list[int]:
+def check_gap(tokens: object, plain: object, other: object, vocab_size: int) -> list[int]:
     """Check a row of tokens and two candidates for its next token.
 
     Returns:
@@ -186,7 +186,7 @@ def check_gap(tokens: Any, plain: Any, other: Any, vocab_size: int) -> list[int]
     return [whole_number("tokens", token, 0, vocab_size - 1) for token in row]
 
 
-def refuse_pickling(self: Any) -> NoReturn:
+def refuse_pickling(self: object) -> NoReturn:
     """Refuse to pickle or copy a loaded model; the ``__getstate__`` of its class.
 
     Raises:

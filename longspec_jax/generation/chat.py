@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from longspec_jax.checks import shown
+from longspec_jax.checks import Tokenizer, shown
 
 OPEN_THOUGHT = re.compile(r"(<(?:\w+:)?think(?:ing)?>|\[THINK\])\s*\Z", re.IGNORECASE)
 """What a template ends a prompt with that begins the model's reasoning."""
@@ -17,7 +17,7 @@ CONTENT = 'text, or a list of parts {"type": "text", "text": ...}'
 
 
 def plain_messages(
-    messages: Any, where: str = "", shown: Callable[[Any], str] = shown
+    messages: object, where: str = "", shown: Callable[[Any], str] = shown
 ) -> list[dict[str, Any]]:
     """The messages, each with its content as one text; fields that are None are left out.
 
@@ -39,7 +39,7 @@ def plain_messages(
     ]
 
 
-def _plain(name: str, message: Any, shown: Callable[[Any], str]) -> dict[str, Any]:
+def _plain(name: str, message: object, shown: Callable[[Any], str]) -> dict[str, Any]:
     """One message with its content as text; errors begin with its name."""
     calls = isinstance(message, Mapping) and bool(message.get("tool_calls"))
     needed = {"role"} if calls else {"role", "content"}
@@ -84,7 +84,7 @@ VICUNA_TEMPLATE = (
 
 
 def render_chat(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     template: str | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
@@ -157,7 +157,7 @@ def check_no_open_thought(decode: Callable[[list[int]], str], prompt: Sequence[i
 
 
 def template_of(
-    tokenizer: Any, template: str | None, tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Tokenizer, template: str | None, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """The Jinja text of a template: given, named, or the tokenizer's own.
 

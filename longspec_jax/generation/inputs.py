@@ -10,7 +10,14 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from longspec_jax.checks import as_plain, is_whole, require_tokenizer, shown
+from longspec_jax.checks import (
+    GenerationConfig,
+    Tokenizer,
+    as_plain,
+    is_whole,
+    require_tokenizer,
+    shown,
+)
 from longspec_jax.decoding.rows import Request
 from longspec_jax.generation.chat import render_chat
 from longspec_jax.generation.models import Models
@@ -42,7 +49,7 @@ class Batch(NamedTuple):
     """Options of all rows, on the host."""
     stop_strings: tuple[tuple[str, ...], ...] = ()
     """Of every row; empty where no row has any."""
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     """A transformers tokenizer, or None for no text."""
 
     def text(self, row: int) -> RowText | None:
@@ -70,7 +77,7 @@ class Batch(NamedTuple):
 def read_batch(
     models: Models,
     inputs: Inputs,
-    generation_config: Any,
+    generation_config: GenerationConfig | None,
     options: GenerateOptions,
     *,
     chat_template: str | None = None,
@@ -129,7 +136,7 @@ def check_positions(lengths: Sequence[int], new_tokens: np.ndarray, max_position
 
 def to_prompts(
     inputs: Inputs,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     vocab_size: int,
     chat_template: str | None = None,
     max_positions: int | None = None,
@@ -163,7 +170,7 @@ def to_prompts(
 
 
 def encode_chat(
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     messages: Sequence[Mapping[str, Any]],
     template: str | None = None,
     *,
@@ -181,7 +188,11 @@ def encode_chat(
 
 
 def encode_text(
-    tokenizer: Any, text: str, *, special: bool = True, max_positions: int | None = None
+    tokenizer: Tokenizer | None,
+    text: str,
+    *,
+    special: bool = True,
+    max_positions: int | None = None,
 ) -> list[int]:
     """Token ids of a text.
 
@@ -194,7 +205,7 @@ def encode_text(
       ValueError: without a tokenizer, for a text that is too long, and for half of a surrogate
         pair, which no UTF-8 text and no tokenizer can hold.
     """
-    require_tokenizer(tokenizer)
+    tokenizer = require_tokenizer(tokenizer)
     if max_positions is not None and len(text) > SHORT * max_positions:
         _check_characters(tokenizer, len(text), max_positions)
     try:
@@ -208,7 +219,7 @@ def encode_text(
     return tokenizer(text, add_special_tokens=special)["input_ids"]
 
 
-def _check_characters(tokenizer: Any, characters: int, max_positions: int) -> None:
+def _check_characters(tokenizer: Tokenizer, characters: int, max_positions: int) -> None:
     """Refuse a text of more characters than all positions hold, were every token the longest."""
     longest = max(map(len, tokenizer.get_vocab()))
     if characters > longest * max_positions:
@@ -234,7 +245,7 @@ def to_prompt(inputs: Inputs, *options: Any, **named: Any) -> np.ndarray:
     return row
 
 
-def is_chat(item: Any) -> bool:
+def is_chat(item: object) -> bool:
     """Whether a row is a list of chat messages."""
     return isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping)
 
@@ -292,7 +303,11 @@ def _kept(row: Any, mask: Any) -> Any:
 
 
 def _prompt(
-    item: Any, tokenizer: Any, vocab_size: int, chat_template: str | None, max_positions: int | None
+    item: Any,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    chat_template: str | None,
+    max_positions: int | None,
 ) -> np.ndarray:
     """Token ids of one row as int32; what does not fit is refused before it would be cut off."""
     tokens: Any = item

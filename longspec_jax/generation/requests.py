@@ -13,12 +13,12 @@ import sys
 import warnings
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import numpy as np
 
-from longspec_jax.checks import is_whole, shown
+from longspec_jax.checks import GenerationConfig, is_whole, shown
 from longspec_jax.config.serving import EngineOptions
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import warmup
@@ -222,7 +222,7 @@ class RequestEngine(TextEngine):
     def submit(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         chat_template: str | None = None,
         priority: int = 0,

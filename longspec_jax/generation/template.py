@@ -127,7 +127,7 @@ class _Namespace(Namespace):
         for name, value in dict(*args[1:], **values).items():
             args[0][name] = value
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if isinstance(name, str) and name.startswith("_"):
             raise TemplateError(f"a namespace cannot hold the underscored name {name!r}")
         super().__setitem__(name, value)
@@ -144,7 +144,9 @@ class _Generation(ext.Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
+def _tojson(
+    value: object, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any
+) -> str:
     """JSON as it is: jinja2's own filter escapes what has a meaning in HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
