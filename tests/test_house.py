@@ -23,11 +23,12 @@ from tests.golden.tokens import sizes
 from tests.test_structure import ROOT, imports
 
 CEILINGS: dict[str, int] = {
-    # A second call of the demo for 8 tokens, by sys.setprofile: our own files and functions.
-    "files of a warm generate": 22,
+    # A second call of the demo for 8 tokens, by sys.setprofile: our own files and functions. The
+    # suite's checker of annotations passes one more, axes.py, in a call and in a request.
+    "files of a warm generate": 23,
     "functions of a warm generate": 250,
     "Python calls of a warm generate": 700,
-    "files of a request and 4 steps": 15,
+    "files of a request and 4 steps": 16,
     # Lines that hold a token, comments and docstrings aside.
     "token lines of longspec_jax": 28_490,
     "token lines of infer": 7_995,
