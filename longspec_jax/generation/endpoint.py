@@ -192,7 +192,7 @@ class Endpoint:
             ),
         )
 
-    def score_gap(self, *_: object, **__: object) -> None:
+    def score_gap(self, *_: Any, **__: Any) -> None:
         """Unknown: the logits are on the server."""
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
