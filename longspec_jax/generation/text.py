@@ -223,7 +223,7 @@ def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[i
     return _beyond(_decode(tokenizer, [*context, *tokens]), _decode(tokenizer, context))
 
 
-def stored_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes | None]:
+def stored_bytes(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:
     """What tells the bytes of a token, as the tokenizer stores it; None where that is not known.
 
     Known are tokens of byte fallback, and those of byte-level tokenizers: their alphabet has a
@@ -234,7 +234,7 @@ def stored_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes | None]:
     byte_of = _byte_alphabet() if b'"ByteLevel"' in state else {}
 
     def stored(token: int) -> bytes | None:
-        name = tokenizer.convert_ids_to_tokens(int(token)) or ""
+        name = tokenizer and tokenizer.convert_ids_to_tokens(int(token)) or ""
         if BYTE.fullmatch(name):
             return bytes([int(name[3:5], 16)])
         known = bool(name) and all(character in byte_of for character in name)
