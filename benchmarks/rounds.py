@@ -30,8 +30,9 @@ from scipy.optimize import root_scalar
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
-from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes, slack_slots
+from longspec_jax.decoding.cache import KVCache, cache_bytes
 from longspec_jax.decoding.rows import Rows, RowShardings
+from longspec_jax.decoding.runner import bucket_capacity, slack_slots
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from longspec_jax import LongSpec
 from longspec_jax.cli import counted
-from longspec_jax.generation.chat import encode_text
+from longspec_jax.generation.inputs import encode_text
 from longspec_jax.generation.requests import RequestOutput
 
 from .arguments import has_penalty, sampling_options

@@ -15,15 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longspec_jax.checks import Each, shown
+from longspec_jax.checks import Each, require_tokenizer, shown
 from longspec_jax.config.sampling import NUMBERS, OPTIONS, TOKEN
 from longspec_jax.files import expanded
-from longspec_jax.generation.chat import (
-    VICUNA_TEMPLATE,
-    encode_chat,
-    plain_messages,
-    require_tokenizer,
-)
+from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages
 from longspec_jax.schema import unknown
 from longspec_jax.weights.json_files import unique_keys
 
@@ -253,7 +248,13 @@ def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
             "the target's tokenizer has no chat template; choose --prompt_style vicuna or "
             "longspec, or pass the whole prompt as text"
         )
-    return encode_chat(tokenizer, messages, None)
+    return _encode_chat(tokenizer, messages)
+
+
+def _encode_chat(tokenizer: Any, messages: Messages, template: str | None = None) -> list[int]:
+    from longspec_jax.generation.inputs import encode_chat  # Late: it is slow to import.
+
+    return encode_chat(tokenizer, messages, template)
 
 
 def release_turns(tokenizer: Any, messages: Messages) -> list[str]:
@@ -280,7 +281,7 @@ def encode_release(tokenizer: Any, messages: Messages) -> list[int]:
 
 STYLES: dict[str, Encode] = {
     "native": encode_native,
-    "vicuna": partial(encode_chat, template=VICUNA_TEMPLATE),
+    "vicuna": partial(_encode_chat, template=VICUNA_TEMPLATE),
     "longspec": encode_release,
 }
 

@@ -18,17 +18,17 @@ import jax
 from jax.sharding import Mesh
 
 from longspec_jax.arguments import (
+    ARGUMENTS,
     as_sources,
     as_tree,
     check_about_drafts,
-    check_arguments,
     check_chunk,
     check_drafts,
     check_gap,
     refuse_beside_offload,
     refuse_pickling,
 )
-from longspec_jax.checks import whole_number
+from longspec_jax.checks import GenerationConfig, Tokenizer, check, whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config.loading import LoadOptions
 from longspec_jax.config.serving import EngineOptions
@@ -78,7 +78,7 @@ class LongSpec(Models):
         """Refuse parts that are not what they should be, or do not belong together."""
         names = "target_config tokenizer attention prefill_chunk mesh max_num_seqs expected_tokens"
         names += " offload batch_invariant"
-        check_arguments(**{name: getattr(self, name) for name in names.split()})
+        check(ARGUMENTS, **{name: getattr(self, name) for name in names.split()})
         refuse_beside_offload(self.offload, self.mesh, self.max_num_seqs)
         check_chunk(self.prefill_chunk, self.target_config.max_positions)
         if self.tree is not None:
@@ -116,7 +116,7 @@ class LongSpec(Models):
         draft_options: Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
         tree: TreeConfig | Sequence[int] | str | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         **options: Unpack[LoadOptions],
     ) -> "LongSpec":
         """Load Hugging Face checkpoints, and GGUF files.
@@ -144,8 +144,8 @@ class LongSpec(Models):
           NotImplementedError: for ``batch_invariant=True`` where there are no such kernels.
         """
         given = read(LoadOptions, options, "from_pretrained()")
-        check_arguments(target=target, draft=draft, draft_options=draft_options)
-        check_arguments(tokenizer=tokenizer, mesh=mesh)
+        check(ARGUMENTS, target=target, draft=draft, draft_options=draft_options)
+        check(ARGUMENTS, tokenizer=tokenizer, mesh=mesh)
         refuse_beside_offload(given["offload"], mesh, given["max_num_seqs"])
         sources = as_sources(draft)
         check_about_drafts(sources, draft_options, given["draft_revision"])
@@ -197,7 +197,7 @@ class LongSpec(Models):
     def generate(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         adaptive: bool = False,
         streamer: Streamer | None = None,
@@ -237,11 +237,18 @@ class LongSpec(Models):
           MemoryError: for what does not fit on the device, and scores that do not fit in the host's
             memory.
         """
-        check_arguments(
-            adaptive=adaptive, streamer=streamer, on_round=on_round, on_activity=on_activity
+        check(
+            ARGUMENTS,
+            adaptive=adaptive,
+            streamer=streamer,
+            on_round=on_round,
+            on_activity=on_activity,
         )
-        check_arguments(
-            output_scores=output_scores, output_logits=output_logits, return_trees=return_trees
+        check(
+            ARGUMENTS,
+            output_scores=output_scores,
+            output_logits=output_logits,
+            return_trees=return_trees,
         )
         with ended(streamer):
             plan, batch = self._prepare(
@@ -263,7 +270,7 @@ class LongSpec(Models):
     def stream(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         adaptive: bool = False,
         on_activity: OnActivity | None = None,
@@ -273,7 +280,7 @@ class LongSpec(Models):
 
         Close the generator to stop early.
         """
-        check_arguments(adaptive=adaptive, on_activity=on_activity)
+        check(ARGUMENTS, adaptive=adaptive, on_activity=on_activity)
         # A bad call is refused here, and not by the first round.
         plan, batch = self._prepare(inputs, generation_config, options, adaptive)
         return self._rounds(plan, batch, on_activity)
@@ -291,7 +298,7 @@ class LongSpec(Models):
     def compare(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         adaptive: bool = False,
         on_round: OnRound | None = None,
@@ -304,7 +311,7 @@ class LongSpec(Models):
         speculative run adds, and has both runs go round by round. Where no tree pays and none is
         named, both are the same plain run.
         """
-        check_arguments(adaptive=adaptive, on_round=on_round, on_activity=on_activity)
+        check(ARGUMENTS, adaptive=adaptive, on_round=on_round, on_activity=on_activity)
         plan, batch = self._prepare(inputs, generation_config, options, adaptive)
         if not plan.drafter.tree.num_levels:
             raise ValueError(
@@ -358,7 +365,10 @@ class LongSpec(Models):
         return compile_grammar(vocabulary, json_schema=json_schema, regex=regex, lark=lark)
 
     def inspect(
-        self, inputs: Inputs, generation_config: Any = None, **options: Unpack[CallOptions]
+        self,
+        inputs: Inputs,
+        generation_config: GenerationConfig | None = None,
+        **options: Unpack[CallOptions],
     ) -> Iterator[inspection.RoundView]:
         """Yield every round's candidates beside the target's draws, for a single row.
 
@@ -374,7 +384,7 @@ class LongSpec(Models):
     def breakdown(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         rounds: int = 32,
         **options: Unpack[CallOptions],
@@ -413,7 +423,7 @@ class LongSpec(Models):
     def check(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         adaptive: bool = False,
         **options: Unpack[CallOptions],
@@ -429,7 +439,7 @@ class LongSpec(Models):
     def _prepare(
         self,
         inputs: Inputs,
-        generation_config: Any,
+        generation_config: GenerationConfig | None,
         options: CallOptions,
         adaptive: bool = False,
         *,

@@ -44,7 +44,7 @@ def _is_options(value: object) -> bool:
 
 _SOURCE = "a folder or the name of a repository on the Hugging Face hub"
 _CALLBACK = Maybe(That(callable, "a function of one argument"))
-_RULES: dict[str, Rule] = {
+ARGUMENTS: dict[str, Rule] = {
     **{name: option.rule for name, option in OPTIONS.items()},
     "target_config": That(lambda value: isinstance(value, TargetConfig), "a TargetConfig"),
     "target": That(_is_source, _SOURCE),
@@ -76,16 +76,7 @@ _RULES: dict[str, Rule] = {
     "on_round": _CALLBACK,
     "on_activity": _CALLBACK,
 }
-
-
-def check_arguments(**values: Any) -> None:
-    """Refuse an argument of a constructor or a call that is not what its name says.
-
-    Raises:
-      Refused: names the argument, the value and what it must be.
-    """
-    for name, value in values.items():
-        _RULES[name].read(name, value)
+"""The rules of all arguments of constructors and calls."""
 
 
 def refuse_beside_offload(offload: bool, mesh: Mesh | None, max_num_seqs: int | None) -> None:
@@ -106,7 +97,7 @@ def refuse_beside_offload(offload: bool, mesh: Mesh | None, max_num_seqs: int | 
         )
 
 
-def as_sources(draft: Any) -> tuple[Any, ...]:
+def as_sources(draft: object) -> tuple[Any, ...]:
     """The drafts that an argument names, one or several."""
     if draft is None:
         return ()
@@ -176,7 +167,7 @@ def check_chunk(prefill_chunk: int, max_positions: int) -> None:
         )
 
 
-def check_gap(tokens: Any, plain: Any, other: Any, vocab_size: int) -> list[int]:
+def check_gap(tokens: object, plain: object, other: object, vocab_size: int) -> list[int]:
     """Check a row of tokens and two candidates for its next token.
 
     Returns:
@@ -195,7 +186,7 @@ def check_gap(tokens: Any, plain: Any, other: Any, vocab_size: int) -> list[int]
     return [whole_number("tokens", token, 0, vocab_size - 1) for token in row]
 
 
-def refuse_pickling(self: Any) -> NoReturn:
+def refuse_pickling(self: object) -> NoReturn:
     """Refuse to pickle or copy a loaded model; the ``__getstate__`` of its class.
 
     Raises:

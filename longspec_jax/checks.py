@@ -10,9 +10,56 @@ import difflib
 import itertools
 import numbers
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+    class Tokenizer(Protocol):
+        """What is asked of a transformers tokenizer."""
+
+        def __call__(
+            self, text: str, *, add_special_tokens: bool = True
+        ) -> Mapping[str, list[int]]:
+            """``input_ids`` of a text."""
+            ...
+
+        def decode(
+            self,
+            token_ids: list[int],
+            *,
+            skip_special_tokens: bool = False,
+            clean_up_tokenization_spaces: bool = True,
+        ) -> str:
+            """The text of tokens."""
+            ...
+
+        def get_vocab(self) -> Mapping[str, int]:
+            """All tokens."""
+            ...
+
+        def get_added_vocab(self) -> Mapping[str, int]:
+            """Those that are cut out of a text first."""
+            ...
+
+        def convert_ids_to_tokens(self, ids: int) -> str | None:
+            """A token as it is stored."""
+            ...
+
+        def get_chat_template(
+            self, chat_template: str | None, tools: list[Mapping[str, object]] | None
+        ) -> str:
+            """The Jinja text of a template."""
+            ...
+
+        @property
+        def all_special_ids(self) -> list[int]:
+            """Tokens without a text."""
+            ...
+else:  # Transformers is slow to import, and the types of its classes are wider than their use.
+    GenerationConfig = Tokenizer = Any
 
 LARGEST_WHOLE = 2**31 - 1
 """Sizes, positions and token ids are 32-bit integers on the device."""
@@ -339,6 +386,16 @@ class Maybe(Rule):
         return None if value is None else self.rule.of_json(value)
 
 
+def check(rules: Mapping[str, Rule], **values: object) -> None:
+    """Refuse a value that breaks the rule of its name.
+
+    Raises:
+      Refused: names the value and what it must be.
+    """
+    for name, value in values.items():
+        rules[name].read(name, value)
+
+
 def whole_number(name: str, value: object, least: int = 1, most: int = LARGEST_WHOLE) -> int:
     """The value as an integer.
 
@@ -423,3 +480,13 @@ def first_line(error: BaseException) -> str:
 def shown_bytes(count: float) -> str:
     """Bytes with a decimal unit: ``75.5 MB``, ``16.06 GB``."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer, or say how to do without."""
+    if tokenizer is None:
+        raise ValueError(
+            "text needs a tokenizer and none was found beside the target; pass tokenizer= to "
+            "from_pretrained, or pass token ids"
+        )
+    return tokenizer

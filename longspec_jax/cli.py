@@ -379,14 +379,14 @@ def several(convert: Callable[[str], Any], commas: bool = False) -> dict[str, An
     return {"action": Several, "type": items}
 
 
-def add_traceback(parser: Any) -> None:
+def add_traceback(parser: argparse.ArgumentParser) -> None:
     """Add ``--traceback``, which :func:`run` looks for."""
     parser.add_argument(
         "--traceback", action="store_true", help="show Python's traceback on errors"
     )
 
 
-def typed(value: Any) -> str:
+def typed(value: object) -> str:
     """A value as a user types it; those of a list with commas between them."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return "/".join(map(typed, value))

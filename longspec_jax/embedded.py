@@ -29,7 +29,7 @@ def demo_target() -> Path:
     return DEMO / "target"
 
 
-def demo_drafts(draft: Any) -> Any:
+def demo_drafts(draft: object) -> Any:
     """The drafts that an argument names, one or several, with folders in place of the demo's names.
 
     Anything that is no name of the demo's drafts is left as it is.

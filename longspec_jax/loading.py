@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longspec_jax.checks import LARGEST_NUMBER, shown_bytes
+from longspec_jax.checks import LARGEST_NUMBER, Tokenizer, shown_bytes
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.draft import Draft, Target
@@ -89,7 +89,7 @@ def load_with_tokenizer(
     source: str | Path,
     dtype: str,
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
     kv_dtype: str | None = None,

@@ -208,13 +208,13 @@ def installed_text_config(
       turn: how its chat template writes a turn.
     """
     config = base_config()
-    offset = dict(accumulation=0, max_offset=long_length - 1024)
+    offset = long_length - 1024
     data: dict[str, Any] = dict(turn=turn)
     draft: dict[str, Any] = dict(max_shift=5, distillation=0.9)
     if variant == "text":
         data.update(corpus={**code_corpus(vocab_size), "tokenizer": target})
         stages = dict(
-            short=stage(1024, 128, 1e-3, max_seconds=270.0, **offset),
+            short=stage(1024, 128, 1e-3, max_seconds=270.0, accumulation=0, max_offset=offset),
             long=stage(
                 long_length, 131_072 // long_length, 3e-4, max_seconds=120.0, accumulation=0
             ),
@@ -222,7 +222,9 @@ def installed_text_config(
     elif variant == "answers":
         data.update(files=f"runs/{name}/answers.jsonl", pack=True)
         draft.update(init=f"runs/{name}/draft")
-        stages = dict(answers=stage(1024, 128, 2e-4, max_seconds=60.0, **offset))
+        stages = dict(
+            answers=stage(1024, 128, 2e-4, max_seconds=60.0, accumulation=0, max_offset=offset)
+        )
     else:
         raise ValueError(f"{name} has no variant {variant!r}; choose one of text, answers")
     config.update(

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh
 
 from longspec_jax import PLAIN, LongSpec, TreeConfig
-from longspec_jax.arguments import as_tree, check_arguments, check_gap, refuse_pickling
-from longspec_jax.checks import Refused, Truth, Whole
+from longspec_jax.arguments import ARGUMENTS, as_tree, check_gap, refuse_pickling
+from longspec_jax.checks import Refused, Truth, Whole, check
 from longspec_jax.config.loading import OPTIONS as LOADING
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.registry import LONGSPEC, SMALL_LM, options_of
@@ -72,15 +72,15 @@ def test_arguments_that_are_none(name) -> None:
 def test_arguments_of_a_call_that_are_none(name) -> None:
     for value in BAD_TO_CALL[name]:
         with pytest.raises(Refused, match=f"^{name}=.* must be "):
-            check_arguments(**{name: value})
+            check(ARGUMENTS, **{name: value})
 
 
 def test_arguments_of_a_call_that_are_fine() -> None:
     class Streamer:
         put = end = print
 
-    check_arguments(streamer=Streamer(), on_round=print, on_activity=None, adaptive=True)
-    check_arguments(streamer=None, on_round=None, on_activity=[].append, adaptive=False)
+    check(ARGUMENTS, streamer=Streamer(), on_round=print, on_activity=None, adaptive=True)
+    check(ARGUMENTS, streamer=None, on_round=None, on_activity=[].append, adaptive=False)
 
 
 @each_row(

@@ -29,7 +29,8 @@ from infer.serve import arguments as serve_arguments
 from longspec_jax import LongSpec
 from longspec_jax.cli import SCRIPTS, ByMachine, typed
 from longspec_jax.config.known import TARGETS
-from longspec_jax.decoding.cache import bucket_capacity, cache_bytes, slack_slots
+from longspec_jax.decoding.cache import cache_bytes
+from longspec_jax.decoding.runner import bucket_capacity, slack_slots
 from longspec_jax.drafters import registry
 from longspec_jax.drafters.retrieval.hierarchy import RetrievalOptions
 from longspec_jax.provenance import provenance

@@ -24,11 +24,12 @@ from tests.kit import each_row
 from tests.test_structure import ROOT, imports
 
 CEILINGS: dict[str, int] = {
-    # A second call of the demo for 8 tokens, by sys.setprofile: our own files and functions.
-    "files of a warm generate": 29,
-    "functions of a warm generate": 260,
-    "Python calls of a warm generate": 720,
-    "files of a request and 4 steps": 19,
+    # A second call of the demo for 8 tokens, by sys.setprofile: our own files and functions. The
+    # suite's checker of annotations passes one more, axes.py, in a call and in a request.
+    "files of a warm generate": 23,
+    "functions of a warm generate": 250,
+    "Python calls of a warm generate": 700,
+    "files of a request and 4 steps": 16,
     # Lines that hold a token, comments and docstrings aside.
     "token lines of longspec_jax": 28_590,
     "token lines of infer": 8_270,
@@ -39,8 +40,8 @@ CEILINGS: dict[str, int] = {
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 1,
-    "** of a variable into calls": 118,
-    "lines with ': Any'": 375,
+    "** of a variable into calls": 61,
+    "lines with ': Any'": 250,
 }
 SOURCE = "longspec_jax", "infer", "train", "configs"
 BESIDE = "benchmarks", "contrib"

@@ -26,7 +26,8 @@ from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.extras import missing_packages
-from longspec_jax.generation.chat import encode_chat, encode_text, template_of
+from longspec_jax.generation.chat import template_of
+from longspec_jax.generation.inputs import encode_chat, encode_text
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.requests import RequestEngine
 from longspec_jax.generation.text import stored_bytes

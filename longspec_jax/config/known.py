@@ -1,6 +1,6 @@
 """Targets that come up by name: their repositories and shapes, and a tiny one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspec_jax.config.layers import (
@@ -36,19 +36,28 @@ def shape(
     )
 
 
-_SEVEN_B = shape("Llama", 32000, (4096, 11008), 32, (32, 32))
-_THIRTEEN_B = shape("Llama", 32000, (5120, 13824), 40, (40, 40))
-_EIGHT_B = shape("Llama", 128256, (4096, 14336), 32, (32, 8))
-_QWQ: dict[str, Any] = shape("Qwen2", 152064, (5120, 27648), 64, (40, 8)) | {
-    "rope_theta": 1e6,
-    "qkv_bias": True,
-}
-_QWEN3: dict[str, Any] = dict(max_positions=40960, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
+def _plain(family: str, *sizes: Any) -> TargetConfig:
+    """A target of these sizes and of 4,096 positions, and nothing beside; as of :func:`shape`."""
+    return TargetConfig(**shape(family, *sizes), max_positions=4096)
+
+
+_SEVEN_B = _plain("Llama", 32000, (4096, 11008), 32, (32, 32))
+_THIRTEEN_B = _plain("Llama", 32000, (5120, 13824), 40, (40, 40))
+_EIGHT_B = _plain("Llama", 128256, (4096, 14336), 32, (32, 8))
+_QWQ = replace(_plain("Qwen2", 152064, (5120, 27648), 64, (40, 8)), rope_theta=1e6, qkv_bias=True)
+_QWEN3 = replace(
+    _plain("Qwen3", 151936, (4096, 12288), 36, (32, 8)),
+    max_positions=40960,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    qk_norm=True,
+)
 _GPT_OSS_ROTARY = Rotary(
     150000.0, YarnRopeScaling(32.0, 4096, yarn_magnitude(32.0), truncate=False)
 )
 _GPT_OSS_EXPERTS = ExpertsConfig(32, 4, 2880, biases=True, limit=7.0)
-_GPT_OSS: dict[str, Any] = shape("GptOss", 201088, (2880, 2880), 24, (64, 8), 64) | dict(
+_GPT_OSS = replace(
+    _plain("GptOss", 201088, (2880, 2880), 24, (64, 8), 64),
     max_positions=131072,
     rope_theta=_GPT_OSS_ROTARY.theta,
     rope_scaling=_GPT_OSS_ROTARY.scaling,
@@ -75,59 +84,62 @@ class KnownTarget:
 TARGETS: dict[str, KnownTarget] = {
     "vicuna7b": KnownTarget(
         "lmsys/vicuna-7b-v1.5-16k",
-        TargetConfig(max_positions=16384, rope_scaling=LinearRopeScaling(4.0), **_SEVEN_B),
+        replace(_SEVEN_B, max_positions=16384, rope_scaling=LinearRopeScaling(4.0)),
     ),
     "vicuna13b": KnownTarget(
         "lmsys/vicuna-13b-v1.5-16k",
-        TargetConfig(max_positions=16384, rope_scaling=LinearRopeScaling(4.0), **_THIRTEEN_B),
+        replace(_THIRTEEN_B, max_positions=16384, rope_scaling=LinearRopeScaling(4.0)),
     ),
     "longchat7b": KnownTarget(
         "lmsys/longchat-7b-v1.5-32k",
-        TargetConfig(max_positions=32768, rope_scaling=LinearRopeScaling(8.0), **_SEVEN_B),
+        replace(_SEVEN_B, max_positions=32768, rope_scaling=LinearRopeScaling(8.0)),
     ),
     "longchat13b": KnownTarget(
         "lmsys/longchat-13b-16k",
-        TargetConfig(
-            max_positions=16384, rope_scaling=LinearRopeScaling(8.0), norm_eps=1e-6, **_THIRTEEN_B
+        replace(
+            _THIRTEEN_B,
+            max_positions=16384,
+            rope_scaling=LinearRopeScaling(8.0),
+            norm_eps=1e-6,
         ),
     ),
     "llama3-8b": KnownTarget(
         "gradientai/Llama-3-8B-Instruct-262k",
-        TargetConfig(max_positions=262144, rope_theta=283461213.0, **_EIGHT_B),
+        replace(_EIGHT_B, max_positions=262144, rope_theta=283461213.0),
     ),
     "llama31-8b": KnownTarget(
         "meta-llama/Llama-3.1-8B-Instruct",
-        TargetConfig(
+        replace(
+            _EIGHT_B,
             max_positions=131072,
             rope_theta=5e5,
             rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192),
-            **_EIGHT_B,
         ),
     ),
-    "qwq32b-preview": KnownTarget(
-        "Qwen/QwQ-32B-Preview", TargetConfig(max_positions=32768, **_QWQ)
-    ),
-    "qwq32b": KnownTarget("Qwen/QwQ-32B", TargetConfig(max_positions=131072, **_QWQ)),
+    "qwq32b-preview": KnownTarget("Qwen/QwQ-32B-Preview", replace(_QWQ, max_positions=32768)),
+    "qwq32b": KnownTarget("Qwen/QwQ-32B", replace(_QWQ, max_positions=131072)),
     "qwen3-8b": KnownTarget(
         "Qwen/Qwen3-8B",
-        TargetConfig(**shape("Qwen3", 151936, (4096, 12288), 36, (32, 8)), **_QWEN3),
+        _QWEN3,
     ),
     "qwen3-4b": KnownTarget(
         "Qwen/Qwen3-4B",
-        TargetConfig(
-            tied_embeddings=True, **shape("Qwen3", 151936, (2560, 9728), 36, (32, 8)), **_QWEN3
-        ),
+        replace(_QWEN3, model_width=2560, mlp_width=9728, tied_embeddings=True),
     ),
     "qwen3-30b-a3b": KnownTarget(
         "Qwen/Qwen3-30B-A3B",
-        TargetConfig(
+        replace(
+            _QWEN3,
+            architecture="Qwen3MoeForCausalLM",
+            model_width=2048,
+            mlp_width=6144,
+            num_layers=48,
+            num_kv_heads=4,
             kinds=(LayerConfig(Rotary(1e6), experts=ExpertsConfig(128, 8, 768)),),
             pattern=(0,) * 48,
-            **shape("Qwen3Moe", 151936, (2048, 6144), 48, (32, 4)),
-            **_QWEN3,
         ),
     ),
-    "gpt-oss-20b": KnownTarget("openai/gpt-oss-20b", TargetConfig(**_GPT_OSS)),
+    "gpt-oss-20b": KnownTarget("openai/gpt-oss-20b", _GPT_OSS),
 }
 """The paper's and the release's targets, three of Qwen3 and gpt-oss, by the names that the commands
 take."""
@@ -135,7 +147,5 @@ PRESETS: dict[str, TargetConfig] = {
     known.repository.split("/")[1].lower(): known.config for known in TARGETS.values()
 }
 """Their shapes by the names of their repositories, for planning and benchmarks without weights."""
-TINY = TargetConfig(
-    **shape("Llama", 512, (64, 96), 2, (4, 2), 16), max_positions=4096, dtype="float32"
-)
+TINY = replace(_plain("Llama", 512, (64, 96), 2, (4, 2), 16), dtype="float32")
 """A target of two layers, which shows that something runs."""

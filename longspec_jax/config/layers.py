@@ -187,9 +187,9 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         if self.shared is not None:
             whole_number("experts: shared", self.shared)
-        for name, most in (("count", MAX_EXPERTS), ("chosen", self.count), ("width", None)):
-            limits = {} if most is None else {"most": most}
-            whole_number(f"experts: {name}", getattr(self, name), **limits)
+        whole_number("experts: count", self.count, most=MAX_EXPERTS)
+        whole_number("experts: chosen", self.chosen, most=self.count)
+        whole_number("experts: width", self.width)
         if self.limit is not None:
             finite_number("experts: limit", self.limit, SMALLEST_FACTOR, LARGEST_FACTOR)
 

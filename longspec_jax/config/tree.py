@@ -92,7 +92,7 @@ class TreeConfig:
                 "the tree none for plain decoding, or a budget of at least 2"
             )
 
-    def _check_chain(self, chain: Any) -> None:
+    def _check_chain(self, chain: object) -> None:
         """Refuse a chain that the widths or the budget do not hold."""
         if not is_whole(chain) or not 0 <= chain <= self.num_levels or {*self.widths[:chain]} - {1}:
             raise ValueError(
@@ -107,7 +107,7 @@ class TreeConfig:
                 f"{least}"
             )
 
-    def _check_lookup(self, lookup: Any) -> None:
+    def _check_lookup(self, lookup: object) -> None:
         """Refuse levels that are none, lookup beside a chain, and lookup alone without a budget."""
         if not is_whole(lookup) or not 1 <= lookup <= MOST_LOOKUP:
             raise ValueError(

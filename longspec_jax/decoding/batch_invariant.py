@@ -5,7 +5,7 @@ logits must have the same bits in every pass over it: alone, beside other rows, 
 and whether the tokens before it are cached or in the tree. That takes kernels whose sums have one
 order, which depends neither on the rows beside a row nor on the size of the cache. Prompts are
 then prefilled one by one, in steps that follow from their own length
-(:func:`longspec_jax.decoding.chunks.chunk_sizes`).
+(:func:`longspec_jax.decoding.runner.chunk_sizes`).
 """
 
 import dataclasses

@@ -244,17 +244,3 @@ def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:
     """Bytes of :func:`allocate`'s result, known before allocation."""
     row = sum(layer_slots(config, capacity)) * slot_bytes(config) + states_bytes(config)
     return batch * row
-
-
-def bucket_capacity(slots: int) -> int:
-    """The smallest bucketed capacity that holds ``slots``, so that few shapes are ever compiled.
-
-    Steps of an eighth of the power of two below, and of at least 256: at most 12.5 % is wasted.
-    """
-    step = max(256, 1 << max(0, slots.bit_length() - 4))
-    return -(-slots // step) * step
-
-
-def slack_slots(levels: int) -> int:
-    """Cache slots that a row needs beyond prompt and new tokens: a round writes a static height."""
-    return levels + 1

@@ -44,12 +44,11 @@ from longspec_jax.decoding.policy import (
     default_policy,
 )
 from longspec_jax.decoding.prefixes import PrefixCache
-from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting
+from longspec_jax.decoding.prompts import Plan, Prefill, Prompts, Waiting
 from longspec_jax.decoding.report import Report
 from longspec_jax.decoding.rows import Request, Rows, release
 from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import SamplingKind
-from longspec_jax.decoding.schedule import Plan
 from longspec_jax.decoding.slots import EngineStatus, Slots, StepOutput
 from longspec_jax.drafters.base import Drafter, Params
 
@@ -146,6 +145,11 @@ class Engine:
         if self._rows is None:
             self._rows = self.runner.vacant()
         return self._rows
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the state of the drafters in all rows."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.rows.draft))
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -402,18 +406,25 @@ class Engine:
 
     def _advance_prompts(self, begun: float) -> None:
         """Begin prompts, launch a chunk of one, and move one that has ended into a slot."""
-        if (index := self._plan().postpone) is not None:
-            self.prompts.postpone(index)
+        # What changes what can be done next is followed by another plan.
+        now = self._plan()
+        if now.postpone is not None:
+            self.prompts.postpone(now.postpone)
             self.preemptions += 1
-        if indices := self._plan().admit:
-            self.prompts.admit(indices, self._rows)
-        if (index := self._plan().chunk) is not None:
-            self._launch_chunk(self.prompts.under_way[index], begun)
-        if (index := self._plan().preempt) is not None:
-            self._preempt(self._slots.by_age[index])
-        if (index := self._plan().place) is not None:
-            self._place(self.prompts.under_way[index], begun)
-            del self.prompts.under_way[index]
+            now = self._plan()
+        if now.admit:
+            self.prompts.admit(now.admit, self._rows)
+            now = self._plan()
+        if now.chunk is not None:
+            prefill = self.prompts.under_way[now.chunk]
+            self._launch_chunk(prefill, begun)
+            now = self._plan() if prefill.rows is not None else now
+        if now.preempt is not None:
+            self._preempt(self._slots.by_age[now.preempt])
+            now = self._plan()
+        if now.place is not None:
+            self._place(self.prompts.under_way[now.place], begun)
+            del self.prompts.under_way[now.place]
 
     def _plan(self) -> Plan:
         # A prefill of tokens that rounds emitted would give their keys other bits.

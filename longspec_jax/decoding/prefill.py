@@ -6,7 +6,7 @@ so that other work can be launched in between.
 The compiler chooses its matmuls by the shape of a chunk, and with them the order of their sums.
 Where a prompt must have the same bits in every call
 (:mod:`longspec_jax.decoding.batch_invariant`), it is a batch of its own, and the size of its chunks
-follows from its own length (:func:`longspec_jax.decoding.chunks.chunk_of`).
+follows from its own length (:func:`longspec_jax.decoding.runner.chunk_of`).
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -22,7 +22,6 @@ from jaxtyping import Bool, Float, Int, PyTree, UInt
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.adjustments import Adjustments
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, KnownChunks, concerns, run_again
 from longspec_jax.decoding.copies import write_chunk
 from longspec_jax.decoding.logprobs import prompt_logprobs
 from longspec_jax.decoding.programs import RECENT, program
@@ -32,6 +31,69 @@ from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, SamplingKind, mas
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.ops.partitioned import use_mesh
+
+
+class KnownChunks(NamedTuple):
+    """First chunks of a prompt whose keys and values need not be computed."""
+
+    cache: KVCache | None = None
+    """A batch of one row that holds the first :attr:`copied` chunks; DONATED. None without any."""
+    copied: int = 0
+    """Chunks in that cache."""
+    moved: Sequence[KVCache] = ()
+    """The chunks behind these, in the host's memory, as
+    :func:`longspec_jax.decoding.copies.read_chunk` cut them out."""
+
+    @property
+    def total(self) -> int:
+        """All known chunks."""
+        return self.copied + len(self.moved)
+
+
+NONE_KNOWN = KnownChunks()
+
+
+class ChunkLaunch(NamedTuple):
+    """A chunk that was launched."""
+
+    tokens: int
+    """Of the longest prompt, launched so far."""
+    ready: Array
+    """Ready when they have been run."""
+    cache: KVCache
+    """The cache behind it; donated by the next chunk."""
+    logits: Float[Array, "B V"]
+    """Behind the last token of the prompts that have ended so far."""
+    logprobs: Int[Array, "B C m"] | None = None
+    """Of the tokens that follow the chunk's, packed; None if they were not wanted."""
+
+
+def most_reusable(needs: Needs, length: int, chunk: int) -> int:
+    """First chunks of a prompt that need not be run where their keys and values are known.
+
+    The last token's chunk is always run, for its logits. So are the chunks that a drafter needs
+    features of; one that needs none learns of the others by their tokens. Features of first tokens
+    alone take nothing from the others: their chunks are run again (:func:`run_again`).
+    """
+    most = (length - 1) // chunk
+    if needs.hidden or needs.queries or needs.keys:
+        recent = length if needs.recent is None else min(needs.recent, length)
+        most = min(most, (length - recent) // chunk if recent else most)
+    return most
+
+
+def run_again(needs: Needs, chunk: int) -> int:
+    """First chunks that a drafter needs features of: they are run whether they are known or not."""
+    return -(-needs.first // chunk) if needs.hidden or needs.queries or needs.keys else 0
+
+
+def concerns(needs: Needs, length: np.ndarray, offset: int, chunk: int) -> bool:
+    """Whether a chunk of the prompts holds a token that the drafter's state depends on."""
+    recent = length
+    if needs.recent is not None and not needs.text:
+        recent = np.minimum(length, needs.recent)
+    last = (length - recent < offset + chunk) & (recent > 0)
+    return bool(((length > offset) & (last | (offset < needs.first))).any())
 
 
 def prefill_chunks(
@@ -57,9 +119,9 @@ def prefill_chunks(
       tokens: prompts, right-padded with any token.
       length: tokens of each prompt, at least 1.
       capacity: cache slots of a row; at least prompt + new tokens + the
-        :func:`~longspec_jax.decoding.cache.slack_slots` of a round.
+        :func:`~longspec_jax.decoding.runner.slack_slots` of a round.
       known: of a single prompt, chunks that are not run, at most
-        :func:`~longspec_jax.decoding.chunks.most_reusable`. The drafter learns of them by their
+        :func:`most_reusable`. The drafter learns of them by their
         tokens.
       emitted: how many of the last tokens of each prompt the row had emitted before, for penalties;
         none if absent.

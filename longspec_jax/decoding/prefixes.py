@@ -26,8 +26,8 @@ import jax
 import numpy as np
 
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, KnownChunks, most_reusable
 from longspec_jax.decoding.copies import copy_prefix, read_chunk
+from longspec_jax.decoding.prefill import NONE_KNOWN, ChunkLaunch, KnownChunks, most_reusable
 from longspec_jax.decoding.rows import Rows, RowShardings
 from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.ops.placement import tree_bytes

@@ -148,18 +148,21 @@ class Program:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the shape's own jitted function."""
-        return self.of_shape(*args, **kwargs)(*args, **kwargs)
+        return self._of(args, kwargs)(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As of a jitted function."""
-        return self.of_shape(*args, **kwargs).lower(*args, **kwargs)
+        return self._of(args, kwargs).lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As of a jitted function."""
-        return self.of_shape(*args, **kwargs).trace(*args, **kwargs)
+        return self._of(args, kwargs).trace(*args, **kwargs)
 
     def of_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The jitted function for arguments of these shapes, to be called often."""
+        return self._of(args, kwargs)
+
+    def _of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A leaf without a shape is a static argument. What else matters to a compilation, such as
         # types and devices, is left to jax: it varies little, and follows from the rest.
         leaves, structure = jax.tree.flatten((args, kwargs))

@@ -7,20 +7,17 @@ keyed by position, so its text goes on as if nothing had happened.
 
 import bisect
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of, run_again
 from longspec_jax.decoding.constrained import Guarded, first_tokens
 from longspec_jax.decoding.logprobs import PromptLogprobs
-from longspec_jax.decoding.prefill import prefill_chunks
+from longspec_jax.decoding.prefill import NONE_KNOWN, ChunkLaunch, prefill_chunks, run_again
 from longspec_jax.decoding.prefixes import Names, PrefixCache, chunk_names, known_chunks
 from longspec_jax.decoding.rows import Request, Rows, stack
-from longspec_jax.decoding.runner import ModelRunner
-from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
+from longspec_jax.decoding.runner import ModelRunner, chunk_of
 
 LOOKAHEAD = 16
 """Waiting requests that a step looks at, of which the first ones may be held back."""
@@ -64,34 +61,6 @@ class Waiting(NamedTuple):
     def rank(self) -> tuple[int, int]:
         """Its place in the queue."""
         return self.priority, self.id
-
-
-@dataclass
-class Active:
-    """A request that holds a slot, or was prefilled with one."""
-
-    waiting: Waiting
-    """What was prefilled."""
-    left: int
-    """Tokens that it may still emit behind its first, by what was read."""
-    cached: int = 0
-    """Tokens of its prompt that were not prefilled, until that was reported."""
-    tokens: list[np.ndarray] = field(default_factory=list)
-    """What it has emitted since, as far as it was read."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of its prompt and its text, as far as they were read."""
-        return len(self.waiting.tokens) + sum(map(len, self.tokens))
-
-    def again(self) -> Waiting:
-        """The request, to be prefilled behind all that it has emitted."""
-        if not self.tokens:
-            return self.waiting
-        was, fresh = self.waiting, np.concatenate(self.tokens)
-        request = replace(was.request, max_new_tokens=was.request.max_new_tokens - len(fresh))
-        tokens = np.concatenate([was.tokens, fresh])
-        return was._replace(tokens=tokens, request=request, emitted=was.emitted + len(fresh))
 
 
 class Prefill:
@@ -156,6 +125,91 @@ class Prefill:
     def asks_logprobs(self) -> bool:
         """Whether log-probabilities of emitted tokens are to be reported."""
         return any(one.alternatives >= 0 for one in self.waiting)
+
+
+class Queued(NamedTuple):
+    """A request that waits."""
+
+    priority: int = 0
+    held_back: bool = False
+    """Whether a prompt under way shares its first chunks, so that it had better wait for these."""
+
+
+class Prompt(NamedTuple):
+    """A prefill under way."""
+
+    left: int | None
+    """Chunks left; None if it waits for a slot."""
+    priority: int = 0
+
+
+class Snapshot(NamedTuple):
+    """What an engine holds at the beginning of a step."""
+
+    queued: Sequence[Queued]
+    """Requests that wait, in the order in which they are admitted."""
+    prefilling: Sequence[Prompt]
+    """Prefills under way, in the order in which they began."""
+    free: int
+    """Vacant slots."""
+    slots: int
+    together: bool
+    """Whether requests are prefilled as one batch that takes all slots."""
+    most_prefills: int
+    """Prefills that may be under way at once."""
+    live: Sequence[int] = ()
+    """Priorities of the requests that hold a slot and may lose it, the one that came last last."""
+
+
+class Plan(NamedTuple):
+    """What a step does before it launches rounds."""
+
+    admit: Sequence[int] = ()
+    """Of the queue: requests to begin to prefill as one batch."""
+    chunk: int | None = None
+    """The prefill whose next chunk is launched."""
+    place: int | None = None
+    """The prefill whose rows move into slots."""
+    postpone: int | None = None
+    """The prefill that goes back to the queue, because a better request waits."""
+    preempt: int | None = None
+    """The live request that loses its slot to a better one, and goes back to the queue."""
+
+
+def plan(now: Snapshot) -> Plan:
+    """The next step, as a pure function of what the engine holds: no arrays, no clock.
+
+    A lower priority goes first, and of equal ones the request that came first. A prompt is
+    prefilled ahead of a free slot. Of several prompts of the best priority the one with the fewest
+    chunks left goes on, so that a long one does not hold up a short one.
+    """
+    size = now.slots if now.together else 1
+    eligible = [index for index, one in enumerate(now.queued) if not one.held_back]
+    full = len(now.prefilling) >= now.most_prefills
+    may_admit = len(eligible) >= size and not full
+    left = [
+        (one.priority, one.left, index)
+        for index, one in enumerate(now.prefilling)
+        if one.left is not None
+    ]
+    ready = [(one.priority, index) for index, one in enumerate(now.prefilling) if one.left is None]
+    best = min(ready, default=None)
+    worst = max(((priority, index) for index, priority in enumerate(now.live)), default=None)
+    preempt = best and worst and not now.free and best[0] < worst[0]
+    return Plan(
+        admit=tuple(eligible[:size]) if may_admit else (),
+        chunk=min(left)[2] if left else None,
+        place=best[1] if best and now.free >= size else None,
+        postpone=_to_postpone(now, eligible) if full and not now.together else None,
+        preempt=worst[1] if preempt and worst else None,
+    )
+
+
+def _to_postpone(now: Snapshot, eligible: Sequence[int]) -> int | None:
+    """Of the prefills the worst that began last, if a request of a better priority waits."""
+    priority, index = max((one.priority, index) for index, one in enumerate(now.prefilling))
+    better = bool(eligible) and now.queued[eligible[0]].priority < priority
+    return index if better else None
 
 
 class Prompts:

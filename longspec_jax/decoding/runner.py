@@ -15,7 +15,6 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
-from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.constrained import FREE, Guarded, constrained_round
 from longspec_jax.decoding.policy import Choice, Watch, tallest
 from longspec_jax.decoding.prefill import vacant
@@ -25,6 +24,43 @@ from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
+
+SMALLEST_CHUNK = 128
+"""Tokens of the smallest chunk of a prompt that is prefilled alone."""
+NEXT_SMALLER = 4
+"""By how much a chunk is smaller than that of the next size. Every size is a program, and a prompt
+may fill no more than a quarter of its chunk."""
+
+
+def chunk_sizes(largest: int) -> tuple[int, ...]:
+    """Sizes of the chunks of prompts that are prefilled alone, ascending.
+
+    Args:
+      largest: tokens of a chunk of a long prompt.
+    """
+    sizes = [largest]
+    while sizes[0] // NEXT_SMALLER >= SMALLEST_CHUNK:
+        sizes.insert(0, sizes[0] // NEXT_SMALLER)
+    return tuple(sizes)
+
+
+def chunk_of(length: int, sizes: Sequence[int]) -> int:
+    """Tokens of the chunks of a prompt: the smallest size that holds it, else the largest."""
+    return next((size for size in sizes if size >= length), sizes[-1])
+
+
+def bucket_capacity(slots: int) -> int:
+    """The smallest bucketed capacity that holds ``slots``, so that few shapes are ever compiled.
+
+    Steps of an eighth of the power of two below, and of at least 256: at most 12.5 % is wasted.
+    """
+    step = max(256, 1 << max(0, slots.bit_length() - 4))
+    return -(-slots // step) * step
+
+
+def slack_slots(levels: int) -> int:
+    """Cache slots that a row needs beyond prompt and new tokens: a round writes a static height."""
+    return levels + 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,14 +1,14 @@
 """Who holds which slot of an engine, how far each request is, and what a scheduler gets of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from longspec_jax.decoding.constrained import Guarded
 from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.decoding.prefixes import Names, PrefixCache
-from longspec_jax.decoding.prompts import Active, Prefill
+from longspec_jax.decoding.prompts import Prefill, Waiting
 from longspec_jax.decoding.report import Report, RoundTree
 from longspec_jax.decoding.sampling import NO_TOKEN
 
@@ -96,6 +96,34 @@ class EngineStatus:
     """Requests that lost a slot, or a place among the prefills, to a better one."""
     recoveries: int
     """Faults behind which the engine went on."""
+
+
+@dataclass
+class Active:
+    """A request that holds a slot, or was prefilled with one."""
+
+    waiting: Waiting
+    """What was prefilled."""
+    left: int
+    """Tokens that it may still emit behind its first, by what was read."""
+    cached: int = 0
+    """Tokens of its prompt that were not prefilled, until that was reported."""
+    tokens: list[np.ndarray] = field(default_factory=list)
+    """What it has emitted since, as far as it was read."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and its text, as far as they were read."""
+        return len(self.waiting.tokens) + sum(map(len, self.tokens))
+
+    def again(self) -> Waiting:
+        """The request, to be prefilled behind all that it has emitted."""
+        if not self.tokens:
+            return self.waiting
+        was, fresh = self.waiting, np.concatenate(self.tokens)
+        request = replace(was.request, max_new_tokens=was.request.max_new_tokens - len(fresh))
+        tokens = np.concatenate([was.tokens, fresh])
+        return was._replace(tokens=tokens, request=request, emitted=was.emitted + len(fresh))
 
 
 class Slots:

@@ -4,10 +4,10 @@
 ops. In tests a lookup table takes its place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,9 @@ GROUP = 8
 """Rows that Hopper's copy engine takes together."""
 ORDERED_CHUNK = 1024
 """Tokens of the largest chunk of prompts whose matmuls are those of a round."""
+
+
+F = TypeVar("F")
 
 
 class Verification(NamedTuple):
@@ -145,12 +148,12 @@ class TargetModel:
         """
         chunk = tokens.shape[1]
         positions, read = start[:, None] + jnp.arange(chunk), cache.reading(start)
-        options: Any = dict(self._scores, implementation=self.attention)
+        attention = self._with_scores(chunk_attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
             prefix = prefix.within(self.config.layer(layer).window, positions)
-            return chunk_attention(q, prefix, k, v, sinks_of(params, layer), **options)
+            return attention(q, prefix, k, v, sinks_of(params, layer))
 
         count, states = jnp.clip(last + 1, 0, chunk), {}
 
@@ -187,7 +190,7 @@ class TargetModel:
         self.check_rows(*tokens.shape)
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]
-        options: Any = dict(self._scores, implementation=self.attention)
+        attention = self._with_scores(speculative_attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
@@ -198,7 +201,7 @@ class TargetModel:
             if self.batch_invariant:
                 scale = self.config.attention_scale
                 return path_attention(q, prefix, fresh, depth, levels=levels, scale=scale)
-            return speculative_attention(q, prefix, fresh, sinks_of(params, layer), **options)
+            return attention(q, prefix, fresh, sinks_of(params, layer))
 
         rows = {}
 
@@ -273,7 +276,7 @@ class TargetModel:
         values: list[Any] = list(fresh.values)
         read = selection.reading(cache)
         states, depth = dict(fresh.rows), positions - length[:, None]
-        options: Any = dict(self._scores, implementation=self.attention)
+        own, past = self._with_scores(tree_attention), self._with_scores(prefix_attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             window = self.config.layer(layer).window
@@ -285,9 +288,9 @@ class TargetModel:
             k, v = write(keys[layer], k), write(values[layer], v)
             keys[layer], values[layer] = k, v
             rows = Fresh(k, v, mask)
-            seen = tree_attention(q, rows, **options)
+            seen = own(q, rows)
             for prefix in prefixes:
-                seen = merge(seen, prefix_attention(q, prefix, **options))
+                seen = merge(seen, past(q, prefix))
             return with_sinks(seen, sinks_of(params, layer)).out.astype(q.dtype)
 
         def recur(layer: int, tokens: RecurrentTokens, taps: Array) -> Array:
@@ -345,10 +348,10 @@ class TargetModel:
         logits: Any = self._model.apply({"params": params}, hidden, method="unembed")
         return logits
 
-    @property
-    def _scores(self) -> dict[str, float | None]:
-        """What attention does to scores."""
-        return dict(scale=self.config.attention_scale, cap=self.config.attention_cap)
+    def _with_scores(self, attention: Callable[..., F]) -> Callable[..., F]:
+        """An attention op with what this target does to scores."""
+        scale, cap = self.config.attention_scale, self.config.attention_cap
+        return partial(attention, scale=scale, cap=cap, implementation=self.attention)
 
     @property
     def _model(self) -> Target:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.decoding.chunks import KnownChunks
 from longspec_jax.decoding.constrained import (
     FREE,
     Anything,
@@ -28,6 +27,7 @@ from longspec_jax.decoding.copies import copy_prefix
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Choice, FastestWithinBudget, load_of
 from longspec_jax.decoding.prefill import (
+    KnownChunks,
     prefill_chunks,
     prefill_programs,
     rows_outline,

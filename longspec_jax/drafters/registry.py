@@ -113,7 +113,7 @@ def is_mtp(tensors: Set[str]) -> bool:
     return any(name.startswith("mtp.") for name in tensors)
 
 
-def is_name(source: Any) -> bool:
+def is_name(source: object) -> bool:
     """Whether a source is a name, and no folder: of a kind without weights, or :data:`OWN`."""
     return isinstance(source, str) and source in {*NAMED, OWN}
 

@@ -229,7 +229,9 @@ class TableParams:
         head: Any = self.head
         parts = {"layer": rounded(self.layer), "head": QuantisedMatrix.rounded(head)}
         laid_out = _laid_out(parts, self.embedding.dtype, mesh)
-        return dataclasses.replace(self, own_head=True, **laid_out)
+        return dataclasses.replace(
+            self, own_head=True, layer=laid_out["layer"], head=laid_out["head"]
+        )
 
     @property
     def own_params(self) -> Any:
@@ -348,7 +350,7 @@ class BlockParams(TableParams):
             return small
         markov = self.markov | {"head": QuantisedMatrix.rounded(self.markov["head"])}
         laid_out = _laid_out({"markov": markov}, self.embedding.dtype, mesh)
-        return dataclasses.replace(small, **laid_out)
+        return dataclasses.replace(small, markov=laid_out["markov"])
 
 
 def _laid_out(parts: dict[str, Any], dtype: DTypeLike, mesh: Mesh | None) -> dict[str, Any]:

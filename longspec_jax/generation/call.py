@@ -18,13 +18,17 @@ from jaxtyping import PyTree
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions
-from longspec_jax.decoding.cache import bucket_capacity, slack_slots
-from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
 from longspec_jax.decoding.policy import tallest
 from longspec_jax.decoding.programs import processors
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
-from longspec_jax.decoding.runner import ModelRunner
+from longspec_jax.decoding.runner import (
+    ModelRunner,
+    bucket_capacity,
+    chunk_of,
+    chunk_sizes,
+    slack_slots,
+)
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params

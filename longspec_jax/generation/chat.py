@@ -1,4 +1,4 @@
-"""Text and chat messages to token ids, the messages by a chat template.
+"""Chat messages to text, by a chat template.
 
 Quick to import: the commands refuse bad messages before the library's slow imports.
 """
@@ -7,10 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from longspec_jax.checks import shown
+from longspec_jax.checks import Tokenizer, shown
 
-SHORT = 8
-"""Characters per position up to which a text is tokenised without a check of its length."""
 OPEN_THOUGHT = re.compile(r"(<(?:\w+:)?think(?:ing)?>|\[THINK\])\s*\Z", re.IGNORECASE)
 """What a template ends a prompt with that begins the model's reasoning."""
 THOUGHT_TOKENS = 16
@@ -19,7 +17,7 @@ CONTENT = 'text, or a list of parts {"type": "text", "text": ...}'
 
 
 def plain_messages(
-    messages: Any, where: str = "", shown: Callable[[Any], str] = shown
+    messages: object, where: str = "", shown: Callable[[Any], str] = shown
 ) -> list[dict[str, Any]]:
     """The messages, each with its content as one text; fields that are None are left out.
 
@@ -41,7 +39,7 @@ def plain_messages(
     ]
 
 
-def _plain(name: str, message: Any, shown: Callable[[Any], str]) -> dict[str, Any]:
+def _plain(name: str, message: object, shown: Callable[[Any], str]) -> dict[str, Any]:
     """One message with its content as text; errors begin with its name."""
     calls = isinstance(message, Mapping) and bool(message.get("tool_calls"))
     needed = {"role"} if calls else {"role", "content"}
@@ -85,22 +83,8 @@ VICUNA_TEMPLATE = (
 """Vicuna v1.1, for tokenizers that come without a template; a Jinja string."""
 
 
-def encode_chat(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    template: str | None = None,
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    variables: Mapping[str, object] | None = None,
-    max_positions: int | None = None,
-) -> list[int]:
-    """Token ids of a conversation; see :func:`render_chat` and :func:`encode_text`."""
-    text = render_chat(require_tokenizer(tokenizer), messages, template, tools, variables)
-    return encode_text(tokenizer, text, special=False, max_positions=max_positions)
-
-
 def render_chat(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     template: str | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
@@ -134,13 +118,12 @@ def render_chat(
 
     try:
         return render(source, variables)
-    except Exception as error:  # A template is a program: it may raise anything.
+    except Exception as error:
         remedy = "pass another one as chat_template=, or the prompt as text"
         if "system" in str(error).lower():
             remedy = f"write the system message into the first message of the user, or {remedy}"
         raise ValueError(
-            f"the chat template cannot render these messages: {error} ({type(error).__name__}); "
-            f"{remedy}"
+            f"the chat template cannot render these messages: {error}; {remedy}"
         ) from error
 
 
@@ -174,7 +157,7 @@ def check_no_open_thought(decode: Callable[[list[int]], str], prompt: Sequence[i
 
 
 def template_of(
-    tokenizer: Any, template: str | None, tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Tokenizer, template: str | None, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """The Jinja text of a template: given, named, or the tokenizer's own.
 
@@ -190,52 +173,3 @@ def template_of(
             "prompt as text"
         )
     return tokenizer.get_chat_template(template, [*tools] or None)
-
-
-def encode_text(
-    tokenizer: Any, text: str, *, special: bool = True, max_positions: int | None = None
-) -> list[int]:
-    """Token ids of a text.
-
-    Args:
-      special: add what the tokenizer puts around a text, such as a beginning-of-text token.
-      max_positions: of the target; a text that cannot fit is refused before it is tokenised, which
-        may take minutes. Unchecked if absent.
-
-    Raises:
-      ValueError: without a tokenizer, for a text that is too long, and for half of a surrogate
-        pair, which no UTF-8 text and no tokenizer can hold.
-    """
-    require_tokenizer(tokenizer)
-    if max_positions is not None and len(text) > SHORT * max_positions:
-        _check_characters(tokenizer, len(text), max_positions)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the text has a lone surrogate, {text[error.start]!r}, at character {error.start}, "
-            "which is no character; read the text as UTF-8, or replace what cannot be read "
-            "(errors='replace')"
-        ) from error
-    return tokenizer(text, add_special_tokens=special)["input_ids"]
-
-
-def _check_characters(tokenizer: Any, characters: int, max_positions: int) -> None:
-    """Refuse a text of more characters than all positions hold, were every token the longest."""
-    longest = max(map(len, tokenizer.get_vocab()))
-    if characters > longest * max_positions:
-        raise ValueError(
-            f"a prompt of {characters} characters cannot fit: the target has "
-            f"max_positions={max_positions}, and the longest token of its tokenizer has {longest} "
-            f"characters; shorten the prompt to far less than {longest * max_positions} characters"
-        )
-
-
-def require_tokenizer(tokenizer: Any) -> Any:
-    """Return the tokenizer, or say how to do without."""
-    if tokenizer is None:
-        raise ValueError(
-            "text needs a tokenizer and none was found beside the target; pass tokenizer= to "
-            "from_pretrained, or pass token ids"
-        )
-    return tokenizer

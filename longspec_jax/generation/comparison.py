@@ -84,8 +84,9 @@ def run_both(run: Run, on_round: OnRound | None = None) -> Comparison:
     speculative = follow(run, on_round)
     run.engine.close()  # Its cache makes room for plain decoding's.
     if plain_run is None:
-        options = {"streams": streams, "on_activity": run.on_activity}
-        plain_run = prefilled(Settled(plan), run.batch, run.known, **options)
+        plain_run = prefilled(
+            Settled(plan), run.batch, run.known, streams=streams, on_activity=run.on_activity
+        )
     total = int(run.batch.request.max_new_tokens.sum())
 
     def listen(added: StreamRound) -> None:

@@ -10,9 +10,16 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from longspec_jax.checks import as_plain, is_whole, shown
+from longspec_jax.checks import (
+    GenerationConfig,
+    Tokenizer,
+    as_plain,
+    is_whole,
+    require_tokenizer,
+    shown,
+)
 from longspec_jax.decoding.rows import Request
-from longspec_jax.generation.chat import encode_chat, encode_text
+from longspec_jax.generation.chat import render_chat
 from longspec_jax.generation.models import Models
 from longspec_jax.generation.options import (
     GenerateOptions,
@@ -23,6 +30,8 @@ from longspec_jax.generation.options import (
 from longspec_jax.generation.stops import stop_strings
 from longspec_jax.generation.text import RowText
 
+SHORT = 8
+"""Characters per position up to which a text is tokenised without a check of its length."""
 Inputs: TypeAlias = Any
 """Text, chat messages (``[{"role": ..., "content": ...}, ...]``), token ids, or a list of one of
 these for a batch; also what a transformers tokenizer returns (``input_ids``,
@@ -40,7 +49,7 @@ class Batch(NamedTuple):
     """Options of all rows, on the host."""
     stop_strings: tuple[tuple[str, ...], ...] = ()
     """Of every row; empty where no row has any."""
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     """A transformers tokenizer, or None for no text."""
 
     def text(self, row: int) -> RowText | None:
@@ -68,7 +77,7 @@ class Batch(NamedTuple):
 def read_batch(
     models: Models,
     inputs: Inputs,
-    generation_config: Any,
+    generation_config: GenerationConfig | None,
     options: GenerateOptions,
     *,
     chat_template: str | None = None,
@@ -127,7 +136,7 @@ def check_positions(lengths: Sequence[int], new_tokens: np.ndarray, max_position
 
 def to_prompts(
     inputs: Inputs,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     vocab_size: int,
     chat_template: str | None = None,
     max_positions: int | None = None,
@@ -160,6 +169,67 @@ def to_prompts(
     return tuple(prompts)
 
 
+def encode_chat(
+    tokenizer: Tokenizer | None,
+    messages: Sequence[Mapping[str, Any]],
+    template: str | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, object] | None = None,
+    max_positions: int | None = None,
+) -> list[int]:
+    """Token ids of a conversation.
+
+    Arguments and errors as of :func:`~longspec_jax.generation.chat.render_chat` and
+    :func:`encode_text`.
+    """
+    text = render_chat(require_tokenizer(tokenizer), messages, template, tools, variables)
+    return encode_text(tokenizer, text, special=False, max_positions=max_positions)
+
+
+def encode_text(
+    tokenizer: Tokenizer | None,
+    text: str,
+    *,
+    special: bool = True,
+    max_positions: int | None = None,
+) -> list[int]:
+    """Token ids of a text.
+
+    Args:
+      special: add what the tokenizer puts around a text, such as a beginning-of-text token.
+      max_positions: of the target; a text that cannot fit is refused before it is tokenised, which
+        may take minutes. Unchecked if absent.
+
+    Raises:
+      ValueError: without a tokenizer, for a text that is too long, and for half of a surrogate
+        pair, which no UTF-8 text and no tokenizer can hold.
+    """
+    tokenizer = require_tokenizer(tokenizer)
+    if max_positions is not None and len(text) > SHORT * max_positions:
+        _check_characters(tokenizer, len(text), max_positions)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has a lone surrogate, {text[error.start]!r}, at character {error.start}, "
+            "which is no character; read the text as UTF-8, or replace what cannot be read "
+            "(errors='replace')"
+        ) from error
+    return tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+def _check_characters(tokenizer: Tokenizer, characters: int, max_positions: int) -> None:
+    """Refuse a text of more characters than all positions hold, were every token the longest."""
+    longest = max(map(len, tokenizer.get_vocab()))
+    if characters > longest * max_positions:
+        raise ValueError(
+            f"a prompt of {characters} characters cannot fit: the target has "
+            f"max_positions={max_positions}, and the longest token of its tokenizer has {longest} "
+            f"characters; shorten the prompt to far less than {longest * max_positions} characters"
+        )
+
+
 def to_prompt(inputs: Inputs, *options: Any, **named: Any) -> np.ndarray:
     """The token ids of a single row; arguments and errors as of :func:`to_prompts`.
 
@@ -175,7 +245,7 @@ def to_prompt(inputs: Inputs, *options: Any, **named: Any) -> np.ndarray:
     return row
 
 
-def is_chat(item: Any) -> bool:
+def is_chat(item: object) -> bool:
     """Whether a row is a list of chat messages."""
     return isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping)
 
@@ -233,7 +303,11 @@ def _kept(row: Any, mask: Any) -> Any:
 
 
 def _prompt(
-    item: Any, tokenizer: Any, vocab_size: int, chat_template: str | None, max_positions: int | None
+    item: Any,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    chat_template: str | None,
+    max_positions: int | None,
 ) -> np.ndarray:
     """Token ids of one row as int32; what does not fit is refused before it would be cut off."""
     tokens: Any = item

@@ -21,7 +21,7 @@ from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.models import Models
 from longspec_jax.ops.matmul.experts import computed_rows
 from longspec_jax.ops.matmul.quantised_weights import has_unpacked, quantised_matrices
-from longspec_jax.ops.placement import free_device_bytes, tree_bytes
+from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.recurrence.delta_rule import BLOCK
 from longspec_jax.ops.recurrence.recurrence import SEGMENT
 
@@ -158,9 +158,9 @@ def device_bytes(tree: PyTree) -> int:
 def free_bytes(mesh: Mesh | None = None) -> int | None:
     """Bytes that each device of the mesh, or the default one, has left; None if unknown."""
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
-    on_device = free_device_bytes(devices)
-    if on_device is not None:
-        return on_device
+    known = [device.memory_stats() or {} for device in devices]
+    if all("bytes_limit" in stats for stats in known):  # A CPU's does not say.
+        return min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in known)
     free = free_host_bytes() if jax.default_backend() == "cpu" else None
     return None if free is None else free // len(devices)
 

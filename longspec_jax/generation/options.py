@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from longspec_jax.checks import (
+    GenerationConfig,
     as_plain,
     by_row,
     in_row,
@@ -69,7 +70,7 @@ _HINTS = {
 
 def resolve(
     options: Mapping[str, Any],
-    generation_config: Any,
+    generation_config: GenerationConfig | None,
     prompt_lengths: Sequence[int],
     model_stop_tokens: Sequence[int],
     vocab_size: int,
@@ -109,7 +110,7 @@ def resolve(
     min_p = option("min_p", np.float64)
     filters = {"top_k": top_k > 0, "top_p": top_p < 1, "min_p": min_p > 0}
     if not temperature.any():
-        _check_no_filter(given, **filters)
+        _check_no_filter(given, filters)
     checked = vocab_size if "eos_token_id" in merged else None
     filtered = (temperature > 0) & np.any([*filters.values()], axis=0)
     with np.errstate(divide="ignore"):
@@ -145,7 +146,7 @@ def resolve(
     )
 
 
-def _biases(value: Any, rows: int, vocab_size: int) -> list[dict[int, float]]:
+def _biases(value: object, rows: int, vocab_size: int) -> list[dict[int, float]]:
     """Biases of every row, by token."""
     biases = [value or {}] * rows if value is None or isinstance(value, Mapping) else value
     if not isinstance(biases, Sequence) or not all(isinstance(one, Mapping) for one in biases):
@@ -186,7 +187,9 @@ def _alternatives(name: str, value: Any, rows: int) -> Any:
     return np.where(neither, -1, found).astype(np.int32)
 
 
-def given_option(options: Mapping[str, Any], generation_config: Any, name: str) -> Any:
+def given_option(
+    options: Mapping[str, Any], generation_config: GenerationConfig | None, name: str
+) -> Any:
     """What a call gives for an option that is read by itself; None where it gives nothing.
 
     Args:
@@ -197,7 +200,7 @@ def given_option(options: Mapping[str, Any], generation_config: Any, name: str) 
     return getattr(generation_config, name, None) if value is None else value
 
 
-def sequences_per_prompt(value: Any, request: Request) -> int:
+def sequences_per_prompt(value: object, request: Request) -> int:
     """How many rows every prompt has.
 
     Args:
@@ -267,13 +270,13 @@ def _supported(
     return found
 
 
-def _has_effect(name: str, value: Any) -> bool:
+def _has_effect(name: str, value: object) -> bool:
     """Whether an option of transformers may change the output at this value."""
     neutral = _NEUTRAL.get(name)
     return neutral is not _ANY and not (isinstance(value, numbers.Real) and value == neutral)
 
 
-def _rest(name: str, max_length: Any, prompt_lengths: Sequence[int]) -> list[int]:
+def _rest(name: str, max_length: object, prompt_lengths: Sequence[int]) -> list[int]:
     """The new tokens that a limit on prompt and new tokens together leaves each row."""
     most = whole_number(name, max_length)
     for row, length in enumerate(prompt_lengths):
@@ -308,7 +311,7 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
     return np.zeros_like(array)
 
 
-def _check_no_filter(given: Mapping[str, Any], **acts: np.ndarray) -> None:
+def _check_no_filter(given: Mapping[str, Any], acts: Mapping[str, np.ndarray]) -> None:
     """Refuse filters in a call that draws no samples."""
     for name, act in acts.items():
         if name in given and act.any():
@@ -351,7 +354,7 @@ def _stop_tokens(value: Any, rows: int, vocab_size: int | None) -> Any:
     return stops
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
     """The items of a list, a set or an array."""
     value = as_plain(value)
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | set | frozenset):
@@ -359,7 +362,7 @@ def _listed(value: Any) -> list[Any]:
     return list(value)
 
 
-def _no_stop_set(value: Any) -> ValueError:
+def _no_stop_set(value: object) -> ValueError:
     return ValueError(
         f"eos_token_id={shown(value)} must be a token id, a list of ids, or a list of ids for "
         "every prompt; tokenizer.convert_tokens_to_ids gives the id of a token"

@@ -13,21 +13,21 @@ import sys
 import warnings
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import numpy as np
 
-from longspec_jax.checks import is_whole, shown
+from longspec_jax.checks import GenerationConfig, is_whole, shown
 from longspec_jax.config.serving import EngineOptions
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import warmup
 from longspec_jax.decoding.cache import cache_bytes
-from longspec_jax.decoding.chunks import most_reusable
 from longspec_jax.decoding.constrained import reason_of
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.launches import launch_sizes
 from longspec_jax.decoding.policy import candidates_by_load
+from longspec_jax.decoding.prefill import most_reusable
 from longspec_jax.decoding.prefixes import MOST_MOVING
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.report import Contents
@@ -222,7 +222,7 @@ class RequestEngine(TextEngine):
     def submit(
         self,
         inputs: Inputs,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
         chat_template: str | None = None,
         priority: int = 0,

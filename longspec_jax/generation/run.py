@@ -29,7 +29,6 @@ from longspec_jax.generation.result import (
 from longspec_jax.generation.speeds import KnownSpeeds, Settled, settle
 from longspec_jax.generation.text import Piece, continuation
 from longspec_jax.generation.warm import WarmShapes, plan_engine
-from longspec_jax.ops.placement import tree_bytes
 
 
 class Known(NamedTuple):
@@ -116,7 +115,7 @@ class Run:
             prefill_seconds=engine.seconds_of_prefill,
             decode_seconds=sum(total.seconds for total in engine.totals),
             compile_seconds=self.compile_seconds,
-            draft_state_bytes=tree_bytes(engine.rows.draft),
+            draft_state_bytes=engine.draft_bytes,
             memory=self.plan.memory,
             accepted_by_source={proposers(sources, bits): n for bits, n in accepted.items()},
             lossless=all(drafter.lossless for drafter in self.plan.drafters),

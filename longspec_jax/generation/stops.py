@@ -7,7 +7,7 @@ text is split into tokens. The row's text ends before the match.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from longspec_jax.checks import shown
 
@@ -84,7 +84,7 @@ class StopStrings:
         return self._next[node].get(character, 0)
 
 
-def stop_strings(value: Any, rows: int) -> tuple[tuple[str, ...], ...]:
+def stop_strings(value: object, rows: int) -> tuple[tuple[str, ...], ...]:
     """The stop strings of every row.
 
     Args:
@@ -111,7 +111,7 @@ def stop_strings(value: Any, rows: int) -> tuple[tuple[str, ...], ...]:
     return tuple(map(_checked, sets))
 
 
-def _checked(strings: Any) -> tuple[str, ...]:
+def _checked(strings: object) -> tuple[str, ...]:
     if not isinstance(strings, Sequence | set | frozenset) or not all(
         isinstance(one, str) for one in strings
     ):

@@ -19,8 +19,9 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from longspec_jax.checks import Tokenizer
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.slots import StepOutput, until
 from longspec_jax.generation.stops import StopStrings
@@ -56,7 +57,7 @@ class Detokenizer:
     The concatenation of everything :meth:`push` and :meth:`flush` return is :func:`continuation`.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         """Start behind the given prompt, whose text is not returned.
 
         Args:
@@ -128,7 +129,7 @@ class RowText:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()
     ):
         """Start behind a prompt, whose own text is not searched.
 
@@ -221,14 +222,14 @@ class RowText:
         return released
 
 
-def continuation(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
     """The text of ``tokens`` that continue a prompt, as the module's first lines define it."""
     tests = functools.partial(_is_silent, tokenizer), functools.partial(_is_byte, tokenizer)
     context = _tail(prompt, *tests)
     return _beyond(_decode(tokenizer, [*context, *tokens]), _decode(tokenizer, context))
 
 
-def stored_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
+def stored_bytes(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:
     """What tells the bytes of a token, as the tokenizer stores it; None where that is not known.
 
     Known are tokens of byte fallback, and those of byte-level tokenizers: their alphabet has a
@@ -239,7 +240,7 @@ def stored_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
     byte_of = _byte_alphabet() if b'"ByteLevel"' in state else {}
 
     def stored(token: int) -> bytes | None:
-        name = tokenizer.convert_ids_to_tokens(int(token)) or ""
+        name = tokenizer and tokenizer.convert_ids_to_tokens(int(token)) or ""
         if BYTE.fullmatch(name):
             return bytes([int(name[3:5], 16)])
         known = bool(name) and all(character in byte_of for character in name)
@@ -273,7 +274,7 @@ def _tail(
     return tail[::-1]
 
 
-def _is_silent(tokenizer: Any, token: int) -> bool:
+def _is_silent(tokenizer: Tokenizer, token: int) -> bool:
     """Whether a token never has a text: a special one, or an id that the tokenizer lacks.
 
     Decodes it twice in a row, because a single space may be dropped at the start.
@@ -281,12 +282,12 @@ def _is_silent(tokenizer: Any, token: int) -> bool:
     return not _decode(tokenizer, [token, token])
 
 
-def _is_byte(tokenizer: Any, token: int) -> bool:
+def _is_byte(tokenizer: Tokenizer, token: int) -> bool:
     """Whether a token is one byte of byte fallback."""
     return BYTE.fullmatch(tokenizer.convert_ids_to_tokens(int(token)) or "") is not None
 
 
-def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+def _decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return tokenizer.decode(
         list(map(int, tokens)), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )

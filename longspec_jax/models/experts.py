@@ -106,5 +106,6 @@ class Experts(nn.Module):
 
     def _choose(self, x: Array, router: tuple[Array, Any]) -> tuple[Array, Array]:
         c = self.config
-        options: Any = dict(chosen=c.chosen, renormalised=c.renormalised, ordered=self.ordered)
-        return choose_experts(x, *router, **options)
+        return choose_experts(
+            x, *router, chosen=c.chosen, renormalised=c.renormalised, ordered=self.ordered
+        )

@@ -11,7 +11,7 @@ kernel's backend, and a CPU need not spend the time.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Implementation = Callable[..., Any]
@@ -49,11 +49,11 @@ class Op:
                     f"{self.name} has no implementation {implementation!r}; choose one of "
                     f"{sorted(self.implementations)}"
                 )
-            return _run(self.implementations[implementation], *operands, **options)
+            return _run(self.implementations[implementation], operands, options)
         refusals = []
         for name, candidate in self.automatic.items():
             try:
-                return _run(candidate, *operands, **options)
+                return _run(candidate, operands, options)
             except NotImplementedError as refusal:
                 refusals.append(f"{name}: {refusal}")
         raise NotImplementedError(
@@ -61,7 +61,9 @@ class Op:
         )
 
 
-def _run(implementation: Implementation, *operands: Any, **options: Any) -> Any:
+def _run(
+    implementation: Implementation, operands: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Run an implementation; a backend that cannot be imported is a refusal."""
     try:
         return implementation(*operands, **options)

@@ -103,7 +103,7 @@ def _exported(
     return jax.jit(call)  # Lowered once in a program, however many layers call it.
 
 
-def _file(name: str, *key: Any) -> Path | None:
+def _file(name: str, *key: object) -> Path | None:
     """Where a kernel is kept; None where no programs are.
 
     The name depends on all that a kernel follows from, the source of this library included.

@@ -151,8 +151,8 @@ def _split_kernel(
         ref: Ref,
         heads: int,
         block: jax.Array,
-        slots: Any,
-        place: Any,
+        slots: Ref,
+        place: Ref,
         rotated: bool,
         scale_ref: Ref,
     ) -> None:

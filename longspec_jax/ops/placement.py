@@ -4,8 +4,7 @@ An array's type says which memory it lies in, and operations on arrays of severa
 refused while a program is traced.
 """
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jaxtyping import PyTree
@@ -19,17 +18,6 @@ Tree = TypeVar("Tree")
 def tree_bytes(tree: PyTree) -> int:
     """Bytes of all arrays of a pytree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def free_device_bytes(devices: Sequence[Any]) -> int | None:
-    """Bytes that each of some devices of this process can still allocate.
-
-    None where one does not say, as a CPU.
-    """
-    known = [device.memory_stats() or {} for device in devices]
-    if not all("bytes_limit" in stats for stats in known):
-        return None
-    return min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in known)
 
 
 def on_host(array: jax.Array) -> bool:

@@ -2,7 +2,7 @@
 
 Knows files and formats, not models. Safetensors are read through a memory map, so that a slice
 costs its own bytes and nothing else. ``.bin`` and ``.pth`` files are pickles, whose code is never
-run (:mod:`longspec_jax.weights.pickles`). Those of torch before 1.6 need torch.
+run (:mod:`longspec_jax.weights.pickles`).
 """
 
 import json
@@ -51,9 +51,6 @@ LM_HEAD = "lm_head.weight"
 MEDUSA_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 """What Medusa heads are called."""
 
-SAFE_TORCH = 2, 6
-"""Least version of torch that reads old pickles: before it, ``weights_only`` does not keep a file
-from running code (CVE-2025-32434)."""
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _FLOAT8 = "F8_E4M3"
 """Safetensors' names of the floating dtypes; other names are passed on, for the error message."""
@@ -228,12 +225,13 @@ def _open_torch(path: Path) -> Tensors:
     """The tensors of one file of ``torch.save``.
 
     Raises:
-      ValueError: if the file is damaged or holds anything but tensors, or is older than torch 1.6
-        and torch is not installed.
+      ValueError: if the file is damaged, holds anything but tensors, or is older than torch 1.6.
     """
-    # Files older than torch 1.6 are no zip archives.
     if not zipfile.is_zipfile(path):
-        return _open_old_torch(path)
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) is truncated, or a pickle of torch before 1.6, "
+            "which is not read; download it again, or convert the model to safetensors"
+        )
     try:
         file = TensorFile(path)
         state = _named(path, file.content, StoredTensor)
@@ -245,30 +243,6 @@ def _open_torch(path: Path) -> Tensors:
         name: Tensor(tensor.shape, tensor.storage.dtype, partial(file.read, tensor), path)
         for name, tensor in state.items()
     }
-
-
-def _open_old_torch(path: Path) -> Tensors:
-    """The tensors of a file that only torch can read."""
-    try:
-        import torch
-    except ImportError as error:
-        raise ValueError(
-            f"{path} is a torch pickle of an old format and torch is not installed; install torch, "
-            "or convert the model to safetensors"
-        ) from error
-    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_TORCH:
-        raise ValueError(
-            f"{path} is a torch pickle of an old format, and torch {torch.__version__} runs code "
-            "that such a file may hold (CVE-2025-32434); install torch "
-            f"{SAFE_TORCH[0]}.{SAFE_TORCH[1]} or later, or convert the model to safetensors"
-        )
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        # Torch's own message advises to switch the protection off: it is chained, not repeated.
-        raise _damaged(path) from error
-    named = _named(path, state, torch.Tensor)
-    return {name: _torch_tensor(path, tensor, torch) for name, tensor in named.items()}
 
 
 def _damaged(path: Path, reason: Exception | None = None) -> ValueError:
@@ -290,16 +264,3 @@ def _named(path: Path, state: Any, kind: type) -> dict[str, Any]:
     if strange:
         raise ValueError(f"{path} must be a flat dictionary of tensors, but holds {strange}")
     return state
-
-
-def _torch_tensor(path: Path, tensor: Any, torch: Any) -> Tensor:
-    """One torch tensor as a readable one."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-
-    def read(index: Index) -> np.ndarray:
-        part = tensor.detach()[index].contiguous()  # Saved parameters still want gradients.
-        if dtype == "bfloat16":  # NumPy has no bfloat16 of its own: pass the bits.
-            return part.view(torch.int16).numpy().view(jnp.bfloat16)
-        return part.numpy()
-
-    return Tensor(tuple(tensor.shape), dtype, read, path)

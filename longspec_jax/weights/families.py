@@ -6,7 +6,7 @@ becomes fields of :class:`longspec_jax.config.target.TargetConfig`, and the name
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ class Names:
     """Whether a layer's experts are one tensor, as gpt-oss names them."""
 
 
-def _nothing(*_: Any) -> dict[str, Any]:
+def _nothing(*_: object) -> dict[str, Any]:
     return {}
 
 
@@ -231,12 +231,24 @@ def _raw_gemma(config: TargetConfig) -> dict[str, Any]:
     }
 
 
-_QWEN_WINDOWS: dict[str, Any] = dict(
-    window_switch="use_sliding_window", default_window=4096, windows=_beyond_max_window_layers
+_QWEN2 = Family(
+    "qwen2",
+    fixed={"qkv_bias": True},
+    window_switch="use_sliding_window",
+    default_window=4096,
+    windows=_beyond_max_window_layers,
 )
 _GELU = "gelu_pytorch_tanh"
 _CAPS = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
-_GEMMA: dict[str, Any] = dict(
+_GEMMA_FIXED = {"post_norms": True, "offset_norms": True, "gelu": True}
+_GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
+_GEMMA2 = Family(
+    "gemma2",
+    fixed=_GEMMA_FIXED,
+    accepts=frozenset({"hidden_act"}),
+    read=_gemma2,
+    defaults=_GEMMA_DEFAULTS,
+    windows=lambda raw, index: index % 2 == 0,
     write=_raw_gemma,
     window_switch="sliding_window",
     default_window=4096,
@@ -244,14 +256,10 @@ _GEMMA: dict[str, Any] = dict(
         mlp_norm="pre_feedforward_layernorm", attention_post_norm="post_attention_layernorm"
     ),
 )
-_GEMMA_FIXED = {"post_norms": True, "offset_norms": True, "gelu": True}
-_GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 _OLMO_FIXED = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True}
 
-_QWEN_HYBRID: dict[str, Any] = dict(
-    fixed={"qk_norm": True, "offset_norms": True, "gated_attention": True},
-    accepts=frozenset({"partial_rotary_factor"}),
-)
+_HYBRID_FIXED = {"qk_norm": True, "offset_norms": True, "gated_attention": True}
+_HYBRID_ACCEPTS = frozenset({"partial_rotary_factor"})
 _HYBRID_DEFAULTS = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -270,16 +278,9 @@ _GRANITE_4 = Names(gate_up=("shared_mlp.input_linear",) * 2, down="shared_mlp.ou
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama"),
     "MistralForCausalLM": Family("mistral", window_switch="sliding_window", default_window=4096),
-    "Qwen2ForCausalLM": Family(
-        "qwen2",
-        fixed={"qkv_bias": True},
-        **_QWEN_WINDOWS,
-    ),
-    "Qwen3ForCausalLM": Family(
-        "qwen3",
-        fixed={"qk_norm": True},
-        defaults={"head_dim": 128},
-        **_QWEN_WINDOWS,
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": replace(
+        _QWEN2, model_type="qwen3", fixed={"qk_norm": True}, defaults={"head_dim": 128}
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -288,20 +289,20 @@ FAMILIES: dict[str, Family] = {
         write=raw_experts,
         window_switch="use_sliding_window",
     ),
-    "MiMoForCausalLM": Family(
-        "mimo",
-        fixed={"qkv_bias": True},
+    "MiMoForCausalLM": replace(
+        _QWEN2,
+        model_type="mimo",
         # The code that comes with it adds layers that are a draft here; all else is Qwen2's.
         accepts=frozenset({"auto_map", "attention_bias"}),
         write=lambda config: {"attention_bias": True},
-        **_QWEN_WINDOWS,
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text",
         read=read_recurrences,
         write=raw_recurrences,
         defaults=_HYBRID_DEFAULTS | {"num_key_value_heads": 4},
-        **_QWEN_HYBRID,
+        fixed=_HYBRID_FIXED,
+        accepts=_HYBRID_ACCEPTS,
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "qwen3_5_moe_text",
@@ -309,7 +310,8 @@ FAMILIES: dict[str, Family] = {
         write=raw_sparse_recurrences,
         defaults=_SPARSE_HYBRID_DEFAULTS | {"num_experts": 256},
         mlp_width="moe_intermediate_size",  # No layer is dense.
-        **_QWEN_HYBRID,
+        fixed=_HYBRID_FIXED,
+        accepts=_HYBRID_ACCEPTS,
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next",
@@ -320,7 +322,8 @@ FAMILIES: dict[str, Family] = {
         names=Names(
             recurrent_rows=(("in_proj_qkvz", "(J W) D"),), rate_rows=(("in_proj_ba", "(J C) D"),)
         ),
-        **_QWEN_HYBRID,
+        fixed=_HYBRID_FIXED,
+        accepts=_HYBRID_ACCEPTS,
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
@@ -389,17 +392,10 @@ FAMILIES: dict[str, Family] = {
     "MinistralForCausalLM": Family(
         "ministral", window_switch="sliding_window", default_window=4096
     ),
-    "Gemma2ForCausalLM": Family(
-        "gemma2",
-        fixed=_GEMMA_FIXED,
-        accepts=frozenset({"hidden_act"}),
-        read=_gemma2,
-        defaults=_GEMMA_DEFAULTS,
-        windows=lambda raw, index: index % 2 == 0,
-        **_GEMMA,
-    ),
-    "Gemma3ForCausalLM": Family(
-        "gemma3_text",
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": replace(
+        _GEMMA2,
+        model_type="gemma3_text",
         fixed=_GEMMA_FIXED | {"qk_norm": True},
         accepts=frozenset({"hidden_act", "rope_local_base_freq"}),
         read=_gemma,
@@ -415,7 +411,6 @@ FAMILIES: dict[str, Family] = {
         },
         windows=lambda raw, index: (index + 1) % raw.whole("sliding_window_pattern", 6) != 0,
         local_theta="rope_local_base_freq",
-        **_GEMMA,
     ),
     "Glm4ForCausalLM": Family(
         "glm4",

@@ -82,9 +82,8 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     }
     width, heads = sizes["model_width"], sizes["num_heads"]
     head = head_width(raw, width, heads, None)
-    known: dict[str, Any] = dict(
+    known: dict[str, Any] = sizes | dict(
         architecture=architecture,
-        **sizes,
         num_kv_heads=raw.whole("num_key_value_heads", heads),
         head_width=head,
         max_positions=max_positions,
@@ -99,7 +98,7 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     own = family.read(raw, known | windows)
     if windows and _windows(own, windows) != _windows(windows):
         raise raw.error("sliding_window", "is not supported beside layers without positions")
-    return build(raw, TargetConfig, **known, **family.fixed, **{**windows, **own})
+    return build(raw, TargetConfig, **{**known, **family.fixed, **windows, **own})
 
 
 def _windows(fields: Mapping[str, Any], others: Mapping[str, Any] = {}) -> list[int | None]:

@@ -171,7 +171,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _not_finite(value: Any, name: str = "") -> str | None:
+def _not_finite(value: object, name: str = "") -> str | None:
     """The first NaN or infinity of a parsed file, which Python reads though they are no JSON."""
     match value:
         case dict() | list():

@@ -140,7 +140,9 @@ def _read(described: bytes) -> Any:
     return _Reader(io.BytesIO(described)).load()
 
 
-def _tensor(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> Any:
+def _tensor(
+    storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
+) -> Any:
     """What torch makes a tensor of."""
     whole = all(type(number) is int for number in (offset, *size, *stride))
     if not whole or not isinstance(storage, Storage) or len(size) != len(stride):
@@ -148,7 +150,7 @@ def _tensor(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int
     return StoredTensor(storage, offset, tuple(size), tuple(stride))
 
 
-def _parameter(tensor: Any, *_: Any) -> Any:
+def _parameter(tensor: object, *_: object) -> Any:
     """What torch makes a parameter of: a tensor that wants gradients."""
     return tensor
 
@@ -169,7 +171,7 @@ class _Reader(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no tensor")
         return known[module, name]
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: object) -> Storage:
         """A storage."""
         match pid:
             case ("storage", str(dtype), str(key), str(), int(count)) if dtype in STORAGES.values():

@@ -352,8 +352,17 @@ def bind(
         inner = math.prod(sizes[letter] for letter in along[1:])
         factors = tuple(tuple(sizes[letter] for letter in group) for group in groups)
         heads = axes.index("H") if order_of else 0
-        where = dict(start=start, depth=depth, inner=inner, first=rows[name])
-        part = Part(theirs + name, factors, order, shuffle=order_of, heads=heads, **where)
+        part = Part(
+            theirs + name,
+            factors,
+            order,
+            start=start,
+            depth=depth,
+            inner=inner,
+            first=rows[name],
+            shuffle=order_of,
+            heads=heads,
+        )
         rows[name] += math.prod(factors[0])
         parts.append((part, name if times[name] > 1 else None))
         start += depth

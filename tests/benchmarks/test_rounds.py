@@ -23,8 +23,8 @@ from benchmarks.rounds import (
 )
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
-from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.rows import Rows
+from longspec_jax.decoding.runner import slack_slots
 from longspec_jax.drafters.base import Params
 from tests.kit import ALL_PASSES, after_prompts
 from tests.lookup import LookupDrafter, LookupTarget, random_table, table_params

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Choice, Measurement, Policy, candidates
 from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.runner import slack_slots
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import Drafter, NoDraft, Params

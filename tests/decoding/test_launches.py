@@ -12,7 +12,6 @@ import pytest
 
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import engine as engine_lib
-from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.launches import LAUNCH_SECONDS
 from longspec_jax.decoding.policy import (
@@ -27,6 +26,7 @@ from longspec_jax.decoding.policy import (
 )
 from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round
+from longspec_jax.decoding.runner import slack_slots
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.target import TargetModel

@@ -11,8 +11,8 @@ from longspec_jax.config.layers import LayerConfig, QueryScaling, Rotary, YarnRo
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import round_noise
-from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.runner import slack_slots
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params

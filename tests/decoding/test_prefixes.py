@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.chunks import concerns, most_reusable, run_again
 from longspec_jax.decoding.copies import copy_prefix, read_chunk, write_chunk
 from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.prefill import concerns, most_reusable, run_again
 from longspec_jax.decoding.prefixes import HostChunks, Match, SlotPrefixes, chunk_names
 from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.decoding.target import TargetModel

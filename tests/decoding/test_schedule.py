@@ -17,7 +17,7 @@ from longspec_jax.decoding.policy import (
     candidates_by_load,
     load_of,
 )
-from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
+from longspec_jax.decoding.prompts import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.warmup import largest_chunk, smaller_chunks
 from longspec_jax.drafters.base import NoDraft, Params

@@ -421,9 +421,10 @@ def load_draft(
         embedding, head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
         table = draft_table(config, embedding=embedding, head=head)
         layer = folder.params(table, tensors, config.trunk.dtype)
-    heads = {name: layer.pop(name, None) for name in ("markov", "confidence", "selector")}
+    markov, confidence = layer.pop("markov", None), layer.pop("confidence", None)
+    selector = layer.pop("selector", None)
     params = DFlashParams.bound(layer, config, target, target_params, vocabulary)
-    return config, replace(params, **heads)
+    return config, replace(params, markov=markov, confidence=confidence, selector=selector)
 
 
 def save_draft(folder: str | Path, config: DFlashConfig, params: DFlashParams) -> None:

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from longspec_jax.checks import Tokenizer
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.small_lm import SmallLM, SmallLMOptions
@@ -174,7 +175,7 @@ def _tokens_of_sentencepiece(file: str) -> Tokens:
     return Tokens({piece: number for number, piece in enumerate(pieces)}, special)
 
 
-def _tokens_of(tokenizer: Any) -> Tokens | None:
+def _tokens_of(tokenizer: Tokenizer | None) -> Tokens | None:
     """What a transformers tokenizer knows."""
     if tokenizer is None:
         return None

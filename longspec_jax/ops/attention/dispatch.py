@@ -156,11 +156,14 @@ def prefix_attention(
       NotImplementedError: if the chosen implementation cannot take this call; says why.
     """
     _check_prefix(q, prefix)
-    options = dict(scale=scale, cap=cap, dtype=jnp.dtype(dtype), implementation=implementation)
-    if (scales := prefix.scales) is None:
-        return _run(PREFIX, q, prefix, **options)
-    found = _run(PREFIX, scaled(q, scales.keys), replace(prefix, scales=None), **options)
-    return Partial(scaled(found.out, scales.values), found.lse)
+    scales = prefix.scales
+    if scales is not None:
+        q, prefix = scaled(q, scales.keys), replace(prefix, scales=None)
+    q, prefix = _without_gradient(PREFIX.name, (q, prefix))
+    found = PREFIX(
+        q, prefix, scale=scale, cap=cap, dtype=jnp.dtype(dtype), implementation=implementation
+    )
+    return found if scales is None else Partial(scaled(found.out, scales.values), found.lse)
 
 
 def tree_attention(
@@ -178,8 +181,10 @@ def tree_attention(
     queries.
     """
     _check_fresh(q, fresh)
-    options = dict(scale=scale, cap=cap, dtype=jnp.dtype(dtype), implementation=implementation)
-    return _run(TREE, q, fresh, **options)
+    q, fresh = _without_gradient(TREE.name, (q, fresh))
+    return TREE(
+        q, fresh, scale=scale, cap=cap, dtype=jnp.dtype(dtype), implementation=implementation
+    )
 
 
 def speculative_attention(
@@ -203,8 +208,8 @@ def speculative_attention(
     _check_fresh(q, fresh)
     _check_together(prefix, fresh.keys)
     _check_sinks(q, sinks)
-    options = dict(scale=scale, cap=cap, implementation=implementation)
-    return _run(SPECULATIVE, q, prefix, fresh, sinks, **options)
+    operands = _without_gradient(SPECULATIVE.name, (q, prefix, fresh, sinks))
+    return SPECULATIVE(*operands, scale=scale, cap=cap, implementation=implementation)
 
 
 def path_attention(
@@ -241,8 +246,8 @@ def path_attention(
     _check_together(prefix, fresh.keys)
     if prefix.oldest is not None:
         raise NotImplementedError("path_attention sees the whole prefix, and takes no window")
-    options = dict(levels=levels, scale=scale, implementation=implementation)
-    return _run(PATH, q, prefix, fresh, depth, **options)
+    operands = _without_gradient(PATH.name, (q, prefix, fresh, depth))
+    return PATH(*operands, levels=levels, scale=scale, implementation=implementation)
 
 
 def chunk_attention(
@@ -277,8 +282,8 @@ def chunk_attention(
     if keys.shape[1] != q.shape[1]:
         raise ValueError(f"a chunk of {q.shape[1]} queries has as many keys, not {keys.shape[1]}")
     _check_sinks(q, sinks)
-    options = dict(scale=scale, cap=cap, implementation=implementation)
-    return _run(CHUNK, q, prefix, keys, values, sinks, **options)
+    operands = _without_gradient(CHUNK.name, (q, prefix, keys, values, sinks))
+    return CHUNK(*operands, scale=scale, cap=cap, implementation=implementation)
 
 
 def causal_attention(
@@ -302,8 +307,9 @@ def causal_attention(
     _check_sinks(q, sinks)
     fused = _cudnn_serves(q.dtype, q.shape[-1])
     if cap is not None or sinks is not None or (jax.default_backend() == "gpu" and not fused):
-        scores: Any = dict(scale=scale, cap=cap)
-        return attention_xla.causal_attention(q, k, v, sinks=sinks, window=window, **scores)
+        return attention_xla.causal_attention(
+            q, k, v, sinks=sinks, window=window, scale=scale, cap=cap
+        )
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -387,11 +393,6 @@ def _check_together(prefix: Prefix, keys: TreeRows) -> None:
             f"the prefix has {prefix.keys.shape[1]} key/value heads of {prefix.keys.dtype} and the "
             f"fresh tokens {keys.shape[2]} of {keys.dtype}; they must agree"
         )
-
-
-def _run(op: Op, *operands: Any, **options: Any) -> Any:
-    """Run an op that cannot be differentiated."""
-    return op(*_without_gradient(op.name, operands), **options)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -192,8 +192,9 @@ def _problem(
     interpret: bool,
 ) -> Problem:
     (kv_heads, slots), (scale, cap) = prefix.keys.shape[1:3], scores
-    sizes = dict(slots=slots, split=tile.split)
-    return Problem.of(q, kv_heads, scale, cap=cap, interpret=interpret, **sizes)
+    return Problem.of(
+        q, kv_heads, scale, slots=slots, split=tile.split, cap=cap, interpret=interpret
+    )
 
 
 def _partials(

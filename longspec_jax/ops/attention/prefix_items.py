@@ -7,13 +7,13 @@ own: many rows then take half of the time, and every split has the results it al
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.attention.tiles import MosaicTile, RowTiles
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 
@@ -135,7 +135,7 @@ class Work:
         """Programs that share the work."""
         return min(self.tile.programs, self.items)
 
-    def item(self, index: jax.Array, bounds: Any, past: jax.Array) -> Item:
+    def item(self, index: jax.Array, bounds: Ref, past: jax.Array) -> Item:
         """The item of this number, without a slot where there are fewer.
 
         ``bounds`` are the fields of :class:`Bounds`, ``[B, 4]`` in memory.

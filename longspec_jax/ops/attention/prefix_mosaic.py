@@ -193,7 +193,7 @@ def _rings_of_codes(memory: dict[str, Any]) -> dict[str, Ring]:
 
 
 def _kernel(
-    bounds: Ref, *refs: Ref, work: Work, limited: bool, tokens: int | None, **memory: Any
+    bounds: Ref, *refs: Ref, work: Work, limited: bool, tokens: int | None, **memory: Ref
 ) -> None:
     """A program that stays: a warpgroup that fetches, and some that attend, item after item.
 

@@ -237,7 +237,7 @@ class Program:
         self.give_back(item, share, step, self.memory.v_ready, self.memory.v_free)
 
     def give_back(
-        self, item: Item, share: Share, step: jax.Array | int, ready: Any, free: Any
+        self, item: Item, share: Share, step: jax.Array | int, ready: Ref, free: Ref
     ) -> None:
         """Wait for a block that is the other warpgroup's and let go of it."""
         if share.beside is None:

@@ -164,7 +164,7 @@ def _memory(
     )
 
 
-def _kernel(*refs: Ref, scale: float, segment: int, **memory: Any) -> None:
+def _kernel(*refs: Ref, scale: float, segment: int, **memory: Ref) -> None:
     """One program: 64 packed rows of a key/value head, some columns of their output."""
     operands = Operands(*refs)
     batch = jax.lax.axis_index("batch")

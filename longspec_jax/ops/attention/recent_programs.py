@@ -247,7 +247,7 @@ class Program:
             memory.cached_alone.at[number][...] = _kept(block, step == number)
         plgpu.commit_smem()
 
-    def add_values(self, weights: _Pair, depth: Any, acc_ref: Ref) -> jax.Array:
+    def add_values(self, weights: _Pair, depth: jax.Array, acc_ref: Ref) -> jax.Array:
         """The weighted values, added in the order of their positions.
 
         The weights stay in registers, and each step has its values among zeros in memory.
@@ -267,7 +267,7 @@ class Program:
             self.add_levels(fresh, depth, acc_ref)
         return jax.lax.optimization_barrier(acc_ref[...])
 
-    def add_levels(self, fresh: jax.Array, depth: Any, acc_ref: Ref) -> None:
+    def add_levels(self, fresh: jax.Array, depth: jax.Array, acc_ref: Ref) -> None:
         """Add the nodes' values, level by level. A level behind the last one adds zeros."""
         memory = self.memory
         block = load(memory.fresh_v, plgpu.Layout.WGMMA)
@@ -332,7 +332,7 @@ class Program:
         turns = jax.lax.div(self.reached + at_once - 1, at_once)
         return jax.lax.fori_loop(1, turns, following, state)
 
-    def clear(self, memory: Any, first: jax.Array, value: float, layout: Any) -> None:
+    def clear(self, memory: Ref, first: jax.Array, value: float, layout: Any) -> None:
         """Fill the places from ``first`` on, of splits that are not reached, where may be NaN."""
 
         @pl.loop(first, memory.shape[0])
@@ -355,7 +355,7 @@ class Program:
                 self.write_segment(place, rows)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def write_segment(self, place: int, rows: Any) -> None:
+    def write_segment(self, place: int, rows: jax.Array) -> None:
         """Write the rows of a segment, if there is one."""
         per_tile = WARPGROUP_ROWS // self.segment_tokens
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.attention.float8 import CODES
@@ -47,14 +48,14 @@ class Ring(NamedTuple):
         barriers = (plgpu.Barrier(num_barriers=places) for _ in range(2))
         return cls(shared_codes(places, BLOCK, width), *barriers)
 
-    def bring(self, number: jax.Array, source: Any) -> None:
+    def bring(self, number: jax.Array, source: Ref) -> None:
         """Copy a block from device memory as soon as there is room."""
         places = self.blocks.shape[0]
         place = jax.lax.rem(number, places)
         pl.when(number >= places)(lambda: plgpu.barrier_wait(self.read.at[place]))
         plgpu.copy_gmem_to_smem(source, self.blocks.at[place], self.came.at[place])
 
-    def widen(self, number: jax.Array, to: Any) -> None:
+    def widen(self, number: jax.Array, to: Ref) -> None:
         """Write a block's numbers as :func:`widen` does, as soon as it is there."""
         place = jax.lax.rem(number, self.blocks.shape[0])
         plgpu.barrier_wait(self.came.at[place])
@@ -62,7 +63,7 @@ class Ring(NamedTuple):
         plgpu.barrier_arrive(self.read.at[place])
 
 
-def widen(codes: Any, to: Any, swizzle: int = 128) -> None:
+def widen(codes: Ref, to: Ref, swizzle: int = 128) -> None:
     """Write the numbers of some codes to shared memory, as the matrix units want them.
 
     Args:
@@ -74,7 +75,7 @@ def widen(codes: Any, to: Any, swizzle: int = 128) -> None:
     to[...] = widened(load(codes, layout), to.dtype, layout)
 
 
-def widened(codes: Array, dtype: Any, layout: Any) -> Array:
+def widened(codes: Array, dtype: DTypeLike, layout: Any) -> Array:
     """Codes ``[slots, width]`` in registers as the same numbers of 16 bits; NaN becomes 480."""
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
@@ -82,7 +83,7 @@ def widened(codes: Array, dtype: Any, layout: Any) -> Array:
 
     @plgpu.inline_mgpu(
         arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(codes.shape, dtype, layout=layout),
+        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.dtype(dtype), layout=layout),
     )
     def spread(_: Any, codes: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
@@ -114,7 +115,7 @@ def widened(codes: Array, dtype: Any, layout: Any) -> Array:
     return wide * np.asarray(2.0**8 if dtype == jnp.float16 else 2.0**120, dtype)
 
 
-def in_place(words: Any, dtype: Any) -> Any:
+def in_place(words: Any, dtype: DTypeLike) -> Any:
     """Two numbers of 16 bits in every word, from codes whose sign fills the upper byte of a half.
 
     Exponents and mantissas have their places. The numbers are too small by a power of two.

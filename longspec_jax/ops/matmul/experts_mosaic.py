@@ -111,14 +111,14 @@ def tile_matmul(
 
 
 def _kernel(
-    expert: Any,
-    count: Any,
-    x: Any,
+    expert: Ref,
+    count: Ref,
+    x: Ref,
     *refs: Ref,
     work: ExpertWork,
     limit: float | None,
     names: tuple[str, ...],
-    **memory: Any,
+    **memory: Ref,
 ) -> None:
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
     *given, out = refs
@@ -189,7 +189,7 @@ class _Experts(Program):
         """This warpgroup's outputs, among those of a strip."""
         return pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-    def outputs(self, unit: Any, part: int) -> Any:
+    def outputs(self, unit: _Unit, part: int) -> Any:
         """Where the outputs of a unit's strip begin, among those of all experts."""
         matrix = unit.expert * self.work.parts + part
         return matrix * self.work.columns + unit.strip * self.work.tile.columns
@@ -214,7 +214,7 @@ class _Experts(Program):
                 self.fetch_weights(outputs, step, (stage, part))
             plgpu.copy_gmem_to_smem(self.x.at[rows, depth], self.x_smem.at[stage], ready)
 
-    def fetch_weights(self, outputs: Any, step: jax.Array, to: tuple[Any, int]) -> None:
+    def fetch_weights(self, outputs: Ref, step: jax.Array, to: tuple[Any, int]) -> None:
         """Bring the weights of some outputs and a step's inputs."""
         depth = pl.ds(step * self.work.tile.depth, self.work.tile.depth)
         source = self.weights.at[outputs, depth]
@@ -226,7 +226,7 @@ class _Experts(Program):
         parts = pl.run_scoped(functools.partial(self.accumulate, past), *accumulators)
         self.write(unit, self.finished(unit, *parts))
 
-    def accumulate(self, past: jax.Array, *accumulators: Any) -> list[Array]:
+    def accumulate(self, past: jax.Array, *accumulators: Ref) -> list[Array]:
         """The products of the unit's weights and rows, ``[64, rows]``."""
         work = self.work
 
@@ -246,7 +246,7 @@ class _Experts(Program):
         # The compiler sees no connection between the wait and the registers.
         return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
 
-    def finished(self, unit: Any, *parts: Array) -> Array:
+    def finished(self, unit: _Unit, *parts: Array) -> Array:
         """The result ``[64, rows]`` with its biases, and its gate."""
         if self.bias is not None:
             parts = tuple(each + self.biases(unit, part) for part, each in enumerate(parts))
@@ -260,7 +260,7 @@ class _Experts(Program):
         second = jnp.maximum(jnp.minimum(second, self.limit), -self.limit)
         return first / (1.0 + jnp.exp(first * -SWISH)) * (second + 1.0)
 
-    def biases(self, unit: Any, part: int) -> Array:
+    def biases(self, unit: _Unit, part: int) -> Array:
         """The biases of this warpgroup's outputs, in every column."""
         # Outputs that do not exist are never written.
         first = jnp.minimum(self.first(unit), self.work.columns - WARPGROUP_ROWS)
@@ -269,11 +269,11 @@ class _Experts(Program):
         shape = (WARPGROUP_ROWS, self.work.rows)
         return jax.lax.broadcast_in_dim(bias.astype(jnp.float32), shape, [0])
 
-    def first(self, unit: Any) -> jax.Array:
+    def first(self, unit: _Unit) -> jax.Array:
         """The first of this warpgroup's outputs, among those of an expert."""
         return unit.strip * self.work.tile.columns + self.warpgroup * WARPGROUP_ROWS
 
-    def write(self, unit: Any, out: Array) -> None:
+    def write(self, unit: _Unit, out: Array) -> None:
         """Write the result of this warpgroup's outputs, a row for each of the tile."""
         to = self.out_smem.at[self.warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The last result is from the same place.
@@ -296,7 +296,7 @@ class _PackedExperts(_Experts):
     scale_smem: Ref = None
     operand_smem: Ref = None
 
-    def fetch_weights(self, outputs: Any, step: jax.Array, to: tuple[Any, int]) -> None:
+    def fetch_weights(self, outputs: Ref, step: jax.Array, to: tuple[Any, int]) -> None:
         """As of :class:`_Experts`: a block of words, and the scales of its groups."""
         ready, groups = self.ready.at[to[0]], self.work.groups
         lines_each = lines(outputs.size)[0]
@@ -305,7 +305,7 @@ class _PackedExperts(_Experts):
         scales = self.scale.at[pl.ds(step * groups, groups), outputs]
         plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[to], ready)
 
-    def accumulate(self, past: jax.Array, *accumulators: Any) -> list[Array]:
+    def accumulate(self, past: jax.Array, *accumulators: Ref) -> list[Array]:
         """As of :class:`_Experts`. A group of inputs is multiplied while the next is widened."""
         work, count = self.work, lines(WARPGROUP_ROWS)[0]
         of_half = pl.ds(self.warpgroup * count, count)
@@ -345,6 +345,6 @@ class _PackedExperts(_Experts):
         return to
 
 
-def _quotient(count: Any, size: Any) -> jax.Array:
+def _quotient(count: jax.Array | int, size: jax.Array | int) -> jax.Array:
     """``count / size``, rounded up."""
     return jax.lax.div(count + size - 1, jnp.int32(size))

@@ -130,7 +130,7 @@ class _Memory:
     free: Ref
 
 
-def _kernel(*refs: Ref, work: Work, has_bias: bool, **memory: Any) -> None:
+def _kernel(*refs: Ref, work: Work, has_bias: bool, **memory: Ref) -> None:
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
     x, weights, *bias, out = refs
     program = _Matmul(
@@ -186,7 +186,7 @@ class _Matmul(Program):
         parts = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
         self.write(unit, self.finished(unit, *parts))
 
-    def accumulate(self, unit: Unit, past: jax.Array, *accumulators: Any) -> list[Array]:
+    def accumulate(self, unit: Unit, past: jax.Array, *accumulators: Ref) -> list[Array]:
         """The products of the unit's rows and weights."""
         work, memory = self.work, self.memory
         rows = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)

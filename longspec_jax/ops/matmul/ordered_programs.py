@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from longspec_jax.axes import Ref
 from longspec_jax.ops.matmul.ordered_tiles import Work
 
 _REGISTERS = {1: (232, 40), 2: (232, 40), 4: (112, 32)}
@@ -43,7 +44,7 @@ class Program:
     work: Work
     warpgroup: jax.Array
 
-    def run(self, multiply: _Visit, fetch: _Visit, free: Any) -> None:
+    def run(self, multiply: _Visit, fetch: _Visit, free: Ref) -> None:
         """Fetch in the last warpgroup and multiply in the others, unit after unit.
 
         Args:

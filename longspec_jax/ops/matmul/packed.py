@@ -12,7 +12,6 @@ Nothing is lost: :meth:`PackedMatrix.plain` gives the codes back, for XLA's matm
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +55,7 @@ class PackedMatrix(QuantisedWeights):
     """``[*out, C]``, without padding."""
     group: int = struct.field(pytree_node=False)
     """Inputs that share a scale; of all inputs if 0."""
-    stored: Any = struct.field(pytree_node=False)
+    stored: DTypeLike = struct.field(pytree_node=False)
     """The dtype of the codes as in :class:`QuantisedMatrix`: 4 bits if it is ``uint8``."""
     floating: bool = struct.field(pytree_node=False, default=False)
     """Whether 4-bit codes are floats."""

@@ -145,7 +145,12 @@ def matmul(
 
 
 def _kernel(
-    x: Any, *refs: Ref, work: QuantisedWork, stored: Any, names: tuple[str, ...], **memory: Any
+    x: Ref,
+    *refs: Ref,
+    work: QuantisedWork,
+    stored: DTypeLike,
+    names: tuple[str, ...],
+    **memory: Ref,
 ) -> None:
     """A program: a warpgroup that fetches, and others that multiply, unit after unit."""
     *given, out = refs
@@ -169,7 +174,7 @@ class _Quantised(Program):
     """
 
     work: QuantisedWork
-    stored: Any
+    stored: DTypeLike
     x: Ref
     out: Ref
     words: Ref
@@ -287,7 +292,7 @@ class _Quantised(Program):
             sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
         return sums
 
-    def accumulate(self, unit: Unit, past: jax.Array, *accumulators: Any) -> list[Array]:
+    def accumulate(self, unit: Unit, past: jax.Array, *accumulators: Ref) -> list[Array]:
         """The products of the unit's weights and tokens, ``[64, tokens]``."""
         work = self.work
         shares = []
@@ -372,7 +377,7 @@ class _Quantised(Program):
         unit = load(units.at[unit_at], BY_OUTPUT).astype(jnp.float32)
         return [each.astype(jnp.float32) * unit for each in found]
 
-    def by_output(self, numbers: Any) -> Array:
+    def by_output(self, numbers: Ref) -> Array:
         """Numbers of this warpgroup's 64 outputs, each in as many columns as an operand has."""
         return self.across(load(numbers, BY_OUTPUT), OPERAND)
 

@@ -164,7 +164,7 @@ def _kernel(
     *refs: Ref,
     names: tuple[str, ...],
     tile: TritonTile,
-    stored: Any,
+    stored: DTypeLike,
     dtype: DTypeLike,
     group: int,
     middle: int | None,
@@ -252,7 +252,9 @@ def _halves(x: Array, dtype: DTypeLike) -> tuple[Array, ...]:
     return tuple(jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in halves)
 
 
-def _widened(codes: Array, stored: Any, dtype: DTypeLike, zero: Array | None) -> tuple[Array, ...]:
+def _widened(
+    codes: Array, stored: DTypeLike, dtype: DTypeLike, zero: Array | None
+) -> tuple[Array, ...]:
     """Codes ``[outputs, bytes]`` as numbers without their scales; of 4 bits both halves."""
     if stored == jnp.float8_e4m3fn:
         # Half precision has room for its exponent, which is too small by the two biases.
@@ -268,7 +270,12 @@ def _widened(codes: Array, stored: Any, dtype: DTypeLike, zero: Array | None) ->
 
 
 def _weighted(
-    codes: Array, stored: Any, dtype: DTypeLike, middle: int, scale: Array, offset: Array | None
+    codes: Array,
+    stored: DTypeLike,
+    dtype: DTypeLike,
+    middle: int,
+    scale: Array,
+    offset: Array | None,
 ) -> tuple[Array, ...]:
     """Codes as weights, each with its scale and offset; of 4 bits both halves have the same."""
     weights = []

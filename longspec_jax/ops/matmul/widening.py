@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
@@ -38,8 +39,8 @@ def lines(outputs: int) -> tuple[int, int]:
 
 def widened(
     words: Array,
-    stored: Any,
-    dtype: Any,
+    stored: DTypeLike,
+    dtype: DTypeLike,
     zero: Array | float | None,
     *,
     chosen: range,
@@ -118,7 +119,7 @@ def weighted(
     codes: Array,
     scales: list[Array],
     offsets: list[Array],
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     interpreted: bool,
 ) -> Array:
@@ -157,7 +158,9 @@ def weighted(
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA, *(BY_OUTPUT,) * (len(scales) + len(offsets))),
-        return_type=plgpu.ShapeDtypeStruct(codes.shape, dtype, layout=plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(
+            codes.shape, jnp.dtype(dtype), layout=plgpu.Layout.WGMMA
+        ),
     )
     def weigh_all(_: Any, codes: Any, *numbers: Any) -> Any:
         word = ir.IntegerType.get_signless(32)
@@ -217,7 +220,7 @@ def pair(bits: int) -> np.uint32:
     return np.uint32(bits << 16 | bits)
 
 
-def arranged(*pairs: Array, words: range, dtype: Any, interpreted: bool) -> Array:
+def arranged(*pairs: Array, words: range, dtype: DTypeLike, interpreted: bool) -> Array:
     """Words of two numbers each as the matrix units' operand ``[64, inputs]``.
 
     A thread has four words in a row, and each array of ``pairs`` has two numbers of every word. The
@@ -243,7 +246,7 @@ def arranged(*pairs: Array, words: range, dtype: Any, interpreted: bool) -> Arra
 
     @plgpu.inline_mgpu(
         arg_types=(WORDS,) * count,
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=plgpu.Layout.WGMMA),
     )
     def rename(_: Any, *pairs: Any) -> Any:
         word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))

@@ -10,7 +10,7 @@ Source: llama.cpp's ``conversion/*.py``, which write these files, and its ``src/
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -99,7 +99,7 @@ class Metadata:
         """What is wrong with a value, to be raised."""
         return self.file.error(self.prefix + key, rule, "load another file")
 
-    def only(self, key: str, supported: Any) -> None:
+    def only(self, key: str, supported: object) -> None:
         """Refuse any other value than the one that is computed."""
         if self.has(key) and self.value(key) != supported:
             raise self.error(key, f"is not supported, only {supported!r}")
@@ -348,7 +348,15 @@ def _offset(*names: str) -> dict[str, Change]:
     return dict.fromkeys((*names, "output_norm"), layouts.without_one)
 
 
-_GEMMA: dict[str, Any] = dict(
+_GEMMA2 = Architecture(
+    "Gemma2ForCausalLM",
+    keys=(
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    ),
+    read=_gemma2,
     layer=_LAYER
     | _QK
     | {
@@ -396,19 +404,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts=_EXPERTS,
         stacked=_each_expert,
     ),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        keys=(
-            "attention.sliding_window",
-            "attention.sliding_window_pattern",
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-        ),
-        read=_gemma2,
-        **_GEMMA,
-    ),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM",
+    "gemma2": _GEMMA2,
+    "gemma3": replace(
+        _GEMMA2,
+        name="Gemma3ForCausalLM",
         keys=(
             "attention.sliding_window",
             "attention.sliding_window_pattern",
@@ -416,7 +415,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope.freq_base_swa",
         ),
         read=_gemma3,
-        **_GEMMA,
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM",

@@ -82,7 +82,7 @@ def scores(vocab: Vocabulary) -> list[float]:
     return found
 
 
-def _is_list(found: Any, length: int, types: set[type]) -> bool:
+def _is_list(found: object, length: int, types: set[type]) -> bool:
     return isinstance(found, list) and len(found) == length and {*map(type, found)} <= types
 
 
