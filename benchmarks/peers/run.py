@@ -33,6 +33,8 @@ from ..report import Report, Row, run_header
 from ..timing import step
 from .rows import FIELDS, PLAIN, REAL, ROUND, Job, merged_texts, whole
 
+POSITIONS = 2**18
+"""Of random weights, whose contexts no training limits."""
 SHOWN = [name for name in FIELDS if name not in ("version", "new_tokens")]
 
 
@@ -198,10 +200,11 @@ def version_of(name: str, home: Path | None) -> str | None:
 
 
 def shape_folder(shape: str, folder: Path) -> Path:
-    """A folder with the configuration of a shape, as checkpoints have it."""
+    """A folder with the configuration of a shape, as checkpoints have it, without their limit."""
     place = folder / shape
     place.mkdir(exist_ok=True)
-    files.replace(place / "config.json", json.dumps(hf_config(SHAPES[shape])).encode())
+    config = hf_config(dataclasses.replace(SHAPES[shape], max_positions=POSITIONS))
+    files.replace(place / "config.json", json.dumps(config).encode())
     return place
 
 
