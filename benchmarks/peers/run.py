@@ -43,6 +43,8 @@ class Peer:
     """How an engine is run, and who proposes in it, for each of the things that are measured."""
 
     module: str
+    package: str
+    """The distribution that tells its version."""
     needs: tuple[str, ...]
     """Packages that its processes import, or programs if ``programs``."""
     drafters: dict[str, tuple[str | None, ...]]
@@ -53,29 +55,39 @@ class Peer:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-NGRAM, EAGLE3 = "ngram", "eagle3"
+OURS = Peer(
+    module="benchmarks.peers.ours",
+    package="longspec_jax",
+    needs=("jax",),
+    drafters={ROUND: ("longspec",), REAL: (None, "ngram")},
+)
+VLLM = Peer(
+    module="benchmarks.peers.vllm_engine",
+    package="vllm",
+    needs=("vllm",),
+    drafters={PLAIN: (None,), ROUND: ("eagle3",), REAL: (None, "ngram")},
+    gpu=True,
+)
 ENGINES = {
-    "ours": Peer("ours", ("jax",), {ROUND: ("longspec",), REAL: (None, NGRAM)}),
-    "ours-fastest": Peer("ours", ("jax",), {ROUND: ("longspec",)}, words=("fastest",)),
-    "vllm": Peer(
-        "vllm_engine", ("vllm",), {PLAIN: (None,), ROUND: (EAGLE3,), REAL: (None, NGRAM)}, gpu=True
-    ),
-    "vllm-invariant": Peer(
-        "vllm_engine",
-        ("vllm",),
-        {PLAIN: (None,), REAL: (None, NGRAM)},
-        gpu=True,
+    "ours": OURS,
+    "ours-fastest": dataclasses.replace(OURS, drafters={ROUND: ("longspec",)}, words=("fastest",)),
+    "vllm": VLLM,
+    "vllm-invariant": dataclasses.replace(
+        VLLM,
+        drafters={PLAIN: (None,), REAL: (None, "ngram")},
         environment=(("VLLM_BATCH_INVARIANT", "1"),),
     ),
     "transformers": Peer(
-        "hugging_face",
-        ("torch", "transformers"),
-        {PLAIN: (None,), REAL: (None, "prompt_lookup")},
+        module="benchmarks.peers.hugging_face",
+        package="transformers",
+        needs=("torch", "transformers"),
+        drafters={PLAIN: (None,), REAL: (None, "prompt_lookup")},
     ),
     "llama.cpp": Peer(
-        "llama_cpp",
-        ("llama-bench", "llama-server"),
-        {PLAIN: (None,), REAL: (None, "ngram-simple")},
+        module="benchmarks.peers.llama_cpp",
+        package="llama_cpp_python",
+        needs=("llama-bench", "llama-server"),
+        drafters={PLAIN: (None,), REAL: (None, "ngram-simple")},
         programs=True,
         gpu=True,
     ),
@@ -111,7 +123,7 @@ def main(arguments: argparse.Namespace) -> None:
                     plain |= {} if job.drafter else {job.shape: sequences}
                     found = merged_texts(sequences, plain.get(job.shape, []))
                 for row in found:
-                    report.add(whole(row, name, version_of(name, arguments.home)))
+                    report.add(whole(row, name, version_of(ENGINES[name], arguments.home)))
 
 
 def jobs(
@@ -148,7 +160,7 @@ def measured(name: str, job: Job, folder: Path, arguments: argparse.Namespace) -
     engine, file = ENGINES[name], folder / "job.json"
     job.write(file)
     Path(job.rows).write_text("")
-    command = [sys.executable, "-m", f"{__package__}.{engine.module}", str(file), *engine.words]
+    command = [sys.executable, "-m", engine.module, str(file), *engine.words]
     environment = dict(engine.environment) | paths(engine, arguments.home)
     try:
         done = subprocess.run(
@@ -187,16 +199,11 @@ def paths(engine: Peer, home: Path | None) -> dict[str, str]:
     return {variable: os.pathsep.join(filter(None, [str(first), os.environ.get(variable)]))}
 
 
-def version_of(name: str, home: Path | None) -> str | None:
-    """The version of a peer, ours included; None where nothing says it."""
-    engine = ENGINES[name]
-    package = {"ours": "longspec_jax"}.get(engine.module, engine.needs[-1])
-    if engine.programs:
-        package = "llama_cpp_python"
-    folders = [str(home / engine.needs[0]), str(home)] if home else []
-    for found in importlib.metadata.distributions(name=package, path=[*folders, *sys.path]):
-        return found.version
-    return None
+def version_of(engine: Peer, home: Path | None) -> str | None:
+    """The version of a peer; None where no installed distribution says it."""
+    folders = [*map(str, home.iterdir())] if home else []
+    found = importlib.metadata.distributions(name=engine.package, path=[*folders, *sys.path])
+    return next((each.version for each in found), None)
 
 
 def shape_folder(shape: str, folder: Path) -> Path:
