@@ -119,9 +119,9 @@ def main(arguments: argparse.Namespace) -> None:
             for job in jobs(name, arguments, texts, folder):
                 found = measured(name, job, folder, arguments)
                 if job.what == REAL:
-                    sequences = [row for row in found if "sequence" in row]
-                    plain |= {} if job.drafter else {job.shape: sequences}
-                    found = merged_texts(sequences, plain.get(job.shape, []))
+                    beside = plain.get(job.shape, []) if job.drafter else []
+                    plain |= {} if job.drafter else {job.shape: found}
+                    found = merged_texts(found, beside)
                 for row in found:
                     report.add(whole(row, name, version_of(ENGINES[name], arguments.home)))
 
