@@ -11,12 +11,14 @@ depend on the draft by design has figures there too.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -162,14 +164,16 @@ def measured(name: str, job: Job, folder: Path, arguments: argparse.Namespace) -
     Path(job.rows).write_text("")
     command = [sys.executable, "-m", engine.module, str(file), *engine.words]
     environment = dict(engine.environment) | paths(engine, arguments.home)
-    try:
-        done = subprocess.run(
-            command, env=os.environ | environment, timeout=arguments.seconds, check=False
-        )
-        if done.returncode:
-            step(f"{name}, {job.what}, {job.drafter or 'plain'}: failed ({done.returncode})")
-    except subprocess.TimeoutExpired:
-        step(f"{name}, {job.what}, {job.drafter or 'plain'}: over {arguments.seconds} s")
+    said = f"{name}, {job.what}, {job.drafter or 'plain'}"
+    with subprocess.Popen(command, env=os.environ | environment, start_new_session=True) as process:
+        try:
+            if process.wait(arguments.seconds):
+                step(f"{said}: failed ({process.returncode})")
+        except subprocess.TimeoutExpired:
+            step(f"{said}: over {arguments.seconds} s")
+        finally:  # What it started, too: an engine's core holds the GPU's memory.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return [json.loads(line) for line in Path(job.rows).read_text().splitlines()]
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,9 @@ JOB = rows.Job(
     rows="rows.jsonl",
 )
 RECORDER = """
-import json, sys
+import json, os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(os.path.join(os.path.dirname(__file__), "child"), "w").write(str(child.pid))
 job = json.load(open(sys.argv[1]))
 with open(job["rows"], "a") as file:
     file.write(json.dumps({"what": job["what"], "shape": job["shape"], "ms": 2.5}) + "\\n")
@@ -124,7 +127,9 @@ def test_rows_of_llama_bench_and_of_our_own() -> None:
     assert (round_["what"], round_["tau"], round_["ms"]) == ("round", 3.4, 3.0)
 
 
-def test_a_process_that_fails_leaves_its_rows(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_process_that_fails_leaves_its_rows_and_nothing_that_runs(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
     (tmp_path / "recorder.py").write_text(RECORDER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(run.ENGINES, "fails", run.Peer("recorder", "none", (), {}))
@@ -133,6 +138,17 @@ def test_a_process_that_fails_leaves_its_rows(tmp_path: Path, monkeypatch, capsy
     found = run.measured("fails", job, tmp_path, arguments)
     assert [row["ms"] for row in found] == [2.5]
     assert "fails, real, ngram: failed (3)" in capsys.readouterr().err
+    child, end = int((tmp_path / "child").read_text()), time.monotonic() + 30
+    while running(child):
+        assert time.monotonic() < end, "what a process has started outlives its job"
+
+
+def running(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_missing_peers_are_refused_in_a_sentence(tmp_path: Path, capsys, monkeypatch) -> None:
