@@ -57,11 +57,13 @@ class Peer:
     environment: tuple[tuple[str, str], ...] = ()
 
 
+NO_FLASHINFER = (("VLLM_USE_FLASHINFER_SAMPLER", "0"),)
+"""Its sampler of top-p and top-k, which nothing here asks for, needs a package of its own."""
 OURS = Peer(
     module="benchmarks.peers.ours",
     package="longspec_jax",
     needs=("jax",),
-    drafters={ROUND: ("longspec",), REAL: (None, "ngram")},
+    drafters={ROUND: ("longspec", "eagle3"), REAL: (None, "ngram")},
 )
 VLLM = Peer(
     module="benchmarks.peers.vllm_engine",
@@ -69,6 +71,7 @@ VLLM = Peer(
     needs=("vllm",),
     drafters={PLAIN: (None,), ROUND: ("eagle3",), REAL: (None, "ngram")},
     gpu=True,
+    environment=NO_FLASHINFER,
 )
 ENGINES = {
     "ours": OURS,
@@ -77,7 +80,7 @@ ENGINES = {
     "vllm-invariant": dataclasses.replace(
         VLLM,
         drafters={PLAIN: (None,), REAL: (None, "ngram")},
-        environment=(("VLLM_BATCH_INVARIANT", "1"),),
+        environment=(*NO_FLASHINFER, ("VLLM_BATCH_INVARIANT", "1")),
     ),
     "transformers": Peer(
         module="benchmarks.peers.hugging_face",
