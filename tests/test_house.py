@@ -34,7 +34,7 @@ CEILINGS: dict[str, int] = {
     "token lines of train": 5_775,
     "token lines of configs": 330,
     "token lines of tests": 40_650,
-    "token lines of benchmarks and contrib": 4_410,
+    "token lines of benchmarks and contrib": 4_415,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 1,
