@@ -69,6 +69,8 @@ ATTENTION_CANDIDATES = ("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "x
 """What ``attention`` compares; ours is the automatic choice."""
 CODE, PROSE, CHAT = KINDS_OF_TEXT = "code", "prose", "chat"
 """Real text that continues or is asked about (:mod:`benchmarks.prompts`)."""
+MEASURED = "plain", "round", "real"
+"""Plain steps and rounds of a shape, texts of a real model (:mod:`benchmarks.peers`)."""
 DEFAULT = "default"
 """Among trees, the choice of calls that name none."""
 CHAIN = TreeConfig((1, 1, 1))
@@ -309,6 +311,27 @@ TRANSFORMERS: Options = {
     "new_tokens": _of(SEVERAL_TOKENS, "tokens of one repetition", ByMachine(24, 8)),
     "repetitions": _of(COUNT, REPETITIONS, 3),
 }
+PEERS = "ours", "ours-fastest", "vllm", "vllm-invariant", "transformers", "llama.cpp"
+"""Engines that are measured beside one another (:mod:`benchmarks.peers`)."""
+PEER: Options = {
+    "peer": _each(one_of(PEERS), f"any of {', '.join(PEERS)}", [*PEERS]),
+    "what": _each(
+        one_of(MEASURED), "plain steps, rounds of a drawn acceptance, real texts", [*MEASURED]
+    ),
+    **{name: DECODE[name] for name in ("shape", "context", "batch", "new_tokens", "repetitions")},
+    "acceptance": ACCEPTANCE,
+    "home": _of(
+        cli.file_path,
+        "where peers lie that are not installed: vllm/ packages, llama.cpp/bin programs",
+    ),
+    "target": _of(cli.path, "the folder of real weights, for real texts"),
+    "gguf": _each(cli.file_path, "files of the same weights, for llama.cpp", []),
+    "files": TEXTS["files"],
+    "texts": TEXTS["texts"],
+    "text_context": _of(COUNT, "tokens of a real prompt", ByMachine(8192, 256)),
+    "temperature": TEXTS["temperature"],
+    "seconds": _of(COUNT, "after which a process of a peer is ended", 300),
+}
 BENCHMARKS: dict[str, tuple[str, str, Options]] = {
     "attention": (
         "attention",
@@ -317,6 +340,7 @@ BENCHMARKS: dict[str, tuple[str, str, Options]] = {
     ),
     "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain", DECODE),
     "match": ("match", "whether the text is that of plain decoding, token by token", MATCH),
+    "peers": ("peers.run", "other engines beside ours, on one card", PEER),
     "products": ("products", "the matmuls of a verification, beside XLA's", PRODUCTS),
     "quantised": ("quantised", "what quantised weights change, and cost a draft", QUANTISED),
     "serve": ("serve", "a whole server under load, through HTTP", SERVE),

@@ -11,11 +11,10 @@ import importlib.metadata
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from longspec_jax import LongSpec
 from longspec_jax.recipes import code_corpus
 
 from .arguments import CHAT, CODE, KINDS_OF_TEXT, PROSE
@@ -32,6 +31,14 @@ LEAST_PIECE = 16
 """Tokens of what a question is about, however few a prompt has."""
 
 
+class Reader(Protocol):
+    """What has a tokenizer, such as a :class:`longspec_jax.LongSpec`."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """As transformers' are."""
+
+
 class Prompt(NamedTuple):
     """A piece of some documents, or a question about it."""
 
@@ -42,7 +49,7 @@ class Prompt(NamedTuple):
     """Of its draws."""
 
 
-def kinds_of(spec: LongSpec, named: Sequence[str], files: Sequence[Path]) -> list[str]:
+def kinds_of(spec: Reader, named: Sequence[str], files: Sequence[Path]) -> list[str]:
     """The kinds that are named; else code where files are, and all that the model can read.
 
     Raises:
@@ -57,7 +64,7 @@ def kinds_of(spec: LongSpec, named: Sequence[str], files: Sequence[Path]) -> lis
 
 
 def prompts(
-    spec: LongSpec, kind: str, context: int, count: int, files: Sequence[Path] = ()
+    spec: Reader, kind: str, context: int, count: int, files: Sequence[Path] = ()
 ) -> list[Prompt]:
     """Prompts of one kind of text, each of about the wanted number of tokens.
 
@@ -98,12 +105,12 @@ def prompts(
     return found
 
 
-def _encoded(spec: LongSpec, text: str) -> list[int]:
+def _encoded(spec: Reader, text: str) -> list[int]:
     """The tokens of a text, without those that begin or end a prompt."""
     return spec.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _chat(spec: LongSpec, question: str) -> tuple[str, str]:
+def _chat(spec: Reader, question: str) -> tuple[str, str]:
     """What stands before and behind the code of a question in the model's chat form."""
     code = "\N{OBJECT REPLACEMENT CHARACTER}"
     messages = [{"role": "user", "content": f"{question}\n\n```python\n{code}\n```"}]

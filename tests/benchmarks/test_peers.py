@@ -1,0 +1,167 @@
+"""Peers beside ours, without an engine: rows of one schema, arithmetic of texts, refusals."""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as bench
+from benchmarks.arguments import MEASURED, PEERS
+from benchmarks.peers import llama_cpp, ours, rows, run, vllm_engine
+
+JOB = rows.Job(
+    what="real",
+    drafter="ngram",
+    shape="small",
+    model="folder",
+    contexts=(),
+    batches=(1,),
+    temperatures=(0.0,),
+    tau=3.47,
+    new_tokens=5,
+    repetitions=1,
+    texts=((3, 5, 7), (11,)),
+    rows="rows.jsonl",
+)
+RECORDER = """
+import json, os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(os.path.join(os.path.dirname(__file__), "child"), "w").write(str(child.pid))
+job = json.load(open(sys.argv[1]))
+with open(job["rows"], "a") as file:
+    file.write(json.dumps({"what": job["what"], "shape": job["shape"], "ms": 2.5}) + "\\n")
+sys.exit(3)
+"""
+
+
+def text(number: int, sequence: list[int], *, accepted: int | None) -> rows.Row:
+    """The row of a text of 256 tokens that took 2 s."""
+    row = rows.text_row(JOB, sequence, 2.0, 0.25, accepted)
+    return (
+        row
+        | {"what": "real", "shape": "small", "context": 256, "temperature": 0.0}
+        | {"text": number}
+    )
+
+
+def test_every_engine_is_an_option_and_measures_something_known() -> None:
+    assert list(run.ENGINES) == list(PEERS)
+    assert all(set(engine.drafters) <= set(MEASURED) for engine in run.ENGINES.values())
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
+    JOB.write(tmp_path / "job.json")
+    assert rows.Job.read(str(tmp_path / "job.json")) == JOB
+
+
+def test_a_row_has_the_schema_and_nothing_else() -> None:
+    row = rows.whole({"what": "plain", "ms": 4.5}, "vllm", "0.26.0")
+    assert list(row) == list(rows.FIELDS)
+    assert (row["peer"], row["version"], row["ms"], row["tau"]) == ("vllm", "0.26.0", 4.5, None)
+    with pytest.raises(ValueError, match="vllm answered speed; a row has peer, version"):
+        rows.whole({"speed": 1}, "vllm", None)
+
+
+def test_figures_of_a_text_by_hand() -> None:
+    """9 tokens after the first, of which 3 were accepted: 6 forwards in 2 s."""
+    row = text(0, [*range(10)], accepted=3)
+    assert row["tau"] == 1.5 and row["ms"] == 333.3 and row["tokens_per_second"] == 4.5
+    assert row["prefill_ms"] == 250.0
+    assert text(0, [*range(10)], accepted=None)["tau"] is None
+
+
+def test_texts_are_merged_and_compared_with_plain_decoding_of_the_peer() -> None:
+    plain = [text(0, [*range(10)], accepted=None), text(1, [*range(4)], accepted=None)]
+    found = [text(0, [0, 9, *range(2, 10)], accepted=3), text(1, [*range(4)], accepted=1)]
+    [row] = rows.merged_texts(found, plain)
+    assert (row["differing_tokens"], row["new_tokens"], row["batch"]) == (1, 14, 1)
+    # 9 + 3 tokens in 4 s; 6 + 2 forwards.
+    assert (row["tokens_per_second"], row["ms"], row["tau"]) == (3.0, 500.0, 1.5)
+    [other] = rows.merged_texts(found, plain[:1])
+    assert other["differing_tokens"] is None, "a text without plain decoding beside it"
+    assert rows.differing([1, 2], [1, 2, 3]) == 1
+
+
+def test_what_a_point_raises_is_its_refusal(tmp_path: Path) -> None:
+    job = replace(JOB, contexts=(2, 3), rows=str(tmp_path / "rows"))
+
+    def point(context: int, batch: int) -> rows.Row:
+        if context == 3:
+            raise RuntimeError("no memory\nand more")
+        return {"ms": 1.0}
+
+    job.measure(point)
+    first, second = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    assert first["ms"] == 1.0 and second["refusal"] == "RuntimeError: no memory"
+
+
+def test_prompts_are_the_same_for_all_and_differ_between_rows() -> None:
+    one, other = rows.random_prompts(512, 7, 2)
+    assert rows.random_prompts(512, 7, 2) == [one, other] and one != other
+
+
+def test_vllm_speculates_as_its_options_say(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 512, "hidden_size": 64}))
+    round_ = replace(JOB, what="round", drafter="eagle3", model=str(tmp_path))
+    said = vllm_engine.speculation(round_)
+    assert said is not None and said["synthetic_acceptance_length"] == 3.47
+    draft = json.loads((Path(said["model"]) / "config.json").read_text())
+    assert (draft["num_hidden_layers"], draft["draft_vocab_size"]) == (1, 512)
+    assert vllm_engine.speculation(replace(JOB, drafter=None)) is None
+    with pytest.raises(ValueError, match="chains of 3 emit 1 to 4 tokens, not 5"):
+        vllm_engine.speculation(replace(round_, tau=5.0))
+
+
+def test_rows_of_llama_bench_and_of_our_own() -> None:
+    bench_row = {"samples_ns": [3e9, 1e9, 2e9], "n_gen": 100, "n_depth": 4096}
+    row = llama_cpp.bench_row(bench_row)
+    assert (row["ms"], row["tokens_per_second"], row["context"]) == (20.0, 50.0, 4096)
+    measured = {"shape": "tiny", "context": 7, "batch": 1, "acceptance_length": 3.4}
+    measured |= {"plain_ms_per_token": 2.0, "plain_tokens_per_second": 500.0}
+    measured |= {"round_ms": 3.0, "tokens_per_second": 1133.0}
+    plain, round_ = ours.both(measured, "longspec")
+    assert (plain["what"], plain["ms"]) == ("plain", 2.0) and "tau" not in plain
+    assert (round_["what"], round_["tau"], round_["ms"]) == ("round", 3.4, 3.0)
+
+
+def test_a_process_that_fails_leaves_its_rows_and_nothing_that_runs(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "recorder.py").write_text(RECORDER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(run.ENGINES, "fails", run.Peer("recorder", "none", (), {}))
+    job = replace(JOB, rows=str(tmp_path / "rows"))
+    arguments = argparse.Namespace(home=None, seconds=60)
+    found = run.measured("fails", job, tmp_path, arguments)
+    assert [row["ms"] for row in found] == [2.5]
+    assert "fails, real, ngram: failed (3)" in capsys.readouterr().err
+    child, end = int((tmp_path / "child").read_text()), time.monotonic() + 30
+    while running(child):
+        assert time.monotonic() < end, "what a process has started outlives its job"
+
+
+def running(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_missing_peers_are_refused_in_a_sentence(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(run, "gpu_line", lambda: "")
+    words = ["peers", "--peer", "vllm", "--what", "plain", "--shape", "tiny"]
+    assert bench.main(words) == 2
+    said = capsys.readouterr().err
+    assert "vllm is left out: it needs vllm, an NVIDIA GPU (--home, or installed)" in said
+    assert "--peer: none of vllm can run here" in said
+    assert bench.main(["peers", "--peer", "ours", "--what", "real"]) == 2
+    assert "name their folder, --target" in capsys.readouterr().err
+    llama = run.ENGINES["llama.cpp"]
+    assert run.lacking(llama, tmp_path, "a GPU") == ["llama-bench", "llama-server"]
+    (tmp_path / "vllm" / "vllm").mkdir(parents=True)
+    assert run.lacking(run.ENGINES["vllm"], tmp_path, "a GPU") == []
+    assert run.paths(run.ENGINES["vllm"], tmp_path)["PYTHONPATH"].startswith(str(tmp_path))
