@@ -29,11 +29,11 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 720,
     "files of a request and 4 steps": 18,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 28_320,
+    "token lines of longspec_jax": 28_470,
     "token lines of infer": 8_000,
     "token lines of train": 5_770,
     "token lines of configs": 330,
-    "token lines of tests": 39_730,
+    "token lines of tests": 39_870,
     "token lines of benchmarks and contrib": 3_720,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
