@@ -16,7 +16,16 @@ from longspec_jax.config.names import ATTENTION, KV_DTYPES
 from longspec_jax.config.sampling import rule
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
-from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, PARALLEL, SMALL_LM, Kind
+from longspec_jax.drafters.registry import (
+    DFLASH,
+    EAGLE3,
+    LONGSPEC,
+    MTP,
+    NAMED,
+    PARALLEL,
+    SMALL_LM,
+    Kind,
+)
 from longspec_jax.embedded import DEMO, DEMO_NAME
 from longspec_jax.recipes import DRAFTS
 from longspec_jax.weights.hf_config import target_config
@@ -37,6 +46,7 @@ KINDS: dict[str, Kind] = {
     **NAMED,
     "small_lm": SMALL_LM,
     "eagle3": EAGLE3,
+    "mtp": MTP,
     "dflash": DFLASH,
     "parallel": PARALLEL,
 }

@@ -27,10 +27,12 @@ from longspec_jax.drafters.checkpoints.dflash import draft_table as dflash_table
 from longspec_jax.drafters.checkpoints.dflash import evenly
 from longspec_jax.drafters.checkpoints.eagle3 import draft_table as eagle3_table
 from longspec_jax.drafters.checkpoints.longspec import draft_table as longspec_table
+from longspec_jax.drafters.checkpoints.mtp import QWEN
 from longspec_jax.drafters.checkpoints.parallel import draft_table as parallel_table
 from longspec_jax.drafters.dflash import DFlashConfig, DFlashDraft, DFlashOptions, DFlashParams
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.draft import Target as LoadedTarget
+from longspec_jax.drafters.eagle import EagleOptions, MtpConfig, MtpDraft, MtpParams
 from longspec_jax.drafters.eagle3 import (
     Eagle3Config,
     Eagle3Draft,
@@ -110,6 +112,8 @@ def random_model(
             draft: Draft = chosen.load(LoadedTarget(config, target), mesh)
         case LongSpecOptions():
             draft = _random_longspec(config, target, chosen, seed + 1, mesh)
+        case EagleOptions():
+            draft = _random_mtp(config, target, chosen, seed + 1, mesh)
         case Eagle3Options():
             draft = _random_eagle3(config, target, chosen, seed + 1, mesh)
         case DFlashOptions():
@@ -200,6 +204,17 @@ def _random_eagle3(
     params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
     int8 = bool(options.int8)  # Only where it is named: a row says what it measured.
     return Eagle3Draft.bind(draft, params, config, options, int8=int8, mesh=mesh)
+
+
+def _random_mtp(
+    config: TargetConfig, target: Any, options: EagleOptions, seed: int, mesh: Mesh | None
+) -> MtpDraft:
+    """One more layer of the target."""
+    draft = MtpConfig.of(config, config.layer(config.read_layer), config.num_layers)
+    layer = _drawn(QWEN.table(draft), config.dtype, seed, mesh)
+    params = MtpParams.bound(layer, draft, config, target)
+    int8 = bool(options.int8)  # Only where it is named: a row says what it measured.
+    return MtpDraft.bind(draft, params, config, options, int8=int8, mesh=mesh)
 
 
 def _random_dflash(

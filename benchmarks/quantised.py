@@ -25,7 +25,7 @@ from longspec_jax import LongSpec, demo_prompts
 from longspec_jax.axes import Array
 from longspec_jax.cli import settled
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
+from longspec_jax.embedded import DEMO_NAME, demo_drafts, demo_target
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.placement import tree_bytes
@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def sources(arguments: argparse.Namespace, folder: Path) -> Iterator[Path | str]:
     """The whole target, then its quantised copies."""
-    target = DEMO / "target" if arguments.target == DEMO_NAME else arguments.target
+    target = demo_target() if arguments.target == DEMO_NAME else arguments.target
     yield target
     if arguments.quantised:
         yield from arguments.quantised

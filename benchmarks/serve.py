@@ -258,8 +258,8 @@ def prepared_engine(spec: LongSpec, slots: int, **options: Any) -> tuple[Request
         except MemoryError:
             engine = planned_engine(spec, **options)
     step(
-        f"compiling {', '.join(str(each.tree) for each in engine.engine.drafters)}; "
-        f"{counted(engine.engine.slots, 'slot')}, {shown_bytes(engine.memory.needed_bytes)}"
+        f"compiling {', '.join(str(each.tree) for each in engine.trees)}; "
+        f"{counted(engine.runner.slots, 'slot')}, {shown_bytes(engine.memory.needed_bytes)}"
     )
     engine.prepare()
     return engine, time.perf_counter() - begun
@@ -292,7 +292,7 @@ def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool)
                 **figures(streams),
                 "new_tokens": arguments.new_tokens,
                 "requests": len(streams),
-                "slots": engine.engine.slots,
+                "slots": engine.runner.slots,
                 "rounds": {
                     str(use.tree) if use.tree.num_levels else "none": count
                     for use, count in zip(engine.trees, rounds, strict=True)

@@ -24,10 +24,10 @@ from typing import Any
 import jax
 from scipy.special import stdtrit
 
-from infer.arguments import drafts
+from infer.arguments import Models
 from longspec_jax import PLAIN, GenerateResult, LongSpec, TreeConfig, cli
 from longspec_jax.cli import counted, settled
-from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
+from longspec_jax.embedded import demo_drafts, demo_target
 from longspec_jax.generation.text import loops
 
 from .arguments import DEFAULT
@@ -103,8 +103,9 @@ def load(arguments: argparse.Namespace) -> LongSpec:
     Raises:
       ValueError: where nothing does.
     """
-    target = DEMO / "target" if arguments.target == DEMO_NAME else arguments.target
-    sources = demo_drafts(drafts(arguments))
+    named = Models(arguments.target, arguments.draft)
+    target = demo_target() if named.is_demo else arguments.target
+    sources = demo_drafts([*named.drafts])
     if not sources:
         raise ValueError(f"nothing proposes for --target={target}: name a --draft, such as ngram")
     return LongSpec.from_pretrained(target, sources, dtype=arguments.dtype)

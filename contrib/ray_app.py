@@ -17,7 +17,7 @@ from ray.serve.experimental.consistent_hash_router import (  # pyright: ignore[r
     ConsistentHashRouter,
 )
 
-from infer.arguments import check
+from infer.arguments import check, models_of
 from infer.serve import arguments as arguments_lib
 from infer.serve.app import Served, make_app
 from infer.serve.engine_thread import State
@@ -43,7 +43,7 @@ class Replica:
         from infer.serve.command import Service
 
         arguments = arguments_lib.parser().parse_args(argv)
-        check(arguments)
+        check(models_of(arguments))
         service = Service(arguments, None, arguments_lib.read_keys(arguments))
         service.load()
         return service.served()
@@ -81,7 +81,7 @@ def application(options: Mapping[str, Any], replica: type[Replica] = Replica) ->
     own = dict(options)
     replicas, gpus = int(own.pop("replicas", 1)), float(own.pop("gpus", 1))
     argv = [f"--{name}={value}" for name, value in own.items()]
-    check(arguments_lib.parser().parse_args(argv))
+    check(models_of(arguments_lib.parser().parse_args(argv)))
     deployment = serve.deployment(
         serve.ingress()(replica),
         name="longspec",

@@ -1,7 +1,8 @@
 """The options of ``python -m infer.decode``: declared, checked against each other, and read."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from longspec_jax import cli
 from longspec_jax.checks import nearest
 from longspec_jax.config import loading
 from longspec_jax.config.sampling import FILTERS, NUMBERS, OPTIONS, PENALTIES, neutral
-from longspec_jax.config.tree import PLAIN
-from longspec_jax.drafters.registry import NAMED, is_name, split_module
+from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.drafters.registry import NAMED, OWN, is_name, split_module
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.released import RELEASED
 
@@ -27,6 +28,8 @@ from .prompts import (
     read_prompt_file,
 )
 
+Options = argparse._ActionsContainer
+"""A parser, or a group of its options."""
 DRAFT_HELP = (
     "Several propose into one tree, which prompt lookup joins by itself; a --tree has it where it "
     "says so, as in 4,16x4@64~8. Plain decoding if absent"
@@ -65,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
+def add_models(result: argparse.ArgumentParser, draft_help: str) -> Options:
     """Add the options that name models and say how to load them; returns their group."""
     group = result.add_argument_group("models")
     group.add_argument(
@@ -78,7 +81,8 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "--draft",
         **cli.several(cli.path),
         help="what proposes tokens: the folder or hub id of a draft made for the target; "
-        f"{' or '.join(NAMED)}, which need no weights; for the demo, {' or '.join(DRAFTS)}. "
+        f"{' or '.join(NAMED)}, which need no weights; {OWN}, the target's own MTP layer; for the "
+        f"demo, {' or '.join(DRAFTS)}. "
         f"{draft_help}",
     )
     group.add_argument(
@@ -105,12 +109,12 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
     return group
 
 
-def add_memory(group: Any) -> None:
+def add_memory(group: Options) -> None:
     """Add the options that decide where the rows of a call lie."""
     cli.add_options(group, {name: loading.OPTIONS[name] for name in ("max_num_seqs", "offload")})
 
 
-def add_trees(group: Any, absent: str) -> None:
+def add_trees(group: Options, absent: str) -> None:
     """Add the options that choose what is proposed; says which tree runs if none is named."""
     group.add_argument(
         "--tree",
@@ -141,7 +145,7 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
     add_style(result)
 
 
-def add_style(result: Any) -> None:
+def add_style(result: Options) -> None:
     """Add the option that chooses a chat format."""
     result.add_argument(
         "--prompt_style",
@@ -188,6 +192,51 @@ def _add_output(result: argparse.ArgumentParser) -> None:
     cli.add_traceback(group)
 
 
+@dataclass(frozen=True)
+class Models:
+    """The models of a command, how they are loaded, and what is proposed."""
+
+    target: str | None = None
+    """The demo's if None."""
+    draft: Sequence[str] | None = None
+    draft_option: Sequence[tuple[str, Any]] | None = None
+    revision: str | None = None
+    draft_revision: str | None = None
+    adapter: str | None = None
+    dtype: str = "auto"
+    kv_dtype: str | None = None
+    attention: str | None = None
+    batch_invariant: bool | None = None
+    prefill_chunk: int | None = None
+    mesh: Mapping[str, int] | None = None
+    max_num_seqs: int | None = None
+    offload: bool = False
+    tree: TreeConfig | None = None
+    """None if calls choose."""
+    adaptive: bool = False
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the target is the demo's."""
+        return self.target in (None, DEMO_NAME)
+
+    @property
+    def drafts(self) -> Sequence[str]:
+        """The drafts as they are named; else the demo's own, or those of a released model."""
+        if self.draft:
+            return self.draft
+        if self.is_demo:
+            return [DEMO_NAME]
+        released = RELEASED.get(str(self.target))
+        return released.drafters if released else ()
+
+
+def models_of(arguments: argparse.Namespace) -> Models:
+    """The models that a command line names; options that a command lacks stay as they are."""
+    given = vars(arguments)
+    return Models(**{each.name: given[each.name] for each in fields(Models) if each.name in given})
+
+
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generation options for all rows."""
     options = {name: getattr(arguments, name) for name in NUMBERS}
@@ -206,23 +255,14 @@ def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:
     return merged if merged["temperature"] > 0 else {**merged, **NO_FILTER}
 
 
-def is_demo(arguments: argparse.Namespace) -> bool:
-    """Whether the target is the demo's."""
-    return arguments.target in (None, DEMO_NAME)
-
-
-def drafts(arguments: argparse.Namespace) -> list[str]:
-    """The drafts as they are named; else the demo's own, or those of a released model."""
-    if arguments.draft:
-        return arguments.draft
-    if is_demo(arguments):
-        return [DEMO_NAME]
-    released = RELEASED.get(str(arguments.target))
-    return [*released.drafters] if released else []
-
-
 def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:
     """The prompts that the arguments name, read and checked; none for the demo's own."""
+    if arguments.stream and arguments.batch:
+        raise ValueError(
+            "--stream shows one prompt as it is completed, and --batch has several; drop --stream"
+        )
+    if (arguments.prompt_file or []).count(STDIN) > 1:
+        raise ValueError("--prompt_file -: standard input can be read once")
     if arguments.prompt is not None:
         return [Prompt("prompt", check_text(arguments.prompt, "--prompt"))]
     if arguments.prompt_file:
@@ -232,17 +272,20 @@ def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:
     return read_batch(arguments.batch) if arguments.batch else []
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check(models: Models, compare: bool = False) -> None:
     """Refuse options that contradict each other, where one would be ignored.
+
+    Args:
+      models: what is loaded, and what proposes.
+      compare: whether a comparison with plain decoding is asked for.
 
     Raises:
       ValueError: for the first contradiction, with the options as they are typed.
     """
-    for contradictions in (_models, _placement, _decoding, _files):
-        for message in contradictions(arguments):
-            raise ValueError(message)
-    if arguments.draft_option:
-        _check_draft_options(arguments)
+    for message in (*_models(models), *_placement(models), *_decoding(models, compare)):
+        raise ValueError(message)
+    if models.draft_option:
+        _check_draft_options(models)
 
 
 def check_filters(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
@@ -255,7 +298,7 @@ def check_filters(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> N
         raise ValueError(message)
 
 
-def _check_draft_options(arguments: argparse.Namespace) -> None:
+def _check_draft_options(models: Models) -> None:
     """Refuse what the drafts that are here cannot take, before anything is loaded.
 
     Raises:
@@ -265,37 +308,38 @@ def _check_draft_options(arguments: argparse.Namespace) -> None:
 
     from .wording import command_words
 
-    options = cli.as_options(arguments.draft_option)
-    sources = [each if is_name(each) else DRAFTS.get(each, each) for each in drafts(arguments)]
+    options = cli.as_options(models.draft_option)
+    sources = [each if is_name(each) else DRAFTS.get(each, each) for each in models.drafts]
     here = [each for each in sources if is_name(each) or Path(split_module(each)[1]).is_dir()]
     if len(here) == len(sources):  # Others are on the hub, and fetched before they are checked.
         with command_words():
-            choose_drafts(here, options)
+            target = models.target and Path(models.target)
+            choose_drafts(here, options, target=target if target and target.is_dir() else None)
 
 
-def _models(arguments: argparse.Namespace) -> Iterator[str]:
-    named = arguments.draft or []
+def _models(models: Models) -> Iterator[str]:
+    named = models.draft or []
     trained = [draft for draft in named if not is_name(draft)]
     for draft in trained:
-        if draft not in DRAFTS and arguments.target is None:
-            meant = nearest(draft, (*NAMED, *DRAFTS))
+        if draft not in DRAFTS and models.target is None:
+            meant = nearest(draft, (*NAMED, OWN, *DRAFTS))
             owners = [name for name, model in RELEASED.items() if draft in model.drafters]
             remedy = f"--target {owners[0]}" if owners else "--target demo for the demo"
             yield (
                 f"--draft {draft} needs the --target it was made for; a draft works with no other "
                 f"({f'did you mean {meant}?' if meant else remedy})"
             )
-        if draft in DRAFTS and not is_demo(arguments):
-            yield f"--draft {draft} is the demo's own draft, and --target is {arguments.target}"
+        if draft in DRAFTS and not models.is_demo:
+            yield f"--draft {draft} is the demo's own draft, and --target is {models.target}"
     for draft in named:
         if named.count(draft) > 1:
             yield f"--draft {draft} is named twice; once is enough"
-    targets = [] if is_demo(arguments) else [str(arguments.target)]
+    targets = [] if models.is_demo else [str(models.target)]
     for model, revision, sources in (
         ("target", "revision", targets),
         ("draft", "draft_revision", trained),
     ):
-        if getattr(arguments, revision) is None:
+        if getattr(models, revision) is None:
             continue
         if not sources:
             yield (
@@ -309,38 +353,31 @@ def _models(arguments: argparse.Namespace) -> Iterator[str]:
                 )
 
 
-def _placement(arguments: argparse.Namespace) -> Iterator[str]:
+def _placement(models: Models) -> Iterator[str]:
     for option in ("mesh", "max_num_seqs"):
-        if arguments.offload and getattr(arguments, option):
+        if models.offload and getattr(models, option):
             yield (
                 f"--offload keeps the cache of one device and of all rows at once in the host's "
                 f"memory, and --{option} divides it; drop one of the two"
             )
 
 
-def _decoding(arguments: argparse.Namespace) -> Iterator[str]:
+def _decoding(models: Models, compare: bool) -> Iterator[str]:
     """Options about speculation where there is none."""
-    plain = arguments.tree == PLAIN
-    if plain and arguments.adaptive:
+    plain = models.tree == PLAIN
+    if plain and models.adaptive:
         yield "--adaptive has nothing to choose with --tree none; drop one of the two"
-    if not plain and drafts(arguments):
+    if not plain and models.drafts:
         return
     reason = "--tree none has none" if plain else "no --draft is named"
     remedy = "drop one of the two" if plain else "name a draft, or drop it"
-    if arguments.draft_option:
+    if models.draft_option:
         yield f"--draft_option is about a draft, and {reason}; {remedy}"
     for option in () if plain else ("tree", "adaptive"):
-        if getattr(arguments, option):
+        if getattr(models, option):
             yield f"--{option} is about a draft's trees, and {reason}; {remedy}"
-    if arguments.compare:
+    if compare:
         yield f"--compare needs a draft to compare, and {reason}; {remedy}"
-
-
-def _files(arguments: argparse.Namespace) -> Iterator[str]:
-    if arguments.stream and arguments.batch:
-        yield "--stream shows one prompt as it is completed, and --batch has several; drop --stream"
-    if (arguments.prompt_file or []).count(STDIN) > 1:
-        yield "--prompt_file -: standard input can be read once"
 
 
 def _filters(arguments: argparse.Namespace, rows: Sequence[Prompt]) -> Iterator[str]:

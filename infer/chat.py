@@ -86,9 +86,6 @@ def parser() -> argparse.ArgumentParser:
     cli.add_options(group, {"max_model_len": length})
     arguments_lib.add_sampling(result)
     cli.add_traceback(result.add_argument_group("output"))
-    # What the checks of infer.decode ask for and a conversation does not have.
-    nothing = dict.fromkeys(("max_num_seqs", "compare", "stream", "batch", "prompt_file"))
-    result.set_defaults(offload=False, **nothing)
     return result
 
 
@@ -97,7 +94,7 @@ def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int
     from . import arguments as arguments_lib
 
     arguments = parser().parse_args(argv)
-    arguments_lib.check(arguments)
+    arguments_lib.check(arguments_lib.models_of(arguments))
     arguments_lib.check_filters(arguments, [])
     chat = Chat(arguments)
     try:
@@ -144,9 +141,10 @@ class Chat:
         from .models import load_named, start_devices
 
         start_devices()
+        from .arguments import models_of
         from .conversation import Conversation
 
-        spec, _, _ = load_named(self._arguments, self._status)
+        spec = load_named(models_of(self._arguments), self._status)
         self._conversation = Conversation(spec, self._arguments)
         self._status.clear()
         if self._conversation.is_plain:

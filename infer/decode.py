@@ -31,7 +31,7 @@ def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int
     from . import arguments as arguments_lib
 
     arguments = arguments_lib.parser().parse_args(argv)
-    arguments_lib.check(arguments)
+    arguments_lib.check(arguments_lib.models_of(arguments), compare=bool(arguments.compare))
     prompts = arguments_lib.named_prompts(arguments)
     arguments_lib.check_filters(arguments, prompts)
     return _decode(DecodeRun(arguments, prompts), end)
@@ -61,9 +61,10 @@ class DecodeRun:
         from .models import load_named, start_devices
 
         start_devices()
+        from .arguments import models_of
         from .session import Session
 
-        spec, _, _ = load_named(self._arguments, self.status)
+        spec = load_named(models_of(self._arguments), self.status)
         self._session = Session(spec, self._arguments, self.screen, self.journal)
         self._session.decode(self._prompts)
 

@@ -1,23 +1,21 @@
 """The models that the arguments of ``python -m infer.decode`` name."""
 
-import argparse
 import contextlib
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from longspec_jax import PLAIN, LongSpec, cli, make_mesh
 from longspec_jax.compilation import keep_programs
 from longspec_jax.drafters.registry import is_name, split_module
-from longspec_jax.embedded import DEMO, DRAFTS
+from longspec_jax.embedded import DRAFTS, demo_target
 from longspec_jax.status_line import StatusLine
 from longspec_jax.weights.hub import local_model
 
-from .arguments import drafts, is_demo
+from .arguments import Models
 from .wording import command_words
 
 
@@ -54,22 +52,23 @@ def check_devices() -> None:
         ) from error
 
 
-def fetch(arguments: argparse.Namespace) -> tuple[Path, list[str | Path]]:
+def fetch(models: Models) -> tuple[Path, list[str | Path]]:
     """The folder of the target, and of what proposes for it; from the hub if need be.
 
     Raises:
       OSError: for a model that is neither here nor there.
     """
-    target = DEMO / "target"
-    if not is_demo(arguments):
-        target = _fetched("target", arguments.target, arguments.revision)
-    return target, [] if arguments.tree == PLAIN else [
+    if models.target is None or models.is_demo:
+        target = demo_target()
+    else:
+        target = _fetched("target", models.target, models.revision)
+    return target, [] if models.tree == PLAIN else [
         named
         if is_name(named)
         else DRAFTS[named]
         if named in DRAFTS
-        else _fetched_draft(named, arguments.draft_revision)
-        for named in drafts(arguments)
+        else _fetched_draft(named, models.draft_revision)
+        for named in models.drafts
     ]
 
 
@@ -87,10 +86,8 @@ def _fetched_draft(source: str, revision: str | None) -> str | Path:
     return f"{module}:{folder}" if module else folder
 
 
-def load_named(
-    arguments: argparse.Namespace, status: StatusLine
-) -> tuple[LongSpec, Path, list[str | Path]]:
-    """The models that the arguments name, the target's folder, and those of the drafts.
+def load_named(models: Models, status: StatusLine) -> LongSpec:
+    """The models that a command names.
 
     Raises:
       OSError: for a model that is neither here nor on the hub.
@@ -99,28 +96,27 @@ def load_named(
     check_devices()
     status.clear()  # What follows prints where it keeps and fetches things.
     keep_programs()
-    target, drafts = fetch(arguments)
+    target, sources = fetch(models)
     status.show("loading the models")
     with command_words():
-        return load(arguments, target, drafts), target, drafts
+        return load(models, target, sources)
 
 
-def load(arguments: argparse.Namespace, target: Path, sources: Sequence[str | Path]) -> LongSpec:
-    """The models the arguments name, from their folders; the demo if they name none."""
-    options: dict[str, Any] = dict(
-        attention=arguments.attention,
-        prefill_chunk=arguments.prefill_chunk,
-        max_num_seqs=arguments.max_num_seqs,
-        offload=arguments.offload,
-        batch_invariant=arguments.batch_invariant,
-        kv_dtype=arguments.kv_dtype,
-        adapter=arguments.adapter,
-        mesh=make_mesh(**arguments.mesh) if arguments.mesh else None,
-        draft=list(sources) or None,
-        draft_options=cli.as_options(arguments.draft_option) if sources else None,
+def load(models: Models, target: Path, sources: Sequence[str | Path]) -> LongSpec:
+    """The models, from their folders."""
+    # A model as small as the demo's gains nothing from 16 bits.
+    is_default = models.is_demo and models.dtype == "auto"
+    return LongSpec.from_pretrained(
+        target,
+        [*sources] or None,
+        draft_options=cli.as_options(models.draft_option) if sources else None,
+        mesh=make_mesh(**models.mesh) if models.mesh else None,
+        dtype="float32" if is_default else models.dtype,
+        attention=models.attention,
+        prefill_chunk=models.prefill_chunk,
+        max_num_seqs=models.max_num_seqs,
+        offload=models.offload,
+        batch_invariant=models.batch_invariant,
+        kv_dtype=models.kv_dtype,
+        adapter=models.adapter,
     )
-    if arguments.dtype != "auto":  # Else what suits the model.
-        options["dtype"] = arguments.dtype
-    if is_demo(arguments):
-        return LongSpec.demo(**options)
-    return LongSpec.from_pretrained(target, **options)

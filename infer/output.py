@@ -3,7 +3,7 @@
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ def write(path: Path, values: dict[str, Any]) -> bool:
       Whether they are where they were wanted.
     """
     try:
-        data = encoded(values, allow_nan=False)
+        data = encoded(values)
     except (TypeError, ValueError) as error:
         problem = f"--json {path}: not all of it can be written as JSON: {error}"
-        _rescue(encoded(values, default=repr), problem)
+        _rescue(encoded(values, default=repr, allow_nan=True), problem)
         return False
     if path == STDOUT:
         sys.stdout.write(data.decode("utf-8"))
@@ -44,11 +44,15 @@ def write(path: Path, values: dict[str, Any]) -> bool:
     return True
 
 
-def encoded(values: dict[str, Any], **options: Any) -> bytes:
+def encoded(
+    values: dict[str, Any],
+    default: Callable[[object], str] | None = None,
+    allow_nan: bool = False,
+) -> bytes:
     """The values as JSON; options as of ``json.dumps``."""
-    text = json.dumps(values, indent=2, ensure_ascii=False, **options) + "\n"
+    text = json.dumps(values, indent=2, ensure_ascii=False, default=default, allow_nan=allow_nan)
     # Half a character (from the name of a file) becomes the escape that JSON has for it.
-    return text.encode("utf-8", "backslashreplace")
+    return f"{text}\n".encode("utf-8", "backslashreplace")
 
 
 def _rescue(data: bytes, problem: str) -> None:

@@ -157,7 +157,7 @@ def check_messages(messages: Any, where: str = "messages") -> list[dict[str, Any
     return checked
 
 
-def _as_json(value: Any) -> str:
+def _as_json(value: object) -> str:
     """A value in a message: as its file has it, and short."""
     return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
 
@@ -193,7 +193,7 @@ def _rows(text: str, name: str) -> Iterator[Prompt]:
             yield _row(_parse(line, where), where)
 
 
-def _row(row: Any, where: str) -> Prompt:
+def _row(row: object, where: str) -> Prompt:
     if isinstance(row, str):
         return Prompt(where, check_text(row, where))
     if not isinstance(row, dict) or sum(source in row for source in SOURCES) != 1:
@@ -203,7 +203,7 @@ def _row(row: Any, where: str) -> Prompt:
     return Prompt(where, item_of(source, row[source], where), options)
 
 
-def item_of(source: str, value: Any, where: str) -> Any:
+def item_of(source: str, value: object, where: str) -> Any:
     """The prompt of a row: text, checked messages or token ids."""
     if source == "messages":
         return check_messages(value, where)
@@ -218,7 +218,7 @@ def item_of(source: str, value: Any, where: str) -> Any:
     return Each(TOKEN, 1).read_json(f"{where}: input_ids", value)
 
 
-def _option(key: str, value: Any, where: str) -> Any:
+def _option(key: str, value: object, where: str) -> Any:
     """A generation option of a row."""
     if key not in ROW_OPTIONS:
         raise ValueError(f"{where}: {unknown('key', key, [*ROW_OPTIONS, *SOURCES])}")

@@ -21,7 +21,7 @@ from longspec_jax.generation.activity import Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION, GenerateResult, Stats, StreamRound
-from longspec_jax.ops.hardware import missing_hopper_kernels
+from longspec_jax.ops.hardware import missing_kernels
 
 from .output import tree_fields, tree_of
 
@@ -153,7 +153,7 @@ def header_lines(
     )
     shape = "a tree that fits this machine" if tree is None else tree_line(tree)
     yield f"{shape}, temperature {setting['temperature']:g}, seed {setting['seed']}"
-    if missing := missing_hopper_kernels():
+    if missing := missing_kernels():
         yield missing
 
 

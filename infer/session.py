@@ -18,7 +18,7 @@ from longspec_jax.generation.result import StreamRound
 from longspec_jax.provenance import provenance
 from longspec_jax.released import RELEASED
 
-from .arguments import drafts, is_demo, row_options, sampling_options
+from .arguments import models_of, row_options, sampling_options
 from .journal import Journal
 from .output import tree_fields
 from .prompts import CHATS, CODE, Prompt, encode
@@ -72,7 +72,8 @@ class Session:
         self, spec: LongSpec, arguments: argparse.Namespace, out: Screen, journal: Journal
     ):
         self._spec, self._arguments, self._out, self._journal = spec, arguments, out, journal
-        self._named_tree = arguments.tree if spec.drafts else None
+        self._models = models_of(arguments)
+        self._named_tree = self._models.tree if spec.drafts else None
         self._tree = self._named_tree if self._speculates else PLAIN
         """What calls run; None until it is settled."""
         self._end: str | None = None
@@ -91,19 +92,19 @@ class Session:
 
     def _described(self) -> dict[str, Any]:
         """What is run, for the JSON."""
-        arguments = self._arguments
+        models = self._models
         return {
-            "target": arguments.target or "demo",
-            "drafts": drafts(arguments),
-            "draft_options": as_options(arguments.draft_option),
+            "target": models.target or "demo",
+            "drafts": [*models.drafts],
+            "draft_options": as_options(models.draft_option),
             "draft": self._drafter,
             **tree_fields(self._tree),
-            "adaptive": arguments.adaptive,
+            "adaptive": models.adaptive,
             "dtype": self._spec.precision,
             "identical_promised": self._spec.identical,
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
-            **sampling_options(arguments),
+            **sampling_options(self._arguments),
         }
 
     def decode(self, named: Sequence[Prompt]) -> None:
@@ -114,7 +115,7 @@ class Session:
         try:
             calls = [self._checked(group) for group in groups]
         except ValueError as error:
-            if named or is_demo(self._arguments):
+            if named or self._models.is_demo:
                 raise
             remedy = "name a prompt: without one the demo's document is completed"
             raise ValueError(f"{error}; {remedy}") from error
@@ -126,7 +127,7 @@ class Session:
         self._print_totals()
 
     def _samples(self) -> Iterable[Prompt]:
-        if released := RELEASED.get(str(self._arguments.target)):
+        if released := RELEASED.get(str(self._models.target)):
             return CHATS if released.chats else [CODE]
         samples = demo_prompts()
         if DEFAULT_PROMPT not in samples:
@@ -144,7 +145,7 @@ class Session:
             name, options = prompts[0].name, sampling_options(self._arguments)
         with command_words([prompt.name for prompt in prompts]):
             plan = self._spec.check(
-                list(tokens), tree=self._named_tree, adaptive=self._arguments.adaptive, **options
+                list(tokens), tree=self._named_tree, adaptive=self._models.adaptive, **options
             )
         return Call(name, prompts, tokens, options, plan)
 
@@ -202,7 +203,7 @@ class Session:
         return method(
             list(call.tokens),
             tree=self._named_tree,
-            adaptive=self._arguments.adaptive,
+            adaptive=self._models.adaptive,
             on_round=self._on_round,
             on_activity=self._on_activity,
             **call.options,
@@ -292,14 +293,13 @@ class Session:
 def _warnings() -> Iterator[list[str]]:
     """What the library warns of meanwhile, for when the text is on the screen."""
     notes: list[str] = []
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def note(message: Any, category: type[Warning], *place: Any, **options: Any) -> None:
-            if category is UserWarning:
-                notes.append(str(message))
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            yield notes
+    finally:
+        for each in caught:
+            if each.category is UserWarning:
+                notes.append(str(each.message))
             else:
-                show(message, category, *place, **options)
-
-        warnings.showwarning = note
-        yield notes
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)

@@ -34,7 +34,7 @@ from longspec_jax.config.loading import LoadOptions
 from longspec_jax.config.serving import EngineOptions
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.batch_invariant import is_identical
-from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
+from longspec_jax.embedded import DEMO_NAME, demo_drafts, demo_target
 from longspec_jax.generation import comparison, inspection
 from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.call import Plan, plan_call
@@ -60,6 +60,7 @@ from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.loading import choose_drafts, load_with_tokenizer, with_lookup
 from longspec_jax.schema import read
 from longspec_jax.weights.hf import dequantised_types, load_stop_tokens
+from longspec_jax.weights.hub import local_model
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,7 +125,8 @@ class LongSpec(Models):
           target: a folder, GGUF file or hub id of a model of a family of docs/guides/targets.md, or
             the name of a small released one that is fetched once (docs/guides/gguf.md).
           draft: what proposes tokens: a folder or hub id of a draft trained for the target, or the
-            name of a kind without weights, such as ``ngram``. Several propose into one tree.
+            name of a kind without weights, such as ``ngram``, or ``mtp`` for the layer that some
+            targets carry among their own tensors. Several propose into one tree.
             Prompt lookup joins a draft with a model wherever a call's tree has space for it, as the
             trees have that are chosen for calls that name none; ``4,16x4@64`` is the draft's alone,
             ``4,16x4@64~8`` with lookup. Plain decoding if absent.
@@ -151,7 +153,8 @@ class LongSpec(Models):
         keep_programs()
         stop_tokens = load_stop_tokens(target, revision=given["revision"])
         dequantised = dequantised_types(target, revision=given["revision"])
-        chosen = choose_drafts(sources, draft_options or {}, given["draft_revision"])
+        where = local_model(target, given["revision"]) if sources else None
+        chosen = choose_drafts(sources, draft_options or {}, given["draft_revision"], where)
         loaded = load_with_tokenizer(
             target,
             given["dtype"],
@@ -187,14 +190,9 @@ class LongSpec(Models):
         model this small gains nothing from less, and its output is then that of plain decoding on
         every device.
         """
-        if not (DEMO / "target").is_dir():
-            raise FileNotFoundError(
-                f"the demo model is missing from {DEMO}; reinstall the package, or make one with "
-                "longspec-train --config=demo (python -m train.run in a checkout)"
-            )
         options = {"draft": DEMO_NAME, "dtype": "float32", **options}
         options["draft"] = demo_drafts(options["draft"])
-        return cls.from_pretrained(DEMO / "target", **options)
+        return cls.from_pretrained(demo_target(), **options)
 
     def generate(
         self,
@@ -254,8 +252,8 @@ class LongSpec(Models):
                 check_host(len(wanted), batch.request, plan.target.vocab_size)
             if streamer is not None:
                 on_round = stream_into(streamer, batch.prompts, on_round)
-            how: Any = {"streams": reads_rounds(batch, on_round), "on_activity": on_activity}
-            run = start(plan, batch, self._known, **how)
+            streams = reads_rounds(batch, on_round)
+            run = start(plan, batch, self._known, streams=streams, on_activity=on_activity)
             result = follow(run, on_round)
             if not wanted:
                 return result
@@ -313,8 +311,8 @@ class LongSpec(Models):
                 "nothing to compare: this call decodes plainly; load a draft and leave its tree "
                 "in place"
             )
-        how: Any = {"streams": reads_rounds(batch, on_round), "on_activity": on_activity}
-        run = start(plan, batch, self._known, **how)
+        streams = reads_rounds(batch, on_round)
+        run = start(plan, batch, self._known, streams=streams, on_activity=on_activity)
         return comparison.run_both(run, on_round)
 
     def engine(
@@ -370,8 +368,8 @@ class LongSpec(Models):
         plan, batch = self._prepare(inputs, generation_config, options)
         if plan.rows > 1:
             raise ValueError(f"inspect() looks at one row and {plan.rows} were given")
-        how: Any = {"streams": True, "on_activity": None, "fixed": True}
-        return inspection.round_views(partial(start, plan, batch, self._known, **how))
+        fixed = partial(start, streams=True, on_activity=None, fixed=True)
+        return inspection.round_views(partial(fixed, plan, batch, self._known))
 
     def breakdown(
         self,

@@ -17,7 +17,7 @@ from longspec_jax.config.names import MESH_AXES
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.draft import Draft
-from longspec_jax.drafters.registry import NAMED, is_name
+from longspec_jax.drafters.registry import NAMED, OWN, is_name
 
 LARGEST_CHUNK = 2048
 """Most tokens of one prefill step, unless the target has more positions."""
@@ -50,7 +50,7 @@ _RULES: dict[str, Rule] = {
     "target": That(_is_source, _SOURCE),
     "draft": That(
         lambda value: all(map(_is_source, as_sources(value))),
-        f"{_SOURCE}, or {', '.join(NAMED)}; or a list of these",
+        f"{_SOURCE}, or {', '.join([*NAMED, OWN])}; or a list of these",
     ),
     "draft_options": Maybe(
         That(_is_options, 'options of the draft by name, such as {"int8": True}')

@@ -15,7 +15,7 @@ Einsum strings, shape annotations, comments and the README use these letters.
 Query heads are ordered key/value-head-major: head ``n`` reads key/value head ``n // G``.
 """
 
-from typing import TYPE_CHECKING, Never, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Never, TypeAlias, TypeVar
 
 import jax
 from jaxtyping import Bool, Float, Int, Num
@@ -33,6 +33,9 @@ else:
 
 
 Array: TypeAlias = jax.Array
+Ref: TypeAlias = Any
+"""Memory that a kernel reads and writes where it lies: an operand on the device, shared memory, or
+a barrier in it. Pallas has a class of its own for each, and for each way of running a kernel."""
 T = TypeVar("T")
 Leaf: TypeAlias = T | Placeholder
 """A field of a pytree, ``Leaf[Lengths]``: an array of this shape, or what jax puts in its place."""

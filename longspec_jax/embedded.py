@@ -15,6 +15,20 @@ DRAFTS = {DEMO_NAME: DEMO / "draft", "demo_small_lm": DEMO / "small_lm"}
 """What was trained to draft for the demo's target: a LongSpec draft, and a small language model."""
 
 
+def demo_target() -> Path:
+    """The folder of the demo's target.
+
+    Raises:
+      FileNotFoundError: if the package came without it.
+    """
+    if not (DEMO / "target").is_dir():
+        raise FileNotFoundError(
+            f"the demo model is missing from {DEMO}; reinstall the package, or make one with "
+            "longspec-train --config=demo (python -m train.run in a checkout)"
+        )
+    return DEMO / "target"
+
+
 def demo_drafts(draft: Any) -> Any:
     """The drafts that an argument names, one or several, with folders in place of the demo's names.
 

@@ -9,13 +9,14 @@ from importlib import metadata
 DISTRIBUTION = "longspec_jax"
 PURPOSES = {
     "train": "training needs",
-    "eval": "scores and reports need",
+    "charts": "reports need",
+    "eval": "scores need",
     "serve": "serving needs",
     "ray": "replicas need",
     "grammar": "JSON schemas and regular expressions need",
     "tensorboard": "--config.log.tensorboard needs",
     "wandb": "--config.log.wandb needs",
-    "test": "comparing with PyTorch needs",
+    "torch": "comparing with PyTorch needs",
 }
 """What an extra is for, beginning the sentence."""
 MODULES = {
@@ -26,8 +27,8 @@ MODULES = {
     "orbax": "train",
     "pyarrow": "train",
     "tqdm": "train",
-    "matplotlib": "eval",
-    "pandas": "eval",
+    "matplotlib": "charts",
+    "pandas": "charts",
     "rapidfuzz": "eval",
     "rouge": "eval",
     "prometheus_client": "serve",
@@ -38,7 +39,7 @@ MODULES = {
     "llguidance": "grammar",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
-    "torch": "test",
+    "torch": "torch",
 }
 """Importable names the commands use and the extra that installs each."""
 FOR_SOME_DATA = {"datasets", "pyarrow"}

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from longspec_jax.drafters.registry import (
     MARKS,
     MTP,
     NAMED,
+    OWN,
     SMALL_LM,
     Kind,
     is_eagle,
@@ -36,12 +38,15 @@ from longspec_jax.drafters.registry import (
     split_module,
 )
 from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft, RetrievalOptions
+from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.weights import hf
+from longspec_jax.weights.adapter import own_name
+from longspec_jax.weights.families import FAMILIES, WRAPPERS
 from longspec_jax.weights.gguf.file import read_gguf
 from longspec_jax.weights.gguf.tokenizer import gguf_tokenizer
-from longspec_jax.weights.hf_config import FAMILIES
+from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.model_files import names_of_tensors, read_config
@@ -61,7 +66,7 @@ def load_target(
     revision: str | None = None,
     kv_dtype: str | None = None,
     adapter: str | Path | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
 ) -> tuple[TargetConfig, Any]:
     """Load a target, if the device has memory for it.
 
@@ -97,13 +102,15 @@ def load_with_tokenizer(
     The tokenizer's library takes seconds to import, and a GPU takes seconds to start. Arguments as
     of :meth:`longspec_jax.LongSpec.from_pretrained`.
     """
-    how: Any = {"mesh": mesh, "revision": revision, "kv_dtype": kv_dtype, "adapter": adapter}
+    load = partial(load_target, source, dtype, mesh=mesh, revision=revision)
+    load = partial(load, kv_dtype=kv_dtype, adapter=adapter)
     if tokenizer is not None:
-        return Target(*load_target(source, dtype, **how), tokenizer)
+        config, params = load()
+        return Target(config, params, tokenizer)
     pool = ThreadPoolExecutor(1)
     try:
         reading = pool.submit(load_tokenizer, source, revision)
-        config, params = load_target(source, dtype, **how)
+        config, params = load()
         return Target(config, params, reading.result())
     finally:
         pool.shutdown(wait=False)  # A bad target is refused at once.
@@ -128,7 +135,7 @@ class ChosenDraft(NamedTuple):
           ValueError: for a draft of another target.
         """
         draft = self.options
-        if not is_name(self.source):
+        if self.kind.loader:
             more = {"mesh": mesh, "revision": self.revision}
             draft = self.kind.load(self.source, target, self.options, **more)
         if self.retrieval is None:
@@ -140,15 +147,21 @@ class ChosenDraft(NamedTuple):
 
 
 def choose_drafts(
-    sources: Sequence[str | Path], options: Mapping[str, Any], revision: str | None = None
+    sources: Sequence[str | Path],
+    options: Mapping[str, Any],
+    revision: str | None = None,
+    target: Path | None = None,
 ) -> tuple[ChosenDraft, ...]:
     """Find drafts of any kind and check their options; reads no weights.
 
     Args:
-      sources: names of kinds without weights, folders or hub ids, these also as ``MODULE:FOLDER``.
+      sources: names of kinds without weights, folders or hub ids, these also as ``MODULE:FOLDER``;
+        or ``mtp``, the target's own layer.
       options: of their kinds and about retrieval, by name; of several drafts, of those that have
         weights.
       revision: branch, tag or commit of the hub.
+      target: the target's folder or GGUF file. Named as a draft it stands for its own layer, and
+        another whole model for itself.
 
     Raises:
       FileNotFoundError: if there is no such draft.
@@ -157,15 +170,17 @@ def choose_drafts(
     chosen = []
     for source in sources:
         named = is_name(source)
-        given = {} if named and len(sources) > 1 else options
+        given = {} if source in NAMED and len(sources) > 1 else options
         own, retrieval = separated(given, str(source))
         module, place = split_module(source)
-        if named:
+        if source == OWN:
+            kind, place = MTP, target or place
+        elif named:
             kind = NAMED[str(source)]
         elif module:
             kind = kind_of_module(module)
         else:
-            kind = _kind_of(local_model(source, revision))
+            kind = _kind_of(local_model(source, revision), target)
         found = options_of(kind, own, str(source))
         chosen.append(ChosenDraft(place, None if named else revision, kind, found, retrieval))
     return tuple(chosen)
@@ -182,7 +197,7 @@ def with_lookup(drafts: tuple[Draft, ...]) -> tuple[Draft, ...]:
     return (*drafts, NgramDraft())
 
 
-def _kind_of(model: Path) -> Kind:
+def _kind_of(model: Path, target: Path | None) -> Kind:
     """The kind of a draft in a folder, or in a GGUF file."""
     raw = read_config(model)
     names = raw.texts("architectures")
@@ -197,11 +212,13 @@ def _kind_of(model: Path) -> Kind:
         return kinds[0]
     tensors = names_of_tensors(model)
     # The published LongSpec drafts may name their target's architecture; they have no embedding.
-    whole = any(name in FAMILIES for name in names)
-    if whole and "model.embed_tokens.weight" in tensors:
-        return SMALL_LM
-    if is_mtp(tensors):
+    known = any(name in FAMILIES or name in WRAPPERS for name in names)
+    whole = known and hf.EMBEDDING in map(own_name, tensors)
+    its_own = target is not None and model.samefile(target)
+    if is_mtp(tensors) and (its_own or not whole):
         return MTP
+    if whole:
+        return SMALL_LM
     return EAGLE if is_eagle(tensors) else LONGSPEC
 
 
@@ -247,6 +264,22 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
             "newer than the packages here, pip install --upgrade transformers tokenizers, or pass "
             "tokenizer="
         ) from error
+
+
+def load_endpoint(url: str, folder: Path, concurrency: int) -> Endpoint:
+    """The server of a target, whose files are here, too; no weights are read.
+
+    Args:
+      url: the server's address up to ``/v1``.
+      folder: of the target, or its GGUF file.
+      concurrency: requests at a time.
+
+    Raises:
+      OSError: if the server does not answer.
+    """
+    config = target_config(read_config(folder), "float32")
+    tokenizer, stop_tokens = load_tokenizer(folder), hf.load_stop_tokens(folder)
+    return Endpoint(url, config, tokenizer, stop_tokens, concurrency).reached()
 
 
 def _is_generic(folder: Path, settings: JsonObject) -> bool:
@@ -341,7 +374,7 @@ def _sentencepiece_error(file: Path) -> Exception | None:
 
 
 def check_weights_fit(
-    source: str | Path, dtype: str, revision: str | None = None, packed: bool = False
+    source: str | Path, dtype: str, revision: str | None = None, packed: bool | None = None
 ) -> None:
     """Raise before loading a target that the default device cannot hold."""
     free = free_bytes()

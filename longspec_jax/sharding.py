@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from longspec_jax.config.names import BATCH_AXES, MESH_AXES
 
@@ -81,7 +82,7 @@ def partition_spec(path: str) -> P:
     return matches[0]
 
 
-def param_shardings(mesh: Mesh, params: Any) -> Any:
+def param_shardings(mesh: Mesh, params: PyTree) -> Any:
     """A tree of ``NamedSharding`` for a tree of (possibly abstract) parameters."""
 
     def shard(path: tuple[Any, ...], leaf: Any) -> NamedSharding:

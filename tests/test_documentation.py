@@ -11,6 +11,7 @@ import shlex
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
 from longspec_jax import LongSpec
 from longspec_jax.cli import SCRIPTS, ByMachine, typed
+from longspec_jax.config.known import TARGETS
+from longspec_jax.decoding.cache import bucket_capacity, cache_bytes, slack_slots
 from longspec_jax.drafters import registry
 from longspec_jax.drafters.retrieval.hierarchy import RetrievalOptions
 from longspec_jax.provenance import provenance
@@ -92,6 +95,18 @@ def test_paths_of_the_checkout_exist() -> None:
         paths = [] if page.name == "CHANGELOG.md" else PATH.findall(page.read_text())
         gone = [path for path in paths if not (ROOT / path).exists()]
         assert not gone, f"{page.name}: {gone}"
+
+
+def test_pages_and_raw_files_that_code_names_exist() -> None:
+    named = {
+        (path.name, found)
+        for path in CODE
+        for found in re.findall(r"docs/\w[\w/]+\.(?:md|json)", path.read_text())
+    }
+    assert ("registry.py", "docs/guides/drafts.md") in named
+    others = {"docs/gguf.md", "docs/x.md"}  # ggml's own page, and an example of a test.
+    gone = [each for each in named if each[1] not in others and not (ROOT / each[1]).exists()]
+    assert not gone
 
 
 def test_cited_decisions_exist() -> None:
@@ -224,7 +239,7 @@ def _named(piece: str) -> set[str]:
 FIELD = re.compile(r"--config\.([a-z]\w*(?:\.\w+)*)")
 
 
-def has_field(kind: Any, path: list[str]) -> bool:
+def has_field(kind: Any, path: Sequence[str]) -> bool:
     """Whether a dotted name is one of a configuration's fields; stages have names of their own."""
     if typing.get_origin(kind) is types.UnionType:
         kind = typing.get_args(kind)[0]
@@ -498,11 +513,40 @@ def test_every_public_name_is_described() -> None:
     assert set(longspec_jax.__all__).union(methods) - words == set()
 
 
-def test_every_extra_is_described() -> None:
+def test_memory_that_the_guides_name_is_that_of_the_plan() -> None:
+    """Of Llama-3.1-8B in 16 bits: a token, a row of 32k, and a server's slots with their logits."""
+    config = dataclasses.replace(TARGETS["llama31-8b"].config, dtype="bfloat16")
+    token, row = cache_bytes(config, 1, 1), cache_bytes(config, 1, 32_768)
+    logits = 6 * 4 * 64 * config.vocab_size  # Copies, float32, nodes: memory.py of the plan.
+    slots = [
+        cache_bytes(config, 1, bucket_capacity(context + slack_slots(5))) + logits
+        for context in (32_768, 131_072)
+    ]
+    memory, serving = (
+        " ".join((ROOT / "docs" / "guides" / f"{name}.md").read_text().split())
+        for name in ("memory", "serving")
+    )
+    assert f"{token / 1e3:.0f} kB a token in 16 bits, so {row / 1e9:.1f} GB at 32k" in memory
+    assert f"some {logits / 1e9:.1f} GB for its logits" in serving
+    named = [f"{each / 1e9:.3g}".removesuffix(".0") for each in slots]
+    assert f"{float(named[0]):.0f} GB at 32k and {named[1]} GB at 128k" in serving
+
+
+def test_extras_are_described_and_those_that_are_named_exist() -> None:
+    """In pages, container files, notebooks and CI: pip only warns of an extra that is gone."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    words = set(re.findall(r"`-e '\.\[(\w+)\]'`", (ROOT / "README.md").read_text()))
-    words |= set(re.findall(r"`(\w+)`", (ROOT / "README.md").read_text()))
+    words = set(re.findall(r"`(?:-e '\.\[)?(\w+)(?:\]')?`", (ROOT / "README.md").read_text()))
     assert project["optional-dependencies"].keys() - words == set()
+    files = [*PAGES, *(ROOT / "deploy").iterdir(), *(ROOT / "notebooks").glob("*.ipynb")]
+    named = {
+        (file.name, extra)
+        for file in (*files, ROOT / ".ci" / "run", ROOT / "mkdocs.yml")
+        for extras in re.findall(r"(?:\.|longspec_jax|/src)\[([a-z\d,]+)\]", file.read_text())
+        for extra in extras.split(",")
+    }
+    assert {("Containerfile", "serve"), ("own-draft.md", "train")} <= named
+    gone = {each for each in named if each[1] not in project["optional-dependencies"]}
+    assert not gone
 
 
 def test_new_raw_files_say_where_they_are_from() -> None:

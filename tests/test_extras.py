@@ -1,16 +1,18 @@
 """Whoever lacks an extra's package is told what to type."""
 
-import json
+import importlib.util
 import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from longspec_jax import extras
 from tests.kit import each_row
@@ -48,7 +50,7 @@ def test_a_checkout_that_was_never_installed_has_no_name(monkeypatch: pytest.Mon
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(extras.metadata, "version", absent)
-    assert "(matplotlib): pip install -e '.[eval]'" in (
+    assert "(matplotlib): pip install -e '.[charts]'" in (
         extras.missing_extra(failure("matplotlib")) or ""
     )
 
@@ -85,6 +87,16 @@ def test_no_extra_of_a_gpu_contradicts_torch() -> None:
     assert not any(line.startswith(("triton", "torch")) for line in declared["triton"])
 
 
+def test_what_is_large_has_an_extra_of_its_own() -> None:
+    """The extra `all` installs no linters and no PyTorch, and changes no version of Triton."""
+    declared = PROJECT["optional-dependencies"]
+    assert declared["test"] == ["longspec_jax[dev,torch]"]
+    for extra in ("all", "dev"):
+        [inner] = [line for line in declared[extra] if line.startswith(DISTRIBUTION)]
+        named = set(inner.removeprefix(DISTRIBUTION).removesuffix("]").split(","))
+        assert not named & {"dev", "test", "torch", "triton"}, extra
+
+
 def test_known_good_sets_are_what_pyproject_asks_for() -> None:
     """Every required package is pinned, to a version that is allowed here."""
     declared = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
@@ -101,28 +113,38 @@ def test_known_good_sets_are_what_pyproject_asks_for() -> None:
                 assert each.specifier.contains(next(iter(pin.specifier)).version), (file.name, each)
 
 
-def resolved(wanted: str, *more: str) -> dict[str, str]:
-    """The versions that pip would install from the package index; nothing is installed.
+PYTHONS = ("3.11", "3.12", "3.13")
+COMBINED = (
+    *(
+        (cuda, *others)
+        for cuda in ("cuda12", "cuda13")
+        for others in ((), ("test",), ("all",), ("train", "docs"), ("triton",), ("triton", "torch"))
+    ),
+    ("test", "docs"),
+    tuple(sorted(PROJECT["optional-dependencies"].keys() - {"cuda12", "cuda13"})),
+)
+"""Extras that users install together; the last row is all that do not name a CUDA."""
 
-    Folders of wheels that this machine's pip is configured with are left out.
+
+def resolved(python: str, wanted: Iterable[str], *more: str) -> dict[str, str]:
+    """The versions that an index offers to this Python, which need not be here.
+
+    By uv, which reads the index's metadata and downloads no wheel. It knows nothing of the folders
+    of wheels that this machine's pip is configured with.
     """
-    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    environment = {key: value for key, value in os.environ.items() if key != "PIP_FIND_LINKS"}
-    found = subprocess.run(
-        [*pip, "--report", "-", f"{ROOT}[{wanted}]", *more],
-        env=environment | {"PIP_CONFIG_FILE": os.devnull},
-        capture_output=True,
-        text=True,
-    )
+    compiled = [sys.executable, "-m", "uv", "pip", "compile", "--no-config", "--quiet"]
+    compiled += ["--no-header", "--no-annotate", "--strip-extras", "--python-version", python]
+    extras = [word for extra in wanted for word in ("--extra", extra)]
+    command = [*compiled, *extras, *more, "pyproject.toml"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    return {
-        each["metadata"]["name"].lower(): each["metadata"]["version"]
-        for each in json.loads(found.stdout)["install"]
-    }
+    pins = map(Requirement, found.stdout.splitlines())
+    return {pin.name: next(iter(pin.specifier)).version for pin in pins}
 
 
 asks_the_index = pytest.mark.skipif(
-    NETWORK not in os.environ, reason=f"asks a package index; set {NETWORK}=1"
+    NETWORK not in os.environ or importlib.util.find_spec("uv") is None,
+    reason=f"asks a package index; set {NETWORK}=1 and install uv",
 )
 
 
@@ -130,27 +152,29 @@ asks_the_index = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
-def test_all_extras_can_be_installed_together(cuda: str) -> None:
-    """With either CUDA, and therefore each of them alone and in pairs."""
-    others = sorted(PROJECT["optional-dependencies"].keys() - {"cuda12", "cuda13"})
-    chosen = resolved(",".join([cuda, *others]))
-    print({name: chosen.get(name) for name in ("jax", "flax", "torch", "triton", "jax-triton")})
-    if sys.version_info < (3, 12):
-        assert chosen["jax"].startswith("0.10.") and "jax-triton" not in chosen
-        return
-    assert chosen["jax"].startswith("0.11.")  # jax-triton 0.4 fails with jax 0.12.
-    # It works with triton 3.7 and later, 0.3 with 3.6.
-    assert chosen["jax-triton"].startswith("0.3.") == chosen["triton"].startswith("3.6.")
+@pytest.mark.parametrize("python", PYTHONS)
+def test_extras_that_users_combine_can_be_installed(python: str) -> None:
+    alone = ((extra,) for extra in PROJECT["optional-dependencies"])
+    for wanted in (*alone, *COMBINED):
+        chosen = resolved(python, wanted)
+        if python == "3.11":
+            assert chosen["jax"].startswith("0.10.") and "jax-triton" not in chosen, wanted
+        elif "triton" not in wanted:
+            assert Version(chosen["jax"]) >= Version("0.12"), wanted
+        else:
+            assert chosen["jax"].startswith("0.11."), wanted  # jax-triton 0.4 fails with 0.12.
+            # It works with triton 3.7 and later, 0.3 with 3.6.
+            triton = chosen.get("triton", "3.7")
+            assert chosen["jax-triton"].startswith("0.3.") == triton.startswith("3.6."), wanted
 
 
 @asks_the_index
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="jax 0.11 needs Python 3.12")
+@pytest.mark.parametrize("python", PYTHONS[1:])  # jax 0.11 needs Python 3.12.
 @pytest.mark.parametrize("file", KNOWN_GOOD, ids=lambda file: file.stem)
-def test_a_known_good_set_can_be_installed(file: Path) -> None:
+def test_a_known_good_set_can_be_installed(file: Path, python: str) -> None:
     """With everything but the extra that needs an older jax than the newest."""
     extras = sorted(PROJECT["optional-dependencies"].keys() - {"cuda12", "triton"})
-    assert resolved(",".join(extras), "--constraint", str(file))["jax"] == file.stem[4:]
+    assert resolved(python, extras, "--constraint", str(file))["jax"] == file.stem[4:]

@@ -24,22 +24,22 @@ from tests.test_structure import ROOT, imports
 
 CEILINGS: dict[str, int] = {
     # A second call of the demo for 8 tokens, by sys.setprofile: our own files and functions.
-    "files of a warm generate": 28,
+    "files of a warm generate": 29,
     "functions of a warm generate": 260,
     "Python calls of a warm generate": 720,
-    "files of a request and 4 steps": 18,
+    "files of a request and 4 steps": 19,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 28_470,
-    "token lines of infer": 8_000,
-    "token lines of train": 5_770,
+    "token lines of longspec_jax": 28_660,
+    "token lines of infer": 7_995,
+    "token lines of train": 5_775,
     "token lines of configs": 330,
-    "token lines of tests": 39_870,
-    "token lines of benchmarks and contrib": 3_720,
+    "token lines of tests": 40_540,
+    "token lines of benchmarks and contrib": 3_745,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
-    "literal tuples or lists unpacked into calls": 6,
-    "** of a variable into calls": 156,
-    "lines with ': Any'": 779,
+    "literal tuples or lists unpacked into calls": 1,
+    "** of a variable into calls": 118,
+    "lines with ': Any'": 375,
 }
 SOURCE = "longspec_jax", "infer", "train", "configs"
 BESIDE = "benchmarks", "contrib"

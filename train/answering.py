@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -157,12 +157,12 @@ class Counts:
     """Rows whose last answer was cut off."""
 
 
-class Drawing(NamedTuple):
+class Drawing(TypedDict):
     """Sampling options of all answers, as of ``generate``."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float
+    top_k: int
+    top_p: float
 
 
 class Question(NamedTuple):
@@ -251,9 +251,7 @@ class EngineAnswers:
                 question.prompt,
                 max_new_tokens=question.max_new_tokens,
                 seed=question.seed,
-                temperature=question.drawing.temperature,
-                top_k=question.drawing.top_k,
-                top_p=question.drawing.top_p,
+                **question.drawing,
             )
             self._asked[id] = question, [], []
         assert engine is not None, "a question comes first"
@@ -284,9 +282,7 @@ class ServerAnswers:
             question.prompt,
             max_new_tokens=question.max_new_tokens,
             seed=question.seed,
-            temperature=question.drawing.temperature,
-            top_k=question.drawing.top_k,
-            top_p=question.drawing.top_p,
+            **question.drawing,
         )
         self._asked[future] = question
 
@@ -311,9 +307,8 @@ class Answering:
     """Answers conversations in their order."""
 
     answerer: EngineAnswers | ServerAnswers
-    tokenizer: Any
-    vocab_size: int
-    stop_tokens: tuple[int, ...]
+    target: LongSpec | Endpoint
+    """Whose tokenizer and stop tokens hold."""
     limits: Limits
     drawing: Drawing
     seed: int
@@ -377,16 +372,17 @@ class Answering:
 
     def _prompt(self, row: Conversation) -> np.ndarray:
         """Token ids of the turns so far."""
+        tokenizer, vocab_size = self.target.tokenizer, self.target.target_config.vocab_size
         if is_text(row.turns):
-            whole = to_prompt(row.turns[0].content, self.tokenizer, self.vocab_size)
+            whole = to_prompt(row.turns[0].content, tokenizer, vocab_size)
             return whole[: self.limits.prefix_tokens]
-        return to_prompt(row.messages(), self.tokenizer, self.vocab_size, self.template)
+        return to_prompt(row.messages(), tokenizer, vocab_size, self.template)
 
     def _take(self, answer: Answer) -> None:
         """Add an answer to its row, or leave it out."""
         row, tokens, text = answer.question.row, answer.tokens, answer.text
         if is_text(row.turns):
-            text = self.tokenizer.decode(
+            text = self.target.tokenizer.decode(
                 [*answer.question.prompt.tolist(), *tokens],
                 skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,
@@ -397,4 +393,4 @@ class Answering:
             self.counts.looping += 1
             row.unask()
         else:
-            row.answer(text, complete=tokens[-1] in self.stop_tokens)
+            row.answer(text, complete=tokens[-1] in self.target.stop_tokens)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from longspec_jax import cli
 from longspec_jax.ops.partitioned import use_mesh
@@ -56,7 +57,7 @@ class Stage:
     config: StageConfig
     objective: Objective
     step: Step
-    frozen: Any
+    frozen: PyTree
     batches: Batches
     held_out: Batch
     """One micro-batch that is never trained on; the objective is measured on it."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.models.target import capped, head_logits
@@ -56,8 +56,8 @@ def cross_entropy_sum(
       head_gradient: give the head a gradient; a frozen one saves the matmul.
       cap: bounds the logits softly, ``cap * tanh(logits / cap)``, as the target's (Gemma 2).
     """
-    options: Any = dict(chunk=chunk, head_gradients=(head_gradient,), cap=cap)
-    return chunked_loss(_text_loss, ((hidden, head),), (labels, weights), **options)[0]
+    products, about, learns = ((hidden, head),), (labels, weights), (head_gradient,)
+    return chunked_loss(_text_loss, products, about, chunk=chunk, learns=learns, cap=cap)[0]
 
 
 class Distillation(NamedTuple):
@@ -100,11 +100,16 @@ def distillation_sums(
       teacher_head: the teacher's own LM head; no gradient.
     """
     criterion = functools.partial(_distillation_loss, share, cap)
-    options: Any = dict(chunk=max(1, chunk // 2), whole=head, cap=cap, head_gradients=(False,))
-    if teacher_head is not None:
-        options.update(whole=teacher_head, cap=None, head_gradients=(True,))
-    about = labels, weights, teacher
-    loss, sums = chunked_loss(criterion, ((hidden, head),), about, **options)
+    is_shared = teacher_head is None
+    loss, sums = chunked_loss(
+        criterion,
+        ((hidden, head),),
+        (labels, weights, teacher),
+        chunk=max(1, chunk // 2),
+        learns=(not is_shared,),
+        whole=head if is_shared else teacher_head,
+        cap=cap if is_shared else None,
+    )
     return Distillation(loss, *sums)
 
 
@@ -115,11 +120,11 @@ class ChunkLoss(NamedTuple):
     """What is learned, a sum over the tokens."""
     error: Float[Array, "B t V"]
     """Its gradient with respect to the logits."""
-    sums: Any = ()
+    sums: PyTree = ()
     """Other sums over the tokens, not differentiated."""
 
 
-Criterion: TypeAlias = Callable[[Array, Array, Any], ChunkLoss]
+Criterion: TypeAlias = Callable[[Array, Array, PyTree], ChunkLoss]
 """``(logits[B, t, V], whole, parts) -> ChunkLoss``; ``parts`` are the chunk's, ``whole`` belongs to
 all chunks."""
 
@@ -128,7 +133,7 @@ Products: TypeAlias = tuple[tuple[Array, Array], ...]
 Several states of each token, ``[B, T, n, D]``, give the logits the same axes."""
 
 
-def _text_loss(logits: Array, whole: Any, parts: tuple[Array, Array]) -> ChunkLoss:
+def _text_loss(logits: Array, whole: PyTree, parts: tuple[Array, Array]) -> ChunkLoss:
     labels, weights = parts
     lse, surprise, label = surprise_of(logits, labels)
     error = (jnp.exp(logits - lse[..., None]) - label) * weights[..., None]
@@ -167,13 +172,13 @@ def before_cap(error: Array, logits: Array, cap: float | None) -> Array:
 def chunked_loss(
     criterion: Criterion,
     products: Products,
-    parts: Any,
+    parts: PyTree,
     *,
     chunk: int,
-    head_gradients: tuple[bool, ...],
-    whole: Any = (),
+    learns: tuple[bool, ...],
+    whole: PyTree = (),
     cap: float | None = None,
-) -> tuple[Float[Array, ""], Any]:
+) -> tuple[Float[Array, ""], PyTree]:
     """A criterion over all tokens of whole rows.
 
     Args:
@@ -182,7 +187,7 @@ def chunked_loss(
       products: what the logits are made of.
       parts: arrays ``[B, T, ...]`` that the criterion reads beside the logits; no gradient.
       chunk: most tokens of a device whose logits exist at once.
-      head_gradients: of each product, give its head a gradient, too; a frozen one saves the matmul.
+      learns: of each product, give its head a gradient, too; a frozen one saves the matmul.
       whole: arrays that the criterion reads for every chunk; no gradient.
       cap: as of :func:`cross_entropy_sum`; the criterion reads bounded logits.
 
@@ -193,7 +198,7 @@ def chunked_loss(
     size = chunk_length(rows // row_shares(rows), length, chunk)
     products = tuple((whole_chunks(hidden, size), head) for hidden, head in products)
     parts = jax.lax.stop_gradient(jax.tree.map(lambda part: whole_chunks(part, size), parts))
-    how = _How(criterion, size, head_gradients, cap)
+    how = _How(criterion, size, learns, cap)
     found: Any = _chunked(how, products, jax.lax.stop_gradient(whole), parts)
     return found[0], jax.lax.stop_gradient(found[1])
 
@@ -204,19 +209,19 @@ class _How(NamedTuple):
     criterion: Criterion
     size: int
     """Tokens of a row in a chunk."""
-    head_gradients: tuple[bool, ...]
+    learns: tuple[bool, ...]
     cap: float | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(how: _How, products: Products, whole: Any, parts: Any) -> tuple[Array, Any]:
+def _chunked(how: _How, products: Products, whole: PyTree, parts: PyTree) -> tuple[Array, PyTree]:
     return _loop(how, products, whole, parts, ())[0]
 
 
-def _forward(how: _How, products: Products, whole: Any, parts: Any) -> tuple[Any, Any]:
+def _forward(how: _How, products: Products, whole: PyTree, parts: PyTree) -> tuple[PyTree, PyTree]:
     first = tuple(
-        (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32) if learns else None)
-        for (hidden, head), learns in zip(products, how.head_gradients, strict=True)
+        (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32) if head_learns else None)
+        for (hidden, head), head_learns in zip(products, how.learns, strict=True)
     )
     total, gradients = _loop(how, products, whole, parts, first)
     return total, tuple(
@@ -225,7 +230,7 @@ def _forward(how: _How, products: Products, whole: Any, parts: Any) -> tuple[Any
     )
 
 
-def _backward(how: _How, gradients: Any, cotangents: Any) -> tuple[Any, None, None]:
+def _backward(how: _How, gradients: PyTree, cotangents: PyTree) -> tuple[PyTree, None, None]:
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * cotangents[0]).astype(gradient.dtype)
 
@@ -236,8 +241,8 @@ _chunked.defvjp(_forward, _backward)
 
 
 def _loop(
-    how: _How, products: Products, whole: Any, parts: Any, first: tuple[Any, ...]
-) -> tuple[Any, Any]:
+    how: _How, products: Products, whole: PyTree, parts: PyTree, first: tuple[PyTree, ...]
+) -> tuple[PyTree, PyTree]:
     """Loss and sums, and the gradients if there are any to begin with.
 
     Gradients are, of each product, of its hidden states and, if it is not None, of its head.
@@ -250,7 +255,7 @@ def _loop(
         found = how.criterion(logits, whole, mine)
         return found._replace(error=before_cap(found.error, logits, how.cap)), xs
 
-    def step(carry: tuple[Any, Any], start: Array) -> tuple[tuple[Any, Any], None]:
+    def step(carry: tuple[PyTree, PyTree], start: Array) -> tuple[tuple[PyTree, PyTree], None]:
         total, gradients = carry
         found, xs = computed(start)
         if gradients:
@@ -265,7 +270,7 @@ def _loop(
     return jax.lax.scan(step, (zeros, first), jnp.arange(0, hidden[0].shape[1], how.size))[0]
 
 
-def _add_gradients(so_far: Any, error: Array, x: Array, head: Array, start: Array) -> Any:
+def _add_gradients(so_far: PyTree, error: Array, x: Array, head: Array, start: Array) -> PyTree:
     """The gradients of a product with those of a chunk put in and added."""
     gradient, head_sum = so_far
     precision, error = matmul_precision(head.dtype), error.astype(head.dtype)

@@ -219,7 +219,7 @@ class TensorBoard:
         else:
             self._stages[stage] = self._open_file(str(self._folder / stage))
             log = self._events.SessionLog
-            self._add(stage, 0, session_log=log(status=log.START))
+            self._add(stage, 0, self._events.Event(session_log=log(status=log.START)))
             for earlier in read_records(self._source):  # The last of which is this one.
                 if earlier["stage"] == stage:
                     self._add_numbers(earlier)
@@ -233,10 +233,11 @@ class TensorBoard:
     def _add_numbers(self, record: Record) -> None:
         value = self._summary.Value
         values = [value(tag=name, simple_value=v) for name, v in _numbers(record).items()]
-        self._add(record["stage"], record["step"], summary=self._summary(value=values))
+        event = self._events.Event(summary=self._summary(value=values))
+        self._add(record["stage"], record["step"], event)
 
-    def _add(self, stage: str, step: int, **what: Any) -> None:
-        event = self._events.Event(wall_time=time.time(), step=step, **what)
+    def _add(self, stage: str, step: int, event: Any) -> None:
+        event.wall_time, event.step = time.time(), step
         self._stages[stage].add_event(event)
 
 

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax import files
 from longspec_jax.config.target import TargetConfig
@@ -242,8 +243,9 @@ def train_draft(run: TrainingRun) -> None:
 def plan_draft(run: TrainingRun) -> list[PlannedStage]:
     """Read the data of all stages of the draft."""
     config = run.config
-    source = {"dtype": config.dtype, "revision": config.revision or None}
-    target = load_target_config(run.target_source, **source)
+    target = load_target_config(
+        run.target_source, dtype=config.dtype, revision=config.revision or None
+    )
     most = "the target's max_positions", target.max_positions
     check_lengths(config.stages, config.accept_seq_len, *most, section="stages")
     models = _models(run)
@@ -258,12 +260,14 @@ def plan_draft(run: TrainingRun) -> list[PlannedStage]:
 def begin_draft(run: TrainingRun, plans: Sequence[PlannedStage]) -> tuple[Given, Begun]:
     """The target, loaded, and the draft before its first step."""
     config = run.config
+    # Every step multiplies thousands of rows, for which weights in their own bits are dequantised.
     target, frozen = load_target(
         run.target_source,
         dtype=config.dtype,
         mesh=run.mesh,
         revision=config.revision or None,
         adapter=config.adapter or None,
+        packed=False,
     )
     given = Given(
         target,
@@ -330,10 +334,10 @@ def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
 def _train_stage(
     plan: PlannedStage,
     objective: Objective,
-    frozen: Any,
-    params: Any,
+    frozen: PyTree,
+    params: PyTree,
     features: Features | None = None,
-) -> Any:
+) -> PyTree:
     """Masters after a stage that starts from the given ones, or from fresh ones.
 
     With stored ``features`` operations are not counted.

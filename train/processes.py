@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from longspec_jax.checks import first_line
 
@@ -133,7 +134,7 @@ def _leave(status: int, words: dict[str, str]) -> None:
         os._exit(status)  # An ordinary exit would wait for the others, and for computations.
 
 
-def gathered(params: Any) -> Any:
+def gathered(params: PyTree) -> PyTree:
     """Parameters as whole arrays in the memory of every process, ready to be saved."""
     if jax.process_count() == 1:
         return params

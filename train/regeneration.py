@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from longspec_jax import LongSpec, files, make_mesh
-from longspec_jax.embedded import DEMO, DEMO_NAME, demo_drafts
+from longspec_jax.embedded import DEMO_NAME, demo_drafts, demo_target
 from longspec_jax.generation.endpoint import Endpoint
-from longspec_jax.weights.hf import load_stop_tokens
+from longspec_jax.loading import load_endpoint
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_model
 from longspec_jax.weights.model_files import read_config
@@ -32,7 +32,6 @@ from .answering import (
     Answering,
     Conversation,
     Counts,
-    Drawing,
     EngineAnswers,
     Limits,
     Questions,
@@ -151,7 +150,8 @@ def regenerate(arguments: argparse.Namespace) -> str:
     data = DataConfig.whole(arguments)
     out = files.writable(files.expanded(arguments.out), arguments.out, of_results=False)
     check_no_input(out, [Path(name) for name in expand(data.files)])
-    source, template = _target(arguments), _template(arguments.chat_template)
+    is_demo, template = arguments.target == DEMO_NAME, _template(arguments.chat_template)
+    source = demo_target() if is_demo else local_model(arguments.target, arguments.revision)
     limits = _limits(arguments, source)
     bad = BadRows(arguments.max_bad_rows, "--max_bad_rows")
     documents = Documents(data, bad, Questions(limits.prefix_tokens))
@@ -161,14 +161,16 @@ def regenerate(arguments: argparse.Namespace) -> str:
     try:
         if output.next_row >= rows:
             return f"{out} has {output.rows} rows and is complete"
-        spec = _load(arguments, source)
+        target, answerer = _answerer(arguments, source, limits.max_row_tokens)
         work = Answering(
-            answerer=_answerer(spec, arguments, limits),
-            tokenizer=spec.tokenizer,
-            vocab_size=spec.target_config.vocab_size,
-            stop_tokens=tuple(spec.stop_tokens),
+            answerer=answerer,
+            target=target,
             limits=limits,
-            drawing=Drawing(arguments.temperature, arguments.top_k, arguments.top_p),
+            drawing={
+                "temperature": arguments.temperature,
+                "top_k": arguments.top_k,
+                "top_p": arguments.top_p,
+            },
             seed=arguments.seed,
             bad=bad,
             in_hand=IN_HAND * arguments.max_num_seqs,
@@ -183,7 +185,11 @@ def regenerate(arguments: argparse.Namespace) -> str:
 
 
 def _settings(
-    arguments: argparse.Namespace, limits: Limits, data: DataConfig, source: Path, template: Any
+    arguments: argparse.Namespace,
+    limits: Limits,
+    data: DataConfig,
+    source: Path,
+    template: str | None,
 ) -> dict[str, Any]:
     """What the rows depend on, by the names of options where it has one."""
     return {
@@ -235,13 +241,6 @@ def _summary(work: Answering, output: Output) -> str:
     return "; ".join([f"{output.path} has {output.rows} rows", *filter(notes.get, notes)])
 
 
-def _target(arguments: argparse.Namespace) -> Path:
-    """The folder of the target, or its GGUF file."""
-    if arguments.target == DEMO_NAME:
-        return DEMO / "target"
-    return local_model(arguments.target, arguments.revision)
-
-
 def _limits(arguments: argparse.Namespace, source: Path) -> Limits:
     """How long rows may be; the target sets the maximum."""
     most = target_config(read_config(source), "float32").max_positions
@@ -268,7 +267,7 @@ def _template(path: str | None) -> str | None:
     return None if path is None else files.expanded(path).read_text("utf-8")
 
 
-def _checked(documents: Documents, source: Path, template: Any) -> int:
+def _checked(documents: Documents, source: Path, template: str | None) -> int:
     """The number of rows, all of which are checked before the target is loaded."""
     row = 0
     for row, turns in enumerate(documents, 1):
@@ -282,27 +281,16 @@ def _checked(documents: Documents, source: Path, template: Any) -> int:
 
 
 def _answerer(
-    spec: LongSpec | Endpoint, arguments: argparse.Namespace, limits: Limits
-) -> EngineAnswers | ServerAnswers:
-    """Who answers."""
-    if isinstance(spec, Endpoint):
-        return ServerAnswers(spec)
-    return EngineAnswers(spec, arguments.max_num_seqs, arguments.tree, limits.max_row_tokens)
-
-
-def _load(arguments: argparse.Namespace, source: Path) -> LongSpec | Endpoint:
-    """The target and what drafts for it, here or on a server."""
+    arguments: argparse.Namespace, source: Path, longest: int
+) -> tuple[LongSpec | Endpoint, EngineAnswers | ServerAnswers]:
+    """The target with what drafts for it, here or on a server, and who has it answer."""
     if arguments.endpoint:
-        return Endpoint.reached(
-            arguments.endpoint,
-            target_config(read_config(source), "float32"),
-            load_tokenizer(source),
-            load_stop_tokens(source),
-            concurrency=arguments.max_num_seqs,
-        )
-    return LongSpec.from_pretrained(
+        server = load_endpoint(arguments.endpoint, source, arguments.max_num_seqs)
+        return server, ServerAnswers(server)
+    spec = LongSpec.from_pretrained(
         source,
         draft=demo_drafts(arguments.draft or None),
         dtype=arguments.dtype,
         mesh=make_mesh(**arguments.mesh) if arguments.mesh else None,
     )
+    return spec, EngineAnswers(spec, arguments.max_num_seqs, arguments.tree, longest)

@@ -13,7 +13,7 @@ exactly like one limited by steps.
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,6 +23,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.names import BATCH_AXES
@@ -37,7 +38,7 @@ axes."""
 _NOT_DECAYED = re.compile(r"(scale|bias)$")
 
 
-def cast(params: Any, dtype: str) -> Any:
+def cast(params: PyTree, dtype: str) -> PyTree:
     """All leaves in a dtype."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
 
@@ -45,11 +46,11 @@ def cast(params: Any, dtype: str) -> Any:
 class Batch(NamedTuple):
     """The rows of one optimiser step."""
 
-    tokens: Any
+    tokens: PyTree
     """``[A, B, T]`` int32."""
-    weights: Any
+    weights: PyTree
     """``[A, B, T]`` float32; 0 for tokens that are not to be predicted, padding among them."""
-    view: Any = None
+    view: Mapping[str, PyTree] | None = None
     """What the draft reads of the target, as it was stored: arrays ``[A, B, T, ...]`` by name
     (:mod:`train.views`). None: the step runs the target."""
 
@@ -58,28 +59,28 @@ class Batch(NamedTuple):
 class TrainState:
     """What a step changes. DONATED by every step."""
 
-    step: Any
+    step: PyTree
     """Optimiser steps of this stage, int32."""
-    params: Any
-    optimizer: Any
+    params: PyTree
+    optimizer: PyTree
 
 
 class Objective(Protocol):
     """What is learned. Static and hashable; parameters come in as arguments."""
 
-    def initialize(self, key: Array) -> Any:
+    def initialize(self, key: Array) -> PyTree:
         """Fresh float32 parameters."""
         ...
 
-    def draw(self, key: Array, rows: tuple[int, int], length: int) -> Any:
+    def draw(self, key: Array, rows: tuple[int, int], length: int) -> PyTree:
         """Randomness of one step, every leaf with leading axes ``[A, B]``."""
         ...
 
-    def sums(self, params: Any, frozen: Any, batch: Batch, draws: Any) -> dict[str, Array]:
+    def sums(self, params: PyTree, frozen: PyTree, batch: Batch, draws: PyTree) -> dict[str, Array]:
         """Weighted sums over one micro-batch ``[B, T]``; ``loss`` is the one that is learned."""
         ...
 
-    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+    def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """What shows progress on one micro-batch, and is not learned."""
         ...
 
@@ -88,7 +89,9 @@ class Objective(Protocol):
         ...
 
 
-Step = Callable[[TrainState, Any, Batch, float | np.floating], tuple[TrainState, dict[str, Array]]]
+Step = Callable[
+    [TrainState, PyTree, Batch, float | np.floating], tuple[TrainState, dict[str, Array]]
+]
 """``(state, frozen, batch, learning_rate) -> (state, metrics)``."""
 
 
@@ -103,10 +106,10 @@ def make_step(
     root = jax.random.key(seed)
 
     def step(
-        state: TrainState, frozen: Any, batch: Batch, rate: Array
+        state: TrainState, frozen: PyTree, batch: Batch, rate: Array
     ) -> tuple[TrainState, dict[str, Array]]:
-        *rows, length = batch.tokens.shape
-        draws = objective.draw(jax.random.fold_in(root, state.step), tuple(rows), length)
+        accumulation, rows, length = batch.tokens.shape
+        draws = objective.draw(jax.random.fold_in(root, state.step), (accumulation, rows), length)
         with use_mesh(mesh.abstract_mesh):
             sums, gradient = _accumulate(
                 objective, state.params, frozen, batch, draws, state_sharding.params
@@ -121,14 +124,19 @@ def make_step(
     return jax.jit(
         step,
         donate_argnums=0,
-        in_shardings=(state_sharding, None, Batch(rows, rows, rows), nothing),
+        in_shardings=(state_sharding, None, rows, nothing),
         out_shardings=(state_sharding, nothing),
     )
 
 
 def _accumulate(
-    objective: Objective, params: Any, frozen: Any, batch: Batch, draws: Any, shardings: Any
-) -> tuple[dict[str, Array], Any]:
+    objective: Objective,
+    params: PyTree,
+    frozen: PyTree,
+    batch: Batch,
+    draws: PyTree,
+    shardings: PyTree,
+) -> tuple[dict[str, Array], PyTree]:
     """Mean losses and mean gradient over the weighted tokens of all micro-batches.
 
     The gradient is summed up in the shards of its parameters.
@@ -137,13 +145,13 @@ def _accumulate(
     tokens = jnp.maximum(jnp.sum(batch.weights[:, :, 1:]), 1.0)
 
     def loss(
-        params: Any, frozen: Any, micro: Batch, micro_draws: Any
+        params: PyTree, frozen: PyTree, micro: Batch, micro_draws: PyTree
     ) -> tuple[Array, dict[str, Array]]:
         sums = objective.sums(params, frozen, micro, micro_draws)
         means = {name: value / tokens for name, value in sums.items()}
         return means["loss"], means
 
-    def add(total: Any, micro: tuple[Batch, Any]) -> tuple[Any, None]:
+    def add(total: PyTree, micro: tuple[Batch, PyTree]) -> tuple[PyTree, None]:
         # The weights do not change from one micro-batch to the next, and the compiler would gather
         # the shards of all layers before the loop and keep them whole; the barrier hides it.
         here, read, micro = jax.lax.optimization_barrier((params, frozen, micro))
@@ -174,7 +182,7 @@ def state_shardings(
     param_shardings(mesh, params)  # Refuses a mesh that does not divide them.
     shares = mesh.shape["data"] * mesh.shape["fsdp"]
 
-    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         spec = partition_spec(path_name(path)) if leaf.ndim else ()
         axes = (
             BATCH_AXES if axis == "fsdp" and size % shares == 0 else axis
@@ -192,11 +200,11 @@ def initial_state(
     optimizer: optax.GradientTransformation,
     shardings: TrainState,
     seed: int,
-    params: Any = None,
+    params: PyTree = None,
 ) -> TrainState:
     """A state at step 0, made where it lives; given parameters are taken over as float32 copies."""
 
-    def begin(key: Array, given: Any) -> TrainState:
+    def begin(key: Array, given: PyTree) -> TrainState:
         params = objective.initialize(key) if given is None else cast(given, "float32")
         return TrainState(jnp.int32(0), params, optimizer.init(params))
 
@@ -214,7 +222,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def decayed_parameters(params: Any) -> Any:
+def decayed_parameters(params: PyTree) -> PyTree:
     """True for matrices and tables, False for norms and biases."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: _NOT_DECAYED.search(path_name(path)) is None, params

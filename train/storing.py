@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from longspec_jax.config.names import BATCH_AXES
 from longspec_jax.ops.partitioned import use_mesh
@@ -66,7 +66,7 @@ def _store(plan: PlannedStage, given: Given, stored: Stored) -> str:
     sharding = NamedSharding(run.mesh, P(BATCH_AXES))
     compute = partial(parts_of_rows, given.target, stored.reads, int8, mlp_chunk_of(plan))
 
-    def parts_of(tokens: Any) -> Any:
+    def parts_of(tokens: PyTree) -> PyTree:
         with use_mesh(run.mesh.abstract_mesh):
             return compute(given.params, tokens)
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jax.extend.core import Primitive
+from jaxtyping import Int, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.layers import RecurrenceConfig
@@ -68,7 +69,6 @@ def drawn_positions(
     key: Array,
     rows: tuple[int, int],
     length: int,
-    *,
     target: TargetConfig,
     max_offset: int,
     max_sinks: int,
@@ -126,7 +126,7 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 def run_target(
     config: TargetConfig,
-    params: Any,
+    params: PyTree,
     tokens: Array,
     positions: Array,
     mlp_chunk: int = 0,
@@ -147,8 +147,15 @@ def run_target(
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         window = config.layer(layer).window
         behind = None if window is None else window - 1  # The window counts the token itself.
-        scores = dict(scale=config.attention_scale, cap=config.attention_cap)
-        return causal_attention(q, k, v, sinks_of(params, layer), window=behind, **scores)
+        return causal_attention(
+            q,
+            k,
+            v,
+            sinks_of(params, layer),
+            window=behind,
+            scale=config.attention_scale,
+            cap=config.attention_cap,
+        )
 
     def recur(layer: int, tokens: RecurrentTokens, taps: Array) -> Array:
         rows, length = tokens.inputs.shape[:2]
@@ -173,7 +180,7 @@ _CHEAP = frozenset(
 """Elementwise primitives, and those that move and sum."""
 
 
-def is_costly(primitive: Any, *_: Any, **__: Any) -> bool:
+def is_costly(primitive: Primitive, *_: object, **__: object) -> bool:
     """Whether a result is kept for the backward pass: those of matmuls and attention are."""
     return primitive.name not in _CHEAP
 
@@ -210,7 +217,7 @@ class TargetObjective:
                 "experts that is loaded"
             )
 
-    def initialize(self, key: Array) -> Any:
+    def initialize(self, key: Array) -> PyTree:
         """Fresh parameters."""
         target = Target(replace(self.config, dtype="float32"))
         return target.init(key, jnp.zeros((1, 2), jnp.int32), method="initialize")["params"]
@@ -219,7 +226,9 @@ class TargetObjective:
         """No randomness."""
         return ()
 
-    def sums(self, params: Any, frozen: Any, batch: Batch, draws: tuple[()]) -> dict[str, Array]:
+    def sums(
+        self, params: PyTree, frozen: PyTree, batch: Batch, draws: tuple[()]
+    ) -> dict[str, Array]:
         """The cross-entropy."""
         hidden, head = self.run(params, batch)
         labels, weights = next_token_labels(batch.tokens, batch.weights)
@@ -234,11 +243,11 @@ class TargetObjective:
         )
         return {"loss": loss}
 
-    def run(self, params: Any, batch: Batch) -> tuple[Array, Array]:
+    def run(self, params: PyTree, batch: Batch) -> tuple[Array, Array]:
         """Final hidden states ``[B, T, D]``, and the LM head that reads them."""
         chunk, (rows, length) = -(-self.mlp_chunk // 2), batch.tokens.shape
 
-        def hidden(params: Any, tokens: Array) -> Array:
+        def hidden(params: PyTree, tokens: Array) -> Array:
             positions = plain_positions((1, rows), length)[0]
             return run_target(self.config, params, tokens, positions, chunk).hidden
 
@@ -246,7 +255,7 @@ class TargetObjective:
         [head] = with_sharding("v d", head_of(params))
         return recomputing(hidden, rows, rows * length, chunk)(params, batch.tokens), head
 
-    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+    def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """The held-out cross-entropy."""
         tokens = jnp.maximum(jnp.sum(batch.weights[:, 1:]), 1.0)
         sums = _jitted_sums(self, params, frozen, batch, ())

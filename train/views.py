@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
@@ -46,7 +47,7 @@ class Reads:
 
 def target_view(
     config: TargetConfig,
-    params: Any,
+    params: PyTree,
     batch: Batch,
     positions: Array,
     mlp_chunk: int = 0,
@@ -66,13 +67,13 @@ def target_view(
         view = run_target(config, params, batch.tokens, positions, mlp_chunk, keep)
         return jax.lax.stop_gradient(view)
     parts = _whole(batch.view, config.dtype)
-    named: Any = {name: parts.get(name) for name in ("hidden", "keys", "values")}
-    return TargetView(**named, kept={layer: parts[f"kept_{layer}"] for layer in keep})
+    kept = {layer: parts[f"kept_{layer}"] for layer in keep}
+    return TargetView(parts["hidden"], parts["keys"], parts["values"], kept)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def parts_of_rows(
-    config: TargetConfig, reads: Reads, int8: bool, mlp_chunk: int, params: Any, tokens: Array
+    config: TargetConfig, reads: Reads, int8: bool, mlp_chunk: int, params: PyTree, tokens: Array
 ) -> dict[str, Array]:
     """What is stored of rows ``[B, T]``, every part ``[B, T, ...]``; the view of a batch.
 
@@ -107,8 +108,8 @@ def _codes(parts: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _whole(parts: Mapping[str, Array], dtype: str) -> dict[str, Any]:
-    """Every part as the forward computes it, or nearly so."""
-    found = {}
+    """Every part as the forward computes it, or nearly so; None for what was not stored."""
+    found: dict[str, Any] = dict.fromkeys(("hidden", "keys", "values"))
     for name, part in parts.items():
         if name.endswith(SCALE):
             continue

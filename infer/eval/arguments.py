@@ -3,7 +3,6 @@
 import argparse
 import shlex
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import longspec_jax
@@ -11,8 +10,8 @@ from longspec_jax import cli
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.schema import options
 
-from ..arguments import add_memory, add_models
-from .config import TASK_NAMES, EvalConfig, Models
+from ..arguments import add_memory, add_models, models_of
+from .config import TASK_NAMES, EvalConfig
 from .methods import ALL, METHODS, Chosen
 
 DRAFT_HELP = (
@@ -78,11 +77,11 @@ def config_of(typed: Sequence[str]) -> EvalConfig:
     Raises:
       ValueError: for a contradiction, naming the options.
     """
-    given = vars(parser().parse_args(typed))
-    models = Models(**{each.name: given[each.name] for each in fields(Models)})
+    parsed = parser().parse_args(typed)
+    given = vars(parsed)
     own = {name: given[name] for name in options(EvalConfig) if given.get(name) is not None}
     return EvalConfig(
-        **own, models=models, command=shlex.join(["python", "-m", "infer.eval", *typed])
+        **own, models=models_of(parsed), command=shlex.join(["python", "-m", "infer.eval", *typed])
     )
 
 

@@ -3,17 +3,17 @@
 Every option is declared once, in :class:`EvalConfig`; the command's flags derive from it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from longspec_jax.checks import Each, OneOf, That, Whole
 from longspec_jax.config.sampling import rule
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
-from longspec_jax.released import RELEASED
 from longspec_jax.schema import options
 
+from ..arguments import Models
 from ..prompts import STYLES
 from .methods import Chosen
 from .tasks import DEMO_SUITE, FREE, NEEDLE, RAW, SUITE, TASKS
@@ -25,32 +25,6 @@ DEMO_RUN_DRAFTS = (*DRAFTS, "ngram", "streaming")
 CONTEXT = 2048
 ANYTHING = That(lambda value: True, "anything")
 """The rule of what the command's parser makes, and what loads models checks."""
-
-
-@dataclass(frozen=True)
-class Models:
-    """The models of a run, and how they are loaded: options of every command."""
-
-    target: str | None = None
-    """The demo's if None."""
-    draft: Sequence[str] | None = None
-    draft_option: Sequence[tuple[str, Any]] | None = None
-    revision: str | None = None
-    draft_revision: str | None = None
-    adapter: str | None = None
-    dtype: str = "auto"
-    kv_dtype: str | None = None
-    attention: str | None = None
-    batch_invariant: bool | None = None
-    prefill_chunk: int | None = None
-    mesh: Mapping[str, int] | None = None
-    max_num_seqs: int | None = None
-    offload: bool = False
-
-    @property
-    def is_demo(self) -> bool:
-        """Whether the target is the demo's."""
-        return self.target in (None, DEMO_NAME)
 
 
 @dataclass(frozen=True)
@@ -194,10 +168,7 @@ class EvalConfig:
         """What proposes: what is named, else all of the demo's, or those of a released model."""
         if self.models.draft is not None or self.endpoint:
             return self.models.draft or ()
-        if self.models.is_demo:
-            return DEMO_RUN_DRAFTS
-        released = RELEASED.get(self.target)
-        return released.drafters if released else ()
+        return DEMO_RUN_DRAFTS if self.models.is_demo else self.models.drafts
 
     def _check_endpoint(self) -> None:
         """Refuse options that are the server's."""

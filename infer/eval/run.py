@@ -1,6 +1,5 @@
 """The run: every method over every sample at every temperature, each result written at once."""
 
-import argparse
 import contextlib
 import sys
 import threading
@@ -12,18 +11,16 @@ import jax
 
 from longspec_jax import GenerateResult, LongSpec, cli, files
 from longspec_jax.cli import counted
-from longspec_jax.embedded import DEMO
+from longspec_jax.embedded import demo_target
+from longspec_jax.generation.activity import Activity
 from longspec_jax.generation.comparison import first_difference
 from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
-from longspec_jax.loading import load_tokenizer
+from longspec_jax.loading import load_endpoint
 from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
 from longspec_jax.status_line import StatusLine
-from longspec_jax.weights.hf import load_stop_tokens
-from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_model
-from longspec_jax.weights.model_files import read_config
 
 from ..models import load_named, start_devices
 from ..wording import command_words
@@ -120,7 +117,8 @@ class Evaluation:
         """The same, in a folder that no other process writes."""
         config, folder = self._config, self._config.out
         before = _before(config)
-        spec = reached(config) if config.endpoint else _loaded(config, self._status)
+        url = config.endpoint
+        spec = _reached(config, url) if url else _loaded(config, self._status)
         if spec.tokenizer is None:
             raise ValueError(f"--target={config.target} comes without a tokenizer; add its files")
         self._status.show("preparing the prompts")
@@ -314,7 +312,7 @@ class EvalRun:
             self._writer.add(fresh)
             self._records |= {record.key: record for record in fresh}
 
-    def _on_activity(self, activity: Any) -> None:
+    def _on_activity(self, activity: Activity) -> None:
         if self._closed:
             raise cli.Closed
         self._progress.activity(activity)
@@ -355,21 +353,14 @@ def _before(config: EvalConfig) -> Run | None:
 def _loaded(config: EvalConfig, status: StatusLine) -> LongSpec:
     """The models of a run, with all its drafts."""
     models = replace(config.models, target=config.target, draft=list(config.drafts) or None)
-    return load_named(argparse.Namespace(**vars(models), tree=None), status)[0]
+    return load_named(models, status)
 
 
-def reached(config: EvalConfig) -> Endpoint:
-    """The server, with what prompts depend on in the target, whose weights are not read."""
-    folder = DEMO / "target"
-    if not config.models.is_demo:
-        folder = local_model(config.target, config.models.revision)
-    return Endpoint.reached(
-        config.endpoint or "",
-        target_config(read_config(folder), "float32"),
-        load_tokenizer(folder),
-        load_stop_tokens(folder),
-        concurrency=config.batch,
-    )
+def _reached(config: EvalConfig, url: str) -> Endpoint:
+    """The server that has the target, of which a part is here, too."""
+    models = config.models
+    folder = demo_target() if models.is_demo else local_model(config.target, models.revision)
+    return load_endpoint(url, folder, config.batch)
 
 
 def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:

@@ -42,7 +42,7 @@ class Wording:
 
     def filled(self, fields: Mapping[str, str]) -> str:
         """The question with its fields filled in."""
-        return self.question.format(**fields)
+        return self.question.format_map(fields)
 
     def whole(self, fields: Mapping[str, str]) -> str:
         """Question and beginning of the answer as one text."""

@@ -16,7 +16,7 @@ import pandas as pd
 
 from longspec_jax.cli import counted
 
-from ..eval.records import PLAIN_METHOD, Run
+from ..eval.records import PLAIN_METHOD, Run, Setting
 from ..eval.scores import METRICS
 from ..eval.tasks import metric_of
 from .frame import FEWEST, TEXT, Block, temperature_words
@@ -178,13 +178,13 @@ def source_of(run: Run) -> dict[str, str]:
     return {name: _words(value) for name, value in facts.items() if value != ""}
 
 
-def _given(setting: Any) -> dict[str, Any]:
+def _given(setting: Setting) -> dict[str, Any]:
     """The fields of a setting that say anything."""
     values = dataclasses.asdict(setting)
     return {name: value for name, value in values.items() if value not in (None, {})}
 
 
-def _words(value: Any) -> str:
+def _words(value: object) -> str:
     if not isinstance(value, Mapping):
         return str(value)
     said = [

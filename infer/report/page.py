@@ -324,7 +324,7 @@ def csv_text(report: Report) -> str:
     return cells.to_csv(columns=CSV_COLUMNS, index=False, lineterminator="\n")
 
 
-def _harmless(text: Any) -> Any:
+def _harmless(text: object) -> object:
     """A text that a spreadsheet shows as it is."""
     return f"'{text}" if str(text).startswith(DANGEROUS) else text
 

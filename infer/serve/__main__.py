@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None 
 
 def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int:
     """Check everything that can be checked before anything slow, load, and serve."""
-    from ..arguments import check
+    from ..arguments import check, models_of
     from . import arguments as arguments_lib
 
     arguments = arguments_lib.parser().parse_args(argv)
-    check(arguments)
+    check(models_of(arguments))
     keys = arguments_lib.read_keys(arguments)
     from longspec_jax.extras import missing_packages
 

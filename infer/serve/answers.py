@@ -32,12 +32,12 @@ SLICE = 64
 """Items of a list that are written at once: :mod:`json` lets no other thread run meanwhile."""
 
 
-def json_bytes(value: Any) -> bytes:
+def json_bytes(value: object) -> bytes:
     """Compact JSON in UTF-8; halves of surrogate pairs, which have no UTF-8, become ``?``."""
     return _json(value).encode("utf-8", "replace")
 
 
-def long_json_bytes(value: Any) -> bytes:
+def long_json_bytes(value: object) -> bytes:
     """The same in parts, for what is large: the other threads run between them."""
     return b"".join(part.encode("utf-8", "replace") for part in _parts(value))
 
@@ -50,18 +50,18 @@ def is_long(gain: RequestOutput) -> bool:
     return gain.prompt_logprobs is not None or len(gain.tokens) > LONGEST_GAIN
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_listed)
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
     """The items of what is made while it is written."""
     if isinstance(value, Iterator):
         return [*value]
     raise TypeError(f"{type(value).__name__} is nothing that JSON has")
 
 
-def _parts(value: Any) -> Iterator[str]:
+def _parts(value: object) -> Iterator[str]:
     opening = ""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
@@ -85,7 +85,7 @@ def _parts(value: Any) -> Iterator[str]:
         yield _json(value)
 
 
-def event(value: Any, *, long: bool = False) -> bytes:
+def event(value: object, *, long: bool = False) -> bytes:
     """A server-sent event; a ``long`` one is written in parts."""
     return b"data: " + (long_json_bytes if long else json_bytes)(value) + b"\n\n"
 

@@ -80,8 +80,6 @@ def parser() -> argparse.ArgumentParser:
         help="a Jinja template for chat messages instead of the tokenizer's own, or the name of a "
         f"format: {', '.join(STYLES)}",
     )
-    result.set_defaults(max_num_seqs=None, offload=False, adaptive=False, compare=None, stream=None)
-    result.set_defaults(batch=None, prompt_file=None)
     _add_address(result.add_argument_group("address"))
     sizes, limits = result.add_argument_group("sizes"), result.add_argument_group("limits")
     cli.add_options(sizes, SIZES)

@@ -15,8 +15,9 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ from longspec_jax import LongSpec, TreeConfig, cli
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
-from longspec_jax.decoding.engine import Engine
 from longspec_jax.extras import missing_packages
 from longspec_jax.generation.chat import encode_chat, encode_text, template_of
 from longspec_jax.generation.memory import free_bytes
@@ -33,7 +33,7 @@ from longspec_jax.generation.requests import RequestEngine
 from longspec_jax.generation.text import stored_bytes
 from longspec_jax.status_line import StatusLine
 
-from ..arguments import is_demo
+from ..arguments import models_of
 from ..models import load_named, start_devices
 from ..prompts import STYLES
 from ..results import memory_plan_line
@@ -77,6 +77,7 @@ class Service:
           keys: of which clients must send one, if there are any.
         """
         self._arguments, self._listener, self._keys = arguments, listener, keys
+        self._models = models_of(arguments)
         self._template = read_template(arguments)
         self.status = StatusLine(sys.stderr)
         self._spec: LongSpec | None = None
@@ -86,7 +87,7 @@ class Service:
         """Load the models, plan the memory and compile everything."""
         self.status.show("starting")
         start_devices()
-        spec, _, _ = load_named(self._arguments, self.status)
+        spec = load_named(self._models, self.status)
         with server_words():
             engine = self._planned(spec)
         self.status.clear()
@@ -119,7 +120,7 @@ class Service:
         )
 
     def _lines(self, spec: LongSpec, engine: RequestEngine) -> Iterator[str]:
-        drafter = tokens_engine(engine).drafter
+        drafter = engine.runner.drafter
         draft = (
             f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.num_levels else "no draft"
         )
@@ -128,7 +129,7 @@ class Service:
             yield "  shared=true: requests draft from each other's texts; clients can so guess them"
         yield f"  {memory_plan_line(engine.memory)}"
         free = free_bytes(spec.mesh)
-        slots = counted(tokens_engine(engine).slots, "slot")
+        slots = counted(engine.runner.slots, "slot")
         yield f"  {slots} of {self._max_len} tokens" + (
             "" if free is None else f"; {shown_bytes(free)} are free"
         )
@@ -136,7 +137,7 @@ class Service:
     @property
     def _names(self) -> tuple[str, ...]:
         named = self._arguments.served_model_name
-        own = "demo" if is_demo(self._arguments) else str(self._arguments.target)
+        own = "demo" if self._models.is_demo else str(self._models.target)
         return tuple(named) if named else (own,)
 
     def serve(self) -> int:
@@ -195,7 +196,7 @@ def compiling(status: StatusLine) -> Iterator[None]:
     """Show how many programs have been compiled, or read from the cache of earlier runs."""
     programs = itertools.count(1)
 
-    def note(event: str, duration_secs: float, **_: Any) -> None:
+    def note(event: str, duration_secs: float, **_: object) -> None:
         if event == COMPILED:
             status.show("compiling", counted(next(programs), "program"))
 
@@ -227,11 +228,6 @@ def curl(base: str, key: str | None) -> str:
     return typed if key is None else f'{typed} -H "Authorization: Bearer $API_KEY"'
 
 
-def tokens_engine(engine: RequestEngine) -> Engine:
-    """The engine below one of requests, for its slots and the drafter of its tallest tree alone."""
-    return engine.engine
-
-
 def planned_engine(
     spec: LongSpec,
     *,
@@ -256,28 +252,29 @@ def planned_engine(
     Raises:
       MemoryError: if not even one slot fits.
     """
-    options: dict[str, Any] = {
-        "max_model_len": max_len,
-        "tree": tree if spec.drafts else None,
-        "adaptive": bool(spec.drafts) and tree is None,
-        "logprobs": min(MOST_ALTERNATIVES, spec.target_config.vocab_size),
-        "enable_penalties": True,
-        "return_trees": True,
-        "grammars": _knows_grammars(spec),
-        "prefixes": True,
-        "cpu_prefix_cache_bytes": cpu_prefix_cache_bytes,
-        "max_itl_ms": max_itl_ms,
-    }
+    make = partial(
+        spec.engine,
+        max_model_len=max_len,
+        tree=tree if spec.drafts else None,
+        adaptive=bool(spec.drafts) and tree is None,
+        logprobs=min(MOST_ALTERNATIVES, spec.target_config.vocab_size),
+        enable_penalties=True,
+        return_trees=True,
+        grammars=_knows_grammars(spec),
+        prefixes=True,
+        cpu_prefix_cache_bytes=cpu_prefix_cache_bytes,
+        max_itl_ms=max_itl_ms,
+    )
     limit = MOST_CPU_SLOTS if jax.default_backend() == "cpu" else MOST_SLOTS
     *more, least = PREFILLS
     for prefills in more:
         with contextlib.suppress(MemoryError):
-            sized: dict[str, Any] = {**options, "max_concurrent_prefills": prefills}
+            sized = partial(make, max_concurrent_prefills=prefills)
             fitting = slots or fitting_slots(spec, memory, limit, sized)
             if slots or fitting >= prefills:
-                return spec.engine(max_num_seqs=fitting, **sized)
-    sized = {**options, "max_concurrent_prefills": least}
-    return spec.engine(max_num_seqs=slots or fitting_slots(spec, memory, limit, sized), **sized)
+                return sized(max_num_seqs=fitting)
+    sized = partial(make, max_concurrent_prefills=least)
+    return sized(max_num_seqs=slots or fitting_slots(spec, memory, limit, sized))
 
 
 def served_over(
@@ -310,7 +307,7 @@ def served_over(
     model = served_model(
         spec, engine, names=names, max_len=max_len, most_rows=queue_requests, template=template
     )
-    levels = tokens_engine(engine).drafter.tree.num_levels
+    levels = engine.runner.drafter.tree.num_levels
     metrics = Metrics(levels)
     thread = EngineThread(
         engine,
@@ -324,7 +321,7 @@ def served_over(
         model=model,
         thread=thread,
         metrics=metrics,
-        slots=tokens_engine(engine).slots,
+        slots=engine.runner.slots,
         created=int(time.time()),
         api_keys=api_keys,
         host=host,
@@ -342,7 +339,7 @@ def served_model(
     template: str | None = None,
 ) -> ServedModel:
     """What requests are checked against; arguments as of :func:`served_over`."""
-    tokenizer, drafter = spec.tokenizer, tokens_engine(engine).drafter
+    tokenizer, drafter = spec.tokenizer, engine.runner.drafter
     if tokenizer is not None:
         # The first call may change the tokenizer's own settings, beside which no other thread may
         # use it ("Already borrowed").
@@ -433,18 +430,26 @@ def chat_markup(tokenizer: Any, template: str | None) -> Markup:
     return markup
 
 
-def fitting_slots(spec: LongSpec, share: float, most: int, options: dict[str, Any]) -> int:
+def fitting_slots(
+    spec: LongSpec, share: float, most: int, make: Callable[..., RequestEngine]
+) -> int:
     """The slots that fit into a share of the free memory, at least one and at most ``most``.
+
+    Args:
+      spec: the loaded models.
+      share: of the free memory.
+      most: slots.
+      make: makes an engine of ``max_num_seqs`` slots.
 
     Raises:
       MemoryError: if not even one fits.
     """
-    one = spec.engine(max_num_seqs=1, **options).memory.needed_bytes
+    one = make(max_num_seqs=1).memory.needed_bytes
     free = free_bytes(spec.mesh)
     if free is None or most == 1:
         return most
     try:
-        each = spec.engine(max_num_seqs=2, **options).memory.needed_bytes - one
+        each = make(max_num_seqs=2).memory.needed_bytes - one
     except MemoryError:
         return 1
     more = int(free * share - one) // max(each, 1)

@@ -280,5 +280,5 @@ def _refused(error: ErrorDetails) -> Refused:
     if isinstance(cause, WrongName):
         of = f" of {path}" if path else ""
         return Refused(f"{cause.begin}{of}{cause.end}", f"{where[0] if where else cause.name:.80}")
-    found = WORDS[error["type"]].format(**context) if error["type"] in WORDS else error["msg"]
+    found = WORDS[error["type"]].format_map(context) if error["type"] in WORDS else error["msg"]
     return Refused(f"{path}={shown(error['input'])} {cause or found}", str(where[0]))

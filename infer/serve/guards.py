@@ -57,7 +57,7 @@ def refusal(refused: Refused) -> Response:
     return as_json(refused.body, refused.status, headers)
 
 
-def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def as_json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer."""
     return Response(json_bytes(value), status, headers, "application/json")
 

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import h11
 import uvicorn
@@ -67,7 +66,7 @@ class Connection(H11Protocol):
     _sending: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for a head."""
         super().connection_made(transport)
         # What the system's buffers do not take is what the client is late with, however little.

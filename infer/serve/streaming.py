@@ -114,8 +114,8 @@ def coalesce(gains: Sequence[RequestOutput]) -> RequestOutput:
         for name in ("tokens", "drafted", "rounds", "logprobs", "trees", "sources", "pieces")
     }
     text = "".join(gain.text for gain in gains)
-    end = {"finish": gains[-1].finish, "reason": gains[-1].reason}
-    return replace(gains[0], text=text, **end, **chained)
+    last = gains[-1]
+    return replace(gains[0], text=text, finish=last.finish, reason=last.reason, **chained)
 
 
 def proposed_tokens(gain: RequestOutput, speculates: bool) -> int:

@@ -39,7 +39,7 @@ def choose_kernels(
 ) -> TargetModel:
     """The target with the kernels of one order, or without.
 
-    Warns once where jax is too old for this GPU's kernels.
+    Warns once where this GPU, or this jax, lacks kernels.
 
     Args:
       target: the static part of the target, on the device of this process.
@@ -63,8 +63,8 @@ def choose_kernels(
 
 @functools.cache
 def warn_of_missing_kernels() -> None:
-    """Warn once a process where this jax is too old for the kernels of its GPU."""
-    if missing := hardware.missing_hopper_kernels():
+    """Warn once a process of what its GPU computes slowly for want of kernels."""
+    if missing := hardware.missing_kernels():
         warnings.warn(missing, stacklevel=3)
 
 

@@ -15,20 +15,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from longspec_jax.axes import Array
-from longspec_jax.decoding.adjustments import fitted
-from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.constrained import (
     FREE,
     Constraint,
     Guarded,
-    constrained_round,
     reason_of,
 )
 from longspec_jax.decoding.launches import Faults, LaunchQueue, most_rounds
@@ -44,18 +41,15 @@ from longspec_jax.decoding.policy import (
     Measurement,
     Policy,
     default_policy,
-    tallest,
 )
-from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.prefixes import PrefixCache
-from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting, padded_stops
-from longspec_jax.decoding.report import TOKENS, Contents, Report, foregone
-from longspec_jax.decoding.round import many_rounds, one_round
-from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release
+from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting
+from longspec_jax.decoding.report import Report, foregone
+from longspec_jax.decoding.rows import Request, Rows, release
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.schedule import Plan
 from longspec_jax.decoding.slots import EngineStatus, Slots, StepOutput
-from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 
 
@@ -69,23 +63,14 @@ class Engine:
 
     def __init__(
         self,
-        target: TargetModel,
-        drafters: Sequence[Drafter],
-        params: Params,
+        runner: ModelRunner,
         *,
-        slots: int,
-        capacity: int,
         chunk: int,
-        stop_width: int,
         short_chunks: Sequence[int] = (),
-        streams: bool = True,
-        together: bool = False,
         prefills: int = 1,
         prefixes: bool = False,
         host_bytes: int = 0,
         readmits: bool = False,
-        adjusted: bool = False,
-        contents: Contents = TOKENS,
         ahead: bool = True,
         policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -93,19 +78,10 @@ class Engine:
         """Begin with vacant slots; nothing is allocated before the first step.
 
         Args:
-          target: the target's static part.
-          drafters: the candidates, in the policy's order; they share parameters and state.
-          params: parameters of both models.
-          slots: rows that are decoded at once.
-          capacity: cache slots of a row: prompt, new tokens and the slack slots of a round, and at
-            least the whole chunks of a prompt.
+          runner: its models, and the sizes of its rows.
           chunk: tokens of a prefill step.
-          stop_width: most stop tokens of a request.
           short_chunks: smaller steps, ascending, for prompts that are prefilled alone: each takes
             the smallest that holds it, and ``chunk`` if none does.
-          streams: whether a launch is one round, read while the next one runs, or many rounds.
-          together: whether the prompts of as many requests as there are slots are prefilled as
-            one batch, which then takes all slots.
           prefills: requests whose prompts may be under way at once; each takes a row of its own
             beside the slots. The one with the fewest chunks left goes first.
           prefixes: whether a prompt begins with a copy of the chunks that a slot holds already.
@@ -114,10 +90,6 @@ class Engine:
           readmits: whether a request may be prefilled again behind what it has emitted: when a
             better one takes its slot, or after a fault. A row must then hold the whole chunks of
             prompt and new tokens.
-          adjusted: whether requests may have biases and penalties, for which every row has tables
-            of the vocabulary.
-          contents: what is reported of a round: the most alternatives of a token that a request may
-            ask for, and the trees.
           ahead: whether rounds are launched before the last ones were read.
           policy: chooses the candidate of every launch; :func:`default_policy` if absent.
           clock: seconds, also asked by the thread that waits for launches.
@@ -127,40 +99,26 @@ class Engine:
             clocks would disagree.
         """
         # What it was made of.
-        self.target, self.drafters, self.params = target, tuple(drafters), params
-        self._slack = slack_slots(self.drafter.tree.num_levels)
-        self.slots, self.capacity, self.stop_width = slots, capacity, stop_width
-        self.streams, self.ahead, self.adjusted = streams, ahead, adjusted
-        self.contents, self.clock = contents, clock
-        self.together, self._readmits = together, readmits
+        self.runner, self.ahead, self.clock, self._readmits = runner, ahead, clock, readmits
 
         # Requests, from their prompts to their slots.
         self.prefixes: PrefixCache | None = None
         """What slots and the host's memory hold of earlier prompts; None if none is reused."""
         if prefixes:
-            self.prefixes = PrefixCache(
-                params, self.drafter.needs, slots, host_bytes, keeps_ends=target.keeps_ends
-            )
-        self.prompts = Prompts(
-            slots=slots,
-            chunk=chunk,
-            short_chunks=short_chunks,
-            together=together,
-            most=prefills,
-            reuse=self.prefixes,
-        )
+            self.prefixes = PrefixCache(runner, host_bytes)
+        self.prompts = Prompts(runner, chunk, short_chunks, most=prefills, reuse=self.prefixes)
         """Requests that have no slot yet."""
-        self._slots = Slots(slots, self.prefixes)
+        self._slots = Slots(runner.slots, self.prefixes)
         self._rows: Rows | None = None
         self._cancelled: set[int] = set()
         """Requests that are prefilled together with others and will not be decoded."""
         self._next_id = 0
 
         # Launches, and what chooses them.
-        self._choices = Chooser([policy or default_policy(len(drafters))], len(drafters))
+        candidates = len(runner.drafters)
+        self._choices = Chooser([policy or default_policy(candidates)], candidates)
         self._launches, self._faults = LaunchQueue(clock), Faults(clock, forgiven=readmits)
-        self._programs: dict[tuple[int, SamplingKind, int], Any] = {}
-        self.launch_sizes: tuple[int, ...] = (slots,)
+        self.launch_sizes: tuple[int, ...] = (runner.slots,)
         """Rows of a launch of rounds, ascending: the least that holds the live ones are taken."""
         self.round_seconds = math.nan
         """Of the last launch, or as they are known from an earlier run; NaN before."""
@@ -177,11 +135,6 @@ class Engine:
         self.preemptions = 0
 
     @property
-    def drafter(self) -> Drafter:
-        """The drafter with the tallest tree."""
-        return tallest(self.drafters)
-
-    @property
     def totals(self) -> tuple[Measurement, ...]:
         """What every candidate has done, as far as it was read."""
         return self._choices.totals
@@ -190,15 +143,7 @@ class Engine:
     def rows(self) -> Rows:
         """The rows behind the last launch; donated by the next one."""
         if self._rows is None:
-            self._rows = vacant(
-                self.target,
-                self.drafter,
-                self.params,
-                batch=self.slots,
-                capacity=self.capacity,
-                stop_width=self.stop_width,
-                adjusted=self.adjusted,
-            )
+            self._rows = self.runner.vacant()
         return self._rows
 
     @property
@@ -209,7 +154,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is something to step."""
-        return bool(self.live or self.prompts)
+        return bool(self._slots.active or self.prompts)
 
     @property
     def prefilling(self) -> bool:
@@ -225,7 +170,7 @@ class Engine:
             waiting=len(self.prompts.queue),
             prefilling=sum(len(prefill.ids) for prefill in self.prompts.under_way),
             tokens=sum(active.length for active in self._slots.active.values()),
-            capacity=self.slots * self.capacity,
+            capacity=self.runner.slots * self.runner.capacity,
             prefix_queries=0 if known is None else known.queried,
             prefix_hits=0 if known is None else known.found,
             host_bytes=0 if known is None else known.host.bytes,
@@ -239,7 +184,7 @@ class Engine:
         Args:
           policies: for one live row, two, up to four and so on; the last one for all others.
         """
-        self._choices = Chooser(policies, len(self.drafters))
+        self._choices = Chooser(policies, len(self.runner.drafters))
 
     def submit(
         self,
@@ -271,16 +216,18 @@ class Engine:
             made for what the request asks.
           NotImplementedError: for a constraint beside a drafter that is not lossless.
         """
-        if constraint is not None and not all(drafter.lossless for drafter in self.drafters):
+        runner = self.runner
+        if constraint is not None and not all(drafter.lossless for drafter in runner.drafters):
             raise NotImplementedError(
                 "a grammar cannot bind a draft whose tokens are emitted unchecked; leave out "
                 "retrieve_verify=partial"
             )
         longest = len(tokens) + int(request.max_new_tokens[0])
-        self.prompts.check_fits(len(tokens), longest, self.capacity, self._slack, self._readmits)
+        sizes = runner.capacity, runner.slack
+        self.prompts.check_fits(len(tokens), longest, *sizes, self._readmits)
         if request.logprobs is not None or request.prompt_logprobs is not None:
-            check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
-        own = self.as_it_takes(request)
+            check_alternatives(runner.contents.logprobs, request.logprobs, request.prompt_logprobs)
+        own = runner.request(request)
         id, self._next_id = self._next_id, self._next_id + 1
         waiting = Waiting(
             priority=priority,
@@ -293,18 +240,6 @@ class Engine:
         )
         self.prompts.add(waiting)
         return id
-
-    def as_it_takes(self, request: Request) -> Request:
-        """A request of one row in the form that all requests of the engine have.
-
-        Raises:
-          ValueError: if the engine was not made for what it asks.
-        """
-        stops = padded_stops(request.stop_tokens, self.stop_width)
-        adjustments = request.adjustments
-        if self.adjusted or adjustments is not None:
-            adjustments = fitted(adjustments, self.adjusted)
-        return replace(request, stop_tokens=stops, adjustments=adjustments)
 
     def cancel(self, id: int) -> None:
         """End a request before its time; nothing more is reported of it."""
@@ -356,7 +291,7 @@ class Engine:
         """End the row of a slot on the device, as that of a request that is cancelled."""
         self._rows = release(self.rows, slot)
 
-    def fork(self, drafters: Sequence[Drafter], params: Params, draft: Any) -> "Engine":
+    def fork(self, drafters: Sequence[Drafter], params: Params, draft: PyTree) -> "Engine":
         """An engine whose rows go on from copies of these, with other drafters.
 
         Call it when all that was submitted is placed and read.
@@ -366,19 +301,12 @@ class Engine:
           params: parameters of both models, as they take them.
           draft: their state behind the same tokens; copied.
         """
+        runner = replace(self.runner, drafters=tuple(drafters), params=params)
         other = Engine(
-            self.target,
-            drafters,
-            params,
-            slots=self.slots,
-            capacity=self.capacity,
+            runner,
             chunk=self.prompts.chunk,
             short_chunks=self.prompts.short_chunks,
-            stop_width=self.stop_width,
-            adjusted=self.adjusted,
-            contents=self.contents,
-            streams=self.streams,
-            ahead=self.streams or len(drafters) == 1,
+            ahead=runner.streams or len(drafters) == 1,
             clock=self.clock,
         )
         other._rows = jax.tree.map(jnp.copy, replace(self.rows, draft=draft))
@@ -474,9 +402,7 @@ class Engine:
             self.prompts.postpone(index)
             self.preemptions += 1
         if indices := self._plan().admit:
-            models = self.target, self.drafter, self.params
-            most = self.contents.logprobs
-            self.prompts.admit(indices, *models, self._rows, self.capacity, most)
+            self.prompts.admit(indices, self._rows)
         if (index := self._plan().chunk) is not None:
             self._launch_chunk(self.prompts.under_way[index], begun)
         if (index := self._plan().preempt) is not None:
@@ -487,7 +413,7 @@ class Engine:
 
     def _plan(self) -> Plan:
         # A prefill of tokens that rounds emitted would give their keys other bits.
-        preempts = self._readmits and not self.target.batch_invariant
+        preempts = self._readmits and not self.runner.target.batch_invariant
         live = self._slots.priorities if preempts else ()
         return self.prompts.plan(self._slots.held.count(None), live)
 
@@ -520,17 +446,17 @@ class Engine:
         """Move prefilled rows into slots, and have their first tokens read."""
         rows = prefill.rows
         assert rows is not None, "placed after its last chunk"
-        if self.together or self.slots == 1:
+        if self.runner.together or self.runner.slots == 1:
             self._rows, slot = rows, 0
         else:
             slot = self._slots.vacant(prefill.waiting[0].names)
-            shardings = RowShardings.beside(self.params.target, self.slots)
-            self._rows = insert(shardings, self.rows, np.int32(slot), rows)
+            self._rows = self.runner.insert(self.rows, slot, rows)
         self._slots.put(slot, prefill)
         # A copy, because the next launch donates the rows.
         first = jnp.stack([rows.pending, rows.remaining], axis=1)
-        if self.contents.logprobs is not None and prefill.asks_logprobs:
-            first = first_logprobs(first, prefill.logits, self.contents.logprobs)
+        most = self.runner.contents.logprobs
+        if most is not None and prefill.asks_logprobs:
+            first = first_logprobs(first, prefill.logits, most)
         for id in self._cancelled & set(prefill.ids):
             self._cancelled.discard(id)
             self._release(id)
@@ -555,12 +481,13 @@ class Engine:
             # What may follow depends on all that was emitted.
             while self._launches:
                 self._launches.land()
+        runner = self.runner
         held, live = tuple(self._slots.held), self._slots.live
         if not any(self._may_go_on(id) for id in live):
             return
         most = 1
-        if not self.streams:
-            most = most_rounds(len(self.drafters), self.round_seconds)
+        if not runner.streams:
+            most = most_rounds(len(runner.drafters), self.round_seconds)
         named = {self._slots.active[id].waiting.candidate for id in live} - {None}
         if named:
             choice = Choice(max(one for one in named if one is not None), most)
@@ -571,15 +498,16 @@ class Engine:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY
         slots = self._slots.of_launch(self.launch_sizes)
         self._rows, packed = self._launch(choice, kind, slots, constraints)
-        tree, contents = self.drafters[choice.candidate].tree, self.contents.of_kind(kind)
+        tree, contents = runner.drafters[choice.candidate].tree, runner.contents.of_kind(kind)
 
         def read(packed: np.ndarray, seconds: float) -> None:
             report = Report.of(packed, tree, contents)
             rounds = len(report.count)
             row_rounds = int(np.count_nonzero(report.count))
-            others: dict[int, int] = {}
-            if len(self.drafters) > 1:
-                others = foregone(choice.candidate, self.drafters, report)
+            others: dict[int, Measurement] = {}
+            if len(runner.drafters) > 1:
+                shown = foregone(choice.candidate, runner.drafters, report)
+                others = {i: Measurement(rounds, row_rounds, n) for i, n in shown.items()}
             seen = Measurement(rounds, row_rounds, int(report.count.sum()), seconds, others)
             self._choices.record(choice.candidate, seen, len(live))
             if rounds:
@@ -611,21 +539,4 @@ class Engine:
         slots: Sequence[int],
         constraints: Mapping[int, Guarded] = FREE,
     ) -> tuple[Rows, Array]:
-        if constraints:
-            models = self.target, self.drafters[choice.candidate], self.params, self.rows
-            placed = {slots.index(slot): constraint for slot, constraint in constraints.items()}
-            return constrained_round(*models, placed, self.contents, *self.some(slots))
-        drafter, contents = self.drafters[choice.candidate], self.contents.of_kind(kind)
-        models = self.target, drafter, kind, self.params, self.rows
-        launch = one_round if self.streams else many_rounds
-        args = models if self.streams else (*models, np.int32(choice.rounds))
-        args = *args, contents, *self.some(slots)
-        # Looking a program up takes as long as a small model's round.
-        key = choice.candidate, kind, len(slots)
-        if key not in self._programs:
-            self._programs[key] = launch.of_shape(*args)
-        return self._programs[key](*args)
-
-    def some(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
-        """The last argument of a launch of these slots; none where they are all."""
-        return () if len(slots) == self.slots else (np.asarray(slots, np.int32),)
+        return self.runner.launch(self.rows, choice, kind, slots, constraints)

@@ -51,6 +51,8 @@ GUESSED_ROUNDS = 1.0
 """Rounds for which a guess of it counts, until the first rounds that show it."""
 MANY = 2**31 - 1
 """More rounds than any run has."""
+SHORTEST = 1e-9
+"""Seconds of a round at least: a clock may not have moved between two readings."""
 RECENT = 5
 """Timings of which the least counts; a context grows, so old ones are dropped."""
 
@@ -75,23 +77,19 @@ class Measurement:
     tokens: int = 0
     """Emitted by all rows together."""
     seconds: float = 0.0
-    foregone: Mapping[int, int] = field(default_factory=dict)
-    """Tokens that other candidates would have emitted in the same rounds, by their index; of those
-    of which the rounds say so (:func:`longspec_jax.decoding.report.foregone`)."""
+    foregone: Mapping[int, "Measurement"] = field(default_factory=dict)
+    """What other candidates would have done in those of the rounds that say so, by their index
+    (:func:`longspec_jax.decoding.report.foregone`); their seconds are not known."""
 
     def __add__(self, other: "Measurement") -> "Measurement":
-        both = self.foregone.keys() | other.foregone.keys()
+        both, none = self.foregone.keys() | other.foregone.keys(), Measurement()
         return Measurement(
             self.rounds + other.rounds,
             self.row_rounds + other.row_rounds,
             self.tokens + other.tokens,
             self.seconds + other.seconds,
-            {index: self.foregone.get(index, 0) + other.foregone.get(index, 0) for index in both},
+            {i: self.foregone.get(i, none) + other.foregone.get(i, none) for i in both},
         )
-
-    def instead(self, candidate: int) -> "Measurement":
-        """The same rounds as another candidate would have run them; their seconds are not known."""
-        return Measurement(self.rounds, self.row_rounds, self.foregone[candidate])
 
 
 @runtime_checkable
@@ -152,8 +150,9 @@ class Estimate:
         Args:
           wait: seconds that the host adds to a burst.
         """
-        # A wait that was overestimated must not make rounds free.
-        return min(max(seconds - wait, 0.1 * seconds) / rounds for rounds, seconds in self.timings)
+        # A wait that was overestimated must not make rounds free, nor a clock that stood still.
+        least = min(max(seconds - wait, 0.1 * seconds) / rounds for rounds, seconds in self.timings)
+        return max(least, SHORTEST)
 
     def speed(self, wait: float) -> float:
         """Tokens a second in a row; 0 before the first measurement."""
@@ -336,8 +335,8 @@ class FastestWithinBudget:
             by = new.round_seconds(wait) - before.round_seconds(wait)
             estimates = [estimate.moved(by) for estimate in estimates]
         estimates[candidate] = new
-        for index in seen.foregone:
-            estimates[index] = estimates[index].shown(seen.instead(index))
+        for index, instead in seen.foregone.items():
+            estimates[index] = estimates[index].shown(instead)
         known = {"estimates": tuple(estimates), "elapsed": self.elapsed + spent, "wait": wait}
         return replace(self, **known, latest=candidate)
 

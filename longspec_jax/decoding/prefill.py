@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Bool, Float, Int, UInt
+from jaxtyping import Bool, Float, Int, PyTree, UInt
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.adjustments import Adjustments
@@ -85,31 +85,20 @@ def prefill_chunks(
     allocate = _allocate(target, drafter, batch, capacity, shardings, known.cache is None)
     fresh, logits, draft = allocate(params)
     cache: KVCache = known.cache or fresh
-    again = run_again(drafter.needs, chunk)
+    again, needs = run_again(drafter.needs, chunk), drafter.needs.of_a_pass
     for index in range(chunks):
-        offset, features, ready, own = np.int32(index * chunk), Features(), logits, None
-        if again <= index < known.total and index >= known.copied:
-            moved = jax.device_put(known.moved[index - known.copied], shardings.cache)
-            cache, ready = write_chunk(shardings, chunk, cache, moved, offset)
-        elif index >= known.total or index < again:
+        at = padded, length, np.int32(index * chunk)
+        features, ready, own = Features(), logits, None
+        if index >= known.total or index < again:
             logits, cache, features, own = _prefill_chunk(
-                target,
-                drafter.needs.of_a_pass,
-                chunk,
-                shardings,
-                params.target,
-                cache,
-                padded,
-                length,
-                offset,
-                logits,
-                logprobs,
+                target, needs, chunk, shardings, params.target, cache, *at, logits, logprobs
             )
             ready = logits
+        elif index >= known.copied:
+            moved = jax.device_put(known.moved[index - known.copied], shardings.cache)
+            cache, ready = write_chunk(shardings, chunk, cache, moved, at[2])
         if concerns(drafter.needs, held, index * chunk, chunk):
-            draft = _extend(
-                target, drafter, chunk, shardings, params, draft, padded, length, offset, features
-            )
+            draft = _extend(target, drafter, chunk, shardings, params, draft, *at, features)
         if index >= known.copied:
             yield ChunkLaunch(min((index + 1) * chunk, prompt), ready, cache, logits, own)
     adjustments = None
@@ -176,9 +165,8 @@ def prefill_programs(
             target, needs, chunk, shardings, params.target, rows.cache, *at, logits, logprobs
         )
         yield a_chunk
-        if (
-            drafter.needs.text or drafter.needs.recent != 0
-        ):  # Else no chunk is shown to it, whatever the prompt.
+        # Else no chunk is shown to it, whatever the prompt.
+        if drafter.needs.text or drafter.needs.recent != 0:
             _, _, found, _ = a_chunk.out_info
             features = _with_shardings(found, jax.tree.map(lambda _: shardings.rows, found))
             yield _extend.lower(
@@ -206,7 +194,7 @@ def slot_programs(
     yield insert.lower(shardings, batch, np.int32(0), row)
 
 
-def _with_shardings(shapes: Any, shardings: Any) -> Any:
+def _with_shardings(shapes: PyTree, shardings: PyTree) -> Any:
     """The same shapes, each with the sharding of its array."""
 
     def with_sharding(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
@@ -254,7 +242,6 @@ def vacant(
     target: TargetModel,
     drafter: Drafter,
     params: Params,
-    *,
     batch: int,
     capacity: int,
     stop_width: int,
@@ -287,7 +274,7 @@ def _prefill_chunk(
     needs: Needs,
     chunk: int,
     shardings: RowShardings,
-    params: Any,
+    params: PyTree,
     cache: KVCache,
     tokens: Int[Array, "B S"],
     length: Lengths,
@@ -325,7 +312,7 @@ def _extend(
     chunk: int,
     shardings: RowShardings,
     params: Params,
-    draft: Any,
+    draft: PyTree,
     tokens: Int[Array, "B S"],
     length: Lengths,
     offset: Array,

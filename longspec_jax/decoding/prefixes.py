@@ -29,7 +29,7 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, KnownChunks, most_reusable
 from longspec_jax.decoding.copies import copy_prefix, read_chunk
 from longspec_jax.decoding.rows import Rows, RowShardings
-from longspec_jax.drafters.base import Needs, Params
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.ops.placement import tree_bytes
 
 MOST_MOVING = 2
@@ -164,30 +164,24 @@ class HostChunks:
 class PrefixCache:
     """What is known of prompts, and the programs that move it."""
 
-    def __init__(
-        self,
-        params: Params,
-        needs: Needs,
-        slots: int,
-        host_bytes: int = 0,
-        keeps_ends: bool = False,
-    ) -> None:
+    def __init__(self, runner: ModelRunner, host_bytes: int = 0) -> None:
         """Know nothing yet.
 
         Args:
+          runner: of the engine whose slots and chunks these are.
           host_bytes: most bytes of chunks in the host's memory.
-          keeps_ends: whether the target has layers that keep the end of a row alone.
         """
-        self._keeps_ends = keeps_ends
-        self.slots = SlotPrefixes(slots, holds=not keeps_ends)
+        # Layers that keep the end of a row alone hold no beginning.
+        self._count, self._holds = runner.slots, not runner.target.keeps_ends
+        self.slots = SlotPrefixes(self._count, holds=self._holds)
         self.host = HostChunks(host_bytes)
         self.queried = 0
         """Tokens of all prompts that were looked up."""
         self.found = 0
         """How many of them were known."""
-        self._needs, self._count = needs, slots
-        self._batch = RowShardings.beside(params.target, slots)
-        self._row = RowShardings.beside(params.target, 1)
+        self._needs = runner.drafter.needs
+        self._batch = RowShardings.beside(runner.params.target, self._count)
+        self._row = RowShardings.beside(runner.params.target, 1)
         self._moving: deque[tuple[Names, Future[KVCache]]] = deque()
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="chunk-mover")
 
@@ -238,7 +232,7 @@ class PrefixCache:
 
     def forget_slots(self) -> None:
         """Forget what slots hold; what is in the host's memory stays."""
-        self.slots = SlotPrefixes(self._count, holds=not self._keeps_ends)
+        self.slots = SlotPrefixes(self._count, holds=self._holds)
         # What is on its way may never arrive.
         self._moving.clear()
 

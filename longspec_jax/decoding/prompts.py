@@ -8,7 +8,7 @@ keyed by position, so its text goes on as if nothing had happened.
 import bisect
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,8 @@ from longspec_jax.decoding.logprobs import PromptLogprobs
 from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.prefixes import Names, PrefixCache, chunk_names, known_chunks
 from longspec_jax.decoding.rows import Request, Rows, stack
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
-from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Drafter, Params
 
 LOOKAHEAD = 16
 """Waiting requests that a step looks at, of which the first ones may be held back."""
@@ -159,33 +158,15 @@ class Prefill:
         return any(one.alternatives >= 0 for one in self.waiting)
 
 
-def padded_stops(given: Any, width: int) -> np.ndarray:
-    """The stop tokens of a request, ``[1, width]``, padded with -1.
-
-    Raises:
-      ValueError: if there are more.
-    """
-    tokens = np.asarray(given)
-    if tokens.shape[1] > width:
-        raise ValueError(
-            f"a request of {tokens.shape[1]} stop tokens does not fit an engine made for {width}; "
-            "make the engine with more"
-        )
-    stops = np.full((1, width), -1, np.int32)
-    stops[:, : tokens.shape[1]] = tokens
-    return stops
-
-
 class Prompts:
     """The queue of requests, and the prefills under way."""
 
     def __init__(
         self,
-        *,
-        slots: int,
+        runner: ModelRunner,
         chunk: int,
         short_chunks: Sequence[int],
-        together: bool,
+        *,
         most: int,
         reuse: PrefixCache | None,
     ) -> None:
@@ -194,7 +175,6 @@ class Prompts:
         Args:
           chunk: tokens of a chunk of a long prompt.
           short_chunks: of the chunks of shorter ones.
-          together: whether all slots are prefilled as one batch.
           most: prefills that may be under way at once.
           reuse: where chunks of earlier prompts are found; None to run them all.
         """
@@ -203,7 +183,7 @@ class Prompts:
         """In the order in which they are admitted."""
         self.under_way: list[Prefill] = []
         """In the order in which they began."""
-        self._slots, self._together, self._most, self._reuse = slots, together, most, reuse
+        self._runner, self._most, self._reuse = runner, most, reuse
 
     def __bool__(self) -> bool:
         """Whether there is any."""
@@ -280,7 +260,7 @@ class Prompts:
         """
         if not self:
             return Plan()
-        seen = self.queue[: max(self._slots, LOOKAHEAD)]
+        seen = self.queue[: max(self._runner.slots, LOOKAHEAD)]
         return plan(
             Snapshot(
                 queued=[Queued(one.priority, self._is_held_back(one)) for one in seen],
@@ -288,60 +268,49 @@ class Prompts:
                     Prompt(None if one.rows else one.left, one.priority) for one in self.under_way
                 ],
                 free=free,
-                slots=self._slots,
-                together=self._together,
+                slots=self._runner.slots,
+                together=self._runner.together,
                 most_prefills=self._most,
                 live=live,
             )
         )
 
-    def admit(
-        self,
-        indices: Sequence[int],
-        target: TargetModel,
-        drafter: Drafter,
-        params: Params,
-        rows: Rows | None,
-        capacity: int,
-        logprobs: int | None = None,
-    ) -> None:
+    def admit(self, indices: Sequence[int], rows: Rows | None) -> None:
         """Begin to prefill some requests of the queue, as one batch.
 
         Args:
-          drafter: the one with the tallest tree.
           rows: of the slots, where chunks may be found; None before the first prompt.
-          logprobs: most alternatives of a token; used where a request asks about its prompt.
         """
-        waiting = [self.queue[index] for index in indices]
+        runner, waiting = self._runner, [self.queue[index] for index in indices]
         length = np.asarray([len(one.tokens) for one in waiting], np.int32)
         tokens = np.zeros((len(waiting), longest := int(length.max())), np.int32)
         for row, one in zip(tokens, waiting, strict=True):
             row[: len(one.tokens)] = one.tokens
-        chunk = self.chunk if self._together else self.chunk_of(longest)
+        chunk = self.chunk if runner.together else self.chunk_of(longest)
         known = NONE_KNOWN
         scored = any(one.prompt_alternatives >= 0 for one in waiting)
         if self._reuse and not scored:
             known = self._reuse.take(self._reusable(waiting[0]), longest, chunk, rows)
         allowed, constraints = None, [one.constraint for one in waiting]
         if any(constraints):
-            allowed = first_tokens(constraints, target.vocab_size)
+            allowed = first_tokens(constraints, runner.target.vocab_size)
         # The tree, which tells the candidates apart, does not matter to a prompt.
         chunks = prefill_chunks(
-            target,
-            drafter,
-            params,
+            runner.target,
+            runner.drafter,
+            runner.params,
             tokens,
             length,
             stack([one.request for one in waiting]),
-            capacity=capacity,
+            capacity=runner.capacity,
             chunk=chunk,
             known=known,
             emitted=np.asarray([one.emitted for one in waiting], np.int32),
-            logprobs=logprobs if scored else None,
+            logprobs=runner.contents.logprobs if scored else None,
             allowed=allowed,
         )
         count = -(-longest // chunk) - known.copied
-        skipped = max(0, known.total - run_again(drafter.needs, chunk)) * chunk
+        skipped = max(0, known.total - run_again(runner.drafter.needs, chunk)) * chunk
         self.under_way.append(Prefill(waiting, chunks, chunk, count, skipped))
         ids = {one.id for one in waiting}
         self.queue = [one for one in self.queue if one.id not in ids]

@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, PyTree
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.names import BATCH_AXES
@@ -36,7 +36,7 @@ class RowShardings(NamedTuple):
     """Of all other arrays ``[B, ...]``."""
 
     @classmethod
-    def beside(cls, params: Any, batch: int) -> "RowShardings":
+    def beside(cls, params: PyTree, batch: int) -> "RowShardings":
         """The shardings of a batch that is decoded with these target parameters.
 
         On a mesh, rows are spread over the batch axes where these divide the batch. Key/value
@@ -124,7 +124,7 @@ class Rows:
 
     cache: KVCache
     """K/V of the committed tokens."""
-    draft: Any
+    draft: PyTree
     """The drafter's own state, every leaf ``[B, ...]``."""
     length: Leaf[Lengths]
     """Committed tokens: prompt and emitted tokens, the pending one not included."""

@@ -118,7 +118,7 @@ class Slots:
     @property
     def live(self) -> tuple[int, ...]:
         """The requests that hold a slot."""
-        return tuple(id for id in self.held if id is not None)
+        return tuple(self.active)
 
     @property
     def by_age(self) -> list[int]:
@@ -145,7 +145,10 @@ class Slots:
         Args:
           sizes: rows of a launch, ascending; the last one is all slots.
         """
-        size = next(size for size in sizes if size >= len(self.live))
+        live = len(self.held) - self.held.count(None)
+        size = next(size for size in sizes if size >= live)
+        if size == len(self.held):
+            return [*range(size)]
         by_need = sorted(range(len(self.held)), key=lambda slot: self.held[slot] is None)
         return sorted(by_need[:size])
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array, Lengths, TreeMask
 from longspec_jax.config.target import TargetConfig
@@ -131,7 +131,7 @@ class TargetModel:
 
     def prefill_chunk(
         self,
-        params: Any,
+        params: PyTree,
         cache: KVCache,
         tokens: Int[Array, "B C"],
         start: Lengths,
@@ -169,7 +169,7 @@ class TargetModel:
 
     def verify(
         self,
-        params: Any,
+        params: PyTree,
         cache: KVCache,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
@@ -252,7 +252,7 @@ class TargetModel:
 
     def partial_forward(
         self,
-        params: Any,
+        params: PyTree,
         cache: KVCache,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
@@ -302,7 +302,7 @@ class TargetModel:
 
     def _forward(
         self,
-        params: Any,
+        params: PyTree,
         tokens: Array,
         positions: Array,
         attend: Attend,
@@ -340,7 +340,7 @@ class TargetModel:
             output = output._replace(**dict(zip(("keys", "values"), rows, strict=True)))
         return output, Features(output.kept, queries, keys)
 
-    def unembed(self, params: Any, hidden: Array) -> Array:
+    def unembed(self, params: PyTree, hidden: Array) -> Array:
         """Logits of hidden states behind the last norm, float32; of any number of leading axes."""
         logits: Any = self._model.apply({"params": params}, hidden, method="unembed")
         return logits

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.decoding.cache import slack_slots
 from longspec_jax.decoding.chunks import KnownChunks
 from longspec_jax.decoding.constrained import (
     FREE,
@@ -64,10 +63,10 @@ def rehearse(
     """
     length, remaining = jnp.copy(engine.rows.length), jnp.maximum(engine.rows.remaining, 1)
     begun = 0.0
-    for candidate in range(len(engine.drafters)):
+    for candidate in range(len(engine.runner.drafters)):
         # From the start again, so that no row outgrows its budget.
         engine.begin_at(length, remaining)
-        for size in engine.launch_sizes * (1 if engine.target.mesh is None else 2):
+        for size in engine.launch_sizes * (1 if engine.runner.target.mesh is None else 2):
             begun = engine.clock()
             np.asarray(engine.try_rounds(Choice(candidate, 1), kind, range(size), constraints))
     return engine.clock() - begun
@@ -92,36 +91,37 @@ def programs(
       rounds: whether requests are decoded at all.
       constrained: whether requests may have a constraint.
     """
-    models = engine.target, engine.drafter, engine.params
-    last = engine.as_it_takes(requests[-1])
-    slots = stack([last] * engine.slots)
-    rows = rows_outline(*models, slots, batch=engine.slots, capacity=engine.capacity)
+    runner = engine.runner
+    models = runner.target, runner.drafter, runner.params
+    last = runner.request(requests[-1])
+    slots = stack([last] * runner.slots)
+    rows = rows_outline(*models, slots, batch=runner.slots, capacity=runner.capacity)
     kinds = sorted({request.sampling.kind for request in requests}, reverse=True)
     # The more nodes, the longer a round takes to compile, as a rule.
-    slowest_first = sorted(engine.drafters, key=lambda one: -one.tree.num_nodes)
+    slowest_first = sorted(runner.drafters, key=lambda one: -one.tree.num_nodes)
     for drafter, size in product(slowest_first if rounds else (), reversed(engine.launch_sizes)):
-        round_of, some = (engine.target, drafter, engine.params, rows), engine.some(range(size))
+        round_of, some = (runner.target, drafter, runner.params, rows), runner.some(range(size))
         if constrained:
-            yield from constrained_programs(*round_of, engine.contents, *some)
+            yield from constrained_programs(*round_of, runner.contents, *some)
         for kind in kinds:
-            launched = engine.target, drafter, kind, engine.params, rows
-            contents = engine.contents.of_kind(kind)
-            if engine.streams:
+            launched = runner.target, drafter, kind, runner.params, rows
+            contents = runner.contents.of_kind(kind)
+            if runner.streams:
                 yield one_round.lower(*launched, contents, *some)
             else:
                 yield many_rounds.lower(*launched, np.int32(1), contents, *some)
-    batch = engine.slots if engine.together else 1
+    batch = runner.slots if runner.together else 1
     for logprobs in prompt_logprobs:
         yield from prefill_programs(
             *models,
             stack([last] * batch),
             batch=batch,
-            capacity=engine.capacity,
+            capacity=runner.capacity,
             chunks=chunks,
             logprobs=logprobs,
         )
-    if engine.slots > 1 and not engine.together:
-        yield from slot_programs(*models, slots, slots=engine.slots, capacity=engine.capacity)
+    if runner.slots > 1 and not runner.together:
+        yield from slot_programs(*models, slots, slots=runner.slots, capacity=runner.capacity)
 
 
 def rehearse_requests(
@@ -137,8 +137,8 @@ def rehearse_requests(
     """
     prompts = engine.prompts
     chunks = *prompts.short_chunks, prompts.chunk
-    if engine.target.mesh is None:
-        asked = {None, engine.contents.logprobs}
+    if engine.runner.target.mesh is None:
+        asked = {None, engine.runner.contents.logprobs}
         compile_side_by_side(
             programs(
                 engine, requests, chunks=chunks, prompt_logprobs=asked, constrained=constrained
@@ -154,8 +154,8 @@ def rehearse_requests(
         pass_through(1, request)
         if constrained:
             pass_through(1, request, Anything())
-    slack = slack_slots(engine.drafter.tree.num_levels)
-    most = engine.capacity - slack - int(requests[0].max_new_tokens[0])
+    slack = engine.runner.slack
+    most = engine.runner.capacity - slack - int(requests[0].max_new_tokens[0])
     for chunk in chunks:
         for request in (requests[0], requests[-1]):
             pass_through(min(chunk, most), request)
@@ -184,21 +184,23 @@ def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
       chunk: tokens of the chunk.
       request: options of one row, of any kind.
     """
-    longest, found = engine.capacity // chunk * chunk, []
+    longest, found = engine.runner.capacity // chunk * chunk, []
     tokens, length = np.zeros((1, longest), np.int32), np.asarray([longest], np.int32)
-    shardings = [RowShardings.beside(engine.params.target, rows) for rows in (engine.slots, 1)]
+    shardings = [
+        RowShardings.beside(engine.runner.params.target, rows) for rows in (engine.runner.slots, 1)
+    ]
     # The last chunk alone is run, behind a context of zeros.
     known = max(longest // chunk - 2, 0)
     for _ in range(TIMINGS):
         zeros = copy_prefix(*shardings, engine.rows.cache, np.int32(0), np.int32(0))
         launches = prefill_chunks(
-            engine.target,
-            engine.drafter,
-            engine.params,
+            engine.runner.target,
+            engine.runner.drafter,
+            engine.runner.params,
             tokens,
             length,
             request,
-            capacity=engine.capacity,
+            capacity=engine.runner.capacity,
             chunk=chunk,
             known=KnownChunks(zeros, known),
         )
@@ -223,11 +225,11 @@ def round_seconds(
       context: tokens of each of them.
       kind: the sampling kind of the launch.
     """
-    found, rows = [], np.arange(engine.slots)
+    found, rows = [], np.arange(engine.runner.slots)
     slots = range(next(size for size in engine.launch_sizes if size >= live))
-    length = np.full(engine.slots, context, np.int32)
+    length = np.full(engine.runner.slots, context, np.int32)
     # A round may emit as many tokens as its tree has levels, and one more.
-    most = slack_slots(engine.drafter.tree.num_levels)
+    most = engine.runner.slack
     remaining = np.where(rows < live, most, 0).astype(np.int32)
     for _ in range(1 + TIMINGS):
         engine.begin_at(length, remaining)
@@ -251,13 +253,15 @@ def timed_policies(engine: Engine, kind: SamplingKind) -> tuple[FastestWithinBud
       engine: an idle one.
       kind: the sampling kind of the rounds.
     """
-    context = engine.capacity // 4
-    loads = [min(1 << load, engine.slots) for load in range(load_of(engine.slots) + 1)]
+    context = engine.runner.capacity // 4
+    loads = [
+        min(1 << load, engine.runner.slots) for load in range(load_of(engine.runner.slots) + 1)
+    ]
     return tuple(
         FastestWithinBudget.timed(
             [
                 round_seconds(engine, candidate, live, context, kind)
-                for candidate in range(len(engine.drafters))
+                for candidate in range(len(engine.runner.drafters))
             ]
         )
         for live in loads
@@ -266,11 +270,11 @@ def timed_policies(engine: Engine, kind: SamplingKind) -> tuple[FastestWithinBud
 
 def longest_round(engine: Engine, kind: SamplingKind) -> float:
     """Seconds of the slowest candidate's round with all rows at the longest context."""
-    context = engine.capacity - slack_slots(engine.drafter.tree.num_levels) - 1
-    context -= slack_slots(engine.drafter.tree.num_levels)
+    context = engine.runner.capacity - engine.runner.slack - 1
+    context -= engine.runner.slack
     return max(
-        round_seconds(engine, candidate, engine.slots, max(context, 1), kind)
-        for candidate in range(len(engine.drafters))
+        round_seconds(engine, candidate, engine.runner.slots, max(context, 1), kind)
+        for candidate in range(len(engine.runner.drafters))
     )
 
 

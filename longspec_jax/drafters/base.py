@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_check
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, PyTree
 
 from longspec_jax.axes import Array, Leaf, Lengths, Queries, TreeMask
 from longspec_jax.config.tree import PLAIN, TreeConfig
@@ -32,8 +32,8 @@ from longspec_jax.ops.recurrence.operands import RecurrentRows
 class Params:
     """Parameters of both models, as their ``apply`` functions take them."""
 
-    target: Any
-    draft: Any
+    target: PyTree
+    draft: PyTree
     costs: Leaf[Float[Array, " 2"]] | None = None
     """Seconds of a round that verifies the pending token alone, and of one that verifies a tree.
 
@@ -222,9 +222,9 @@ class View:
     It lives while a round is traced.
     """
 
-    target: Any
+    target: PyTree
     """A :class:`longspec_jax.decoding.target.TargetModel`."""
-    params: Any
+    params: PyTree
     """The target's."""
     cache: Any
     """The target's keys and values, a :class:`longspec_jax.decoding.cache.KVCache`."""
@@ -367,19 +367,19 @@ class Drafter:
         """
         return ()
 
-    def extend(self, params: Params, state: Any, committed: Committed) -> Any:
+    def extend(self, params: Params, state: PyTree, committed: Committed) -> Any:
         """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
         return state
 
-    def before_round(self, params: Params, state: Any, view: View) -> Any:
+    def before_round(self, params: Params, state: PyTree, view: View) -> Any:
         """The state before a round, which may take something from the target's cache."""
         return state
 
-    def propose(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
+    def propose(self, params: Params, state: PyTree, view: View, noise: SamplingNoise) -> Tree:
         """Candidate continuations of the pending tokens: ``tree.num_nodes`` nodes with the root."""
         raise NotImplementedError
 
-    def offer(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
+    def offer(self, params: Params, state: PyTree, view: View, noise: SamplingNoise) -> Tree:
         """What it proposes where others do, too: :attr:`tree` whole, with totals of its nodes.
 
         Equal nodes are merged afterwards (:mod:`longspec_jax.drafters.union`).

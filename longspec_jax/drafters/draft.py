@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
@@ -20,7 +21,7 @@ LARGE = 2_000_000_000
 free there, so the default tree pays without timing, and a draft of half the bytes is faster."""
 
 
-def is_large(target_params: Any) -> bool:
+def is_large(target_params: PyTree) -> bool:
     """Whether rounds of a target are bound by reading its weights: large ones on a GPU."""
     return jax.default_backend() != "cpu" and tree_bytes(target_params) >= LARGE
 
@@ -29,7 +30,7 @@ class Target(NamedTuple):
     """A loaded target, as the loaders of drafts see it."""
 
     config: TargetConfig
-    params: Any
+    params: PyTree
     tokenizer: Any = None
     """A transformers tokenizer, if it has one."""
 
@@ -82,7 +83,7 @@ class Draft:
 
     name: str
     """Name of the draft kind: ``longspec``, ``ngram``."""
-    params: Any = ()
+    params: PyTree = ()
     """What its drafters get as ``params.draft``; may hold arrays of the target."""
     joins: ClassVar[bool] = True
     """Whether others can propose into its trees."""

@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import flax.linen as nn
 import jax
@@ -58,6 +58,8 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.layer import add, split_heads
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along, last_along
+
+D = TypeVar("D", bound="Eagle3Draft")
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,11 @@ class Eagle3Config:
         check_fits(self, target)
 
     @property
+    def rotary(self) -> Rotary:
+        """The rotation of its heads."""
+        return Rotary(self.rope_theta, self.rope_scaling)
+
+    @property
     def attention_scale(self) -> float | None:
         """Factor on the attention scores; None for the usual one, ``H ** -0.5``."""
         if not isinstance(self.rope_scaling, YarnRopeScaling):
@@ -129,8 +136,7 @@ class Eagle3Config:
 
         Without the factor of YaRN, which :attr:`attention_scale` has: so rotations can be added.
         """
-        rotary = Rotary(self.rope_theta, self.rope_scaling)
-        frequencies = jnp.asarray(rotary_frequencies(self.head_width, rotary))
+        frequencies = jnp.asarray(rotary_frequencies(self.head_width, self.rotary))
         turned = positions[..., None].astype(jnp.float32) * frequencies
         return jnp.cos(turned), jnp.sin(turned)
 
@@ -442,12 +448,11 @@ class Eagle3Draft(Draft):
     seen: Seen = Seen(None, 0)
     working: WorkingCache | None = None
     """What it reads of all entries; all of them if absent."""
-    name: str = "eagle3"
-    """Or ``eagle`` or ``mtp``, which bring another layer."""
+    name: str = field(default="eagle3", init=False)
 
     @classmethod
     def bind(
-        cls,
+        cls: type[D],
         config: Eagle3Config,
         params: Eagle3Params,
         target: TargetConfig,
@@ -455,8 +460,7 @@ class Eagle3Draft(Draft):
         *,
         int8: bool = False,
         mesh: Mesh | None = None,
-        name: str = "eagle3",
-    ) -> "Eagle3Draft":
+    ) -> D:
         """A draft with its options applied.
 
         Args:
@@ -466,7 +470,6 @@ class Eagle3Draft(Draft):
           options: its options.
           int8: read its weights and its LM head in 8 bits.
           mesh: what the parameters are spread over; one device if absent.
-          name: of its kind.
         """
         if options.yarn is not None:
             config = config.stretched(options.yarn)
@@ -476,7 +479,7 @@ class Eagle3Draft(Draft):
         if options.working is None:
             made_for, trained = config.max_positions, config.window
             seen = options.seen(made_for, target, MAX_TREE_LEVELS, trained)
-        return cls(config, params, seen, options.cache_options.working_cache(target), name)
+        return cls(config, params, seen, options.cache_options.working_cache(target))
 
     @property
     def default_trees(self) -> DefaultTrees:

@@ -24,7 +24,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.checks import whole_number
@@ -137,7 +137,7 @@ class ParallelParams(BlockParams):
     module = ParallelLayers
 
     @classmethod
-    def beside(cls, target_params: Any, layer: Any) -> "ParallelParams":
+    def beside(cls, target_params: PyTree, layer: Any) -> "ParallelParams":
         """Loaded or trained parameters with the tables of their target."""
         layer = {**layer}
         markov = layer.pop("markov", None)
@@ -270,8 +270,8 @@ class ParallelDraft(Draft):
     def bind(
         cls,
         config: ParallelConfig,
-        params: Any,
-        target_params: Any,
+        params: PyTree,
+        target_params: PyTree,
         *,
         int8: bool = False,
         mesh: Mesh | None = None,

@@ -56,6 +56,8 @@ NAMED = {
 EAGLE3 = Kind("eagle3:Eagle3Options", "checkpoints.eagle3:load")
 EAGLE = Kind("eagle:EagleOptions", "checkpoints.eagle:load")
 MTP = Kind("eagle:EagleOptions", "checkpoints.mtp:load")
+OWN = "mtp"
+"""Names the MTP layer among the target's own tensors."""
 PARALLEL = Kind("parallel:ParallelOptions", "checkpoints.parallel:load")
 DFLASH = Kind("dflash:DFlashOptions", "checkpoints.dflash:load")
 ARCHITECTURES = {
@@ -112,8 +114,8 @@ def is_mtp(tensors: Set[str]) -> bool:
 
 
 def is_name(source: Any) -> bool:
-    """Whether a source is the name of a kind without weights, and no folder."""
-    return isinstance(source, str) and source in NAMED
+    """Whether a source is a name, and no folder: of a kind without weights, or :data:`OWN`."""
+    return isinstance(source, str) and source in {*NAMED, OWN}
 
 
 def split_module(source: str | Path) -> tuple[str, str | Path]:

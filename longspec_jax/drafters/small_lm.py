@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.lax import dynamic_update_slice_in_dim
+from jaxtyping import PyTree
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config.target import TargetConfig
@@ -162,13 +163,13 @@ class SmallLMDrafter(Drafter):
         table = self.working.table(state.choice, length, layers[0].keys.shape[2])
         return tuple(self.working.read(layer, table) for layer in layers)
 
-    def _run(self, params: Any, tokens: Array, positions: Array, attend: Attend) -> TargetOutput:
+    def _run(self, params: PyTree, tokens: Array, positions: Array, attend: Attend) -> TargetOutput:
         # A token that the small model lacks is read as its last one.
         known = jnp.minimum(tokens, self.config.vocab_size - 1)
         output: Any = Target(self.config).apply({"params": params}, known, positions, attend)
         return output
 
-    def _unembed(self, params: Any, hidden: Array) -> Array:
+    def _unembed(self, params: PyTree, hidden: Array) -> Array:
         logits: Any = Target(self.config).apply({"params": params}, hidden, method="unembed")
         return logits
 
@@ -264,7 +265,7 @@ class SmallLM(Draft):
     """A small model and its parameters."""
 
     config: TargetConfig
-    params: Any = field(repr=False)
+    params: PyTree = field(repr=False)
     """Of its :class:`longspec_jax.models.target.Target`."""
     narrower: bool = False
     """Whether the small model lacks tokens of the target."""

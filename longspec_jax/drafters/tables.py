@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config.layers import LARGEST_FACTOR
@@ -252,7 +253,7 @@ class TableParams:
         return self.module(config).apply({"params": self.layer}, *args, **options)
 
     @classmethod
-    def beside(cls: type[P], target_params: Any, layer: Any) -> P:
+    def beside(cls: type[P], target_params: PyTree, layer: Any) -> P:
         """Parameters of a draft's module with the tables of their target."""
         tables = target_params["embedding"], head_of(target_params)
         own_head = not shares_head(target_params)
@@ -264,7 +265,7 @@ class TableParams:
         layer: dict[str, Any],
         draft: Sizes,
         target: TargetConfig,
-        target_params: Any,
+        target_params: PyTree,
         vocabulary: Any = None,
         tied: bool = False,
     ) -> P:
@@ -350,7 +351,7 @@ class BlockParams(TableParams):
         return dataclasses.replace(small, **laid_out)
 
 
-def _laid_out(parts: dict[str, Any], dtype: Any, mesh: Mesh | None) -> dict[str, Any]:
+def _laid_out(parts: dict[str, Any], dtype: DTypeLike, mesh: Mesh | None) -> dict[str, Any]:
     """Weights of 8 bits in the order of the kernel, spread over a mesh if there is one."""
     if mesh is not None:
         parts = jax.device_put(parts, param_shardings(mesh, parts))

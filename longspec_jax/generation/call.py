@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
@@ -23,6 +24,7 @@ from longspec_jax.decoding.policy import tallest
 from longspec_jax.decoding.programs import processors
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
@@ -135,6 +137,28 @@ class Plan:
         return tallest(self.drafters)
 
     @cached_property
+    def runners(self) -> dict[bool, ModelRunner]:
+        """What its calls were decoded with so far, by whether rounds were followed."""
+        return {}
+
+    def runner(self, streams: bool) -> ModelRunner:
+        """What its rows are decoded with, and where a later call finds the programs of rounds."""
+        if streams not in self.runners:
+            self.runners[streams] = ModelRunner(
+                self.target,
+                self.drafters,
+                self.params,
+                slots=self.slots,
+                capacity=self.shape.capacity,
+                stop_width=self.stop_width,
+                streams=streams,
+                together=self.together,
+                adjusted=self.adjusted,
+                contents=self.contents,
+            )
+        return self.runners[streams]
+
+    @cached_property
     def kind_of_call(self) -> str:
         """A hash of everything that the speeds of its candidates depend on, coarsely."""
         facts = {
@@ -211,42 +235,44 @@ def plan_call(
     """
     lengths, request = list(map(len, batch.prompts)), batch.request
     rows, longest, most = len(lengths), max(lengths), int(request.max_new_tokens.max())
+    slots = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
     drafters, draft = drafters_for(models, tree, rows, adaptive=adaptive)
     shape = shape_for(models, drafters, longest, most, models.expected_tokens)
     chunks = tuple(sorted({*map(shape.chunk_of, lengths)})) if shape.alone else (shape.chunk,)
-    reported = request.logprobs is not None or request.prompt_logprobs is not None
+    scored, adjusted = request.prompt_logprobs is not None, request.adjustments is not None
+    reported = scored or request.logprobs is not None
     contents = Contents(MOST_ALTERNATIVES if reported else None, trees=return_trees)
-    wanted = CallShape(
+    kind, stop_width = request.sampling.kind, request.stop_tokens.shape[1]
+    new_tokens, short = min(2, most), most < FEW
+    sizes = rows, shape, chunks, stop_width, new_tokens, short
+    key = tree, adaptive, sizes, kind, contents, scored, adjusted
+    if key in models.plans:
+        return models.plans[key]
+    # A prompt that is prefilled beside the slots is a batch of its own.
+    batches = [slots, 1] if slots < rows or (shape.alone and rows > 1) else [rows]
+    memory = plan_memory(
+        models, drafters, draft, batches, shape.capacity, shape.chunk, adjusted=adjusted
+    )
+    models.plans[key] = Plan(
+        target=models.target,
+        drafters=drafters,
+        params=Params(models.target_params, draft),
         rows=rows,
+        slots=slots,
+        longest=longest,
+        new_tokens=new_tokens,
+        short=short,
+        stop_width=stop_width,
+        kind=kind,
+        contents=contents,
+        scored=scored,
+        adjusted=adjusted,
         shape=shape,
         chunks=chunks,
-        stop_width=request.stop_tokens.shape[1],
-        kind=request.sampling.kind,
-        contents=contents,
-        scored=request.prompt_logprobs is not None,
-        adjusted=request.adjustments is not None,
-        new_tokens=min(2, most),
-        short=most < FEW,
+        memory=memory,
+        open=tree is None and models.tree is None and not adaptive,
     )
-    key = tree, adaptive, wanted
-    if key not in models.plans:
-        models.plans[key] = _planned(models, drafters, draft, wanted, longest, tree, adaptive)
     return models.plans[key]
-
-
-class CallShape(NamedTuple):
-    """What tells the plans of a model's calls apart, beside their tree; as in :class:`Plan`."""
-
-    rows: int
-    shape: Shape
-    chunks: tuple[int, ...]
-    stop_width: int
-    kind: SamplingKind
-    contents: Contents
-    scored: bool
-    adjusted: bool
-    new_tokens: int
-    short: bool
 
 
 def shape_for(
@@ -260,48 +286,6 @@ def shape_for(
     levels, alone = tallest(drafters).tree.num_levels, models.target.batch_invariant
     chunk = models.prefill_chunk
     return Shape.for_call(longest, new_tokens, levels, chunk, expected=expected, alone=alone)
-
-
-def _planned(
-    models: Models,
-    drafters: tuple[Drafter, ...],
-    draft: Any,
-    wanted: CallShape,
-    longest: int,
-    tree: TreeConfig | None,
-    adaptive: bool,
-) -> Plan:
-    rows, shape = wanted.rows, wanted.shape
-    slots = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
-    # A prompt that is prefilled beside the slots is a batch of its own.
-    batches = [slots, 1] if slots < rows or (shape.alone and rows > 1) else [rows]
-    return Plan(
-        target=models.target,
-        drafters=drafters,
-        params=Params(models.target_params, draft),
-        rows=rows,
-        slots=slots,
-        longest=longest,
-        new_tokens=wanted.new_tokens,
-        short=wanted.short,
-        stop_width=wanted.stop_width,
-        kind=wanted.kind,
-        contents=wanted.contents,
-        scored=wanted.scored,
-        adjusted=wanted.adjusted,
-        shape=shape,
-        chunks=wanted.chunks,
-        memory=plan_memory(
-            models,
-            drafters,
-            draft,
-            batches,
-            shape.capacity,
-            shape.chunk,
-            adjusted=wanted.adjusted,
-        ),
-        open=tree is None and models.tree is None and not adaptive,
-    )
 
 
 def _quantised(target: Any) -> dict[str, Any]:
@@ -326,7 +310,7 @@ def _own_version() -> str | None:
         return importlib.metadata.version("longspec_jax")
 
 
-def _fingerprint(draft: Any) -> str:
+def _fingerprint(draft: PyTree) -> str:
     """A hash of a draft's small arrays, which no two trained drafts share, and of all shapes."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(draft)[0]:

@@ -14,8 +14,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -42,6 +42,17 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 _OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a request that the rows of a call share, as of ``LongSpec.generate``."""
+
+    eos_token_id: Sequence[int] | None
+    tree: TreeConfig | None
+    """The server chooses it, but for ``PLAIN``."""
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
 
 
 @dataclass(frozen=True)
@@ -92,16 +103,14 @@ class Endpoint:
     model: str = ""
     """The model's name there."""
 
-    @classmethod
-    def reached(cls, url: str, *args: Any, **kwargs: Any) -> "Endpoint":
-        """The endpoint of a server that answers; arguments are the fields.
+    def reached(self) -> "Endpoint":
+        """The same, with the name of the server's model.
 
         Raises:
-          OSError: if it does not.
+          OSError: if the server does not answer.
         """
-        unnamed = cls(url.rstrip("/"), *args, **kwargs)
-        model = unnamed._ask("/models")["data"][0]["id"]
-        return cls(unnamed.url, *args, **kwargs, model=model)
+        found = replace(self, url=self.url.rstrip("/"))
+        return replace(found, model=found._ask("/models")["data"][0]["id"])
 
     def answer(
         self,
@@ -109,27 +118,19 @@ class Endpoint:
         *,
         max_new_tokens: int,
         seed: int = 0,
-        eos_token_id: Sequence[int] | None = None,
-        tree: TreeConfig | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RemoteAnswer:
         """The text behind token ids; options as of ``LongSpec.generate``.
-
-        The server chooses the tree, but for ``tree=PLAIN``.
 
         Raises:
           OSError: for a server that cannot be reached, or stays busy.
           ValueError: for what it refuses.
         """
-        stops = (
-            {}
-            if eos_token_id is None
-            else {"ignore_eos": True, "stop_token_ids": list(eos_token_id)}
-        )
-        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        speculation = {"speculation": False} if tree == PLAIN else {}
+        stops = {}
+        if (eos := options.get("eos_token_id")) is not None:
+            stops = {"ignore_eos": True, "stop_token_ids": list(eos)}
+        sampling = {name: options.get(name) for name in ("temperature", "top_k", "top_p")}
+        speculation = {"speculation": False} if options.get("tree") == PLAIN else {}
         answer = self._ask(
             "/completions",
             {
@@ -158,15 +159,11 @@ class Endpoint:
 
     def generate(
         self,
-        prompts: Sequence[Any],
+        prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: Sequence[int],
         seed: int | Sequence[int],
-        eos_token_id: Sequence[int] | None = None,
-        tree: TreeConfig | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RemoteResult:
         """The rows of a call, :attr:`concurrency` requests at a time; options as of :meth:`answer`.
 
@@ -176,17 +173,7 @@ class Endpoint:
         seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
         with ThreadPoolExecutor(self.concurrency) as pool:
             asked = [
-                pool.submit(
-                    self.answer,
-                    prompt,
-                    max_new_tokens=most,
-                    seed=own,
-                    eos_token_id=eos_token_id,
-                    tree=tree,
-                    temperature=temperature,
-                    top_k=top_k,
-                    top_p=top_p,
-                )
+                pool.submit(self.answer, prompt, max_new_tokens=most, seed=own, **options)
                 for prompt, most, own in zip(prompts, max_new_tokens, seeds, strict=True)
             ]
             try:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config.target import TargetConfig
@@ -67,7 +67,7 @@ class MemoryPlan:
 def plan_memory(
     models: Models,
     drafters: Sequence[Drafter],
-    draft: Any,
+    draft: PyTree,
     batches: Sequence[int],
     capacity: int,
     chunk: int,
@@ -148,7 +148,7 @@ def _layer_numbers(config: TargetConfig, tokens: int) -> int:
     return most + 6 * width * tokens
 
 
-def device_bytes(tree: Any) -> int:
+def device_bytes(tree: PyTree) -> int:
     """Bytes that a pytree's arrays take on each device of their sharding."""
     leaves = jax.tree.leaves(tree)
     shards = (math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
@@ -30,7 +31,7 @@ class Models:
     """A target, optionally its draft, and how to decode with them."""
 
     target_config: TargetConfig
-    target_params: Any
+    target_params: PyTree
     draft: Draft | Sequence[Draft] | None = None
     """What proposes tokens; several propose into one tree."""
     tokenizer: Any = None

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from longspec_jax.checks import (
     as_plain,
@@ -96,7 +97,7 @@ def resolve(
     merged = {**_from_config(generation_config, prompt_lengths, given), **given}
     rows = len(prompt_lengths)
 
-    def option(name: str, dtype: Any) -> Any:
+    def option(name: str, dtype: DTypeLike) -> Any:
         declared = OPTIONS[name]
         if name not in merged:
             return np.full(rows, declared.default, dtype)
@@ -170,6 +171,8 @@ def _biases(value: Any, rows: int, vocab_size: int) -> list[dict[int, float]]:
 
 def _alternatives(name: str, value: Any, rows: int) -> Any:
     """Alternatives that every row reports, -1 for no log-probabilities; None if no row does."""
+    if value is None:
+        return None
     value = as_plain(value)
     several = isinstance(value, Sequence) and not isinstance(value, str)
     items = list(value) if several else [value]

@@ -32,6 +32,7 @@ from longspec_jax.decoding.prefixes import MOST_MOVING
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.slots import EngineStatus, StepOutput
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.generation.call import shape_for
@@ -108,13 +109,16 @@ class TextEngine:
 
     def _output(self, output: StepOutput) -> RequestOutput:
         pieces: tuple[Piece, ...] = ()
+        ended = output.finish is not None
         if (own := self._texts.get(output.id)) is not None:
             try:
                 output, pieces = own.take(output)
             except Exception as error:  # The tokenizer's, and this request's alone.
                 output = replace(output, finish="error", reason=reason_of(error))
+            if output.finish is not None and not ended:
+                self.engine.cancel(output.id)
         if output.finish is not None:
-            self.cancel(output.id)
+            self._texts.pop(output.id, None)
         text = "".join(piece.text for piece in pieces)
         return RequestOutput(**vars(output), text=text, pieces=pieces)
 
@@ -129,7 +133,7 @@ def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
             total.tokens,
             total.seconds,
         )
-        for drafter, total in zip(engine.drafters, engine.totals, strict=True)
+        for drafter, total in zip(engine.runner.drafters, engine.totals, strict=True)
     )
 
 
@@ -162,42 +166,43 @@ class RequestEngine(TextEngine):
         if prefixes:
             _say_if_nothing_is_reused(drafters[0], max_tokens, shape.chunk)
         batches = [slots, *[1] * prefills]
-        memory = plan_memory(
-            models,
-            drafters,
-            draft,
-            batches,
-            shape.capacity,
-            shape.chunk,
-            adjusted=given["enable_penalties"],
-        )
+        adjusted, rows = given["enable_penalties"], (shape.capacity, shape.chunk)
+        memory = plan_memory(models, drafters, draft, batches, *rows, adjusted=adjusted)
         if host_bytes:  # Chunks on their way to the host, and one on its way back.
             moving = (1 + MOST_MOVING) * cache_bytes(models.target_config, 1, shape.chunk)
             memory = replace(memory, working_bytes=memory.working_bytes + moving)
         check_fits(memory, models.mesh)
         self.memory = memory
         """What the engine takes on the device."""
-        engine = Engine(
+        runner = ModelRunner(
             models.target,
             drafters,
             Params(models.target_params, draft),
             slots=slots,
             capacity=shape.capacity,
+            stop_width=max(STOP_WIDTH, len(models.stop_tokens)),
+            adjusted=adjusted,
+            contents=Contents(given["logprobs"], trees=given["return_trees"]),
+        )
+        engine = Engine(
+            runner,
             chunk=shape.chunk,
             short_chunks=shape.short_chunks,
-            stop_width=max(STOP_WIDTH, len(models.stop_tokens)),
             prefills=prefills,
             prefixes=prefixes,
             host_bytes=host_bytes,
             readmits=True,
-            adjusted=given["enable_penalties"],
-            contents=Contents(given["logprobs"], trees=given["return_trees"]),
         )
         super().__init__(engine)
         self._max_itl_ms, self._grammars = given["max_itl_ms"], given["grammars"]
         self._pinned: Set[Hashable] = set()
         self._models = models
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Its models, and the sizes of its rows."""
+        return self.engine.runner
 
     @property
     def status(self) -> EngineStatus:
@@ -245,9 +250,14 @@ class RequestEngine(TextEngine):
           ValueError: if the request is not one row, does not fit the engine's ``max_model_len``, or
             an option is wrong.
         """
-        given = inputs, generation_config, options
-        more = {"chat_template": chat_template, "max_tokens": self._max_tokens}
-        batch = read_batch(self._models, *given, **more)
+        batch = read_batch(
+            self._models,
+            inputs,
+            generation_config,
+            options,
+            chat_template=chat_template,
+            max_tokens=self._max_tokens,
+        )
         if len(batch.prompts) != 1:
             raise ValueError(
                 f"a request is one row and {len(batch.prompts)} were given; submit each"
@@ -262,18 +272,19 @@ class RequestEngine(TextEngine):
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt={shown(cache_salt)} must be text")
         request, text = _of_one_row(batch, speculate), batch.text(0)
-        more = {
-            "priority": priority,
-            "constraint": self._constraint(grammar, request),
-            "candidate": None if tree is None else self._candidate(tree),
-            "cache_salt": cache_salt,
-        }
-        id = self.engine.submit(prompt, request, **more)
+        id = self.engine.submit(
+            prompt,
+            request,
+            priority=priority,
+            constraint=self._constraint(grammar, request),
+            candidate=None if tree is None else self._candidate(tree),
+            cache_salt=cache_salt,
+        )
         self.read(id, text)
         return id
 
     def _candidate(self, tree: TreeConfig) -> int:
-        trees = [drafter.tree for drafter in self.engine.drafters]
+        trees = [drafter.tree for drafter in self.engine.runner.drafters]
         if tree not in trees:
             known = ", ".join(map(str, trees))
             raise ValueError(f"tree={tree} is none of this engine's trees, which are {known}")
@@ -310,7 +321,7 @@ class RequestEngine(TextEngine):
         short: GenerateOptions = {"max_new_tokens": 2, "eos_token_id": []}
         sampled: GenerateOptions = {**short, "temperature": 1.0}
         any_other: GenerateOptions = {**short, "temperature": 1.0, "top_k": 1}
-        if engine.contents.logprobs is not None:
+        if engine.runner.contents.logprobs is not None:
             any_other |= {"logprobs": 0, "prompt_logprobs": True}
         # One request of every kind, the slowest last.
         requests = [
@@ -329,7 +340,7 @@ class RequestEngine(TextEngine):
         if self._models.mesh is None and not self._models.offload:
             # On a mesh a program's rows may be sharded otherwise than the next one's. A cache in
             # the host's memory is moved by whole layers, however few rows read it.
-            engine.launch_sizes = launch_sizes(engine.slots)
+            engine.launch_sizes = launch_sizes(engine.runner.slots)
         if self._max_itl_ms is not None:
             chunk = warmup.largest_chunk(
                 warmup.smaller_chunks(engine.prompts.chunk),
@@ -339,7 +350,7 @@ class RequestEngine(TextEngine):
             )
             engine.prompts.take_chunks_of(chunk)
         warmup.rehearse_requests(engine, requests, constrained=self._grammars)
-        if len(engine.drafters) > 1:
+        if len(engine.runner.drafters) > 1:
             engine.choose_by(warmup.timed_policies(engine, slowest))
 
     def close(self) -> None:

@@ -6,12 +6,11 @@ its logits may differ from those of the draws by a rounding.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.checks import shown_bytes
@@ -106,7 +105,7 @@ def _empty(target: TargetModel, capacity: int, shardings: RowShardings) -> KVCac
 def _run_chunk(
     target: TargetModel,
     shardings: RowShardings,
-    params: Any,
+    params: PyTree,
     cache: KVCache,
     tokens: Int[Array, "1 C"],
     offset: Int[Array, " 1"],
@@ -124,7 +123,7 @@ def _run_chunk(
 def _score(
     target: TargetModel,
     size: int,
-    params: Any,
+    params: PyTree,
     hidden: Float[Array, "1 C D"],
     begin: Int[Array, ""],
     following: Int[Array, "1 n"],

@@ -130,11 +130,8 @@ class Settled:
                 # Some of its rounds are plain ones: all, or as many as in earlier calls.
                 least = seconds[0] if seen is None else seen.seconds
                 times[index] = min(max(least, seconds[0]), seconds[index])
-        first = self.first
-        if not known:
-            speeds = [guess / each for guess, each in zip(guesses, times, strict=True)]
-            first = speeds.index(max(speeds))
-        return FastestWithinBudget.timed(times, tokens, first, guesses)
+        # Where no call was, it begins with what is fastest by the guesses.
+        return FastestWithinBudget.timed(times, tokens, self.first if known else None, guesses)
 
     def weighing(self, seconds: Sequence[float]) -> Plan:
         """The plan with the seconds by which a round weighs its tree, where it does."""

@@ -26,18 +26,9 @@ def plan_engine(plan: Plan, *, streams: bool, policy: Policy | None = None) -> E
     """An engine for the rows of a plan; of a stream, if the run is followed round by round."""
     streams = streams or plan.waits
     return Engine(
-        plan.target,
-        plan.drafters,
-        plan.params,
-        slots=plan.slots,
-        capacity=plan.shape.capacity,
+        plan.runner(streams),
         chunk=plan.shape.chunk,
         short_chunks=plan.shape.short_chunks,
-        stop_width=plan.stop_width,
-        adjusted=plan.adjusted,
-        contents=plan.contents,
-        streams=streams,
-        together=plan.together,
         # A run that nobody follows decides on the next tree by the last rounds.
         ahead=streams or len(plan.drafters) == 1,
         policy=policy,
@@ -117,6 +108,7 @@ class WarmShapes:
             return 0.0
         on_activity(Compiling())
         start = time.perf_counter()
+        plan.runners.clear()  # What they found before is not noted again.
         with RECENT.noted() as used:
             round_seconds = rehearsal()
         seconds = time.perf_counter() - start

@@ -175,8 +175,14 @@ class OrderedProjection(Projection):
     quantised: ClassVar[Matmuls] = ORDERED_QUANTISED
 
 
+CHOOSE = "router", "shared_gate"
+"""The projections that choose among experts: few columns, on whose last bits much depends."""
+
+
 def rounded(layer: Any, name: str = "") -> Any:
     """Parameters of a layer with the weights of its projections in 8 bits.
+
+    Quantised ones stay as they are, and experts and what chooses among them whole.
 
     Args:
       layer: a tree of parameters; modules whose names end in ``out`` contract two axes, heads and
@@ -189,6 +195,8 @@ def rounded(layer: Any, name: str = "") -> Any:
             for key, value in layer.items()
         }
     kernel, contracted = layer["kernel"], 2 if name.endswith("out") else 1
+    if isinstance(kernel, QuantisedWeights) or name in CHOOSE:
+        return layer
     flat = kernel.reshape(-1, *kernel.shape[contracted:])
     return {**layer, "kernel": QuantisedMatrix.rounded(jnp.moveaxis(flat, 0, -1))}
 

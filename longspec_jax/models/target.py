@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.layers import LayerConfig, QueryScaling
@@ -306,13 +307,13 @@ def capped(logits: Array, cap: float | None) -> Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def sinks_of(params: Any, layer: int) -> Array | None:
+def sinks_of(params: PyTree, layer: int) -> Array | None:
     """A layer's attention sinks ``[N]`` of a target's parameters; None if it has none."""
     attention = params[f"layers_{layer}"]["attention"]
     return attention["sinks"].reshape(-1) if "sinks" in attention else None
 
 
-def head_of(params: Any) -> Array:
+def head_of(params: PyTree) -> Array:
     """The LM head ``[V, D]`` of a target's parameters; the embedding where they are tied.
 
     A quantised one is dequantised: what it gives is a copy.
@@ -323,7 +324,7 @@ def head_of(params: Any) -> Array:
     return head.kernel(params["embedding"].dtype).T
 
 
-def shares_head(params: Any) -> bool:
+def shares_head(params: PyTree) -> bool:
     """Whether :func:`head_of` is the target's own array, and no copy of it."""
     return not isinstance(params.get("head"), QuantisedWeights)
 

@@ -4,10 +4,10 @@ The ``require_...`` functions refuse with a sentence, as :mod:`longspec_jax.ops.
 """
 
 import importlib.util
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 AMPERE = (8, 0)
 """The first NVIDIA generation with bfloat16 matrix units and asynchronous copies."""
@@ -52,15 +52,6 @@ def require_ampere(kernel: str) -> tuple[int, int]:
     return found
 
 
-def require_float8(kernel: str) -> None:
-    """Refuse machines that do not convert 8-bit floats by instructions of their own."""
-    found = compute_capability()
-    if found is None or found < FLOAT8:
-        raise NotImplementedError(
-            f"{kernel} need compute capability {FLOAT8[0]}.{FLOAT8[1]} or newer; choose 'xla'"
-        )
-
-
 def require_hopper(kernel: str) -> None:
     """Refuse machines that are not of the Hopper generation, and older versions of jax."""
     found = compute_capability()
@@ -76,19 +67,32 @@ def require_hopper(kernel: str) -> None:
         )
 
 
-def missing_hopper_kernels() -> str | None:
-    """A sentence where this jax is too old for the kernels of this GPU; None where it is not."""
+def missing_kernels() -> str | None:
+    """What this GPU computes slowly for want of kernels, and the remedy; None if it lacks none."""
     found = compute_capability()
-    if found is None or found[0] != HOPPER[0] or mosaic_is_supported():
+    if found is None:
         return None
-    return (
-        f"jax {jax.__version__} has no Hopper kernels: this GPU decodes more slowly, and in 16 "
-        "bits the text may differ from plain decoding. Install jax 0.11 or newer, which needs "
-        "Python 3.12 or newer"
-    )
+    if found < AMPERE:
+        return (
+            f"compute capability {found[0]}.{found[1]} has no bfloat16 and none of our kernels: "
+            "XLA computes everything, best in float16. Kernels need a GPU of "
+            f"{AMPERE[0]}.{AMPERE[1]} or newer"
+        )
+    if not _triton_is_supported():
+        return (
+            f"jax {jax.__version__} lacks Pallas' Triton backend: XLA attends, more slowly. "
+            "Install jax 0.12"
+        )
+    if found[0] == HOPPER[0] and not mosaic_is_supported():
+        return (
+            f"jax {jax.__version__} has no Hopper kernels: this GPU decodes more slowly, and in "
+            "16 bits the text may differ from plain decoding. Install jax 0.11 or newer, which "
+            "needs Python 3.12 or newer"
+        )
+    return None
 
 
-def require_decode_step(kernel: str, rows: int, dtype: Any) -> None:
+def require_decode_step(kernel: str, rows: int, dtype: DTypeLike) -> None:
     """Refuse machines without our Triton kernels, and ops over more rows than a decode step has."""
     require_ampere(kernel)
     if dtype not in KERNEL_DTYPES:
@@ -97,11 +101,15 @@ def require_decode_step(kernel: str, rows: int, dtype: Any) -> None:
         raise NotImplementedError(f"{kernel} takes up to {DECODE_ROWS} rows, not {rows}")
 
 
-def has_kernels(dtype: Any) -> bool:
+def has_kernels(dtype: DTypeLike) -> bool:
     """Whether this is a GPU that our Triton kernels serve, in this dtype."""
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
-        return False
-    return dtype in KERNEL_DTYPES and (compute_capability() or (0, 0)) >= AMPERE
+    served = dtype in KERNEL_DTYPES and (compute_capability() or (0, 0)) >= AMPERE
+    return served and _triton_is_supported()
+
+
+def _triton_is_supported() -> bool:
+    """Whether this jax has the Triton interface that most kernels are written for."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def mosaic_is_supported() -> bool:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
+from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths, Ref
 from longspec_jax.ops.attention.packing import PackedShape, packed_rows, unpack
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
@@ -111,10 +111,10 @@ def split_heads(
 
 
 def _split_kernel(
-    qkv_ref: Any,
-    cos_ref: Any,
-    sin_ref: Any,
-    *refs: Any,
+    qkv_ref: Ref,
+    cos_ref: Ref,
+    sin_ref: Ref,
+    *refs: Ref,
     queries: PackedShape,
     half: int,
     eps: float,
@@ -134,7 +134,7 @@ def _split_kernel(
     def of_token(head: jax.Array) -> tuple[Any, ...]:
         return row, head[:, None]
 
-    def normalised(low: jax.Array, high: jax.Array, scale_ref: Any) -> tuple[jax.Array, jax.Array]:
+    def normalised(low: jax.Array, high: jax.Array, scale_ref: Ref) -> tuple[jax.Array, jax.Array]:
         """Both halves of every head over the head's root mean square, rounded."""
         squares = (low * low).sum(axis=1) + (high * high).sum(axis=1)
         factor = jax.lax.rsqrt(squares / (2 * half) + eps)[:, None]
@@ -148,13 +148,13 @@ def _split_kernel(
         return low.astype(jnp.float32), high.astype(jnp.float32)
 
     def write(
-        ref: Any,
+        ref: Ref,
         heads: int,
         block: jax.Array,
         slots: Any,
         place: Any,
         rotated: bool,
-        scale_ref: Any,
+        scale_ref: Ref,
     ) -> None:
         head = block * HEADS + jnp.arange(HEADS)
         mask = (head < heads)[:, None] & within[None, :]
@@ -236,7 +236,7 @@ def _append(
     )(*(each.astype(jnp.int32) for each in numbers), *fresh, *caches)
 
 
-def _append_kernel(path_ref: Any, length_ref: Any, *refs: Any, count: int, ring: bool) -> None:
+def _append_kernel(path_ref: Ref, length_ref: Ref, *refs: Ref, count: int, ring: bool) -> None:
     """Copy the path's rows of one head to one cache; other slots are the aliased input's."""
     *row_refs, refs = (*refs[: -3 * count], refs[-3 * count :])
     fresh_refs, cache_refs = refs[:count], refs[2 * count :]
@@ -251,7 +251,7 @@ def _append_kernel(path_ref: Any, length_ref: Any, *refs: Any, count: int, ring:
     slot = slot % cache_refs[0].shape[2] if ring else slot
     cache_row = row_refs[0][batch] if row_refs else batch
 
-    def copy(fresh_ref: Any, cache_ref: Any) -> None:
+    def copy(fresh_ref: Ref, cache_ref: Ref) -> None:
         rows = pltriton.load(fresh_ref.at[batch, row, kv_head, h], mask=mask, other=0)
         pltriton.store(cache_ref.at[cache_row, kv_head, slot, h], rows, mask=mask)
 

@@ -6,15 +6,16 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 
 # Pallas documents it and does not re-export it in the way that type checkers ask for.
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any, row_bytes: int = 128) -> Any:
+def swizzled(shape: tuple[int, ...], dtype: DTypeLike, row_bytes: int = 128) -> Any:
     """Shared memory whose last two axes are cut into rows of some bytes, eight at a time."""
     # By the types of newer jax these are abstract; they are not.
     columns = row_bytes // jnp.dtype(dtype).itemsize
@@ -23,7 +24,7 @@ def swizzled(shape: tuple[int, ...], dtype: Any, row_bytes: int = 128) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
-def load(ref: Any, layout: Any, *, optimized: bool = False) -> Any:
+def load(ref: Ref, layout: Any, *, optimized: bool = False) -> Any:
     """An array in registers; of a layout that no wide load serves, number by number.
 
     From jax 0.11 on, which these kernels need, ``plgpu.load`` takes no index.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+from jaxtyping import PyTree
 
 HOST_MEMORY = "pinned_host"
 """What jax calls the host's memory that a device reads directly."""
@@ -15,7 +16,7 @@ HOST_MEMORY = "pinned_host"
 Tree = TypeVar("Tree")
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: PyTree) -> int:
     """Bytes of all arrays of a pytree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 

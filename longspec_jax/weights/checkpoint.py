@@ -59,6 +59,37 @@ _FLOAT8 = "F8_E4M3"
 """Safetensors' names of the floating dtypes; other names are passed on, for the error message."""
 
 
+_STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
+
+
+def each_expert(tensors: Tensors) -> Tensors:
+    """The tensors, those of all experts of a layer as one for each expert and matrix.
+
+    Stacked ones are ``[E, 2 F, D]``, gate above up, and ``[E, D, F]``, as in transformers 5.
+    """
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        match = _STACKED.fullmatch(name)
+        if match is None or len(tensor.shape) != 3:
+            found[name] = tensor
+            continue
+        parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
+        count, rows, columns = tensor.shape
+        rows //= len(parts)
+        for expert in range(count):
+            for index, part in enumerate(parts):
+                read = partial(_read_expert, tensor, expert, index * rows, rows)
+                one = Tensor((rows, columns), tensor.dtype, read, tensor.file)
+                found[f"{match[1]}.{expert}.{part}_proj.weight"] = one
+    return found
+
+
+def _read_expert(tensor: Tensor, expert: int, first: int, rows: int, index: Index) -> np.ndarray:
+    """A part of the rows of one expert that begin at ``first``."""
+    start, stop, _ = index[0].indices(rows)
+    return tensor.read((slice(expert, expert + 1), slice(first + start, first + stop), index[1]))[0]
+
+
 def open_tensors(folder: Path, stack: ExitStack, names: Sequence[str] = WEIGHT_FILES) -> Tensors:
     """All tensors of a folder's weight files, open until ``stack`` closes.
 

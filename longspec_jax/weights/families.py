@@ -257,6 +257,12 @@ _HYBRID_DEFAULTS = {
     "partial_rotary_factor": 0.25,
     "max_position_embeddings": 32768,
 }
+_SPARSE_HYBRID_DEFAULTS = _HYBRID_DEFAULTS | {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 512,
+}
 
 _FUSED_GATE_UP = ("mlp.gate_up_proj",) * 2
 _GRANITE_4 = Names(gate_up=("shared_mlp.input_linear",) * 2, down="shared_mlp.output_linear")
@@ -297,19 +303,19 @@ FAMILIES: dict[str, Family] = {
         defaults=_HYBRID_DEFAULTS | {"num_key_value_heads": 4},
         **_QWEN_HYBRID,
     ),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe_text",
+        read=partial(read_recurrences, sparse=True),
+        write=raw_sparse_recurrences,
+        defaults=_SPARSE_HYBRID_DEFAULTS | {"num_experts": 256},
+        mlp_width="moe_intermediate_size",  # No layer is dense.
+        **_QWEN_HYBRID,
+    ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next",
         read=partial(read_recurrences, sparse=True),
         write=raw_sparse_recurrences,
-        defaults=_HYBRID_DEFAULTS
-        | {
-            "num_key_value_heads": 2,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "norm_topk_prob": True,
-            "shared_expert_intermediate_size": 512,
-        },
+        defaults=_SPARSE_HYBRID_DEFAULTS | {"num_experts": 512, "num_experts_per_tok": 10},
         # Each key head's rows are together.
         names=Names(
             recurrent_rows=(("in_proj_qkvz", "(J W) D"),), rate_rows=(("in_proj_ba", "(J C) D"),)
@@ -434,9 +440,17 @@ FAMILIES: dict[str, Family] = {
 """The supported architectures."""
 
 _VISION = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
+_QWEN_VISION = (r"model\.visual\..*",)
 WRAPPERS: dict[str, tuple[str, ...]] = {
     "Gemma3ForConditionalGeneration": _VISION,
     "Mistral3ForConditionalGeneration": _VISION,
-    "Qwen3_5ForConditionalGeneration": (r"model\.visual\..*",),
+    "Qwen3_5ForConditionalGeneration": _QWEN_VISION,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_VISION,
 }
 """Classes that wrap a target as ``text_config``: patterns of the tensors that it does not need."""
+NOT_COMPUTED = {
+    "gemma4": "heads of two widths, layers whose values are their keys, factors of whole layers, "
+    "and in some sizes embeddings for every layer and layers that read the keys of others",
+    "qwen4exp": "embeddings of several tokens and for every layer, and attention over an index",
+}
+"""Beginnings of newer classes, in small letters, and what they have beyond all of these."""

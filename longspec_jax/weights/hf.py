@@ -11,14 +11,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.adapter import own_name, with_adapter
-from longspec_jax.weights.checkpoint import LM_HEAD, Tensor, Tensors
+from longspec_jax.weights.checkpoint import LM_HEAD, Tensor, Tensors, each_expert
+from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.gguf.model import stored_matrices
 from longspec_jax.weights.gguf.packed import as_packed
 from longspec_jax.weights.hub import local_model
@@ -48,7 +52,7 @@ def load_target(
     revision: str | None = None,
     kv_dtype: str | None = None,
     adapter: str | Path | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
 ) -> tuple[TargetConfig, Any]:
     """Load a target.
 
@@ -61,9 +65,8 @@ def load_target(
       kv_dtype: what keys and values are rounded to, as in the configuration: with the scales of the
         checkpoint where it has some, which are not used otherwise.
       adapter: the folder of a LoRA adapter, which is merged into the weights.
-      packed: whether a GGUF file's matrices stay in their own bits, which kernels read on a GPU in
-        16 bits; elsewhere every step would dequantise them. Not the default: rows that are decoded
-        together do not yet give the text of plain decoding (docs/design/decisions.md, 4.57).
+      packed: whether a GGUF file's matrices stay in their own bits. If absent they do where a
+        kernel reads them so: on a GPU, in 16 bits. Elsewhere every step would dequantise them.
 
     Returns:
       The configuration and the parameters of :class:`longspec_jax.models.target.Target`.
@@ -81,7 +84,8 @@ def load_target(
             "are quantised or a GGUF file; take the target that they were made of"
         )
     with ExitStack() as stack:
-        config, tensors = _as_tied(described, _of_target(open_model(model, stack), raw))
+        tensors = _of_target(open_model(model, stack), raw, described)
+        config, tensors = _as_tied(described, tensors)
         if adapter is not None:
             folder = Path(adapter).expanduser()
             tensors = with_adapter(tensors, folder, stack, tied=config.tied_embeddings)
@@ -109,27 +113,30 @@ def _stored(
     raw: JsonObject,
     config: TargetConfig,
     tensors: Tensors,
-    packed: bool,
+    packed: bool | None,
     shares: int = 1,
 ) -> tuple[Table, Tensors, dict[str, int]]:
     """The table and tensors of a target, and the group sizes of its quantised kernels, by path."""
     table, quantised = target_table(config), quantisation(hf_config.text_part(raw))
     if quantised is not None:
         return as_stored(table, tensors, quantised)
+    if packed is None:
+        packed = jax.default_backend() == "gpu" and jnp.dtype(config.dtype).itemsize == 2
     if model.is_file() and packed:
         return as_packed(table, tensors, stored_matrices(model), shares)
     return table, tensors, {}
 
 
 def target_bytes(
-    source: str | Path, *, dtype: str, revision: str | None = None, packed: bool = False
+    source: str | Path, *, dtype: str, revision: str | None = None, packed: bool | None = None
 ) -> int:
     """Bytes of a target's parameters as they are loaded; arguments as of :func:`load_target`."""
     model = local_model(source, revision)
     raw = read_config(model)
     described = hf_config.target_config(raw, dtype)
     with ExitStack() as stack:
-        config, tensors = _as_tied(described, _of_target(open_model(model, stack), raw))
+        tensors = _of_target(open_model(model, stack), raw, described)
+        config, tensors = _as_tied(described, tensors)
         table, _, _ = _stored(model, raw, config, tensors, packed)
     return stored_bytes(table, config.dtype)
 
@@ -162,16 +169,16 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return True
 
 
-def _of_target(tensors: Tensors, raw: JsonObject) -> Tensors:
+def _of_target(tensors: Tensors, raw: JsonObject, config: TargetConfig) -> Tensors:
     """The tensors of the target alone, under its own names."""
-    beside = hf_config.wrapped(raw)
-    if not beside:
-        return tensors
-    return {
-        own_name(name): tensor
-        for name, tensor in tensors.items()
-        if not any(re.fullmatch(pattern, name) for pattern in beside)
-    }
+    if beside := hf_config.wrapped(raw):
+        tensors = {
+            own_name(name): tensor
+            for name, tensor in tensors.items()
+            if not any(re.fullmatch(pattern, name) for pattern in beside)
+        }
+    stacked = FAMILIES[config.architecture].names.stacked_experts
+    return tensors if stacked else each_expert(tensors)
 
 
 def load_target_config(
@@ -184,11 +191,11 @@ def load_target_config(
     if not config.tied_embeddings:
         return config
     with ExitStack() as stack:  # The tensors tell whether they are.
-        return _as_tied(config, _of_target(open_model(model, stack), raw))[0]
+        return _as_tied(config, _of_target(open_model(model, stack), raw, config))[0]
 
 
 def save_target(
-    folder: str | Path, config: TargetConfig, params: Any, *, stop_tokens: tuple[int, ...] = ()
+    folder: str | Path, config: TargetConfig, params: PyTree, *, stop_tokens: tuple[int, ...] = ()
 ) -> None:
     """Save a target so that this library and transformers can load it.
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from longspec_jax.checks import LARGEST_WHOLE, whole_number
 from longspec_jax.config.layers import LinearRopeScaling, RopeScaling, YarnRopeScaling
 from longspec_jax.config.target import MAX_LAYERS, SMALLEST_EPS, TargetConfig
-from longspec_jax.weights.families import FAMILIES, WRAPPERS
+from longspec_jax.weights.families import FAMILIES, NOT_COMPUTED, WRAPPERS
 from longspec_jax.weights.json_files import QUANTISATION, JsonObject
 from longspec_jax.weights.rope import (
     INTERLEAVED,
@@ -269,6 +269,13 @@ def _check_model_type(raw: JsonObject, architecture: str) -> None:
 
 
 def _unsupported(name: str | None) -> str:
+    plain = (name or "").replace("_", "").lower()
+    for start, beyond in NOT_COMPUTED.items():
+        if plain.startswith(start):
+            return (
+                f"architecture {name!r} is not supported: it has {beyond}, which are not computed; "
+                "load a model of docs/guides/targets.md"
+            )
     return (
         f"architecture {name!r} is not supported; supported are {', '.join(FAMILIES)}. A model of "
         "another class with the same layers can be loaded after its config.json names one of these "

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
 from longspec_jax.sharding import param_shardings, path_name
@@ -180,7 +181,7 @@ _REPLACED = (
 def write_model(
     folder: Path,
     table: Table,
-    params: Any,
+    params: PyTree,
     dtype: str,
     raw: dict[str, Any],
     more: Mapping[str, np.ndarray] = {},

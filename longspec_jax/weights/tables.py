@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from longspec_jax.config.layers import ExpertsConfig, LayerConfig
 from longspec_jax.config.target import TargetConfig
@@ -417,7 +418,7 @@ def check_tensors(table: Table, tensors: Tensors, origin: str, dtype: str | None
     )
 
 
-def check_params(table: Table, params: Any, dtype: str) -> dict[str, jax.Array]:
+def check_params(table: Table, params: PyTree, dtype: str) -> dict[str, jax.Array]:
     """The parameters by path; raises unless they are exactly those of the table."""
     paths, _ = jax.tree_util.tree_flatten_with_path(params)
     found = {path_name(path): leaf for path, leaf in paths}

@@ -42,9 +42,8 @@ class PacedEngine(ScriptedEngine):
         tree = TreeConfig((1, 1, 1))
         drafter = SimpleNamespace(tree=tree, name="script", sources=("script",))
         prompts = SimpleNamespace(chunk=32)
-        self.engine: Any = SimpleNamespace(
-            drafter=drafter, drafters=[drafter], slots=slots, prompts=prompts, capacity=99
-        )
+        self.runner: Any = SimpleNamespace(slots=slots, drafter=drafter)
+        self.engine: Any = SimpleNamespace(prompts=prompts)
         self.memory = SimpleNamespace(needed_bytes=5000)
         self.trees = [TreeUse("script", drafter.tree, 0, 0, 0.0)]
 
@@ -54,7 +53,7 @@ class PacedEngine(ScriptedEngine):
     def step(self) -> list[Any]:
         time.sleep(0.002)
         self.steps += 1
-        self.trees = [TreeUse("script", self.engine.drafter.tree, self.steps, 0, 0.0)]
+        self.trees = [TreeUse("script", self.runner.drafter.tree, self.steps, 0, 0.0)]
         return super().step()
 
 

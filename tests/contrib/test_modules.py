@@ -1,10 +1,10 @@
 """Drafts of modules outside the library, named ``MODULE:FOLDER``."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 
+from infer.arguments import Models
 from infer.models import fetch
 from longspec_jax.drafters.registry import kind_of_module, split_module
 from longspec_jax.loading import choose_drafts
@@ -48,9 +48,6 @@ def test_files_of_such_a_kind_name_its_module(tmp_path: Path) -> None:
 def test_a_command_fetches_the_folder_behind_the_module(tmp_path: Path) -> None:
     published(tmp_path, DRAFTS["own"])
     draft = f"contrib.medusa:{tmp_path}"
-    given = argparse.Namespace(target=str(tmp_path), revision=None, tree=None, draft=[draft])
-    given.draft_revision = None
-    assert fetch(given) == (tmp_path, [draft])
-    given.draft = ["contrib.medusa:/nowhere/at/all"]
+    assert fetch(Models(str(tmp_path), [draft])) == (tmp_path, [draft])
     with pytest.raises(OSError, match="--draft: /nowhere/at/all"):
-        fetch(given)
+        fetch(Models(str(tmp_path), ["contrib.medusa:/nowhere/at/all"]))

@@ -26,6 +26,7 @@ from tests.decoding.lossless import (
     TABLE,
     VOCABULARY,
     engine_of,
+    engine_with,
     generate,
     outputs_of,
     prompts,
@@ -123,7 +124,7 @@ def open_engine(
     slots: int = 2,
     **options: Any,
 ) -> Engine:
-    return Engine(target, drafters, params, slots=slots, **{**SIZES, **options})
+    return engine_with(target, drafters, params, slots=slots, **{**SIZES, **options})
 
 
 def launched(engine: Engine) -> list[tuple[Any, ...]]:

@@ -1,7 +1,7 @@
 """What is decoded to compare speculation with plain decoding: three unlike rows of tiny models."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.rows import Request, Rows
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import Drafter
@@ -109,6 +110,14 @@ class Decoded:
     record: Counts
 
 
+def engine_with(target: Any, drafters: Sequence[Drafter], params: Any, **options: Any) -> Engine:
+    """An engine of these options, its own and its runner's."""
+    sizes = {
+        each.name: options.pop(each.name) for each in fields(ModelRunner) if each.name in options
+    }
+    return Engine(ModelRunner(target, tuple(drafters), params, **sizes), **options)
+
+
 def engine_of(
     target: Any,
     drafters: Sequence[Drafter],
@@ -121,7 +130,7 @@ def engine_of(
     **options: Any,
 ) -> Engine:
     """An engine to which the rows are submitted, all of them together."""
-    engine = Engine(
+    engine = engine_with(
         *(target, drafters, params),
         slots=len(lengths),
         capacity=capacity,
@@ -151,7 +160,7 @@ def texts_of(outputs: Sequence[StepOutput]) -> dict[int, np.ndarray]:
 
 def run(engine: Engine, rows: int = 3) -> tuple[list[np.ndarray], Decoded]:
     """Emitted tokens of every row, and the end of the run."""
-    height = engine.drafter.tree.num_levels + 1
+    height = engine.runner.drafter.tree.num_levels + 1
     tokens: list[list[int]] = [[] for _ in range(rows)]
     drafted: list[list[bool]] = [[] for _ in range(rows)]
     sources: list[list[int]] = [[] for _ in range(rows)]
@@ -225,7 +234,7 @@ def assert_rows_come_and_go(target, drafter, params, tokens, lengths, req, plain
     The first prompt returns, with the chunks that the host kept; slots alone share nothing.
     """
     sizes: Any = dict(slots=2, capacity=128, chunk=8, stop_width=1)
-    engine = Engine(target, [drafter], params, **sizes, prefixes=True, host_bytes=1 << 20)
+    engine = engine_with(target, [drafter], params, **sizes, prefixes=True, host_bytes=1 << 20)
     order, outputs = [1, 0, 2, 0, 1], []
     ids = [engine.submit(tokens[row, : lengths[row]], req.row(row)) for row in order[:3]]
     extra = engine.submit(tokens[0, :50], req.row(2))

@@ -17,6 +17,7 @@ from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments, ad
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind, draw
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import NoDraft, Params
@@ -178,8 +179,9 @@ def one(row: int, temperature: float, priority: int = 0) -> Any:
 
 def test_adjusted_requests_share_slots_and_go_on_behind_what_they_emitted() -> None:
     """A better request takes the slot of one that then counts its own text as emitted."""
-    options: Any = dict(slots=1, capacity=64, chunk=8, stop_width=1, adjusted=True)
-    engine = Engine(TARGET, [LookupDrafter(TREES[0])], PARAMS, **options, readmits=True)
+    models = TARGET, (LookupDrafter(TREES[0]),), PARAMS
+    runner = ModelRunner(*models, slots=1, capacity=64, stop_width=1, adjusted=True)
+    engine = Engine(runner, chunk=8, readmits=True)
     several = adjusted(OPTIONS["all"], 1.0, (17, 13, 9))
     expected = run(NoDraft(), Params(TABLE, ()), several)
     first = engine.submit(*one(0, 1.0), priority=1)
@@ -196,8 +198,8 @@ def test_adjusted_requests_share_slots_and_go_on_behind_what_they_emitted() -> N
 
 
 def test_an_engine_without_tables_refuses_penalties() -> None:
-    options: Any = dict(slots=1, capacity=64, chunk=8, stop_width=1)
-    engine = Engine(TARGET, [NoDraft()], Params(TABLE, ()), **options)
+    models = TARGET, (NoDraft(),), Params(TABLE, ())
+    engine = Engine(ModelRunner(*models, slots=1, capacity=64, stop_width=1), chunk=8)
     with pytest.raises(ValueError, match="make the engine with enable_penalties=True"):
         engine.submit(*one(0, 0.0))
     neutral = AdjustmentOptions.none(1)

@@ -60,15 +60,18 @@ def test_a_candidate_is_chosen_by_what_other_rounds_show_of_it(alone: float, lea
             break
         seen = Measurement(
             *(choice.rounds, choice.rounds, 4 * choice.rounds, 2.2 * choice.rounds),
-            {1: round(alone * choice.rounds)},
+            {1: Measurement(choice.rounds, choice.rounds, round(alone * choice.rounds))},
         )
         policy = policy.observe(2, seen)
     assert policy.leader == leader == policy.choose().candidate
 
 
 def test_what_rounds_show_is_added_up() -> None:
-    both = Measurement(1, 1, 3, 1.0, {1: 2}) + Measurement(2, 2, 5, 1.0, {1: 4, 2: 1})
-    assert both.foregone == {1: 6, 2: 1} and both.instead(1).tokens == 6
+    """Of each candidate with the rounds that show it: others say nothing of it."""
+    both = Measurement(1, 1, 3, 1.0, {1: Measurement(1, 1, 2)}) + Measurement(
+        2, 2, 5, 1.0, {1: Measurement(2, 2, 4), 2: Measurement(2, 2, 1)}
+    )
+    assert both.foregone == {1: Measurement(3, 3, 6), 2: Measurement(2, 2, 1)}
 
 
 def test_a_guess_is_replaced_by_the_first_rounds() -> None:

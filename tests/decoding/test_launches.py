@@ -119,8 +119,9 @@ def test_a_stream_is_one_launch_ahead_of_what_was_read() -> None:
 
 def test_no_round_is_launched_behind_the_budget() -> None:
     """Every round emits a token at least, so that the end of plain decoding is known."""
-    engine = lookup_engine(requested(new=(9, 5, 1)), streams=True)
-    engine.drafters = (NoDraft(),)
+    models = TARGET, [NoDraft()], Params(TABLE, ())
+    asked = prompts(VOCABULARY), LENGTHS, requested(new=(9, 5, 1)), TIGHT
+    engine = engine_of(*models, *asked, streams=True)
     launches = launched(engine)
     run(engine)
     assert len(launches) == 8

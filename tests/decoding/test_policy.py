@@ -245,3 +245,10 @@ def test_bursts_are_longer_where_rounds_are_short() -> None:
 def test_no_rounds_teach_nothing() -> None:
     policy = FastestWithinBudget.over(2)
     assert policy.observe(1, Measurement()) == policy
+
+
+def test_a_clock_that_stood_still_makes_no_round_free() -> None:
+    policy = FastestWithinBudget.timed((0.0, 0.0), (1.0, None), None, (1.0, 2.9))
+    assert policy.choose() == (1, 2)
+    policy = policy.observe(1, Measurement(2, 2, 2, 0.0))
+    assert policy.leader == PLAIN and policy.choose().rounds > 0

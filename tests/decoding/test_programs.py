@@ -1,5 +1,6 @@
 """Programs come and go without changing what they compute, and a process holds a bounded number."""
 
+import gc
 import sys
 from functools import partial
 
@@ -141,10 +142,25 @@ def test_calls_whose_programs_were_let_go_are_warmed_again_and_say_the_same() ->
             spec.generate([[1, 2, 3]] * rows, **options) for rows in (1, 1, 2, 1)
         )
         assert [program._cache_size() for program in counted] == [1, 1, 1]
+        gc.collect()
+        runners = [plan.runner(streams=False) for plan in spec.plans.values()]
+        assert [len(runner._programs) for runner in runners] == [1, 0], "those that are kept"
     assert first.sequences == again.sequences == back.sequences == other.sequences[:1]
     compiled = [result.stats.compile_seconds for result in (first, again, other, back)]
     assert compiled[1] == 0 and min(compiled[0], compiled[2], compiled[3]) > 0.1
     assert back.stats.prefill_seconds < compiled[3]
+
+
+def test_a_second_call_of_a_kind_finds_its_rounds_without_looking_at_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, asked, of_shape = toy_spec(), [], many_rounds.of_shape
+    monkeypatch.setattr(many_rounds, "of_shape", lambda *args: asked.append(1) or of_shape(*args))
+    counts = []
+    for prompt in ([1, 2, 3], [4, 5], [6]):
+        spec.generate(prompt, max_new_tokens=9, tree=PLAIN, eos_token_id=[])
+        counts.append(len(asked))
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_programs_cleared_by_their_user_are_compiled_outside_what_is_timed() -> None:

@@ -17,6 +17,7 @@ from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.report import Report
 from longspec_jax.decoding.round import many_rounds
 from longspec_jax.decoding.rows import Request, Rows
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
@@ -221,8 +222,8 @@ def test_rows_come_and_go_on_a_mesh(axes: dict[str, int], tables: tuple[Any, Any
         one = Request(
             jax.device_get(Sampling.greedy(1)), np.full((1, 1), -1, np.int32), np.asarray([5])
         )
-        models = target_beside(target), [longspec(None)], params
-        engine = Engine(*models, slots=2, capacity=CAPACITY, chunk=8, stop_width=1)
+        models = target_beside(target), (longspec(None),), params
+        engine = Engine(ModelRunner(*models, slots=2, capacity=CAPACITY, stop_width=1), chunk=8)
         for row in range(4):
             engine.submit(np.arange(3 * row + 1, dtype=np.int32), one)
         texts = texts_of(outputs_of(engine))

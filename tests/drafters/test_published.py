@@ -26,11 +26,13 @@ from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.contrib import test_medusa, test_tokenswift
+from tests.decoding.layers import RECURRENT
 from tests.decoding.lossless import (
     CONFIG,
     EVERY,
     LENGTHS,
     Decoded,
+    assert_lossless,
     assert_same,
     emitted_in_rounds,
     generate,
@@ -94,10 +96,28 @@ def test_an_mtp_layer_changes_no_token(
     """With a window that wraps, and sinks; and over all entries."""
     test_mtp.published(tmp_path, name)
     window = eagle.EagleOptions(window=6, sinks=2)
-    options = window if name == "mimo" else eagle.EagleOptions()
+    options = window if name in ("mimo", "qwen3.5") else eagle.EagleOptions()
     draft = mtp.load(tmp_path, test_mtp.GIVEN[name], options)
     # Another model of the same shape, whose tables these are not.
     decoded(draft.drafter(TREE), replace(draft.params, embedding=MODEL["embedding"]), plain)
+
+
+def test_the_layer_of_a_recurrent_target_changes_no_token() -> None:
+    """Behind all entries, behind a window that wraps, and joined with lookup."""
+    family = RECURRENT
+    draft = test_mtp.random_draft(family.config, family.models.target)
+    alone = draft.drafter(TREE)
+    drafters = {
+        alone: draft.params,
+        replace(alone, window=6, sinks=2): draft.params,
+        Joined(
+            (draft.drafter(PLAIN), NgramDrafter(PLAIN)),
+            TreeConfig((4, 5), budget=14, lookup=4),
+        ): (draft.params, ()),
+    }
+    for drafter, params in drafters.items():
+        both = Params(family.models.target, params)
+        assert_lossless(family.target, drafter, both, *family.given, family.plain)
 
 
 def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:

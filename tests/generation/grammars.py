@@ -22,6 +22,7 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.constrained import Anything
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.grammar import (
@@ -73,10 +74,10 @@ def ids(text: str) -> list[int]:
 
 def open_engine(table: Any, draft: Any, trees: Sequence[TreeConfig] = TREES) -> Engine:
     """A lookup table as target, another as draft."""
-    drafters = [LookupDrafter(tree) for tree in trees]
-    target, params = LookupTarget(SIZE), Params(table, draft)
-    sizes = {"slots": SLOTS, "capacity": 128, "chunk": 8, "stop_width": 1}
-    return Engine(target, drafters, params, readmits=True, **sizes)
+    drafters = tuple(LookupDrafter(tree) for tree in trees)
+    models = LookupTarget(SIZE), drafters, Params(table, draft)
+    runner = ModelRunner(*models, slots=SLOTS, capacity=128, stop_width=1)
+    return Engine(runner, chunk=8, readmits=True)
 
 
 def request(seed: int, temperature: float = 1.0, new: int = NEW) -> Request:

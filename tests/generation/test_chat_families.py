@@ -57,6 +57,20 @@ QWEN_3 = (
     "{% if enable_thinking is defined and enable_thinking is false %}"
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
+QWEN_3_8 = (
+    "{% set effort = reasoning_effort | default('xhigh') %}"
+    "{% set thinks = enable_thinking is not defined or enable_thinking %}"
+    "{% if effort not in ('xhigh', 'medium', 'low') %}{{ raise_exception('Unknown effort') }}"
+    "{% endif %}{% set told = 'Effort: ' + effort if thinks and effort != 'medium' else '' %}"
+    "{% set first = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% if told or first %}{{ '<|im_start|>system\n' + told + ('\n\n' if told and first else '') "
+    "+ first + '<|im_end|>\n' }}{% endif %}{% for m in messages if m.role != 'system' %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and (preserve_thinking is not "
+    "defined or preserve_thinking) %}{{ '<think>\n' + (m.reasoning_content or '') + "
+    "'\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
+    "{% if not thinks %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
+)
 SMOLLM_3 = (
     "{% set ns = namespace(think=true, system='') %}"
     "{% if messages[0].role == 'system' %}{% set ns.system = messages[0].content %}{% endif %}"
@@ -142,6 +156,12 @@ FAMILIES = {
         "<|im_start|>system\nBe brief. /no_think<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
         "<|im_start|>assistant\n",
+    ),
+    "qwen3.8": Family(
+        QWEN_3_8,
+        "<|im_start|>system\nEffort: xhigh\n\nBe brief. /no_think<|im_end|>\n<|im_start|>user\n"
+        "Hi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n<think>x</think>\n\nHello"
+        "<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<think>\n",
     ),
     "smollm3": Family(
         SMOLLM_3,

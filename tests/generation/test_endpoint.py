@@ -15,7 +15,7 @@ from tests.serve.kit import ScriptedEngine, serving
 
 def reached(url: str) -> Endpoint:
     spec = toy_spec()
-    return Endpoint.reached(f"{url}/v1/", spec.target_config, spec.tokenizer, (25,))
+    return Endpoint(f"{url}/v1/", spec.target_config, spec.tokenizer, (25,)).reached()
 
 
 def test_answers_come_in_order_and_a_full_server_is_waited_for(
@@ -111,7 +111,7 @@ def test_the_key_follows_no_redirect(
         endpoint = Endpoint(url, spec.target_config, spec.tokenizer, (25,))
         with pytest.raises(ValueError, match="redirects to 'http://localhost.* nor the API key"):
             if asked == "GET":
-                endpoint.reached(url, spec.target_config, spec.tokenizer, (25,))
+                endpoint.reached()
             endpoint.generate([[1]], max_new_tokens=[2], seed=0)
     finally:
         for server in (elsewhere, first):

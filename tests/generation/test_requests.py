@@ -189,7 +189,7 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
             engine.prepare()
         assert engine.engine.prompts.chunk == 64
         idle = engine.status
-        assert idle == EngineStatus(0, 0, 0, 0, 3 * engine.engine.capacity, 0, 0, 0, 0, 0)
+        assert idle == EngineStatus(0, 0, 0, 0, 3 * engine.runner.capacity, 0, 0, 0, 0, 0)
         assert not any(use.rounds for use in engine.trees)
         with compilations() as compiled:
             served(engine, mixed(20, seed=1, most=250))

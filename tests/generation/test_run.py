@@ -259,7 +259,7 @@ def test_comparisons_run_both_in_the_same_way(monkeypatch) -> None:
 
     def forked(run, compile_seconds):
         found = plainly(run, compile_seconds)
-        ways.append((found.engine.streams, found.plan.drafter.tree == PLAIN))
+        ways.append((found.engine.runner.streams, found.plan.drafter.tree == PLAIN))
         return found
 
     options = dict(max_new_tokens=5, eos_token_id=[])

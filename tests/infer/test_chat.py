@@ -21,6 +21,7 @@ from infer.screen import GREEN, RESET, Screen
 from longspec_jax import cli
 from tests.children import environment
 from tests.infer.test_interruption import read_from
+from tests.infer.test_screen import Terminal
 from tests.infer.toys import save_toy, toy_spec, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -42,11 +43,6 @@ def loaded(folders) -> Any:
     talk.load()
     yield talk
     talk.conversation.close()
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def conversed(loaded, monkeypatch, lines: list[Any], terminal: bool = False) -> tuple[int, str]:

@@ -32,6 +32,7 @@ from longspec_jax.embedded import DEMO
 from longspec_jax.generation.activity import Compiling, TreeTiming, Tuned
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.loading import load_tokenizer
+from tests.infer.test_screen import Terminal
 from tests.infer.toys import save_toy, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -264,10 +265,6 @@ def test_command_line_exit_status() -> None:
 
 
 def test_color_only_on_terminals(monkeypatch) -> None:
-    class Terminal:
-        def isatty(self):
-            return True
-
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
@@ -492,7 +489,7 @@ def test_the_demo_by_its_name(monkeypatch, tmp_path) -> None:
         lambda target, draft=None, **options: found.append((target, draft)),
     )
     for typed in ([], ["--target=demo"], ["--target=demo", f"--draft={tmp_path}"]):
-        parsed = arguments.parser().parse_args(typed)
-        models.load(parsed, *models.fetch(parsed))
+        named = arguments.models_of(arguments.parser().parse_args(typed))
+        models.load(named, *models.fetch(named))
     demo = (DEMO / "target", [DEMO / "draft"])
     assert found == [demo, demo, (DEMO / "target", [tmp_path])]

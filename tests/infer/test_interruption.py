@@ -216,10 +216,7 @@ def test_a_failure_keeps_what_was_finished(folders, monkeypatch, tmp_path, capsy
     ("lines", "said"),
     [
         ('"ab"\n"cd"', "error: the target's logits of batch.jsonl, line 2 behind 3 tokens are not"),
-        (
-            '"ab"',
-            "error: the target's logits behind 3 tokens are not finite; try dtype=float32\n",
-        ),
+        ('"ab"', "error: the target's logits behind 3 tokens are not finite; try dtype=float32\n"),
     ],
 )
 def test_a_model_that_overflows(folders, monkeypatch, tmp_path, capsys, lines, said) -> None:

@@ -27,6 +27,19 @@ MULTIPLIERS = dict(
 )
 _MIXED = ("full", "sliding")
 _WINDOW = dict(sliding_window=7, head_dim=16)
+_RECURRENT_EXPERTS = dict(
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=20,
+    initializer_range=0.15,  # Near ties of the router would flip experts.
+)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": (
         "Llama",
@@ -152,22 +165,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=YARN | dict(truncate=False),
         ),
     ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeText",
+        _RECURRENT_EXPERTS,
+    ),
     "qwen3-next": (
         "Qwen3Next",
-        dict(
-            head_dim=16,
-            layer_types=["linear_attention", "full_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=8,
-            linear_value_head_dim=12,
-            num_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=20,
-            # Near ties of the router would flip experts.
-            initializer_range=0.15,
-        ),
+        _RECURRENT_EXPERTS,
     ),
 }
 """Class of transformers, and what its configuration has beyond the base."""

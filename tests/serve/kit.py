@@ -5,7 +5,8 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
@@ -26,6 +27,14 @@ from longspec_jax.generation.result import TreeUse
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_LEN = 64
 LEVELS = 3
+
+
+def until(condition: Callable[[], Any], seconds: float = 20) -> None:
+    """Wait for what another thread makes true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
 
 
 def scripted_model(**changes: Any) -> ServedModel:

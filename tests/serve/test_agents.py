@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -52,8 +54,14 @@ def client_of(server: Client) -> OpenAI:
 def asked(seed: int, **fields: Any) -> dict[str, Any]:
     """A short thought, so that a random model's does not fill the context."""
     bias = {"258": 5.0, "260": 5.0}  # </think> and </tool_call>.
-    own = {"model": "toy", "seed": seed, "tools": TOOLS, "max_tokens": 300, "logit_bias": bias}
-    return own | fields
+    own = {"model": "toy", "messages": TALK, "seed": seed, "tools": TOOLS, "max_tokens": 300}
+    return own | {"logit_bias": bias} | fields
+
+
+def together(answer: Callable[[int], Any], seeds: int) -> Iterator[Any]:
+    """Answers of several seeds, in slots beside each other: rounds are what costs time here."""
+    with ThreadPoolExecutor(seeds) as pool:
+        yield from pool.map(answer, range(seeds))
 
 
 def arguments_of(call: Any) -> dict[str, Any]:
@@ -70,8 +78,9 @@ def test_an_agent_calls_tools_and_reads_what_they_say(server: Client) -> None:
     client, messages = client_of(server), [*TALK]
     for turn in range(5):
         choice = NAMED if turn % 2 else "required"
-        more = {"tool_choice": choice, "parallel_tool_calls": False}
-        answer = client.chat.completions.create(messages=messages, **asked(turn, **more))
+        answer = client.chat.completions.create(
+            **asked(turn, messages=messages, tool_choice=choice, parallel_tool_calls=False)
+        )
         [one] = answer.choices
         assert one.finish_reason == "tool_calls" and one.message.content is None
         [call] = one.message.tool_calls or []
@@ -91,13 +100,16 @@ def test_an_agent_calls_tools_and_reads_what_they_say(server: Client) -> None:
 def test_a_stream_joins_to_the_whole_answer(server: Client) -> None:
     """By the openai client's own joining, which appends what comes twice."""
     client, seen = client_of(server), 0
-    for seed in range(3):
-        more = asked(seed, tool_choice="required")
-        whole = client.chat.completions.create(messages=TALK, **more).choices[0]
-        with client.chat.completions.stream(messages=TALK, **more) as stream:
+
+    def answers(seed: int) -> tuple[Any, Any]:
+        fields = asked(seed, tool_choice="required")
+        whole = client.chat.completions.create(**fields).choices[0]
+        with client.chat.completions.stream(**fields) as stream:
             for event in stream:
                 assert not (isinstance(event, ContentDeltaEvent) and event.delta)
-            joined = stream.current_completion_snapshot.choices[0]
+            return whole, stream.current_completion_snapshot.choices[0]
+
+    for whole, joined in together(answers, 3):
         calls, streamed = whole.message.tool_calls or [], joined.message.tool_calls or []
         told = [(call.function.name, call.function.arguments) for call in calls]
         assert told == [(call.function.name, call.function.arguments) for call in streamed]
@@ -116,8 +128,9 @@ def test_a_form_begins_behind_the_reasoning(server: Client) -> None:
     client = client_of(server)
     for seed, thinks in ((1, True), (2, True), (3, False)):
         body = {"chat_template_kwargs": {"enable_thinking": thinks}}
-        more = asked(seed, response_format=FORM, extra_body=body, tools=[])
-        answer = client.chat.completions.create(messages=TALK, **more)
+        answer = client.chat.completions.create(
+            **asked(seed, response_format=FORM, extra_body=body, tools=[])
+        )
         message = answer.choices[0].message
         assert json.loads(message.content or "").keys() == {"ok"}
         usage: Any = answer.usage
@@ -135,22 +148,25 @@ def test_parsed_answers_of_the_client(server: Client) -> None:
 
     tool = openai.pydantic_function_tool(Rain)
     tool["function"]["parameters"]["properties"]["city"]["maxLength"] = 5  # type: ignore[index]
-    more = asked(4, tools=[tool], tool_choice="required", parallel_tool_calls=False)
-    found = client_of(server).chat.completions.parse(messages=TALK, **more)
+    found = client_of(server).chat.completions.parse(
+        **asked(4, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    )
     [call] = found.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Rain)
 
 
 def test_tags_of_the_second_form_and_marks_that_are_texts() -> None:
+    def called(seed: int) -> Any:
+        fields = asked(seed, tool_choice=NAMED, logit_bias={}, parallel_tool_calls=False)
+        return client_of(server).chat.completions.create(**fields).choices[0]
+
     for template, marks in ((XML, True), (HERMES, False)):
         with served(template, marks) as server:
             server.timeout = 300
-            for seed in range(2):
-                more = asked(seed, tool_choice=NAMED, logit_bias={}, parallel_tool_calls=False)
-                answer = client_of(server).chat.completions.create(messages=TALK, **more)
-                for call in answer.choices[0].message.tool_calls or []:
+            for choice in together(called, 2):
+                for call in choice.message.tool_calls or []:
                     arguments_of(call)
-                assert answer.choices[0].finish_reason == "tool_calls"
+                assert choice.finish_reason == "tool_calls"
 
 
 def test_refusals_name_the_field(server: Client) -> None:
@@ -186,9 +202,8 @@ def test_refusals_name_the_field(server: Client) -> None:
         ("reasoning_effort", "does not name it", {"reasoning_effort": "low"}),
     ]
     for field, words, fields in wrong:
-        body = {"messages": TALK, **asked(0, **fields)}
         with pytest.raises(BadRequestError) as caught:
-            client_of(server).post("/chat/completions", body=body, cast_to=object)
+            client_of(server).post("/chat/completions", body=asked(0, **fields), cast_to=object)
         error: Any = caught.value.body
         assert error["param"] == field and words in error["message"], error
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,14 @@ def test_keys_and_templates_are_read(tmp_path: Path) -> None:
 
 
 def test_slots_follow_from_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, options = toy_spec(), {"max_model_len": 64}
-    one, two = (spec.engine(max_num_seqs=n, **options).memory.needed_bytes for n in (1, 2))
+    spec = toy_spec()
+    make = partial(spec.engine, max_model_len=64)
+    one, two = (make(max_num_seqs=n).memory.needed_bytes for n in (1, 2))
     free = one + 5 * (two - one)
     monkeypatch.setattr("infer.serve.command.free_bytes", lambda mesh: free)
-    assert fitting_slots(spec, 1.0, 32, options) == 6
-    assert fitting_slots(spec, 1.0, 4, options) == 4
-    assert fitting_slots(spec, one / free, 32, options) == 1
+    assert fitting_slots(spec, 1.0, 32, make) == 6
+    assert fitting_slots(spec, 1.0, 4, make) == 4
+    assert fitting_slots(spec, one / free, 32, make) == 1
 
 
 def planned(*typed: str) -> Any:
@@ -134,11 +136,11 @@ def test_a_server_that_does_not_fit_says_which_option_to_lower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = planned("--max_num_seqs=3", "--max_model_len=64", "--tree=2,2")
-    assert engine.engine.slots == 3 and engine.engine.drafter.tree.widths == (2, 2)
+    assert engine.runner.slots == 3 and engine.runner.drafter.tree.widths == (2, 2)
     # With less memory, fewer prompts are read beside as many slots.
     two = planned_with(engine.memory.needed_bytes - 1, monkeypatch)
     one = planned_with(two.memory.needed_bytes - 1, monkeypatch)
-    assert engine.engine.slots == two.engine.slots == one.engine.slots == 3
+    assert engine.runner.slots == two.runner.slots == one.runner.slots == 3
     with pytest.raises(MemoryError) as caught:
         planned_with(one.memory.needed_bytes - 1, monkeypatch)
     assert "(--max_num_seqs=2)" in str(caught.value)

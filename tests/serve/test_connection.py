@@ -4,14 +4,14 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from infer.serve import http_server
 from infer.serve.command import open_to_all
-from tests.serve.kit import Client, ScriptedEngine, scripted_model, serving
+from tests.serve.kit import Client, ScriptedEngine, scripted_model, serving, until
 
 SOON = 0.3
 """Seconds that the tests give clients."""
@@ -93,13 +93,6 @@ def asking(server: Client, **asked: Any) -> socket.socket:
     kind = "Content-Type: application/json", f"Content-Length: {len(body)}"
     client.sendall(head("/v1/completions", *kind, method="POST") + body)
     return client
-
-
-def until(condition: Callable[[], Any], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def test_a_reader_that_takes_nothing_is_cut_and_its_row_is_freed(

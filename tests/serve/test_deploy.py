@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infer.arguments import check
+from infer.arguments import check, models_of
 from infer.serve import arguments
 from infer.serve.guards import MOST_BYTES
 
@@ -29,7 +29,7 @@ def unit_command() -> list[str]:
 def parsed(command: list[str]) -> Any:
     assert Path(command[0]).name == "longspec-serve"
     given = arguments.parser().parse_args(command[1:])
-    check(given)
+    check(models_of(given))
     return given
 
 

@@ -245,11 +245,7 @@ BOTH = TEXTS + CHATS
         (TEXTS, {"best_of": 2}, "best_of=2 must be n=1: nothing is ranked"),
         (CHATS, {"max_tokens": 1, "max_completion_tokens": 2}, "both are given; drop it"),
         (CHATS, {"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
-        (
-            CHATS,
-            {"tools": [{}]},
-            "the field type of tools[0] is missing: function",
-        ),
+        (CHATS, {"tools": [{}]}, "the field type of tools[0] is missing: function"),
         (CHATS, {"chat_template": "x"}, "--chat_template=FILE"),
         (CHATS, {"messages": []}, "messages=[] must have at least 1 item"),
         (CHATS, {"messages": [*TALK, {"role": "user"}]}, "the field content of messages[1] is mis"),

@@ -23,20 +23,13 @@ from infer.serve.calls import ServedModel
 from infer.serve.http_server import log_to_stderr
 from infer.serve.openapi import GETS, POSTS
 from longspec_jax.decoding import launches
-from tests.serve.kit import Client, ScriptedEngine, events, scripted_model, serving
+from tests.serve.kit import Client, ScriptedEngine, events, scripted_model, serving, until
 
 TALK = [{"role": "user", "content": "ab"}]
 
 
 def client_of(server: Client, key: str = "none", retries: int = 0) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=retries, timeout=30)
-
-
-def until(condition: Any, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -123,9 +123,7 @@ def test_a_long_body_is_the_same_in_parts() -> None:
     assert json_bytes({"a": iter("xy")}) == b'{"a":["x","y"]}'
 
 
-def test_log_probabilities_of_a_long_prompt_hold_up_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_log_probabilities_of_a_long_prompt_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are unpacked and written a few at a time: NumPy and json let no other thread run."""
     unpacked, written = list[int](), list[int]()
 

@@ -14,6 +14,7 @@ from infer.serve.protocol import Message
 from infer.serve.tools import NamedTool, Tool, named
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.grammar import Grammar, compile_grammar, vocabulary_of
 from longspec_jax.generation.requests import RequestOutput
@@ -329,10 +330,11 @@ def engine() -> Any:
     bias[ids("<think>")[0] : ids("</tool_call>")[0] + 1] = 2.5
     bias[ids('{"}\n aC')] = 1.0
     table = random_table(3, 97, SIZE) + bias
-    drafters = [LookupDrafter(tree) for tree in TREES]
+    drafters = tuple(LookupDrafter(tree) for tree in TREES)
     params = Params(table, table + random_table(4, 97, SIZE, 0.5))
-    sizes: Any = {"slots": 4, "capacity": 512, "chunk": 8, "stop_width": 1}
-    made = Engine(LookupTarget(SIZE), drafters, params, readmits=True, **sizes)
+    models = LookupTarget(SIZE), drafters, params
+    runner = ModelRunner(*models, slots=4, capacity=512, stop_width=1)
+    made = Engine(runner, chunk=8, readmits=True)
     yield made
     made.close()
 

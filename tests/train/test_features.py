@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from tests.kit import random_target, tiny_target_config
-from tests.train.tiny import ROOT, command, conversations, flip_a_bit, records, save_tiny_target
+from tests.train.tiny import (
+    ROOT,
+    assert_learns_of_stored_features,
+    command,
+    conversations,
+    flip_a_bit,
+    save_tiny_target,
+)
 from train import features, prepare
 from train.step import Batch
 from train.target import plain_positions, run_target
@@ -50,38 +57,13 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def losses(workdir: Path) -> list[dict[str, float]]:
-    names = "loss", "grad_norm"
-    return [{name: r[name] for name in names} for r in records(workdir) if "loss" in r]
-
-
-@pytest.mark.parametrize("variant", KINDS)
 def test_a_run_learns_the_same_bits_without_the_targets_forward(
-    variant: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = [*given(here, variant), *["--config.draft.distillation=0.5"] * (variant == "dflash")]
+    """Other kinds: :mod:`.drafts.test_run`."""
+    run = given(here, "sft")
     assert command(*run, f"--workdir={tmp_path / 'online'}") == 0
-    stored = [*run, f"--config.features.folder={tmp_path / 'features'}"]
-    monkeypatch.setattr(features, "SHARD", 20_000)
-    workdir = f"--workdir={tmp_path / 'stored'}"
-    assert prepare.main([*stored, workdir, "--workers=1"]) == 0
-    assert len([*tmp_path.glob("features/*/*.bin")]) > 1
-    with monkeypatch.context() as patch:
-        # No step traces the target; measurements of held-out rows do.
-        patch.setattr("train.views.run_target", _only_measures)
-        assert command(*stored, workdir) == 0
-    online, offline = losses(tmp_path / "online"), losses(tmp_path / "stored")
-    assert online == offline and len(online) == 8
-    weights = [
-        (tmp_path / name / "draft" / "model.safetensors").read_bytes()
-        for name in ("online", "stored")
-    ]
-    assert weights[0] == weights[1]
-
-
-def _only_measures(config: Any, params: Any, tokens: Any, *args: Any) -> Any:
-    assert len(tokens) == 2, "a step of 4 rows ran the target"
-    return run_target(config, params, tokens, *args)
+    assert_learns_of_stored_features(tmp_path / "online", run, tmp_path, monkeypatch)
 
 
 def test_shards_are_resumed_checked_and_not_mixed(

@@ -13,12 +13,12 @@ import pytest
 
 from longspec_jax.weights.hf import save_target
 from tests.kit import tiny_target_config
-from train import run
+from train import features, prepare, run
 from train.data.rows import Row, full_row
 from train.data.tokens import train_tokenizer
 from train.loop import TRY_AGAIN
 from train.metrics import Metrics
-from train.target import TargetObjective
+from train.target import TargetObjective, run_target
 
 ROOT = Path(__file__).parents[2]
 WORDS = "the draft proposes a tree of tokens and the target checks it in one pass".split()
@@ -126,9 +126,31 @@ def assert_same_run(one: Path, other: Path) -> list[float]:
     """Two runs learned the same bits; their losses."""
     weights = [(each / "draft" / "model.safetensors").read_bytes() for each in (one, other)]
     assert weights[0] == weights[1]
-    losses = [[r["loss"] for r in records(each) if "loss" in r] for each in (one, other)]
-    assert losses[0] == losses[1]
+    steps = [[r for r in records(each) if "loss" in r] for each in (one, other)]
+    losses, norms = ([[r[name] for r in run] for run in steps] for name in ("loss", "grad_norm"))
+    assert losses[0] == losses[1] and norms[0] == norms[1]
     return losses[0]
+
+
+def assert_learns_of_stored_features(
+    online: Path, run: list[str], folder: Path, patch: pytest.MonkeyPatch
+) -> None:
+    """A run learns the same bits of what is stored as it did beside the target's forward."""
+    stored = [*run, f"--config.features.folder={folder / 'features'}"]
+    workdir = f"--workdir={folder / 'stored'}"
+    with patch.context() as here:
+        here.setattr(features, "SHARD", 20_000)
+        assert prepare.main([*stored, workdir, "--workers=1"]) == 0
+        assert len([*folder.glob("features/*/*.bin")]) > 1
+        # No step traces the target; measurements of held-out rows do.
+        here.setattr("train.views.run_target", _only_measures)
+        assert command(*stored, workdir) == 0
+    assert len(assert_same_run(online, folder / "stored")) == 8
+
+
+def _only_measures(config: Any, params: Any, tokens: Any, *args: Any) -> Any:
+    assert len(tokens) == 2, "a step of 4 rows ran the target"
+    return run_target(config, params, tokens, *args)
 
 
 def flip_a_bit(file: Path) -> None:

@@ -228,6 +228,14 @@ REFUSED = {
         dict(architectures=["MixtralForCausalLM"]),
         f"'MixtralForCausalLM' is not supported; supported are {', '.join(hf_config.FAMILIES)}",
     ),
+    "Gemma 4": (
+        dict(architectures=["Gemma4ForConditionalGeneration"]),
+        "'Gemma4ForConditionalGeneration' is not supported: it has heads of two widths",
+    ),
+    "Qwen3.8-Flash-Next": (
+        dict(architectures=None, model_type="qwen4_exp"),
+        "'qwen4_exp' is not supported: it has embeddings of several tokens",
+    ),
     "two families": (
         dict(model_type="qwen2"),
         "model_type='qwen2' contradicts architectures, LlamaForCausalLM: its model_type is 'llama'",

@@ -51,7 +51,7 @@ class _Texts(dict[str, Any]):
         return _text(super().__getitem__(name), name)
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: object, name: str) -> str:
     """A value, if it is text that a tokenizer takes."""
     if not isinstance(value, str):
         raise ValueError(f"{name} holds a value of type {type(value).__name__} where text belongs")
@@ -82,7 +82,7 @@ def _conversation(field: str) -> Callable[[Fields], list[Turn]]:
     return lambda row: [_turn(turn, field) for turn in _list(row[field], field)]
 
 
-def _turn(turn: Any, field: str) -> Turn:
+def _turn(turn: object, field: str) -> Turn:
     """A turn of a conversation, written in either way."""
     if not isinstance(turn, Mapping):
         raise ValueError(
@@ -98,7 +98,7 @@ def _turn(turn: Any, field: str) -> Turn:
     return Turn(_text(turn.get(content), f"{field}'s {content}"), SPEAKERS[key][speaker])
 
 
-def _list(value: Any, field: str) -> list[Any]:
+def _list(value: object, field: str) -> list[object]:
     """A value, if it is a list."""
     if not isinstance(value, list):
         raise ValueError(

@@ -204,8 +204,10 @@ def _hub_rows(data: DataConfig, revision: str | None) -> Iterator[tuple[int, Any
     datasets = _installed("datasets")
     datasets.disable_progress_bars()
     pinned = None if folder.is_dir() else revision
-    about = dict(split=data.split, revision=pinned, streaming=data.stream)
-    return enumerate(datasets.load_dataset(repository, **about), 1)
+    rows = datasets.load_dataset(
+        repository, split=data.split, revision=pinned, streaming=data.stream
+    )
+    return enumerate(rows, 1)
 
 
 def _repository(name: str) -> tuple[str, str | None]:
@@ -220,7 +222,7 @@ def _downloaded(repository: str, file: str) -> str:
     return hf_hub_download(repository, file, repo_type="dataset")
 
 
-def parse(row: Any) -> Fields:
+def parse(row: object) -> Fields:
     """The fields of a line, or of a row that another format gave.
 
     Raises:

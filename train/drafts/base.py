@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from longspec_jax.config.target import TargetConfig
 
@@ -34,7 +34,7 @@ class Given:
     """What a draft is begun with."""
 
     target: TargetConfig
-    params: Any
+    params: PyTree
     """The frozen target's parameters, spread over the mesh."""
     stages: tuple[StageConfig, ...]
     """All stages that the draft is trained in."""
@@ -51,7 +51,7 @@ class Begun(NamedTuple):
     """A draft before its first step."""
 
     trainer: "DraftTrainer"
-    frozen: Any
+    frozen: PyTree
     """A tree of what the objective reads and nobody changes: the target's parameters, and more."""
     params: Mapping[str, Any] | None
     """Parameters to start from; None for those of the objective's ``initialize``."""
@@ -81,7 +81,7 @@ class DraftTrainer(Protocol):
         """
         ...
 
-    def save(self, folder: Path, params: Any) -> None:
+    def save(self, folder: Path, params: PyTree) -> None:
         """Write the draft in the format that its drafter loads.
 
         Args:

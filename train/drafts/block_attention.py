@@ -3,6 +3,7 @@
 All of a text is read by the fused causal kernel, a window of it in chunks of blocks.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from .own_keys import causal_beside
 
 SCORES = 1 << 27
 """Attention scores of a device that exist at once, of all heads: half a gigabyte."""
+_product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def block_attention(
@@ -132,12 +134,7 @@ def _near(
         keys = jnp.concatenate([keys, fresh[0]], axis=2)
         values = jnp.concatenate([values, fresh[1]], axis=2)
         seen = jnp.pad(seen, ((0, 0), (0, 0), (0, 0), (0, slots)), constant_values=True)
-    scores = width**-0.5 * jnp.einsum(
-        "BMEKGH,BMRKH->BMEKGR",
-        *(grouped, keys),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    scores = width**-0.5 * _product("BMEKGH,BMRKH->BMEKGR", grouped, keys, precision=precision)
     seen = seen[:, :, :, None, None]
     if own is not None and causal:
         # A place has slots ``every`` apart, one for each part of its heads.
@@ -224,12 +221,7 @@ def _attention(q: Float[Array, "B M S N H"], parts: list[tuple[Array, Array, Arr
     grouped = q.reshape(*q.shape[:3], kv_heads, -1, q.shape[4])
     scores = []
     for keys, _, seen in parts:
-        found = jnp.einsum(
-            f"BMSKGH,{_axes(keys)}->BMKGST",
-            *(grouped, keys),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        found = _product(f"BMSKGH,{_axes(keys)}->BMKGST", grouped, keys, precision=precision)
         scaled = found * q.shape[-1] ** -0.5
         seen = seen[:, :, None, None, None] if seen.ndim == 3 else seen[:, :, None, None]
         scores.append(jnp.where(seen, scaled, -jnp.inf))
@@ -239,12 +231,8 @@ def _attention(q: Float[Array, "B M S N H"], parts: list[tuple[Array, Array, Arr
     mass = sum(each.sum(-1) for each in shares)
     out = 0
     for (_, values, _), share in zip(parts, shares, strict=True):
-        out += jnp.einsum(
-            f"BMKGST,{_axes(values)}->BMSKGH",
-            *(share.astype(q.dtype), values),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        axes = f"BMKGST,{_axes(values)}->BMSKGH"
+        out += _product(axes, share.astype(q.dtype), values, precision=precision)
     mass = jnp.moveaxis(jnp.where(mass > 0, mass, 1.0), 4, 2)
     return (out / mass[..., None]).astype(q.dtype).reshape(q.shape)
 

@@ -12,11 +12,10 @@ target's distribution instead of the text, all slots alike.
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
@@ -56,7 +55,7 @@ from .blocks import drawn_anchors, even_anchors, places, slot_hits, slot_weights
 from .kinds import DFlashSettings
 
 
-def fresh_layers(config: DFlashConfig, key: Array) -> Any:
+def fresh_layers(config: DFlashConfig, key: Array) -> PyTree:
     """Fresh parameters, in the configuration's dtype."""
     dtype, positions = config.trunk.dtype, jnp.zeros((1, 2), jnp.int32)
     embedded = jnp.zeros((1, 2, config.model_width), dtype)
@@ -66,13 +65,13 @@ def fresh_layers(config: DFlashConfig, key: Array) -> Any:
         layers.keys_values(hidden, positions)
         layers(embedded, positions, lambda layer, q, k, v: q)
 
-    layers: Any = DFlashLayers(config)
+    layers = DFlashLayers(config)
     return layers.init(key, method=touch)["params"]
 
 
 def run_blocks(
     config: DFlashConfig,
-    params: Any,
+    params: PyTree,
     embedding: Float[Array, "V D"],
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
@@ -102,8 +101,8 @@ def run_blocks(
     layers = DFlashLayers(config, mlp_chunk=mlp_chunk)
     rows, blocks = anchors.shape
 
-    def run(params: Any, hidden: Any, embedded: Array, at: Array) -> Array:
-        bound: Any = layers.bind({"params": params})
+    def run(params: PyTree, hidden: PyTree, embedded: Array, at: Array) -> Array:
+        bound = layers.bind({"params": params})
         context = bound.keys_values(hidden, positions)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -140,7 +139,7 @@ class DFlashObjective:
     distillation: float = 0.0
     """Share of the divergence from the target's distribution in the loss."""
 
-    def initialize(self, key: Array) -> Any:
+    def initialize(self, key: Array) -> PyTree:
         """Fresh parameters."""
         trunk = replace(self.draft.trunk, dtype="float32")
         return fresh_layers(replace(self.draft, trunk=trunk), key)
@@ -149,7 +148,7 @@ class DFlashObjective:
         """Where blocks begin, ``[A, B, M]``."""
         return drawn_anchors(key, rows, length, self.anchor_every)
 
-    def sums(self, params: Any, frozen: Any, batch: Batch, draws: Array) -> dict[str, Array]:
+    def sums(self, params: PyTree, frozen: PyTree, batch: Batch, draws: Array) -> dict[str, Array]:
         """The loss, and its parts where there are two; a row's weights sum up to its tokens'.
 
         Where the text alone is learned, nothing reads the target behind the last of the draft's
@@ -173,7 +172,7 @@ class DFlashObjective:
         parts = {"cross_entropy": found.cross_entropy, "divergence": found.divergence}
         return {"loss": found.loss, "target_loss": found.teacher_loss, **parts}
 
-    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+    def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance; slot ``j`` is shift ``j``."""
         return agreement_report(*_hits(self, params, frozen, batch))
 
@@ -196,7 +195,7 @@ class DFlashObjective:
         return read + FORWARD_AND_BACKWARD * trunk.num_layers * layer + 2 * fuse + head
 
     def _run(
-        self, params: Any, frozen: Any, batch: Batch, anchors: Array
+        self, params: PyTree, frozen: PyTree, batch: Batch, anchors: Array
     ) -> tuple[Array, TargetView]:
         """What the LM head reads of all slots but the pending token's, and the target's view."""
         rows, length = batch.tokens.shape
@@ -205,7 +204,13 @@ class DFlashObjective:
         view = target_view(self.target, frozen, batch, positions, chunk, features)
         embedding = jax.lax.stop_gradient(frozen["embedding"])
         hidden = run_blocks(
-            *(self.draft, params, embedding, batch.tokens, positions, anchors, view),
+            self.draft,
+            params,
+            embedding,
+            batch.tokens,
+            positions,
+            anchors,
+            view,
             every=self.anchor_every,
             mlp_chunk=self.mlp_chunk,
             factor=self.target.embedding_factor,
@@ -224,7 +229,7 @@ class DFlashObjective:
 
 @partial(jax.jit, static_argnums=0)
 def _hits(
-    objective: DFlashObjective, params: Any, frozen: Any, batch: Batch
+    objective: DFlashObjective, params: PyTree, frozen: PyTree, batch: Batch
 ) -> tuple[Array, Array, Array]:
     """What :func:`train.acceptance.agreement_report` reads."""
     rows, length = batch.tokens.shape
@@ -258,7 +263,7 @@ class DFlashTrainer:
         """The hidden states that it fuses, and what the loss imitates."""
         return Reads(hidden=bool(self.settings.distillation), kept=self.draft.features)
 
-    def save(self, folder: Path, params: Any) -> None:
+    def save(self, folder: Path, params: PyTree) -> None:
         """Write the draft in z-lab's format, which SGLang and vLLM read."""
         # Tables are the target's and are not stored, so that any will do.
         nothing = jnp.zeros((0, 0))
@@ -334,7 +339,7 @@ def fresh_config(settings: DFlashSettings, target: TargetConfig) -> DFlashConfig
     return config
 
 
-def _loaded(source: str, given: Given) -> tuple[DFlashConfig, Any]:
+def _loaded(source: str, given: Given) -> tuple[DFlashConfig, PyTree]:
     """The draft to start from: its shape and parameters.
 
     Raises:

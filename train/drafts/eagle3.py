@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
+from jaxtyping import Float, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
@@ -58,21 +58,21 @@ from .kinds import Eagle3Settings
 from .own_keys import attention_with_own
 
 
-def fresh_layer(config: Eagle3Config, key: Array) -> Any:
+def fresh_layer(config: Eagle3Config, key: Array) -> PyTree:
     """Fresh parameters of the layer, in the configuration's dtype."""
     embedded = jnp.zeros((1, 2, config.model_width), config.dtype)
     hidden = [jnp.zeros((1, 2, config.target_width), config.dtype)] * len(config.features)
-    layer: Any = Eagle3Layer(config)
+    layer = Eagle3Layer(config)
     return layer.init(key, embedded, hidden, jnp.zeros((1, 2), jnp.int32), method=_touch)["params"]
 
 
-def _touch(layer: Any, embedded: Array, hidden: Sequence[Array], positions: Array) -> None:
+def _touch(layer: Eagle3Layer, embedded: Array, hidden: Sequence[Array], positions: Array) -> None:
     layer(embedded, layer.fused(hidden), positions, lambda q, k, v: q)
 
 
 def run_draft(
     config: Eagle3Config,
-    params: Any,
+    params: PyTree,
     embedding: Array,
     tokens: Array,
     positions: Array,
@@ -99,19 +99,19 @@ def run_draft(
       At token ``t`` and step ``s`` what predicts the token behind ``t``, from token ``t - 1 - s``
       on. What a row is too short for (``s >= t``) is meaningless, and finite.
     """
-    layer: Any = Eagle3Layer(config, mlp_chunk=-(-mlp_chunk // 2))
+    layer = Eagle3Layer(config, mlp_chunk=-(-mlp_chunk // 2))
 
     def level(
-        params: Any, embedded: Array, feature: Array, positions: Array, past: Any
+        params: PyTree, embedded: Array, feature: Array, positions: Array, past: PyTree
     ) -> tuple[Array, Array, tuple[Array, Array]]:
-        fresh: Any = None
+        fresh: PyTree = None
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             nonlocal fresh
             fresh = k, v
             return _attention(config, q, (*past, fresh))
 
-        output = layer.apply({"params": params}, embedded, feature, positions, attend)
+        output: Any = layer.apply({"params": params}, embedded, feature, positions, attend)
         return output.hidden, output.feedback, fresh
 
     # All but matmuls and attention is computed again in the backward pass: steps would hold it all.
@@ -120,7 +120,7 @@ def run_draft(
         params = cast(params, config.dtype)
         [embedded] = with_sharding("b t d", jnp.take(embedding, tokens, axis=0))
         embedded = scaled(embedded, factor)
-        feature = layer.apply(
+        feature: Any = layer.apply(
             {"params": params}, [view.kept[each] for each in config.features], method="fused"
         )
         past, outputs = (), []
@@ -145,7 +145,7 @@ def _attention(config: Eagle3Config, q: Array, levels: Sequence[tuple[Array, Arr
 class Frozen(NamedTuple):
     """What the objective reads and nobody changes."""
 
-    target: Any
+    target: PyTree
     """The target's parameters."""
     vocabulary: Array | None
     """The target's tokens that the draft can propose, ascending, ``[v]``; all if None."""
@@ -165,7 +165,7 @@ class Eagle3Objective:
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0: all."""
 
-    def initialize(self, key: Array) -> Any:
+    def initialize(self, key: Array) -> PyTree:
         """Fresh parameters of layer and LM head."""
         config, (layer_key, head_key) = replace(self.draft, dtype="float32"), jax.random.split(key)
         shape = config.proposable, config.model_width
@@ -176,7 +176,9 @@ class Eagle3Objective:
         """No randomness."""
         return ()
 
-    def sums(self, params: Any, frozen: Frozen, batch: Batch, draws: tuple[()]) -> dict[str, Array]:
+    def sums(
+        self, params: PyTree, frozen: Frozen, batch: Batch, draws: tuple[()]
+    ) -> dict[str, Array]:
         """The draft's loss over all steps, and the target's cross-entropy, a check on the data.
 
         With a reduced vocabulary ``in_vocabulary`` counts the tokens at which the target's choice
@@ -195,13 +197,13 @@ class Eagle3Objective:
             ((hidden, self._head(params)),),
             (labels, weights, step_weights, view.hidden),
             chunk=max(1, self.loss_chunk * sizes[0] // sum(sizes)),
-            head_gradients=(True,),
+            learns=(True,),
             whole=(target_head, frozen.vocabulary, frozen.places),
         )
         sums = {"loss": loss, "target_loss": target_loss}
         return sums if frozen.places is None else {**sums, "in_vocabulary": known}
 
-    def measure(self, params: Any, frozen: Frozen, batch: Batch) -> dict[str, float]:
+    def measure(self, params: PyTree, frozen: Frozen, batch: Batch) -> dict[str, float]:
         """Simulated acceptance; shift ``s`` is step ``s - 1`` of the test."""
         return agreement_report(*_hits(self, params, frozen, batch))
 
@@ -221,7 +223,7 @@ class Eagle3Objective:
         learned = FORWARD_AND_BACKWARD * self.steps * step + 2 * fuse
         return target_flops(self.target, length) + head_flops(self.target) + learned
 
-    def _passes(self, params: Any, frozen: Frozen, batch: Batch) -> tuple[Array, TargetView]:
+    def _passes(self, params: PyTree, frozen: Frozen, batch: Batch) -> tuple[Array, TargetView]:
         """The draft's states ``[B, T, S, D]``, and what the target gives."""
         tokens, (rows, length) = batch.tokens, batch.tokens.shape
         positions = plain_positions((1, rows), length)[0]
@@ -243,12 +245,12 @@ class Eagle3Objective:
         )
         return hidden, view
 
-    def _head(self, params: Any) -> Array:
+    def _head(self, params: PyTree) -> Array:
         [head] = with_sharding("v d", cast(params["head"], self.draft.dtype))
         return head
 
 
-def _soft_loss(cap: float | None, logits: Array, whole: Any, parts: Any) -> ChunkLoss:
+def _soft_loss(cap: float | None, logits: Array, whole: PyTree, parts: PyTree) -> ChunkLoss:
     """Soft cross-entropy of all steps ``[B, t, S, v]``.
 
     Its other sums are the target's cross-entropy, and the tokens whose choice can be proposed.
@@ -271,7 +273,7 @@ def _soft_loss(cap: float | None, logits: Array, whole: Any, parts: Any) -> Chun
 
 @partial(jax.jit, static_argnums=0)
 def _hits(
-    objective: Eagle3Objective, params: Any, frozen: Frozen, batch: Batch
+    objective: Eagle3Objective, params: PyTree, frozen: Frozen, batch: Batch
 ) -> tuple[Array, Array, Array]:
     """What :func:`train.acceptance.agreement_report` reads."""
     hidden, view = objective._passes(params, frozen, batch)
@@ -319,7 +321,7 @@ class Eagle3Trainer:
         """The hidden states that it fuses, and those of the distribution that it learns."""
         return Reads(hidden=True, kept=self.draft.features)
 
-    def save(self, folder: Path, params: Any) -> None:
+    def save(self, folder: Path, params: PyTree) -> None:
         """Write the draft in SpecForge's format, which SGLang and vLLM read.
 
         Its embedding is the target's and is not stored.
@@ -417,14 +419,14 @@ def _loaded(source: str, given: Given) -> tuple[Eagle3Config, Eagle3Params]:
     return config, params
 
 
-def _placed(draft: Eagle3Config, start: Any, rows: np.ndarray | None, given: Given) -> Any:
+def _placed(draft: Eagle3Config, start: PyTree, rows: np.ndarray | None, given: Given) -> PyTree:
     """Parameters to start from in float32, spread over the mesh.
 
     A fresh layer is made where ``start`` has the LM head alone, of which ``rows`` are taken.
     """
     config = replace(draft, dtype="float32")
 
-    def made(start: Any) -> Any:
+    def made(start: PyTree) -> PyTree:
         layer = {} if len(start) > 1 else fresh_layer(config, jax.random.key(given.seed))
         head = start["head"] if rows is None else jnp.take(start["head"], rows, axis=0)
         return cast({**start, **layer, "head": head}, "float32")

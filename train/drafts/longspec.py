@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
@@ -109,8 +109,8 @@ _roll.defvjp(_roll_forward, _roll_backward)
 
 def run_draft(
     config: DraftConfig,
-    params: Any,
-    frozen: Any,
+    params: PyTree,
+    frozen: PyTree,
     tokens: Array,
     draws: Draws,
     view: TargetView,
@@ -124,7 +124,7 @@ def run_draft(
     """
     mlp_chunk = -(-mlp_chunk // 2)
 
-    def layer(params: Any, embedded: Array, draws: Draws, keys: Array, values: Array) -> Array:
+    def layer(params: PyTree, embedded: Array, draws: Draws, keys: Array, values: Array) -> Array:
         output: Any = LongSpecLayer(config, mlp_chunk=mlp_chunk).apply(
             {"params": cast(params, config.dtype)},
             embedded,
@@ -153,7 +153,7 @@ class LongSpecObjective:
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0: all."""
 
-    def initialize(self, key: Array) -> Any:
+    def initialize(self, key: Array) -> PyTree:
         """Fresh parameters."""
         config = replace(self.draft, dtype="float32")
         embedded = jnp.zeros((1, 2, config.model_width), jnp.float32)
@@ -165,17 +165,11 @@ class LongSpecObjective:
         """Positions, the target's and the draft's alike, and the shift."""
         position_key, shift_key = jax.random.split(key)
         s = self.settings
-        positions = drawn_positions(
-            position_key,
-            rows,
-            length,
-            target=self.target,
-            max_offset=self.max_offset if s.anchor_offset else 0,
-            max_sinks=s.max_sinks,
-        )
+        offset = self.max_offset if s.anchor_offset else 0
+        positions = drawn_positions(position_key, rows, length, self.target, offset, s.max_sinks)
         return Draws(positions, noisy_shifts(shift_key, rows, max_shift=s.max_shift))
 
-    def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:
+    def sums(self, params: PyTree, frozen: PyTree, batch: Batch, draws: Draws) -> dict[str, Array]:
         """The draft's loss; with distillation its parts, and the target's own cross-entropy.
 
         Without it nothing reads the target behind the keys and values of one layer, and the
@@ -187,16 +181,17 @@ class LongSpecObjective:
         hidden = run_draft(
             self.draft, params, frozen, batch.tokens, draws, view, mlp_chunk=self.mlp_chunk
         )
-        about: Any = {"labels": labels, "weights": weights, "chunk": self.loss_chunk}
-        about["cap"] = self.target.logit_cap
-        share = self.settings.distillation
+        share, chunk, cap = self.settings.distillation, self.loss_chunk, self.target.logit_cap
         if not share:
-            return {"loss": cross_entropy_sum(hidden, head, **about)}
-        sums = distillation_sums(hidden, view.hidden, head, share=share, **about)
+            loss = cross_entropy_sum(hidden, head, labels, weights, chunk=chunk, cap=cap)
+            return {"loss": loss}
+        sums = distillation_sums(
+            hidden, view.hidden, head, labels, weights, share=share, chunk=chunk, cap=cap
+        )
         parts = {"cross_entropy": sums.cross_entropy, "divergence": sums.divergence}
         return {"loss": sums.loss, "target_loss": sums.teacher_loss, **parts}
 
-    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+    def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance, for every number of tokens behind the target's keys.
 
         Beside it the target's own cross-entropy, which says whether it fits the data.
@@ -220,22 +215,22 @@ class LongSpecObjective:
 
 @partial(jax.jit, static_argnums=0)
 def _measured(
-    objective: LongSpecObjective, params: Any, frozen: Any, batch: Batch
+    objective: LongSpecObjective, params: PyTree, frozen: PyTree, batch: Batch
 ) -> tuple[Array, Array, Array, Array]:
     """What :func:`train.acceptance.agreement_report` reads, and the target's cross-entropy."""
     rows, length = batch.tokens.shape
-    positions, chunk = plain_positions((1, rows), length)[0], objective.mlp_chunk
-    view = run_target(objective.target, frozen, batch.tokens, positions, chunk)
+    positions, mlp_chunk = plain_positions((1, rows), length)[0], objective.mlp_chunk
+    view = run_target(objective.target, frozen, batch.tokens, positions, mlp_chunk)
     labels, weights = next_token_labels(batch.tokens, batch.weights)
     counted, head = counted_tokens(weights), head_of(frozen)
 
     def at_shift(shift: Array) -> tuple[Array, Array]:
         draws = Draws(positions, jnp.full((rows,), shift))
-        hidden = run_draft(objective.draft, params, frozen, batch.tokens, draws, view, chunk)
+        hidden = run_draft(objective.draft, params, frozen, batch.tokens, draws, view, mlp_chunk)
         return count_hits(hidden, head, view.hidden, head, counted, chunk=objective.loss_chunk)
 
-    about: Any = {"chunk": objective.loss_chunk, "cap": objective.target.logit_cap}
-    loss = cross_entropy_sum(view.hidden, head, labels, weights, **about)
+    chunk, cap = objective.loss_chunk, objective.target.logit_cap
+    loss = cross_entropy_sum(view.hidden, head, labels, weights, chunk=chunk, cap=cap)
     shifts = jnp.arange(1, objective.settings.max_shift + 1)
     hits = jax.lax.map(at_shift, shifts)
     return *hits, jnp.sum(counted, (1, 2)), loss / jnp.maximum(jnp.sum(weights), 1.0)
@@ -270,7 +265,7 @@ class LongSpecTrainer:
             return None
         return Reads(hidden=bool(self.settings.distillation), keys_values=True)
 
-    def save(self, folder: Path, params: Any) -> None:
+    def save(self, folder: Path, params: PyTree) -> None:
         """Write the draft in the released format."""
         save_draft(folder, self.draft, params, target=self.target)
 

@@ -12,11 +12,11 @@ distribution with the Markov head's correction and ``p`` the target's (DSpark's 
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
@@ -67,8 +67,8 @@ class Draws(NamedTuple):
 
 def run_blocks(
     config: ParallelConfig,
-    params: Any,
-    frozen: Any,
+    params: PyTree,
+    frozen: PyTree,
     tokens: Int[Array, "B T"],
     draws: Draws,
     view: TargetView,
@@ -102,8 +102,8 @@ def run_blocks(
         [embedded] = with_sharding("b t d", embedded)
         at = jnp.minimum(places(draws.anchors, config.block), last)
 
-        def run(params: Any, embedded: Array, draws: Draws, keys: Array, values: Array) -> Array:
-            bound: Any = layers.bind({"params": params})
+        def run(params: PyTree, embedded: Array, draws: Draws, keys: Array, values: Array) -> Array:
+            bound = layers.bind({"params": params})
             rows = bound.keys_values(embedded, draws.positions)
 
             def attend_self(layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -165,8 +165,15 @@ def block_loss(
     """
     (_, head), *markov = products
     learns = (False, *(True for _ in markov))
-    options: Any = dict(chunk=max(1, chunk // 2), head_gradients=learns, whole=head, cap=cap)
-    loss, sums = chunked_loss(partial(_of_chunk, share, cap), products, about, **options)
+    loss, sums = chunked_loss(
+        partial(_of_chunk, share, cap),
+        products,
+        about,
+        chunk=max(1, chunk // 2),
+        learns=learns,
+        whole=head,
+        cap=cap,
+    )
     return BlockLoss(loss, *sums)
 
 
@@ -197,7 +204,7 @@ class ParallelObjective:
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0: all."""
 
-    def initialize(self, key: Array) -> Any:
+    def initialize(self, key: Array) -> PyTree:
         """Fresh parameters; the Markov head corrects nothing at first."""
         layer = replace(self.draft.layer, dtype="float32")
         config, width, block = replace(self.draft, layer=layer), layer.model_width, self.draft.block
@@ -216,29 +223,24 @@ class ParallelObjective:
         """Positions, the target's and the draft's alike, and anchors."""
         position_key, anchor_key = jax.random.split(key)
         s = self.settings
-        positions = drawn_positions(
-            position_key,
-            rows,
-            length,
-            target=self.target,
-            max_offset=self.max_offset if s.anchor_offset else 0,
-            max_sinks=s.max_sinks,
-        )
+        offset = self.max_offset if s.anchor_offset else 0
+        positions = drawn_positions(position_key, rows, length, self.target, offset, s.max_sinks)
         return Draws(positions, drawn_anchors(anchor_key, rows, length, s.anchor_every))
 
-    def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:
+    def sums(self, params: PyTree, frozen: PyTree, batch: Batch, draws: Draws) -> dict[str, Array]:
         """The loss, its parts, and as a check on the positions the target's cross-entropy.
 
         Slots weigh so that a row's sum is that of its tokens: figures are means over tokens.
         """
         products, about = self._run(params, frozen, batch, draws)
-        share, chunk = self.settings.distillation, self.loss_chunk
-        options: Any = dict(share=share, chunk=chunk, cap=self.target.logit_cap)
-        loss, text, distance, target = block_loss(products, about, **options)
+        share, chunk, cap = self.settings.distillation, self.loss_chunk, self.target.logit_cap
+        loss, text, distance, target = block_loss(
+            products, about, share=share, chunk=chunk, cap=cap
+        )
         parts = {"cross_entropy": text, "distance": distance}
         return {"loss": loss, "target_loss": target, **parts}
 
-    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+    def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance, slot ``j`` being shift ``j + 1``."""
         return agreement_report(*_agreement(self, params, frozen, batch))
 
@@ -259,7 +261,9 @@ class ParallelObjective:
         learned = FORWARD_AND_BACKWARD * (draft + keys_values_flops(layer))
         return target_flops(self.target, length) + learned + head + markov
 
-    def _run(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> tuple[Products, About]:
+    def _run(
+        self, params: PyTree, frozen: PyTree, batch: Batch, draws: Draws
+    ) -> tuple[Products, About]:
         """Forwards of target and draft: what the loss reads."""
         s, c, tokens, weights = self.settings, self.draft, batch.tokens, batch.weights
         view = target_view(self.target, frozen, batch, draws.positions, self.mlp_chunk)
@@ -285,7 +289,7 @@ class ParallelObjective:
 
 @partial(jax.jit, static_argnums=0)
 def _agreement(
-    objective: ParallelObjective, params: Any, frozen: Any, batch: Batch
+    objective: ParallelObjective, params: PyTree, frozen: PyTree, batch: Batch
 ) -> tuple[Array, Array, Array]:
     """What :func:`train.acceptance.agreement_report` reads."""
     rows, length = batch.tokens.shape
@@ -323,7 +327,7 @@ class ParallelTrainer:
             return None
         return Reads(hidden=True, keys_values=True)
 
-    def save(self, folder: Path, params: Any) -> None:
+    def save(self, folder: Path, params: PyTree) -> None:
         """Write the draft's folder."""
         save_draft(folder, self.draft, params, target=self.target)
 
@@ -339,13 +343,12 @@ def begin(settings: ParallelSettings, given: Given) -> Begun:
     draft, params = ParallelConfig(layer, target.vocab_size, *shape), None
     if settings.init:
         folder = local_folder(settings.init)
-        options: Any = dict(dtype="float32", mesh=given.mesh)
         if ARCHITECTURE in read_json(folder / "config.json").texts("architectures"):
-            found, params = load_draft(folder, target, **options)
+            found, params = load_draft(folder, target, dtype="float32", mesh=given.mesh)
             _check_shape(settings, found)
             layer, first = found.layer, None
         else:
-            layer, first = longspec.load_draft(folder, target, **options)
+            layer, first = longspec.load_draft(folder, target, dtype="float32", mesh=given.mesh)
         layer = replace(layer, dtype=given.dtype, window=settings.window)
         draft = replace(draft, layer=layer)
         if first is not None:
@@ -364,7 +367,7 @@ def _check_shape(settings: ParallelSettings, found: ParallelConfig) -> None:
             )
 
 
-def _behind(objective: ParallelObjective, first: Any, given: Given) -> Any:
+def _behind(objective: ParallelObjective, first: PyTree, given: Given) -> PyTree:
     """Fresh parameters behind a LongSpec draft's layer."""
     params = objective.initialize(jax.random.key(given.seed))
     # The LM head reads that layer without a norm: ours begins with the size that the head expects.

@@ -7,10 +7,10 @@ with the target but the numbers of the tokens: embedding and LM head are one tab
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
@@ -50,7 +50,7 @@ class SmallLMObjective:
         """The small model learning the text, as a target that is trained from scratch does."""
         return TargetObjective(self.draft, self.loss_chunk, self.mlp_chunk)
 
-    def initialize(self, key: Array) -> Any:
+    def initialize(self, key: Array) -> PyTree:
         """Fresh parameters."""
         return self.alone.initialize(key)
 
@@ -58,7 +58,9 @@ class SmallLMObjective:
         """No randomness."""
         return ()
 
-    def sums(self, params: Any, frozen: Any, batch: Batch, draws: tuple[()]) -> dict[str, Array]:
+    def sums(
+        self, params: PyTree, frozen: PyTree, batch: Batch, draws: tuple[()]
+    ) -> dict[str, Array]:
         """The loss; with distillation also its parts, and the target's own cross-entropy."""
         if not self.distillation:
             return self.alone.sums(params, frozen, batch, draws)
@@ -80,7 +82,7 @@ class SmallLMObjective:
         parts = {"cross_entropy": sums.cross_entropy, "divergence": sums.divergence}
         return {"loss": sums.loss, "target_loss": sums.teacher_loss, **parts}
 
-    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+    def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance.
 
         A guess at any distance reads all tokens before its own, so that all agree alike.
@@ -102,7 +104,7 @@ def _positions(batch: Batch) -> Array:
 
 @partial(jax.jit, static_argnums=0)
 def _hits(
-    objective: SmallLMObjective, params: Any, frozen: Any, batch: Batch
+    objective: SmallLMObjective, params: PyTree, frozen: PyTree, batch: Batch
 ) -> tuple[Array, Array, Array]:
     """What :func:`train.acceptance.agreement_report` reads."""
     wanted = run_target(
@@ -137,7 +139,7 @@ class SmallLMTrainer:
         """The final hidden states, of which the target's distribution is made."""
         return Reads(hidden=True) if self.settings.distillation else None
 
-    def save(self, folder: Path, params: Any) -> None:
+    def save(self, folder: Path, params: PyTree) -> None:
         """Write a model that this library and transformers load."""
         save_target(folder, self.draft, params)
 

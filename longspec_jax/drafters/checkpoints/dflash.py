@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.features import (
@@ -399,7 +400,7 @@ def draft_table(config: DFlashConfig, *, embedding: bool, head: bool) -> Table:
 def load_draft(
     source: str | Path,
     target: TargetConfig,
-    target_params: Any,
+    target_params: PyTree,
     *,
     layers: tuple[int, ...] | None = None,
     mesh: Mesh | None = None,

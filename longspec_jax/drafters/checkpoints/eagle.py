@@ -17,8 +17,7 @@ from longspec_jax.drafters.checkpoints.eagle3 import (
 )
 from longspec_jax.drafters.checkpoints.features import EMBEDDING, QKV, llama_rules, without_prefix
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle import EagleConfig, EagleOptions, EagleParams
-from longspec_jax.drafters.eagle3 import Eagle3Draft
+from longspec_jax.drafters.eagle import EagleConfig, EagleDraft, EagleOptions, EagleParams
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import REFUSED, build, check_refused, head_width, norm_eps
@@ -37,7 +36,7 @@ def load(
     *,
     mesh: Mesh | None = None,
     revision: str | None = None,
-) -> Eagle3Draft:
+) -> EagleDraft:
     """Load an EAGLE-1 or 2 draft.
 
     Raises:
@@ -52,7 +51,7 @@ def load(
         table = draft_table(config, embedding="embed_tokens.weight" in tensors)
         layer = folder.params(table, tensors, config.dtype)
     params = EagleParams.bound(layer, config, target.config, target.params)
-    return bound(source, config, params, target, options, mesh, "eagle")
+    return bound(source, config, params, target, options, mesh, EagleDraft)
 
 
 def draft_table(config: EagleConfig, *, embedding: bool) -> Table:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax.checks import is_whole, shown
 from longspec_jax.config.layers import (
@@ -42,6 +43,7 @@ from longspec_jax.drafters.checkpoints.features import (
 )
 from longspec_jax.drafters.draft import Target, pays_in_int8
 from longspec_jax.drafters.eagle3 import (
+    D,
     Eagle3Config,
     Eagle3Draft,
     Eagle3Options,
@@ -412,7 +414,7 @@ def draft_table(
 def load_draft(
     source: str | Path,
     target: TargetConfig,
-    target_params: Any,
+    target_params: PyTree,
     *,
     layers: tuple[int, ...] | None = None,
     theta: float | None = None,
@@ -496,7 +498,7 @@ def load(
         mesh=mesh,
         revision=revision,
     )
-    return bound(source, config, params, target, options, mesh)
+    return bound(source, config, params, target, options, mesh, Eagle3Draft)
 
 
 def bound(
@@ -506,13 +508,11 @@ def bound(
     target: Target,
     options: Eagle3Options,
     mesh: Mesh | None,
-    name: str = "eagle3",
-) -> Eagle3Draft:
+    make: type[D],
+) -> D:
     """A loaded draft of this kind or one of its relatives; says what it sees if nobody named it."""
     int8 = pays_in_int8(target) if options.int8 is None else options.int8
-    draft = Eagle3Draft.bind(
-        config, params, target.config, options, int8=int8, mesh=mesh, name=name
-    )
+    draft = make.bind(config, params, target.config, options, int8=int8, mesh=mesh)
     if draft.seen.window is not None and options.window is None and config.window is None:
         warn_of_window(source, draft.seen, draft.config.max_positions, target.config)
     return draft

@@ -1,66 +1,83 @@
 """MTP layers as they are published, and the draft bound to its target.
 
-Two families of files have a layer that is computed here. MiMo's lie among the target's own tensors,
-so target and draft are one folder. speculators' are a folder of their own, trained for a target
-that may have been published without (FastMTP). Others are refused with the reason: their layers
-have experts, or a gate beside their attention, as their targets do.
+Three families of files have one. Qwen's and MiMo's lie among the target's own tensors, so target
+and draft are one folder. speculators' are a folder of their own, trained for a target that may have
+been published without (FastMTP). The layer is one of its family's targets, and its tensors are
+named as that family names a layer's; what stands around it each family of files names in its own
+way.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config.layers import LayerConfig
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.eagle3 import bound
-from longspec_jax.drafters.checkpoints.features import DROPPED, LAYER_CONFIG, QKV, llama_rules
+from longspec_jax.drafters.checkpoints.features import DROPPED, LAYER_CONFIG
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle import EagleOptions, MtpConfig, MtpParams
-from longspec_jax.drafters.eagle3 import Eagle3Draft
-from longspec_jax.weights.checkpoint import Tensors
+from longspec_jax.drafters.eagle import EagleOptions, MtpConfig, MtpDraft, MtpParams
+from longspec_jax.ops.matmul.packed_shares import packed_params
+from longspec_jax.weights.checkpoint import Tensors, each_expert
+from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.folder import open_folder
-from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.hf_config import target_config, text_part
 from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.quantised.formats import quantisation
+from longspec_jax.weights.quantised.table import as_stored, with_matrices
 from longspec_jax.weights.rope import inner_layers
-from longspec_jax.weights.tables import Rule, Table, bind, layer_sizes
+from longspec_jax.weights.tables import Rule, Table, bind, head_order, layer_rules, layer_sizes
 
-LAYERS = "num_nextn_predict_layers"
+LAYERS = "num_nextn_predict_layers", "mtp_num_hidden_layers"
 """How many layers a file says that it has."""
-_SPECULATORS_LAYER = "Qwen3ForCausalLM"
-_FUSE = (Rule("fuse/kernel", "C D", (("input_proj.weight", "D C"),)),)
-_NORMS = tuple(
-    Rule(f"{ours}/scale", "D", ((f"{theirs}.weight", "D"),))
-    for ours, theirs in {
-        "embedding_norm": "token_layernorm",
-        "hidden_norm": "hidden_layernorm",
-        "attention_norm": "input_layernorm",
-        "output_norm": "final_layernorm",
-    }.items()
-)
+_DEDICATED = "mtp_use_dedicated_embeddings"
+_AROUND = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """Where a family of trainers writes an MTP layer."""
+    """How a family of files names an MTP layer."""
 
-    prefix: str
-    """What the names of its tensors begin with."""
-    beside_target: bool
-    """Whether it lies among the target's own tensors."""
-    hidden_first: bool
+    among: str
+    """What the names of its tensors begin with among the target's own; empty in a folder of its
+    own."""
+    around: str
+    """What the names of the projection and the norms around the layer begin with."""
+    layer: str
+    """What the names of the layer's tensors begin with."""
+    families: tuple[str, ...]
+    """Whose layer it may be."""
+    names: tuple[str, str, str, str] = _AROUND
+    """The projection, and the norms of embedding, hidden state and output."""
+    hidden_first: bool = False
     """Whether the projection reads the hidden state before the embedding."""
 
     def table(self, config: MtpConfig) -> Table:
-        """The tensors of the layer."""
-        sizes = layer_sizes(config) | {"C": 2 * config.model_width}
-        rules = *_FUSE, QKV, *_NORMS, *llama_rules(config)
-        return Table(tuple(bind(rule, sizes, theirs=self.prefix) for rule in rules), DROPPED)
+        """The tensors of the layer and of what is around it."""
+        sizes = layer_sizes(config.layer, config.kind) | {"C": 2 * config.model_width}
+        shuffle = head_order(config.head_width, config.rotary_width, interleaved=False)
+        fuse, *norms = (f"{name}.weight" for name in self.names)
+        ours = "embedding_norm", "hidden_norm", "output_norm"
+        around = [Rule("fuse/kernel", "C D", ((fuse, "D C"),))]
+        for each, name in zip(ours, norms, strict=True):
+            around.append(Rule(f"{each}/scale", "D", ((name, "D"),)))
+        leaves = [bind(rule, sizes, theirs=self.around) for rule in around]
+        for rule in layer_rules(config.layer, kind=config.kind):
+            leaves.append(bind(rule, sizes, "layer/", self.layer, shuffle))
+        return Table(tuple(leaves), {} if self.among else DROPPED)
 
 
-MIMO = Dialect("model.mtp_layers.0.", beside_target=True, hidden_first=True)
-SPECULATORS = Dialect("mtp_layers.0.", beside_target=False, hidden_first=False)
+QWEN = Dialect(
+    "mtp.",
+    "mtp.",
+    "mtp.layers.0.",
+    ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
+    ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+)
+_MIMO = "model.mtp_layers.0."
+MIMO = Dialect("model.mtp_layers.", _MIMO, _MIMO, ("MiMoForCausalLM",), hidden_first=True)
+_OWN = "mtp_layers.0."
+SPECULATORS = Dialect("", _OWN, _OWN, ("Qwen3ForCausalLM", "Qwen3_5ForCausalLM"))
 
 
 def load(
@@ -70,8 +87,10 @@ def load(
     *,
     mesh: Mesh | None = None,
     revision: str | None = None,
-) -> Eagle3Draft:
+) -> MtpDraft:
     """Load an MTP layer, from the folder of its target or from one of its own.
+
+    Where the target's linears are quantised, so are those of its layer, and stay so.
 
     Raises:
       FileNotFoundError: if the folder or one of its files is missing.
@@ -79,42 +98,47 @@ def load(
         damaged.
     """
     with open_folder(source, mesh, revision) as folder:
-        tensors = folder.tensors
-        dialect = _dialect_of(folder.raw, tensors)
-        config = _config(folder.raw, dialect, target.config, options.rope_theta)
+        raw, tensors = text_part(folder.raw), folder.tensors
+        dialect = _dialect_of(raw, tensors)
+        config = _config(raw, dialect, target.config, options.rope_theta)
         with folder.named():
             config.check_fits(target.config)
-        if dialect.beside_target:
-            tensors = {name: each for name, each in tensors.items() if ".mtp_layers." in name}
-        layer = folder.params(dialect.table(config), tensors, config.dtype)
+        if dialect.among:
+            tensors = {name: tensors[name] for name in tensors if name.startswith(dialect.among)}
+        tensors = each_expert(tensors)
+        table, quantised, groups = dialect.table(config), quantisation(raw), {}
+        if quantised is not None:
+            table, tensors, groups = as_stored(table, tensors, quantised)
+        layer = with_matrices(folder.params(table, tensors, config.dtype), groups)
     params = MtpParams.bound(layer, config, target.config, target.params)
-    return bound(source, config, params, target, options, mesh, "mtp")
-
-
-_COMMON = (
-    *("vocab_size", "model_width", "mlp_width", "num_heads", "num_kv_heads", "head_width"),
-    *("max_positions", "rope_theta", "rope_scaling", "norm_eps", "qkv_bias"),
-)
-"""Fields that an MTP layer has as a target has them."""
+    draft = bound(source, config, params, target, options, mesh, MtpDraft)
+    layer = packed_params(draft.params.layer, config.dtype)
+    return replace(draft, params=replace(draft.params, layer=layer))
 
 
 def _dialect_of(raw: JsonObject, tensors: Tensors) -> Dialect:
     """Whose file it is; raises ValueError for a layer that is not computed here."""
-    if raw.whole(LAYERS, 1) != 1:
-        raise raw.error(LAYERS, "is not supported: one layer for all levels is", "load another")
+    for key in LAYERS:
+        if raw.whole(key, 1) != 1:
+            raise raw.error(key, "is not supported: one layer for all levels is", "load another")
+    if raw.flag(_DEDICATED, False):
+        rule = "is not supported: an MTP layer reads its target's embedding"
+        raise raw.error(_DEDICATED, rule, "load another draft, such as ngram")
     for dialect in (MIMO, SPECULATORS):
-        if f"{dialect.prefix}input_proj.weight" in tensors:
+        if f"{dialect.around}{_AROUND[0]}.weight" in tensors:
             return dialect
-    named = " ".join(raw.texts("architectures")) or "this model"
-    if any(name.startswith("mtp.") or name.endswith("eh_proj.weight") for name in tensors):
+    named = " ".join(raw.texts("architectures")) or raw.text("model_type", "this model")
+    if other := next((name for name in tensors if name.endswith("eh_proj.weight")), None):
         raise ValueError(
-            f"{raw.origin}: the MTP layer of {named} has experts or a gate beside its attention, "
-            "which are not computed; MTP layers of MiMo and of speculators "
-            "for Qwen3 are. Use another draft, such as ngram"
+            f"{raw.origin}: the MTP layer of {named} has {other}, and none with this tensor is "
+            "computed; MTP layers of Qwen3.5, Qwen3-Next, MiMo and speculators are. Use another "
+            "draft, such as ngram"
         )
+    if any(name.startswith(QWEN.among) for name in tensors):
+        return QWEN
     raise ValueError(
-        f"{raw.origin}: {named} has no MTP layer among its tensors "
-        f"({MIMO.prefix}* or {SPECULATORS.prefix}*); many files are published without it. Download "
+        f"{raw.origin}: {named} has no MTP layer among its tensors ({QWEN.among}*, "
+        f"{MIMO.around}* or {SPECULATORS.around}*); many files are published without it. Download "
         "one with it, or use another draft, such as ngram"
     )
 
@@ -125,23 +149,23 @@ def _config(
     """The layer that a ``config.json`` describes."""
     if dialect is SPECULATORS:
         part = inner_layers(raw, LAYER_CONFIG)
-        if part.text("model_type", "") != "qwen3":
-            raise part.error("model_type", "is not supported, only 'qwen3'", "load another draft")
-        raw = JsonObject({**part.values, "architectures": [_SPECULATORS_LAYER]}, part.origin)
+        raw = JsonObject({**part.values, "architectures": None}, part.origin)
+        kinds = [FAMILIES[name].model_type for name in dialect.families]
+        if raw.text("model_type", "") not in kinds:
+            rule = f"is not supported, only {' and '.join(map(repr, kinds))}"
+            raise raw.error("model_type", rule, "load another draft")
     layer = target_config(raw, target.dtype)
-    if layer.layer(layer.num_layers - 1) != LayerConfig(layer.rotary) or layer.rotary_width:
+    if layer.architecture not in dialect.families:
+        raise ValueError(
+            f"{raw.origin}: an MTP layer {dialect.layer}* of {layer.architecture} is not computed, "
+            f"only of {', '.join(dialect.families)}; load another draft, such as ngram"
+        )
+    kind = next(each for each in reversed(layer.layers) if each.recurrence is None)
+    if kind.window is not None:
         raise ValueError(f"{raw.origin}: an MTP layer with a window is not computed; load another")
-    fields: dict[str, Any] = {name: getattr(layer, name) for name in _COMMON}
-    if theta is not None:
-        fields["rope_theta"] = theta
-    return MtpConfig(
-        **fields,
-        target_width=layer.model_width,
-        proposable=layer.vocab_size,
-        features=(target.num_layers,),
-        dtype=target.dtype,
-        qk_norm=layer.qk_norm,
-        normed_head=False,
-        fuse_bias=False,
+    config = MtpConfig.of(layer, kind, target.num_layers)
+    return replace(
+        config,
+        rope_theta=config.rope_theta if theta is None else theta,
         hidden_first=dialect.hidden_first,
     )

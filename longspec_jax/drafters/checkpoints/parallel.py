@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.longspec import LAYER_RULES, hf_draft_config, layer_config
@@ -59,7 +60,7 @@ def load_draft(
 
 
 def save_draft(
-    folder: str | Path, config: ParallelConfig, params: Any, *, target: TargetConfig
+    folder: str | Path, config: ParallelConfig, params: PyTree, *, target: TargetConfig
 ) -> None:
     """Save a draft; raises ValueError for parameters that are not its own, or not finite.
 

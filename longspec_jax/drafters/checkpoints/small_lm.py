@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.draft import Target
@@ -109,7 +110,7 @@ def check_vocabulary(
         raise ValueError(f"{sizes}, and their tokenizers differ: {difference}; {remedy}")
 
 
-def within(config: TargetConfig, params: Any, vocab_size: int) -> tuple[TargetConfig, Any]:
+def within(config: TargetConfig, params: PyTree, vocab_size: int) -> tuple[TargetConfig, Any]:
     """The small model without the tokens that the target lacks, which are padding."""
     if config.vocab_size <= vocab_size:
         return config, params

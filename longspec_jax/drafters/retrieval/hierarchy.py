@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, PyTree
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.checks import shown
@@ -167,7 +167,7 @@ class Hierarchy(Drafter):
         """Of the chain: the most tokens between two full verifications."""
         return self.tree.num_levels if self.tree.chain is None else self.tree.chain
 
-    def _end(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
+    def _end(self, params: Params, state: PyTree, view: View, noise: SamplingNoise) -> Tree:
         """The tree that only the full verification sees, of the innermost drafter."""
         drafter = self.inner
         while isinstance(drafter, Hierarchy):
@@ -246,17 +246,17 @@ class _Chain(NamedTuple):
     """The last one drawn."""
     open: Bool[Array, " B"]
     """Rows that go on."""
-    state: Any
+    state: PyTree
     """The inner drafter's."""
 
     @classmethod
-    def empty(cls, view: View, size: int, state: Any) -> "_Chain":
+    def empty(cls, view: View, size: int, state: PyTree) -> "_Chain":
         """Before the first round; rows that are done do not take part."""
         count = jnp.zeros_like(view.pending)
         tokens = jnp.zeros((count.shape[0], size), jnp.int32)
         return cls(tokens, view.uncommitted(size), count, view.pending, ~view.done, state)
 
-    def after(self, found: _Round, state: Any, last: int) -> "_Chain":
+    def after(self, found: _Round, state: PyTree, last: int) -> "_Chain":
         """After a round; rows go on whose count is at most ``last``."""
         write = partial(_written, at=self.count)
         joined = found.committed.count
@@ -347,7 +347,7 @@ class RetrievalDraft(Draft):
     target: TargetConfig
     options: RetrievalOptions
     name: str = field(init=False)
-    params: Any = field(init=False, repr=False)
+    params: PyTree = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.drafter(PLAIN).name)

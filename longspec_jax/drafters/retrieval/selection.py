@@ -23,7 +23,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries
 from longspec_jax.config.target import TargetConfig
@@ -142,11 +142,11 @@ class Selector:
         """The state of rows without a token, every leaf ``[B, ...]``."""
         return ()
 
-    def extend(self, state: Any, committed: Committed) -> Any:
+    def extend(self, state: PyTree, committed: Committed) -> Any:
         """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
         return state
 
-    def choose(self, state: Any, view: View) -> Selection:
+    def choose(self, state: PyTree, view: View) -> Selection:
         """What partial forwards see of the ``view.length[b]`` tokens in the cache."""
         raise NotImplementedError
 
@@ -192,14 +192,14 @@ class Retriever(Selector):
     """The target's."""
     budget: BlockBudget = BlockBudget()
 
-    def table(self, state: Any, view: View) -> BlockTable:
+    def table(self, state: PyTree, view: View) -> BlockTable:
         """The best blocks, of all layers alike ``[B, k]`` or of every head ``[B, L, K, k]``.
 
         ``L`` counts the layers without a window.
         """
         raise NotImplementedError
 
-    def choose(self, state: Any, view: View) -> Selection:
+    def choose(self, state: PyTree, view: View) -> Selection:
         """The best blocks of every full layer, laid end to end; all tokens if they fit."""
         if not self.budget.gathers(view.cache.capacity):
             return everything(view.length)

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array
 from longspec_jax.config.layers import HeadScales
+from longspec_jax.ops import hardware
 
 E4M3 = jnp.float8_e4m3fn
 """The dtype of cached numbers, which has no infinity."""
@@ -49,8 +50,20 @@ def codes(x: Array) -> Array:
 def widened(cached: Array, dtype: DTypeLike) -> Array:
     """Cached numbers in the dtype of queries: codes in more bits, others as they are."""
     if cached.dtype == CODES:
-        cached = jax.lax.bitcast_convert_type(cached, E4M3)
+        converts = (hardware.compute_capability() or hardware.FLOAT8) >= hardware.FLOAT8
+        cached = jax.lax.bitcast_convert_type(cached, E4M3) if converts else by_bits(cached)
     return cached.astype(dtype)
+
+
+def by_bits(stored: Array) -> Array:
+    """The numbers of codes in float32, for GPUs without an instruction that converts e4m3.
+
+    Half precision has room for its exponent, which is too small by the difference of both biases.
+    """
+    bits = stored.astype(jnp.uint16)
+    half = jax.lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
+    number = half.astype(jnp.float32) * 256
+    return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, number)
 
 
 def stored(scales: HeadScales | None, keys: Array, values: Array) -> tuple[Array, Array]:

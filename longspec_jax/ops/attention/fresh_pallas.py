@@ -10,7 +10,6 @@ Jitted, so that the equal layers of a model are traced and lowered once.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
-from longspec_jax.axes import Array, Queries, TreeRows
+from longspec_jax.axes import Array, Queries, Ref, TreeRows
 from longspec_jax.ops.attention.online_softmax import (
     State,
     attend_to_fresh,
@@ -111,11 +110,11 @@ def attend_to_tree(
 
 
 def _tree_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    mask_ref: Any,
-    *refs: Any,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    mask_ref: Ref,
+    *refs: Ref,
     tile: TreeTile,
     problem: Problem,
     blocks: int,
@@ -224,13 +223,13 @@ def attend_to_chunk(
 
 
 def _chunk_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    length_ref: Any,
-    partial_ref: Any,
-    partial_lse_ref: Any,
-    *refs: Any,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    length_ref: Ref,
+    partial_ref: Ref,
+    partial_lse_ref: Ref,
+    *refs: Ref,
     tile: TreeTile,
     problem: Problem,
 ) -> None:

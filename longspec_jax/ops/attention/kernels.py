@@ -175,8 +175,6 @@ def _choose_tile(
         hardware.require_hopper("the Mosaic GPU kernel")
         return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, slots)
     capability = hardware.AMPERE if interpret else hardware.require_ampere("the Pallas kernels")
-    if prefix.keys.dtype != q.dtype and not interpret:
-        hardware.require_float8("the Pallas kernels of a cache in 8 bits")
     sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
     plain = prefix.start is None and prefix.oldest is None and cap is None
     if not plain or interpret or not hardware.mosaic_is_supported():

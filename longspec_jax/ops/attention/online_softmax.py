@@ -3,13 +3,12 @@
 Inside a kernel scores and maxima are in base 2; what :func:`finish` returns is natural.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from longspec_jax.axes import Ref
 from longspec_jax.ops.attention.float8 import widened
 from longspec_jax.ops.attention.packing import LOG2_E, PackedShape, Problem
 from longspec_jax.ops.attention.tiles import PrefixTile
@@ -29,7 +28,7 @@ Windows = tuple[jax.Array, list[jax.Array]]
 
 
 def load_windows(
-    oldest_ref: Any, length: jax.Array, batch: jax.Array, parts: list[Rows], shape: PackedShape
+    oldest_ref: Ref, length: jax.Array, batch: jax.Array, parts: list[Rows], shape: PackedShape
 ) -> Windows | None:
     """What some packed rows see of a ring; None without windows (``oldest_ref`` ``[B, T]``)."""
     if oldest_ref is None:
@@ -42,7 +41,7 @@ def load_windows(
 
 
 def load_queries(
-    q_ref: Any, head: Head, first: jax.Array, counts: tuple[int, ...], shape: PackedShape
+    q_ref: Ref, head: Head, first: jax.Array, counts: tuple[int, ...], shape: PackedShape
 ) -> tuple[list[jax.Array], list[Rows]]:
     """The packed queries of a key/value head from row ``first`` on, in parts of ``counts``.
 
@@ -65,8 +64,8 @@ def load_queries(
 
 
 def store_rows(
-    out_ref: Any,
-    lse_ref: Any,
+    out_ref: Ref,
+    lse_ref: Ref,
     place: tuple[jax.Array | int, ...],
     rows: Rows,
     found: tuple[jax.Array, jax.Array],
@@ -149,8 +148,8 @@ def slots_of_split(
 
 def attend_to_slots(
     queries: list[jax.Array],
-    k_ref: Any,
-    v_ref: Any,
+    k_ref: Ref,
+    v_ref: Ref,
     head: Head,
     states: list[State],
     lower: jax.Array,
@@ -200,7 +199,7 @@ def attend_to_slots(
         mask = within if not edge else within & seen[:, None]
         plain = not edge and padded == width
 
-        def read(ref: Any) -> jax.Array:
+        def read(ref: Ref) -> jax.Array:
             source = ref.at[*head, slot[:, None], h[None, :]]
             if plain:
                 return widened(pltriton.load(source), dtype)
@@ -251,7 +250,7 @@ def _update_whole(
 def attend_to_fresh(
     q: jax.Array,
     rows: Rows,
-    refs: Any,
+    refs: Ref,
     head: Head,
     state: State,
     *,
@@ -273,7 +272,7 @@ def attend_to_fresh(
 
 
 def read_fresh(
-    refs: Any,
+    refs: Ref,
     head: Head,
     rows: Rows,
     index: jax.Array | int,

@@ -5,10 +5,9 @@ The numbers here define the bits of a target's 16-bit text
 heads, never on the tree, the rows beside or the cache's capacity.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.ops import hardware
@@ -109,7 +108,7 @@ def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
         raise NotImplementedError(f"{q.shape[1]} nodes are no multiple of {ALIGNED}")
 
 
-def require_target(groups: int, width: int, dtype: Any) -> None:
+def require_target(groups: int, width: int, dtype: DTypeLike) -> None:
     """Refuse machines without the kernel, and targets of other heads or types."""
     hardware.require_hopper("the kernel of one order along a path")
     if dtype not in (jnp.bfloat16, jnp.float16):

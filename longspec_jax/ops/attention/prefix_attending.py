@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from longspec_jax.axes import Ref
 from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.prefix_items import Item
 from longspec_jax.ops.attention.prefix_programs import Program, Share
@@ -90,7 +91,7 @@ class Attention(Program):
         if self.alternate:
             plgpu.barrier_wait(memory.turn)  # The tensor cores are free.
 
-        def multiply_values(acc_ref: Any) -> None:
+        def multiply_values(acc_ref: Ref) -> None:
             plgpu.wgmma(acc_ref, half, memory.v_smem.at[stage])
             # The other warpgroup has begun to multiply these keys.
             self.give_back_keys(item, share, step + share.lane)
@@ -132,14 +133,14 @@ class Attention(Program):
         memory, part = self.memory, share.part
         shape = (WARPGROUP_ROWS, self.tile.slots)
 
-        def multiply_keys(ref: Any, step: jax.Array | int) -> None:
+        def multiply_keys(ref: Ref, step: jax.Array | int) -> None:
             keys = memory.k_smem.at[self.ring(item, step, 0)].transpose((1, 0))
             plgpu.wgmma(ref, memory.q_smem.at[0], keys)
 
         def release_keys(step: jax.Array | int) -> None:
             plgpu.barrier_arrive(memory.k_free.at[self.ring(item, step, 0)])
 
-        def first(ref: Any) -> jax.Array:
+        def first(ref: Ref) -> jax.Array:
             multiply_keys(ref, 0)
             # The compiler sees no connection between the wait for a result and its registers.
             return jax.lax.optimization_barrier(ref[...])
@@ -148,7 +149,7 @@ class Attention(Program):
             scores, state = carry
             stage = self.ring(item, step, 0)
 
-            def with_next(ref: Any) -> Any:
+            def with_next(ref: Ref) -> Any:
                 self.wait_for_keys(item, share, step + 1)
                 # Behind the last block this multiplies an old one, and nobody reads the result.
                 multiply_keys(ref, step + 1)
@@ -159,7 +160,7 @@ class Attention(Program):
                 if edge:
                     self.silence(item, share, step)
 
-                def multiply_values(acc_ref: Any) -> None:
+                def multiply_values(acc_ref: Ref) -> None:
                     plgpu.wgmma(acc_ref, half, memory.v_smem.at[stage])
 
                 acc = pl.run_state(multiply_values)(ACC.init(acc))
@@ -181,7 +182,7 @@ class Attention(Program):
         memory, tile = self.memory, self.tile
         stage = self.ring(item, step, share.lane)
 
-        def multiply_keys(scores_ref: Any) -> jax.Array:
+        def multiply_keys(scores_ref: Ref) -> jax.Array:
             keys = memory.k_smem.at[stage].transpose((1, 0))
             plgpu.wgmma(scores_ref, memory.q_smem.at[self.warpgroup], keys)
             self.take_turn()

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, CacheSlots, Queries
+from longspec_jax.axes import Array, CacheSlots, Queries, Ref
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.attention.packing import Problem, pack, refuse_unsupported
@@ -138,7 +139,7 @@ def launch(
     return call(bounds, *([] if limit is None else [limit]), q, k, v)
 
 
-def _refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) -> None:
+def _refuse_unsupported(width: int, slots: int, dtype: DTypeLike, tile: MosaicTile) -> None:
     """Raise for what this kernel cannot do; the sentence names the value and the rule."""
     if width not in (64, 128):
         raise NotImplementedError(f"head width {width} is neither 64 nor 128")
@@ -150,7 +151,9 @@ def _refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) ->
         )
 
 
-def _memory(work: Work, width: int, rows: int, dtype: Any, *, segmented: bool) -> dict[str, Any]:
+def _memory(
+    work: Work, width: int, rows: int, dtype: DTypeLike, *, segmented: bool
+) -> dict[str, Any]:
     """Shared memory and barriers of a program: the fields of :class:`Memory`."""
     tile = work.tile
     columns = width // work.parts
@@ -190,7 +193,7 @@ def _rings_of_codes(memory: dict[str, Any]) -> dict[str, Ring]:
 
 
 def _kernel(
-    bounds: Any, *refs: Any, work: Work, limited: bool, tokens: int | None, **memory: Any
+    bounds: Ref, *refs: Ref, work: Work, limited: bool, tokens: int | None, **memory: Any
 ) -> None:
     """A program that stays: a warpgroup that fetches, and some that attend, item after item.
 

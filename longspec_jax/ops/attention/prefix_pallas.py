@@ -14,7 +14,6 @@ arrive changes nothing but which one merges.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, Queries
+from longspec_jax.axes import Array, Queries, Ref
 from longspec_jax.ops.attention.online_softmax import (
     attend_to_fresh,
     attend_to_slots,
@@ -76,15 +75,15 @@ def split_attention(
 
 
 def _split_kernel(
-    length_ref: Any,
-    start_ref: Any,
-    row_ref: Any,
-    oldest_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
+    length_ref: Ref,
+    start_ref: Ref,
+    row_ref: Ref,
+    oldest_ref: Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    out_ref: Ref,
+    lse_ref: Ref,
     *,
     tile: PrefixTile,
     problem: Problem,
@@ -171,14 +170,14 @@ def joined_attention(
 
 
 def _joined_kernel(
-    length_ref: Any,
-    start_ref: Any,
-    row_ref: Any,
-    oldest_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    *refs: Any,
+    length_ref: Ref,
+    start_ref: Ref,
+    row_ref: Ref,
+    oldest_ref: Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    *refs: Ref,
     tile: PrefixTile,
     problem: Problem,
 ) -> None:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from longspec_jax.axes import Ref
 from longspec_jax.ops.attention.path import SEGMENT
 from longspec_jax.ops.attention.prefix_items import Item, Part, Work
 from longspec_jax.ops.attention.tiles import MosaicTile
@@ -38,13 +39,13 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 class Operands:
     """The kernel's operands and results in device memory."""
 
-    bounds: Any
-    limit: Any
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    lse: Any
+    bounds: Ref
+    limit: Ref
+    q: Ref
+    k: Ref
+    v: Ref
+    out: Ref
+    lse: Ref
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +58,20 @@ class Memory:
     A cache in 8 bits comes into rings of codes.
     """
 
-    q_smem: Any
-    k_smem: Any
-    v_smem: Any
-    lse_smem: Any
-    out_smem: Any
-    q_ready: Any
-    k_ready: Any
-    v_ready: Any
-    k_free: Any
-    v_free: Any
-    turn: Any
-    clean: Any
-    k_codes: Any = None
-    v_codes: Any = None
+    q_smem: Ref
+    k_smem: Ref
+    v_smem: Ref
+    lse_smem: Ref
+    out_smem: Ref
+    q_ready: Ref
+    k_ready: Ref
+    v_ready: Ref
+    k_free: Ref
+    v_free: Ref
+    turn: Ref
+    clean: Ref
+    k_codes: Ref = None
+    v_codes: Ref = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, CacheSlots
+from longspec_jax.axes import Array, CacheSlots, Ref
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.path import FETCHED
 from longspec_jax.ops.attention.prefix_items import Bounds
@@ -117,7 +118,7 @@ def attend_and_merge(
 
 def _memory(
     *,
-    dtype: Any,
+    dtype: DTypeLike,
     width: int,
     columns: int,
     tokens: int,
@@ -163,7 +164,7 @@ def _memory(
     )
 
 
-def _kernel(*refs: Any, scale: float, segment: int, **memory: Any) -> None:
+def _kernel(*refs: Ref, scale: float, segment: int, **memory: Any) -> None:
     """One program: 64 packed rows of a key/value head, some columns of their output."""
     operands = Operands(*refs)
     batch = jax.lax.axis_index("batch")

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from longspec_jax.axes import Ref
 from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT
 from longspec_jax.ops.attention.widening import widen
@@ -33,18 +34,18 @@ size has no smaller ones. Its last bits then count them."""
 class Operands:
     """Operands and result in device memory, named as in :func:`recent_mosaic.attend_and_merge`."""
 
-    where: Any
-    limit: Any
-    depth: Any
-    bias: Any
-    q: Any
-    k: Any
-    v: Any
-    fresh_k: Any
-    fresh_v: Any
-    partial: Any
-    partial_lse: Any
-    out: Any
+    where: Ref
+    limit: Ref
+    depth: Ref
+    bias: Ref
+    q: Ref
+    k: Ref
+    v: Ref
+    fresh_k: Ref
+    fresh_v: Ref
+    partial: Ref
+    partial_lse: Ref
+    out: Ref
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,21 +59,21 @@ class Memory:
     codes, too.
     """
 
-    q: Any
-    cached_k: Any
-    cached_v: Any
-    cached_alone: Any
-    fresh_k: Any
-    fresh_v: Any
-    fresh_alone: Any
-    partial: Any
-    lse: Any
-    out: Any
-    ready: Any
-    lse_ready: Any
-    partial_ready: Any
-    k_codes: Any = None
-    v_codes: Any = None
+    q: Ref
+    cached_k: Ref
+    cached_v: Ref
+    cached_alone: Ref
+    fresh_k: Ref
+    fresh_v: Ref
+    fresh_alone: Ref
+    partial: Ref
+    lse: Ref
+    out: Ref
+    ready: Ref
+    lse_ready: Ref
+    partial_ready: Ref
+    k_codes: Ref = None
+    v_codes: Ref = None
 
 
 _Pair = tuple[Any, Any]
@@ -195,7 +196,7 @@ class Program:
             widen(memory.v_codes, memory.cached_v, swizzle=2 * CONTRACTED)
             plgpu.commit_smem()
 
-        def products(cached_ref: Any, fresh_ref: Any) -> _Pair:
+        def products(cached_ref: Ref, fresh_ref: Ref) -> _Pair:
             plgpu.wgmma(cached_ref, memory.q, memory.cached_k.transpose((1, 0)))
             plgpu.wgmma(fresh_ref, memory.q, memory.fresh_k.transpose((1, 0)))
             self.set_cached_alone()
@@ -246,7 +247,7 @@ class Program:
             memory.cached_alone.at[number][...] = _kept(block, step == number)
         plgpu.commit_smem()
 
-    def add_values(self, weights: _Pair, depth: Any, acc_ref: Any) -> jax.Array:
+    def add_values(self, weights: _Pair, depth: Any, acc_ref: Ref) -> jax.Array:
         """The weighted values, added in the order of their positions.
 
         The weights stay in registers, and each step has its values among zeros in memory.
@@ -266,7 +267,7 @@ class Program:
             self.add_levels(fresh, depth, acc_ref)
         return jax.lax.optimization_barrier(acc_ref[...])
 
-    def add_levels(self, fresh: jax.Array, depth: Any, acc_ref: Any) -> None:
+    def add_levels(self, fresh: jax.Array, depth: Any, acc_ref: Ref) -> None:
         """Add the nodes' values, level by level. A level behind the last one adds zeros."""
         memory = self.memory
         block = load(memory.fresh_v, plgpu.Layout.WGMMA)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.attention.online_softmax import (
     Head,
     Rows,
@@ -49,7 +49,7 @@ def with_row_operands(kernel: Any, prefix: Prefix) -> Any:
     """
     there = [each is not None for each in _numbers(prefix)]
 
-    def call(*refs: Any) -> None:
+    def call(*refs: Ref) -> None:
         given = iter(refs)
         kernel(*[next(given) if each else None for each in there], *given)
 
@@ -98,8 +98,8 @@ def merge_splits(
 
 
 def load_merged(
-    out_ref: Any,
-    lse_ref: Any,
+    out_ref: Ref,
+    lse_ref: Ref,
     first: jax.Array | int,
     last: jax.Array | int,
     batch: jax.Array,
@@ -156,14 +156,14 @@ def load_merged(
 
 
 def _merge_kernel(
-    length_ref: Any,
-    start_ref: Any,
+    length_ref: Ref,
+    start_ref: Ref,
     _: Any,
     __: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    merged_ref: Any,
-    merged_lse_ref: Any,
+    out_ref: Ref,
+    lse_ref: Ref,
+    merged_ref: Ref,
+    merged_lse_ref: Ref,
     *,
     problem: Problem,
 ) -> None:
@@ -204,7 +204,7 @@ def partial_results(
 
 
 def leave_and_merge(
-    refs: Any,
+    refs: Ref,
     results: tuple[Any, Any],
     head: Head,
     row_tile: jax.Array,
@@ -257,7 +257,7 @@ def leave_and_merge(
 
 
 def _last_to_arrive(
-    arrived_ref: Any, place: tuple[jax.Array, ...], count: jax.Array | int, interpret: bool
+    arrived_ref: Ref, place: tuple[jax.Array, ...], count: jax.Array | int, interpret: bool
 ) -> jax.Array:
     """Count this program as arrived, and say whether all ``count`` are now."""
     if not interpret:

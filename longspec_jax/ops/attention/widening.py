@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.mosaic import load, swizzled
 
@@ -37,9 +37,9 @@ class Ring(NamedTuple):
     number of a block since the kernel began.
     """
 
-    blocks: Any
-    came: Any
-    read: Any
+    blocks: Ref
+    came: Ref
+    read: Ref
 
     @classmethod
     def memory(cls, places: int, width: int) -> "Ring":

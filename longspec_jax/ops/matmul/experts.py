@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.ops.dispatch import Op
@@ -276,7 +276,7 @@ def _block_rows(rows: int, chosen: int, experts: int) -> int:
     return min(rows, max(ALL_ROWS, share + -share % 8))
 
 
-def _chosen(x: Array, experts: Array, weights: Any, limit: float | None) -> Array:
+def _chosen(x: Array, experts: Array, weights: PyTree, limit: float | None) -> Array:
     """``[rows, k, D]``: each pair with its own copy of the weights."""
     flat = experts.reshape(-1)
     own = jax.tree.map(lambda each: jnp.take(each, flat, axis=0, mode="clip"), weights)
@@ -284,7 +284,7 @@ def _chosen(x: Array, experts: Array, weights: Any, limit: float | None) -> Arra
     return _blocks(pairs, own.whole(x), limit).reshape(*experts.shape, -1)
 
 
-def _all(x: Array, experts: Array, weights: Any, limit: float | None) -> Array:
+def _all(x: Array, experts: Array, weights: PyTree, limit: float | None) -> Array:
     """``[rows, k, D]``: taken of the results of all experts."""
     over, weights = (((1,), (3,)), ((), ())), weights.whole(x)
     precision = matmul_precision(x.dtype)
@@ -295,7 +295,7 @@ def _all(x: Array, experts: Array, weights: Any, limit: float | None) -> Array:
     return out.at[experts, jnp.arange(len(x))[:, None]].get(mode="clip")
 
 
-def _grouped(x: Array, experts: Array, weights: Any, limit: float | None) -> Array:
+def _grouped(x: Array, experts: Array, weights: PyTree, limit: float | None) -> Array:
     """``[rows, k, D]``: blocks of the rows of every expert, in passes."""
     weights = weights.whole(x)
     count, pairs = weights.down.shape[0], experts.size
@@ -321,7 +321,7 @@ def _grouped(x: Array, experts: Array, weights: Any, limit: float | None) -> Arr
     return jax.lax.fori_loop(0, turns, step, out).reshape(*experts.shape, -1)
 
 
-def _blocks(x: Array, weights: Any, limit: float | None) -> Array:
+def _blocks(x: Array, weights: PyTree, limit: float | None) -> Array:
     """``[e, c, D]`` of a block of rows ``[e, c, D]`` for each of as many experts."""
     over = ((2,), (3,)), ((0,), (0,))
     inner = jax.lax.dot_general(x, weights.gate_up, over, precision=matmul_precision(x.dtype))
@@ -330,7 +330,7 @@ def _blocks(x: Array, weights: Any, limit: float | None) -> Array:
     return _out(_gated(inner, limit), weights)
 
 
-def _out(inner: Array, weights: Any) -> Array:
+def _out(inner: Array, weights: PyTree) -> Array:
     """``[e, c, D]`` of gated values ``[e, c, F]``."""
     over = ((2,), (2,)), ((0,), (0,))
     out = jax.lax.dot_general(inner, weights.down, over, precision=matmul_precision(inner.dtype))

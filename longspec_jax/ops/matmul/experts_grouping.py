@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
@@ -76,7 +76,7 @@ def row_tiles(experts: Int[Array, "R k"], held: int, height: int) -> RowTiles:
 def expert_mlps_mosaic(
     x: Float[Array, "R D"],
     experts: Int[Array, "R k"],
-    weights: Any,
+    weights: PyTree,
     limit: float | None,
     *,
     ordered: bool = False,

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.experts_tiles import FLOAT_GROUP, ExpertWork, expert_work
@@ -114,7 +114,7 @@ def _kernel(
     expert: Any,
     count: Any,
     x: Any,
-    *refs: Any,
+    *refs: Ref,
     work: ExpertWork,
     limit: float | None,
     names: tuple[str, ...],
@@ -154,17 +154,17 @@ class _Experts(Program):
 
     work: ExpertWork
     limit: float | None
-    expert: Any
-    count: Any
-    x: Any
-    weights: Any
-    out: Any
-    x_smem: Any
-    weights_smem: Any
-    out_smem: Any
-    ready: Any
-    free: Any
-    bias: Any = None
+    expert: Ref
+    count: Ref
+    x: Ref
+    weights: Ref
+    out: Ref
+    x_smem: Ref
+    weights_smem: Ref
+    out_smem: Ref
+    ready: Ref
+    free: Ref
+    bias: Ref = None
 
     def each_unit(self, visit: Any) -> jax.Array:
         """As of :class:`Program`, for the tiles that there are."""
@@ -292,9 +292,9 @@ class _Experts(Program):
 class _PackedExperts(_Experts):
     """The same with weights of 4-bit floats, which are widened in registers."""
 
-    scale: Any = None
-    scale_smem: Any = None
-    operand_smem: Any = None
+    scale: Ref = None
+    scale_smem: Ref = None
+    operand_smem: Ref = None
 
     def fetch_weights(self, outputs: Any, step: jax.Array, to: tuple[Any, int]) -> None:
         """As of :class:`_Experts`: a block of words, and the scales of its groups."""

@@ -8,10 +8,10 @@ these are XLA's matmuls, which also define the ops and their gradients.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from longspec_jax.axes import Array
@@ -109,7 +109,7 @@ def bounded_gate(gate_up: Array, limit: float) -> Array:
     return (second + 1) * (first * jax.nn.sigmoid(SWISH * first))
 
 
-def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
+def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
     """Full float32 matmuls for float32 models; Ampere and later would use TF32 otherwise."""
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 

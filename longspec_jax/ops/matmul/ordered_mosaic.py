@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
@@ -123,14 +123,14 @@ class _Memory:
     ``ready`` says that a place of the ring was filled, ``free`` that all have read it.
     """
 
-    x_smem: Any
-    weights_smem: Any
-    out_smem: Any
-    ready: Any
-    free: Any
+    x_smem: Ref
+    weights_smem: Ref
+    out_smem: Ref
+    ready: Ref
+    free: Ref
 
 
-def _kernel(*refs: Any, work: Work, has_bias: bool, **memory: Any) -> None:
+def _kernel(*refs: Ref, work: Work, has_bias: bool, **memory: Any) -> None:
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
     x, weights, *bias, out = refs
     program = _Matmul(
@@ -150,10 +150,10 @@ def _kernel(*refs: Any, work: Work, has_bias: bool, **memory: Any) -> None:
 class _Matmul(Program):
     """One warpgroup of one program of the matmul."""
 
-    x: Any
-    weights: Any
-    bias: Any
-    out: Any
+    x: Ref
+    weights: Ref
+    bias: Ref
+    out: Ref
     memory: _Memory
 
     def fetch(self, unit: Unit, past: jax.Array) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Float, Float16, UInt32
 
 from longspec_jax.axes import Array, Leaf
@@ -100,7 +101,7 @@ class PackedMatrix(QuantisedWeights):
         return _unpacked(self)
 
 
-def pack(matrix: QuantisedMatrix, dtype: Any) -> PackedMatrix:
+def pack(matrix: QuantisedMatrix, dtype: DTypeLike) -> PackedMatrix:
     """Reorder the codes, and lay out scales and zero points by group.
 
     Args:

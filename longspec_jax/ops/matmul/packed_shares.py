@@ -17,6 +17,8 @@ from flax import struct
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul.packed import LARGEST_SCALE, PackedMatrix, pack
@@ -80,7 +82,7 @@ class PackedShares(QuantisedWeights):
         return tuple(size * (shares if axis == self.cut else 1) for axis, size in sizes)
 
 
-def packed_params(params: Any, dtype: Any) -> Any:
+def packed_params(params: PyTree, dtype: DTypeLike) -> Any:
     """Parameters with every matrix packed that the kernel of this machine reads.
 
     A matrix takes the place of the one it was made of, which is deleted: there is never a second
@@ -114,7 +116,7 @@ def packed_params(params: Any, dtype: Any) -> Any:
         return tree.unflatten(pool.map(packed, leaves))
 
 
-def pack_shares(matrix: QuantisedMatrix, dtype: Any) -> PackedShares:
+def pack_shares(matrix: QuantisedMatrix, dtype: DTypeLike) -> PackedShares:
     """Pack the share of every device, as the mesh has cut the codes.
 
     Args:
@@ -145,7 +147,7 @@ def pack_shares(matrix: QuantisedMatrix, dtype: Any) -> PackedShares:
 
 
 @functools.cache
-def _packing(mesh: Mesh, specs: Any, dtype: Any) -> Callable[..., PackedMatrix]:
+def _packing(mesh: Mesh, specs: Any, dtype: DTypeLike) -> Callable[..., PackedMatrix]:
     """Packs shares that lie like this: one program for all layers."""
 
     def share(matrix: QuantisedMatrix) -> PackedMatrix:

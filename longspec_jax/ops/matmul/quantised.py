@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jax.typing import DTypeLike
+from jaxtyping import Float, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
@@ -41,7 +42,7 @@ def quantised_matmul(
     bias: Array | None = None,
     *,
     ordered: bool = False,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Array:
     """``[*rows, *out]`` of ``x @ dequantised.T``, plus ``bias[*out]``.
 
@@ -122,7 +123,7 @@ def quantised_matmul_xla(
     ordered: bool = False,
     gated: bool = False,
     split: bool = False,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Array:
     """The matmul in plain JAX, the only one of its partials; differentiable in ``x``."""
     x, weights = in_turn(x, weights)
@@ -138,7 +139,7 @@ def quantised_matmul_xla(
     return out[None] if split else out
 
 
-def in_turn(x: Array, weights: Any) -> tuple[Array, Any]:
+def in_turn(x: Array, weights: PyTree) -> tuple[Array, Any]:
     """The operands, so that the weights are dequantised when the rows are there and not before.
 
     Else a compiler may do it for all layers at once, or before the loop over rounds: a whole model
@@ -162,7 +163,7 @@ def _mosaic(
     ordered: bool = False,
     gated: bool = False,
     split: bool = False,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Array:
     """The matmul by the Hopper kernel; refuses what that cannot do."""
     hardware.require_hopper("the kernel for quantised weights")
@@ -205,7 +206,7 @@ def _triton(
     ordered: bool = False,
     gated: bool = False,
     split: bool = False,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Array:
     """The matmul by Triton's kernel; refuses what that does not serve."""
     rows = x.size // x.shape[-1]

@@ -35,8 +35,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
@@ -63,7 +64,7 @@ def matmul(
     *,
     tile: MatmulTile,
     gated: bool = False,
-    dtype: Any,
+    dtype: DTypeLike,
     interpret: Any = None,
 ) -> Array:
     """``x[rows, K] @ dequantised.T (+ bias[N])``, or with a gate.
@@ -144,7 +145,7 @@ def matmul(
 
 
 def _kernel(
-    x: Any, *refs: Any, work: QuantisedWork, stored: Any, names: tuple[str, ...], **memory: Any
+    x: Any, *refs: Ref, work: QuantisedWork, stored: Any, names: tuple[str, ...], **memory: Any
 ) -> None:
     """A program: a warpgroup that fetches, and others that multiply, unit after unit."""
     *given, out = refs
@@ -169,26 +170,26 @@ class _Quantised(Program):
 
     work: QuantisedWork
     stored: Any
-    x: Any
-    out: Any
-    words: Any
-    scale: Any
-    x_smem: Any
-    words_smem: Any
-    out_smem: Any
-    ready: Any
-    free: Any
-    zero: Any = None
-    bias: Any = None
-    scale_unit: Any = None
-    zero_unit: Any = None
-    scale_smem: Any = None
-    zero_smem: Any = None
-    scale_unit_smem: Any = None
-    zero_unit_smem: Any = None
-    sums_smem: Any = None
-    met: Any = None
-    operand_smem: Any = None
+    x: Ref
+    out: Ref
+    words: Ref
+    scale: Ref
+    x_smem: Ref
+    words_smem: Ref
+    out_smem: Ref
+    ready: Ref
+    free: Ref
+    zero: Ref = None
+    bias: Ref = None
+    scale_unit: Ref = None
+    zero_unit: Ref = None
+    scale_smem: Ref = None
+    zero_smem: Ref = None
+    scale_unit_smem: Ref = None
+    zero_unit_smem: Ref = None
+    sums_smem: Ref = None
+    met: Ref = None
+    operand_smem: Ref = None
 
     @property
     def team(self) -> tuple[jax.Array, jax.Array]:

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.hardware import MULTIPROCESSORS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.quantised_weights import MIDDLE, UNIT, QuantisedMatrix
@@ -106,7 +107,7 @@ def matmul(
     *,
     tile: TritonTile,
     gated: bool = False,
-    dtype: Any,
+    dtype: DTypeLike,
     interpret: bool = False,
 ) -> Array:
     """Launch the kernel.
@@ -157,14 +158,14 @@ def matmul(
 
 
 def _kernel(
-    x_ref: Any,
-    codes_ref: Any,
-    scale_ref: Any,
-    *refs: Any,
+    x_ref: Ref,
+    codes_ref: Ref,
+    scale_ref: Ref,
+    *refs: Ref,
     names: tuple[str, ...],
     tile: TritonTile,
     stored: Any,
-    dtype: Any,
+    dtype: DTypeLike,
     group: int,
     middle: int | None,
     gated: bool,
@@ -235,7 +236,7 @@ def _kernel(
     )
 
 
-def _of_groups(numbers_ref: Any, at: Any, unit_ref: Any, unit_at: Any, mask: Any) -> Array:
+def _of_groups(numbers_ref: Ref, at: Any, unit_ref: Ref, unit_at: Any, mask: Any) -> Array:
     """Scales or offsets of groups, float32, for every weight of a tile."""
     numbers = _read(numbers_ref.at[at], mask)
     if unit_ref is None:
@@ -243,7 +244,7 @@ def _of_groups(numbers_ref: Any, at: Any, unit_ref: Any, unit_at: Any, mask: Any
     return numbers.astype(jnp.float32) * _read(unit_ref.at[unit_at], mask).astype(jnp.float32)
 
 
-def _halves(x: Array, dtype: Any) -> tuple[Array, ...]:
+def _halves(x: Array, dtype: DTypeLike) -> tuple[Array, ...]:
     """Rows as they are, or those of the lower and of the upper halves of words."""
     if x.dtype == dtype:
         return (x,)
@@ -251,7 +252,7 @@ def _halves(x: Array, dtype: Any) -> tuple[Array, ...]:
     return tuple(jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in halves)
 
 
-def _widened(codes: Array, stored: Any, dtype: Any, zero: Array | None) -> tuple[Array, ...]:
+def _widened(codes: Array, stored: Any, dtype: DTypeLike, zero: Array | None) -> tuple[Array, ...]:
     """Codes ``[outputs, bytes]`` as numbers without their scales; of 4 bits both halves."""
     if stored == jnp.float8_e4m3fn:
         # Half precision has room for its exponent, which is too small by the two biases.
@@ -267,7 +268,7 @@ def _widened(codes: Array, stored: Any, dtype: Any, zero: Array | None) -> tuple
 
 
 def _weighted(
-    codes: Array, stored: Any, dtype: Any, middle: int, scale: Array, offset: Array | None
+    codes: Array, stored: Any, dtype: DTypeLike, middle: int, scale: Array, offset: Array | None
 ) -> tuple[Array, ...]:
     """Codes as weights, each with its scale and offset; of 4 bits both halves have the same."""
     weights = []

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float, Float16, Int, Int8
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float16, Int, Int8, PyTree
 
 from longspec_jax.axes import Array, Leaf
 
@@ -41,7 +42,7 @@ class QuantisedWeights:
         """The same weights in the order of their inputs."""
         raise NotImplementedError
 
-    def kernel(self, dtype: Any) -> Float[Array, "C ..."]:
+    def kernel(self, dtype: DTypeLike) -> Float[Array, "C ..."]:
         """The dequantised weights as a whole layer has them: inputs first, in their own order."""
         return self.plain().kernel(dtype)
 
@@ -134,7 +135,7 @@ class QuantisedMatrix(QuantisedWeights):
         }
         return self.replace(**rows)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def dequantised(self, dtype: Any) -> Float[Array, "*out C"]:
+    def dequantised(self, dtype: DTypeLike) -> Float[Array, "*out C"]:
         """The weights in a floating dtype, in the order of the codes."""
         codes = self._widened()
         if self.zero is not None:
@@ -150,7 +151,7 @@ class QuantisedMatrix(QuantisedWeights):
         """Itself."""
         return self
 
-    def kernel(self, dtype: Any) -> Float[Array, "C ..."]:
+    def kernel(self, dtype: DTypeLike) -> Float[Array, "C ..."]:
         """The dequantised weights as a whole layer has them: inputs first, in their own order."""
         matrix = jnp.moveaxis(self.dequantised(dtype), -1, 0)
         return matrix if self.order is None else jnp.zeros_like(matrix).at[self.order].set(matrix)
@@ -187,13 +188,13 @@ def _rounded(whole: Array) -> tuple[Array, Array]:
     return codes.astype(jnp.int8), scale
 
 
-def quantised_matrices(params: Any) -> list[QuantisedWeights]:
+def quantised_matrices(params: PyTree) -> list[QuantisedWeights]:
     """All quantised weights of a tree of parameters."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantisedWeights))
     return [leaf for leaf in leaves if isinstance(leaf, QuantisedWeights)]
 
 
-def has_unpacked(params: Any) -> bool:
+def has_unpacked(params: PyTree) -> bool:
     """Whether some quantised weights of a tree of parameters are in the order of their inputs."""
     return any(isinstance(each, QuantisedMatrix) for each in quantised_matrices(params))
 

@@ -15,11 +15,11 @@ negative: two products, which are linear, so that queries may be averaged before
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Num
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
@@ -205,7 +205,7 @@ class Extremes:
 
 
 def no_extremes(
-    batch: int, blocks: int, layers: int, heads: int, width: int, dtype: Any
+    batch: int, blocks: int, layers: int, heads: int, width: int, dtype: DTypeLike
 ) -> Extremes:
     """Of caches without a key; ``dtype`` is the keys'."""
     shape = (batch, blocks, layers, heads, width)

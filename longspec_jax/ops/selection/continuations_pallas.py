@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.triton_launch import triton_call
 
@@ -92,7 +92,7 @@ def best_continuations(
     return choose(scores, *chosen)
 
 
-def _scan(scores_ref: Any, maxima_ref: Any, largest_ref: Any, mass_ref: Any, *, block: int) -> None:
+def _scan(scores_ref: Ref, maxima_ref: Ref, largest_ref: Ref, mass_ref: Ref, *, block: int) -> None:
     """Reduce one chunk of one node's scores."""
     chunk, node, row = (pl.program_id(axis) for axis in range(3))
     place = chunk * BLOCKS + jnp.arange(BLOCKS)
@@ -107,14 +107,14 @@ def _scan(scores_ref: Any, maxima_ref: Any, largest_ref: Any, mass_ref: Any, *, 
 
 
 def _choose_blocks(
-    maxima_ref: Any,
-    largest_ref: Any,
-    mass_ref: Any,
-    totals_ref: Any,
-    chosen_ref: Any,
-    edge_ref: Any,
-    chosen_largest_ref: Any,
-    chosen_total_ref: Any,
+    maxima_ref: Ref,
+    largest_ref: Ref,
+    mass_ref: Ref,
+    totals_ref: Ref,
+    chosen_ref: Ref,
+    edge_ref: Ref,
+    chosen_largest_ref: Ref,
+    chosen_total_ref: Ref,
 ) -> None:
     """Rank one block of every node, by its maximum; the table's rows are nodes, its columns blocks.
 
@@ -153,14 +153,14 @@ def _choose_blocks(
 
 
 def _choose(
-    scores_ref: Any,
-    chosen_ref: Any,
-    edge_ref: Any,
-    largest_ref: Any,
-    total_ref: Any,
-    totals_ref: Any,
-    nodes_ref: Any,
-    tokens_ref: Any,
+    scores_ref: Ref,
+    chosen_ref: Ref,
+    edge_ref: Ref,
+    largest_ref: Ref,
+    total_ref: Ref,
+    totals_ref: Ref,
+    nodes_ref: Ref,
+    tokens_ref: Ref,
     *,
     block: int,
     blocks: int,
@@ -258,7 +258,7 @@ def _exact_sum(masses: Float[Array, "n c"]) -> Float[Array, " n"]:
     return high * 2.0**-10 + low * 2.0**-34
 
 
-def _scores(ref: Any, mask: Array) -> Array:
+def _scores(ref: Ref, mask: Array) -> Array:
     """Scores in float32; -inf where there are none, or no numbers."""
     scores = pltriton.load(ref, mask=mask, other=-jnp.inf).astype(jnp.float32)
     return jnp.where(jnp.isnan(scores), -jnp.inf, scores)

@@ -4,15 +4,13 @@ To the compiler a gather from the host's memory is work for the host: it would l
 there, and move them in a second step.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Int, Num
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.triton_launch import triton_call
 
 
@@ -32,7 +30,7 @@ def gather(
     )(blocks.astype(jnp.int32), whole)
 
 
-def _kernel(blocks_ref: Any, whole_ref: Any, found_ref: Any) -> None:
+def _kernel(blocks_ref: Ref, whole_ref: Ref, found_ref: Ref) -> None:
     """Copy one block of one head."""
     row, head, place = (pl.program_id(axis) for axis in range(3))
     block, width = whole_ref.shape[3:]

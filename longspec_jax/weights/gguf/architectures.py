@@ -132,6 +132,9 @@ class Architecture:
     """The tensors of a layer, in the file and in Hugging Face's folder."""
     changes: Mapping[str, Change] = field(default_factory=dict)
     """What is laid out otherwise, by the file's name."""
+    draft: Mapping[str, str] = field(default_factory=dict)
+    """What stands around its MTP layer, a block behind the others, likewise; none is read if
+    empty."""
     unnamed: frozenset[str] = frozenset()
     """Those that Hugging Face names without ``.weight`` or ``.bias``."""
     experts: tuple[str, ...] = ()
@@ -499,7 +502,21 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ssm_a": "linear_attn.A_log",
             "ssm_dt": "linear_attn.dt_bias",
         },
-        changes=_offset("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")
+        draft={
+            "nextn.eh_proj": "fc",
+            "nextn.enorm": "pre_fc_norm_embedding",
+            "nextn.hnorm": "pre_fc_norm_hidden",
+            "nextn.shared_head_norm": "norm",
+        },
+        changes=_offset(
+            "attn_norm",
+            "post_attention_norm",
+            "attn_q_norm",
+            "attn_k_norm",
+            "nextn.enorm",
+            "nextn.hnorm",
+            "nextn.shared_head_norm",
+        )
         | {
             "attn_qkv": layouts.behind_keys,
             "attn_gate": layouts.value_heads,

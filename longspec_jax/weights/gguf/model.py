@@ -34,8 +34,8 @@ from longspec_jax.weights.gguf.tokens import stop_tokens
 from longspec_jax.weights.json_files import JsonObject
 
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
-_DRAFTS = "mtp.layers"
-"""What the tensors of the layers that predict several tokens are called."""
+_DRAFT, _DRAFTS = "mtp.", "mtp.layers."
+"""What the tensors around a layer that predicts several tokens are called, and those of it."""
 
 
 def gguf_config(path: Path) -> JsonObject:
@@ -128,9 +128,11 @@ def _places(
         if match := _BLOCK.fullmatch(stem):
             index, stem = int(match[1]), match[2]
             prefix, names = f"model.layers.{index}.", architecture.layer
-            if index >= sizes["num_hidden_layers"] and sizes.get("full_attention_interval"):
-                prefix, changes = f"{_DRAFTS}.{index}.", {}
-                names = {**names, stem: names.get(stem, stem)}
+            if architecture.draft and index >= sizes["num_hidden_layers"]:
+                index -= sizes["num_hidden_layers"]
+                prefix, names = f"{_DRAFTS}{index}.", {**names, stem: names.get(stem, stem)}
+                if stem in architecture.draft and not index:
+                    prefix, names = _DRAFT, architecture.draft
         if prefix and stem in architecture.experts:
             yield _Place(prefix, f"{stem}.{kind}", stored, expert=True)
         elif stem in names:

@@ -4,7 +4,6 @@ That a chain is computed as published is in :mod:`.test_parity`.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import pytest
 from longspec_jax.config.layers import YarnRopeScaling
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
@@ -93,8 +93,9 @@ def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
 def test_slots_and_a_window_change_no_token(plain: list[list[np.ndarray]]) -> None:
     """Three requests pass through two slots, their prompts in chunks beside the rounds."""
     params = Params(MODEL, random_params(DRAFT, KNOWN))
-    sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
-    engine = Engine(TARGET, [WINDOW], params, streams=False, **sizes)
+    models = TARGET, (WINDOW,), params
+    runner = ModelRunner(*models, slots=2, capacity=64, stop_width=1, streams=False)
+    engine = Engine(runner, chunk=8)
     engine.launch_sizes = 1, 2
     for req in map(jax.device_get, EVERY):
         for row, length in enumerate(LENGTHS):

@@ -74,7 +74,7 @@ def test_trees_of_the_methods() -> None:
     streaming = StreamingDraft()
     assert Chosen("plain", "plain").tree(None, cpu=True) == PLAIN
     assert Chosen("magicdec", "magicdec").tree(streaming, cpu=True) == TreeConfig((1,) * 4)
-    assert Chosen("ngram", "ngram").tree(NgramDraft(), cpu=False) == TreeConfig((8,) * 8, 64)
+    assert Chosen("ngram", "ngram").tree(NgramDraft(), cpu=False) == TreeConfig((8,) * 16, 64)
     assert Chosen("adaptive", "adaptive").tree(streaming, cpu=True) is None
     assert method_argument("magicdec=chain:2").tree(streaming, cpu=True) == TreeConfig((1, 1))
 

@@ -155,7 +155,7 @@ def test_what_is_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert main([str(scored), "--lengths=900", "--lengths=1100"]) == 0
     text = (scored / "report.md").read_text()
     assert "cut short in writing (13 bytes)" in text and "900–1100" in text
-    assert "lcc has no score: scores and reports need packages that are not" in text
+    assert "lcc has no score: scores need packages that are not" in text
     assert "needle: found" in text and "lcc: edit similarity" not in text
 
 

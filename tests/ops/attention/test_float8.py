@@ -186,10 +186,13 @@ def test_the_triton_kernels_lower_for_cuda(tokens: int) -> None:
     assert lowered(append, cache, fresh, path, lengths).count("custom_call @") == 1
 
 
-def test_older_gpus_take_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which have no instructions that convert e4m3."""
-    x = inputs(Shape(), "float32", [131, 77])
-    small, _ = in_8_bits(x.prefix[1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_older_gpus_widen_by_bits(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which have no instructions that convert e4m3; every number is the same, and NaN is NaN."""
+    codes = jnp.arange(256, dtype=jnp.uint8)
+    converted = float8.widened(codes, dtype)
     monkeypatch.setattr(hardware, "compute_capability", lambda: (8, 6))
-    with pytest.raises(NotImplementedError, match="need compute capability 8.9"):
-        kernels.prefix_attention(x.q, small)
+    assert "f8_e4m3fn" not in str(jax.make_jaxpr(lambda each: float8.widened(each, dtype))(codes))
+    by_bits = float8.widened(codes, dtype)
+    assert by_bits.dtype == converted.dtype
+    np.testing.assert_array_equal(by_bits.astype(jnp.float32), converted.astype(jnp.float32))

@@ -9,6 +9,7 @@ import pytest
 from longspec_jax import LongSpec
 from tests.train.tiny import (
     ROOT,
+    assert_learns_of_stored_features,
     assert_same_run,
     command,
     conversations,
@@ -27,37 +28,36 @@ class Case:
     """Its shape, without ``--config.draft.``."""
     shifts: int
     """Distances at which acceptance is measured."""
-    reported: str
+    reported: str = ""
     """A metric of its own, a share; empty for none."""
-    warning: str
+    warning: str = ""
     """Of its drafter, about the target's range; empty for none."""
     stages: tuple[str, ...] = ("chat",)
     """The ones before the last take a step."""
+    stores: bool = False
+    """Whether what it reads of the target may be stored."""
 
 
+SHORT = "made for 40 positions"
 CASES = {
     "eagle3": Case(
-        ("layers=0", "vocabulary=64", "steps=2"), 2, "in_vocabulary", "made for 40 positions"
+        ("layers=0", "vocabulary=64", "steps=2"), 2, "in_vocabulary", SHORT, stores=True
     ),
     "dflash": Case(
         ("features=0", "layers=2", "block=4", "causal=true", "distillation=0.5"),
         3,
         "divergence",
-        "made for 40 positions",
+        SHORT,
+        stores=True,
     ),
     "small_lm": Case(
         ("layers=1", "width=16", "mlp_width=24", "heads=2", "kv_heads=2"),
         3,
         "divergence",
-        "",
-        ("text", "chat"),
+        stages=("text", "chat"),
     ),
     "parallel": Case(
-        ("layers=1", "window=7", "block=4", "markov_rank=8"),
-        4,
-        "",
-        "",
-        ("short", "long", "sft"),
+        ("layers=1", "window=7", "block=4", "markov_rank=8"), 4, stages=("short", "long", "sft")
     ),
 }
 
@@ -105,6 +105,8 @@ def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
     assert f"checkpoint {newest} is skipped" in capsys.readouterr().err
 
     assert len(assert_same_run(straight, halved)) == 8 + len(earlier)
+    if case.stores:
+        assert_learns_of_stored_features(straight, given, tmp_path, monkeypatch)
     if case.reported:
         assert all(r[case.reported] > 0 for r in records(straight) if "loss" in r)
     last = records(straight)[-1]

@@ -5,7 +5,7 @@ converter, which has a class for every architecture, and not the tables of the l
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,12 @@ _NAMES = {
     "linear_attn.out_proj": "ssm_out",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
+}
+_DRAFT = {
+    "mtp.fc": "eh_proj",
+    "mtp.pre_fc_norm_embedding": "enorm",
+    "mtp.pre_fc_norm_hidden": "hnorm",
+    "mtp.norm": "shared_head_norm",
 }
 _AFTER = {"gemma2", "gemma3", "olmo2", "gpt-oss", "qwen35"}
 """Where the norm behind attention has a name of its own."""
@@ -127,6 +133,16 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]
         yield f"{prefix}{ours}" + f".{kind}" * bool(kind), weights
     for layer in range(config.num_hidden_layers):
         yield from _experts(experts, f"blk.{layer}.", architecture)
+
+
+def with_draft(tensors: Mapping[str, np.ndarray], layers: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of the MTP layer of a Qwen3.5, a block behind the others."""
+    for name, weights in tensors.items():
+        stem = name.removesuffix(".weight")
+        inner = stem.removeprefix("mtp.layers.0.")
+        ours = f"nextn.{_DRAFT[stem]}" if stem in _DRAFT else _NAMES[inner]
+        ours = "post_attention_norm" if inner == "post_attention_layernorm" else ours
+        yield f"blk.{layers}.{ours}.weight", weights + np.float32(weights.ndim == 1)
 
 
 def _experts(

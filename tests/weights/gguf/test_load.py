@@ -6,12 +6,25 @@ from itertools import cycle
 import gguf
 import jax
 import numpy as np
+import pytest
 
+from longspec_jax.drafters.checkpoints import mtp
+from longspec_jax.drafters.draft import Target
+from longspec_jax.loading import choose_drafts
 from longspec_jax.weights.gguf.file import TYPES, read_gguf
 from longspec_jax.weights.hf import load_target
+from tests.drafters.kit import drawn, publish
+from tests.drafters.test_mtp import config_of, stored_shapes
 from tests.kit import each_row
 from tests.models.families import CASES, YARN, make_model
-from tests.weights.gguf.files import ARCHITECTURES, write_model
+from tests.weights.gguf.files import (
+    ARCHITECTURES,
+    keys_of,
+    tensors_of,
+    with_draft,
+    write_gguf,
+    write_model,
+)
 
 OVERRIDES = {
     # Not stored: llama.cpp assumes the published models'.
@@ -59,6 +72,40 @@ def test_file_loads_as_the_folder_does(tmp_path, case):
         found,
         params,
     )
+
+
+def test_the_layer_behind_the_others_is_a_draft(tmp_path):
+    """As of the folder; a second one is none of it, and the target loads beside either."""
+    model = make_model("qwen3.5", **OVERRIDES["qwen3.5"])
+    model.save_pretrained(tmp_path / "folder")
+    target = Target(*load_target(tmp_path / "folder", dtype="float32"))
+    tensors = drawn(stored_shapes(config_of(target.config), mtp.QWEN))
+    publish(tmp_path / "folder", tensors, {"mtp_num_hidden_layers": 1})
+    keys, layers = keys_of(model.config, "qwen35"), target.config.num_layers
+    written = [*tensors_of(model, "qwen35"), *with_draft(tensors, layers)]
+    expected = mtp.load(tmp_path / "folder", target)
+    file = tmp_path / "model.gguf"
+    write_gguf(
+        file,
+        "qwen35",
+        keys | {"block_count": layers + 1, "nextn_predict_layers": 1},
+        iter(written),
+    )
+    assert load_target(file, dtype="float32")[0].num_layers == layers
+    [chosen] = choose_drafts(["mtp"], {}, target=file)
+    found = chosen.load(target)
+    assert found.config == expected.config
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=3e-7, atol=2e-7),
+        found.params.layer,
+        expected.params.layer,
+    )
+    two = [*written, *with_draft(tensors, layers + 1)]
+    more = {"block_count": layers + 2, "nextn_predict_layers": 2}
+    write_gguf(file, "qwen35", keys | more, iter(two))
+    assert load_target(file, dtype="float32")[0].num_layers == layers
+    with pytest.raises(ValueError, match=r"has mtp\.layers\.1\.nextn\.eh_proj\.weight"):
+        chosen.load(target)
 
 
 def decoded(path):

@@ -114,3 +114,11 @@ def test_text_is_that_of_the_dequantised_model(tmp_path, monkeypatch):
     assert precision.startswith("weights Q")
     assert precision.endswith(", activations float32")
     assert found == expected
+
+
+def test_a_gpu_keeps_them_in_16_bits_alone(tmp_path, monkeypatch):
+    path = written(tmp_path / "model.gguf", "llama3", "Llama")
+    whole = {dtype: target_bytes(path, dtype=dtype) for dtype in ("bfloat16", "float32")}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert target_bytes(path, dtype="bfloat16") < whole["bfloat16"]
+    assert target_bytes(path, dtype="float32") == whole["float32"]

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from contrib.quantise import quantise
-from infer import arguments as arguments_lib
+from infer.arguments import Models, check
 from longspec_jax import LongSpec
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.registry import SMALL_LM
@@ -177,12 +177,11 @@ def test_without_an_index_or_a_place(index, monkeypatch):
 
 
 def test_commands_know_the_drafts_of_released_models():
-    parsed = arguments_lib.parser().parse_args(["--target=smollm2"])
-    arguments_lib.check(parsed)
-    assert arguments_lib.drafts(parsed) == ["smollm2-longspec"]
-    alone = arguments_lib.parser().parse_args(["--draft=smollm2-longspec"])
+    released = Models("smollm2")
+    check(released)
+    assert [*released.drafts] == ["smollm2-longspec"]
     with pytest.raises(ValueError, match=r"works with no other \(--target smollm2\)"):
-        arguments_lib.check(alone)
+        check(Models(draft=["smollm2-longspec"]))
     folder = hub.local_folder("smollm2-longspec")
     size = sum(each.stat().st_size for each in folder.iterdir())
     assert 0 < size < 9_500_000

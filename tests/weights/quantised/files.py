@@ -5,8 +5,9 @@ library's code is used.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -223,21 +224,27 @@ KINDS: dict[str, tuple[dict[str, Any], Draw]] = {
 
 
 def write(
-    folder: Path, kind: str, whole: tuple[str, ...] = (), config: Any = CONFIG, **more: Any
+    folder: Path,
+    kind: str,
+    whole: tuple[str, ...] = (),
+    config: Any = CONFIG,
+    beside: Mapping[str, np.ndarray] = MappingProxyType({}),
+    **more: Any,
 ) -> Path:
     """Write a quantised checkpoint to ``folder/quantised`` and the weights to ``folder/whole``.
 
     Args:
       whole: texts in the names of linears that are not quantised.
+      beside: tensors of a draft among the target's, quantised likewise.
       more: keys of the ``quantization_config``.
     """
     said, draw = KINDS[kind]
     save_target(folder / "whole", config, random_target(config))
-    weights = load_file(folder / "whole" / "model.safetensors")
+    weights = load_file(folder / "whole" / "model.safetensors") | {**beside}
     random, stored = np.random.default_rng(7), {}
     for name, tensor in weights.items():
         linear = name.removesuffix(".weight")
-        if ".layers." not in name or tensor.ndim < 2 or any(text in name for text in whole):
+        if ".layers." not in name or tensor.ndim != 2 or any(text in name for text in whole):
             stored[name] = tensor
             continue
         own, dequantised = draw(random, *tensor.shape)

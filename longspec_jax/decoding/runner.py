@@ -1,0 +1,139 @@
+"""The static half of an engine: models, sizes, and the programs that rounds and slots take.
+
+A runner holds no rows and nothing in it changes: rows go in, and come out of the program that they
+were donated to. Who is decoded in them is the engine's affair
+(:class:`longspec_jax.decoding.engine.Engine`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from longspec_jax.axes import Array
+from longspec_jax.decoding.adjustments import fitted
+from longspec_jax.decoding.cache import slack_slots
+from longspec_jax.decoding.constrained import FREE, Guarded, constrained_round
+from longspec_jax.decoding.policy import Choice, tallest
+from longspec_jax.decoding.prefill import vacant
+from longspec_jax.decoding.report import TOKENS, Contents
+from longspec_jax.decoding.round import many_rounds, one_round
+from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert
+from longspec_jax.decoding.sampling import SamplingKind
+from longspec_jax.decoding.target import TargetModel
+from longspec_jax.drafters.base import Drafter, Params
+
+
+@dataclass(frozen=True, eq=False)
+class ModelRunner:
+    """What an engine decodes with: its models, the sizes of its rows, and what a round is."""
+
+    target: TargetModel
+    """The target's static part."""
+    drafters: tuple[Drafter, ...]
+    """The candidates, in the policy's order; they share parameters and state."""
+    params: Params
+    """Parameters of both models."""
+    slots: int
+    """Rows that are decoded at once."""
+    capacity: int
+    """Cache slots of a row: prompt, new tokens and the slack slots of a round, and at least the
+    whole chunks of a prompt."""
+    stop_width: int
+    """Most stop tokens of a request."""
+    streams: bool = True
+    """Whether a launch is one round, read while the next one runs, or many rounds."""
+    together: bool = False
+    """Whether the prompts of as many requests as there are slots are prefilled as one batch, which
+    then takes all slots."""
+    adjusted: bool = False
+    """Whether requests may have biases and penalties, for which every row has tables of the
+    vocabulary."""
+    contents: Contents = TOKENS
+    """What is reported of a round: the most alternatives of a token that a request may ask for, and
+    the trees."""
+    _programs: WeakValueDictionary[tuple[int, SamplingKind, int], Any] = field(
+        default_factory=WeakValueDictionary, init=False, repr=False
+    )
+    """Of rounds, as far as the process keeps them (:mod:`longspec_jax.decoding.programs`)."""
+
+    @cached_property
+    def drafter(self) -> Drafter:
+        """The drafter with the tallest tree."""
+        return tallest(self.drafters)
+
+    @cached_property
+    def slack(self) -> int:
+        """Cache slots that a round needs beyond the tokens of a row."""
+        return slack_slots(self.drafter.tree.num_levels)
+
+    def request(self, given: Request) -> Request:
+        """A request of one row in the form that all requests of the engine have.
+
+        Raises:
+          ValueError: if the engine was not made for what it asks.
+        """
+        tokens, width = np.asarray(given.stop_tokens), self.stop_width
+        if tokens.shape[1] > width:
+            raise ValueError(
+                f"a request of {tokens.shape[1]} stop tokens does not fit an engine made for "
+                f"{width}; make the engine with more"
+            )
+        stops = np.full((1, width), -1, np.int32)
+        stops[:, : tokens.shape[1]] = tokens
+        adjustments = given.adjustments
+        if self.adjusted or adjustments is not None:
+            adjustments = fitted(adjustments, self.adjusted)
+        return replace(given, stop_tokens=stops, adjustments=adjustments)
+
+    def vacant(self) -> Rows:
+        """Rows of which none is taken."""
+        models, sizes = (self.target, self.drafter, self.params), (self.slots, self.capacity)
+        return vacant(*models, *sizes, self.stop_width, self.adjusted)
+
+    def insert(self, rows: Rows, slot: int, prefilled: Rows) -> Rows:
+        """The rows with a prefilled one in this slot; ``rows`` are donated."""
+        shardings = RowShardings.beside(self.params.target, self.slots)
+        return insert(shardings, rows, np.int32(slot), prefilled)
+
+    def launch(
+        self,
+        rows: Rows,
+        choice: Choice,
+        kind: SamplingKind,
+        slots: Sequence[int],
+        constraints: Mapping[int, Guarded] = FREE,
+    ) -> tuple[Rows, Array]:
+        """Launch rounds.
+
+        Args:
+          rows: of all slots; donated.
+          choice: the candidate, and how many rounds of it; one where streams are followed.
+          kind: what the sampling of these slots needs.
+          slots: that take part.
+          constraints: by slot, what some of them may emit. A round then waits for its own tree.
+
+        Returns:
+          The rows after the rounds, and their packed report, which nobody has waited for.
+        """
+        drafter = self.drafters[choice.candidate]
+        if constraints:
+            placed = {slots.index(slot): constraint for slot, constraint in constraints.items()}
+            models = self.target, drafter, self.params, rows
+            return constrained_round(*models, placed, self.contents, *self.some(slots))
+        models = self.target, drafter, kind, self.params, rows
+        launch = one_round if self.streams else many_rounds
+        args = models if self.streams else (*models, np.int32(choice.rounds))
+        args = *args, self.contents.of_kind(kind), *self.some(slots)
+        # Looking a program up takes as long as a small model's round.
+        key = choice.candidate, kind, len(slots)
+        if (known := self._programs.get(key)) is None:
+            self._programs[key] = known = launch.of_shape(*args)
+        return known(*args)
+
+    def some(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """The last argument of a launch of these slots; none where they are all."""
+        return () if len(slots) == self.slots else (np.asarray(slots, np.int32),)

@@ -1,0 +1,100 @@
+"""The kernels of every GPU: those the page names, none that cannot run, none slow in silence."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from longspec_jax.decoding import batch_invariant
+from longspec_jax.ops import hardware
+from longspec_jax.ops.hardware import AMPERE, HOPPER, mosaic_is_supported
+from tests.kit import each_row
+from tests.ops import gpus
+
+PLUGIN = any(
+    importlib.util.find_spec(name) is not None
+    for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")
+)
+HOPPER_ALONE = {"attention, a tree, in one order"}
+"""Refused elsewhere, so that nobody is promised equal bits."""
+
+
+@pytest.mark.slow
+def test_the_page_names_what_every_op_takes() -> None:
+    assert gpus.written(gpus.PAGE.read_text()) == gpus.PAGE.read_text(), (
+        f"run python -m tests.ops.gpus with jax {gpus.series()}"
+    )
+
+
+@pytest.mark.slow
+@each_row("capability", gpus.GPUS)
+def test_what_is_chosen_can_run(capability: gpus.Capability) -> None:
+    """Hopper's instructions are on 9.x alone, and ours for Triton need Ampere's."""
+    taken = gpus.taken(capability)
+    hopper = capability[0] == HOPPER[0] and mosaic_is_supported()
+    assert any("Hopper" in kernels for kernels in taken.values()) == hopper
+    assert {name for name, kernels in taken.items() if kernels == "–"} == (
+        set() if hopper else HOPPER_ALONE
+    )
+    attends = [name for name in taken if name.startswith(("attention", "draft"))]
+    assert len(attends) == 9
+    for name in attends:
+        assert (taken[name] != "XLA") == (capability >= AMPERE or taken[name] == "–"), name
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.skipif(not PLUGIN, reason="needs jax-cuda13-plugin and jax-cuda13-pjrt")
+@pytest.mark.parametrize("capability", gpus.GPUS, ids=lambda each: f"{each[0]}.{each[1]}")
+def test_kernels_assemble_and_fit(capability: gpus.Capability) -> None:
+    """XLA compiles every call to machine code for a GPU that is not there."""
+    if capability == HOPPER:
+        pytest.skip("Hopper's kernels run on such a GPU in the tests marked gpu")
+    with gpus.pretended(capability):
+        for name, call in gpus.calls().items():
+            if gpus.taken(capability)[name] not in ("–", "XLA"):
+                gpus.assembled(call, capability)
+
+
+@each_row(
+    ("capability", "version", "said"),
+    [
+        (None, (0, 10, 2), None),
+        ((7, 5), (0, 12, 0), "7.5 has no bfloat16 .* best in float16"),
+        ((8, 0), (0, 10, 2), None),
+        ((9, 0), (0, 10, 2), "no Hopper kernels: .* Install jax 0.11 or newer"),
+        ((9, 0), (0, 11, 2), None),
+        ((10, 0), (0, 12, 0), None),
+        ((12, 0), (0, 12, 0), None),
+    ],
+)
+def test_what_is_slow_is_said_once(
+    capability: gpus.Capability | None,
+    version: tuple[int, ...],
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    monkeypatch.setattr(hardware, "compute_capability", lambda: capability)
+    monkeypatch.setattr(jax, "__version_info__", version)
+    batch_invariant.warn_of_missing_kernels.cache_clear()
+    try:
+        if said is None:
+            batch_invariant.warn_of_missing_kernels()
+            assert not recwarn.list
+            return
+        with pytest.warns(UserWarning, match=said):
+            batch_invariant.warn_of_missing_kernels()
+        batch_invariant.warn_of_missing_kernels()
+        assert not recwarn.list
+    finally:
+        batch_invariant.warn_of_missing_kernels.cache_clear()
+
+
+def test_a_jax_without_triton_is_said_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (8, 0))
+    assert hardware.has_kernels(jnp.bfloat16)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not hardware.has_kernels(jnp.bfloat16)
+    assert "lacks Pallas' Triton backend" in (hardware.missing_kernels() or "")
