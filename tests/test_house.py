@@ -29,11 +29,11 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 720,
     "files of a request and 4 steps": 19,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 28_660,
+    "token lines of longspec_jax": 28_730,
     "token lines of infer": 7_995,
     "token lines of train": 5_775,
     "token lines of configs": 330,
-    "token lines of tests": 40_540,
+    "token lines of tests": 40_680,
     "token lines of benchmarks and contrib": 3_745,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.

@@ -42,7 +42,7 @@ from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU, 
 from longspec_jax.models.target import HEADS, capped, scaled
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.layer import add, rotate, split_heads
+from longspec_jax.ops.layer import add, rotate, split_heads, split_into
 from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.sharding import param_shardings
@@ -119,9 +119,16 @@ class DraftOutput(NamedTuple):
     hidden: Array
     """``[B, T, D]``; the target's LM head turns it into logits."""
     keys: Array
-    """Self-attention keys ``[B, T, K, H]``, rotary applied."""
+    """Self-attention keys ``[B, T, K, H]``, rotary applied; or all among which they are."""
     values: Array
-    """Self-attention values ``[B, T, K, H]``."""
+    """Self-attention values, likewise."""
+
+
+class Among(NamedTuple):
+    """Keys and values ``[B, U, K, H]``, and the first place that those of the tokens take there."""
+
+    rows: tuple[Array, Array]
+    first: int
 
 
 class LongSpecLayer(nn.Module):
@@ -157,20 +164,22 @@ class LongSpecLayer(nn.Module):
         positions: Array,
         attend_self: Callable[[Array, Array, Array], Array],
         attend_cross: Callable[[Array], Array],
+        among: Among | None = None,
     ) -> DraftOutput:
         """Run the layer over ``T`` tokens.
 
         Args:
           embedded: the target's token embeddings ``[B, T, D]``.
-          positions: rotary positions ``[B, T]``, the target's own.
+          positions: rotary positions ``[B, T]``, the target's own; ``[B, 1]`` if all are the same.
           attend_self: ``(q, k, v) -> out`` over the window and the path to each token.
           attend_cross: ``q -> out`` over keys and values of the target.
+          among: where keys and values go, of which ``attend_self`` gets all; nowhere if absent.
         """
         angles = _angles(self.config, positions)
         embedded = scaled(embedded, self.config.embedding_factor)
-        q, k, v = with_sharding(
-            HEADS, *split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
-        )
+        qkv = self.self_qkv(self.self_norm(embedded))
+        heads = split_heads(qkv, *angles) if among is None else split_into(qkv, *angles, *among)
+        q, k, v = with_sharding(HEADS, *heads)
         attended = self.self_out.partials(attend_self(q, k, v))
         x, normalised = with_sharding("b t d, b t d", *self.cross_norm.add(embedded, attended))
         cross_q, *_ = with_sharding(HEADS, rotate(self.cross_q(normalised), angles), k, v)
@@ -237,17 +246,19 @@ class LongSpecParams(TableParams):
         """Self-attention keys and values of tokens ``[B, T]`` at positions ``[B, T]``."""
         return self._apply(config, self.embedded(tokens), positions, method="keys_values")
 
-    def hidden(
+    def run(
         self,
         config: DraftConfig,
         tokens: Array,
         positions: Array,
         attend_self: Callable[[Array, Array, Array], Array],
         attend_cross: Callable[[Array], Array],
-    ) -> Array:
-        """What the LM head reads of tokens ``[B, T]``, ``[B, T, D]``."""
-        embedded = self.embedded(tokens)
-        return self._apply(config, embedded, positions, attend_self, attend_cross).hidden
+        among: Among,
+    ) -> DraftOutput:
+        """The layer over tokens ``[B, T]``; the rest as of :class:`LongSpecLayer`."""
+        return self._apply(
+            config, self.embedded(tokens), positions, attend_self, attend_cross, among
+        )
 
 
 def _angles(config: DraftConfig, positions: Array) -> tuple[Array, Array]:
@@ -353,26 +364,22 @@ class LongSpecDrafter(Drafter):
             rows: tuple[Array, Array], tree: Tree, nodes: slice, depth: int
         ) -> tuple[tuple[Array, Array], Array]:
             tokens = tree.tokens[:, nodes]
-            positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
-            inside = ring_mask(ring, positions, window)
+            position = view.position[:, None] + depth
+            inside = ring_mask(ring, jnp.broadcast_to(position, tokens.shape), window)
             mask = jnp.concatenate([inside, tree.mask[:, nodes, :nodes_kept]], axis=2)
 
             def attend_self(q: Array, k: Array, v: Array) -> Array:
-                nonlocal rows
-                write = partial(
-                    jax.lax.dynamic_update_slice_in_dim, start_index=window + nodes.start, axis=1
-                )
-                rows = write(rows[0], k), write(rows[1], v)
-                fresh = Fresh(*rows, mask)
+                fresh = Fresh(k, v, mask)
                 return tree_attention(q, fresh, dtype=q.dtype, implementation=self.attention).out
 
-            attend_cross = partial(self._attend_cross, past)
-            hidden = draft.hidden(self.config, tokens, positions, attend_self, attend_cross)
+            attend = attend_self, partial(self._attend_cross, past)
+            places = Among(rows, window + nodes.start)
+            hidden, keys, values = draft.run(self.config, tokens, position, *attend, places)
             logits = draft.logits(hidden)
             if more is not None:
                 logits = more.joined(logits, hidden)
             scores = noise.scores(capped(logits, self.config.logit_cap), depth)
-            return rows, scores if more is None else more.only_possible(scores)
+            return (keys, values), scores if more is None else more.only_possible(scores)
 
         return beam_search(view.pending, self.tree, score, rows, vocabulary, self.attention)
 
