@@ -46,7 +46,7 @@ to 0.8 % of code and prose are neither among them nor in the row's text (Llama 3
 as many tokens 1.5 to 3 %, and sampled texts hold more rare tokens than that)."""
 _LEAST_SAVED = 0.06
 """Bytes of LM heads that a round no longer reads, of those of the target, from which a reduced
-vocabulary pays: about twice the accepted tokens that it costs."""
+vocabulary pays: about twice the accepted tokens that it costs. Infinity turns the default off."""
 _LEVELS = 5
 """Of the default tree, each of which reads the LM head."""
 
