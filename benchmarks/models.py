@@ -46,7 +46,7 @@ from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft
 from longspec_jax.drafters.small_lm import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.loading import ChosenDraft, choose_drafts
-from longspec_jax.models.target import Target
+from longspec_jax.models.target import Target, shares_head
 from longspec_jax.ops.attention.float8 import CODES, codes, rounded
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.ops.matmul.quantised_weights import has_unpacked
@@ -172,6 +172,7 @@ def _random_longspec(
         layer,
         target,
         vocabulary=tokens,
+        own_tokens=tokens is not None and mesh is None and shares_head(target),
         int8=bool(options.int8),  # Only where it is named: a row says what it measured.
         working=options.working_cache(config),
         mesh=mesh,

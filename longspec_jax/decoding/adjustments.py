@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from longspec_jax.axes import Array, Leaf, Lengths
 
@@ -145,10 +145,17 @@ class Adjustments:
             emitted += jnp.arange(emitted.shape[1]) == here[:, None]
         return replace(self, emitted=emitted)
 
-    def among(self, tokens: Int[Array, " v"]) -> "Adjustments":
-        """The same for logits of these tokens alone."""
-        tables = {name: jnp.take(getattr(self, name), tokens, axis=1) for name in _TABLES}
+    def among(self, tokens: Int[Array, "*B v"]) -> "Adjustments":
+        """The same for logits of these tokens alone, the same in all rows or each row's own."""
+        tables = {name: among(getattr(self, name), tokens) for name in _TABLES}
         return replace(self, **tables)
+
+
+def among(table: Shaped[Array, "B *more V"], tokens: Int[Array, "*B v"]) -> Array:
+    """The columns ``[B, ..., v]`` of some tokens, the same in all rows or each row's own."""
+    if tokens.ndim == 1:
+        return jnp.take(table, tokens, axis=-1)
+    return jax.vmap(lambda row, own: jnp.take(row, own, axis=-1))(table, tokens)
 
 
 _TABLES = ("bias", "in_prompt", "emitted")

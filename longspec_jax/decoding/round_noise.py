@@ -7,7 +7,7 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.decoding.adjustments import Adjustments, adjust
+from longspec_jax.decoding.adjustments import Adjustments, adjust, among
 from longspec_jax.decoding.sampling import TINY, Sampling, SamplingKind, draw, noise, perturb
 from longspec_jax.ops.slicing import along
 
@@ -88,12 +88,12 @@ class RoundNoise:
     def _adjusted(self, logits: Array, paths: Array | None = None) -> Array:
         return logits if self.adjustments is None else adjust(logits, self.adjustments, paths)
 
-    def among(self, tokens: Int[Array, " v"]) -> "RoundNoise":
-        """The same for logits of these tokens alone."""
+    def among(self, tokens: Int[Array, "*B v"]) -> "RoundNoise":
+        """The same for logits of these tokens alone, the same in all rows or each row's own."""
         if self.sampling.kind is SamplingKind.GREEDY:
             return self
         adjustments = self.adjustments and self.adjustments.among(tokens)
-        gumbel = jnp.take(self.noise, tokens, axis=2)
+        gumbel = among(self.noise, tokens)
         return dataclasses.replace(self, noise=gumbel, adjustments=adjustments)
 
     def after(self, steps: Lengths, levels: int) -> "RoundNoise":

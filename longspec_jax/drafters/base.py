@@ -162,8 +162,8 @@ class SamplingNoise(Protocol):
         """What the target draws from these logits at nodes of these depths."""
         ...
 
-    def among(self, tokens: Int[Array, " v"]) -> "SamplingNoise":
-        """The same for logits of these tokens alone."""
+    def among(self, tokens: Int[Array, "*B v"]) -> "SamplingNoise":
+        """The same for logits of these tokens alone, the same in all rows or each row's own."""
         ...
 
     def after(self, steps: Lengths, levels: int) -> "SamplingNoise":

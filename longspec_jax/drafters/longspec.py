@@ -37,12 +37,12 @@ from longspec_jax.drafters.retrieval.working_cache import (
 )
 from longspec_jax.drafters.tables import TableParams
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
-from longspec_jax.drafters.vocabulary import check_vocabulary
+from longspec_jax.drafters.vocabulary import OwnTokens, check_vocabulary
 from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU, rotary_angles
 from longspec_jax.models.target import HEADS, capped, scaled
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.layer import add, rotate, split_heads
+from longspec_jax.ops.layer import add, rotate, split_heads, split_into
 from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.sharding import param_shardings
@@ -119,9 +119,16 @@ class DraftOutput(NamedTuple):
     hidden: Array
     """``[B, T, D]``; the target's LM head turns it into logits."""
     keys: Array
-    """Self-attention keys ``[B, T, K, H]``, rotary applied."""
+    """Self-attention keys ``[B, T, K, H]``, rotary applied; or all among which they are."""
     values: Array
-    """Self-attention values ``[B, T, K, H]``."""
+    """Self-attention values, likewise."""
+
+
+class Among(NamedTuple):
+    """Keys and values ``[B, U, K, H]``, and the first place that those of the tokens take there."""
+
+    rows: tuple[Array, Array]
+    first: int
 
 
 class LongSpecLayer(nn.Module):
@@ -157,20 +164,22 @@ class LongSpecLayer(nn.Module):
         positions: Array,
         attend_self: Callable[[Array, Array, Array], Array],
         attend_cross: Callable[[Array], Array],
+        among: Among | None = None,
     ) -> DraftOutput:
         """Run the layer over ``T`` tokens.
 
         Args:
           embedded: the target's token embeddings ``[B, T, D]``.
-          positions: rotary positions ``[B, T]``, the target's own.
+          positions: rotary positions ``[B, T]``, the target's own; ``[B, 1]`` if all are the same.
           attend_self: ``(q, k, v) -> out`` over the window and the path to each token.
           attend_cross: ``q -> out`` over keys and values of the target.
+          among: where keys and values go, of which ``attend_self`` gets all; nowhere if absent.
         """
         angles = _angles(self.config, positions)
         embedded = scaled(embedded, self.config.embedding_factor)
-        q, k, v = with_sharding(
-            HEADS, *split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
-        )
+        qkv = self.self_qkv(self.self_norm(embedded))
+        heads = split_heads(qkv, *angles) if among is None else split_into(qkv, *angles, *among)
+        q, k, v = with_sharding(HEADS, *heads)
         attended = self.self_out.partials(attend_self(q, k, v))
         x, normalised = with_sharding("b t d, b t d", *self.cross_norm.add(embedded, attended))
         cross_q, *_ = with_sharding(HEADS, rotate(self.cross_q(normalised), angles), k, v)
@@ -192,17 +201,38 @@ class LongSpecParams(TableParams):
     """The draft's own parameters and the two tables it shares with the target."""
 
     module = LongSpecLayer
+    whole: Leaf[Float[Array, "V D"]] | None = None
+    """The target's LM head, of which rows of a row's own tokens are read; None where no token is
+    proposed for having occurred."""
+    listed: Leaf[Bool[Array, " V"]] | None = None
+    """Which tokens are in the vocabulary, where there is the whole head."""
 
-    def restricted(self, vocabulary: Int[Array, " v"]) -> "LongSpecParams":
+    def restricted(
+        self, vocabulary: Int[Array, " v"], own_tokens: bool = False
+    ) -> "LongSpecParams":
         """Propose only these tokens, the most frequent ones: a cheaper LM head at every level.
 
         Verification stays over the whole vocabulary, so the output is unchanged. Call it before
         :meth:`in_int8`.
+
+        Args:
+          vocabulary: ids of the tokens.
+          own_tokens: propose what a row's text holds, too
+            (:class:`~longspec_jax.drafters.vocabulary.OwnTokens`).
         """
         if isinstance(self.head, QuantisedWeights):
             raise ValueError("the draft is in 8 bits already; restrict it before in_int8")
         rows = jnp.take(self.head, vocabulary, axis=0)
-        return dataclasses.replace(self, head=rows, vocabulary=vocabulary, own_head=True)
+        fewer = dataclasses.replace(self, head=rows, vocabulary=vocabulary, own_head=True)
+        if not own_tokens:
+            return fewer
+        listed = jnp.zeros(self.head.shape[0], bool).at[vocabulary].set(True)
+        return dataclasses.replace(fewer, whole=self.head, listed=listed)
+
+    @property
+    def own_params(self) -> Any:
+        """Those not shared with the target."""
+        return *super().own_params, self.listed
 
     @property
     def proposable(self) -> int:
@@ -216,17 +246,19 @@ class LongSpecParams(TableParams):
         """Self-attention keys and values of tokens ``[B, T]`` at positions ``[B, T]``."""
         return self._apply(config, self.embedded(tokens), positions, method="keys_values")
 
-    def hidden(
+    def run(
         self,
         config: DraftConfig,
         tokens: Array,
         positions: Array,
         attend_self: Callable[[Array, Array, Array], Array],
         attend_cross: Callable[[Array], Array],
-    ) -> Array:
-        """What the LM head reads of tokens ``[B, T]``, ``[B, T, D]``."""
-        embedded = self.embedded(tokens)
-        return self._apply(config, embedded, positions, attend_self, attend_cross).hidden
+        among: Among,
+    ) -> DraftOutput:
+        """The layer over tokens ``[B, T]``; the rest as of :class:`LongSpecLayer`."""
+        return self._apply(
+            config, self.embedded(tokens), positions, attend_self, attend_cross, among
+        )
 
 
 def _angles(config: DraftConfig, positions: Array) -> tuple[Array, Array]:
@@ -246,6 +278,8 @@ class LongSpecState:
     values: Leaf[Float[Array, "B W K H"]]
     choice: CachedSelection | None = None
     """What is read of the target's cache, if not all is; a few numbers."""
+    own: OwnTokens | None = None
+    """Tokens of the row outside the draft vocabulary, where they are proposed."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +293,8 @@ class LongSpecDrafter(Drafter):
     automatically if absent."""
     working: WorkingCache | None = None
     """What cross-attention reads of the target's cache; all of it if absent."""
+    own_tokens: bool = False
+    """Whether it proposes what a row's text holds beside its vocabulary."""
     name: str = field(default="longspec", init=False)
 
     def __post_init__(self) -> None:
@@ -270,16 +306,17 @@ class LongSpecDrafter(Drafter):
 
     @cached_property
     def needs(self) -> Needs:
-        """The last ``W`` tokens, and what a working cache is chosen by."""
+        """The last ``W`` tokens, what a working cache is chosen by, and the text if it is used."""
         queries = self.working.queries if self.working else ()
-        return Needs(queries=queries, recent=self.config.window)
+        return Needs(queries=queries, recent=self.config.window, text=self.own_tokens)
 
     def begin(self, params: Params, batch: int, capacity: int) -> LongSpecState:
         """An empty ring, whatever the capacity."""
         c = self.config
         shape = (batch, c.window, c.num_kv_heads, c.head_width)
         keys, values = (jnp.zeros(shape, jnp.dtype(c.dtype)) for _ in range(2))
-        return LongSpecState(keys, values, self.working and self.working.begin(batch))
+        own = OwnTokens.begin(batch) if self.own_tokens else None
+        return LongSpecState(keys, values, self.working and self.working.begin(batch), own)
 
     def extend(self, params: Params, state: LongSpecState, committed: Committed) -> LongSpecState:
         """Write the K/V of the last ``W`` of the tokens over the oldest ring slots."""
@@ -294,7 +331,11 @@ class LongSpecDrafter(Drafter):
         write = jax.vmap(lambda ring, at, fresh: ring.at[at].set(fresh, mode="drop"))
         choice = self.working and self.working.extend(state.choice, committed)
         ring = write(state.keys, slots, keys), write(state.values, slots, values)
-        return LongSpecState(*ring, choice)
+        own = state.own
+        if own is not None:
+            assert draft.listed is not None, "own tokens are those that are not listed"
+            own = own.extended(committed, draft.listed)
+        return LongSpecState(*ring, choice, own)
 
     def before_round(self, params: Params, state: LongSpecState, view: View) -> LongSpecState:
         """Choose what is read of the target's cache, in the rows that need it."""
@@ -306,8 +347,12 @@ class LongSpecDrafter(Drafter):
         """Grow the tree level by level; the last level's nodes are never run themselves."""
         window = self.config.window
         draft: LongSpecParams = params.draft
-        if draft.vocabulary is not None:
-            noise = noise.among(draft.vocabulary)
+        vocabulary, more = draft.vocabulary, None
+        if state.own is not None:
+            more = MoreTokens.of_rows(draft, state.own)
+            vocabulary = more.vocabulary
+        if vocabulary is not None:
+            noise = noise.among(vocabulary)
         ring = ring_positions(view.position, window)
         # One buffer for ring and tree: a level's K/V are written behind the ring as it is run.
         nodes_kept = nodes_run(self.tree)
@@ -319,25 +364,24 @@ class LongSpecDrafter(Drafter):
             rows: tuple[Array, Array], tree: Tree, nodes: slice, depth: int
         ) -> tuple[tuple[Array, Array], Array]:
             tokens = tree.tokens[:, nodes]
-            positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
-            inside = ring_mask(ring, positions, window)
+            position = view.position[:, None] + depth
+            inside = ring_mask(ring, jnp.broadcast_to(position, tokens.shape), window)
             mask = jnp.concatenate([inside, tree.mask[:, nodes, :nodes_kept]], axis=2)
 
             def attend_self(q: Array, k: Array, v: Array) -> Array:
-                nonlocal rows
-                write = partial(
-                    jax.lax.dynamic_update_slice_in_dim, start_index=window + nodes.start, axis=1
-                )
-                rows = write(rows[0], k), write(rows[1], v)
-                fresh = Fresh(*rows, mask)
+                fresh = Fresh(k, v, mask)
                 return tree_attention(q, fresh, dtype=q.dtype, implementation=self.attention).out
 
-            attend_cross = partial(self._attend_cross, past)
-            hidden = draft.hidden(self.config, tokens, positions, attend_self, attend_cross)
-            logits = capped(draft.logits(hidden), self.config.logit_cap)
-            return rows, noise.scores(logits, depth)
+            attend = attend_self, partial(self._attend_cross, past)
+            places = Among(rows, window + nodes.start)
+            hidden, keys, values = draft.run(self.config, tokens, position, *attend, places)
+            logits = draft.logits(hidden)
+            if more is not None:
+                logits = more.joined(logits, hidden)
+            scores = noise.scores(capped(logits, self.config.logit_cap), depth)
+            return (keys, values), scores if more is None else more.only_possible(scores)
 
-        return beam_search(view.pending, self.tree, score, rows, draft.vocabulary, self.attention)
+        return beam_search(view.pending, self.tree, score, rows, vocabulary, self.attention)
 
     def _past(self, state: LongSpecState, view: View) -> Prefix:
         """What cross-attention reads of the target."""
@@ -349,6 +393,35 @@ class LongSpecDrafter(Drafter):
 
     def _attend_cross(self, past: Prefix, q: Array) -> Array:
         return prefix_attention(q, past, dtype=q.dtype, implementation=self.attention).out
+
+
+class MoreTokens(NamedTuple):
+    """Tokens that each row proposes beside the draft vocabulary, with their rows of the LM head."""
+
+    vocabulary: Int[Array, "B m"]
+    """The draft vocabulary, then the row's own tokens."""
+    head: Float[Array, "B X D"]
+    possible: Bool[Array, "B m"]
+    """Not the empty slots, nor the repetitions of a token."""
+
+    @classmethod
+    def of_rows(cls, draft: LongSpecParams, own: OwnTokens) -> "MoreTokens":
+        """The tokens of some rows; of their LM head what they need is gathered once a round."""
+        assert draft.vocabulary is not None and draft.whole is not None
+        shape = len(own.tokens), draft.proposable
+        listed = jnp.broadcast_to(draft.vocabulary, shape)
+        vocabulary = jnp.concatenate([listed, own.tokens], axis=1)
+        possible = jnp.concatenate([jnp.ones(shape, bool), own.distinct()], axis=1)
+        return cls(vocabulary, jnp.take(draft.whole, own.tokens, axis=0), possible)
+
+    def joined(self, logits: Float[Array, "B w v"], hidden: Float[Array, "B w D"]) -> Array:
+        """Logits of all tokens, ``[B, w, m]``, behind those of the draft vocabulary."""
+        products = jnp.einsum("bwd,bxd->bwx", hidden, self.head, preferred_element_type=jnp.float32)
+        return jnp.concatenate([logits, products], axis=2)
+
+    def only_possible(self, scores: Float[Array, "B w m"]) -> Array:
+        """The scores, -inf where a slot holds no token of its own."""
+        return jnp.where(self.possible[:, None], scores, -jnp.inf)
 
 
 def ring_positions(length: Lengths, window: int) -> Int[Array, "B W"]:
@@ -376,9 +449,12 @@ class LongSpecOptions(WorkingCacheOptions):
     """
 
     vocabulary: int | None = None
-    """How many tokens it may propose: the first ones of the table beside the draft; all if absent.
+    """How many tokens it may propose beside those that a row's text holds: the first ones of the
+    table beside the draft, which ``python -m train.vocabulary`` makes; as many as the target has
+    for all.
 
-    ``python -m train.vocabulary`` makes the table. A smaller LM head is faster and misses some."""
+    If absent, those that the tokenizer learned first, on a GPU with a large target in 16 bits whose
+    vocabulary is so large that it pays; else all."""
     int8: bool | None = None
     """Read its weights and a copy of the target's LM head in 8 bits: half the bytes.
 
@@ -403,6 +479,7 @@ class LongSpecDraft(Draft):
         target_params: Any,
         *,
         vocabulary: Any = None,
+        own_tokens: bool = False,
         int8: bool = False,
         working: WorkingCache | None = None,
         mesh: Mesh | None = None,
@@ -413,6 +490,7 @@ class LongSpecDraft(Draft):
           layer: parameters of :class:`~longspec_jax.drafters.longspec.LongSpecLayer`.
           target_params: the target's parameters, whose embedding and LM head the draft reads.
           vocabulary: ids of the tokens that it may propose, ``[v]``; all if absent.
+          own_tokens: with a vocabulary, also propose what each row's text holds; on one device.
           int8: read the layer and a copy of the LM head in 8 bits.
           working: what cross-attention reads of the target's cache; all of it if absent.
           mesh: what the parameters are spread over; one device if absent.
@@ -420,7 +498,7 @@ class LongSpecDraft(Draft):
         params = LongSpecParams.beside(target_params, layer)
         if vocabulary is not None:
             tokens = check_vocabulary(vocabulary, params.embedding.shape[0])
-            params = params.restricted(jnp.asarray(tokens))
+            params = params.restricted(jnp.asarray(tokens), own_tokens)
         if int8:
             params = params.in_int8(mesh)
         elif mesh is not None and vocabulary is not None:
@@ -445,4 +523,5 @@ class LongSpecDraft(Draft):
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> LongSpecDrafter:
         """The drafter that grows this tree."""
-        return LongSpecDrafter(self.config, tree, attention, self.working)
+        own = self.params.whole is not None
+        return LongSpecDrafter(self.config, tree, attention, self.working, own)

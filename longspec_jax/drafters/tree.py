@@ -38,6 +38,7 @@ from jaxtyping import Bool, Float, Int
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.ops.selection.continuations import best_continuations, top_by_rank
+from longspec_jax.ops.slicing import along
 
 
 @struct.dataclass
@@ -229,7 +230,7 @@ def beam_search(
     config: TreeConfig,
     score: Score[Memory],
     memory: Memory,
-    vocabulary: Int[Array, " v"] | None = None,
+    vocabulary: Int[Array, "*B v"] | None = None,
     implementation: str | None = None,
     trust: Trust[Memory] | None = None,
 ) -> Tree:
@@ -238,7 +239,8 @@ def beam_search(
     Args:
       score: called level by level, from the root on; not for the last level.
       memory: a pytree passed from call to call, such as the keys and values of scored nodes.
-      vocabulary: the tokens that scores are about; token ``i`` is the i-th if absent.
+      vocabulary: the tokens that scores are about, the same in all rows or each row's own; token
+        ``i`` is the i-th if absent.
       implementation: of the choice among a level's continuations, as of the attention ops.
       trust: how far the scores behind a node are trusted; fully if absent.
     """
@@ -294,7 +296,7 @@ def _deepen(
     depth: int,
     first: int,
     children: int,
-    vocabulary: Int[Array, " v"] | None,
+    vocabulary: Int[Array, "*B v"] | None,
     at: Level[Memory],
 ) -> Level[Memory]:
     """Grow the level below the nodes from ``first`` on."""
@@ -306,7 +308,8 @@ def _deepen(
         memory, scores = score(memory, tree, nodes, depth)
         total, parents, tokens = choose(scores, total, children)
         if vocabulary is not None:
-            tokens = jnp.take(vocabulary, tokens)
+            own = vocabulary.ndim == 2
+            tokens = along(tokens, vocabulary) if own else jnp.take(vocabulary, tokens)
         return memory, grow(tree, nodes.stop, tokens, first + parents), total
 
 

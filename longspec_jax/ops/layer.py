@@ -124,6 +124,38 @@ def split_heads_xla(
     return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
 
 
+def split_into(
+    qkv: Float[Array, "B T K G2 H"],
+    cos: Float[Array, " B #T half"],
+    sin: Float[Array, " B #T half"],
+    rows: tuple[Float[Array, "B U K H"], Float[Array, "B U K H"]],
+    first: int,
+) -> Heads:
+    """:func:`split_heads`, with keys and values put among others from place ``first`` on.
+
+    Args:
+      qkv: as there.
+      cos: as there; of one token where all are at the same position.
+      sin: likewise.
+      rows: keys and values of which ``T`` are replaced, in place where they may be.
+      first: the first of these.
+
+    Returns:
+      Rotated queries ``[B, T, N, H]``, and all keys and values ``[B, U, K, H]``.
+    """
+    return SPLIT_INTO(qkv, cos, sin, rows, first)
+
+
+def split_into_xla(
+    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int
+) -> Heads:
+    """:func:`split_into` in plain JAX."""
+    q, *fresh = split_heads_xla(qkv, cos, sin)
+    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
+    keys, values = map(write, rows, fresh)
+    return q, keys, values
+
+
 def wide_qk_norm(
     qkv: Float[Array, "B T K G2 H"],
     scales: tuple[Float[Array, "K G H"], Float[Array, "K H"]],
@@ -227,6 +259,15 @@ def _split_heads_pallas(
     return layer_pallas.split_heads(qkv, cos, sin, scales, eps=eps)
 
 
+def _split_into_pallas(
+    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int
+) -> Heads:
+    require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
+    from longspec_jax.ops import layer_pallas
+
+    return layer_pallas.split_heads(qkv, cos, sin, None, rows, first=first)
+
+
 def _append_rows_pallas(
     caches: Sequence[CacheSlots],
     fresh: Sequence[CachedRows],
@@ -247,4 +288,5 @@ def _append_rows_pallas(
 
 RESIDUAL_NORM = Op("residual_norm", {"pallas": _residual_norm_pallas, "xla": residual_norm_xla})
 SPLIT_HEADS = Op("split_heads", {"pallas": _split_heads_pallas, "xla": split_heads_xla})
+SPLIT_INTO = Op("split_into", {"pallas": _split_into_pallas, "xla": split_into_xla})
 APPEND_ROWS = Op("append_rows", {"pallas": _append_rows_pallas, "xla": append_rows_xla})

@@ -2,7 +2,8 @@
 
 :func:`residual_norm` has a program per row. :func:`split_heads` has one for 16 heads of a token; it
 writes queries in the order in which the attention kernels read them, packed, and their usual shape
-is a view of it that nobody copies (:mod:`longspec_jax.ops.attention.packing`).
+is a view of it that nobody copies (:mod:`longspec_jax.ops.attention.packing`). Keys and values may
+go among those of other tokens, in place.
 :func:`append_rows` writes to many caches at once, in place.
 """
 
@@ -69,22 +70,36 @@ def residual_norm(
     return total.reshape(x.shape), out.reshape(x.shape)
 
 
-@partitioned("b t k j h, b t c, b t c, h -> b t (k g) h, b t k h, b t k h")
-@launcher("eps", "interpret")
+@partitioned("b t k j h, b a c, b a c, h, b u k h -> b t (k g) h, b u k h, b u k h")
+@launcher("eps", "first", "interpret")
 def split_heads(
     qkv: Array,
     cos: Array,
     sin: Array,
     scales: tuple[Array, Array] | None = None,
+    among: tuple[Array, Array] | None = None,
     *,
     eps: float = 0.0,
+    first: int = 0,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """See :func:`longspec_jax.ops.layer.split_heads`."""
+    """See :func:`longspec_jax.ops.layer.split_heads`, and ``split_into`` for keys among others."""
     batch, tokens, kv_heads, slots, width = qkv.shape
     rows, half = batch * tokens, width // 2
     queries = PackedShape(tokens=tokens, heads=kv_heads * (slots - 2), kv_heads=kv_heads)
-    kernel = functools.partial(_split_kernel, queries=queries, half=half, eps=eps)
+    places = tokens if among is None else among[0].shape[1]
+    kernel = functools.partial(
+        _split_kernel,
+        queries=queries,
+        half=half,
+        eps=eps,
+        normed=scales is not None,
+        same_angles=cos.shape[1] < tokens,
+        places=(places, first),
+    )
+    flat = (batch * places, kv_heads, width)
+    others = [each.reshape(flat) for each in among or ()]
+    numbers = [*(scales or ()), *others]
     q, k, v = triton_call(
         kernel,
         grid=(pl.cdiv(queries.heads, HEADS) + 2 * pl.cdiv(kv_heads, HEADS), rows),
@@ -92,21 +107,22 @@ def split_heads(
             jax.ShapeDtypeStruct(shape, qkv.dtype)
             for shape in (
                 (batch, kv_heads, queries.packed, width),
-                (rows, kv_heads, width),
-                (rows, kv_heads, width),
+                flat,
+                flat,
             )
         ),
+        input_output_aliases={2 + len(numbers): 2, 1 + len(numbers): 1} if among else {},
         warps=4,
         stages=1,
         interpret=interpret,
         name="split_heads",
     )(
         qkv.reshape(rows, kv_heads * slots, width),
-        cos.reshape(rows, half),
-        sin.reshape(rows, half),
-        *(scales or ()),
+        cos.reshape(-1, half),
+        sin.reshape(-1, half),
+        *numbers,
     )
-    shape = (batch, tokens, kv_heads, width)
+    shape = (batch, places, kv_heads, width)
     return unpack(q, tokens), k.reshape(shape), v.reshape(shape)
 
 
@@ -118,11 +134,17 @@ def _split_kernel(
     queries: PackedShape,
     half: int,
     eps: float,
+    normed: bool,
+    same_angles: bool,
+    places: tuple[int, int],
 ) -> None:
     """Write 16 heads of one token: of queries, or of keys, or of values."""
-    *scale_refs, q_ref, k_ref, v_ref = refs
-    q_scale, k_scale = scale_refs or (None, None)
+    *_, q_ref, k_ref, v_ref = refs
+    q_scale, k_scale = refs[:2] if normed else (None, None)
     block, row = pl.program_id(0), pl.program_id(1)
+    (count, first), tokens = places, queries.tokens
+    of_row = row if count == tokens else row // tokens * count + first + row % tokens
+    angle = row // tokens if same_angles else row
     h = jnp.arange(pl.next_power_of_2(half))
     within = h < half
 
@@ -132,7 +154,7 @@ def _split_kernel(
         return row // queries.tokens, kv_head[:, None], place[:, None]
 
     def of_token(head: jax.Array) -> tuple[Any, ...]:
-        return row, head[:, None]
+        return of_row, head[:, None]
 
     def normalised(low: jax.Array, high: jax.Array, scale_ref: Ref) -> tuple[jax.Array, jax.Array]:
         """Both halves of every head over the head's root mean square, rounded."""
@@ -165,7 +187,7 @@ def _split_kernel(
         )
         if rotated:
             cos, sin = (
-                pltriton.load(part.at[row, h], mask=within, other=0.0)[None, :]
+                pltriton.load(part.at[angle, h], mask=within, other=0.0)[None, :]
                 for part in (cos_ref, sin_ref)
             )
             low, high = low.astype(jnp.float32), high.astype(jnp.float32)

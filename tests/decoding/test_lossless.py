@@ -393,13 +393,17 @@ def test_a_budget_changes_no_token(budget: int) -> None:
         assert int(accepted.min()) > 0
 
 
-def test_a_reduced_draft_vocabulary_changes_no_token(models: Params) -> None:
-    """And what it accepts under noise shows that each token is scored with its own noise."""
+@pytest.mark.parametrize("own", [False, True])
+def test_a_reduced_draft_vocabulary_changes_no_token(models: Params, own: bool) -> None:
+    """And what it accepts under noise shows that each token is scored with its own noise.
+
+    The tokens that a row's text holds may join it.
+    """
     target, tokens = TargetModel(CONFIG), prompts(CONFIG.vocab_size)
-    drafter = LongSpecDrafter(DRAFT, TREES[0])
+    drafter = LongSpecDrafter(DRAFT, TREES[0], own_tokens=own)
     part = jnp.asarray(np.random.default_rng(0).permutation(101)[:60], jnp.int32)
-    reduced = Params(models.target, models.draft.restricted(part))
-    in_order = Params(models.target, models.draft.restricted(jnp.sort(part)))
+    reduced = Params(models.target, models.draft.restricted(part, own))
+    in_order = Params(models.target, models.draft.restricted(jnp.sort(part), own))
     for req in EVERY:
         plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
         rows, state = generate(target, drafter, reduced, tokens, LENGTHS, req)

@@ -1,5 +1,6 @@
 """The LongSpec draft in decoding: ring, window, whole paths run again, and its 8-bit form."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters import draft as draft_module
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise
+from longspec_jax.drafters.checkpoints import longspec as checkpoints
 from longspec_jax.drafters.checkpoints.longspec import load, save_draft
 from longspec_jax.drafters.draft import Target, is_large
 from longspec_jax.drafters.longspec import (
@@ -168,6 +170,40 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
         np.testing.assert_array_equal(getattr(tree, name), getattr(expected, name))
     # The estimates of nodes are sums of another matmul's logits.
     np.testing.assert_allclose(tree.totals, expected.totals, rtol=1e-6)
+
+
+def test_a_restricted_draft_proposes_the_best_of_each_rows_own_text() -> None:
+    """Beside its vocabulary, as if the logits of all other tokens were -inf in that row."""
+    lengths = np.array([17, 3], np.int32)
+    params, view, tokens = _setup(lengths)
+    vocabulary = jnp.asarray([90, 5, 7, 33, 61, 2, 71])
+    possible = np.zeros((2, TARGET.vocab_size), bool)
+    possible[:, vocabulary] = True
+    for row, length in enumerate(lengths):
+        possible[row, np.asarray(tokens)[row, :length]] = True
+    assert possible.sum(axis=1).min() > len(vocabulary) and (possible[0] != possible[1]).any()
+
+    class Masked(SamplingNoise):
+        def scores(self, logits: jax.Array, depth: int) -> jax.Array:
+            return jnp.where(possible[:, None], logits, -jnp.inf)
+
+    class AsTheyAre(SamplingNoise):
+        def among(self, tokens: jax.Array) -> "AsTheyAre":
+            return self
+
+        def scores(self, logits: jax.Array, depth: int) -> jax.Array:
+            return logits
+
+    drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
+    state = after_prompts(drafter, params, tokens, lengths)
+    expected = jax.jit(lambda *models: drafter.propose(*models, view, Masked()))(params, state)
+    fewer = params.replace(draft=params.draft.restricted(vocabulary, own_tokens=True))
+    drafter = replace(drafter, own_tokens=True)
+    state = after_prompts(drafter, fewer, tokens, lengths)
+    tree = jax.jit(lambda *models: drafter.propose(*models, view, AsTheyAre()))(fewer, state)
+    for name in ("tokens", "parents", "mask"):
+        np.testing.assert_array_equal(getattr(tree, name), getattr(expected, name))
+    np.testing.assert_allclose(tree.totals, expected.totals, rtol=1e-5)
 
 
 def widened(rounded: Any, whole: Any) -> Any:
@@ -343,3 +379,48 @@ def test_drafts_of_large_targets_in_16_bits_are_read_in_8(
     save_draft(tmp_path, draft, random_draft(draft), target=config)
     monkeypatch.setattr(draft_module, "is_large", lambda params: large)
     assert load(tmp_path, target, LongSpecOptions(int8=chosen)).params.int8 is expected
+
+
+@pytest.mark.parametrize(
+    ("large", "dtype", "named", "proposable"),
+    [
+        (True, "bfloat16", None, 80),
+        (True, "bfloat16", 101, 101),
+        (True, "float32", None, 101),
+        (False, "bfloat16", None, 101),
+    ],
+)
+def test_drafts_of_large_vocabularies_propose_what_was_merged_first(
+    large: bool,
+    dtype: str,
+    named: int | None,
+    proposable: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what a row's text holds: where it pays, and nobody names a number."""
+
+    class Tokenizer:
+        backend_tokenizer = property(lambda self: self)
+
+        def __len__(self) -> int:
+            return 101
+
+        def to_str(self) -> str:
+            vocab = {"a" * length: length - 1 for length in range(1, 102)}
+            merges = [["a", "a" * length] for length in range(1, 101)]
+            return json.dumps({"model": {"type": "BPE", "vocab": vocab, "merges": merges}})
+
+    config = tiny_target_config(dtype=dtype)
+    target = Target(config, random_target(config), Tokenizer())
+    draft = DraftConfig.for_target(config, window=5)
+    save_draft(tmp_path, draft, random_draft(draft), target=config)
+    monkeypatch.setattr(draft_module, "is_large", lambda params: large)
+    for module in (draft_module, checkpoints):
+        monkeypatch.setattr(module, "LIKELY_TOKENS", 80)
+    monkeypatch.setattr(draft_module, "_LEAST_SAVED", 0.001)
+    loaded = load(tmp_path, target, LongSpecOptions(vocabulary=named, int8=False))
+    assert loaded.params.proposable == proposable
+    assert loaded.drafter(TreeConfig((2,))).own_tokens is (proposable == 80)
+    monkeypatch.setattr(draft_module, "_LEAST_SAVED", 10.0)
+    assert load(tmp_path, target, LongSpecOptions()).params.proposable == 101

@@ -1,18 +1,28 @@
 """Reduced vocabularies: which tokens they hold, their table on disk, and what is refused."""
 
+import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from longspec_jax.drafters import vocabulary
+from longspec_jax.drafters.base import Committed
 from longspec_jax.drafters.checkpoints.vocabulary import (
     FILE,
     load_draft_vocabulary,
     save_draft_vocabulary,
 )
-from longspec_jax.drafters.vocabulary import check_vocabulary, most_frequent
+from longspec_jax.drafters.vocabulary import (
+    OwnTokens,
+    check_vocabulary,
+    first_merged,
+    most_frequent,
+)
 from tests.kit import each_row
+from train.data.tokens import train_tokenizer
 
 COUNTS = np.array([0, 5, 0, 9, 5, 2, 0])
 
@@ -106,3 +116,67 @@ def test_damaged_tables_name_their_file(tmp_path: Path, case: str) -> None:
     DAMAGED[case](tmp_path / FILE)
     with pytest.raises(ValueError, match=FILE):
         load_draft_vocabulary(tmp_path, 13, 2)
+
+
+def test_tokens_that_a_tokenizer_merged_first_need_no_corpus() -> None:
+    """Beside its bytes and special tokens, whose ids may be the highest."""
+    tokenizer = train_tokenizer(["the cat sat on the mat", "the dog sat"] * 3, 270)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<late>"]})
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    merged = [model["vocab"]["".join(pair)] for pair in model["merges"]]
+    others = set(range(len(tokenizer))) - set(merged)
+    assert tokenizer.convert_tokens_to_ids("<late>") in others and len(merged) > 4
+    assert first_merged(tokenizer, 2 * len(others)) is None, "more than it has"
+    assert first_merged(tokenizer, len(others) + 4) is None, "most of them were not merged"
+    assert first_merged(object(), 4) is None, "nothing is known of merges"
+
+
+def test_first_merges_win() -> None:
+    """In the order of merges, whatever their ids; forms of files with one text a merge, too."""
+
+    class Backend:
+        def __init__(self, merges: list) -> None:
+            self.merges = merges
+
+        def to_str(self) -> str:
+            vocab = {"a": 0, "b": 1, "abab": 2, "ab": 3, "ba": 4, "bab": 5}
+            return json.dumps({"model": {"type": "BPE", "vocab": vocab, "merges": self.merges}})
+
+    class Tokenizer:
+        def __init__(self, merges: list) -> None:
+            self.backend_tokenizer = Backend(merges)
+
+        def __len__(self) -> int:
+            return 6
+
+    pairs = [["a", "b"], ["b", "a"], ["b", "ab"], ["ab", "ab"], ["ba", "b"]]
+    for merges in (pairs, [" ".join(pair) for pair in pairs]):
+        found = [first_merged(Tokenizer(merges), size) for size in (5, 4)]
+        assert [tokens is not None and tokens.tolist() for tokens in found] == [
+            [0, 1, 3, 4, 5],
+            [0, 1, 3, 4],
+        ]
+
+
+def test_own_tokens_are_a_ring_of_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are not listed, the latest, each once; what is behind the count is nobody's."""
+    monkeypatch.setattr(vocabulary, "OWN_TOKENS", 4)
+    listed = jnp.arange(20) < 10
+    own = OwnTokens.begin(2)
+    assert not own.distinct().any()
+
+    def said(tokens: list[list[int]], counts: list[int]) -> Committed:
+        return Committed(jnp.asarray(tokens), jnp.zeros(2, jnp.int32), jnp.asarray(counts))
+
+    def held(own: OwnTokens) -> list[set[int]]:
+        rows = zip(np.asarray(own.tokens), np.asarray(own.distinct()), strict=True)
+        found = [tokens[there].tolist() for tokens, there in rows]
+        assert all(len(row) == len({*row}) for row in found)
+        return [{*row} for row in found]
+
+    own = own.extended(said([[3, 12, 4, 12], [11, 19, 19, 5]], [4, 2]), listed)
+    assert held(own) == [{12}, {11, 19}]
+    own = own.extended(said([[13, 14, 1, 2], [17, 17, 18, 9]], [3, 0]), listed)
+    assert held(own) == [{12, 13, 14}, {11, 19}]
+    own = own.extended(said([[10, 11, 12, 13, 14, 15], [16, 1, 1, 1, 1, 1]], [6, 1]), listed)
+    assert held(own) == [{12, 13, 14, 15}, {11, 16, 19}]

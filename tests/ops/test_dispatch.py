@@ -99,6 +99,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         partial(layer.split_heads, eps=1e-6),
         (half((1, 8, 2, 6, 64)), *[real((1, 8, 32))] * 2, (half((64,)), half((64,)))),
     ),
+    "heads among others": (
+        partial(layer.split_into, first=1),
+        (half((1, 8, 2, 6, 64)), *[real((1, 1, 32))] * 2, (half((1, 9, 2, 64)),) * 2),
+    ),
     "append": (layer.append_rows, ([CACHE], [ROWS], whole((1, 3)), LENGTH)),
     "int8": (quantised.quantised_matmul, (half((8, 512)), INT8.replace(order=whole((512,))))),
     "int8 partials": (quantised.quantised_matmul_partials, (half((8, 512)), INT8)),

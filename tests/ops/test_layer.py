@@ -69,6 +69,27 @@ def test_split_heads_kernel(
 
 
 @pytest.mark.parametrize("interpret", COMPILED)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_heads_go_among_others(interpret: bool, tokens: int) -> None:
+    """As a level of a draft's tree goes behind its window: one position, neighbouring places."""
+    qkv, (cos, sin) = normal(0, 2, tokens, 2, 6, 24), angles(1, 2, 1, 12)
+    rows = normal(2, 2, 7, 2, 24), normal(3, 2, 7, 2, 24)
+    same = (jnp.broadcast_to(each, (2, tokens, 12)) for each in (cos, sin))
+    q, *fresh = layer.split_heads_xla(qkv, *same)
+    expected = [np.array(each) for each in rows]
+    for every, own in zip(expected, fresh, strict=True):
+        every[:, 4 : 4 + tokens] = own
+    in_kernel = layer_pallas.split_heads(qkv, cos, sin, None, rows, first=4, interpret=interpret)
+    for found in (in_kernel, layer.split_into_xla(qkv, cos, sin, rows, 4)):
+        for ours, theirs in zip(found, (q, *expected), strict=True):
+            assert ours.shape == theirs.shape
+            assert relative_error(ours, np.float64(theirs)) <= TOLERANCE["float32"]
+        for ours, theirs in zip(found[1:], rows, strict=True):
+            others = np.r_[0:4, 4 + tokens : 7]
+            np.testing.assert_array_equal(ours[:, others], theirs[:, others])
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_append_rows_kernel(interpret: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_pallas, "CACHES", 2)  # Three caches take two launches.

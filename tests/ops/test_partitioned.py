@@ -87,6 +87,11 @@ def every_op(**x: jax.Array) -> Any:
             eps=1e-5,
             interpret=True,
         ),
+        layer_pallas.split_heads(
+            *(x["qkv"], x["cos"][:, :1], x["cos"][:, :1], None, (rows, 2 * rows)),
+            first=1,
+            interpret=True,
+        ),
         layer_pallas.residual_norm(x["x"], x["x"][None], x["scale"], eps=1e-5, interpret=True),
         layer_pallas.residual_norm(x["x"], None, x["scale"], eps=1e-5, interpret=True),
         layer_pallas.append_rows(
@@ -124,7 +129,7 @@ def test_shares_are_computed_where_they_lie() -> None:
     actual = compiled(**arrays)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
     jax.tree.map(close, actual, expected(every_op, 2))
-    q, prefix, _, _, (_, k, _), _, (total, _), _, (cache, *_) = actual
+    q, prefix, _, _, (_, k, _), *_, (total, _), _, (cache, *_) = actual
     for array in (q, prefix.out, prefix.lse, k):
         where = NamedSharding(mesh, P(DATA, None, "tp"))
         assert array.sharding.is_equivalent_to(where, array.ndim)

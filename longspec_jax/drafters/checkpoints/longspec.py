@@ -4,18 +4,27 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.features import QKV, QKV_BIAS, SELF_OUT
 from longspec_jax.drafters.checkpoints.vocabulary import load_draft_vocabulary
-from longspec_jax.drafters.draft import Target, pays_in_int8
+from longspec_jax.drafters.draft import (
+    LIKELY_TOKENS,
+    Target,
+    pays_in_fewer_tokens,
+    pays_in_int8,
+)
 from longspec_jax.drafters.longspec import (
     DraftConfig,
     LongSpecDraft,
     LongSpecOptions,
     check_vocab_size,
 )
+from longspec_jax.drafters.vocabulary import first_merged
+from longspec_jax.models.target import shares_head
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.folder import open_folder
@@ -233,9 +242,13 @@ def load(
       ValueError: if it does not belong to the target, or a file is damaged.
     """
     vocabulary = None
-    if options.vocabulary is not None:
+    if options.vocabulary not in (None, target.config.vocab_size):
         limits = target.config.vocab_size, options.vocabulary
         vocabulary = load_draft_vocabulary(source, *limits, revision=revision)
+    # On a mesh rows of the LM head are cut, and a quantised one would be kept twice.
+    own_tokens = mesh is None and shares_head(target.params)
+    if vocabulary is None and own_tokens and options.vocabulary is None:
+        vocabulary = _first_merged(target)
     config, layer = load_draft(
         source, target.config, dtype=target.config.dtype, mesh=mesh, revision=revision
     )
@@ -244,7 +257,15 @@ def load(
         layer,
         target.params,
         vocabulary=vocabulary,
+        own_tokens=own_tokens and vocabulary is not None,
         int8=pays_in_int8(target) if options.int8 is None else options.int8,
         working=options.working_cache(target.config),
         mesh=mesh,
     )
+
+
+def _first_merged(target: Target) -> Int[np.ndarray, " v"] | None:
+    """The tokens that the target's tokenizer learned first, where reading fewer pays; else None."""
+    if not pays_in_fewer_tokens(target):
+        return None
+    return first_merged(target.tokenizer, LIKELY_TOKENS)
