@@ -379,7 +379,7 @@ def several(convert: Callable[[str], Any], commas: bool = False) -> dict[str, An
     return {"action": Several, "type": items}
 
 
-def add_traceback(parser: argparse.ArgumentParser) -> None:
+def add_traceback(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add ``--traceback``, which :func:`run` looks for."""
     parser.add_argument(
         "--traceback", action="store_true", help="show Python's traceback on errors"

@@ -240,7 +240,7 @@ def stored_bytes(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:
     byte_of = _byte_alphabet() if b'"ByteLevel"' in state else {}
 
     def stored(token: int) -> bytes | None:
-        name = tokenizer and tokenizer.convert_ids_to_tokens(int(token)) or ""
+        name = "" if tokenizer is None else tokenizer.convert_ids_to_tokens(int(token)) or ""
         if BYTE.fullmatch(name):
             return bytes([int(name[3:5], 16)])
         known = bool(name) and all(character in byte_of for character in name)

@@ -16,7 +16,6 @@ from longspec_jax.config.known import PRESETS, TARGETS
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.longspec import draft_table
 from longspec_jax.drafters.longspec import DraftConfig
-from longspec_jax.drafters.parallel import ParallelConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.tables import target_table
 from tests.kit import each_row
@@ -24,7 +23,7 @@ from train.arguments import from_config
 from train.config import RunConfig
 from train.drafts import dflash, small_lm
 from train.drafts.eagle3 import Eagle3Objective, fresh_config
-from train.drafts.kinds import DFlashSettings, Eagle3Settings, ParallelSettings, SmallLMSettings
+from train.drafts.kinds import DFlashSettings, Eagle3Settings, SmallLMSettings
 from train.drafts.longspec import LongSpecObjective
 from train.pipeline import with_micro_batches
 from train.step import Batch, make_optimizer, state_shardings
