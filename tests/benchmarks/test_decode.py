@@ -69,7 +69,9 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
     # The layer by hand: the matmuls' elements and a scale an output, biases and norms in float32.
     elements = 64 * 128 + 3 * 64 * 64 + 64 * 2 * 96 + 96 * 64
     outputs = 128 + 3 * 64 + 2 * 96 + 64
-    assert short["draft_bytes"] == elements + 4 * (outputs + 128 + 64 + 3 * 64) + 61 * (64 + 4 + 4)
+    layer = elements + 4 * (outputs + 128 + 64 + 3 * 64)
+    # 61 rows of the head with a scale and an id, and of each of the target's tokens if it is one.
+    assert short["draft_bytes"] == layer + 61 * (64 + 4 + 4) + 512
     printed = capsys.readouterr()
     steps = printed.err.splitlines()
     assert steps[0] == "... drawing the weights of tiny" and "timing rounds" in printed.err
