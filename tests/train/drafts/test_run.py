@@ -113,7 +113,6 @@ def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
     last = records(straight)[-1]
     assert 1 <= last["tau_chain"] <= 1 + case.shifts
     assert f"agree_top4_shift{case.shifts}" in last
-    assert f"`draft/`: the draft, of the kind {kind}" in (straight / "README.md").read_text()
 
     # Its drafter loads it, and the text is the target's own.
     options = {"context": 40} if kind == "small_lm" else {}
