@@ -355,7 +355,7 @@ class Program:
                 self.write_segment(place, rows)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def write_segment(self, place: int, rows: jax.Array) -> None:
+    def write_segment(self, place: int, rows: Any) -> None:
         """Write the rows of a segment, if there is one."""
         per_tile = WARPGROUP_ROWS // self.segment_tokens
 
