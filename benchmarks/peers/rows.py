@@ -100,7 +100,7 @@ def timed(seconds: Sequence[float], steps: float, tokens: float) -> Row:
 
 
 def rounds_of(tokens: int, accepted: int) -> int:
-    """Forwards of the target that emitted so many tokens: each one of its own, and the accepted."""
+    """Target forwards behind this many tokens: each emits one of its own and the accepted ones."""
     return tokens - accepted
 
 

@@ -82,7 +82,7 @@ class Hermes:
         yield f"arguments_{index}: {json_rule(closed(function.parameters))}"
 
     def reader(self, functions: Mapping[str, Function]) -> CallReader:
-        """Arguments are told as they are written where the name comes first."""
+        """Arguments are sent as they are written where the name comes first."""
         return HermesReader(functions)
 
 
@@ -201,7 +201,7 @@ class Tags:
             yield f"v_{rule}[suffix={end}]: /(?s:.){bound}/"
 
     def reader(self, functions: Mapping[str, Function]) -> CallReader:
-        """A text is told as it is written, another value when its tag closes."""
+        """A text is sent as it is written, another value when its tag closes."""
         return TagsReader(functions)
 
 
@@ -220,7 +220,7 @@ class TagsReader:
         self.name: str | None = None
         self.whole, self.rest = False, ""
         self._text, self._searched = "", 0
-        """What was not told of, and up to where no closing tag begins."""
+        """What was not sent yet, up to where no closing tag begins."""
         self._closing = ""
         """Of the open value; empty between values."""
         self._types = set[str]()

@@ -1,6 +1,6 @@
 """Answers of a chat, read as they come: reasoning, text, and calls of tools.
 
-A mark (:mod:`infer.serve.markup`) ends a stretch. A call is told of from its name on, and its
+A mark (:mod:`infer.serve.markup`) ends a stretch. A call is reported from its name on, and its
 arguments as they are made (:mod:`infer.serve.forms`). What names no known tool is passed on as
 text.
 """

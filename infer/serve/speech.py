@@ -1,4 +1,4 @@
-"""What an answer of a chat has said: text, reasoning and calls of tools, as clients are told.
+"""What an answer of a chat has said: text, reasoning and calls of tools, as it is sent.
 
 Newlines beside marks belong to neither side. What begins a part, :mod:`infer.serve.messages` and
 :mod:`infer.serve.harmony` find.

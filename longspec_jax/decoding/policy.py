@@ -126,7 +126,7 @@ class Watch:
 
     @classmethod
     def of(cls, rounds: int, candidates: int) -> "Watch":
-        """A launch that ends behind so many rounds."""
+        """A launch that ends after this many rounds."""
         most: Any = np.int32(rounds)
         known: Any = np.ones((5, candidates), np.float32)
         known[3] = np.inf

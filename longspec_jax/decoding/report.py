@@ -217,7 +217,8 @@ def shows(ran: Drafter, other: Drafter, params: Params) -> bool:
     """Whether a drafter's rounds say what another one would have emitted.
 
     Its tree must hold all that the other one would propose. What proposes alone has the whole
-    budget for itself, and would keep a few nodes more. Of what weighs its trees nothing is said.
+    budget for itself, and would keep a few nodes more. Rounds say nothing of a tree whose
+    nodes are weighed by cost.
     """
     if ran == other or not other.tree.num_levels:
         return True

@@ -174,7 +174,7 @@ class ModelRunner:
         return known(*args)
 
     def limit(self, rounds: int) -> Any:
-        """What ends a launch behind so many rounds and not before."""
+        """Ends a launch after this many rounds, and not before."""
         several = len(self.drafters) > 1
         return Watch.of(rounds, len(self.drafters)) if several else np.int32(rounds)
 

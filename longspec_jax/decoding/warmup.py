@@ -46,7 +46,7 @@ LONG = 0.5
 ROUNDS = 5
 """Rounds of a longer launch, beside which one of a single round shows the wait."""
 BRIEF = 0.02
-"""Seconds of a round below which the wait, some milliseconds, is told from it."""
+"""Seconds of a round below which the host's wait, some milliseconds, is timed apart."""
 SMALLEST_CHUNK = 64
 """Tokens of the smallest chunk that is tried."""
 

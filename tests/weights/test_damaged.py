@@ -117,7 +117,7 @@ WHOLE: dict[str, tuple[list[str], list[str], str]] = {
         "the files in Hugging Face's format",
     ),
 }
-"""What a sound folder lacks, what it has instead, and what is said."""
+"""What a valid folder lacks, what it has instead, and the expected message."""
 
 
 @each_row("case", WHOLE)
