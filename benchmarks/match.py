@@ -136,7 +136,9 @@ def prompts_of(spec: LongSpec, boundaries: Sequence[int]) -> list[Prompt]:
     random, vocabulary = np.random.default_rng(0), spec.target_config.vocab_size
     text: list[int] = []
     if spec.tokenizer is not None:
-        text = [token for one in demo_prompts().values() for token in spec.tokenizer(one).input_ids]
+        text = [
+            token for one in demo_prompts().values() for token in spec.tokenizer(one)["input_ids"]
+        ]
     found = []
     # Neighbours are of unlike length and sampling: a batch has a prompt of every boundary.
     for number, (offset, boundary) in enumerate(itertools.product((-1, 0, 1), boundaries)):

@@ -99,7 +99,7 @@ def _beginning(spec: LongSpec, text: str, length: int) -> list[int]:
     """The first tokens of a text."""
     if spec.tokenizer is None:
         raise ValueError("the target has no tokenizer, which the texts need; add it to its folder")
-    tokens = spec.tokenizer(text).input_ids[:length]
+    tokens = spec.tokenizer(text)["input_ids"][:length]
     if len(tokens) < length:
         raise ValueError(f"a text has {len(tokens)} tokens; pass --context={len(tokens)} or less")
     return tokens

@@ -183,16 +183,32 @@ class LongSpec(Models):
         )
 
     @classmethod
-    def demo(cls, **options: Any) -> "LongSpec":
+    def demo(
+        cls,
+        draft: str | Path | Sequence[str | Path] | None = DEMO_NAME,
+        *,
+        draft_options: Mapping[str, Any] | None = None,
+        mesh: Mesh | None = None,
+        tree: TreeConfig | Sequence[int] | str | None = None,
+        tokenizer: Tokenizer | None = None,
+        **options: Unpack[LoadOptions],
+    ) -> "LongSpec":
         """The small target that comes with the package, with its draft and prompt lookup.
 
-        Options as of :meth:`from_pretrained`. The dtype is float32 unless another is named: a
+        Arguments as of :meth:`from_pretrained`. The dtype is float32 unless another is named: a
         model this small gains nothing from less, and its output is then that of plain decoding on
         every device.
         """
-        options = {"draft": DEMO_NAME, "dtype": "float32", **options}
-        options["draft"] = demo_drafts(options["draft"])
-        return cls.from_pretrained(demo_target(), **options)
+        options.setdefault("dtype", "float32")
+        return cls.from_pretrained(
+            demo_target(),
+            demo_drafts(draft),
+            draft_options=draft_options,
+            mesh=mesh,
+            tree=tree,
+            tokenizer=tokenizer,
+            **options,
+        )
 
     def generate(
         self,
@@ -446,7 +462,7 @@ class LongSpec(Models):
         return_trees: bool = False,
     ) -> tuple[Plan, Batch]:
         """Read and check everything that a call was given, before anything runs."""
-        given: Any = dict(options)
+        given = options.copy()
         tree, template = given.pop("tree", None), given.pop("chat_template", None)
         batch = read_batch(self, inputs, generation_config, given, chat_template=template)
         tree = None if tree is None else as_tree(tree)

@@ -15,7 +15,7 @@ from longspec_jax.checks import Maybe, Rule, That, Truth, Whole, as_plain, shown
 from longspec_jax.config.loading import OPTIONS
 from longspec_jax.config.names import MESH_AXES
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig, tree_widths
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.registry import NAMED, OWN, is_name
 
@@ -199,7 +199,7 @@ def refuse_pickling(self: object) -> NoReturn:
     )
 
 
-def as_tree(value: Any) -> TreeConfig:
+def as_tree(value: TreeConfig | Sequence[int] | str) -> TreeConfig:
     """A tree from a TreeConfig, its text, or the widths of its levels.
 
     Raises:
@@ -207,4 +207,4 @@ def as_tree(value: Any) -> TreeConfig:
     """
     if isinstance(value, str):
         return TreeConfig.parse(value)
-    return value if isinstance(value, TreeConfig) else TreeConfig(value)
+    return value if isinstance(value, TreeConfig) else TreeConfig(tree_widths(value))

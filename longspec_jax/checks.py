@@ -26,6 +26,10 @@ if TYPE_CHECKING:
             """``input_ids`` of a text."""
             ...
 
+        def __len__(self) -> int:
+            """Number of tokens."""
+            ...
+
         def decode(
             self,
             token_ids: list[int],
@@ -52,6 +56,11 @@ if TYPE_CHECKING:
             self, chat_template: str | None, tools: list[Mapping[str, object]] | None
         ) -> str:
             """The Jinja text of a template."""
+            ...
+
+        @property
+        def chat_template(self) -> str | Mapping[str, str] | None:
+            """The Jinja text of its template; by name where it has several."""
             ...
 
         @property
@@ -445,9 +454,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, close, 1, SIMILAR)), None) if close else None
 
 
-def as_plain(value: Any) -> Any:
+def as_plain(value: object) -> Any:
     """Python's own numbers and lists for an array of numpy, jax or torch."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    listed = getattr(value, "tolist", None)
+    return value if listed is None else listed()
 
 
 def shown(value: object) -> str:
@@ -459,10 +469,10 @@ def shown(value: object) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
-def _beginning(value: Any) -> Any:
+def _beginning(value: object) -> object:
     """Enough of a value to show: a whole one may be a text of megabytes."""
     most = LONGEST_SHOWN + 1
-    if type(value) in (str, bytes):
+    if type(value) is str or type(value) is bytes:
         return value[:most]
     if type(value) is list:
         return [_beginning(one) for one in value[:most]]

@@ -280,8 +280,8 @@ def _discard_output() -> None:
 class ByMachine:
     """A default for accelerators and another for CPUs; :func:`settled` chooses."""
 
-    accelerator: Any
-    cpu: Any
+    accelerator: object
+    cpu: object
 
     def __str__(self) -> str:
         """For ``--help``."""
@@ -290,11 +290,12 @@ class ByMachine:
 
 def settled(arguments: argparse.Namespace, cpu: bool) -> argparse.Namespace:
     """The arguments with the defaults of this machine."""
-    values = {
-        name: (value.cpu if cpu else value.accelerator) if isinstance(value, ByMachine) else value
-        for name, value in vars(arguments).items()
-    }
-    return argparse.Namespace(**values)
+    result = argparse.Namespace()
+    for name, value in vars(arguments).items():
+        if isinstance(value, ByMachine):
+            value = value.cpu if cpu else value.accelerator
+        setattr(result, name, value)
+    return result
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -330,14 +331,14 @@ class Parser(argparse.ArgumentParser):
 
     # The stubs have overloads of which this is neither.
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, args: Any = None, namespace: Any = None
-    ) -> Any:
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """The arguments, all of which must be known.
 
         Raises:
           ValueError: for a mistake, with the nearest option if there is one.
         """
-        found, unknown = super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(args, namespace or argparse.Namespace())
         if unknown:
             self.error(self._about_unknown(unknown[0]))
         return found, unknown
@@ -358,11 +359,17 @@ class Parser(argparse.ArgumentParser):
 class Several(argparse.Action):
     """Collects the values of an option that is repeated; the first replaces the default."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
         """Add the value."""
         found = getattr(namespace, self.dest)
         before = [] if found is self.default else found
-        setattr(namespace, self.dest, [*before, *values])
+        setattr(namespace, self.dest, [*before, *(values or ())])
 
 
 def several(convert: Callable[[str], Any], commas: bool = False) -> dict[str, Any]:
@@ -425,7 +432,9 @@ COUNT = value(Whole())
 """A whole number from 1."""
 
 
-def add_options(group: Any, declared: Mapping[str, Option], **defaults: Any) -> None:
+def add_options(
+    group: argparse._ActionsContainer, declared: Mapping[str, Option], **defaults: object
+) -> None:
     """Add a flag for each declared option, ``--name``, with its rule, default and sentence.
 
     Args:
@@ -435,15 +444,16 @@ def add_options(group: Any, declared: Mapping[str, Option], **defaults: Any) -> 
     """
     for name, option in declared.items():
         rule = option.rule.rule if isinstance(option.rule, Maybe) else option.rule
-        how: dict[str, Any] = {"default": defaults.get(name, option.default), "help": option.about}
+        flag, default = f"--{name}", defaults.get(name, option.default)
         if isinstance(rule, Truth):
-            switch = "store_true" if how["default"] is False else argparse.BooleanOptionalAction
-            how["action"] = switch
+            switch = "store_true" if default is False else argparse.BooleanOptionalAction
+            group.add_argument(flag, default=default, help=option.about, action=switch)
         elif isinstance(rule, Each):
-            how |= several(value(rule.item))
+            group.add_argument(
+                flag, default=default, help=option.about, **several(value(rule.item))
+            )
         else:
-            how["type"] = value(rule)
-        group.add_argument(f"--{name}", **how)
+            group.add_argument(flag, default=default, help=option.about, type=value(rule))
 
 
 def word(text: str) -> str:

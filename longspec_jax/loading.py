@@ -134,8 +134,8 @@ class ChosenDraft(NamedTuple):
         """
         draft = self.options
         if self.kind.loader:
-            more = {"mesh": mesh, "revision": self.revision}
-            draft = self.kind.load(self.source, target, self.options, **more)
+            load = self.kind.load
+            draft = load(self.source, target, draft, mesh=mesh, revision=self.revision)
         if self.retrieval is None:
             return draft
         tree = self.retrieval.retrieve_tree

@@ -33,6 +33,7 @@ matrix rate. Expected acceptance lengths are the paper's (its table of main resu
 the paper's tree; bonus token included, prefill excluded).
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ COT_DATA = "sail/longspec-data/long_cot_data.jsonl"
 CHAT_DATA, CHAT_SPLIT = "HuggingFaceH4/ultrachat_200k", "train_sft"
 """Conversations, a part of what EAGLE-3 was trained on."""
 
+SEED = 42
 STAGES = ("short", "long", "sft")
 
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -114,7 +116,7 @@ def base_config() -> "ConfigDict":
 
     return ConfigDict(
         dict(
-            seed=42,
+            seed=SEED,
             target="",
             revision="",
             dtype="bfloat16",
@@ -159,19 +161,32 @@ def base_config() -> "ConfigDict":
     )
 
 
-def stage(seq_len: int, batch: int, learning_rate: float, **overrides: Any) -> dict[str, Any]:
-    """A stage of one epoch unless limits are given."""
+def stage(
+    seq_len: int,
+    batch: int,
+    learning_rate: float,
+    *,
+    accumulation: int = 1,
+    steps: int = 0,
+    epochs: int | None = None,
+    max_seconds: float = 0.0,
+    max_offset: int = 0,
+    data: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A stage of one epoch unless limits are given, on the data of all stages or on its own."""
+    if epochs is None:
+        epochs = 0 if steps or max_seconds else 1
     fields = dict(
         seq_len=seq_len,
         batch=batch,
-        accumulation=1,
+        accumulation=accumulation,
         learning_rate=learning_rate,
-        steps=0,
-        epochs=0 if {"steps", "max_seconds"} & set(overrides) else 1,
-        max_seconds=0.0,
-        max_offset=0,
+        steps=steps,
+        epochs=epochs,
+        max_seconds=max_seconds,
+        max_offset=max_offset,
     )
-    return {**fields, **overrides}
+    return fields if data is None else {**fields, "data": data}
 
 
 def code_corpus(vocab_size: int, folder: str = "") -> dict[str, Any]:
@@ -304,7 +319,8 @@ def paper_config(
     max_offset: int,
     sft_data: str = SFT_DATA,
     chat_turn: str = "",
-    **overrides: Any,
+    data: Mapping[str, Any] = {},
+    seed: int = SEED,
 ) -> "ConfigDict":
     """The stages of the paper for a target.
 
@@ -319,37 +335,26 @@ def paper_config(
       sft_data: hub data of the last stage.
       chat_turn: how the target's chat template writes a turn, for ``eagle3``, ``dflash`` and
         ``small_lm``; as in its data if empty.
+      data: what it says of all data, such as ``turn``.
+      seed: of the rows and their order.
     """
     if variant not in (variants := ("all", *STAGES, "parallel", *_ON_CHATS, "small_lm")):
         known = ", ".join(variants)
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config = base_config()
+    config.update(target=target, data=data, seed=seed)
     if variant in (*_ON_CHATS, "small_lm"):
-        config.update(target=target, **overrides)
         config.draft = DRAFTS[variant]
         turn = chat_turn or config.to_dict()["data"]["turn"]
         if variant == "small_lm":
             return _on_text_and_chats(config, turn)
         return _on_chats(config, variant, turn)
-    if variant == "parallel":
-        config = paper_config(
-            name,
-            "all",
-            target=target,
-            long_length=long_length,
-            max_offset=max_offset,
-            sft_data=sft_data,
-            **overrides,
-        )
-        config.draft = DRAFTS["parallel"]
-        return config
-    config.update(target=target, **overrides)
     stages = dict(
         short=stage(SHORT_LENGTH, 2048, 5e-4, max_offset=max_offset),
         long=stage(long_length, 256, 5e-6),
         sft=stage(long_length, 256, 5e-6),
     )
-    data = dict(
+    sources = dict(
         short=dict(hub=SHORT_DATA),
         long=dict(hub=LONG_DATA),
         sft=dict(hub=sft_data, mask_prompts=True),
@@ -359,12 +364,14 @@ def paper_config(
     # A step of a long stage takes minutes.
     if variant != "short":
         config.update(save_every=20, accept_every=20)
-    if variant == "all":
-        for each, own in data.items():
+    if variant in ("all", "parallel"):
+        for each, own in sources.items():
             stages[each].update(data={**config.to_dict()["data"], **own})
         config.update(stages=stages)
+        if variant == "parallel":
+            config.draft = DRAFTS[variant]
         return config
-    config.update(data=data[variant], stages={variant: stages[variant]})
+    config.update(data=sources[variant], stages={variant: stages[variant]})
     if variant != "short":
         earlier = STAGES[STAGES.index(variant) - 1]
         config.update(draft=dict(init=f"runs/{name}-{earlier}/draft"))

@@ -67,7 +67,7 @@ class Option:
     """What one option may be, what it is if absent, and what it does."""
 
     rule: Rule
-    default: Any = None
+    default: object = None
     about: str = ""
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
@@ -121,7 +121,7 @@ def options(kind: type[Any]) -> Mapping[str, Option]:
     )
 
 
-def _default(field: Any) -> Any:
+def _default(field: dataclasses.Field[object]) -> object:
     made = field.default_factory
     return field.default if made is REQUIRED else made()
 

@@ -85,7 +85,7 @@ def partition_spec(path: str) -> P:
 def param_shardings(mesh: Mesh, params: PyTree) -> Any:
     """A tree of ``NamedSharding`` for a tree of (possibly abstract) parameters."""
 
-    def shard(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def shard(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         name = path_name(path)
         spec = partition_spec(name)
         for size, axis in zip(leaf.shape, spec, strict=False):

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from longspec_jax import LongSpec, files, make_mesh
+from longspec_jax.checks import require_tokenizer
 from longspec_jax.embedded import DEMO_NAME, demo_drafts, demo_target
 from longspec_jax.generation.inputs import to_prompt
 from longspec_jax.generation.requests import RequestEngine
@@ -386,7 +387,7 @@ class Answering:
         row, prompt, tokens, texts = self._asked.pop(number)
         text = "".join(texts)
         if is_text(row.turns):
-            text = self.spec.tokenizer.decode(
+            text = require_tokenizer(self.spec.tokenizer).decode(
                 [*prompt.tolist(), *tokens],
                 skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,

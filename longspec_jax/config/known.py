@@ -36,9 +36,17 @@ def shape(
     )
 
 
-def _plain(family: str, *sizes: Any) -> TargetConfig:
+def _plain(
+    family: str,
+    vocab_size: int,
+    widths: tuple[int, int],
+    layers: int,
+    heads: tuple[int, int],
+    head_width: int = 128,
+) -> TargetConfig:
     """A target of these sizes and of 4,096 positions, and nothing beside; as of :func:`shape`."""
-    return TargetConfig(**shape(family, *sizes), max_positions=4096)
+    sizes = shape(family, vocab_size, widths, layers, heads, head_width)
+    return TargetConfig(**{**sizes, "max_positions": 4096})
 
 
 _SEVEN_B = _plain("Llama", 32000, (4096, 11008), 32, (32, 32))

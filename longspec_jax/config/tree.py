@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from longspec_jax.checks import is_number, is_whole, shown
 
@@ -56,7 +55,7 @@ class TreeConfig:
     budget, which is the number of the model's nodes if absent. None for a tree without them."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "widths", _tree_widths(self.widths))
+        object.__setattr__(self, "widths", tree_widths(self.widths))
         if self.chain is not None:
             self._check_chain(self.chain)
             if self.chain == self.num_levels:
@@ -223,10 +222,17 @@ class TreeConfig:
         return (0, *(level + 1 for level, width in enumerate(self.widths) for _ in range(width)))
 
 
-def _tree_widths(widths: Any) -> tuple[int, ...]:
-    """The widths as a tuple, from any sequence of whole numbers."""
-    ordered = isinstance(widths, Sequence) and not isinstance(widths, str | bytes)
-    if not ordered or not all(is_whole(width) for width in widths):
+def tree_widths(widths: object) -> tuple[int, ...]:
+    """The widths as a tuple, from any sequence of whole numbers.
+
+    Raises:
+      ValueError: for anything else, and for widths below 1.
+    """
+    if (
+        not isinstance(widths, Sequence)
+        or isinstance(widths, str | bytes)
+        or not all(is_whole(width) for width in widths)
+    ):
         raise ValueError(
             "tree widths must be whole numbers, one per level, such as (4, 16, 16), got "
             f"{shown(widths)}"

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Shaped
 
 from longspec_jax.axes import Array, Leaf, Lengths
@@ -47,14 +48,18 @@ class AdjustmentOptions:
 
     @classmethod
     def of(
-        cls, repetition: Any, presence: Any, frequency: Any, biases: Sequence[Mapping[int, float]]
+        cls,
+        repetition: ArrayLike | Sequence[float],
+        presence: ArrayLike | Sequence[float],
+        frequency: ArrayLike | Sequence[float],
+        biases: Sequence[Mapping[int, float]],
     ) -> "AdjustmentOptions":
         """Options of rows whose biases are given by token."""
         shape = len(biases), max(map(len, biases))
         tokens, bias = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
         for row, given in enumerate(biases):
             tokens[row, : len(given)], bias[row, : len(given)] = [*given], [*given.values()]
-        penalties: Any = np.asarray((repetition, presence, frequency), np.float32)
+        penalties = np.asarray((repetition, presence, frequency), np.float32)
         return cls(*penalties, bias_tokens=tokens, bias=bias)  # pyright: ignore[reportArgumentType]
 
     @property
@@ -130,7 +135,7 @@ class Adjustments:
             counts[row] = np.bincount(prompt[own : length[row]], minlength=vocabulary)
             there = options.bias_tokens[row] >= 0
             bias[row, options.bias_tokens[row][there]] = options.bias[row][there]
-        penalties: Any = (
+        penalties = (
             options.repetition_penalty,
             options.presence_penalty,
             options.frequency_penalty,
@@ -147,8 +152,12 @@ class Adjustments:
 
     def among(self, tokens: Int[Array, "*B v"]) -> "Adjustments":
         """The same for logits of these tokens alone, the same in all rows or each row's own."""
-        tables = {name: among(getattr(self, name), tokens) for name in _TABLES}
-        return replace(self, **tables)
+        return replace(
+            self,
+            bias=among(self.bias, tokens),
+            in_prompt=among(self.in_prompt, tokens),
+            emitted=among(self.emitted, tokens),
+        )
 
 
 def among(table: Shaped[Array, "B *more V"], tokens: Int[Array, "*B v"]) -> Array:
@@ -156,9 +165,6 @@ def among(table: Shaped[Array, "B *more V"], tokens: Int[Array, "*B v"]) -> Arra
     if tokens.ndim == 1:
         return jnp.take(table, tokens, axis=-1)
     return jax.vmap(lambda row, own: jnp.take(row, own, axis=-1))(table, tokens)
-
-
-_TABLES = ("bias", "in_prompt", "emitted")
 
 
 def adjust(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
@@ -59,7 +60,7 @@ class KVCache(Caches):
         """What attention reads in a pass that asks for every layer once, in their order."""
         return lambda index, queries: (queries, self.layer(index, length))
 
-    def shardings(self, sharding: Any) -> Any:
+    def shardings(self, sharding: Sharding) -> Any:
         """The sharding of every array, where the part on the device has this one."""
         return jax.tree.map(lambda _: sharding, self)
 

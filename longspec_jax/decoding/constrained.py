@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, UInt
+from jaxtyping import Int, PyTree, UInt
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.programs import program
@@ -200,7 +200,7 @@ def constrained_programs(
 ) -> Iterator[jax.stages.Lowered]:
     """Lower the launches of :func:`constrained_round`; ``rows`` are shapes and shardings."""
 
-    def placed(shapes: Any) -> Any:
+    def placed(shapes: PyTree) -> PyTree:
         sharding = rows.length.sharding
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes

@@ -7,7 +7,7 @@ equal floats.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,13 @@ class PromptLogprobs(Sequence[TokenLogprob | None]):
         """Tokens of the prompt."""
         return 1 + self._count
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprob | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TokenLogprob | None, ...]: ...
+    def __getitem__(
+        self, index: int | slice
+    ) -> TokenLogprob | None | tuple[TokenLogprob | None, ...]:
         """One entry, or those of a slice as a tuple."""
         return tuple(self)[index]
 

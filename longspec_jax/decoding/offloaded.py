@@ -69,7 +69,7 @@ class OffloadedCache(KVCache):
     def shardings(self, sharding: Sharding) -> "OffloadedCache":
         """The host's memory beside the device, for all layers but the resident ones."""
         host = sharding.with_memory_kind(HOST_MEMORY)
-        here: Any = jax.tree.map(lambda _: sharding, self)
+        here = jax.tree.map(lambda _: sharding, self)
         keys, values = (
             tuple(each if index in self.resident else host for index, each in enumerate(layers))
             for layers in (here.keys, here.values)

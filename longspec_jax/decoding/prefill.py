@@ -259,7 +259,7 @@ def slot_programs(
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> Any:
     """The same shapes, each with the sharding of its array."""
 
-    def with_sharding(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(with_sharding, shapes, shardings)

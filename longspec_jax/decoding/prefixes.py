@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.copies import copy_prefix, read_chunk
@@ -138,7 +139,7 @@ class HostChunks:
         """Whether a chunk is held."""
         return name in self._chunks
 
-    def put(self, name: bytes, chunk: Any, size: int) -> None:
+    def put(self, name: bytes, chunk: PyTree, size: int) -> None:
         """Hold a chunk, if all bytes suffice for it."""
         self._drop(name)
         if size > self.most:

@@ -18,17 +18,21 @@ import functools
 import inspect
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 
 from longspec_jax.ops.placement import tree_bytes
 
+R = TypeVar("R")
+Operand: TypeAlias = Any
+"""What a program is called with: as its function declares; and for an array of the device also one
+of the host, a number of NumPy, or its shape."""
 MOST_PROGRAMS = 64
 """Executables kept; a call uses five, one of them for every tree it may choose."""
 SMALL = 1_000_000_000
@@ -135,55 +139,61 @@ RECENT = Recent(MOST_PROGRAMS, whole=_compiled)
 """The programs of this process: pairs of their owner and the jitted function of one shape."""
 
 
-class Program:
+class Program(Generic[R]):
     """A jitted function whose shapes are kept or let go one by one; made by :func:`program`.
 
-    An argument that is no array is part of the shape: pass numbers that vary as NumPy scalars.
+    Its arguments have no names. One that is no array is part of the shape: pass numbers that vary
+    as NumPy scalars.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self, function: Callable[..., R], static: Sequence[str], donated: Sequence[str]
+    ) -> None:
         """Compile nothing yet."""
         functools.update_wrapper(self, function)
-        self._function, self._options = function, options
+        self._function, self._static, self._donated = function, static, donated
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Operand) -> R:
         """Run the shape's own jitted function."""
-        return self._of(args, kwargs)(*args, **kwargs)
+        return self.of_shape(*args)(*args)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Operand) -> jax.stages.Lowered:
         """As of a jitted function."""
-        return self._of(args, kwargs).lower(*args, **kwargs)
+        return self.of_shape(*args).lower(*args)
 
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    def trace(self, *args: Operand) -> jax.stages.Traced:
         """As of a jitted function."""
-        return self._of(args, kwargs).trace(*args, **kwargs)
+        return self.of_shape(*args).trace(*args)
 
-    def of_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def of_shape(self, *args: Operand) -> Any:
         """The jitted function for arguments of these shapes, to be called often."""
-        return self._of(args, kwargs)
-
-    def _of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A leaf without a shape is a static argument. What else matters to a compilation, such as
         # types and devices, is left to jax: it varies little, and follows from the rest.
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        leaves, structure = jax.tree.flatten(args)
         key = self, structure, *[getattr(leaf, "shape", leaf) for leaf in leaves]
-        return RECENT.get(key, functools.partial(self._jitted, args, kwargs))[1]
+        return RECENT.get(key, functools.partial(self._jitted, args))[1]
 
     def _cache_size(self) -> int:
         """As of a jitted function: how many executables there are, of all shapes."""
         own = (jitted for owner, jitted in RECENT.values() if owner is self)
         return sum(jitted._cache_size() for jitted in own)
 
-    def _jitted(self, args: Any, kwargs: Any) -> tuple["Program", Any]:
+    def _jitted(self, args: tuple[Operand, ...]) -> tuple["Program[R]", Any]:
         # jax keeps what it compiles by the function it is given: a new one, which nobody else
         # holds.
         @functools.wraps(self._function)
-        def alone(*args: Any, **kwargs: Any) -> Any:
-            return self._function(*args, **kwargs)
+        def alone(*args: Operand) -> R:
+            return self._function(*args)
 
-        named = inspect.signature(self._function).bind(*args, **kwargs).arguments
+        named = inspect.signature(self._function).bind(*args).arguments
         options = compiler_options(small=tree_bytes(named.get("params")) <= SMALL)
-        return self, jax.jit(alone, **self._options, compiler_options=options)
+        jitted = jax.jit(
+            alone,
+            static_argnames=self._static,
+            donate_argnames=self._donated,
+            compiler_options=options,
+        )
+        return self, jitted
 
 
 def compiler_options(small: bool) -> dict[str, Any]:
@@ -197,9 +207,11 @@ def compiler_options(small: bool) -> dict[str, Any]:
     return {"xla_gpu_autotune_level": 0}
 
 
-def program(**options: Any) -> Callable[[Callable[..., Any]], Program]:
+def program(
+    static_argnames: Sequence[str] = (), donate_argnames: Sequence[str] = ()
+) -> Callable[[Callable[..., R]], Program[R]]:
     """``jax.jit`` whose executables are among the bounded number that this process keeps."""
-    return lambda function: Program(function, **options)
+    return lambda function: Program(function, static_argnames, donate_argnames)
 
 
 def compile_side_by_side(programs: Iterable[jax.stages.Lowered]) -> None:

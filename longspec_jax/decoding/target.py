@@ -27,6 +27,7 @@ from longspec_jax.drafters.base import (
     Selection,
     Uncommitted,
 )
+from longspec_jax.models.layers import applied
 from longspec_jax.models.recurrence import Recur
 from longspec_jax.models.target import Attend, Target, TargetOutput, sinks_of
 from longspec_jax.ops.attention import float8, path
@@ -334,19 +335,19 @@ class TargetModel:
             return out if scales is None else float8.scaled(out, scales.values)
 
         model = self._model if ordered is None else Target(self.config, ordered=ordered)
-        output: Any = model.apply(
-            {"params": params}, tokens, positions, noted, keep=needs.hidden, recur=recur
-        )
+        given = tokens, positions, noted
+        output = applied(Target.__call__, model, params, *given, keep=needs.hidden, recur=recur)
         if cached:
             layers = range(self.config.num_layers)
-            rows = zip(*(cached.get(layer, (None, None)) for layer in layers), strict=True)
-            output = output._replace(**dict(zip(("keys", "values"), rows, strict=True)))
+            rows = [cached.get(layer, (None, None)) for layer in layers]
+            output = output._replace(
+                keys=tuple(keys for keys, _ in rows), values=tuple(values for _, values in rows)
+            )
         return output, Features(output.kept, queries, keys)
 
     def unembed(self, params: PyTree, hidden: Array) -> Array:
         """Logits of hidden states behind the last norm, float32; of any number of leading axes."""
-        logits: Any = self._model.apply({"params": params}, hidden, method="unembed")
-        return logits
+        return applied(Target.unembed, self._model, params, hidden)
 
     def _with_scores(self, attention: Callable[..., F]) -> Callable[..., F]:
         """An attention op with what this target does to scores."""

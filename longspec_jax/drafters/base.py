@@ -198,7 +198,7 @@ ReadParts: TypeAlias = Callable[[int, Queries], tuple[Queries, Sequence[Prefix]]
 class Selection(Protocol):
     """A part of every row's committed tokens; no token is in it twice."""
 
-    def reading(self, cache: Any) -> ReadParts:
+    def reading(self, cache: PyTree) -> ReadParts:
         """What attention reads of a target's cache in a forward."""
         ...
 
@@ -226,7 +226,7 @@ class View:
     """A :class:`longspec_jax.decoding.target.TargetModel`."""
     params: PyTree
     """The target's."""
-    cache: Any
+    cache: PyTree
     """The target's keys and values, a :class:`longspec_jax.decoding.cache.KVCache`."""
     pending: Int[Array, " B"]
     """The last token of each row, not in the cache: the root of the tree."""

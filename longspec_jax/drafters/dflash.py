@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.checks import whole_number
@@ -44,7 +45,7 @@ from longspec_jax.drafters.tables import (
 )
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run, plant
 from longspec_jax.drafters.window import Entries, Rows, Seen
-from longspec_jax.models.layers import Projection, RMSNorm, rotary_angles
+from longspec_jax.models.layers import Projection, RMSNorm, applied, rotary_angles
 from longspec_jax.models.target import HEADS, Attend, Layer, stored_logits
 from longspec_jax.ops.attention.dispatch import speculative_attention
 from longspec_jax.ops.attention.operands import Fresh
@@ -275,8 +276,7 @@ class DFlashLayers(nn.Module):
 class DFlashParams(BlockParams):
     """The draft's layers, its heads, and its tables, of which some may be the target's."""
 
-    module = DFlashLayers
-    confidence: Any = None
+    confidence: PyTree = None
     """``kernel [1, C]`` and ``bias [1]`` of the confidence head; None without one."""
     selector: Mapping[str, Any] | None = None
     """As of :func:`~longspec_jax.drafters.dflash2.edge_scores`; None without one."""
@@ -290,11 +290,14 @@ class DFlashParams(BlockParams):
         self, config: DFlashConfig, hidden: Sequence[Array], positions: Array
     ) -> tuple[Rows, ...]:
         """As of :meth:`DFlashLayers.keys_values`."""
-        return self._apply(config, hidden, positions, method=DFlashLayers.keys_values)
+        return applied(
+            DFlashLayers.keys_values, DFlashLayers(config), self.layer, hidden, positions
+        )
 
     def block(self, config: DFlashConfig, tokens: Array, positions: Array, attend: Attend) -> Array:
         """The layers over tokens ``[B, T]``; arguments as of :class:`DFlashLayers`."""
-        return self._apply(config, self.embedded(tokens), positions, attend)
+        module, embedded = DFlashLayers(config), self.embedded(tokens)
+        return applied(DFlashLayers.__call__, module, self.layer, embedded, positions, attend)
 
     def trust(self, config: DFlashConfig, tokens: Array, hidden: Array) -> Array:
         """How likely the target accepts a slot's token, a logarithm ``[B, w]`` (DSpark, 3.3).
@@ -313,7 +316,7 @@ class DFlashParams(BlockParams):
 
 
 def markov_step(
-    params: Any, config: Markov, tokens: Array, hidden: Array, state: Array
+    params: PyTree, config: Markov, tokens: Array, hidden: Array, state: Array
 ) -> tuple[Array, Array]:
     """What a Markov head adds to a slot's logits behind each of some tokens (DSpark, section 3.2).
 
@@ -445,7 +448,12 @@ class DFlashDrafter(Drafter):
             return draft.trust(self.config, tokens, hidden[:, depth : depth + 1])
 
         return beam_search(
-            *(view.pending, self.tree, score, states, draft.vocabulary, self.attention),
+            view.pending,
+            self.tree,
+            score,
+            states,
+            draft.vocabulary,
+            self.attention,
             trust=None if self.config.confidence is None else trust,
         )
 

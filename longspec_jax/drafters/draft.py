@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from longspec_jax.checks import Tokenizer
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Drafter
@@ -31,7 +32,7 @@ class Target(NamedTuple):
 
     config: TargetConfig
     params: PyTree
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     """A transformers tokenizer, if it has one."""
 
 
@@ -133,5 +134,5 @@ class Draft:
 
 def with_tree(drafter: Drafter, tree: TreeConfig) -> Drafter:
     """The same drafter with another tree."""
-    varied: Any = drafter  # All of them are dataclasses with this field.
-    return replace(varied, tree=tree)
+    # All of them are dataclasses with this field.
+    return replace(drafter, tree=tree)  # pyright: ignore[reportArgumentType, reportCallIssue]

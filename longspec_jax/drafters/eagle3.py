@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import flax.linen as nn
 import jax
@@ -51,7 +51,14 @@ from longspec_jax.drafters.tables import (
 )
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.drafters.window import Entries, Seen
-from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU, rotary_frequencies
+from longspec_jax.models.layers import (
+    GroupedQKV,
+    Projection,
+    RMSNorm,
+    SwiGLU,
+    applied,
+    rotary_frequencies,
+)
 from longspec_jax.models.target import HEADS
 from longspec_jax.ops.attention.dispatch import speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
@@ -249,18 +256,19 @@ class Eagle3Layer(nn.Module):
 class Eagle3Params(TableParams):
     """The draft's layer and its tables, of which some may be the target's."""
 
-    module = Eagle3Layer
+    module: ClassVar[type[Any]] = Eagle3Layer
+    """Class of the draft's module, which a configuration makes."""
 
     def fused(self, config: Eagle3Config, hidden: Sequence[Array]) -> Array:
         """As of :meth:`Eagle3Layer.fused`."""
-        return self._apply(config, hidden, method="fused")
+        return applied(self.module.fused, self.module(config), self.layer, hidden)
 
     def keys_values(
         self, config: Eagle3Config, tokens: Array, feature: Array, positions: Array
     ) -> tuple[Array, Array]:
         """Keys and values of tokens ``[B, T]``; arguments as of :class:`Eagle3Layer`."""
-        embedded = self.embedded(tokens)
-        return self._apply(config, embedded, feature, positions, method="keys_values")
+        module, embedded = self.module(config), self.embedded(tokens)
+        return applied(self.module.keys_values, module, self.layer, embedded, feature, positions)
 
     def level(
         self,
@@ -271,7 +279,9 @@ class Eagle3Params(TableParams):
         attend: Callable[[Array, Array, Array], Array],
     ) -> LevelOutput:
         """The layer over tokens ``[B, T]``; arguments as of :class:`Eagle3Layer`."""
-        return self._apply(config, self.embedded(tokens), feature, positions, attend)
+        module, embedded = self.module(config), self.embedded(tokens)
+        given = self.layer, embedded, feature, positions, attend
+        return applied(self.module.__call__, module, *given)
 
 
 @struct.dataclass

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import MAX_TREE_LEVELS, PLAIN, TreeConfig
@@ -148,7 +149,7 @@ class JoinedDraft(Draft):
 
     members: tuple[Draft, ...]
     name: str = field(init=False)
-    params: Any = field(init=False, repr=False)
+    params: PyTree = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", "+".join(member.name for member in self.members))

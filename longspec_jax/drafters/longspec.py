@@ -11,7 +11,7 @@ chunks of it that the target attends to, or the selection of a partial forward.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Int, PyTree
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.checks import whole_number
@@ -38,7 +39,14 @@ from longspec_jax.drafters.retrieval.working_cache import (
 from longspec_jax.drafters.tables import TableParams
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.drafters.vocabulary import OwnTokens, check_vocabulary
-from longspec_jax.models.layers import GroupedQKV, Projection, RMSNorm, SwiGLU, rotary_angles
+from longspec_jax.models.layers import (
+    GroupedQKV,
+    Projection,
+    RMSNorm,
+    SwiGLU,
+    applied,
+    rotary_angles,
+)
 from longspec_jax.models.target import HEADS, capped, scaled
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
@@ -46,6 +54,9 @@ from longspec_jax.ops.layer import add, rotate, split_heads, split_into
 from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.sharding import param_shardings
+
+WINDOW = 512
+"""Tokens behind it that a node's self-attention sees (LongSpec 3.1)."""
 
 
 def check_vocab_size(vocab_size: int, target: TargetConfig) -> None:
@@ -79,7 +90,7 @@ class DraftConfig:
     """What the logits are divided by, as of the target."""
     logit_cap: float | None = None
     """Bounds the logits softly after the division, as of the target."""
-    window: int = 512
+    window: int = WINDOW
     """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
 
     def __post_init__(self) -> None:
@@ -87,12 +98,27 @@ class DraftConfig:
         check_layer(self)
 
     @classmethod
-    def for_target(cls, target: TargetConfig, **overrides: Any) -> "DraftConfig":
+    def for_target(
+        cls, target: TargetConfig, *, window: int = WINDOW, dtype: str | None = None
+    ) -> "DraftConfig":
         """The draft that fits a target: same widths and heads, same rotary embedding."""
         target.check_read("a LongSpec draft")
-        shared = {field.name for field in dataclasses.fields(cls)} - {"window"}
-        values = {name: getattr(target, name) for name in shared}
-        return cls(**{**values, **overrides})
+        return cls(
+            model_width=target.model_width,
+            mlp_width=target.mlp_width,
+            num_heads=target.num_heads,
+            num_kv_heads=target.num_kv_heads,
+            head_width=target.head_width,
+            rope_theta=target.rope_theta,
+            rope_scaling=target.rope_scaling,
+            norm_eps=target.norm_eps,
+            dtype=dtype or target.dtype,
+            rotary_width=target.rotary_width,
+            embedding_factor=target.embedding_factor,
+            logits_divisor=target.logits_divisor,
+            logit_cap=target.logit_cap,
+            window=window,
+        )
 
     @property
     def rotary(self) -> Rotary:
@@ -200,7 +226,6 @@ class LongSpecLayer(nn.Module):
 class LongSpecParams(TableParams):
     """The draft's own parameters and the two tables it shares with the target."""
 
-    module = LongSpecLayer
     whole: Leaf[Float[Array, "V D"]] | None = None
     """The target's LM head, of which rows of a row's own tokens are read; None where no token is
     proposed for having occurred."""
@@ -244,7 +269,10 @@ class LongSpecParams(TableParams):
         self, config: DraftConfig, tokens: Array, positions: Array
     ) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens ``[B, T]`` at positions ``[B, T]``."""
-        return self._apply(config, self.embedded(tokens), positions, method="keys_values")
+        embedded = self.embedded(tokens)
+        return applied(
+            LongSpecLayer.keys_values, LongSpecLayer(config), self.layer, embedded, positions
+        )
 
     def run(
         self,
@@ -256,8 +284,15 @@ class LongSpecParams(TableParams):
         among: Among,
     ) -> DraftOutput:
         """The layer over tokens ``[B, T]``; the rest as of :class:`LongSpecLayer`."""
-        return self._apply(
-            config, self.embedded(tokens), positions, attend_self, attend_cross, among
+        return applied(
+            LongSpecLayer.__call__,
+            LongSpecLayer(config),
+            self.layer,
+            self.embedded(tokens),
+            positions,
+            attend_self,
+            attend_cross,
+            among,
         )
 
 
@@ -475,10 +510,10 @@ class LongSpecDraft(Draft):
     def bind(
         cls,
         config: DraftConfig,
-        layer: Any,
-        target_params: Any,
+        layer: PyTree,
+        target_params: PyTree,
         *,
-        vocabulary: Any = None,
+        vocabulary: ArrayLike | Sequence[int] | None = None,
         own_tokens: bool = False,
         int8: bool = False,
         working: WorkingCache | None = None,

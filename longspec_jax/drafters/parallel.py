@@ -18,7 +18,6 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer, check_voc
 from longspec_jax.drafters.tables import BlockParams
 from longspec_jax.drafters.tree import Tree, beam_search, plant
 from longspec_jax.drafters.window import Entries, Rows, Seen
-from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm, parameter
+from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm, applied, parameter
 from longspec_jax.models.target import capped, scaled, stored_logits
 from longspec_jax.ops.attention.dispatch import (
     prefix_attention,
@@ -134,10 +133,8 @@ class ParallelLayers(nn.Module):
 class ParallelParams(BlockParams):
     """The draft's own parameters and the two tables it shares with the target."""
 
-    module = ParallelLayers
-
     @classmethod
-    def beside(cls, target_params: PyTree, layer: Any) -> "ParallelParams":
+    def beside(cls, target_params: PyTree, layer: PyTree) -> "ParallelParams":
         """Loaded or trained parameters with the tables of their target."""
         layer = {**layer}
         markov = layer.pop("markov", None)
@@ -145,8 +142,8 @@ class ParallelParams(BlockParams):
 
     def keys_values(self, config: ParallelConfig, tokens: Array, positions: Array) -> Rows:
         """As of :meth:`ParallelLayers.keys_values`, of tokens ``[B, T]``."""
-        arguments = self.embedded(tokens), positions
-        return self._apply(config, *arguments, method=ParallelLayers.keys_values)
+        module, embedded = ParallelLayers(config), self.embedded(tokens)
+        return applied(ParallelLayers.keys_values, module, self.layer, embedded, positions)
 
     def block(
         self,
@@ -157,8 +154,15 @@ class ParallelParams(BlockParams):
         attend_cross: Callable[[Array], Array],
     ) -> Float[Array, "B slots D"]:
         """The layers over a block of every row; arguments as of :class:`ParallelLayers`."""
-        first = self.embedded(pending[:, None])
-        return self._apply(config, first, positions, attend_self, attend_cross)
+        return applied(
+            ParallelLayers.__call__,
+            ParallelLayers(config),
+            self.layer,
+            self.embedded(pending[:, None]),
+            positions,
+            attend_self,
+            attend_cross,
+        )
 
     def correction(self, tokens: Int[Array, "B w"]) -> Float[Array, "B w V"]:
         """What the Markov head adds to the logits behind these tokens, float32."""

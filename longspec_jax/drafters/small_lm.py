@@ -36,6 +36,7 @@ from longspec_jax.drafters.retrieval.working_cache import (
     WorkingCacheOptions,
 )
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
+from longspec_jax.models.layers import applied
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
@@ -166,12 +167,10 @@ class SmallLMDrafter(Drafter):
     def _run(self, params: PyTree, tokens: Array, positions: Array, attend: Attend) -> TargetOutput:
         # A token that the small model lacks is read as its last one.
         known = jnp.minimum(tokens, self.config.vocab_size - 1)
-        output: Any = Target(self.config).apply({"params": params}, known, positions, attend)
-        return output
+        return applied(Target.__call__, Target(self.config), params, known, positions, attend)
 
     def _unembed(self, params: PyTree, hidden: Array) -> Array:
-        logits: Any = Target(self.config).apply({"params": params}, hidden, method="unembed")
-        return logits
+        return applied(Target.unembed, Target(self.config), params, hidden)
 
 
 def allocate(config: TargetConfig, batch: int, capacity: int, block: int = 1) -> SmallLMState:
@@ -200,8 +199,8 @@ def append(
     caches: tuple[Any, ...] = (*cache.keys, *cache.values)
     fresh = *keys, *values
     # Only the rounds of few rows have a cache of more, and they append no chunks.
-    rows = {} if cache.cache_rows is None else {"cache_rows": cache.cache_rows}
-    write = partial(_append_block, **rows) if given <= SPARE else _append_chunk
+    of_block = partial(_append_block, cache_rows=cache.cache_rows)
+    write = of_block if given <= SPARE else _append_chunk
     # No layer's slots may be written before they were read, or the compiler copies whole caches.
     # The last layer's keys are the result of all that was read.
     known = jnp.isfinite(keys[-1][:, 0, 0, 0])

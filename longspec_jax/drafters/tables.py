@@ -7,13 +7,13 @@ it has none itself.
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array, Leaf
@@ -184,8 +184,8 @@ def check_sizes(width: int, vocab_size: int, target: TargetConfig) -> None:
 class TableParams:
     """A draft's layers and its tables, of which some may be the target's."""
 
-    layer: Any
-    """Parameters of :attr:`module`."""
+    layer: PyTree
+    """Parameters of the draft's module."""
     embedding: Leaf[Float[Array, "V D"]]
     """The embedding table."""
     head: Leaf[Float[Array, "v D"]] | QuantisedWeights
@@ -207,8 +207,6 @@ class TableParams:
     """Logits are divided by it, as the target's, where the draft stores no LM head."""
     logit_cap: float | None = struct.field(pytree_node=False, default=None)
     """Bounds logits softly after the division, likewise."""
-    module: ClassVar[Any] = None
-    """Class of the draft's module, which a configuration makes."""
 
     @property
     def int8(self) -> bool:
@@ -224,9 +222,9 @@ class TableParams:
         Raises:
           ValueError: if the draft is in 8 bits already.
         """
-        if self.int8:
+        head = self.head
+        if isinstance(head, QuantisedWeights):
             raise ValueError("the draft is in 8 bits already; call in_int8 once")
-        head: Any = self.head
         parts = {"layer": rounded(self.layer), "head": QuantisedMatrix.rounded(head)}
         laid_out = _laid_out(parts, self.embedding.dtype, mesh)
         return dataclasses.replace(
@@ -251,11 +249,8 @@ class TableParams:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
         return scaled(look_up(self.embedding, tokens), self.embedding_factor)
 
-    def _apply(self, config: Any, *args: Any, **options: Any) -> Any:
-        return self.module(config).apply({"params": self.layer}, *args, **options)
-
     @classmethod
-    def beside(cls: type[P], target_params: PyTree, layer: Any) -> P:
+    def beside(cls: type[P], target_params: PyTree, layer: PyTree) -> P:
         """Parameters of a draft's module with the tables of their target."""
         tables = target_params["embedding"], head_of(target_params)
         own_head = not shares_head(target_params)
@@ -268,7 +263,7 @@ class TableParams:
         draft: Sizes,
         target: TargetConfig,
         target_params: PyTree,
-        vocabulary: Any = None,
+        vocabulary: ArrayLike | None = None,
         tied: bool = False,
     ) -> P:
         """The parameters, with tables of the target where the draft stores none, or equal ones.
@@ -334,7 +329,7 @@ class TableParams:
 class BlockParams(TableParams):
     """Those of a draft that proposes a block, with its Markov head (DSpark, section 3.2)."""
 
-    markov: Any = None
+    markov: PyTree = None
     """``embedding [V, r]`` of the token before, ``head [v, r]``, and for a gated or a recurrent
     head the projection ``fuse``; None without such a head."""
 

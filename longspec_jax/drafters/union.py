@@ -8,7 +8,6 @@ best nodes form a tree, in every row its own mix of what was offered.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
@@ -32,8 +31,8 @@ def union(offered: Mapping[int, Tree], levels: int, nodes: int) -> Tree:
     trees = list(offered.values())
     paths = [tree_paths(tree, levels) for tree in trees]
     tokens = _together([tree.tokens for tree in trees])
-    totals: Any = [tree.totals for tree in trees]
-    assert all(total is not None for total in totals), "a tree without totals cannot be joined"
+    totals = [tree.totals for tree in trees if tree.totals is not None]
+    assert len(totals) == len(trees), "a tree without totals cannot be joined"
     total = _together(totals)
     path, there = _together(paths), jnp.isfinite(total)
     same = (path[:, :, None] == path[:, None]).all(axis=3) & there[:, :, None] & there[:, None]

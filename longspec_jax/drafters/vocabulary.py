@@ -12,7 +12,6 @@ list, in that row alone (:class:`OwnTokens`).
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from flax import struct
 from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Leaf
+from longspec_jax.checks import Tokenizer
 from longspec_jax.drafters.base import Committed
 
 OWN_TOKENS = 512
@@ -60,7 +60,7 @@ def most_frequent(
     return np.concatenate([np.asarray(always, np.int32), rest.astype(np.int32)])[:size]
 
 
-def check_vocabulary(tokens: Any, vocab_size: int) -> Int[np.ndarray, " v"]:
+def check_vocabulary(tokens: object, vocab_size: int) -> Int[np.ndarray, " v"]:
     """A draft vocabulary as int32; raises unless it is a list of different tokens of the target."""
     array = np.asarray(tokens)
     if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
@@ -82,7 +82,7 @@ def check_vocabulary(tokens: Any, vocab_size: int) -> Int[np.ndarray, " v"]:
     return array.astype(np.int32)
 
 
-def first_merged(tokenizer: Any, size: int) -> Int[np.ndarray, " v"] | None:
+def first_merged(tokenizer: Tokenizer, size: int) -> Int[np.ndarray, " v"] | None:
     """The tokens that a merging tokenizer learned first, with all that it did not merge.
 
     Those are its letters or bytes, and the special tokens.

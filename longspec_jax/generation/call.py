@@ -292,7 +292,7 @@ def shape_for(
     return Shape.for_call(longest, new_tokens, levels, chunk, expected=expected, alone=alone)
 
 
-def _quantised(target: Any) -> dict[str, Any]:
+def _quantised(target: PyTree) -> dict[str, Any]:
     """The kinds of quantised weights; nothing of a whole target."""
     labels = sorted({matrix.label for matrix in quantised_matrices(target)})
     return {"weights": labels} if labels else {}

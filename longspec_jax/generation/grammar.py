@@ -19,11 +19,17 @@ the matcher, or a copy of it, was ever asked. So a row has two that were compile
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from longspec_jax.extras import missing_packages
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from transformers import PreTrainedTokenizerFast
+else:  # The library comes with an extra, and transformers is slow to import.
+    LLMatcher = LLParserLimits = LLTokenizer = PreTrainedTokenizerFast = Any
 
 LONGEST = 64 * 1024
 """Most characters of a grammar: compiling takes time and memory with its length."""
@@ -43,7 +49,7 @@ TokenBits: TypeAlias = np.ndarray
 class Grammar:
     """A grammar that can be used; requests share it, and each has a :meth:`state` of its own."""
 
-    def __init__(self, vocabulary: "Vocabulary", source: str, limits: Any) -> None:
+    def __init__(self, vocabulary: "Vocabulary", source: str, limits: LLParserLimits) -> None:
         """Compile nothing; made by :func:`compile_grammar`."""
         self._vocabulary, self._source, self._limits = vocabulary, source, limits
 
@@ -60,7 +66,7 @@ class Grammar:
         """
         return GrammarState(self.matcher(), self.matcher(), self._vocabulary)
 
-    def matcher(self) -> Any:
+    def matcher(self) -> LLMatcher:
         """A matcher that has met no token, and shares nothing with others as its copies would."""
         library, table = _library(), self._vocabulary.table
         return library.LLMatcher(table, self._source, log_level=0, limits=self._limits)
@@ -72,7 +78,7 @@ def compile_grammar(
     json_schema: Mapping[str, Any] | None = None,
     regex: str | None = None,
     lark: str | None = None,
-    limits: Any = None,
+    limits: LLParserLimits | None = None,
 ) -> Grammar:
     """A grammar from its source; arguments and errors as of ``LongSpec.grammar``.
 
@@ -93,9 +99,8 @@ def compile_grammar(
         raise ValueError("a grammar is one of json_schema=, regex= and lark=; pass one of them")
     [(read, source)] = sources
     _check_length(source)
-    if limits is None:
-        limits = library.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
-    grammar = Grammar(vocabulary, read(source), limits)
+    usual = library.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+    grammar = Grammar(vocabulary, read(source), usual if limits is None else limits)
     _first_tokens(grammar.matcher(), vocabulary)
     return grammar
 
@@ -103,7 +108,7 @@ def compile_grammar(
 class GrammarState:
     """Where a row stands in its grammar."""
 
-    def __init__(self, own: Any, of_trees: Any, vocabulary: "Vocabulary") -> None:
+    def __init__(self, own: LLMatcher, of_trees: LLMatcher, vocabulary: "Vocabulary") -> None:
         """Begin before the first token, with two matchers that share nothing.
 
         Raises:
@@ -112,7 +117,7 @@ class GrammarState:
         self._own, self._words = own, vocabulary.words
         self._next: np.ndarray | None = _first_tokens(own, vocabulary)
         """What may follow the row's last token; None once the row's own matcher has failed."""
-        self._of_trees: Any | None = of_trees
+        self._of_trees: LLMatcher | None = of_trees
         """Behind the row's last token; None once it has failed."""
         self._stops, self._ended = vocabulary.stop_tokens, False
 
@@ -163,7 +168,7 @@ class GrammarState:
 
     def _fill(
         self,
-        of_trees: Any,
+        of_trees: LLMatcher,
         node: int,
         tokens: Sequence[int],
         children: Mapping[int, list[int]],
@@ -188,7 +193,7 @@ class GrammarState:
         return True
 
 
-def _first_tokens(matcher: Any, vocabulary: "Vocabulary") -> np.ndarray:
+def _first_tokens(matcher: LLMatcher, vocabulary: "Vocabulary") -> np.ndarray:
     """``[W]`` int32, what may come first.
 
     Raises:
@@ -200,7 +205,7 @@ def _first_tokens(matcher: Any, vocabulary: "Vocabulary") -> np.ndarray:
     return line
 
 
-def _tokens_behind(matcher: Any, words: int) -> np.ndarray | None:
+def _tokens_behind(matcher: LLMatcher, words: int) -> np.ndarray | None:
     """``[W]`` int32, what may follow; None if the matcher has failed, which it then stays."""
     line = np.zeros(words, np.int32)
     if not matcher.is_error():
@@ -212,7 +217,7 @@ def _holds(line: np.ndarray, token: int) -> bool:
     return bool(line[token // 32] >> (token % 32) & 1)
 
 
-def _reason(matcher: Any) -> str:
+def _reason(matcher: LLMatcher) -> str:
     """Why a matcher has failed."""
     first, *others = matcher.get_error().strip().splitlines()
     if first.startswith("NoExtension"):
@@ -224,7 +229,7 @@ def _reason(matcher: Any) -> str:
 class Vocabulary:
     """A tokenizer's tokens as the library reads them."""
 
-    def __init__(self, table: Any, size: int, stop_tokens: tuple[int, ...]) -> None:
+    def __init__(self, table: LLTokenizer, size: int, stop_tokens: tuple[int, ...]) -> None:
         """Keep the table; made by :func:`vocabulary_of`."""
         self.table, self.size, self.stop_tokens = table, size, frozenset(stop_tokens)
 
@@ -234,13 +239,9 @@ class Vocabulary:
         return -(-self.size // 32)
 
 
-class _FastTokenizer(Protocol):
-    backend_tokenizer: Any
-
-
 @functools.lru_cache(TOKENIZERS)
 def vocabulary_of(
-    tokenizer: _FastTokenizer, vocab_size: int, stop_tokens: tuple[int, ...]
+    tokenizer: PreTrainedTokenizerFast, vocab_size: int, stop_tokens: tuple[int, ...]
 ) -> Vocabulary:
     """The tokens of a target.
 
@@ -260,9 +261,7 @@ def vocabulary_of(
         )
     if not stop_tokens:
         raise ValueError("a grammar needs a stop token, with which the text ends; name one")
-    # The type names PreTrainedTokenizerFast.
-    known: Any = tokenizer
-    table = from_tokenizer(known, vocab_size, list(stop_tokens))
+    table = from_tokenizer(tokenizer, vocab_size, list(stop_tokens))
     return Vocabulary(table, vocab_size, stop_tokens)
 
 

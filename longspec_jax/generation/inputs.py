@@ -5,7 +5,7 @@ Rows keep their own length: nothing is padded or truncated.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -230,13 +230,19 @@ def _check_characters(tokenizer: Tokenizer, characters: int, max_positions: int)
         )
 
 
-def to_prompt(inputs: Inputs, *options: Any, **named: Any) -> np.ndarray:
+def to_prompt(
+    inputs: Inputs,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    chat_template: str | None = None,
+    max_positions: int | None = None,
+) -> np.ndarray:
     """The token ids of a single row; arguments and errors as of :func:`to_prompts`.
 
     Raises:
       ValueError: also for more than one row.
     """
-    row, *others = to_prompts(inputs, *options, **named)
+    row, *others = to_prompts(inputs, tokenizer, vocab_size, chat_template, max_positions)
     if others:
         raise ValueError(
             f"one prompt is needed here, and {shown(inputs)} holds {1 + len(others)}; make each a "
@@ -245,7 +251,7 @@ def to_prompt(inputs: Inputs, *options: Any, **named: Any) -> np.ndarray:
     return row
 
 
-def is_chat(item: object) -> bool:
+def is_chat(item: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Whether a row is a list of chat messages."""
     return isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping)
 
@@ -289,7 +295,7 @@ def _unpadded(batch: Mapping[str, Any]) -> list[Any]:
     return [_kept(row, mask) for row, mask in zip(rows, masks, strict=True)]
 
 
-def _kept(row: Any, mask: Any) -> Any:
+def _kept(row: object, mask: object) -> object:
     """The tokens of a row whose mask is 1; a row that is no list of tokens is refused later."""
     row, mask = as_plain(row), as_plain(mask)
     if not isinstance(row, Sequence):
@@ -303,14 +309,14 @@ def _kept(row: Any, mask: Any) -> Any:
 
 
 def _prompt(
-    item: Any,
+    item: object,
     tokenizer: Tokenizer | None,
     vocab_size: int,
     chat_template: str | None,
     max_positions: int | None,
 ) -> np.ndarray:
     """Token ids of one row as int32; what does not fit is refused before it would be cut off."""
-    tokens: Any = item
+    tokens = item
     if is_chat(item):
         tokens = encode_chat(tokenizer, item, chat_template, max_positions=max_positions)
     elif chat_template is not None:

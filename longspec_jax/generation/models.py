@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from longspec_jax.checks import Tokenizer
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.batch_invariant import check_tree, choose_kernels, serves_tree
@@ -34,7 +35,7 @@ class Models:
     target_params: PyTree
     draft: Draft | Sequence[Draft] | None = None
     """What proposes tokens; several propose into one tree."""
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     """A transformers tokenizer; without one, prompts are token ids and there is no text."""
     dequantised: tuple[str, ...] = ()
     """The types of a GGUF file's matrices, dequantised when they are loaded or multiplied with: the

@@ -170,13 +170,13 @@ def _biases(value: object, rows: int, vocab_size: int) -> list[dict[int, float]]
     return [{int(token): float(bias) for token, bias in given.items()} for given in biases]
 
 
-def _alternatives(name: str, value: Any, rows: int) -> Any:
+def _alternatives(name: str, value: object, rows: int) -> Any:
     """Alternatives that every row reports, -1 for no log-probabilities; None if no row does."""
     if value is None:
         return None
-    value = as_plain(value)
-    several = isinstance(value, Sequence) and not isinstance(value, str)
-    items = list(value) if several else [value]
+    plain = as_plain(value)
+    several = isinstance(plain, Sequence) and not isinstance(plain, str)
+    items = list(plain) if several else [plain]
     own_alone = [name == "prompt_logprobs" and item is True for item in items]
     neither = [item is None or (name == "prompt_logprobs" and item is False) for item in items]
     if all(neither):
@@ -230,7 +230,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def _from_config(
-    config: Any, prompt_lengths: Sequence[int], given: Mapping[str, Any]
+    config: GenerationConfig | None, prompt_lengths: Sequence[int], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The options that a transformers GenerationConfig sets."""
     if config is None:
@@ -321,7 +321,7 @@ def _check_no_filter(given: Mapping[str, Any], acts: Mapping[str, np.ndarray]) -
             )
 
 
-def _stop_tokens(value: Any, rows: int, vocab_size: int | None) -> Any:
+def _stop_tokens(value: object, rows: int, vocab_size: int | None) -> Any:
     """``[B, n]`` stop tokens, padded with -1: from an id, a set for all rows, or one for each."""
     value = as_plain(value)
     items = [value] if is_whole(value) else _listed(value)

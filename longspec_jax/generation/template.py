@@ -124,7 +124,7 @@ class _Namespace(Namespace):
 
     def __init__(*args: Any, **values: Any) -> None:  # A template may use the name ``self``.
         Namespace.__init__(args[0])
-        for name, value in dict(*args[1:], **values).items():
+        for name, value in {**dict(*args[1:]), **values}.items():
             args[0][name] = value
 
     def __setitem__(self, name: str, value: object) -> None:
@@ -145,10 +145,20 @@ class _Generation(ext.Extension):
 
 
 def _tojson(
-    value: object, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja2's own filter escapes what has a meaning in HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    """JSON as it is, with transformers' options: jinja2's own filter escapes for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> None:

@@ -95,7 +95,7 @@ class Experts(nn.Module):
         c, biases = self.config, (None, None)
         if c.biases:
             biases = self.expert_gate_up_bias.reshape(c.count, 2, -1), self.expert_down_bias
-        gate_up: Any = self.expert_gate_up
+        gate_up = self.expert_gate_up
         if not isinstance(gate_up, PackedMatrix):
             gate_up = jax.tree.map(lambda each: each.reshape(c.count, 2, c.width, -1), gate_up)
         return ExpertWeights(gate_up, self.expert_down, *biases)

@@ -8,12 +8,13 @@ PartitionSpec and no reshape is left to the caller.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.layers import (
@@ -36,6 +37,24 @@ from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, Quantised
 from longspec_jax.ops.partitioned import row_shares
 
 INITIAL_SCALE = 0.02
+P = ParamSpec("P")
+R = TypeVar("R")
+M = TypeVar("M", bound=nn.Module)
+
+
+def applied(
+    method: Callable[Concatenate[M, P], R],
+    module: M,
+    params: PyTree,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> R:
+    """What a method of a module's class returns with these parameters, as flax's ``apply``.
+
+    The arguments and the result have the method's types, which ``apply`` forgets.
+    """
+    found: Any = module.apply({"params": params}, *args, method=method, **kwargs)
+    return found
 
 
 def parameter(
@@ -161,7 +180,7 @@ class Projection(nn.Module):
             bias = parameter(self, "bias", nn.initializers.zeros, self.out_axes, self.dtype)
         return kernel, bias
 
-    def _matmuls(self, kernel: Any) -> Matmuls:
+    def _matmuls(self, kernel: Array | QuantisedWeights) -> Matmuls:
         return self.quantised if isinstance(kernel, QuantisedWeights) else self.matmuls
 
     def _flat(self, x: Array) -> Array:
@@ -179,7 +198,7 @@ CHOOSE = "router", "shared_gate"
 """The projections that choose among experts: few columns, on whose last bits much depends."""
 
 
-def rounded(layer: Any, name: str = "") -> Any:
+def rounded(layer: PyTree, name: str = "") -> PyTree:
     """Parameters of a layer with the weights of its projections in 8 bits.
 
     Quantised ones stay as they are, and experts and what chooses among them whole.

@@ -17,18 +17,21 @@ import importlib.util
 import zlib
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jaxlib.version
 from jax import export
 from jax.sharding import AbstractMesh
+from jax.tree_util import PyTreeDef
 
+from longspec_jax.axes import Array
 from longspec_jax.files import make_private, not_private, replace
 from longspec_jax.ops.hardware import compute_capability
 from longspec_jax.ops.partitioned import one_device
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Given = ParamSpec("Given")
+R = TypeVar("R")
 _CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton", "triton_kernel_call")
 """What kernels become. jax does not promise to read them in later versions; they stay in here."""
 
@@ -45,7 +48,7 @@ def _digest(folder: Path) -> str:
 _SOURCES = _digest(Path(__file__).parents[1])
 
 
-def launcher(*static: str) -> Callable[[Function], Function]:
+def launcher(*static: str) -> Callable[[Callable[Given, R]], Callable[Given, R]]:
     """``jax.jit`` for a function that launches a kernel.
 
     Args:
@@ -53,12 +56,12 @@ def launcher(*static: str) -> Callable[[Function], Function]:
         there will be no kernel.
     """
 
-    def decorate(function: Any) -> Any:
+    def decorate(function: Callable[Given, R]) -> Callable[Given, R]:
         jitted = jax.jit(function, static_argnames=static)
         exported = functools.cache(functools.partial(_exported, jitted))
 
         @functools.wraps(function)
-        def launch(*operands: Any, **options: Any) -> Any:
+        def launch(*operands: Given.args, **options: Given.kwargs) -> R:
             if options.get("interpret") or compute_capability() is None or not one_device():
                 return jitted(*operands, **options)
             fixed = {name: options.pop(name) for name in static if name in options}
@@ -73,14 +76,14 @@ def launcher(*static: str) -> Callable[[Function], Function]:
 
 
 def _exported(
-    jitted: Any,
-    structure: Any,
+    jitted: Callable[..., Any],
+    structure: PyTreeDef,
     shapes: tuple[jax.ShapeDtypeStruct, ...],
     fixed: tuple[tuple[str, Hashable], ...],
 ) -> Callable[..., Any]:
     """The lowered function of these shapes, as a function of the leaves."""
 
-    def flat(*leaves: Any) -> Any:
+    def flat(*leaves: Array) -> Any:
         operands, options = structure.unflatten(leaves)
         return jitted(*operands, **options, **dict(fixed))
 
@@ -96,7 +99,7 @@ def _exported(
         if file is not None:
             _keep(file, whole)
 
-    def call(*leaves: Any) -> Any:
+    def call(*leaves: Array) -> Any:
         return whole.call(*leaves)
 
     call.__name__ = jitted.__name__  # Which profiles show.

@@ -16,7 +16,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,8 @@ from jax.sharding import PartitionSpec as P
 from longspec_jax.axes import Array
 from longspec_jax.config.names import BATCH_AXES
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Given = ParamSpec("Given")
+R = TypeVar("R")
 Term = tuple[tuple[str, ...], ...]
 """The axes of one array; the query heads are two of them, ``("k", "g")``."""
 
@@ -34,7 +35,7 @@ CUT = {"b": BATCH_AXES, "k": ("tp",), "v": ("tp",), "f": ("tp",), "e": ("tp",)}
 """The axes of operands that are cut, and the axes of the mesh over which."""
 
 
-def partitioned(rule: str) -> Callable[[Function], Function]:
+def partitioned(rule: str) -> Callable[[Callable[Given, R]], Callable[Given, R]]:
     """Let every device of the mesh in use compute its share of an op.
 
     Args:
@@ -49,11 +50,11 @@ def partitioned(rule: str) -> Callable[[Function], Function]:
         [_parse(term) for term in side.split(",")] for side in rule.split("->", maxsplit=1)
     )
 
-    def decorate(op: Function) -> Function:
+    def decorate(op: Callable[Given, R]) -> Callable[Given, R]:
         signature = inspect.signature(op)
 
         @functools.wraps(op)
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args: Given.args, **options: Given.kwargs) -> R:
             bound = signature.bind(*args, **options)
             if one_device():
                 return op(*bound.args, **bound.kwargs)
@@ -90,7 +91,7 @@ def partitioned(rule: str) -> Callable[[Function], Function]:
             )(*(arrays[index] for index in taken))
             return jax.tree.unflatten(results_structure, leaves)
 
-        return cast(Function, call)
+        return call
 
     return decorate
 

@@ -255,12 +255,12 @@ def _damaged(path: Path, reason: Exception | None = None) -> ValueError:
     )
 
 
-def _named(path: Path, state: Any, kind: type) -> dict[str, Any]:
+def _named(path: Path, state: object, kind: type) -> dict[str, Any]:
     """The tensors of a file by name; raises unless it holds nothing else."""
     strange = f"a value of type {type(state).__name__}"
     if isinstance(state, dict):
         others = {k: type(v).__name__ for k, v in state.items() if not isinstance(v, kind)}
-        strange = str(others) if others else None
-    if strange:
-        raise ValueError(f"{path} must be a flat dictionary of tensors, but holds {strange}")
-    return state
+        if not others:
+            return state
+        strange = str(others)
+    raise ValueError(f"{path} must be a flat dictionary of tensors, but holds {strange}")

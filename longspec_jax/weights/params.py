@@ -28,7 +28,7 @@ from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
 from longspec_jax.sharding import param_shardings, path_name
-from longspec_jax.weights.checkpoint import Tensor, Tensors
+from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
 from longspec_jax.weights.tables import Leaf, Part, Table, check_params
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -53,8 +53,10 @@ def load_params(table: Table, tensors: Tensors, dtype: str, mesh: Mesh | None) -
         # Devices that replicate a shard get it one by one; it is assembled once.
         shards: dict[Ranges, np.ndarray] = {}
 
-        def shard(index: Any) -> np.ndarray:
-            ranges = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
+        def shard(index: Index | None) -> np.ndarray:
+            ranges = tuple(
+                s.indices(size)[:2] for s, size in zip(index or (), leaf.shape, strict=True)
+            )
             if ranges not in shards:
                 shards[ranges] = assemble(leaf, ranges, tensors, dtype)
             return shards[ranges]

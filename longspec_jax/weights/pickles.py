@@ -78,7 +78,7 @@ class TensorFile:
                 order = f"{self._folder}byteorder"
                 if order in self._entries and self._whole(archive, order) != b"little":
                     raise pickle.UnpicklingError("its numbers are big-endian")
-                self.content: Any = _read(self._whole(archive, name))
+                self.content: object = _read(self._whole(archive, name))
         except pickle.UnpicklingError:
             raise
         except Exception as error:  # Of damaged bytes a pickle raises anything.
@@ -141,8 +141,8 @@ def _read(described: bytes) -> Any:
 
 
 def _tensor(
-    storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
-) -> Any:
+    storage: object, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
+) -> StoredTensor:
     """What torch makes a tensor of."""
     whole = all(type(number) is int for number in (offset, *size, *stride))
     if not whole or not isinstance(storage, Storage) or len(size) != len(stride):

@@ -15,6 +15,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.programs import RECENT
+from longspec_jax.decoding.report import TOKENS
 from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
@@ -76,10 +77,10 @@ def compiled_loop(
         params = Params(table, random_target(SMALL))
     empty = partial(vacant, target, drafter, params, batch=batch, capacity=capacity, stop_width=1)
     args = target, drafter, SamplingKind.GREEDY, params, jax.eval_shape(empty)
-    some = {"slots": None if slots is None else np.asarray(slots, np.int32)}
+    some = TOKENS, None if slots is None else np.asarray(slots, np.int32)
     if streams:
-        return one_round.lower(*args, **some).compile(ALL_PASSES)
-    return many_rounds.lower(*args, np.int32(16), **some).compile(ALL_PASSES)
+        return one_round.lower(*args, *some).compile(ALL_PASSES)
+    return many_rounds.lower(*args, np.int32(16), *some).compile(ALL_PASSES)
 
 
 def assert_nothing_grows(

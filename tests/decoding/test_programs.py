@@ -78,7 +78,7 @@ def test_a_program_is_its_jitted_function() -> None:
     ours = made()
     assert ours.__name__ == "scaled" and ours.__doc__ == scaled.__doc__
     x = jnp.ones(3)
-    np.testing.assert_array_equal(ours(2, x, y={"y": jnp.zeros(3)}), [2, 2, 2])
+    np.testing.assert_array_equal(ours(2, x, {"y": jnp.zeros(3)}), [2, 2, 2])
     assert x.is_deleted(), "donated"
     assert "jit_scaled" in ours.lower(2, *inputs(3)).as_text()
     assert ours.trace(2, *inputs(3)).fun_name == "scaled"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from longspec_jax.checks import is_whole
 from longspec_jax.config.target import TargetConfig
@@ -151,7 +152,7 @@ def vocabulary_of(tensors: Tensors, draft: Sizes) -> np.ndarray | None:
     return None if same else tokens
 
 
-def vocabulary_tensors(vocabulary: Any, vocab_size: int) -> dict[str, np.ndarray]:
+def vocabulary_tensors(vocabulary: ArrayLike | None, vocab_size: int) -> dict[str, np.ndarray]:
     """The inverse of :func:`vocabulary_of`: ``d2t`` and ``t2d``; none for all tokens."""
     if vocabulary is None:
         return {}

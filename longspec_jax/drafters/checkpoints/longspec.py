@@ -1,12 +1,13 @@
 """LongSpec drafts in the format of the release: ``config.json``, 20 tensors, in and out."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.features import QKV, QKV_BIAS, SELF_OUT
@@ -18,6 +19,7 @@ from longspec_jax.drafters.draft import (
     pays_in_int8,
 )
 from longspec_jax.drafters.longspec import (
+    WINDOW,
     DraftConfig,
     LongSpecDraft,
     LongSpecOptions,
@@ -112,7 +114,7 @@ def load_draft(
 
 
 def save_draft(
-    folder: str | Path, config: DraftConfig, params: Any, *, target: TargetConfig | None = None
+    folder: str | Path, config: DraftConfig, params: PyTree, *, target: TargetConfig | None = None
 ) -> None:
     """Save a draft in the format of the LongSpec release; tensors that nothing reads are zeros.
 
@@ -159,7 +161,7 @@ def layer_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
     scaling = rope_scaling(raw, _OF_TARGETS)
     return build(
         raw,
-        functools.partial(DraftConfig.for_target, target),
+        functools.partial(replace, DraftConfig.for_target(target)),
         model_width=width,
         mlp_width=raw.whole("intermediate_size", target.mlp_width),
         num_heads=heads,
@@ -170,7 +172,7 @@ def layer_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
         rotary_width=rotary_width(raw, head) if has_rope else target.rotary_width,
         norm_eps=norm_eps(raw, target.norm_eps),
         dtype=check_dtype(dtype or target.dtype),
-        window=raw.whole("longspec_window", 512),
+        window=raw.whole("longspec_window", WINDOW),
     )
 
 
@@ -266,6 +268,6 @@ def load(
 
 def _first_merged(target: Target) -> Int[np.ndarray, " v"] | None:
     """The tokens that the target's tokenizer learned first, where reading fewer pays; else None."""
-    if not pays_in_fewer_tokens(target):
+    if target.tokenizer is None or not pays_in_fewer_tokens(target):
         return None
     return first_merged(target.tokenizer, LIKELY_TOKENS)

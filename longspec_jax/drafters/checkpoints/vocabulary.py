@@ -7,10 +7,11 @@ Trainers of drafts over the target's features store the tokens among the weights
 (:mod:`longspec_jax.drafters.checkpoints.features`).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -24,7 +25,9 @@ TENSOR = "tokens"
 HOW = "longspec-vocabulary --help (python -m train.vocabulary --help) says how to make one"
 
 
-def save_draft_vocabulary(folder: str | Path, tokens: Any, vocab_size: int) -> Path:
+def save_draft_vocabulary(
+    folder: str | Path, tokens: ArrayLike | Sequence[int], vocab_size: int
+) -> Path:
     """Save a table beside a draft's weights, replacing the one that may be there.
 
     Args:

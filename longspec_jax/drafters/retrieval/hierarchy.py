@@ -56,8 +56,8 @@ from longspec_jax.ops.slicing import along, last_along
 class HierarchyState(NamedTuple):
     """What the inner drafter and the selector know of the committed tokens."""
 
-    inner: Any
-    selector: Any
+    inner: PyTree
+    selector: PyTree
 
 
 @dataclass(frozen=True)

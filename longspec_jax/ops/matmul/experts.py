@@ -233,14 +233,15 @@ def _results(
     held: Array,
     weights: ExpertWeights,
     limit: float | None,
-    **options: Any,
+    *,
+    ordered: bool = False,
 ) -> tuple[Array, Array]:
     """What each row's experts yield, ``[rows, k, D]``, and which of them are held."""
     rows = x.reshape(-1, x.shape[-1])
     local = experts.reshape(len(rows), -1) - held[0]
     present = (local >= 0) & (local < len(held))
     local = jnp.where(present, local, len(held))
-    return EXPERT_MLPS(rows, local, weights, limit, **options), present
+    return EXPERT_MLPS(rows, local, weights, limit, ordered=ordered), present
 
 
 def expert_mlps_xla(

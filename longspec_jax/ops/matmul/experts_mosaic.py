@@ -334,8 +334,8 @@ class _PackedExperts(_Experts):
     def operand(self, pairs: tuple[Array, ...], at: tuple[Any, int, int]) -> Any:
         """The weights of 64 outputs and a group of inputs in bfloat16."""
         interpreted, group = self.operand_smem is not None, at[-1]
-        options: Any = dict(dtype=self.x.dtype, interpreted=interpreted)
-        floats = arranged(*pairs, words=range(group, group + 1), **options)
+        words = range(group, group + 1)
+        floats = arranged(*pairs, words=words, dtype=self.x.dtype, interpreted=interpreted)
         scale = load(self.scale_smem.at[(*at, self.mine)], BY_OUTPUT)
         weights = scaled_floats(floats, scale, interpreted=interpreted)
         if not interpreted:

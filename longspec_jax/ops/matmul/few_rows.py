@@ -164,7 +164,14 @@ def _require_kernel(x: Array, weights: Array) -> None:
         raise NotImplementedError("the Mosaic matmul takes one row or more")
 
 
-def _few_rows_mosaic(x: Array, weights: Array, bias: Array | None = None, **options: bool) -> Array:
+def _few_rows_mosaic(
+    x: Array,
+    weights: Array,
+    bias: Array | None = None,
+    *,
+    gated: bool = False,
+    split: bool = False,
+) -> Array:
     """The kernel where it is faster than XLA's matmuls, or makes the same time of fewer launches.
 
     One row costs as much in either.
@@ -175,7 +182,7 @@ def _few_rows_mosaic(x: Array, weights: Array, bias: Array | None = None, **opti
             f"the Mosaic matmul takes whole groups of 8 rows up to {WARPGROUP_ROWS}, not "
             f"{rows}, and weights of {WORTH_A_KERNEL} elements or more, not {weights.size}"
         )
-    return matmul_mosaic(x, weights, bias, **options)
+    return matmul_mosaic(x, weights, bias, gated=gated, split=split)
 
 
 MATMUL = Op("matmul", {"mosaic": _few_rows_mosaic, "xla": matmul_xla})

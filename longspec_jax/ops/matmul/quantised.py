@@ -93,8 +93,15 @@ def _shared_outputs(axes: int, cut: int) -> Callable[..., Array]:
     names = " ".join("f" if axis == cut else f"o{axis}" for axis in range(axes))
 
     @partitioned(f"b t d, f ..., {names} -> b t {names}")
-    def matmul(x: Array, weights: PackedShares, bias: Array | None, **options: Any) -> Array:
-        return QUANTISED_MATMUL(x, weights.own, bias, **options)
+    def matmul(
+        x: Array,
+        weights: PackedShares,
+        bias: Array | None,
+        *,
+        ordered: bool,
+        dtype: DTypeLike | None,
+    ) -> Array:
+        return QUANTISED_MATMUL(x, weights.own, bias, ordered=ordered, dtype=dtype)
 
     return matmul
 

@@ -11,7 +11,7 @@ Source: the published ``tokenizer.json`` of the families, and llama.cpp's ``src/
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspec_jax.checks import shown
 from longspec_jax.weights.gguf.file import GgufFile
@@ -24,6 +24,10 @@ from longspec_jax.weights.gguf.tokens import (
     scores,
     vocabulary,
 )
+from longspec_jax.weights.json_files import JsonObject
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer, models
 
 SPACE = "▁"
 """What sentencepiece writes for a space."""
@@ -193,7 +197,7 @@ def _sentencepiece(vocab: Vocabulary, architecture: str) -> tuple[Any, bool]:
     pieces = {text: score for text, kind, score in whole if kind not in apart}
     merges = [*_merges_of_runs(vocab), *merges_of(pieces)]
     unknown = vocab.named("unknown")
-    bpe = _model(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    bpe = _model(vocab, merges, byte_fallback=True, unknown=unknown)
     tokenizer = Tokenizer(bpe)
     prefixed = vocab.raw.flag(f"{PREFIX}add_space_prefix", True)
     steps: list[Any] = [normalizers.Prepend(SPACE)] * prefixed
@@ -236,7 +240,14 @@ def merges_of(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in found]
 
 
-def _model(vocab: Vocabulary, merges: Sequence[tuple[str, str]], **options: Any) -> Any:
+def _model(
+    vocab: Vocabulary,
+    merges: Sequence[tuple[str, str]],
+    *,
+    ignore_merges: bool = False,
+    unknown: str | None = None,
+    byte_fallback: bool = False,
+) -> "models.BPE":
     """The library's BPE; unused tokens, which fill the embeddings up, are left out."""
     from tokenizers import models
 
@@ -251,7 +262,14 @@ def _model(vocab: Vocabulary, merges: Sequence[tuple[str, str]], **options: Any)
             f"{vocab.raw.origin}: {PREFIX}tokens holds a text twice; download the file again"
         )
     try:
-        return models.BPE(numbers, list(merges), **options)
+        return models.BPE(
+            numbers,
+            list(merges),
+            ignore_merges=ignore_merges,
+            unk_token=unknown,
+            fuse_unk=byte_fallback,
+            byte_fallback=byte_fallback,
+        )
     except Exception as error:  # It raises bare Exceptions for merges of what is no token.
         raise ValueError(
             f"{vocab.raw.origin}: {PREFIX}merges do not fit the tokens ({error}); download the "
@@ -259,7 +277,7 @@ def _model(vocab: Vocabulary, merges: Sequence[tuple[str, str]], **options: Any)
         ) from error
 
 
-def _add_special(tokenizer: Any, vocab: Vocabulary, strips: bool) -> None:
+def _add_special(tokenizer: "Tokenizer", vocab: Vocabulary, strips: bool) -> None:
     """Control tokens, and those of the user, which are cut out of a text first, the longest first.
 
     Args:
@@ -278,7 +296,9 @@ def _add_special(tokenizer: Any, vocab: Vocabulary, strips: bool) -> None:
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in own])
 
 
-def _add_ends(tokenizer: Any, raw: Any, begins: bool, named: Mapping[str, str | None]) -> None:
+def _add_ends(
+    tokenizer: "Tokenizer", raw: JsonObject, begins: bool, named: Mapping[str, str | None]
+) -> None:
     """What is put around a text."""
     from tokenizers import processors
 

@@ -5,7 +5,7 @@ Source: llama.cpp's ``src/llama-vocab.cpp`` and ggml's ``docs/gguf.md``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from longspec_jax.checks import shown
 from longspec_jax.weights.gguf.file import GgufFile
@@ -73,7 +73,7 @@ def vocabulary(file: GgufFile) -> Vocabulary | None:
 def scores(vocab: Vocabulary) -> list[float]:
     """A number of every token: of two pieces that may be joined, those of the highest one are."""
     key = f"{PREFIX}scores"
-    found: Any = vocab.raw.values.get(key)
+    found = vocab.raw.values.get(key)
     if not _is_list(found, len(vocab.tokens), {int, float}):
         raise ValueError(
             f"{vocab.raw.origin}: {key} must be a number for each of the {len(vocab.tokens)} "
@@ -82,7 +82,7 @@ def scores(vocab: Vocabulary) -> list[float]:
     return found
 
 
-def _is_list(found: object, length: int, types: set[type]) -> bool:
+def _is_list(found: object, length: int, types: set[type]) -> TypeGuard[list[Any]]:
     return isinstance(found, list) and len(found) == length and {*map(type, found)} <= types
 
 

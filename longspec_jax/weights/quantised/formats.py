@@ -148,7 +148,7 @@ def _act_order(weights: JsonObject) -> bool:
 
 def _block(part: JsonObject, key: str) -> tuple[int, int]:
     """Outputs and inputs that share a scale."""
-    found: Any = part.values.get(key)
+    found = part.values.get(key)
     if isinstance(found, str) and (match := BLOCK.fullmatch(found)):
         found = [int(size) for size in match.groups()]
     if not (

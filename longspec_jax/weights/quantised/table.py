@@ -120,7 +120,17 @@ def _without_zero_biases(table: Table, tensors: Tensors) -> Tensors:
 def with_matrices(params: Mapping[str, Any], groups: Mapping[str, int], path: str = "") -> Any:
     """Loaded parameters, each kernel's codes, scales and zero points as one matrix."""
     if path in groups:
-        return QuantisedMatrix(**params, group=groups[path], floating=path.endswith(EXPERTS))
+        return QuantisedMatrix(
+            params["codes"],
+            params["scale"],
+            zero=params.get("zero"),
+            order=params.get("order"),
+            offset=params.get("offset"),
+            unit=params.get("unit"),
+            offset_unit=params.get("offset_unit"),
+            group=groups[path],
+            floating=path.endswith(EXPERTS),
+        )
     if not isinstance(params, Mapping):
         return params
     return {
