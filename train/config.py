@@ -447,6 +447,10 @@ class RunConfig:
                     f"--config.{where}.hub=NAME and leave the others empty"
                 )
 
+    def target_in(self, workdir: Path) -> str:
+        """Where the target of a run in a folder is, or will be once it is trained."""
+        return self.target or str(workdir / "target")
+
     def identity(self, stage: StageConfig, shape: TargetConfig | None = None) -> dict[str, Any]:
         """What a resumed run of a stage must have in common with the one before it.
 
