@@ -212,7 +212,8 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
     params = None
     for plan in plans:
         params = _train_stage(plan, objective, (), params)
-    whole, end = gathered(cast(params, shape.dtype)), (tokenizer.eos_token_id,)
+    whole = gathered(cast(params, shape.dtype))
+    end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
     def save() -> None:
         tokenizer.save_pretrained(run.target_source)
