@@ -4,13 +4,20 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import longspec_jax
 from longspec_jax import cli
 from longspec_jax.checks import nearest
 from longspec_jax.config import loading
-from longspec_jax.config.sampling import FILTERS, NUMBERS, OPTIONS, PENALTIES, neutral
+from longspec_jax.config.sampling import (
+    FILTERS,
+    NUMBERS,
+    OPTIONS,
+    PENALTIES,
+    GenerateOptions,
+    neutral,
+)
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.registry import NAMED, OWN, is_name, split_module
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
@@ -237,11 +244,14 @@ def models_of(arguments: argparse.Namespace) -> Models:
     return Models(**{each.name: given[each.name] for each in fields(Models) if each.name in given})
 
 
-def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def sampling_options(arguments: argparse.Namespace) -> GenerateOptions:
     """Generation options for all rows."""
-    options = {name: getattr(arguments, name) for name in NUMBERS}
-    options |= {"eos_token_id": []} if arguments.ignore_eos else {}
-    return options | ({"stop_strings": arguments.stop} if arguments.stop else {})
+    options = cast(GenerateOptions, {name: getattr(arguments, name) for name in NUMBERS})
+    if arguments.ignore_eos:
+        options["eos_token_id"] = []
+    if arguments.stop:
+        options["stop_strings"] = arguments.stop
+    return options
 
 
 def has_penalty(arguments: argparse.Namespace) -> bool:

@@ -4,7 +4,7 @@ import argparse
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from longspec_jax import LongSpec
 from longspec_jax.cli import counted
@@ -185,7 +185,7 @@ class Conversation:
         messages = [] if self._arguments.system is None else [("system", self._arguments.system)]
         for turn in self.turns:
             messages += [("user", turn.user), ("assistant", turn.answer)]
-        item: Any = [{"role": role, "content": said} for role, said in (*messages, ("user", text))]
+        item = [{"role": role, "content": said} for role, said in (*messages, ("user", text))]
         style = self._arguments.prompt_style
         return encode(self._tokenizer, self._vocab_size, item, style, self._positions)
 

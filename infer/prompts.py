@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
-from longspec_jax.checks import Each, require_tokenizer, shown
+from longspec_jax.checks import Each, Tokenizer, require_tokenizer, shown
 from longspec_jax.config.sampling import NUMBERS, OPTIONS, TOKEN
 from longspec_jax.files import expanded
 from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages
@@ -33,7 +33,9 @@ MOST_BYTES = 2**28
 
 RELEASE_SYSTEM = "You are a helpful assistant"
 Messages = Sequence[Mapping[str, Any]]
-Encode = Callable[[Any, Messages], list[int]]
+Encode = Callable[[Tokenizer, Messages], list[int]]
+Item: TypeAlias = str | Sequence[int] | Messages
+"""A prompt: text, token ids or chat messages."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,7 @@ class Prompt:
 
     name: str
     """For reading: the option, the file, or the file and its line."""
-    item: Any
-    """Text, chat messages or token ids."""
+    item: Item
     options: dict[str, Any] = field(default_factory=dict)
     """Generation options of its own."""
 
@@ -130,7 +131,7 @@ def read_prompt_file(path: str) -> Prompt:
     return Prompt(name, check_text(read_text(path), f"--prompt_file: {path}"))
 
 
-def check_messages(messages: Any, where: str = "messages") -> list[dict[str, Any]]:
+def check_messages(messages: object, where: str = "messages") -> list[dict[str, Any]]:
     """Refuse what is no conversation of the roles there are that ends with the user.
 
     Returns:
@@ -157,7 +158,7 @@ def _as_json(value: object) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
 
 
-def read_messages(source: str) -> Any:
+def read_messages(source: str) -> Messages:
     """Chat messages from a JSON file, or from the argument itself if it is JSON."""
     inline = source.lstrip().startswith(("[", "{"))
     text = source if inline else read_text(source, "--messages")
@@ -198,7 +199,7 @@ def _row(row: object, where: str) -> Prompt:
     return Prompt(where, item_of(source, row[source], where), options)
 
 
-def item_of(source: str, value: object, where: str) -> Any:
+def item_of(source: str, value: object, where: str) -> Item:
     """The prompt of a row: text, checked messages or token ids."""
     if source == "messages":
         return check_messages(value, where)
@@ -237,11 +238,11 @@ def _parse(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
+def encode_native(tokenizer: Tokenizer, messages: Messages) -> list[int]:
     """The tokenizer's own template; refuses a tokenizer that has none."""
     if not getattr(require_tokenizer(tokenizer), "chat_template", None):
         raise ValueError(
@@ -251,13 +252,15 @@ def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
     return _encode_chat(tokenizer, messages)
 
 
-def _encode_chat(tokenizer: Any, messages: Messages, template: str | None = None) -> list[int]:
+def _encode_chat(
+    tokenizer: Tokenizer, messages: Messages, template: str | None = None
+) -> list[int]:
     from longspec_jax.generation.inputs import encode_chat  # Late: it is slow to import.
 
     return encode_chat(tokenizer, messages, template)
 
 
-def release_turns(tokenizer: Any, messages: Messages) -> list[str]:
+def release_turns(tokenizer: Tokenizer, messages: Messages) -> list[str]:
     """The turns of :func:`encode_release` as text, the opening of the answer last."""
     vocabulary = require_tokenizer(tokenizer).get_vocab()
     opening, closing = ("<s>", "</s>")
@@ -269,7 +272,7 @@ def release_turns(tokenizer: Any, messages: Messages) -> list[str]:
     return [*turns, f"{opening}assistant\n"]
 
 
-def encode_release(tokenizer: Any, messages: Messages) -> list[int]:
+def encode_release(tokenizer: Tokenizer, messages: Messages) -> list[int]:
     """The LongSpec release's format: ChatML for Qwen, its own ``<s>role`` turns for all others.
 
     Every turn is tokenised by itself with special tokens on, as the release does: a Llama tokenizer
@@ -287,9 +290,9 @@ STYLES: dict[str, Encode] = {
 
 
 def encode(
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     vocab_size: int,
-    item: Any,
+    item: Item,
     style: str | None = None,
     max_positions: int | None = None,
 ) -> list[int]:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 
 from longspec_jax import PLAIN, LongSpec, MemoryPlan, demo_prompts
 from longspec_jax.cli import Closed, as_options, counted
+from longspec_jax.config.sampling import GenerateOptions
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Activity, Tuned
 from longspec_jax.generation.result import StreamRound
@@ -55,7 +56,7 @@ class Call:
     name: str
     prompts: tuple[Prompt, ...]
     tokens: tuple[list[int], ...]
-    options: dict[str, Any]
+    options: GenerateOptions
     plan: MemoryPlan
 
     @property
@@ -138,7 +139,6 @@ class Session:
     def _checked(self, prompts: tuple[Prompt, ...]) -> Call:
         """A call of these rows; raises what the library would refuse."""
         tokens = tuple(map(self._encode, prompts))
-        options: Any
         if self._arguments.batch:
             name, options = Path(self._arguments.batch).name, self._columns(prompts)
         else:
@@ -155,11 +155,12 @@ class Session:
             tokenizer, item = self._spec.tokenizer, prompt.item
             return encode(tokenizer, config.vocab_size, item, style, config.max_positions)
 
-    def _columns(self, rows: Sequence[Prompt]) -> dict[str, list[Any]]:
+    def _columns(self, rows: Sequence[Prompt]) -> GenerateOptions:
         """The options of a batch, one value per row."""
         stops = {"eos_token_id": list(self._spec.stop_tokens), "stop_strings": []}
         merged = [{**stops, **row_options(self._arguments, row)} for row in rows]
-        return {name: [row[name] for row in merged] for name in merged[0]}
+        columns = {name: [row[name] for row in merged] for name in merged[0]}
+        return cast(GenerateOptions, columns)
 
     def _run(self, call: Call) -> None:
         """One call: what is completed, the completion, the numbers."""
@@ -252,8 +253,8 @@ class Session:
 
     def _note_empty(self, call: Call, outcome: Outcome) -> None:
         """Say of rows that ended with their first token why there is no text."""
-        limits = call.options["max_new_tokens"]
-        limits = limits if isinstance(limits, list) else [limits]
+        limits = call.options.get("max_new_tokens", ())
+        limits = [limits] if isinstance(limits, int) else limits
         ended = [
             name
             for name, limit, count in zip(

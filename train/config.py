@@ -9,15 +9,18 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from longspec_jax import cli
 from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole
 from longspec_jax.config import loading
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.schema import build
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MOST_BUCKETS = 8
 SMALLEST_VOCABULARY = 259
@@ -447,6 +450,10 @@ class RunConfig:
                     f"--config.{where}.hub=NAME and leave the others empty"
                 )
 
+    def target_in(self, workdir: Path) -> str:
+        """Where the target of a run in a folder is, or will be once it is trained."""
+        return self.target or str(workdir / "target")
+
     def identity(self, stage: StageConfig, shape: TargetConfig | None = None) -> dict[str, Any]:
         """What a resumed run of a stage must have in common with the one before it.
 
@@ -472,13 +479,13 @@ class RunConfig:
         )
 
 
-def _counted(section: Any) -> dict[str, Any]:
+def _counted(section: "DataclassInstance") -> dict[str, Any]:
     """The fields of a section that are not free, and those of the sections in it."""
     hints = get_type_hints(type(section), include_extras=True)
     names = [field.name for field in dataclasses.fields(section)]
     values = {name: getattr(section, name) for name in names if FREE not in get_args(hints[name])}
     return {
-        name: _counted(value) if dataclasses.is_dataclass(value) else value
+        name: value if not is_dataclass(value) or isinstance(value, type) else _counted(value)
         for name, value in values.items()
     }
 

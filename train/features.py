@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -192,7 +191,7 @@ def open_features(folder: Path, about: Fingerprint, lengths: np.ndarray) -> Feat
             f"{folder} has no features; python -m train.prepare with the same configuration stores "
             "them, and --config.features.folder='' trains without"
         )
-    saved: Any = json.loads(file.read_bytes())
+    saved = json.loads(file.read_bytes())
     if changes := differences(saved["about"], about):
         raise ValueError(
             f"{folder} has features of something else: {changes}; restore what changed, or choose "

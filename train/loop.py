@@ -1,18 +1,17 @@
 """One stage of training: steps until its end, checkpoints, metrics, signals.
 
-The loop knows no model: it drives a step over batches. It stays one step ahead of the device,
-fetching the metrics of a step only after the next one is on its way. Before a save or a measurement
-it waits for the step's own, so that nothing is saved of a training whose values are not finite.
+:func:`run_stage` is the loop. It knows no model: it drives a step over batches. It stays one step
+ahead of the device, fetching the metrics of a step only after the next one is on its way. Before a
+save or a measurement it waits for the step's own, so that nothing is saved of a training whose
+values are not finite.
 """
 
-import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +24,10 @@ from longspec_jax import cli
 from longspec_jax.ops.partitioned import use_mesh
 
 from .checkpoint import Checkpoints
-from .config import RunConfig, StageConfig
+from .config import OptimizerConfig, RunConfig, StageConfig
 from .data.batches import Batches, prefetch
 from .fingerprint import Fingerprint, check_same_run
+from .meter import Meter, not_finite
 from .metrics import Metrics
 from .step import ROWS, Batch, Objective, Step, TrainState, learning_rate
 
@@ -71,11 +71,16 @@ class Stage:
         by_time = elapsed / self.config.max_seconds if self.config.max_seconds else 0.0
         return min(1.0, max(by_steps, by_time))
 
-    def progress_with(self, step: int, elapsed: float) -> float:
-        """How much of it is done once this step is; by the clock the step takes the mean time."""
+    def learning_rate(self, step: int, elapsed: float, optimizer: OptimizerConfig) -> float:
+        """That of a step: of how much is done with it; by the clock it takes the mean time."""
         # What the first step will take is not known.
         seconds = elapsed / step if step else FIRST_SECONDS
-        return self.progress(step + 1, elapsed + seconds)
+        return learning_rate(
+            self.progress(step + 1, elapsed + seconds),
+            self.config.learning_rate,
+            warmup=optimizer.warmup,
+            floor=optimizer.floor,
+        )
 
 
 def run_stage(
@@ -93,67 +98,26 @@ def run_stage(
       FloatingPointError: if loss, gradient, parameters or a measurement are not finite.
       ValueError: if the checkpoint is of another run, or none is intact.
     """
-    name, step, elapsed = stage.config.name, 0, 0.0
-
     # Go on behind the newest intact checkpoint, and forget what was recorded after it.
-    saved = checkpoints.find()
-    if saved is not None:
+    name, step, elapsed, records = stage.config.name, 0, 0.0, 0
+    if (saved := checkpoints.find()) is not None:
         check_same_run(saved.meta["run"], stage.fingerprint, saved.folder)
         state = checkpoints.restore(saved, state)
         if saved.meta["done"]:
             return state
-        step, elapsed = saved.meta["step"], saved.meta["elapsed"]
-    metrics.rewind(name, saved.meta["records"] if saved else 0)
-
-    def diverged(step: int, what: str) -> FloatingPointError:
-        """The error that ends a run whose values are not finite."""
-        kept = checkpoints.newest
-        return FloatingPointError(
-            f"stage {name} has diverged: {what} at step {step}; "
-            f"{f'the last finite checkpoint is {kept}' if kept else 'no checkpoint was saved yet'}"
-            "; begin anew with a lower learning_rate of the stage, or a lower "
-            "--config.optimizer.clip"
-        )
-
-    meter = Meter(name, run.log_every, metrics, diverged, elapsed)
-
-    def measure(step: int, state: TrainState) -> None:
-        """Record what the objective measures on the held-out rows."""
-        try:
-            with use_mesh(mesh.abstract_mesh):
-                values = stage.objective.measure(state.params, stage.frozen, stage.held_out)
-        except FloatingPointError as error:
-            raise diverged(step, str(error)) from error
-        if bad := not_finite(values):
-            raise diverged(step, bad)
-        metrics.write(name, step, {**values, "elapsed": meter.elapsed})
-
-    def save(step: int, state: TrainState, *, done: bool) -> None:
-        """Save a state whose steps have been checked; itself, it is checked here."""
-        if not _all_finite(state):
-            raise diverged(step, "parameters or optimiser state that are not finite")
-        meta = {
-            "step": step,
-            "elapsed": meter.elapsed,
-            "done": done,
-            "records": metrics.count(name),
-            "run": stage.fingerprint,
-        }
-        checkpoints.save(step, state, meta)
+        step, elapsed, records = (saved.meta[each] for each in ("step", "elapsed", "records"))
+    metrics.rewind(name, records)
+    meter = Meter(name, run.log_every, metrics, checkpoints, elapsed)
+    keeper = Keeper(stage, run, mesh, checkpoints, metrics, meter)
 
     # Steps, one ahead of the device, until steps, epochs or time are up or a signal comes.
     metrics.start(name, step, stage.steps)
     ahead = prefetch(stage.batches, step, NamedSharding(mesh, ROWS))
+    compiled = set[tuple[int, ...]]()
     with stop_signals() as stop, closing(ahead) as batches:
         meter.skip()
-        compiled = set()
         while not (stopped := stop(step)) and stage.progress(step, meter.elapsed) < 1:
-            rate = learning_rate(
-                stage.progress_with(step, meter.elapsed),
-                stage.config.learning_rate,
-                warmup=run.optimizer.warmup,
-                floor=run.optimizer.floor,
-            )
+            rate = stage.learning_rate(step, meter.elapsed, run.optimizer)
             started = time.monotonic()
             batch, real = next(batches)
             waited = time.monotonic() - started
@@ -170,114 +134,67 @@ def run_stage(
                 compiled.add(shape)
                 jax.block_until_ready(values)
                 meter.skip()
-            measures, saves = _is_turn(step, run.accept_every), _is_turn(step, run.save_every)
-            if measures or saves:
-                meter.flush()
-                if stage.progress(step, meter.elapsed) < 1:  # Its end does both, below.
-                    if measures:
-                        measure(step, state)
-                    if saves:
-                        save(step, state, done=False)
-                meter.skip()
+            keeper.after(step, state)
         meter.flush()
         if stopped:
-            save(step, state, done=False)
+            keeper.save(step, state)
             raise Interrupted(f"stopped at step {step} of stage {name}", stopped)
 
     # The end.
-    measure(step, state)
+    keeper.measure(step, state)
     metrics.finish()
-    save(step, state, done=True)
+    keeper.save(step, state, done=True)
     return state
 
 
-class Meter:
-    """Seconds and metrics of a stage's steps; metrics are fetched one step late.
+@dataclass(frozen=True)
+class Keeper:
+    """Measures and saves the states of a stage."""
 
-    Every step is checked for values that are not finite. Speeds are means over the timed steps
-    since the last record.
+    stage: Stage
+    run: RunConfig
+    mesh: Mesh
+    checkpoints: Checkpoints
+    metrics: Metrics
+    meter: Meter
 
-    Attributes:
-      elapsed: seconds of training in this stage; compilation, measurements and saves do not count.
-    """
-
-    def __init__(
-        self,
-        stage: str,
-        every: int,
-        metrics: Metrics,
-        diverged: Callable[[int, str], Exception],
-        elapsed: float = 0.0,
-    ):
-        """Bind a log.
-
-        Args:
-          stage: the name of its records.
-          every: steps from one record to the next.
-          metrics: takes the records.
-          diverged: makes the error that ends the run, of a step and what is wrong with it.
-          elapsed: seconds of the stage in earlier calls.
-        """
-        self._stage, self._every, self._metrics, self._diverged = stage, every, metrics, diverged
-        self.elapsed = elapsed
-        self._since = time.monotonic()
-        self._pending: tuple[int, dict[str, Any], int] | None = None
-        self._skipped = False
-        self._timed: list[tuple[float, int]] = []
-
-    def add(self, step: int, values: Mapping[str, Any], real_tokens: int) -> None:
-        """Take a step's metrics and its tokens without padding; write those of the one before."""
-        self.flush()
-        self._pending, self._skipped = (step, dict(values), real_tokens), False
-
-    def skip(self) -> None:
-        """Do not count the time until now; a pending step, part of it, has no speed."""
-        self._since, self._skipped = time.monotonic(), True
-
-    def flush(self) -> None:
-        """Wait for the pending step, check it, and write its metrics if it is its turn.
-
-        Raises:
-          FloatingPointError: if loss or gradient are not finite, after they are recorded.
-        """
-        if self._pending is None:
+    def after(self, step: int, state: TrainState) -> None:
+        """Measure and save after so many steps, if it is the turn, once they are checked."""
+        measures, saves = _is_turn(step, self.run.accept_every), _is_turn(step, self.run.save_every)
+        if not (measures or saves):
             return
-        (step, on_device, tokens), self._pending = self._pending, None
-        values = {name: float(value) for name, value in jax.device_get(on_device).items()}
-        now = time.monotonic()
-        seconds, self._since = now - self._since, now
-        self.elapsed += seconds
-        self._metrics.advance()
-        if not self._skipped:
-            self._timed.append((seconds, tokens))
-        wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
-        if wrong or step % self._every == 0:
-            more = {**_speed(self._timed), **_memory(), "elapsed": self.elapsed}
-            self._timed.clear()
-            self._metrics.write(self._stage, step, {**values, **more})
-        if wrong:
-            raise self._diverged(step, wrong)
+        self.meter.flush()
+        if self.stage.progress(step, self.meter.elapsed) < 1:  # The stage's end does both.
+            if measures:
+                self.measure(step, state)
+            if saves:
+                self.save(step, state)
+        self.meter.skip()
 
+    def measure(self, step: int, state: TrainState) -> None:
+        """Record what the objective measures on the held-out rows."""
+        stage = self.stage
+        try:
+            with use_mesh(self.mesh.abstract_mesh):
+                values = stage.objective.measure(state.params, stage.frozen, stage.held_out)
+        except FloatingPointError as error:
+            raise self.meter.diverged(step, str(error)) from error
+        if bad := not_finite(values):
+            raise self.meter.diverged(step, bad)
+        self.metrics.write(stage.config.name, step, {**values, "elapsed": self.meter.elapsed})
 
-def _speed(steps: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """The mean speed of some steps, each with its seconds and tokens; nothing if there are none."""
-    if not steps:
-        return {}
-    total, tokens = (sum(column) for column in zip(*steps, strict=True))
-    return {"step_time": total / len(steps), "tokens_per_second": tokens / max(total, 1e-9)}
-
-
-def _memory() -> dict[str, float]:
-    """Most bytes that were in use on any of this process's devices, where they report it."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
-    return {"peak_bytes": max(peaks)} if peaks else {}
-
-
-def not_finite(values: Mapping[str, float]) -> str:
-    """Names and values of what is not a finite number; empty if all are."""
-    wrong = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
-    return " and ".join(wrong)
+    def save(self, step: int, state: TrainState, *, done: bool = False) -> None:
+        """Save a state whose steps have been checked; itself, it is checked here."""
+        if not _all_finite(state):
+            raise self.meter.diverged(step, "parameters or optimiser state that are not finite")
+        meta = {
+            "step": step,
+            "elapsed": self.meter.elapsed,
+            "done": done,
+            "records": self.metrics.count(self.stage.config.name),
+            "run": self.stage.fingerprint,
+        }
+        self.checkpoints.save(step, state, meta)
 
 
 def _is_turn(step: int, every: int) -> bool:

@@ -9,8 +9,9 @@ Matmuls are in the model's dtype with float32 accumulation; everything between t
 """
 
 import functools
+import typing
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -199,8 +200,9 @@ def chunked_loss(
     products = tuple((whole_chunks(hidden, size), head) for hidden, head in products)
     parts = jax.lax.stop_gradient(jax.tree.map(lambda part: whole_chunks(part, size), parts))
     how = _How(criterion, size, learns, cap)
-    found: Any = _chunked(how, products, jax.lax.stop_gradient(whole), parts)
-    return found[0], jax.lax.stop_gradient(found[1])
+    found = _chunked(how, products, jax.lax.stop_gradient(whole), parts)
+    loss, others = typing.cast(tuple[Array, PyTree], found)
+    return loss, jax.lax.stop_gradient(others)
 
 
 class _How(NamedTuple):

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from longspec_jax import files
 from longspec_jax.checks import first_line
@@ -23,7 +23,12 @@ from longspec_jax.checks import first_line
 from .config import RunConfig
 from .processes import is_first
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 Record = dict[str, Any]
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 def read_records(path: Path) -> list[Record]:
@@ -61,7 +66,7 @@ class Metrics:
 
     def __init__(self, path: Path, writers: Sequence[Writer] = ()):
         self._path, self._writers = path, writers
-        self._bar: Any = None
+        self._bar: tqdm | None = None
         self._counts: Counter[str] = Counter()
         self._file = None
         if is_first():
@@ -183,9 +188,11 @@ class Guarded:
         if self._writer is not None:
             self._tried(self._writer.close)
 
-    def _tried(self, act: Callable[..., Any], *values: Any) -> Any:
+    def _tried(
+        self, act: Callable[Given, Found], *values: Given.args, **named: Given.kwargs
+    ) -> Found | None:
         try:
-            return act(*values)
+            return act(*values, **named)
         except Exception as error:  # A writer that fails must not end the training.
             self._writer = None
             print(
@@ -194,6 +201,13 @@ class Guarded:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+class _Event(Protocol):
+    """A TensorBoard event, of a package that is imported late."""
+
+    wall_time: float
+    step: int
 
 
 class TensorBoard:
@@ -236,7 +250,7 @@ class TensorBoard:
         event = self._events.Event(summary=self._summary(value=values))
         self._add(record["stage"], record["step"], event)
 
-    def _add(self, stage: str, step: int, event: Any) -> None:
+    def _add(self, stage: str, step: int, event: _Event) -> None:
         event.wall_time, event.step = time.time(), step
         self._stages[stage].add_event(event)
 

@@ -69,7 +69,7 @@ class TrainingRun:
     @property
     def target_source(self) -> str:
         """Where the target is, or will be once it is trained."""
-        return self.config.target or str(self.workdir / "target")
+        return self.config.target_in(self.workdir)
 
 
 def train(config: RunConfig, workdir: Path) -> None:
@@ -212,7 +212,8 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
     params = None
     for plan in plans:
         params = _train_stage(plan, objective, (), params)
-    whole, end = gathered(cast(params, shape.dtype)), (tokenizer.eos_token_id,)
+    whole = gathered(cast(params, shape.dtype))
+    end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
     def save() -> None:
         tokenizer.save_pretrained(run.target_source)

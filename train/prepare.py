@@ -2,9 +2,10 @@
 
     python -m train.prepare --config=vicuna7b --workdir=runs/vicuna7b
 
-Training does this by itself. The tokens are kept in the working folder, under a
-name that is a digest of data, tokenizer and template: training uses them, and makes new ones if any
-of these changed.
+Training does this by itself. The tokens are kept in the working folder, under a name that is a
+digest of data, tokenizer and template: training uses them, and makes new ones if any of these
+changed. A configuration that trains on installed text (--config=demo, smollm2) has its corpus
+gathered and kept, in WORKDIR/corpus or --config.data.corpus.folder.
 
 With --config.features.folder=FOLDER the target runs once over all rows, and what the draft reads of
 it is stored there. The training with the same option then reads it instead of running the target.
@@ -16,10 +17,16 @@ The exit status is 0, or 2 for bad input.
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longspec_jax import cli, files
 from longspec_jax.extras import missing_packages
+
+if TYPE_CHECKING:
+    from .config import CorpusConfig, RunConfig
+    from .data.source import Source
 
 COMMAND = cli.command_name(__package__, "prepare")
 
@@ -46,40 +53,56 @@ def parser() -> cli.Parser:
 
 
 def prepare(given: Sequence[str]) -> str:
-    """Tokenise the data of a command line, and store features; a sentence for every stage.
+    """Make the tokens of a command line's data, and store features; a sentence for each of them.
 
     Raises:
       ValueError, OSError: for a mistake, or data that cannot be read.
     """
     from . import arguments
     from .data.source import Source
+    from .pipeline import check_workdir
 
     parsed = arguments.parse(given, parser())
-    config = parsed.config
-    sections = [stage.data_section for stage in config.stages]
-    runs = zip(config.runs_of_stages(), sections, strict=True)
-    stages = [(run, section) for run, section in runs if run.data.reads_documents]
-    stores = bool(config.features.folder)
-    if not stages and not stores:
-        raise ValueError(
-            "this configuration makes its own data, there is nothing to prepare; set "
-            "--config.data.files=PATHS or choose one that reads files or the hub"
-        )
-    files.make_folder(parsed.workdir, "--workdir")
-    lines = []
-    for run, section in stages:
-        source = Source(run, parsed.workdir, config.target, sys.maxsize, section)
-        started = time.monotonic()
-        made = source.prepare()
-        seconds = time.monotonic() - started
-        skipped = f"{made.skipped}\n" if made.skipped else ""
-        found = f"{len(made)} documents, {len(made.tokens)} tokens"
-        lines.append(f"{skipped}{found} in {source.encoded_folder} after {seconds:.1f} s")
-    if stores:
-        from .storing import store_features
+    config, workdir = parsed.config, parsed.workdir
+    check_workdir(workdir)
+    files.make_folder(workdir, "--workdir")
+    with files.alone(workdir, "--workdir"):
+        lines = [] if config.data.corpus is None else [_corpus(config, config.data.corpus, workdir)]
+        for stage, run in zip(config.stages, config.runs_of_stages(), strict=True):
+            if run.data.reads_documents:
+                source = Source(run, workdir, config.target, sys.maxsize, stage.data_section)
+                lines += _documents(source)
+        if config.features.folder:
+            from .storing import store_features
 
-        lines += store_features(config, parsed.workdir)
+            lines += store_features(config, workdir)
     return "\n".join(lines)
+
+
+def _corpus(config: "RunConfig", corpus: "CorpusConfig", workdir: Path) -> str:
+    """Gather the run's corpus, unless it is there; a sentence about it."""
+    from .data.corpus import prepare_corpus
+    from .data.tokens import read_tokens
+
+    started = time.monotonic()
+    made = prepare_corpus(corpus, workdir, Path(config.target_in(workdir)), lambda values: None)
+    seconds = time.monotonic() - started
+    train, held_out = (len(read_tokens(path)) for path in made)
+    return (
+        f"{train} tokens to train on and {held_out} held out in {corpus.place(workdir)} after "
+        f"{seconds:.1f} s"
+    )
+
+
+def _documents(source: "Source") -> Iterator[str]:
+    """Tokenise the documents of a stage, unless it is done; sentences about them."""
+    started = time.monotonic()
+    made = source.prepare()
+    seconds = time.monotonic() - started
+    if made.skipped:
+        yield made.skipped
+    found = f"{len(made)} documents, {len(made.tokens)} tokens"
+    yield f"{found} in {source.encoded_folder} after {seconds:.1f} s"
 
 
 if __name__ == "__main__":

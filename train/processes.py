@@ -35,9 +35,10 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
     Raises:
       ValueError: if nothing answers for them.
     """
-    given: Any = (coordinator, processes, process) if coordinator else ()
     try:
-        jax.distributed.initialize(*given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        jax.distributed.initialize(
+            coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+        )
     except (RuntimeError, ValueError) as error:
         reason = first_line(error)
         raise ValueError(

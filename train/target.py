@@ -4,9 +4,10 @@ A frozen target is only read: one layer's keys and values or the hidden states o
 embeddings and its head. The demo's target, which is trained from scratch, learns the next token.
 """
 
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Int, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.models.target import Target, head_of, scaled, sinks_of
+from longspec_jax.models.target import Target, TargetOutput, head_of, scaled, sinks_of
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import row_shares, with_sharding
 from longspec_jax.ops.recurrence.operands import RecurrentTokens, empty_state
@@ -160,15 +161,21 @@ def run_target(
         return chunk_recurrence(tokens, taps, empty, jnp.full(rows, length))[1]
 
     with jax.named_scope("target"):
-        output: Any = TrainedTarget(config, mlp_chunk).apply(
-            {"params": params}, tokens, positions, attend, tuple(keep), recur
+        output = typing.cast(
+            TargetOutput,
+            TrainedTarget(config, mlp_chunk).apply(
+                {"params": params}, tokens, positions, attend, tuple(keep), recur
+            ),
         )
-    read = config.read_layer
+    keys, values = output.keys[config.read_layer], output.values[config.read_layer]
+    assert keys is not None and values is not None, "drafts read a layer that has attention"
     # The head then makes logits of it, without another division.
     hidden = scaled(output.hidden, 1 / config.logits_divisor)
-    return TargetView(hidden, output.keys[read], output.values[read], output.kept)
+    return TargetView(hidden, keys, values, output.kept)
 
 
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 _CHEAP = frozenset(
     "add add_any broadcast_in_dim concatenate convert_element_type cos div dynamic_slice exp "
     "gather integer_pow iota log logistic max mul neg pad reduce_sum reshape rsqrt select_n "
@@ -182,7 +189,9 @@ def is_costly(primitive: Primitive, *_: object, **__: object) -> bool:
     return primitive.name not in _CHEAP
 
 
-def recomputing(run: Callable[..., Any], rows: int, tokens: int, mlp_chunk: int) -> Any:
+def recomputing(
+    run: Callable[Given, Found], rows: int, tokens: int, mlp_chunk: int
+) -> Callable[Given, Found]:
     """A draft's pass; where its MLP goes in chunks, the backward pass computes the cheap again.
 
     Args:

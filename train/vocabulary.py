@@ -13,7 +13,6 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -34,7 +33,7 @@ from longspec_jax.weights.model_files import names_of_tensors, read_config
 from .config import DataConfig, add_documents
 from .data.documents import BadRows
 from .data.loading import Documents
-from .data.tokens import encode_documents, load_tokenizer
+from .data.tokens import ModelTokenizer, encode_documents, load_tokenizer
 
 EMBEDDING = "model.embed_tokens.weight"
 """What every language model's weights hold, and no LongSpec draft's."""
@@ -98,7 +97,7 @@ def _draft_folder(name: str, target: TargetConfig) -> Path:
 
 
 def count_tokens(
-    texts: Iterable[str], tokenizer: Any, vocab_size: int
+    texts: Iterable[str], tokenizer: ModelTokenizer, vocab_size: int
 ) -> tuple[Int[np.ndarray, " V"], int]:
     """How often every token of the vocabulary occurs in the texts, and the number of texts."""
     counts, number = np.zeros(vocab_size, np.int64), 0

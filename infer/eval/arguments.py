@@ -8,7 +8,7 @@ from pathlib import Path
 import longspec_jax
 from longspec_jax import cli
 from longspec_jax.config.tree import PLAIN
-from longspec_jax.schema import options
+from longspec_jax.schema import build, options
 
 from ..arguments import add_memory, add_models, models_of
 from .config import TASK_NAMES, EvalConfig
@@ -51,18 +51,28 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--version", action="version", version=version)
     add_memory(add_models(result, DRAFT_HELP))
     declared = options(EvalConfig)
-    read_otherwise = {
-        "data": (cli.several(data_argument), "[TASK=]PATH"),
-        "method": (cli.several(method_argument), "METHOD[=TREE]"),
-        "out": ({"type": cli.file_path, "required": True}, "FOLDER"),
-        "task": ({**cli.several(cli.one_of(TASK_NAMES)), "required": True}, "TASK"),
+    several = {
+        "data": (data_argument, "[TASK=]PATH"),
+        "method": (method_argument, "METHOD[=TREE]"),
+        "task": (cli.one_of(TASK_NAMES), "TASK"),
     }
     for title, names in GROUPS.items():
         group = result.add_argument_group(title)
         for name in names.split():
-            if name in read_otherwise:
-                how, metavar = read_otherwise[name]
-                group.add_argument(f"--{name}", metavar=metavar, help=declared[name].about, **how)
+            about = declared[name].about
+            if name in several:
+                read, metavar = several[name]
+                group.add_argument(
+                    f"--{name}",
+                    required=name == "task",
+                    metavar=metavar,
+                    help=about,
+                    **cli.several(read),
+                )
+            elif name == "out":
+                group.add_argument(
+                    "--out", type=cli.file_path, required=True, metavar="FOLDER", help=about
+                )
             else:
                 cli.add_options(group, {name: declared[name]})
     cli.add_traceback(result)
@@ -76,11 +86,15 @@ def config_of(typed: Sequence[str]) -> EvalConfig:
       ValueError: for a contradiction, naming the options.
     """
     parsed = parser().parse_args(typed)
-    given = vars(parsed)
-    own = {name: given[name] for name in options(EvalConfig) if given.get(name) is not None}
-    return EvalConfig(
-        **own, models=models_of(parsed), command=shlex.join(["python", "-m", "infer.eval", *typed])
-    )
+    declared = options(EvalConfig)
+    values = {
+        name: value
+        for name, value in vars(parsed).items()
+        if name in declared and value is not None and value != declared[name].default
+    }
+    values["models"] = models_of(parsed)
+    values["command"] = shlex.join(["python", "-m", "infer.eval", *typed])
+    return build(EvalConfig, values, "--")
 
 
 def method_argument(text: str) -> Chosen:

@@ -1,21 +1,18 @@
 """How a method decodes a group of prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
 from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.cli import as_options
+from longspec_jax.config.sampling import GenerateOptions
 from longspec_jax.generation.activity import OnActivity
 
 from .config import EvalConfig
 from .methods import JOINED, by_kind, with_drafts
 from .records import Setting
-
-Options = Mapping[str, Any]
-"""Of ``LongSpec.generate``, for all rows of a call."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Decoder:
     adaptive: bool
 
     def decode(
-        self, prompts: Sequence[list[int]], options: Options, on_activity: OnActivity
+        self, prompts: Sequence[list[int]], options: GenerateOptions, on_activity: OnActivity
     ) -> GenerateResult:
         """Decode the rows of a group as one call."""
         return self.spec.generate(

@@ -6,9 +6,9 @@ Its own chat format in one text, prompts between two bounds, all others skipped,
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from longspec_jax import demo_prompts
+from longspec_jax.checks import Tokenizer
 from longspec_jax.cli import counted
 
 from ..prompts import SOURCES, encode, item_of, read_text, release_turns
@@ -40,7 +40,7 @@ FREE_ANSWERS = ("answers", "references")
 class Target:
     """What prompts depend on in the target."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     vocab_size: int
     positions: int
 
@@ -142,6 +142,7 @@ def _asked(name: str, config: EvalConfig, target: Target, sample: Sample) -> Ask
     if name in TASKS:
         return longspec_prompt(config, target, TASKS[name], sample)
     # A finished prompt, without a protocol's wording or bounds.
+    assert sample.prompt is not None, f"samples of {name} bring their prompt"
     style = config.prompt_style
     return Asked(encode(target.tokenizer, target.vocab_size, sample.prompt, style))
 
@@ -154,7 +155,7 @@ def _new_tokens(name: str) -> int:
     return DEMO_TOKENS if name in SUITE else RELEASE_TOKENS
 
 
-def samples(name: str, config: EvalConfig, tokenizer: Any) -> Iterator[Sample]:
+def samples(name: str, config: EvalConfig, tokenizer: Tokenizer) -> Iterator[Sample]:
     """The samples of a task, in the order of its data."""
     data = dict(config.data)
     path = data.get(name, data.get(""))
@@ -182,7 +183,7 @@ def samples(name: str, config: EvalConfig, tokenizer: Any) -> Iterator[Sample]:
 
 
 def _filled(
-    task: Task, number: int, row: Row, config: EvalConfig, tokenizer: Any
+    task: Task, number: int, row: Row, config: EvalConfig, tokenizer: Tokenizer
 ) -> Iterator[Sample]:
     where, values = row
     fields = {field: text_field(values, field, where) for field in task.fields}

@@ -37,24 +37,25 @@ End = Literal["eos", "length"]
 class _Wholes(Rule):
     """Whole numbers; thousands in every record, so that their types are looked at together."""
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """Anything else than a list of them."""
         good = isinstance(value, list | tuple) and {*map(type, value)} <= {int}
         return None if good else "a list of whole numbers"
 
-    def plain(self, value: Any) -> tuple[int, ...]:
+    def plain(self, value: object) -> tuple[int, ...]:
         """A tuple of them."""
+        assert isinstance(value, list | tuple), "another value is refused"
         return tuple(value)
 
 
 class _Settings(Rule):
     """Settings by the names of methods."""
 
-    def refusal(self, value: Any) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """Anything else than an object."""
         return None if isinstance(value, Mapping) else "an object of settings"
 
-    def read(self, name: str, value: Any, row: int | None = None) -> Any:
+    def read(self, name: str, value: object, row: int | None = None) -> "dict[str, Setting]":
         """The settings."""
         found = super().read(name, value, row)
         return {key: Section(Setting).read(f"{name}.{key}", each) for key, each in found.items()}

@@ -5,12 +5,12 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 
 from longspec_jax import LongSpec, cli, files
 from longspec_jax.cli import counted
+from longspec_jax.config.sampling import GenerateOptions
 from longspec_jax.generation.activity import Activity
 from longspec_jax.generation.comparison import first_difference
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
@@ -21,11 +21,7 @@ from longspec_jax.status_line import StatusLine
 from ..models import load_named, start_devices
 from ..wording import command_words
 from .config import EvalConfig
-from .decoders import (
-    Decoder,
-    Options,
-    ready_decoders,
-)
+from .decoders import Decoder, ready_decoders
 from .progress import Part, Progress
 from .prompts import PreparedTask, Prompt, Target, prepare
 from .records import (
@@ -223,7 +219,10 @@ class EvalRun:
         config, first = self._config, keys[0]
         options = self._options(first)
         tokens = [prompt.tokens for prompt in prompts]
-        whole = {**options, "max_new_tokens": [prompt.new_tokens for prompt in prompts]}
+        whole: GenerateOptions = {
+            **options,
+            "max_new_tokens": [prompt.new_tokens for prompt in prompts],
+        }
         runs = [decoder.decode(tokens, whole, self._on_activity) for _ in range(config.repetitions)]
         found = sorted(runs, key=lambda run: run.stats.decode_seconds)[len(runs) // 2]
         stats = found.stats
@@ -261,16 +260,16 @@ class EvalRun:
             )
         self._keep(records)
 
-    def _options(self, key: Key) -> dict[str, Any]:
+    def _options(self, key: Key) -> GenerateOptions:
         """Of every row of a call, but for the number of its tokens."""
-        config = self._config
-        filters = {"top_k": config.top_k, "top_p": config.top_p}
-        return {
+        found: GenerateOptions = {
             "temperature": key.temperature,
             "seed": key.seed,
             "eos_token_id": list(self._stop_tokens),
-            **(filters if key.temperature > 0 else {}),
         }
+        if key.temperature > 0:
+            found |= {"top_k": self._config.top_k, "top_p": self._config.top_p}
+        return found
 
     def _keep(self, records: Sequence[SampleRecord]) -> None:
         with self._lock:
@@ -287,7 +286,7 @@ class EvalRun:
         self._progress.activity(activity)
 
     def _compared(
-        self, key: Key, prompt: Prompt, tokens: tuple[int, ...], options: Options
+        self, key: Key, prompt: Prompt, tokens: tuple[int, ...], options: GenerateOptions
     ) -> tuple[bool | None, Divergence | None]:
         """Whether the tokens are plain decoding's, and the first difference."""
         plain = self._records.get(replace(key, method=PLAIN_METHOD))
@@ -298,13 +297,9 @@ class EvalRun:
             return True, None
         gap = None
         if index < min(len(plain.tokens), len(tokens)):
-            gap = self._spec.score_gap(
-                [*prompt.tokens, *plain.tokens[:index]],
-                plain.tokens[index],
-                tokens[index],
-                max_new_tokens=1,
-                **options,
-            )
+            before = [*prompt.tokens, *plain.tokens[:index]]
+            single: GenerateOptions = {**options, "max_new_tokens": 1}
+            gap = self._spec.score_gap(before, plain.tokens[index], tokens[index], **single)
         return False, Divergence(index, gap)
 
 

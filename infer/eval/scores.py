@@ -9,7 +9,7 @@ ratio, which LongBench uses through fuzzywuzzy.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from longspec_jax.extras import missing_packages
 
@@ -30,10 +30,10 @@ def rouge_l(text: str, reference: str) -> float:
     from rouge import Rouge
 
     try:
-        found: Any = Rouge(metrics=["rouge-l"]).get_scores(text, reference)
+        found = Rouge(metrics=["rouge-l"]).get_scores(text, reference)
     except (ValueError, RecursionError):
         return 0.0
-    return found[0]["rouge-l"]["f"]
+    return cast(list[dict[str, dict[str, float]]], found)[0]["rouge-l"]["f"]
 
 
 def code_similarity(text: str, reference: str) -> float:

@@ -13,11 +13,13 @@ tokens.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from longspec_jax import demo_prompts
+from longspec_jax.checks import Tokenizer
+
+from ..prompts import Item
 
 RELEASE_TOKENS = 1024
 """New tokens of every task in the LongSpec release."""
@@ -54,7 +56,7 @@ class Sample:
     name: str
     references: tuple[str, ...] = ()
     fields: Mapping[str, str] = field(default_factory=dict)
-    prompt: Any = None
+    prompt: Item | None = None
     """Text, chat messages or token ids, instead of fields."""
 
 
@@ -178,7 +180,7 @@ RECALLED = 64
 DEPTHS = (0.1, 0.4, 0.7, 0.9)
 
 
-def code(tokenizer: Any, context: int) -> Iterator[Sample]:
+def code(tokenizer: Tokenizer, context: int) -> Iterator[Sample]:
     """Code completion across files."""
     documents = demo_prompts()
     for first, second in TOGETHER:
@@ -193,7 +195,7 @@ def code(tokenizer: Any, context: int) -> Iterator[Sample]:
         )
 
 
-def documentation(tokenizer: Any, context: int) -> Iterator[Sample]:
+def documentation(tokenizer: Tokenizer, context: int) -> Iterator[Sample]:
     """Continuing documentation, from the first lines of the longest docstring."""
     documents = demo_prompts()
     for name in DOCUMENTED:
@@ -207,7 +209,7 @@ def documentation(tokenizer: Any, context: int) -> Iterator[Sample]:
         yield Sample(name, (tokenizer.decode(rest),), prompt=prompt)
 
 
-def recall(tokenizer: Any, context: int) -> Iterator[Sample]:
+def recall(tokenizer: Tokenizer, context: int) -> Iterator[Sample]:
     """Copying from far back: the end of the prompt begins an early passage again."""
     documents = demo_prompts()
     for name in DOCUMENTED:
@@ -221,19 +223,21 @@ def recall(tokenizer: Any, context: int) -> Iterator[Sample]:
         yield Sample(name, (tokenizer.decode(rest),), prompt=[*before, *again])
 
 
-def needles(tokenizer: Any, texts: Sequence[str], context: int, seed: int = 0) -> Iterator[Sample]:
+def needles(
+    tokenizer: Tokenizer, texts: Sequence[str], context: int, seed: int = 0
+) -> Iterator[Sample]:
     """Codes hidden in documents of exactly ``context`` tokens, at several depths."""
     for index, depth in enumerate(DEPTHS):
         tokens, code = needle_document(tokenizer, texts, context, depth, seed + index)
         yield Sample(f"{depth:g} of {context}", (code,), prompt=tokens)
 
 
-def hidden(tokenizer: Any, context: int) -> Iterator[Sample]:
+def hidden(tokenizer: Tokenizer, context: int) -> Iterator[Sample]:
     """Needles in the package's documents."""
     return needles(tokenizer, [*demo_prompts().values()], context)
 
 
-SUITE: dict[str, Callable[[Any, int], Iterator[Sample]]] = {
+SUITE: dict[str, Callable[[Tokenizer, int], Iterator[Sample]]] = {
     "demo_code": code,
     "demo_docs": documentation,
     "demo_copy": recall,
@@ -242,12 +246,12 @@ SUITE: dict[str, Callable[[Any, int], Iterator[Sample]]] = {
 """The demo tasks: from a tokenizer and a number of tokens to samples."""
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def needle_document(
-    tokenizer: Any, texts: Sequence[str], length: int, depth: float, seed: int
+    tokenizer: Tokenizer, texts: Sequence[str], length: int, depth: float, seed: int
 ) -> tuple[list[int], str]:
     """A document of exactly ``length`` tokens with a line that gives a code, and the code.
 
@@ -283,7 +287,7 @@ def needle_document(
     return [*hay[:place], *needle, *hay[place:], *question], code
 
 
-def _hay(tokenizer: Any, texts: Sequence[str], length: int, first: int) -> list[int]:
+def _hay(tokenizer: Tokenizer, texts: Sequence[str], length: int, first: int) -> list[int]:
     """``length`` tokens of the texts, from one of them on."""
     hay: list[int] = []
     while len(hay) < length:

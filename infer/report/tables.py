@@ -149,8 +149,8 @@ def _cells(
     """
     by = ["block", "temperature", "task", "method", *([group] if group else [])]
     for key, part in rows.groupby(by, observed=True):
-        values: Any = key
-        names: dict[str, Any] = dict(zip(by, values, strict=True))
+        assert isinstance(key, tuple), "rows are grouped by several columns"
+        names = dict(zip(by, key, strict=True))
         place = names.pop(group) if group else None
         for figure in figures:
             found = estimate(sums_by_unit(part, figure.columns), figure.of)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -68,6 +68,7 @@ PULSE = 15.0
 TOKENISERS = 2
 """Threads."""
 Found = TypeVar("Found")
+Given = TypeVarTuple("Given")
 
 
 @dataclass(frozen=True)
@@ -379,7 +380,7 @@ class Routes:
         finally:
             self._held -= len(body)
 
-    async def _in_pool(self, work: Callable[..., Found], *arguments: Any) -> Found:
+    async def _in_pool(self, work: Callable[[*Given], Found], *arguments: *Given) -> Found:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
 

@@ -17,12 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 
 from longspec_jax import LongSpec, TreeConfig, cli
-from longspec_jax.checks import shown_bytes
+from longspec_jax.checks import Tokenizer, shown_bytes
 from longspec_jax.cli import counted
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.extras import missing_packages
@@ -381,7 +380,9 @@ def _knows_grammars(spec: LongSpec) -> bool:
     return library and hasattr(spec.tokenizer, "backend_tokenizer") and bool(spec.stop_tokens)
 
 
-def chat_encoder(tokenizer: Any, template: str | None, max_len: int) -> ChatEncoder | None:
+def chat_encoder(
+    tokenizer: Tokenizer | None, template: str | None, max_len: int
+) -> ChatEncoder | None:
     """What makes tokens of chat messages; None without a template.
 
     Args:
@@ -412,7 +413,7 @@ def chat_encoder(tokenizer: Any, template: str | None, max_len: int) -> ChatEnco
     return encode
 
 
-def chat_markup(tokenizer: Any, template: str | None) -> Markup:
+def chat_markup(tokenizer: Tokenizer | None, template: str | None) -> Markup:
     """What the model writes around reasoning and calls; arguments as of :func:`chat_encoder`."""
     if tokenizer is None or template in STYLES:
         return Markup()

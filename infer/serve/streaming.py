@@ -109,13 +109,19 @@ def coalesce(gains: Sequence[RequestOutput]) -> RequestOutput:
     """What a row has gained in steps one after the other, as if it were one."""
     if len(gains) == 1:
         return gains[0]
-    chained = {
-        name: tuple(chain.from_iterable(getattr(gain, name) for gain in gains))
-        for name in ("tokens", "drafted", "rounds", "logprobs", "trees", "sources", "pieces")
-    }
-    text = "".join(gain.text for gain in gains)
-    last = gains[-1]
-    return replace(gains[0], text=text, finish=last.finish, reason=last.reason, **chained)
+    return replace(
+        gains[0],
+        finish=gains[-1].finish,
+        reason=gains[-1].reason,
+        text="".join(gain.text for gain in gains),
+        tokens=tuple(chain.from_iterable(gain.tokens for gain in gains)),
+        drafted=tuple(chain.from_iterable(gain.drafted for gain in gains)),
+        rounds=tuple(chain.from_iterable(gain.rounds for gain in gains)),
+        logprobs=tuple(chain.from_iterable(gain.logprobs for gain in gains)),
+        trees=tuple(chain.from_iterable(gain.trees for gain in gains)),
+        sources=tuple(chain.from_iterable(gain.sources for gain in gains)),
+        pieces=tuple(chain.from_iterable(gain.pieces for gain in gains)),
+    )
 
 
 def proposed_tokens(gain: RequestOutput, speculates: bool) -> int:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.kit import each_row
-from train import loop
-from train.loop import Meter
+from train import meter
+from train.meter import Meter
 
 
 class Log:
@@ -24,7 +24,8 @@ class Log:
 
 
 def metering(log: Any, every: int = 1) -> Meter:
-    return Meter("a", every, log, lambda step, what: FloatingPointError(what))
+    checkpoints: Any = SimpleNamespace(newest=None)
+    return Meter("a", every, log, checkpoints)
 
 
 def test_a_step_whose_time_was_skipped_has_no_speed() -> None:
@@ -45,7 +46,7 @@ def test_a_step_whose_time_was_skipped_has_no_speed() -> None:
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands at the last of these."""
     now = [0.0]
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[-1]))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(monotonic=lambda: now[-1]))
     return now
 
 
@@ -99,7 +100,7 @@ def test_memory_is_the_fullest_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [device({"peak_bytes_in_use": 5}), device({"peak_bytes_in_use": 7}), device(None)]
     log = Log()
     for given, expected in ((devices, 7), (devices[2:], None)):
-        monkeypatch.setattr(loop.jax, "local_devices", lambda given=given: given)
+        monkeypatch.setattr(meter.jax, "local_devices", lambda given=given: given)
         steps = metering(log)
         steps.add(0, {"loss": 1.0}, 8)
         steps.flush()

@@ -8,12 +8,12 @@ import datasets
 import pytest
 
 from longspec_jax.sharding import make_mesh
-from tests.kit import each_row
 from tests.train.tiny import ROOT, arguments, write_documents
 from train import prepare
 from train.arguments import parse
-from train.data import loading
+from train.data import corpus, loading
 from train.data.source import Source
+from train.pipeline import open_run
 
 
 def test_files_of_several_kinds_are_tokenised_and_counted(
@@ -75,16 +75,26 @@ def test_a_stages_own_bad_rows_are_allowed_by_its_own_option(
         assert sentence in capsys.readouterr().err
 
 
-@each_row(
-    ("given", "sentence"),
-    [
-        ([f"--config={ROOT}/configs/demo.py"], "makes its own data, there is nothing to prepare"),
-        ([], "--config=FILE is missing"),
-    ],
-)
-def test_a_mistake_is_one_sentence(
-    given: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_corpus_is_gathered_once_and_is_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert prepare.main([*given, f"--workdir={tmp_path / 'work'}"]) == 2
+    given = [f"--config={ROOT}/configs/demo.py:tiny", f"--workdir={tmp_path}"]
+    given += ["--config.data.corpus.max_bytes=60000"]
+    assert prepare.main(given) == 0
+    made = capsys.readouterr().out
+    assert f" held out in {tmp_path / 'corpus'} after " in made
+    monkeypatch.setattr(corpus, "build_corpus", None)  # The texts are there.
+    monkeypatch.setattr(corpus, "write_tokens", None)
+    assert prepare.main(given) == 0
+    assert capsys.readouterr().out.split(" after ")[0] == made.split(" after ")[0]
+    run = open_run(parse(given).config, tmp_path)
+    run.metrics.close()
+    source = Source(run.config, tmp_path, run.target_source, 512)
+    assert len(source.split(run.config.stages[0], run.mesh)[0]) > 0
+
+
+def test_a_mistake_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main([f"--workdir={tmp_path / 'work'}"]) == 2
     error = capsys.readouterr().err
-    assert sentence in error and error.startswith("error: ") and error.count("\n") == 1
+    assert "--config=FILE is missing" in error
+    assert error.startswith("error: ") and error.count("\n") == 1

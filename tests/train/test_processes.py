@@ -137,7 +137,7 @@ JOINING = """
 import jax
 from train import processes
 
-processes.join("", 0, -1)
+processes.join(None, None, None)
 processes.wait("all")
 print(jax.process_index(), jax.process_count(), jax.device_count(), flush=True)
 """

@@ -86,7 +86,7 @@ class _Origin:
 
 def prepare_corpus(
     config: CorpusConfig, workdir: Path, target: Path, record: Callable[[dict[str, float]], None]
-) -> None:
+) -> tuple[Path, Path]:
     """Corpus, tokenizer and token files of a run; whatever exists is kept.
 
     Args:
@@ -94,6 +94,9 @@ def prepare_corpus(
       workdir: the run's.
       target: the target's folder; one that is already there brings its tokenizer.
       record: takes the number of tokens and the seconds of a token file that was made.
+
+    Returns:
+      The token files: to train on, and held out.
     """
     folder, own = config.place(workdir), workdir / "tokenizer"
     if config.tokenizer and not own.is_dir():
@@ -109,14 +112,15 @@ def prepare_corpus(
             texts = _sample(folder / "train.jsonl", config.tokenizer_bytes)
             tokenizer = train_tokenizer(texts, config.vocab_size)
         tokenizer.save_pretrained(own)
-    for name in ("heldout", "train"):
-        path = tokens_file(folder, name, own)
+    train, heldout = (tokens_file(folder, name, own) for name in ("train", "heldout"))
+    for name, path in (("heldout", heldout), ("train", train)):
         if not path.is_file():
             tokenizer = load_tokenizer(own)
             parts = encode_documents(tokenizer, read_texts(folder / f"{name}.jsonl"))
             started = time.monotonic()
             count = write_tokens(path, parts, len(tokenizer))
             record({f"{name}_tokens": count, "seconds": time.monotonic() - started})
+    return train, heldout
 
 
 def _sample(path: Path, size: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from longspec_jax import files
 from longspec_jax.checks import first_line, shown
@@ -182,7 +182,7 @@ def _json_rows(file: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
     return itertools.chain(first, lines)
 
 
-def _parquet_rows(file: Any) -> Iterator[Fields]:
+def _parquet_rows(file: IO[bytes]) -> Iterator[Fields]:
     for batch in _installed("pyarrow.parquet").ParquetFile(file).iter_batches(1024):
         yield from batch.to_pylist()
 

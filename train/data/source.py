@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +27,7 @@ from .rows import DocumentRows, PackedRows, Rows, Selection, learned_spans
 from .tokens import (
     FORM,
     EncodedDocuments,
+    ModelTokenizer,
     encode,
     load_tokenizer,
     read_encoded,
@@ -135,7 +135,7 @@ class Source:
         return tokenizer.bos_token_id
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> ModelTokenizer:
         tokenizer = load_tokenizer(self.target, self.config.revision or None)
         if len(tokenizer) > self.vocab_size:
             raise ValueError(

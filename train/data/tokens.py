@@ -12,13 +12,35 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from longspec_jax import files, loading
+from longspec_jax.checks import Tokenizer
 
 from .documents import Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    class ModelTokenizer(Tokenizer, Protocol):
+        """What training asks of a tokenizer, beside what decoding does."""
+
+        bos_token_id: int | None
+        eos_token_id: int | None
+        pad_token_id: int | None
+        chat_template: str | None
+
+        def __len__(self) -> int:
+            """All tokens, those added later too."""
+            ...
+
+        def save_pretrained(self, save_directory: Path | str) -> object:
+            """Write its files into a folder."""
+            ...
+else:
+    ModelTokenizer = Tokenizer
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 """Special tokens, with ids 0, 1 and 2."""
@@ -29,7 +51,7 @@ SHARE = 256
 """Documents that a tokenizer gets at once."""
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE tokenizer (any text round-trips) that begins every text with BOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -57,7 +79,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
-def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
+def load_tokenizer(source: str | Path, revision: str | None = None) -> ModelTokenizer:
     """The tokenizer of a Hugging Face folder or hub id."""
     tokenizer = loading.load_tokenizer(source, revision)
     if tokenizer is None:
@@ -68,17 +90,17 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     return tokenizer
 
 
-def encode_documents(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
+def encode_documents(tokenizer: ModelTokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
     """Token ids of every text, with the tokenizer's own BOS in front and EOS behind."""
     for [turn] in encode(([Turn(text)] for text in texts), tokenizer, ""):
         yield turn.ids
 
 
-def encode_texts(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
+def encode_texts(tokenizer: ModelTokenizer, texts: list[str]) -> Iterator[list[int]]:
     """Ids of every text; a fast tokenizer's backend does it in parallel and without offsets."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        yield from tokenizer(texts)["input_ids"]
+        yield from (tokenizer(text)["input_ids"] for text in texts)
     else:
         yield from (encoding.ids for encoding in backend.encode_batch_fast(texts))
 
@@ -196,7 +218,7 @@ def write_encoded(
 
 
 def encode(
-    documents: Iterable[list[Turn]], tokenizer: Any, template: str
+    documents: Iterable[list[Turn]], tokenizer: ModelTokenizer, template: str
 ) -> Iterator[list[EncodedTurn]]:
     """The tokens of documents, a batch of which the tokenizer gets at once.
 

@@ -13,11 +13,12 @@ target's own choice is none of them do not count, as in the published trainer. S
 decay, decay^2, ...``.
 """
 
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from jaxtyping import Float, PyTree
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.eagle3 import load_draft, save_draft
-from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Layer, Eagle3Params
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Layer, Eagle3Params, LevelOutput
 from longspec_jax.drafters.vocabulary import most_frequent
 from longspec_jax.models.layers import INITIAL_SCALE
 from longspec_jax.models.target import capped, head_logits, head_of, scaled
@@ -105,7 +106,8 @@ def run_draft(
             fresh = k, v
             return _attention(config, q, (*past, fresh))
 
-        output: Any = layer.apply({"params": params}, embedded, feature, positions, attend)
+        found = layer.apply({"params": params}, embedded, feature, positions, attend)
+        output = typing.cast(LevelOutput, found)
         return output.hidden, output.feedback, fresh
 
     # All but matmuls and attention is computed again in the backward pass: steps would hold it all.
@@ -114,9 +116,8 @@ def run_draft(
         params = cast(params, config.dtype)
         [embedded] = with_sharding("b t d", jnp.take(embedding, tokens, axis=0))
         embedded = scaled(embedded, factor)
-        feature: Any = layer.apply(
-            {"params": params}, [view.kept[each] for each in config.features], method="fused"
-        )
+        kept = [view.kept[each] for each in config.features]
+        feature = typing.cast(Array, layer.apply({"params": params}, kept, method="fused"))
         past, outputs = (), []
         for step in range(steps):
             ahead = jnp.roll(embedded, -1 - step, axis=1)

@@ -14,11 +14,12 @@ Both draw for every row by itself; the published code draws once for each micro-
 arranged as ``[A, B]``, micro-batches by rows, so draws do not depend on how devices share them.
 """
 
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from jaxtyping import Float, Int, PyTree
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.longspec import load_draft, save_draft
-from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer
+from longspec_jax.drafters.longspec import DraftConfig, DraftOutput, LongSpecLayer
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.ops.partitioned import with_sharding
@@ -117,14 +118,14 @@ def run_draft(
     mlp_chunk = -(-mlp_chunk // 2)
 
     def layer(params: PyTree, embedded: Array, draws: Draws, keys: Array, values: Array) -> Array:
-        output: Any = LongSpecLayer(config, mlp_chunk=mlp_chunk).apply(
+        output = LongSpecLayer(config, mlp_chunk=mlp_chunk).apply(
             {"params": cast(params, config.dtype)},
             embedded,
             draws.positions,
             lambda q, k, v: causal_attention(q, k, v, window=config.window),
             lambda q: shifted_attention(q, keys, values, draws.shift),
         )
-        return output.hidden
+        return typing.cast(DraftOutput, output).hidden
 
     layer = recomputing(layer, len(tokens), tokens.size, mlp_chunk)
     with jax.named_scope("draft"):
