@@ -10,6 +10,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A trace makes so many objects that by default a fifteenth of the time would go into walking all
 # those of jax, PyTorch and transformers again and again.
 gc.set_threshold(100_000)
+
+
+HERE = Path(__file__).parent
+OUTSIDE_THE_WHEEL = "benchmarks", "contrib"
+"""Folders of tests of what users do not get installed."""
+SECOND_TIER = "multiproc", "browser"
+"""Marks that imply it."""
 
 
 def _wants_gpu() -> bool:
@@ -41,9 +49,10 @@ def pytest_configure(config: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # Before tests are left out by their marks.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Further processes and browsers are of the second tier, wherever their tests are."""
+    """What the wheel leaves out, further processes and browsers are of the second tier."""
     for item in items:
-        if item.get_closest_marker("multiproc") or item.get_closest_marker("browser"):
+        outside = item.path.relative_to(HERE).parts[0] in OUTSIDE_THE_WHEEL
+        if outside or any(map(item.get_closest_marker, SECOND_TIER)):
             item.add_marker(pytest.mark.full)
 
 
