@@ -31,6 +31,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"recurrence/out/kernel$", P("tp", None, "fsdp")),  # [M, Y, D]
     (r"attention/out/bias$", P("fsdp")),  # [D]
     (r"attention/sinks$", P("tp", None)),  # [K, G]
+    (r"layers_\d+/factor$", P()),  # [1]
     (r"fuse/kernel$", P(None, "fsdp")),  # [features D, D]
     (r"block_\d+/kernel$", P("fsdp", None)),  # [D, D]
     (r"block_\d+/bias$", P(None)),  # [D]

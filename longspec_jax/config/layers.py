@@ -118,7 +118,19 @@ class LongRopeScaling:
         return self.long if self.beyond else self.short
 
 
-RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling | None
+@dataclass(frozen=True)
+class ProportionalRopeScaling:
+    """Of a head that is rotated in part, the first pairs as fast as if all were (Gemma 4)."""
+
+
+RopeScaling = (
+    LinearRopeScaling
+    | Llama3RopeScaling
+    | YarnRopeScaling
+    | LongRopeScaling
+    | ProportionalRopeScaling
+    | None
+)
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,11 @@ class Rotary:
             whole_number("rotary_width", self.width, 2)
             if self.width % 2:
                 raise ValueError(f"rotary_width={self.width} must be even: pairs are rotated")
+
+    @property
+    def block(self) -> int | None:
+        """Dimensions of a head whose two halves are paired; all of them if absent."""
+        return None if isinstance(self.scaling, ProportionalRopeScaling) else self.width
 
     def check_fits(self, head_width: int) -> None:
         """Raise unless heads of a width can be rotated so."""
@@ -231,6 +248,25 @@ class RecurrenceConfig:
 
 
 @dataclass(frozen=True)
+class HeadsConfig:
+    """The key/value heads of a layer and the width of all heads."""
+
+    num_kv_heads: int
+    head_width: int
+
+    def check(self, num_heads: int) -> None:
+        """Raise unless a layer of this number of query heads can be computed."""
+        whole_number("num_kv_heads", self.num_kv_heads)
+        whole_number("head_width", self.head_width)
+        if num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_width % 2:
+            raise ValueError(f"head_width={self.head_width} must be even for the rotary embedding")
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What one kind of layer does of its own; the rest is the same in all layers of a target."""
 
@@ -243,12 +279,21 @@ class LayerConfig:
     """The MLP's experts; None for one MLP of the target's ``mlp_width``."""
     recurrence: RecurrenceConfig | None = None
     """What takes the place of attention; None for attention."""
+    heads: HeadsConfig | None = None
+    """Heads of a layer with a window that are not those of its target."""
+    keys_are_values: bool = False
+    """Whether values are what the keys are made of, before their norm and rotation (Gemma 4)."""
 
     def __post_init__(self) -> None:
         if self.window is not None:
             whole_number("window", self.window)
         if self.recurrence is not None and (self.window, self.rotary) != (None, None):
             raise ValueError("a layer with a recurrence has no window and no rotation")
+        if self.heads is not None and self.window is None:
+            raise ValueError(
+                "heads of its own has a layer with a window alone: drafts and retrieval read the "
+                "others alike"
+            )
 
 
 @dataclass(frozen=True)

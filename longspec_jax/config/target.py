@@ -10,6 +10,7 @@ from longspec_jax.config.layers import (
     LARGEST_FACTOR,
     SMALLEST_FACTOR,
     HeadScales,
+    HeadsConfig,
     LayerConfig,
     QueryScaling,
     RecurrenceConfig,
@@ -37,6 +38,7 @@ class TargetConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    """With ``head_width`` of all layers whose kind has no ``heads``."""
     head_width: int
     max_positions: int
     """Positions the model was made for; prompts and generation stay below."""
@@ -63,6 +65,8 @@ class TargetConfig:
     """A learnt score of every head in its softmax's denominator (gpt-oss)."""
     qk_norm: bool = False
     """RMS normalisation of every query and key head before the rotation (Qwen3)."""
+    value_norm: bool = False
+    """RMS normalisation of every value head, without weights (Gemma 4)."""
     wide_qk_norm: bool = False
     """RMS normalisation of all query heads together, and of all key heads (OLMo 2)."""
     pre_norms: bool = True
@@ -81,6 +85,8 @@ class TargetConfig:
     """Factor on embeddings."""
     residual_factor: float = 1.0
     """Factor on what attention and MLP add to the residual stream."""
+    layer_factors: bool = False
+    """A learnt factor of every layer on the residual stream behind it (Gemma 4)."""
     logits_divisor: float = 1.0
     """Logits are divided by it."""
     logit_cap: float | None = None
@@ -103,9 +109,12 @@ class TargetConfig:
         check_layer(self)
         if self.attention_cap is not None:
             finite_number("attention_cap", self.attention_cap, SMALLEST_FACTOR)
-        for rotary in (self.rotary, *(kind.rotary for kind in self.kinds)):
-            if rotary is not None:
-                rotary.check_fits(self.head_width)
+        self.rotary.check_fits(self.head_width)
+        for kind in self.kinds:
+            heads = self.heads(kind)
+            heads.check(self.num_heads)
+            if kind.rotary is not None:
+                kind.rotary.check_fits(heads.head_width)
         if not (self.pre_norms or self.post_norms):
             raise ValueError("a layer needs norms: pre_norms or post_norms must be True")
         factors = "embedding_factor", "residual_factor", "logits_divisor"
@@ -129,11 +138,12 @@ class TargetConfig:
                 f"{self.num_layers} layers, and a kv_dtype"
             )
         for index, scales in enumerate(self.kv_scales):
+            heads = self.heads(self.layer(index)).num_kv_heads
             for each in () if scales is None else (scales.keys, scales.values):
-                if len(each) not in (1, self.num_kv_heads):
+                if len(each) not in (1, heads):
                     raise ValueError(
                         f"kv_scales: layer {index} has {len(each)} scales; it needs 1, or one for "
-                        f"each of {self.num_kv_heads} heads"
+                        f"each of {heads} heads"
                     )
 
     def scales(self, index: int) -> HeadScales | None:
@@ -171,6 +181,10 @@ class TargetConfig:
     def layer(self, index: int) -> LayerConfig:
         """The description of a layer."""
         return self.layers[index]
+
+    def heads(self, kind: LayerConfig) -> HeadsConfig:
+        """The heads of a kind of layers."""
+        return kind.heads or HeadsConfig(self.num_kv_heads, self.head_width)
 
     @property
     def is_sparse(self) -> bool:
@@ -211,19 +225,14 @@ class TargetConfig:
 
     @property
     def num_groups(self) -> int:
-        """Query heads that share one key/value head (``G``)."""
+        """Query heads that share one key/value head of a full layer (``G``)."""
         return self.num_heads // self.num_kv_heads
 
 
 def check_layer(config: Any) -> None:
     """Raise unless a layer of these sizes can be computed: of a target, or of a draft like it."""
-    for name in ("model_width", "mlp_width", "num_heads", "num_kv_heads", "head_width"):
+    for name in ("model_width", "mlp_width", "num_heads"):
         whole_number(name, getattr(config, name))
     finite_number("rope_theta", config.rope_theta, 1)
     finite_number("norm_eps", config.norm_eps, SMALLEST_EPS, 1)
-    if config.num_heads % config.num_kv_heads:
-        raise ValueError(
-            f"num_heads={config.num_heads} must be a multiple of num_kv_heads={config.num_kv_heads}"
-        )
-    if config.head_width % 2:
-        raise ValueError(f"head_width={config.head_width} must be even for the rotary embedding")
+    HeadsConfig(config.num_kv_heads, config.head_width).check(config.num_heads)

@@ -19,7 +19,7 @@ from flax import struct
 from jax.sharding import Sharding
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
+from longspec_jax.axes import Array, CacheSlots, LayerRows, Lengths, Queries, TreeRows
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import CacheBytes, KVCache
@@ -78,8 +78,8 @@ class OffloadedCache(KVCache):
 
     def append(
         self,
-        keys: tuple[TreeRows | None, ...],
-        values: tuple[TreeRows | None, ...],
+        keys: tuple[LayerRows | None, ...],
+        values: tuple[LayerRows | None, ...],
         at: Lengths,
         count: Lengths | None = None,
         states: Mapping[int, RecurrentState] = {},
@@ -92,8 +92,8 @@ class OffloadedCache(KVCache):
 
     def commit(
         self,
-        keys: tuple[TreeRows | None, ...],
-        values: tuple[TreeRows | None, ...],
+        keys: tuple[LayerRows | None, ...],
+        values: tuple[LayerRows | None, ...],
         path: Int[Array, "B h"],
         at: Lengths,
         count: Lengths | None = None,
@@ -118,8 +118,8 @@ class OffloadedCache(KVCache):
     def _joined(
         self,
         here: KVCache,
-        keys: tuple[TreeRows | None, ...],
-        values: tuple[TreeRows | None, ...],
+        keys: tuple[LayerRows | None, ...],
+        values: tuple[LayerRows | None, ...],
         at: Lengths,
         written: Callable[[TreeRows], TreeRows],
     ) -> "OffloadedCache":
@@ -140,8 +140,8 @@ class OffloadedCache(KVCache):
 
 
 def _once_read(
-    at: Lengths, keys: tuple[TreeRows | None, ...]
-) -> tuple[Lengths, tuple[TreeRows | None, ...]]:
+    at: Lengths, keys: tuple[LayerRows | None, ...]
+) -> tuple[Lengths, tuple[LayerRows | None, ...]]:
     """The slots to write at, known when the pass has read all layers that are not on the device.
 
     The last layer's fresh keys are made of what the other layers found. The compiler might write

@@ -20,6 +20,7 @@ from longspec_jax.config.layers import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     Rotary,
     YarnRopeScaling,
 )
@@ -244,12 +245,16 @@ class GroupedQKV(nn.Module):
     bias: bool
     projection: Callable[..., Any] = Projection
     """Class of the projection."""
+    keys_are_values: bool = False
+    """Whether a key's projection is that of its value, too, and stored once."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """Map ``[B, T, D]`` to ``[B, T, K, G + 2, H]``: a head's queries, its key and its value."""
-        heads = (self.num_kv_heads, self.num_groups + 2, self.head_width)
-        return self.projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
+        slots = self.num_groups + (1 if self.keys_are_values else 2)
+        heads = (self.num_kv_heads, slots, self.head_width)
+        qkv = self.projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
+        return jnp.concatenate([qkv, qkv[..., -1:, :]], axis=3) if self.keys_are_values else qkv
 
 
 def rotary_angles(positions: Array, head_width: int, rotary: Rotary | None) -> tuple[Array, Array]:
@@ -280,7 +285,7 @@ def rotary_frequencies(head_width: int, rotary: Rotary) -> np.ndarray:
     already visible in the angle.
     """
     width = rotary.width or head_width
-    frequencies = _scaled_frequencies(width, rotary)
+    frequencies = _scaled_frequencies(rotary.block or head_width, rotary)[: width // 2]
     return np.pad(frequencies, (0, (head_width - width) // 2))
 
 
@@ -292,7 +297,7 @@ def _scaled_frequencies(width: int, rotary: Rotary) -> np.ndarray:
     powers = np.float64(np.float32(rotary.theta)) ** exponents.astype(np.float64)
     frequencies = np.float32(1.0) / powers.astype(np.float32)
     match rotary.scaling:
-        case None:
+        case None | ProportionalRopeScaling():
             return frequencies
         case LinearRopeScaling(factor):
             return (frequencies / np.float32(factor)).astype(np.float32)

@@ -33,7 +33,7 @@ from longspec_jax.models.layers import (
 )
 from longspec_jax.models.recurrence import Recur, Recurrence
 from longspec_jax.ops.embedding import look_up
-from longspec_jax.ops.layer import add, added, split_heads, wide_qk_norm
+from longspec_jax.ops.layer import add, added, rms_norm, split_heads, wide_qk_norm
 from longspec_jax.ops.matmul.few_rows import head_matmul_xla
 from longspec_jax.ops.matmul.ordered import head_matmul
 from longspec_jax.ops.matmul.quantised import quantised_matmul
@@ -65,24 +65,28 @@ class Attention(nn.Module):
 
     config: TargetConfig
     projection: Callable[..., Any] = Projection
+    kind: LayerConfig = LayerConfig()
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
-        slots = c.num_groups * (2 if c.gated_attention else 1)
+        own = c.heads(self.kind)
+        self.kv_heads, self.head_width = own.num_kv_heads, own.head_width
+        self.groups = c.num_heads // self.kv_heads
         self.qkv = GroupedQKV(
             c.model_width,
-            c.num_kv_heads,
-            slots,
-            c.head_width,
+            self.kv_heads,
+            self.groups * (2 if c.gated_attention else 1),
+            self.head_width,
             dtype,
             c.qkv_bias,
             projection=self.projection,
+            keys_are_values=self.kind.keys_are_values,
         )
-        heads = c.num_heads, c.head_width
+        heads = c.num_heads, self.head_width
         self.out = self.projection(heads, (c.model_width,), dtype, c.out_bias)
         if c.attention_sinks:  # For the caller's ``attend``, which finds them by sinks_of.
-            shape = c.num_kv_heads, c.num_groups
+            shape = self.kv_heads, self.groups
             self.sinks = parameter(self, "sinks", nn.initializers.zeros, shape, dtype)
         if c.qk_norm or c.wide_qk_norm:
             self.q_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
@@ -94,17 +98,20 @@ class Attention(nn.Module):
         """Return partials ``[S, B, T, D]`` of the projected output, fresh keys and values."""
         c, qkv, scales, gates = self.config, self.qkv(x), None, None
         if c.gated_attention:  # Every query's gate is behind it.
-            pairs = 2 * c.num_groups
+            pairs = 2 * self.groups
             gates = qkv[:, :, :, 1:pairs:2]
             qkv = jnp.concatenate([qkv[:, :, :, :pairs:2], qkv[:, :, :, pairs:]], axis=3)
         if c.wide_qk_norm:
-            queries = self.q_norm.weights(c.num_kv_heads, c.num_groups, c.head_width)
-            keys = self.k_norm.weights(c.num_kv_heads, c.head_width)
+            queries = self.q_norm.weights(self.kv_heads, self.groups, self.head_width)
+            keys = self.k_norm.weights(self.kv_heads, self.head_width)
             qkv = wide_qk_norm(qkv, (queries, keys), c.norm_eps)
         elif c.qk_norm:
-            scales = self.q_norm.weights(c.head_width), self.k_norm.weights(c.head_width)
+            width = self.head_width
+            scales = self.q_norm.weights(width), self.k_norm.weights(width)
         heads = split_heads(qkv, *angles, scales, c.norm_eps)
         q, k, v = with_sharding(HEADS, *heads)
+        if c.value_norm:
+            v = rms_norm(v, jnp.ones(()), c.norm_eps)
         attended = attend(q, k, v)
         if gates is not None:
             opened = jax.nn.sigmoid(gates.astype(jnp.float32)).reshape(attended.shape)
@@ -122,14 +129,14 @@ class Layer(nn.Module):
     mlp_chunk: int = 0
     projection: Callable[..., Any] = Projection
     kind: LayerConfig = LayerConfig()
-    """The layer's experts or its recurrence; what it attends to is the caller's."""
+    """The layer's heads, experts or recurrence; what it attends to is the caller's."""
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         norm = partial(RMSNorm, c.norm_eps, dtype, c.offset_norms)
         if self.kind.recurrence is None:
-            self.attention = Attention(c, self.projection)
+            self.attention = Attention(c, self.projection, self.kind)
         else:
             self.recurrence = Recurrence(c, self.kind.recurrence, self.projection)
         if c.pre_norms:
@@ -142,6 +149,8 @@ class Layer(nn.Module):
         else:
             widths = c.model_width, c.mlp_width
             self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk, c.gelu)
+        if c.layer_factors:
+            self.factor = parameter(self, "factor", nn.initializers.ones, (1,), dtype)
 
     def __call__(
         self,
@@ -149,13 +158,14 @@ class Layer(nn.Module):
         delta: Array | None,
         angles: tuple[Array, Array],
         attend: Callable[..., Array],
-    ) -> tuple[Array, Array, Array | None, Array | None]:
+    ) -> tuple[Array, Array | None, Array | None, Array | None]:
         """Return the residual stream ``[B, T, D]``, its increment, and the fresh keys and values.
 
         ``attend`` takes queries, keys and values, or what :class:`Recurrence` makes of the tokens.
 
         The stream between layers is ``x`` and the split-K partials of its increment,
-        ``[S, B, T, D]``: the next norm adds and normalises in one op.
+        ``[S, B, T, D]``: the next norm adds and normalises in one op. A layer with a factor adds
+        them itself.
         """
         c = self.config
         x, entering = _enter(self.attention_norm if c.pre_norms else None, x, delta)
@@ -167,7 +177,10 @@ class Layer(nn.Module):
         attended = self._leave(self.attention_post_norm if c.post_norms else None, attended)
         x, entering = _enter(self.mlp_norm if c.pre_norms else None, x, attended)
         delta = self._leave(self.mlp_post_norm if c.post_norms else None, self.mlp(entering))
-        return x, delta, k, v
+        if not c.layer_factors:
+            return x, delta, k, v
+        wide = add(x, delta).astype(jnp.float32) * self.factor.astype(jnp.float32)
+        return wide.astype(x.dtype), None, k, v
 
     def _leave(self, norm: RMSNorm | None, partials: Array) -> Array:
         """What is added to the residual stream of a sublayer's partials, as partials."""
@@ -245,9 +258,9 @@ class Target(nn.Module):
           recur: the same of recurrent layers; needed where there are any.
         """
         c = self.config
-        rotations = [c.layer(index).rotary for index in range(c.num_layers)]
+        rotations = [(c.heads(kind).head_width, kind.rotary) for kind in c.layers]
         kinds = dict.fromkeys(rotations)  # In order, so that the program is always the same.
-        angles = {each: rotary_angles(positions, c.head_width, each) for each in kinds}
+        angles = {each: rotary_angles(positions, *each) for each in kinds}
         if c.query_scaling is not None:
             attend = _scaling_queries(attend, c.query_scaling, positions)
         x, delta = self.embed(tokens), None
@@ -261,7 +274,7 @@ class Target(nn.Module):
             keys.append(k)
             values.append(v)
             if index in keep:
-                kept[index] = add(x, delta)
+                kept[index] = x if delta is None else add(x, delta)
         [hidden] = with_sharding("b t d", self.final_norm.add(x, delta)[1])
         if len(self.layers) in keep:
             kept[len(self.layers)] = hidden

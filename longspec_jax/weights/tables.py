@@ -112,7 +112,7 @@ queries. So are the values then, and the columns of the output."""
 def _qkv(
     names: tuple[str, ...], kind: str, columns: str = "", layout: tuple[str, ...] = _QKV_ROWS
 ) -> tuple[tuple[str, str], ...]:
-    stored = zip(names, layout, strict=True)
+    stored = zip(names, layout[: len(names)], strict=True)
     return tuple((f"{name}.{kind}", rows + columns) for name, rows in stored)
 
 
@@ -196,6 +196,7 @@ _WIDE_QK_NORM = (
     Rule("attention/k_norm/scale", "K H", (("self_attn.k_norm.weight", "(K h)"),)),
 )
 _OUT_BIAS = (Rule("attention/out/bias", "D", (("self_attn.o_proj.bias", "D"),)),)
+_FACTOR = (Rule("factor", "O", (("layer_scalar", "O"),)),)
 _SINKS = (Rule("attention/sinks", "K G", (("self_attn.sinks", "(K G)"),)),)
 MARKOV = (
     Rule("markov/embedding", "V R", (("markov_head.markov_w1.weight", "V R"),)),
@@ -221,12 +222,12 @@ def target_table(config: TargetConfig) -> Table:
     """The table of a target: our ``layers_i/...`` from ``model.layers.i....``."""
     sizes = layer_sizes(config) | {"V": config.vocab_size}
     family = FAMILIES.get(config.architecture, FAMILIES["LlamaForCausalLM"])
-    shuffle = head_order(config.head_width, config.rotary_width, family.interleaved)
     leaves = [bind(rule, sizes) for rule in MODEL + HEAD * (not config.tied_embeddings)]
     for index in range(config.num_layers):
         ours, theirs = f"layers_{index}/", f"model.layers.{index}."
         kind = config.layer(index)
-        own = layer_sizes(config, kind)
+        own, rotary = layer_sizes(config, kind), kind.rotary or config.rotary
+        shuffle = head_order(own["H"], rotary.block, family.interleaved)
         leaves += [
             bind(rule, sizes | own, ours, theirs, shuffle)
             for rule in layer_rules(config, family.names, kind)
@@ -251,10 +252,11 @@ def layer_rules(
     if kind.recurrence is not None:
         return *norms, *_recurrence(names), *mlp
     bias = (Rule("attention/qkv/fused/bias", "K * H", _qkv(names.qkv, "bias")),)
+    parts = names.qkv[:2] if kind.keys_are_values else names.qkv
     layout, columns = _QKV_ROWS, "D (N H)"
     if config.gated_attention:
         layout, columns = _GATED_ROWS, "D (N h)"
-    qkv = _qkv(names.qkv, "weight", " D", layout)
+    qkv = _qkv(parts, "weight", " D", layout)
     return (
         *norms,
         Rule("attention/qkv/fused/kernel", "D K * H", qkv),
@@ -265,6 +267,7 @@ def layer_rules(
         *_SINKS * config.attention_sinks,
         *_QK_NORM * config.qk_norm,
         *_WIDE_QK_NORM * config.wide_qk_norm,
+        *_FACTOR * config.layer_factors,
     )
 
 
@@ -297,20 +300,24 @@ def layer_sizes(config: Any, kind: LayerConfig = _PLAIN) -> Sizes:
         the width of a shared expert.
     """
     own: Sizes = {}
+    kv_heads, width = config.num_kv_heads, config.head_width
+    if kind.heads is not None:
+        kv_heads, width = kind.heads.num_kv_heads, kind.heads.head_width
     if (experts := kind.experts) is not None:
-        own |= {"E": experts.count, "F": experts.width, "Q": experts.shared or 0, "O": 1}
+        own |= {"E": experts.count, "F": experts.width, "Q": experts.shared or 0}
     if (r := kind.recurrence) is not None:
         own |= {"J": r.key_heads, "M": r.value_heads, "P": r.shared, "X": r.key_width}
-        own |= {"Y": r.value_width, "Z": r.shared * r.value_width, "O": 1, "I": r.taps}
+        own |= {"Y": r.value_width, "Z": r.shared * r.value_width, "I": r.taps}
         own |= {"W": r.inputs_width + r.shared * r.value_width, "C": 2 * r.shared}
     return {
         "D": config.model_width,
         "F": config.mlp_width,
         "N": config.num_heads,
-        "K": config.num_kv_heads,
-        "G": config.num_heads // config.num_kv_heads,
-        "H": config.head_width,
-        "A": 2 * config.num_heads // config.num_kv_heads,
+        "K": kv_heads,
+        "G": config.num_heads // kv_heads,
+        "H": width,
+        "A": 2 * config.num_heads // kv_heads,
+        "O": 1,
         "u": 2,
         "*": 1,
         **own,

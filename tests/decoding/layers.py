@@ -11,7 +11,9 @@ import numpy as np
 
 from longspec_jax.config.layers import (
     ExpertsConfig,
+    HeadsConfig,
     LayerConfig,
+    ProportionalRopeScaling,
     RecurrenceConfig,
     Rotary,
     YarnRopeScaling,
@@ -109,6 +111,35 @@ WINDOWS = Family(
 
 The draft's trees are deeper than the window.
 """
+
+
+GEMMA4 = Family(
+    tiny_target_config(
+        architecture="Gemma4ForCausalLM",
+        num_layers=4,
+        num_kv_heads=2,
+        head_width=8,
+        rope_theta=1e6,
+        rope_scaling=ProportionalRopeScaling(),
+        rotary_width=4,
+        qk_norm=True,
+        value_norm=True,
+        post_norms=True,
+        layer_factors=True,
+        gelu=True,
+        embedding_factor=6.0,
+        attention_scale=1.0,
+        logit_cap=8.0,
+        kinds=(
+            LayerConfig(Rotary(1e4), window=W, heads=HeadsConfig(3, 6)),
+            LayerConfig(Rotary(1e6, ProportionalRopeScaling(), 4), keys_are_values=True),
+        ),
+        pattern=(0, 1, 0, 1),
+    ),
+    new=(50, 40, 30),
+    tree=TreeConfig((2,) + (1,) * 8),
+)
+"""Heads of two widths, and in full layers values that are keys, as of Gemma 4."""
 
 
 def remembering(config: TargetConfig, params: Any) -> Any:

@@ -40,6 +40,13 @@ _RECURRENT_EXPERTS = dict(
     shared_expert_intermediate_size=20,
     initializer_range=0.15,  # Near ties of the router would flip experts.
 )
+_GEMMA4 = _WINDOW | dict(
+    num_hidden_layers=4,
+    layer_types=[f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full")],
+    global_head_dim=32,
+    hidden_size_per_layer_input=0,
+    final_logit_softcapping=3.0,
+)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": (
         "Llama",
@@ -131,6 +138,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
+    "gemma4": ("Gemma4Text", _GEMMA4 | dict(attention_k_eq_v=True, num_global_key_value_heads=1)),
+    "gemma4-unified": ("Gemma4UnifiedText", _GEMMA4),
     "olmo3": (
         "Olmo3",
         dict(
