@@ -54,7 +54,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"expert_down$", P("tp", "fsdp", None)),  # [E, D, F]
     (r"expert_(gate_up|down)/(codes|scale)$", P("tp", None, None)),  # [2 E, F, in], [E, D, in]
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]
-    (r"router/bias$", P()),  # [E]
+    (r"(router/bias|expert_factor)$", P()),  # [E]
     (
         r"((^|(?<!kernel)(?<!head)(?<!expert_gate_up)(?<!expert_down)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias)|_conv/base)$",
         P(),

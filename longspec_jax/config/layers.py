@@ -200,10 +200,15 @@ class ExpertsConfig:
     """Largest size of gate and up in gpt-oss's gate; None for SiLU."""
     shared: int | None = None
     """MLP width of one more expert, which computes every token times a sigmoid of its input."""
+    beside: bool = False
+    """Whether they stand beside the layer's own MLP, with norms of their own and a factor of every
+    expert; their router reads the residual stream (Gemma 4)."""
 
     def __post_init__(self) -> None:
         if self.shared is not None:
             whole_number("experts: shared", self.shared)
+            if self.beside:
+                raise ValueError("experts beside an MLP have no shared one: it is the MLP")
         whole_number("experts: count", self.count, most=MAX_EXPERTS)
         whole_number("experts: chosen", self.chosen, most=self.count)
         whole_number("experts: width", self.width)
@@ -276,7 +281,7 @@ class LayerConfig:
     """Tokens that a token sees, itself included: ``p_q - p_k < window``. All before it if
     absent."""
     experts: ExpertsConfig | None = None
-    """The MLP's experts; None for one MLP of the target's ``mlp_width``."""
+    """The MLP's experts, or those beside it; None for one MLP of the target's ``mlp_width``."""
     recurrence: RecurrenceConfig | None = None
     """What takes the place of attention; None for attention."""
     heads: HeadsConfig | None = None

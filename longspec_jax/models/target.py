@@ -143,10 +143,16 @@ class Layer(nn.Module):
             self.attention_norm, self.mlp_norm = norm(), norm()
         if c.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(), norm()
-        if self.kind.experts is not None:
+        if (experts := self.kind.experts) is not None:
             ordered = self.projection is OrderedProjection
-            self.mlp = Experts(c.model_width, self.kind.experts, dtype, self.mlp_chunk, ordered)
-        else:
+            mixture = Experts(
+                c.model_width, experts, dtype, self.mlp_chunk, ordered, c.gelu, c.norm_eps
+            )
+            if experts.beside:
+                self.experts, self.mlp_own_norm, self.experts_norm = mixture, norm(), norm()
+            else:
+                self.mlp = mixture
+        if experts is None or experts.beside:
             widths = c.model_width, c.mlp_width
             self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk, c.gelu)
         if c.layer_factors:
@@ -176,7 +182,11 @@ class Layer(nn.Module):
             attended = self.recurrence(entering, attend)
         attended = self._leave(self.attention_post_norm if c.post_norms else None, attended)
         x, entering = _enter(self.mlp_norm if c.pre_norms else None, x, attended)
-        delta = self._leave(self.mlp_post_norm if c.post_norms else None, self.mlp(entering))
+        made = self.mlp(entering)
+        if self.kind.experts is not None and self.kind.experts.beside:
+            own = self._normed(self.mlp_own_norm, made)
+            made = own + self._normed(self.experts_norm, self.experts(x))
+        delta = self._leave(self.mlp_post_norm if c.post_norms else None, made)
         if not c.layer_factors:
             return x, delta, k, v
         wide = add(x, delta).astype(jnp.float32) * self.factor.astype(jnp.float32)
@@ -185,12 +195,16 @@ class Layer(nn.Module):
     def _leave(self, norm: RMSNorm | None, partials: Array) -> Array:
         """What is added to the residual stream of a sublayer's partials, as partials."""
         if norm is not None:
-            dtype = jnp.dtype(self.config.dtype)
-            [total] = with_sharding("b t d", added(partials).astype(dtype))
-            partials = norm.add(total, None)[1][None]
+            partials = self._normed(norm, partials)
         if self.config.residual_factor != 1:
             partials = partials * self.config.residual_factor
         return partials
+
+    def _normed(self, norm: RMSNorm, partials: Array) -> Array:
+        """The norm of what partials add up to, as one partial."""
+        dtype = jnp.dtype(self.config.dtype)
+        [total] = with_sharding("b t d", added(partials).astype(dtype))
+        return norm.add(total, None)[1][None]
 
 
 def _enter(norm: RMSNorm | None, x: Array, delta: Array | None) -> tuple[Array, Array]:

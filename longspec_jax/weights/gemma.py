@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from longspec_jax.config.layers import ExpertsConfig
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import FULL, SLIDING
@@ -65,7 +66,6 @@ def raw_gemma(config: TargetConfig) -> dict[str, Any]:
 _REFUSED = {
     "hidden_size_per_layer_input": (0, "embeddings for every layer"),
     "num_kv_shared_layers": (0, "layers that read the keys of others"),
-    "enable_moe_block": (False, "experts beside an MLP"),
 }
 """Keys of Gemma 4 that ask for what is not computed: what they must be, and what they ask for."""
 _ROPE = {
@@ -120,13 +120,28 @@ def read_gemma4(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
         raise raw.error("layer_types", rule)
     if raw.flag("attention_k_eq_v", False):
         layers = [replace(each, keys_are_values=each.window is None) for each in layers]
+    if raw.flag("enable_moe_block", False):
+        count = raw.whole("num_experts")
+        chosen = raw.whole("top_k_experts", most=count)
+        width = raw.whole("moe_intermediate_size")
+        experts = ExpertsConfig(count, chosen, width, beside=True)
+        layers = [replace(each, experts=experts) for each in layers]
     return _embedding(raw, known) | described(layers) | {"attention_scale": 1.0}
 
 
 def raw_gemma4(config: TargetConfig) -> dict[str, Any]:
     """The inverse of :func:`read_gemma4`, in the form of the published files."""
     near, full = (config.layer(index) for index in (0, config.read_layer))
-    own, others = config.heads(near), config.heads(full)
+    own, others, experts = config.heads(near), config.heads(full), near.experts
+    sparse = (
+        {}
+        if experts is None
+        else {
+            "num_experts": experts.count,
+            "top_k_experts": experts.chosen,
+            "moe_intermediate_size": experts.width,
+        }
+    )
     return {
         "hidden_act": _GELU,
         "hidden_activation": _GELU,
@@ -136,5 +151,7 @@ def raw_gemma4(config: TargetConfig) -> dict[str, Any]:
         "global_head_dim": others.head_width,
         "num_global_key_value_heads": others.num_kv_heads,
         "attention_k_eq_v": full.keys_are_values,
+        "enable_moe_block": experts is not None,
+        **sparse,
         **{key: plain for key, (plain, _) in _REFUSED.items()},
     }

@@ -120,11 +120,11 @@ def _norm(path: str, name: str) -> Rule:
     return Rule(f"{path}/scale", "D", ((f"{name}.weight", "D"),))
 
 
-def _mlp(names: Names) -> tuple[Rule, ...]:
-    both = tuple((f"{name}.weight", "F D") for name in names.gate_up)
+def _mlp(names: Names, width: str = "F") -> tuple[Rule, ...]:
+    both = tuple((f"{name}.weight", f"{width} D") for name in names.gate_up)
     return (
-        Rule("mlp/gate_up/kernel", "D * F", both),
-        Rule("mlp/down/kernel", "F D", ((f"{names.down}.weight", "D F"),)),
+        Rule("mlp/gate_up/kernel", f"D * {width}", both),
+        Rule("mlp/down/kernel", f"{width} D", ((f"{names.down}.weight", f"D {width}"),)),
     )
 
 
@@ -157,6 +157,21 @@ def _stacked_experts() -> tuple[Rule, ...]:
         Rule("mlp/expert_gate_up_bias", "* F", ((f"{gate_up}_bias", "E (F u)"),)),
         Rule("mlp/expert_down", "* D F", ((down, "E F D"),)),
         Rule("mlp/expert_down_bias", "* D", ((f"{down}_bias", "E D"),)),
+    )
+
+
+def _experts_beside(names: Names) -> tuple[Rule, ...]:
+    """Of an MLP and the experts beside it, which are stacked, gate above up (Gemma 4)."""
+    return (
+        *_mlp(names, "Q"),
+        _norm("mlp_own_norm", "post_feedforward_layernorm_1"),
+        _norm("experts_norm", "post_feedforward_layernorm_2"),
+        _norm("experts/norm", "pre_feedforward_layernorm_2"),
+        Rule("experts/router_norm/scale", "D", (("router.scale", "D"),)),
+        Rule("experts/router/kernel", "D E", (("router.proj.weight", "E D"),)),
+        Rule("experts/expert_factor", "E", (("router.per_expert_scale", "E"),)),
+        Rule("experts/expert_gate_up", "* F D", (("experts.gate_up_proj", "E (u F) D"),)),
+        Rule("experts/expert_down", "* D F", (("experts.down_proj", "E D F"),)),
     )
 
 
@@ -248,6 +263,7 @@ def layer_rules(
     mlp = _mlp(names)
     if kind.experts is not None:
         mlp = _stacked_experts() if names.stacked_experts else _experts(kind.experts)
+        mlp = _experts_beside(names) if kind.experts.beside else mlp
     norms = (*pre * config.pre_norms, *post * config.post_norms)
     if kind.recurrence is not None:
         return *norms, *_recurrence(names), *mlp
@@ -297,14 +313,14 @@ def layer_sizes(config: Any, kind: LayerConfig = _PLAIN) -> Sizes:
       kind: of the layer. Of a recurrence there are ``J`` key heads of width ``X``, ``P`` of the
         ``M`` value heads of width ``Y`` for each of them, ``Z`` the widths of these together, and
         ``I`` taps; ``W`` and ``C`` are what a key head's inputs and rates take together. ``Q`` is
-        the width of a shared expert.
+        the width of a shared expert, or of the MLP beside experts.
     """
     own: Sizes = {}
     kv_heads, width = config.num_kv_heads, config.head_width
     if kind.heads is not None:
         kv_heads, width = kind.heads.num_kv_heads, kind.heads.head_width
     if (experts := kind.experts) is not None:
-        own |= {"E": experts.count, "F": experts.width, "Q": experts.shared or 0}
+        own |= {"E": experts.count, "F": experts.width, "Q": experts.shared or config.mlp_width}
     if (r := kind.recurrence) is not None:
         own |= {"J": r.key_heads, "M": r.value_heads, "P": r.shared, "X": r.key_width}
         own |= {"Y": r.value_width, "Z": r.shared * r.value_width, "I": r.taps}

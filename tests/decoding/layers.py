@@ -113,6 +113,7 @@ The draft's trees are deeper than the window.
 """
 
 
+BESIDE = ExpertsConfig(count=8, chosen=2, width=10, beside=True)
 GEMMA4 = Family(
     tiny_target_config(
         architecture="Gemma4ForCausalLM",
@@ -131,15 +132,17 @@ GEMMA4 = Family(
         attention_scale=1.0,
         logit_cap=8.0,
         kinds=(
-            LayerConfig(Rotary(1e4), window=W, heads=HeadsConfig(3, 6)),
-            LayerConfig(Rotary(1e6, ProportionalRopeScaling(), 4), keys_are_values=True),
+            LayerConfig(Rotary(1e4), W, BESIDE, heads=HeadsConfig(3, 6)),
+            LayerConfig(
+                Rotary(1e6, ProportionalRopeScaling(), 4), experts=BESIDE, keys_are_values=True
+            ),
         ),
         pattern=(0, 1, 0, 1),
     ),
     new=(50, 40, 30),
     tree=TreeConfig((2,) + (1,) * 8),
 )
-"""Heads of two widths, and in full layers values that are keys, as of Gemma 4."""
+"""Heads of two widths, in full layers values that are keys, and experts beside MLPs (Gemma 4)."""
 
 
 def remembering(config: TargetConfig, params: Any) -> Any:

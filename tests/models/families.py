@@ -140,6 +140,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4": ("Gemma4Text", _GEMMA4 | dict(attention_k_eq_v=True, num_global_key_value_heads=1)),
     "gemma4-unified": ("Gemma4UnifiedText", _GEMMA4),
+    "gemma4-moe": (
+        "Gemma4Text",
+        _GEMMA4
+        | dict(
+            enable_moe_block=True,
+            num_experts=7,
+            top_k_experts=2,
+            moe_intermediate_size=12,
+            initializer_range=0.15,  # Near ties of the router would flip experts.
+        ),
+    ),
     "olmo3": (
         "Olmo3",
         dict(
@@ -210,7 +221,8 @@ def make_model(case: str, **overrides: Any) -> Any:
     kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     model = kind._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        factors = (each for each in model.named_buffers() if each[0].endswith("layer_scalar"))
+        for name, parameter in (*model.named_parameters(), *factors):
             # Norms start at 1, biases at 0: mistakes would hide.
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))

@@ -412,7 +412,7 @@ def test_layers_of_gemma_4_have_heads_of_two_widths() -> None:
     [
         (dict(hidden_size_per_layer_input=256), "=256 asks for embeddings for every layer"),
         (dict(num_kv_shared_layers=1), "layers that read the keys of others"),
-        (dict(enable_moe_block=True), "=True asks for experts beside an MLP"),
+        (dict(enable_moe_block=True), "lacks num_experts"),
         (dict(use_bidirectional_attention="all"), "='all' is not supported"),
         (dict(layer_types=[SLIDING, FULL, SLIDING]), "and end with one of full_attention"),
         (dict(layer_types=[FULL] * 3), "must name layers of sliding_attention"),
