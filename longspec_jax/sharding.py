@@ -32,6 +32,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"attention/out/bias$", P("fsdp")),  # [D]
     (r"attention/sinks$", P("tp", None)),  # [K, G]
     (r"layers_\d+/factor$", P()),  # [1]
+    (r"input_(gate|projection)/kernel$", P()),  # [D, P], [P, D] and [D, L P]
     (r"fuse/kernel$", P(None, "fsdp")),  # [features D, D]
     (r"block_\d+/kernel$", P("fsdp", None)),  # [D, D]
     (r"block_\d+/bias$", P(None)),  # [D]

@@ -288,12 +288,22 @@ class LayerConfig:
     """Heads of a layer with a window that are not those of its target."""
     keys_are_values: bool = False
     """Whether values are what the keys are made of, before their norm and rotation (Gemma 4)."""
+    keys_of: int | None = None
+    """The layer whose keys and values it reads; None for its own (Gemma 4 E4B and E2B)."""
+    mlp_width: int | None = None
+    """Of its MLP; the target's if absent."""
 
     def __post_init__(self) -> None:
         if self.window is not None:
             whole_number("window", self.window)
         if self.recurrence is not None and (self.window, self.rotary) != (None, None):
             raise ValueError("a layer with a recurrence has no window and no rotation")
+        if self.keys_of is not None and (self.recurrence is not None or self.keys_are_values):
+            raise ValueError(
+                "a layer that reads the keys of another has attention, and no own keys"
+            )
+        if self.mlp_width is not None:
+            whole_number("mlp_width", self.mlp_width)
         if self.heads is not None and self.window is None:
             raise ValueError(
                 "heads of its own has a layer with a window alone: drafts and retrieval read the "

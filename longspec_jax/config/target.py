@@ -87,6 +87,9 @@ class TargetConfig:
     """Factor on what attention and MLP add to the residual stream."""
     layer_factors: bool = False
     """A learnt factor of every layer on the residual stream behind it (Gemma 4)."""
+    layer_inputs: int | None = None
+    """Width of what every token gives to each layer: of a table of its own, and of its embedding.
+    It enters the stream behind the MLP (Gemma 4 E4B and E2B)."""
     logits_divisor: float = 1.0
     """Logits are divided by it."""
     logit_cap: float | None = None
@@ -117,6 +120,8 @@ class TargetConfig:
                 kind.rotary.check_fits(heads.head_width)
         if not (self.pre_norms or self.post_norms):
             raise ValueError("a layer needs norms: pre_norms or post_norms must be True")
+        if self.layer_inputs is not None:
+            whole_number("layer_inputs", self.layer_inputs)
         factors = "embedding_factor", "residual_factor", "logits_divisor"
         for name in (*factors, "attention_scale", "logit_cap"):
             if getattr(self, name) is not None:
@@ -157,6 +162,15 @@ class TargetConfig:
                 f"pattern={shown(self.pattern)} must name one of the {len(self.kinds)} kinds for "
                 f"each of the {self.num_layers} layers, and every kind must be used"
             )
+        for index, kind in enumerate(self.layers):
+            if kind.keys_of is None:
+                continue
+            read = self.layers[kind.keys_of] if 0 <= kind.keys_of < index else kind
+            if read.keys_of is not None or (read.window, read.heads) != (kind.window, kind.heads):
+                raise ValueError(
+                    f"layer {index} reads the keys of layer {kind.keys_of}, which must come before "
+                    "it, have keys of its own, and the same window and heads"
+                )
         rotary = self.layer(self.read_layer).rotary
         if rotary not in (None, self.rotary):
             raise ValueError(
@@ -205,9 +219,15 @@ class TargetConfig:
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """The layers that attend to the whole context: without a window or a recurrence."""
+        """The layers that attend to the whole context, with keys of their own."""
+        alone = None, None, None
         kinds = enumerate(self.layers)
-        return tuple(i for i, kind in kinds if kind.window is None and kind.recurrence is None)
+        return tuple(i for i, k in kinds if (k.window, k.recurrence, k.keys_of) == alone)
+
+    def source(self, index: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or another."""
+        read = self.layer(index).keys_of
+        return index if read is None else read
 
     @cached_property
     def recurrent_layers(self) -> Mapping[int, RecurrenceConfig]:

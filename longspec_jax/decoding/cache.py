@@ -182,11 +182,11 @@ def append_to_ring(slots: CacheSlots, fresh: CachedRows, at: Lengths, count: Len
 
 
 def layer_slots(config: TargetConfig, capacity: int) -> tuple[int, ...]:
-    """Slots of a row in every layer of a cache of this capacity; none in a recurrent one."""
+    """Slots of a row in every layer of a cache of this capacity; none in one without own keys."""
 
     def slots(index: int) -> int:
         window = config.layer(index).window
-        if index in config.recurrent_layers:
+        if index in config.recurrent_layers or config.source(index) != index:
             return 0
         return capacity if window is None else min(capacity, ring_slots(window))
 
@@ -199,8 +199,9 @@ def ring_slots(window: int) -> int:
 
 
 def rings_of(config: TargetConfig) -> tuple[int, ...]:
-    """The layers with a window."""
-    return tuple(i for i in range(config.num_layers) if config.layer(i).window is not None)
+    """The layers with a window and keys of their own."""
+    kinds = enumerate(config.layers)
+    return tuple(i for i, kind in kinds if kind.window is not None and kind.keys_of is None)
 
 
 def states_bytes(config: TargetConfig) -> int:

@@ -38,8 +38,12 @@ class OffloadedCache(KVCache):
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """The layers that stay on the device: the one that drafts read, rings and states."""
-        here = {self.read_layer % len(self.keys), *self.rings, *self.states}
+        """The layers that stay on the device: the one that drafts read, rings and states.
+
+        And those that have nothing.
+        """
+        nothing = (index for index, each in enumerate(self.keys) if each is None)
+        here = {self.read_layer % len(self.keys), *self.rings, *self.states, *nothing}
         return tuple(sorted(here))
 
     def layer(self, index: int, length: Lengths) -> Prefix:
@@ -171,7 +175,7 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
     zeros = empty.keys[config.read_layer]
     layers: list[tuple[Any, Any]] = []
     for pair in zip(empty.keys, empty.values, strict=True):
-        if len(layers) not in (config.read_layer, *empty.rings, *empty.states):
+        if pair[0] is not None and len(layers) not in (config.read_layer, *empty.rings):
             # Each from the device: the compiler would make one, and copy it where no copies are
             # made.
             zeros = jax.lax.optimization_barrier(zeros)

@@ -104,7 +104,7 @@ def plan_memory(
     ends = [
         (own, slot_bytes(config, config.layer(layer)))
         for layer, own in enumerate(own_slots)
-        if layer not in full
+        if layer not in full and config.source(layer) == layer
     ]
     for batch in batches:
         begin = partial(drafters[0].begin, batch=batch, capacity=capacity)
@@ -137,7 +137,9 @@ def plan_memory(
 def _layer_numbers(config: TargetConfig, tokens: int) -> int:
     """Activations of the widest layer over the tokens of a prefill chunk."""
     width, most = config.model_width, 3 * config.mlp_width * tokens
+    given = config.num_layers * (config.layer_inputs or 0)
     for kind in config.kinds:
+        most = max(most, 3 * (kind.mlp_width or 0) * tokens)
         if (recurrence := kind.recurrence) is not None:
             # Twice what the convolution sees, and in float32 what the blocks of a chunk solve.
             heads, block = recurrence.value_heads, 2 * BLOCK
@@ -149,7 +151,7 @@ def _layer_numbers(config: TargetConfig, tokens: int) -> int:
             own = rows * (2 * width + 3 * experts.width) + tokens * experts.chosen * width
             own += 3 * tokens * (experts.shared or 0)
             most = max(most, own)
-    return most + 6 * width * tokens
+    return most + (6 * width + given) * tokens
 
 
 def device_bytes(tree: PyTree) -> int:

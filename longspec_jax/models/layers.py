@@ -245,16 +245,19 @@ class GroupedQKV(nn.Module):
     bias: bool
     projection: Callable[..., Any] = Projection
     """Class of the projection."""
-    keys_are_values: bool = False
-    """Whether a key's projection is that of its value, too, and stored once."""
+    own: int = 2
+    """Projections beside the queries': of keys and values, of both together, or none."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Map ``[B, T, D]`` to ``[B, T, K, G + 2, H]``: a head's queries, its key and its value."""
-        slots = self.num_groups + (1 if self.keys_are_values else 2)
-        heads = (self.num_kv_heads, slots, self.head_width)
+        """Map ``[B, T, D]`` to ``[B, T, K, G + 2, H]``: a head's queries, its key and its value.
+
+        Without projections of their own these are copies, of the key or of a query.
+        """
+        heads = (self.num_kv_heads, self.num_groups + self.own, self.head_width)
         qkv = self.projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
-        return jnp.concatenate([qkv, qkv[..., -1:, :]], axis=3) if self.keys_are_values else qkv
+        copies = [qkv[..., -1:, :]] * (2 - self.own)
+        return jnp.concatenate([qkv, *copies], axis=3) if copies else qkv
 
 
 def rotary_angles(positions: Array, head_width: int, rotary: Rotary | None) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ and values come back with the output, because the caller owns the cache and the 
 layer's. The recurrence of recurrent layers is the caller's, too.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -53,7 +54,8 @@ class TargetOutput(NamedTuple):
     hidden: Array
     """Hidden states after the final norm, ``[B, T, D]``; :meth:`Target.unembed` makes logits."""
     keys: tuple[Array | None, ...]
-    """Fresh keys of every layer, ``L x [B, T, K, H]``, rotary applied; None of a recurrent one."""
+    """Fresh keys of every layer, ``L x [B, T, K, H]``, rotary applied; None of a recurrent one and
+    of one that reads those of another."""
     values: tuple[Array | None, ...]
     """Fresh values of every layer, ``L x [B, T, K, H]``."""
     kept: dict[int, Array]
@@ -81,7 +83,7 @@ class Attention(nn.Module):
             dtype,
             c.qkv_bias,
             projection=self.projection,
-            keys_are_values=self.kind.keys_are_values,
+            own=0 if self.kind.keys_of is not None else 2 - self.kind.keys_are_values,
         )
         heads = c.num_heads, self.head_width
         self.out = self.projection(heads, (c.model_width,), dtype, c.out_bias)
@@ -90,7 +92,8 @@ class Attention(nn.Module):
             self.sinks = parameter(self, "sinks", nn.initializers.zeros, shape, dtype)
         if c.qk_norm or c.wide_qk_norm:
             self.q_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
-            self.k_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
+            if self.kind.keys_of is None:
+                self.k_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
 
     def __call__(
         self, x: Array, angles: tuple[Array, Array], attend: Callable[[Array, Array, Array], Array]
@@ -106,8 +109,8 @@ class Attention(nn.Module):
             keys = self.k_norm.weights(self.kv_heads, self.head_width)
             qkv = wide_qk_norm(qkv, (queries, keys), c.norm_eps)
         elif c.qk_norm:
-            width = self.head_width
-            scales = self.q_norm.weights(width), self.k_norm.weights(width)
+            norms = self.q_norm, self.q_norm if self.kind.keys_of is not None else self.k_norm
+            scales = norms[0].weights(self.head_width), norms[1].weights(self.head_width)
         heads = split_heads(qkv, *angles, scales, c.norm_eps)
         q, k, v = with_sharding(HEADS, *heads)
         if c.value_norm:
@@ -153,8 +156,13 @@ class Layer(nn.Module):
             else:
                 self.mlp = mixture
         if experts is None or experts.beside:
-            widths = c.model_width, c.mlp_width
+            widths = c.model_width, self.kind.mlp_width or c.mlp_width
             self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk, c.gelu)
+        if c.layer_inputs is not None:
+            outer, inner = (c.model_width,), (c.layer_inputs,)
+            self.input_gate = self.projection(outer, inner, dtype)
+            self.input_projection = self.projection(inner, outer, dtype)
+            self.input_norm = norm()
         if c.layer_factors:
             self.factor = parameter(self, "factor", nn.initializers.ones, (1,), dtype)
 
@@ -164,10 +172,12 @@ class Layer(nn.Module):
         delta: Array | None,
         angles: tuple[Array, Array],
         attend: Callable[..., Array],
+        inputs: Array | None = None,
     ) -> tuple[Array, Array | None, Array | None, Array | None]:
         """Return the residual stream ``[B, T, D]``, its increment, and the fresh keys and values.
 
         ``attend`` takes queries, keys and values, or what :class:`Recurrence` makes of the tokens.
+        ``inputs`` ``[B, T, P]`` are what the tokens give to this layer.
 
         The stream between layers is ``x`` and the split-K partials of its increment,
         ``[S, B, T, D]``: the next norm adds and normalises in one op. A layer with a factor adds
@@ -187,6 +197,10 @@ class Layer(nn.Module):
             own = self._normed(self.mlp_own_norm, made)
             made = own + self._normed(self.experts_norm, self.experts(x))
         delta = self._leave(self.mlp_post_norm if c.post_norms else None, made)
+        if inputs is not None:
+            x = add(x, delta)
+            given = jax.nn.gelu(self.input_gate(x), approximate=True) * inputs
+            delta = self._normed(self.input_norm, self.input_projection(given)[None])
         if not c.layer_factors:
             return x, delta, k, v
         wide = add(x, delta).astype(jnp.float32) * self.factor.astype(jnp.float32)
@@ -238,6 +252,12 @@ class Target(nn.Module):
         kinds = map(c.layer, range(c.num_layers))
         self.layers = [Layer(c, self.mlp_chunk, projection, kind) for kind in kinds]
         self.final_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
+        if c.layer_inputs is not None:
+            every = c.num_layers * c.layer_inputs
+            rows = c.vocab_size, every
+            self.input_embedding = parameter(self, "input_embedding", table, rows, dtype)
+            self.input_projection = projection((c.model_width,), (every,), dtype)
+            self.input_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
         if not c.tied_embeddings:
             stored = self.get_variable("params", "head")
             quantised = isinstance(stored, QuantisedWeights)
@@ -247,6 +267,18 @@ class Target(nn.Module):
         """What enters the first layer for tokens ``[B, T]``, ``[B, T, D]``."""
         [embedded] = with_sharding("b t d", self.look_up(tokens))
         return scaled(embedded, self.config.embedding_factor)
+
+    def _layer_inputs(self, tokens: Array, embedded: Array) -> Array:
+        """What tokens ``[B, T]``, embedded as ``[B, T, D]``, give to each layer: ``[B, T, L, P]``.
+
+        Hugging Face rounds the root of the width to the dtype of the weights.
+        """
+        c, width = self.config, self.config.layer_inputs or 0
+        shape = *tokens.shape, c.num_layers, width
+        root = float(jnp.dtype(c.dtype).type(math.sqrt(width)))
+        own = scaled(look_up(self.input_embedding, tokens), root).reshape(shape)
+        others = scaled(self.input_projection(embedded), c.model_width**-0.5).reshape(shape)
+        return scaled(self.input_norm(others) + own, 2**-0.5)
 
     def look_up(self, tokens: Array) -> Array:
         """Rows of the embedding table."""
@@ -278,13 +310,21 @@ class Target(nn.Module):
         if c.query_scaling is not None:
             attend = _scaling_queries(attend, c.query_scaling, positions)
         x, delta = self.embed(tokens), None
+        inputs = None if c.layer_inputs is None else self._layer_inputs(tokens, x)
         keys, values, kept = [], [], {-1: x} if -1 in keep else {}
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 # Bound now: the layer calls back while the loop variable is current, but a
                 # rematerialised layer calls back later.
                 see: Any = recur if index in c.recurrent_layers else attend
-                x, delta, k, v = layer(x, delta, angles[rotations[index]], partial(see, index))
+                see = partial(see, index)
+                own = c.source(index) == index
+                if not own:
+                    see = _with_rows(see, keys[c.source(index)], values[c.source(index)])
+                given = None if inputs is None else inputs[:, :, index]
+                x, delta, k, v = layer(x, delta, angles[rotations[index]], see, given)
+                if not own:
+                    k = v = None
             keys.append(k)
             values.append(v)
             if index in keep:
@@ -310,6 +350,11 @@ class Target(nn.Module):
 
         output = self(tokens, positions, lambda layer, q, k, v: q, recur=recur)
         self.unembed(output.hidden)
+
+
+def _with_rows(attend: Callable[..., Array], keys: Array, values: Array) -> Callable[..., Array]:
+    """The attention of a layer's queries to the keys and values of another layer."""
+    return lambda q, k, v: attend(q, keys, values)
 
 
 def _scaling_queries(attend: Attend, scaling: QueryScaling, positions: Array) -> Attend:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from longspec_jax.config.layers import ExpertsConfig
+from longspec_jax.config.layers import ExpertsConfig, LayerConfig
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import FULL, SLIDING
@@ -63,11 +63,6 @@ def raw_gemma(config: TargetConfig) -> dict[str, Any]:
     }
 
 
-_REFUSED = {
-    "hidden_size_per_layer_input": (0, "embeddings for every layer"),
-    "num_kv_shared_layers": (0, "layers that read the keys of others"),
-}
-"""Keys of Gemma 4 that ask for what is not computed: what they must be, and what they ask for."""
 _ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -110,10 +105,6 @@ def read_gemma4(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
     if raw.text("use_bidirectional_attention", "vision") != "vision":
         rule = "is not supported: text has one direction"
         raise raw.error("use_bidirectional_attention", rule)
-    for key, (plain, what) in _REFUSED.items():
-        if raw.has(key) and raw.values[key] != plain:
-            rule = f"asks for {what}, which are not computed"
-            raise raw.error(key, rule, "load a model of the family without them")
     layers = [known["kinds"][kind] for kind in known.get("pattern", ())]
     if not layers or layers[-1].window is not None:
         rule = f"must name layers of {SLIDING}, and end with one of {FULL}"
@@ -126,7 +117,27 @@ def read_gemma4(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
         width = raw.whole("moe_intermediate_size")
         experts = ExpertsConfig(count, chosen, width, beside=True)
         layers = [replace(each, experts=experts) for each in layers]
-    return _embedding(raw, known) | described(layers) | {"attention_scale": 1.0}
+    inputs = raw.whole("hidden_size_per_layer_input", 0, 0) or None
+    if inputs and raw.whole("vocab_size_per_layer_input", 262144) != known["vocab_size"]:
+        raise raw.error("vocab_size_per_layer_input", "must be vocab_size")
+    layers = _reading_others(raw, layers, known["mlp_width"])
+    own = {"attention_scale": 1.0, "layer_inputs": inputs}
+    return _embedding(raw, known) | described(layers) | own
+
+
+def _reading_others(raw: JsonObject, layers: list[LayerConfig], width: int) -> list[LayerConfig]:
+    """The layers, the last of which read the keys of the last one before them that is alike."""
+    first = len(layers) - raw.whole("num_kv_shared_layers", 0, 0, len(layers))
+    wide = 2 * width if raw.flag("use_double_wide_mlp", False) else None
+    before = {each.window: index for index, each in enumerate(layers[:first])}
+    if any(each.window not in before for each in layers):
+        rule = f"must leave a layer of {SLIDING} and one of {FULL} with keys of their own"
+        raise raw.error("num_kv_shared_layers", rule)
+    others = [
+        replace(each, keys_are_values=False, keys_of=before[each.window], mlp_width=wide)
+        for each in layers[first:]
+    ]
+    return layers[:first] + others
 
 
 def raw_gemma4(config: TargetConfig) -> dict[str, Any]:
@@ -153,5 +164,8 @@ def raw_gemma4(config: TargetConfig) -> dict[str, Any]:
         "attention_k_eq_v": full.keys_are_values,
         "enable_moe_block": experts is not None,
         **sparse,
-        **{key: plain for key, (plain, _) in _REFUSED.items()},
+        "hidden_size_per_layer_input": config.layer_inputs or 0,
+        "vocab_size_per_layer_input": config.vocab_size,
+        "num_kv_shared_layers": sum(each.keys_of is not None for each in config.layers),
+        "use_double_wide_mlp": any(each.mlp_width is not None for each in config.layers),
     }

@@ -222,6 +222,16 @@ MODEL = (
     Rule("embedding", "V D", (("model.embed_tokens.weight", "V D"),)),
     Rule("final_norm/scale", "D", (("model.norm.weight", "D"),)),
 )
+_LAYER_INPUTS = (
+    Rule("input_embedding", "V L", (("model.embed_tokens_per_layer.weight", "V L"),)),
+    Rule("input_projection/kernel", "D L", (("model.per_layer_model_projection.weight", "L D"),)),
+    Rule("input_norm/scale", "U", (("model.per_layer_projection_norm.weight", "U"),)),
+)
+_LAYER_INPUT = (
+    Rule("input_gate/kernel", "D U", (("per_layer_input_gate.weight", "U D"),)),
+    Rule("input_projection/kernel", "U D", (("per_layer_projection.weight", "D U"),)),
+    _norm("input_norm", "post_per_layer_input_norm"),
+)
 HEAD = (Rule("head", "V D", (("lm_head.weight", "V D"),)),)
 
 ROTARY = {r"(.*\.)?rotary_emb\.inv_freq": "rotary frequencies follow from the configuration"}
@@ -235,9 +245,12 @@ TIED_HEAD = {r"lm_head\.weight": "the LM head is the embedding table"}
 
 def target_table(config: TargetConfig) -> Table:
     """The table of a target: our ``layers_i/...`` from ``model.layers.i....``."""
-    sizes = layer_sizes(config) | {"V": config.vocab_size}
+    width = config.layer_inputs or 0
+    inputs = {"U": width, "L": width * config.num_layers}
+    sizes = layer_sizes(config) | {"V": config.vocab_size, **inputs}
     family = FAMILIES.get(config.architecture, FAMILIES["LlamaForCausalLM"])
-    leaves = [bind(rule, sizes) for rule in MODEL + HEAD * (not config.tied_embeddings)]
+    whole = MODEL + HEAD * (not config.tied_embeddings) + _LAYER_INPUTS * (width > 0)
+    leaves = [bind(rule, sizes) for rule in whole]
     for index in range(config.num_layers):
         ours, theirs = f"layers_{index}/", f"model.layers.{index}."
         kind = config.layer(index)
@@ -268,11 +281,11 @@ def layer_rules(
     if kind.recurrence is not None:
         return *norms, *_recurrence(names), *mlp
     bias = (Rule("attention/qkv/fused/bias", "K * H", _qkv(names.qkv, "bias")),)
-    parts = names.qkv[:2] if kind.keys_are_values else names.qkv
+    own = 0 if kind.keys_of is not None else 2 - kind.keys_are_values
     layout, columns = _QKV_ROWS, "D (N H)"
     if config.gated_attention:
         layout, columns = _GATED_ROWS, "D (N h)"
-    qkv = _qkv(parts, "weight", " D", layout)
+    qkv = _qkv(names.qkv[: 1 + own], "weight", " D", layout)
     return (
         *norms,
         Rule("attention/qkv/fused/kernel", "D K * H", qkv),
@@ -281,8 +294,9 @@ def layer_rules(
         *bias * config.qkv_bias,
         *_OUT_BIAS * config.out_bias,
         *_SINKS * config.attention_sinks,
-        *_QK_NORM * config.qk_norm,
+        *_QK_NORM[: 1 + (own > 0)] * config.qk_norm,
         *_WIDE_QK_NORM * config.wide_qk_norm,
+        *_LAYER_INPUT * (config.layer_inputs is not None),
         *_FACTOR * config.layer_factors,
     )
 
@@ -320,14 +334,18 @@ def layer_sizes(config: Any, kind: LayerConfig = _PLAIN) -> Sizes:
     if kind.heads is not None:
         kv_heads, width = kind.heads.num_kv_heads, kind.heads.head_width
     if (experts := kind.experts) is not None:
-        own |= {"E": experts.count, "F": experts.width, "Q": experts.shared or config.mlp_width}
+        own |= {
+            "E": experts.count,
+            "F": experts.width,
+            "Q": experts.shared or kind.mlp_width or config.mlp_width,
+        }
     if (r := kind.recurrence) is not None:
         own |= {"J": r.key_heads, "M": r.value_heads, "P": r.shared, "X": r.key_width}
         own |= {"Y": r.value_width, "Z": r.shared * r.value_width, "I": r.taps}
         own |= {"W": r.inputs_width + r.shared * r.value_width, "C": 2 * r.shared}
     return {
         "D": config.model_width,
-        "F": config.mlp_width,
+        "F": kind.mlp_width or config.mlp_width,
         "N": config.num_heads,
         "K": kv_heads,
         "G": config.num_heads // kv_heads,

@@ -113,11 +113,12 @@ The draft's trees are deeper than the window.
 """
 
 
+FAR = Rotary(1e6, ProportionalRopeScaling(), 4)
 BESIDE = ExpertsConfig(count=8, chosen=2, width=10, beside=True)
 GEMMA4 = Family(
     tiny_target_config(
         architecture="Gemma4ForCausalLM",
-        num_layers=4,
+        num_layers=6,
         num_kv_heads=2,
         head_width=8,
         rope_theta=1e6,
@@ -127,22 +128,27 @@ GEMMA4 = Family(
         value_norm=True,
         post_norms=True,
         layer_factors=True,
+        layer_inputs=5,
         gelu=True,
         embedding_factor=6.0,
         attention_scale=1.0,
         logit_cap=8.0,
         kinds=(
             LayerConfig(Rotary(1e4), W, BESIDE, heads=HeadsConfig(3, 6)),
-            LayerConfig(
-                Rotary(1e6, ProportionalRopeScaling(), 4), experts=BESIDE, keys_are_values=True
-            ),
+            LayerConfig(FAR, experts=BESIDE, keys_are_values=True),
+            LayerConfig(Rotary(1e4), W, BESIDE, heads=HeadsConfig(3, 6), keys_of=2, mlp_width=106),
+            LayerConfig(FAR, experts=BESIDE, keys_of=3, mlp_width=106),
         ),
-        pattern=(0, 1, 0, 1),
+        pattern=(0, 1, 0, 1, 2, 3),
     ),
     new=(50, 40, 30),
     tree=TreeConfig((2,) + (1,) * 8),
 )
-"""Heads of two widths, in full layers values that are keys, and experts beside MLPs (Gemma 4)."""
+"""All that Gemma 4 has in any size.
+
+Heads of two widths, in full layers values that are keys, experts beside MLPs, what every token
+gives to each layer, and two last layers that read the keys of the two before them.
+"""
 
 
 def remembering(config: TargetConfig, params: Any) -> Any:

@@ -140,6 +140,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4": ("Gemma4Text", _GEMMA4 | dict(attention_k_eq_v=True, num_global_key_value_heads=1)),
     "gemma4-unified": ("Gemma4UnifiedText", _GEMMA4),
+    "gemma4-e": (
+        "Gemma4Text",
+        _GEMMA4
+        | dict(
+            num_hidden_layers=6,
+            layer_types=[f"{kind}_attention" for kind in ("sliding", "full") * 3],
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=97,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+        ),
+    ),
     "gemma4-moe": (
         "Gemma4Text",
         _GEMMA4

@@ -410,8 +410,8 @@ def test_layers_of_gemma_4_have_heads_of_two_widths() -> None:
 @each_row(
     ("more", "words"),
     [
-        (dict(hidden_size_per_layer_input=256), "=256 asks for embeddings for every layer"),
-        (dict(num_kv_shared_layers=1), "layers that read the keys of others"),
+        (dict(hidden_size_per_layer_input=8), "vocab_size_per_layer_input=None must be vocab_size"),
+        (dict(num_kv_shared_layers=2), "must leave a layer of sliding_attention and one of full"),
         (dict(enable_moe_block=True), "lacks num_experts"),
         (dict(use_bidirectional_attention="all"), "='all' is not supported"),
         (dict(layer_types=[SLIDING, FULL, SLIDING]), "and end with one of full_attention"),
