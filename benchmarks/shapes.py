@@ -4,10 +4,12 @@ import dataclasses
 
 from longspec_jax.config.known import TARGETS, shape
 from longspec_jax.config.layers import (
+    HeadsConfig,
     LayerConfig,
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     QueryScaling,
     RecurrenceConfig,
     Rotary,
@@ -117,6 +119,29 @@ GEMMA2_9B = dataclasses.replace(
     attention_cap=50.0,
     logit_cap=30.0,
 )
+_GEMMA4_FAR = Rotary(1e6, ProportionalRopeScaling(), 128)
+GEMMA4_31B = TargetConfig(
+    **shape("Gemma4", 262144, (5376, 21504), 60, (32, 4), 512),
+    max_positions=262144,
+    rope_theta=1e6,
+    rope_scaling=_GEMMA4_FAR.scaling,
+    rotary_width=128,
+    kinds=(
+        LayerConfig(Rotary(1e4), 1024, heads=HeadsConfig(16, 256)),
+        LayerConfig(_GEMMA4_FAR, keys_are_values=True),
+    ),
+    pattern=(0, 0, 0, 0, 0, 1) * 10,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    qk_norm=True,
+    value_norm=True,
+    post_norms=True,
+    layer_factors=True,
+    gelu=True,
+    embedding_factor=73.5,
+    attention_scale=1.0,
+    logit_cap=30.0,
+)
 GLM4_9B = TargetConfig(
     **shape("Glm4", 151552, (4096, 13696), 40, (32, 2)),
     max_positions=32768,
@@ -178,6 +203,7 @@ SHAPES: dict[str, TargetConfig] = {
     "glm4-9b": GLM4_9B,
     "gemma2-9b": GEMMA2_9B,
     "gemma3-12b": GEMMA3_12B,
+    "gemma4-31b": GEMMA4_31B,
     "olmo3-7b": OLMO3_7B,
     "qwen35-4b": QWEN35_4B,
 }

@@ -46,10 +46,12 @@ CacheSlots: TypeAlias = Num[Array, "rows K S H"]
 
 Of activations' dtype, or the codes of 8-bit floats (:mod:`longspec_jax.ops.attention.float8`).
 """
-LayerSlots: TypeAlias = Num[Array, "rows K _ H"]
-"""The same of one layer of several, which may have different numbers of slots."""
+LayerSlots: TypeAlias = Num[Array, "rows _ _ _"]
+"""The same of one layer of several, which may have different numbers of slots and heads."""
 TreeRows: TypeAlias = Float[Array, "B U K H"]
 """Keys or values of fresh tokens, token-major as the projection produces them."""
+LayerRows: TypeAlias = Float[Array, "B U _ _"]
+"""The same of one layer of several, which may have different heads."""
 CachedRows: TypeAlias = Num[Array, "B U K H"]
 """The same in the dtype of their cache."""
 Sinks: TypeAlias = Float[Array, " N"]

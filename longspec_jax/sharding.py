@@ -31,6 +31,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"recurrence/out/kernel$", P("tp", None, "fsdp")),  # [M, Y, D]
     (r"attention/out/bias$", P("fsdp")),  # [D]
     (r"attention/sinks$", P("tp", None)),  # [K, G]
+    (r"layers_\d+/factor$", P()),  # [1]
+    (r"input_(gate|projection)/kernel$", P()),  # [D, P], [P, D] and [D, L P]
     (r"fuse/kernel$", P(None, "fsdp")),  # [features D, D]
     (r"block_\d+/kernel$", P("fsdp", None)),  # [D, D]
     (r"block_\d+/bias$", P(None)),  # [D]
@@ -53,7 +55,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"expert_down$", P("tp", "fsdp", None)),  # [E, D, F]
     (r"expert_(gate_up|down)/(codes|scale)$", P("tp", None, None)),  # [2 E, F, in], [E, D, in]
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]
-    (r"router/bias$", P()),  # [E]
+    (r"(router/bias|expert_factor)$", P()),  # [E]
     (
         r"((^|(?<!kernel)(?<!head)(?<!expert_gate_up)(?<!expert_down)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias)|_conv/base)$",
         P(),

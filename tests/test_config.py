@@ -8,7 +8,14 @@ import pytest
 
 from longspec_jax.arguments import as_tree
 from longspec_jax.config.known import TINY
-from longspec_jax.config.layers import LayerConfig, LinearRopeScaling, Llama3RopeScaling, Rotary
+from longspec_jax.config.layers import (
+    ExpertsConfig,
+    HeadsConfig,
+    LayerConfig,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    Rotary,
+)
 from longspec_jax.config.tree import DEFAULT_TREE, MAX_TREE_LEVELS, PLAIN, TreeConfig
 from longspec_jax.drafters.longspec import DraftConfig
 from tests.kit import each_row, tiny_target_config
@@ -221,6 +228,18 @@ def test_drafts_read_the_last_layer_over_the_whole_context(kinds, pattern, read)
     assert hash(config) == hash(dataclasses.replace(config))
 
 
+NEAR = LayerConfig(window=7, keys_of=0)
+
+
+def test_kinds_of_layers_that_contradict_themselves_are_refused() -> None:
+    with pytest.raises(ValueError, match="a layer with a window alone"):
+        LayerConfig(heads=HeadsConfig(2, 8))
+    with pytest.raises(ValueError, match="has attention, and no own keys"):
+        LayerConfig(keys_are_values=True, keys_of=0)
+    with pytest.raises(ValueError, match="it is the MLP"):
+        ExpertsConfig(4, 2, 8, shared=8, beside=True)
+
+
 @each_row(
     ("fields", "match"),
     [
@@ -228,6 +247,9 @@ def test_drafts_read_the_last_layer_over_the_whole_context(kinds, pattern, read)
         (dict(kinds=(LayerConfig(),) * 2, pattern=(0, 0)), "every kind must be used"),
         (dict(pattern=(0, 0)), "one of the 0 kinds"),
         (dict(kinds=(LayerConfig(Rotary(5.0)),), pattern=(0, 0)), "must be those of this layer"),
+        (dict(kinds=(LayerConfig(keys_of=1), LayerConfig()), pattern=(0, 1)), "must come before"),
+        (dict(kinds=(LayerConfig(), NEAR), pattern=(0, 1)), "the same window and heads"),
+        (dict(layer_inputs=0), "layer_inputs=0 must be a whole number"),
         (dict(rotary_width=18), "at most head_width=16"),
         (dict(rotary_width=7), "must be even"),
     ],

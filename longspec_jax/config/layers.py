@@ -118,7 +118,19 @@ class LongRopeScaling:
         return self.long if self.beyond else self.short
 
 
-RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling | None
+@dataclass(frozen=True)
+class ProportionalRopeScaling:
+    """Of a head that is rotated in part, the first pairs as fast as if all were (Gemma 4)."""
+
+
+RopeScaling = (
+    LinearRopeScaling
+    | Llama3RopeScaling
+    | YarnRopeScaling
+    | LongRopeScaling
+    | ProportionalRopeScaling
+    | None
+)
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,11 @@ class Rotary:
             whole_number("rotary_width", self.width, 2)
             if self.width % 2:
                 raise ValueError(f"rotary_width={self.width} must be even: pairs are rotated")
+
+    @property
+    def block(self) -> int | None:
+        """Dimensions of a head whose two halves are paired; all of them if absent."""
+        return None if isinstance(self.scaling, ProportionalRopeScaling) else self.width
 
     def check_fits(self, head_width: int) -> None:
         """Raise unless heads of a width can be rotated so."""
@@ -183,10 +200,15 @@ class ExpertsConfig:
     """Largest size of gate and up in gpt-oss's gate; None for SiLU."""
     shared: int | None = None
     """MLP width of one more expert, which computes every token times a sigmoid of its input."""
+    beside: bool = False
+    """Whether they stand beside the layer's own MLP, with norms of their own and a factor of every
+    expert; their router reads the residual stream (Gemma 4)."""
 
     def __post_init__(self) -> None:
         if self.shared is not None:
             whole_number("experts: shared", self.shared)
+            if self.beside:
+                raise ValueError("experts beside an MLP have no shared one: it is the MLP")
         whole_number("experts: count", self.count, most=MAX_EXPERTS)
         whole_number("experts: chosen", self.chosen, most=self.count)
         whole_number("experts: width", self.width)
@@ -231,6 +253,25 @@ class RecurrenceConfig:
 
 
 @dataclass(frozen=True)
+class HeadsConfig:
+    """The key/value heads of a layer and the width of all heads."""
+
+    num_kv_heads: int
+    head_width: int
+
+    def check(self, num_heads: int) -> None:
+        """Raise unless a layer of this number of query heads can be computed."""
+        whole_number("num_kv_heads", self.num_kv_heads)
+        whole_number("head_width", self.head_width)
+        if num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_width % 2:
+            raise ValueError(f"head_width={self.head_width} must be even for the rotary embedding")
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What one kind of layer does of its own; the rest is the same in all layers of a target."""
 
@@ -240,15 +281,34 @@ class LayerConfig:
     """Tokens that a token sees, itself included: ``p_q - p_k < window``. All before it if
     absent."""
     experts: ExpertsConfig | None = None
-    """The MLP's experts; None for one MLP of the target's ``mlp_width``."""
+    """The MLP's experts, or those beside it; None for one MLP of the target's ``mlp_width``."""
     recurrence: RecurrenceConfig | None = None
     """What takes the place of attention; None for attention."""
+    heads: HeadsConfig | None = None
+    """Heads of a layer with a window that are not those of its target."""
+    keys_are_values: bool = False
+    """Whether values are what the keys are made of, before their norm and rotation (Gemma 4)."""
+    keys_of: int | None = None
+    """The layer whose keys and values it reads; None for its own (Gemma 4 E4B and E2B)."""
+    mlp_width: int | None = None
+    """Of its MLP; the target's if absent."""
 
     def __post_init__(self) -> None:
         if self.window is not None:
             whole_number("window", self.window)
         if self.recurrence is not None and (self.window, self.rotary) != (None, None):
             raise ValueError("a layer with a recurrence has no window and no rotation")
+        if self.keys_of is not None and (self.recurrence is not None or self.keys_are_values):
+            raise ValueError(
+                "a layer that reads the keys of another has attention, and no own keys"
+            )
+        if self.mlp_width is not None:
+            whole_number("mlp_width", self.mlp_width)
+        if self.heads is not None and self.window is None:
+            raise ValueError(
+                "heads of its own has a layer with a window alone: drafts and retrieval read the "
+                "others alike"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from longspec_jax.config.layers import (
     LARGEST_FACTOR,
     SMALLEST_FACTOR,
     HeadScales,
+    HeadsConfig,
     LayerConfig,
     QueryScaling,
     RecurrenceConfig,
@@ -37,6 +38,7 @@ class TargetConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    """With ``head_width`` of all layers whose kind has no ``heads``."""
     head_width: int
     max_positions: int
     """Positions the model was made for; prompts and generation stay below."""
@@ -63,6 +65,8 @@ class TargetConfig:
     """A learnt score of every head in its softmax's denominator (gpt-oss)."""
     qk_norm: bool = False
     """RMS normalisation of every query and key head before the rotation (Qwen3)."""
+    value_norm: bool = False
+    """RMS normalisation of every value head, without weights (Gemma 4)."""
     wide_qk_norm: bool = False
     """RMS normalisation of all query heads together, and of all key heads (OLMo 2)."""
     pre_norms: bool = True
@@ -81,6 +85,11 @@ class TargetConfig:
     """Factor on embeddings."""
     residual_factor: float = 1.0
     """Factor on what attention and MLP add to the residual stream."""
+    layer_factors: bool = False
+    """A learnt factor of every layer on the residual stream behind it (Gemma 4)."""
+    layer_inputs: int | None = None
+    """Width of what every token gives to each layer: of a table of its own, and of its embedding.
+    It enters the stream behind the MLP (Gemma 4 E4B and E2B)."""
     logits_divisor: float = 1.0
     """Logits are divided by it."""
     logit_cap: float | None = None
@@ -103,11 +112,16 @@ class TargetConfig:
         check_layer(self)
         if self.attention_cap is not None:
             finite_number("attention_cap", self.attention_cap, SMALLEST_FACTOR)
-        for rotary in (self.rotary, *(kind.rotary for kind in self.kinds)):
-            if rotary is not None:
-                rotary.check_fits(self.head_width)
+        self.rotary.check_fits(self.head_width)
+        for kind in self.kinds:
+            heads = self.heads(kind)
+            heads.check(self.num_heads)
+            if kind.rotary is not None:
+                kind.rotary.check_fits(heads.head_width)
         if not (self.pre_norms or self.post_norms):
             raise ValueError("a layer needs norms: pre_norms or post_norms must be True")
+        if self.layer_inputs is not None:
+            whole_number("layer_inputs", self.layer_inputs)
         factors = "embedding_factor", "residual_factor", "logits_divisor"
         for name in (*factors, "attention_scale", "logit_cap"):
             if getattr(self, name) is not None:
@@ -129,11 +143,12 @@ class TargetConfig:
                 f"{self.num_layers} layers, and a kv_dtype"
             )
         for index, scales in enumerate(self.kv_scales):
+            heads = self.heads(self.layer(index)).num_kv_heads
             for each in () if scales is None else (scales.keys, scales.values):
-                if len(each) not in (1, self.num_kv_heads):
+                if len(each) not in (1, heads):
                     raise ValueError(
                         f"kv_scales: layer {index} has {len(each)} scales; it needs 1, or one for "
-                        f"each of {self.num_kv_heads} heads"
+                        f"each of {heads} heads"
                     )
 
     def scales(self, index: int) -> HeadScales | None:
@@ -147,6 +162,15 @@ class TargetConfig:
                 f"pattern={shown(self.pattern)} must name one of the {len(self.kinds)} kinds for "
                 f"each of the {self.num_layers} layers, and every kind must be used"
             )
+        for index, kind in enumerate(self.layers):
+            if kind.keys_of is None:
+                continue
+            read = self.layers[kind.keys_of] if 0 <= kind.keys_of < index else kind
+            if read.keys_of is not None or (read.window, read.heads) != (kind.window, kind.heads):
+                raise ValueError(
+                    f"layer {index} reads the keys of layer {kind.keys_of}, which must come before "
+                    "it, have keys of its own, and the same window and heads"
+                )
         rotary = self.layer(self.read_layer).rotary
         if rotary not in (None, self.rotary):
             raise ValueError(
@@ -172,6 +196,10 @@ class TargetConfig:
         """The description of a layer."""
         return self.layers[index]
 
+    def heads(self, kind: LayerConfig) -> HeadsConfig:
+        """The heads of a kind of layers."""
+        return kind.heads or HeadsConfig(self.num_kv_heads, self.head_width)
+
     @property
     def is_sparse(self) -> bool:
         """Whether any layer has experts."""
@@ -191,9 +219,15 @@ class TargetConfig:
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """The layers that attend to the whole context: without a window or a recurrence."""
+        """The layers that attend to the whole context, with keys of their own."""
+        alone = None, None, None
         kinds = enumerate(self.layers)
-        return tuple(i for i, kind in kinds if kind.window is None and kind.recurrence is None)
+        return tuple(i for i, k in kinds if (k.window, k.recurrence, k.keys_of) == alone)
+
+    def source(self, index: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or another."""
+        read = self.layer(index).keys_of
+        return index if read is None else read
 
     @cached_property
     def recurrent_layers(self) -> Mapping[int, RecurrenceConfig]:
@@ -211,19 +245,14 @@ class TargetConfig:
 
     @property
     def num_groups(self) -> int:
-        """Query heads that share one key/value head (``G``)."""
+        """Query heads that share one key/value head of a full layer (``G``)."""
         return self.num_heads // self.num_kv_heads
 
 
 def check_layer(config: Any) -> None:
     """Raise unless a layer of these sizes can be computed: of a target, or of a draft like it."""
-    for name in ("model_width", "mlp_width", "num_heads", "num_kv_heads", "head_width"):
+    for name in ("model_width", "mlp_width", "num_heads"):
         whole_number(name, getattr(config, name))
     finite_number("rope_theta", config.rope_theta, 1)
     finite_number("norm_eps", config.norm_eps, SMALLEST_EPS, 1)
-    if config.num_heads % config.num_kv_heads:
-        raise ValueError(
-            f"num_heads={config.num_heads} must be a multiple of num_kv_heads={config.num_kv_heads}"
-        )
-    if config.head_width % 2:
-        raise ValueError(f"head_width={config.head_width} must be even for the rotary embedding")
+    HeadsConfig(config.num_kv_heads, config.head_width).check(config.num_heads)

@@ -24,7 +24,8 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths, TreeRows
+from longspec_jax.axes import Array, CachedRows, CacheSlots, LayerRows, Lengths, TreeRows
+from longspec_jax.config.layers import LayerConfig
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import MAX_TREE_LEVELS
 from longspec_jax.drafters.base import Uncommitted
@@ -66,8 +67,8 @@ class KVCache(Caches):
 
     def append(
         self,
-        keys: tuple[TreeRows | None, ...],
-        values: tuple[TreeRows | None, ...],
+        keys: tuple[LayerRows | None, ...],
+        values: tuple[LayerRows | None, ...],
         at: Lengths,
         count: Lengths | None = None,
         states: Mapping[int, RecurrentState] = {},
@@ -87,7 +88,7 @@ class KVCache(Caches):
     def _appended(
         self,
         layers: tuple[Array | None, ...],
-        fresh: tuple[TreeRows | None, ...],
+        fresh: tuple[LayerRows | None, ...],
         at: Lengths,
         count: Lengths,
     ) -> tuple[Array | None, ...]:
@@ -103,8 +104,8 @@ class KVCache(Caches):
 
     def commit(
         self,
-        keys: tuple[TreeRows | None, ...],
-        values: tuple[TreeRows | None, ...],
+        keys: tuple[LayerRows | None, ...],
+        values: tuple[LayerRows | None, ...],
         path: Int[Array, "B h"],
         at: Lengths,
         count: Lengths | None = None,
@@ -124,9 +125,9 @@ class KVCache(Caches):
             for i, (cache, new) in enumerate(zip(caches, fresh, strict=True))
             if cache is not None and new is not None
         }
-        for slots in dict.fromkeys(cache.shape[2] for cache, _ in pairs.values()):
+        for shape in dict.fromkeys(cache.shape for cache, _ in pairs.values()):
             # One launch a shape.
-            some = [i for i, (cache, _) in pairs.items() if cache.shape[2] == slots]
+            some = [i for i, (cache, _) in pairs.items() if cache.shape == shape]
             chosen = [pairs[i][0] for i in some], [pairs[i][1] for i in some]
             ring = some[0] % layers in self.rings
             written = append_rows(*chosen, path, at, self.cache_rows, ring=ring)
@@ -182,11 +183,11 @@ def append_to_ring(slots: CacheSlots, fresh: CachedRows, at: Lengths, count: Len
 
 
 def layer_slots(config: TargetConfig, capacity: int) -> tuple[int, ...]:
-    """Slots of a row in every layer of a cache of this capacity; none in a recurrent one."""
+    """Slots of a row in every layer of a cache of this capacity; none in one without own keys."""
 
     def slots(index: int) -> int:
         window = config.layer(index).window
-        if index in config.recurrent_layers:
+        if index in config.recurrent_layers or config.source(index) != index:
             return 0
         return capacity if window is None else min(capacity, ring_slots(window))
 
@@ -199,8 +200,9 @@ def ring_slots(window: int) -> int:
 
 
 def rings_of(config: TargetConfig) -> tuple[int, ...]:
-    """The layers with a window."""
-    return tuple(i for i in range(config.num_layers) if config.layer(i).window is not None)
+    """The layers with a window and keys of their own."""
+    kinds = enumerate(config.layers)
+    return tuple(i for i, kind in kinds if kind.window is not None and kind.keys_of is None)
 
 
 def states_bytes(config: TargetConfig) -> int:
@@ -211,16 +213,17 @@ def states_bytes(config: TargetConfig) -> int:
 def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
     """A zero-filled cache; uninitialised memory could hold NaNs that survive a masked product."""
 
-    def zeros(slots: int) -> Array | None:
+    def zeros(slots: int, kind: LayerConfig) -> Array | None:
         if not slots:
             return None
-        shape = (batch, config.num_kv_heads, slots, config.head_width)
+        heads = config.heads(kind)
+        shape = (batch, heads.num_kv_heads, slots, heads.head_width)
         return jnp.zeros(shape, cache_dtype(config))
 
     sizes = layer_slots(config, capacity)
     return KVCache(
-        tuple(map(zeros, sizes)),
-        tuple(map(zeros, sizes)),
+        tuple(map(zeros, sizes, config.layers)),
+        tuple(map(zeros, sizes, config.layers)),
         states={
             index: empty_state(each, batch, config.dtype)
             for index, each in config.recurrent_layers.items()
@@ -236,12 +239,14 @@ def cache_dtype(config: TargetConfig) -> Any:
     return jnp.dtype(config.dtype if config.kv_dtype is None else CODES)
 
 
-def slot_bytes(config: TargetConfig) -> int:
-    """Bytes of a token's keys and values in one layer."""
-    return 2 * config.num_kv_heads * config.head_width * cache_dtype(config).itemsize
+def slot_bytes(config: TargetConfig, kind: LayerConfig | None = None) -> int:
+    """Bytes of a token's keys and values in a layer of this kind; in a full one if absent."""
+    heads = config.heads(kind or LayerConfig())
+    return 2 * heads.num_kv_heads * heads.head_width * cache_dtype(config).itemsize
 
 
 def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:
     """Bytes of :func:`allocate`'s result, known before allocation."""
-    row = sum(layer_slots(config, capacity)) * slot_bytes(config) + states_bytes(config)
-    return batch * row
+    layers = zip(layer_slots(config, capacity), config.layers, strict=True)
+    row = sum(slots * slot_bytes(config, kind) for slots, kind in layers)
+    return batch * (row + states_bytes(config))

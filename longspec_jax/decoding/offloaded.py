@@ -19,7 +19,7 @@ from flax import struct
 from jax.sharding import Sharding
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
+from longspec_jax.axes import Array, CacheSlots, LayerRows, Lengths, Queries, TreeRows
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import CacheBytes, KVCache
@@ -38,8 +38,12 @@ class OffloadedCache(KVCache):
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """The layers that stay on the device: the one that drafts read, rings and states."""
-        here = {self.read_layer % len(self.keys), *self.rings, *self.states}
+        """The layers that stay on the device: the one that drafts read, rings and states.
+
+        And those that have nothing.
+        """
+        nothing = (index for index, each in enumerate(self.keys) if each is None)
+        here = {self.read_layer % len(self.keys), *self.rings, *self.states, *nothing}
         return tuple(sorted(here))
 
     def layer(self, index: int, length: Lengths) -> Prefix:
@@ -78,8 +82,8 @@ class OffloadedCache(KVCache):
 
     def append(
         self,
-        keys: tuple[TreeRows | None, ...],
-        values: tuple[TreeRows | None, ...],
+        keys: tuple[LayerRows | None, ...],
+        values: tuple[LayerRows | None, ...],
         at: Lengths,
         count: Lengths | None = None,
         states: Mapping[int, RecurrentState] = {},
@@ -92,8 +96,8 @@ class OffloadedCache(KVCache):
 
     def commit(
         self,
-        keys: tuple[TreeRows | None, ...],
-        values: tuple[TreeRows | None, ...],
+        keys: tuple[LayerRows | None, ...],
+        values: tuple[LayerRows | None, ...],
         path: Int[Array, "B h"],
         at: Lengths,
         count: Lengths | None = None,
@@ -118,8 +122,8 @@ class OffloadedCache(KVCache):
     def _joined(
         self,
         here: KVCache,
-        keys: tuple[TreeRows | None, ...],
-        values: tuple[TreeRows | None, ...],
+        keys: tuple[LayerRows | None, ...],
+        values: tuple[LayerRows | None, ...],
         at: Lengths,
         written: Callable[[TreeRows], TreeRows],
     ) -> "OffloadedCache":
@@ -140,8 +144,8 @@ class OffloadedCache(KVCache):
 
 
 def _once_read(
-    at: Lengths, keys: tuple[TreeRows | None, ...]
-) -> tuple[Lengths, tuple[TreeRows | None, ...]]:
+    at: Lengths, keys: tuple[LayerRows | None, ...]
+) -> tuple[Lengths, tuple[LayerRows | None, ...]]:
     """The slots to write at, known when the pass has read all layers that are not on the device.
 
     The last layer's fresh keys are made of what the other layers found. The compiler might write
@@ -171,7 +175,7 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
     zeros = empty.keys[config.read_layer]
     layers: list[tuple[Any, Any]] = []
     for pair in zip(empty.keys, empty.values, strict=True):
-        if len(layers) not in (config.read_layer, *empty.rings, *empty.states):
+        if pair[0] is not None and len(layers) not in (config.read_layer, *empty.rings):
             # Each from the device: the compiler would make one, and copy it where no copies are
             # made.
             zeros = jax.lax.optimization_barrier(zeros)

@@ -152,7 +152,7 @@ class TargetModel:
         attention = self._with_scores(chunk_attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            q, prefix = read(layer, q)
+            q, prefix = read(self.config.source(layer), q)
             prefix = prefix.within(self.config.layer(layer).window, positions)
             return attention(q, prefix, k, v, sinks_of(params, layer))
 
@@ -194,7 +194,7 @@ class TargetModel:
         attention = self._with_scores(speculative_attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            q, prefix = read(layer, q)
+            q, prefix = read(self.config.source(layer), q)
             seen, window = mask, self.config.layer(layer).window
             if window is not None and window <= levels:
                 seen = mask & (depth[:, :, None] - depth[:, None, :] < window)
@@ -280,15 +280,15 @@ class TargetModel:
         own, past = self._with_scores(tree_attention), self._with_scores(prefix_attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            window = self.config.layer(layer).window
+            window, source = self.config.layer(layer).window, self.config.source(layer)
             if window is None:
-                q, prefixes = read(layer, q)
+                q, prefixes = read(source, q)
             else:
-                prefixes = [cache.layer(layer, length).within(window, positions)]
-            write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=1)
-            k, v = write(keys[layer], k), write(values[layer], v)
-            keys[layer], values[layer] = k, v
-            rows = Fresh(k, v, mask)
+                prefixes = [cache.layer(source, length).within(window, positions)]
+            if source == layer:
+                write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=1)
+                keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
+            rows = Fresh(keys[source], values[source], mask)
             seen = own(q, rows)
             for prefix in prefixes:
                 seen = merge(seen, past(q, prefix))
@@ -322,8 +322,11 @@ class TargetModel:
         cached: dict[int, tuple[Array, Array]] = {}
 
         def noted(layer: int, q: Array, k: Array, v: Array) -> Array:
-            scales = self.config.scales(layer)
-            if self.config.kv_dtype is not None:
+            source = self.config.source(layer)
+            scales = self.config.scales(source)
+            if source != layer:
+                k, v = cached.get(source, (k, v))
+            elif self.config.kv_dtype is not None:
                 k, v = cached[layer] = float8.stored(scales, k, v)
             if scales is not None:
                 q = float8.scaled(q, scales.keys)

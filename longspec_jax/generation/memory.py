@@ -101,7 +101,11 @@ def plan_memory(
     head_bytes = jnp.dtype(config.dtype).itemsize * vocabulary * config.model_width
     working = widened + uneven * head_bytes
     full, own_slots = config.full_layers, layer_slots(config, capacity)
-    ends = [own for layer, own in enumerate(own_slots) if layer not in full]
+    ends = [
+        (own, slot_bytes(config, config.layer(layer)))
+        for layer, own in enumerate(own_slots)
+        if layer not in full and config.source(layer) == layer
+    ]
     for batch in batches:
         begin = partial(drafters[0].begin, batch=batch, capacity=capacity)
         begun = jax.eval_shape(begin, Params(params, draft))
@@ -110,11 +114,11 @@ def plan_memory(
         host += held.host
         state += tree_bytes(begun) // shards.row_shards
         working += batch * working_row // shards.row_shards
-        slot = batch * slot_bytes(config)
-        working += gathered * len(full) * slot // shards.cache_shards
-        end = sum(ends) * slot + batch * states_bytes(config)
-        rings += end // shards.cache_shards
-        saved += max(0, len(ends) * capacity * slot - end) // shards.cache_shards
+        working += batch * gathered * len(full) * slot_bytes(config) // shards.cache_shards
+        end = sum(own * slot for own, slot in ends) + states_bytes(config)
+        rings += batch * end // shards.cache_shards
+        whole = sum(capacity * slot for _, slot in ends)
+        saved += batch * max(0, whole - end) // shards.cache_shards
     own = [each.own_params for each in models.drafts] if draft is not None else []
     return MemoryPlan(
         batch=sum(batches),
@@ -133,7 +137,9 @@ def plan_memory(
 def _layer_numbers(config: TargetConfig, tokens: int) -> int:
     """Activations of the widest layer over the tokens of a prefill chunk."""
     width, most = config.model_width, 3 * config.mlp_width * tokens
+    given = config.num_layers * (config.layer_inputs or 0)
     for kind in config.kinds:
+        most = max(most, 3 * (kind.mlp_width or 0) * tokens)
         if (recurrence := kind.recurrence) is not None:
             # Twice what the convolution sees, and in float32 what the blocks of a chunk solve.
             heads, block = recurrence.value_heads, 2 * BLOCK
@@ -145,7 +151,7 @@ def _layer_numbers(config: TargetConfig, tokens: int) -> int:
             own = rows * (2 * width + 3 * experts.width) + tokens * experts.chosen * width
             own += 3 * tokens * (experts.shared or 0)
             most = max(most, own)
-    return most + 6 * width * tokens
+    return most + (6 * width + given) * tokens
 
 
 def device_bytes(tree: PyTree) -> int:

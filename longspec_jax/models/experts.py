@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config.layers import ExpertsConfig
-from longspec_jax.models.layers import INITIAL_SCALE, Projection, SwiGLU, parameter
+from longspec_jax.models.layers import INITIAL_SCALE, Projection, RMSNorm, SwiGLU, parameter
 from longspec_jax.ops.matmul.experts import (
     ExpertWeights,
     choose_experts,
@@ -24,7 +24,8 @@ from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
 class Experts(nn.Module):
     """``sum_i share_i down_i(silu(gate_i) * up_i)`` over the experts that a token's router chose.
 
-    And the shared expert, if there is one.
+    And the shared expert, if there is one. Beside an MLP they read the residual stream, through
+    norms of their own.
 
     The router's logits and the sum are float32. Where the parameters hold quantised experts they
     are multiplied as they are stored.
@@ -37,6 +38,10 @@ class Experts(nn.Module):
     """Most tokens of a device that are computed at once, for long rows; 0: all."""
     ordered: bool = False
     """Whether the bits of a row depend on no other row, where there is a kernel for it."""
+    gelu: bool = False
+    """Whether the gate is a GELU by its tanh formula."""
+    eps: float = 0.0
+    """Of the norms."""
 
     def setup(self) -> None:
         """Declare the parameters."""
@@ -54,6 +59,10 @@ class Experts(nn.Module):
             else parameter(self, name, normal, shape, self.dtype)
             for name, shape in zip(names, shapes, strict=True)
         )
+        if c.beside:
+            ones = nn.initializers.ones
+            self.norm, self.router_norm = (RMSNorm(self.eps, self.dtype) for _ in range(2))
+            self.expert_factor = parameter(self, "expert_factor", ones, (c.count,), self.dtype)
         if c.biases:
             zeros = nn.initializers.zeros
             self.expert_gate_up_bias = parameter(
@@ -74,21 +83,27 @@ class Experts(nn.Module):
     def _mixed(self, x: Array) -> Array:
         """Partials of what the chosen experts yield: one, or one for each in one order."""
         router, weights = self.router.weights(), self._weights()
+        routed = x
+        if self.config.beside:
+            wide = self.router_norm(x).astype(jnp.float32) * self.width**-0.5
+            x, routed = self.norm(x), wide.astype(x.dtype)
         if self.ordered:
-            return expert_mlp_partials(x, *self._choose(x, router), weights, self.config.limit)
+            chosen = self._choose(routed, router)
+            return expert_mlp_partials(x, *chosen, weights, self.config.limit)
         rows, length, _ = x.shape
         device_rows = rows // row_shares(rows)
         if not self.chunk or device_rows * length <= self.chunk:
-            return self._mix(x, router, weights)[None]
+            return self._mix(x, routed, router, weights)[None]
         size = chunk_length(device_rows, length, self.chunk)
-        padded = whole_chunks(x, size)
+        padded = whole_chunks(x, size), whole_chunks(routed, size)
 
         def step(out: Array, start: Array) -> tuple[Array, None]:
-            [part] = with_sharding("b t d", cut(padded, start, size))
-            return put(out, self._mix(part, router, weights), start), None
+            parts = (cut(each, start, size) for each in padded)
+            part, read = with_sharding("b t d, b t d", *parts)
+            return put(out, self._mix(part, read, router, weights), start), None
 
-        starts = jnp.arange(0, padded.shape[1], size)
-        out, _ = jax.lax.scan(step, jnp.zeros_like(padded), starts)
+        starts = jnp.arange(0, padded[0].shape[1], size)
+        out, _ = jax.lax.scan(step, jnp.zeros_like(padded[0]), starts)
         return out[None, :, :length]
 
     def _weights(self) -> ExpertWeights:
@@ -98,14 +113,17 @@ class Experts(nn.Module):
         gate_up = self.expert_gate_up
         if not isinstance(gate_up, PackedMatrix):
             gate_up = jax.tree.map(lambda each: each.reshape(c.count, 2, c.width, -1), gate_up)
-        return ExpertWeights(gate_up, self.expert_down, *biases)
+        return ExpertWeights(gate_up, self.expert_down, *biases, gelu=self.gelu)
 
-    def _mix(self, x: Array, router: tuple[Array, Any], weights: ExpertWeights) -> Array:
-        experts, shares = self._choose(x, router)
+    def _mix(
+        self, x: Array, routed: Array, router: tuple[Array, Any], weights: ExpertWeights
+    ) -> Array:
+        experts, shares = self._choose(routed, router)
         return expert_mlp(x, experts, shares, weights, self.config.limit)
 
     def _choose(self, x: Array, router: tuple[Array, Any]) -> tuple[Array, Array]:
         c = self.config
-        return choose_experts(
+        experts, shares = choose_experts(
             x, *router, chosen=c.chosen, renormalised=c.renormalised, ordered=self.ordered
         )
+        return experts, shares * self.expert_factor[experts] if c.beside else shares

@@ -21,6 +21,7 @@ from longspec_jax.config.layers import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     Rotary,
     YarnRopeScaling,
 )
@@ -263,12 +264,19 @@ class GroupedQKV(nn.Module):
     bias: bool
     projection: Callable[..., Any] = Projection
     """Class of the projection."""
+    own: int = 2
+    """Projections beside the queries': of keys and values, of both together, or none."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Map ``[B, T, D]`` to ``[B, T, K, G + 2, H]``: a head's queries, its key and its value."""
-        heads = (self.num_kv_heads, self.num_groups + 2, self.head_width)
-        return self.projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
+        """Map ``[B, T, D]`` to ``[B, T, K, G + 2, H]``: a head's queries, its key and its value.
+
+        Without projections of their own these are copies, of the key or of a query.
+        """
+        heads = (self.num_kv_heads, self.num_groups + self.own, self.head_width)
+        qkv = self.projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
+        copies = [qkv[..., -1:, :]] * (2 - self.own)
+        return jnp.concatenate([qkv, *copies], axis=3) if copies else qkv
 
 
 def rotary_angles(positions: Array, head_width: int, rotary: Rotary | None) -> tuple[Array, Array]:
@@ -299,7 +307,7 @@ def rotary_frequencies(head_width: int, rotary: Rotary) -> np.ndarray:
     already visible in the angle.
     """
     width = rotary.width or head_width
-    frequencies = _scaled_frequencies(width, rotary)
+    frequencies = _scaled_frequencies(rotary.block or head_width, rotary)[: width // 2]
     return np.pad(frequencies, (0, (head_width - width) // 2))
 
 
@@ -311,7 +319,7 @@ def _scaled_frequencies(width: int, rotary: Rotary) -> np.ndarray:
     powers = np.float64(np.float32(rotary.theta)) ** exponents.astype(np.float64)
     frequencies = np.float32(1.0) / powers.astype(np.float32)
     match rotary.scaling:
-        case None:
+        case None | ProportionalRopeScaling():
             return frequencies
         case LinearRopeScaling(factor):
             return (frequencies / np.float32(factor)).astype(np.float32)

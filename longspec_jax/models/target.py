@@ -8,6 +8,7 @@ and values come back with the output, because the caller owns the cache and the 
 layer's. The recurrence of recurrent layers is the caller's, too.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -33,7 +34,7 @@ from longspec_jax.models.layers import (
 )
 from longspec_jax.models.recurrence import Recur, Recurrence
 from longspec_jax.ops.embedding import look_up
-from longspec_jax.ops.layer import add, added, split_heads, wide_qk_norm
+from longspec_jax.ops.layer import add, added, rms_norm, split_heads, wide_qk_norm
 from longspec_jax.ops.matmul.few_rows import head_matmul_xla
 from longspec_jax.ops.matmul.ordered import head_matmul
 from longspec_jax.ops.matmul.quantised import quantised_matmul
@@ -53,7 +54,8 @@ class TargetOutput(NamedTuple):
     hidden: Array
     """Hidden states after the final norm, ``[B, T, D]``; :meth:`Target.unembed` makes logits."""
     keys: tuple[Array | None, ...]
-    """Fresh keys of every layer, ``L x [B, T, K, H]``, rotary applied; None of a recurrent one."""
+    """Fresh keys of every layer, ``L x [B, T, K, H]``, rotary applied; None of a recurrent one and
+    of one that reads those of another."""
     values: tuple[Array | None, ...]
     """Fresh values of every layer, ``L x [B, T, K, H]``."""
     kept: dict[int, Array]
@@ -65,28 +67,33 @@ class Attention(nn.Module):
 
     config: TargetConfig
     projection: Callable[..., Any] = Projection
+    kind: LayerConfig = LayerConfig()
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
-        slots = c.num_groups * (2 if c.gated_attention else 1)
+        own = c.heads(self.kind)
+        self.kv_heads, self.head_width = own.num_kv_heads, own.head_width
+        self.groups = c.num_heads // self.kv_heads
         self.qkv = GroupedQKV(
             c.model_width,
-            c.num_kv_heads,
-            slots,
-            c.head_width,
+            self.kv_heads,
+            self.groups * (2 if c.gated_attention else 1),
+            self.head_width,
             dtype,
             c.qkv_bias,
             projection=self.projection,
+            own=0 if self.kind.keys_of is not None else 2 - self.kind.keys_are_values,
         )
-        heads = c.num_heads, c.head_width
+        heads = c.num_heads, self.head_width
         self.out = self.projection(heads, (c.model_width,), dtype, c.out_bias)
         if c.attention_sinks:  # For the caller's ``attend``, which finds them by sinks_of.
-            shape = c.num_kv_heads, c.num_groups
+            shape = self.kv_heads, self.groups
             self.sinks = parameter(self, "sinks", nn.initializers.zeros, shape, dtype)
         if c.qk_norm or c.wide_qk_norm:
             self.q_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
-            self.k_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
+            if self.kind.keys_of is None:
+                self.k_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
 
     def __call__(
         self, x: Array, angles: tuple[Array, Array], attend: Callable[[Array, Array, Array], Array]
@@ -94,17 +101,20 @@ class Attention(nn.Module):
         """Return partials ``[S, B, T, D]`` of the projected output, fresh keys and values."""
         c, qkv, scales, gates = self.config, self.qkv(x), None, None
         if c.gated_attention:  # Every query's gate is behind it.
-            pairs = 2 * c.num_groups
+            pairs = 2 * self.groups
             gates = qkv[:, :, :, 1:pairs:2]
             qkv = jnp.concatenate([qkv[:, :, :, :pairs:2], qkv[:, :, :, pairs:]], axis=3)
         if c.wide_qk_norm:
-            queries = self.q_norm.weights(c.num_kv_heads, c.num_groups, c.head_width)
-            keys = self.k_norm.weights(c.num_kv_heads, c.head_width)
+            queries = self.q_norm.weights(self.kv_heads, self.groups, self.head_width)
+            keys = self.k_norm.weights(self.kv_heads, self.head_width)
             qkv = wide_qk_norm(qkv, (queries, keys), c.norm_eps)
         elif c.qk_norm:
-            scales = self.q_norm.weights(c.head_width), self.k_norm.weights(c.head_width)
+            norms = self.q_norm, self.q_norm if self.kind.keys_of is not None else self.k_norm
+            scales = norms[0].weights(self.head_width), norms[1].weights(self.head_width)
         heads = split_heads(qkv, *angles, scales, c.norm_eps)
         q, k, v = with_sharding(HEADS, *heads)
+        if c.value_norm:
+            v = rms_norm(v, jnp.ones(()), c.norm_eps)
         attended = attend(q, k, v)
         if gates is not None:
             opened = jax.nn.sigmoid(gates.astype(jnp.float32)).reshape(attended.shape)
@@ -122,26 +132,39 @@ class Layer(nn.Module):
     mlp_chunk: int = 0
     projection: Callable[..., Any] = Projection
     kind: LayerConfig = LayerConfig()
-    """The layer's experts or its recurrence; what it attends to is the caller's."""
+    """The layer's heads, experts or recurrence; what it attends to is the caller's."""
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         norm = partial(RMSNorm, c.norm_eps, dtype, c.offset_norms)
         if self.kind.recurrence is None:
-            self.attention = Attention(c, self.projection)
+            self.attention = Attention(c, self.projection, self.kind)
         else:
             self.recurrence = Recurrence(c, self.kind.recurrence, self.projection)
         if c.pre_norms:
             self.attention_norm, self.mlp_norm = norm(), norm()
         if c.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(), norm()
-        if self.kind.experts is not None:
+        if (experts := self.kind.experts) is not None:
             ordered = self.projection is OrderedProjection
-            self.mlp = Experts(c.model_width, self.kind.experts, dtype, self.mlp_chunk, ordered)
-        else:
-            widths = c.model_width, c.mlp_width
+            mixture = Experts(
+                c.model_width, experts, dtype, self.mlp_chunk, ordered, c.gelu, c.norm_eps
+            )
+            if experts.beside:
+                self.experts, self.mlp_own_norm, self.experts_norm = mixture, norm(), norm()
+            else:
+                self.mlp = mixture
+        if experts is None or experts.beside:
+            widths = c.model_width, self.kind.mlp_width or c.mlp_width
             self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk, c.gelu)
+        if c.layer_inputs is not None:
+            outer, inner = (c.model_width,), (c.layer_inputs,)
+            self.input_gate = self.projection(outer, inner, dtype)
+            self.input_projection = self.projection(inner, outer, dtype)
+            self.input_norm = norm()
+        if c.layer_factors:
+            self.factor = parameter(self, "factor", nn.initializers.ones, (1,), dtype)
 
     def __call__(
         self,
@@ -149,13 +172,16 @@ class Layer(nn.Module):
         delta: Array | None,
         angles: tuple[Array, Array],
         attend: Callable[..., Array],
-    ) -> tuple[Array, Array, Array | None, Array | None]:
+        inputs: Array | None = None,
+    ) -> tuple[Array, Array | None, Array | None, Array | None]:
         """Return the residual stream ``[B, T, D]``, its increment, and the fresh keys and values.
 
         ``attend`` takes queries, keys and values, or what :class:`Recurrence` makes of the tokens.
+        ``inputs`` ``[B, T, P]`` are what the tokens give to this layer.
 
         The stream between layers is ``x`` and the split-K partials of its increment,
-        ``[S, B, T, D]``: the next norm adds and normalises in one op.
+        ``[S, B, T, D]``: the next norm adds and normalises in one op. A layer with a factor adds
+        them itself.
         """
         c = self.config
         x, entering = _enter(self.attention_norm if c.pre_norms else None, x, delta)
@@ -166,18 +192,33 @@ class Layer(nn.Module):
             attended = self.recurrence(entering, attend)
         attended = self._leave(self.attention_post_norm if c.post_norms else None, attended)
         x, entering = _enter(self.mlp_norm if c.pre_norms else None, x, attended)
-        delta = self._leave(self.mlp_post_norm if c.post_norms else None, self.mlp(entering))
-        return x, delta, k, v
+        made = self.mlp(entering)
+        if self.kind.experts is not None and self.kind.experts.beside:
+            own = self._normed(self.mlp_own_norm, made)
+            made = own + self._normed(self.experts_norm, self.experts(x))
+        delta = self._leave(self.mlp_post_norm if c.post_norms else None, made)
+        if inputs is not None:
+            x = add(x, delta)
+            given = jax.nn.gelu(self.input_gate(x), approximate=True) * inputs
+            delta = self._normed(self.input_norm, self.input_projection(given)[None])
+        if not c.layer_factors:
+            return x, delta, k, v
+        wide = add(x, delta).astype(jnp.float32) * self.factor.astype(jnp.float32)
+        return wide.astype(x.dtype), None, k, v
 
     def _leave(self, norm: RMSNorm | None, partials: Array) -> Array:
         """What is added to the residual stream of a sublayer's partials, as partials."""
         if norm is not None:
-            dtype = jnp.dtype(self.config.dtype)
-            [total] = with_sharding("b t d", added(partials).astype(dtype))
-            partials = norm.add(total, None)[1][None]
+            partials = self._normed(norm, partials)
         if self.config.residual_factor != 1:
             partials = partials * self.config.residual_factor
         return partials
+
+    def _normed(self, norm: RMSNorm, partials: Array) -> Array:
+        """The norm of what partials add up to, as one partial."""
+        dtype = jnp.dtype(self.config.dtype)
+        [total] = with_sharding("b t d", added(partials).astype(dtype))
+        return norm.add(total, None)[1][None]
 
 
 def _enter(norm: RMSNorm | None, x: Array, delta: Array | None) -> tuple[Array, Array]:
@@ -211,6 +252,12 @@ class Target(nn.Module):
         kinds = map(c.layer, range(c.num_layers))
         self.layers = [Layer(c, self.mlp_chunk, projection, kind) for kind in kinds]
         self.final_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
+        if c.layer_inputs is not None:
+            every = c.num_layers * c.layer_inputs
+            rows = c.vocab_size, every
+            self.input_embedding = parameter(self, "input_embedding", table, rows, dtype)
+            self.input_projection = projection((c.model_width,), (every,), dtype)
+            self.input_norm = RMSNorm(c.norm_eps, dtype, c.offset_norms)
         if not c.tied_embeddings:
             stored = self.get_variable("params", "head")
             quantised = isinstance(stored, QuantisedWeights)
@@ -220,6 +267,18 @@ class Target(nn.Module):
         """What enters the first layer for tokens ``[B, T]``, ``[B, T, D]``."""
         [embedded] = with_sharding("b t d", self.look_up(tokens))
         return scaled(embedded, self.config.embedding_factor)
+
+    def _layer_inputs(self, tokens: Array, embedded: Array) -> Array:
+        """What tokens ``[B, T]``, embedded as ``[B, T, D]``, give to each layer: ``[B, T, L, P]``.
+
+        Hugging Face rounds the root of the width to the dtype of the weights.
+        """
+        c, width = self.config, self.config.layer_inputs or 0
+        shape = *tokens.shape, c.num_layers, width
+        root = float(jnp.dtype(c.dtype).type(math.sqrt(width)))
+        own = scaled(look_up(self.input_embedding, tokens), root).reshape(shape)
+        others = scaled(self.input_projection(embedded), c.model_width**-0.5).reshape(shape)
+        return scaled(self.input_norm(others) + own, 2**-0.5)
 
     def look_up(self, tokens: Array) -> Array:
         """Rows of the embedding table."""
@@ -245,23 +304,31 @@ class Target(nn.Module):
           recur: the same of recurrent layers; needed where there are any.
         """
         c = self.config
-        rotations = [c.layer(index).rotary for index in range(c.num_layers)]
+        rotations = [(c.heads(kind).head_width, kind.rotary) for kind in c.layers]
         kinds = dict.fromkeys(rotations)  # In order, so that the program is always the same.
-        angles = {each: rotary_angles(positions, c.head_width, each) for each in kinds}
+        angles = {each: rotary_angles(positions, *each) for each in kinds}
         if c.query_scaling is not None:
             attend = _scaling_queries(attend, c.query_scaling, positions)
         x, delta = self.embed(tokens), None
+        inputs = None if c.layer_inputs is None else self._layer_inputs(tokens, x)
         keys, values, kept = [], [], {-1: x} if -1 in keep else {}
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 # Bound now: the layer calls back while the loop variable is current, but a
                 # rematerialised layer calls back later.
                 see: Any = recur if index in c.recurrent_layers else attend
-                x, delta, k, v = layer(x, delta, angles[rotations[index]], partial(see, index))
+                see = partial(see, index)
+                own = c.source(index) == index
+                if not own:
+                    see = _with_rows(see, keys[c.source(index)], values[c.source(index)])
+                given = None if inputs is None else inputs[:, :, index]
+                x, delta, k, v = layer(x, delta, angles[rotations[index]], see, given)
+                if not own:
+                    k = v = None
             keys.append(k)
             values.append(v)
             if index in keep:
-                kept[index] = add(x, delta)
+                kept[index] = x if delta is None else add(x, delta)
         [hidden] = with_sharding("b t d", self.final_norm.add(x, delta)[1])
         if len(self.layers) in keep:
             kept[len(self.layers)] = hidden
@@ -283,6 +350,11 @@ class Target(nn.Module):
 
         output = self(tokens, positions, lambda layer, q, k, v: q, recur=recur)
         self.unembed(output.hidden)
+
+
+def _with_rows(attend: Callable[..., Array], keys: Array, values: Array) -> Callable[..., Array]:
+    """The attention of a layer's queries to the keys and values of another layer."""
+    return lambda q, k, v: attend(q, keys, values)
 
 
 def _scaling_queries(attend: Attend, scaling: QueryScaling, positions: Array) -> Attend:

@@ -29,7 +29,7 @@ class Caches:
     """
 
     keys: tuple[Leaf[LayerSlots] | None, ...]
-    """Of every layer, rotary applied; None of a recurrent one."""
+    """Of every layer, rotary applied; None of a recurrent one, or one that reads another's."""
     values: tuple[Leaf[LayerSlots] | None, ...]
     """Of every layer."""
     cache_rows: Leaf[Lengths] | None = None
@@ -56,7 +56,7 @@ class Caches:
     def slots(self, index: int) -> tuple[Array, Array]:
         """Keys and values of a layer with attention."""
         keys, values = self.keys[index], self.values[index]
-        assert keys is not None and values is not None, f"layer {index} is recurrent"
+        assert keys is not None and values is not None, f"layer {index} has no keys"
         return keys, values
 
     def state(self, index: int) -> RecurrentState:

@@ -4,7 +4,6 @@ A family is an entry of :data:`FAMILIES`. Nothing else asks for a family by name
 becomes fields of :class:`longspec_jax.config.target.TargetConfig`, and the names of stored tensors.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +17,15 @@ from longspec_jax.config.layers import (
     Rotary,
 )
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.weights.gemma import (
+    GLOBAL_HEADS,
+    gemma4_dialect,
+    raw_gemma,
+    raw_gemma4,
+    read_gemma,
+    read_gemma2,
+    read_gemma4,
+)
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.recurrent import raw_recurrences, raw_sparse_recurrences, read_recurrences
 from longspec_jax.weights.rope import raw_rope, rope_entry
@@ -88,6 +96,11 @@ class Family:
     local_theta: str | None = None
     """The key of the rotary base of layers with a window, which take no scaling; None where they
     rotate as the others."""
+    full_heads: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the heads of layers without a window, by those of the others'; empty where all have
+    the same."""
+    dialect: Callable[[JsonObject], JsonObject] = lambda raw: raw
+    """A file of the family in the form that is read."""
     names: Names = Names()
 
 
@@ -194,43 +207,6 @@ def _beyond_max_window_layers(raw: JsonObject, index: int) -> bool:
     return index >= raw.whole("max_window_layers", 28, 0)
 
 
-def _gemma(raw: JsonObject, known: Fields) -> Fields:
-    """The scale of attention and the soft caps, and embeddings times the root of their width.
-
-    Hugging Face rounds the root to the dtype of the weights before it multiplies.
-    """
-    if raw.flag("use_bidirectional_attention", False):
-        raise raw.error("use_bidirectional_attention", "is not supported: text has one direction")
-    activation = raw.text("hidden_activation", _GELU)
-    if activation != _GELU:
-        raise raw.error("hidden_activation", f"is not supported, only {_GELU}")
-    # Late: ``--help`` of the commands does without.
-    import jax.numpy as jnp
-
-    root = jnp.dtype(known["dtype"]).type(math.sqrt(known["model_width"]))
-    return {
-        "embedding_factor": float(root),
-        "attention_scale": raw.whole("query_pre_attn_scalar", 256) ** -0.5,
-        **{field: raw.number(key) for field, key in _CAPS.items() if raw.has(key)},
-    }
-
-
-def _gemma2(raw: JsonObject, known: Fields) -> Fields:
-    """Null is no cap, and absent is a cap of 50 on scores and of 30 on logits."""
-    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    return _gemma(JsonObject({**caps, **raw.values}, raw.origin), known)
-
-
-def _raw_gemma(config: TargetConfig) -> dict[str, Any]:
-    scale = config.attention_scale or config.head_width**-0.5
-    return {
-        "hidden_act": _GELU,
-        "hidden_activation": _GELU,
-        "query_pre_attn_scalar": round(scale**-2),
-        **{key: getattr(config, field) for field, key in _CAPS.items()},
-    }
-
-
 _QWEN2 = Family(
     "qwen2",
     fixed={"qkv_bias": True},
@@ -238,23 +214,42 @@ _QWEN2 = Family(
     default_window=4096,
     windows=_beyond_max_window_layers,
 )
-_GELU = "gelu_pytorch_tanh"
-_CAPS = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
 _GEMMA_FIXED = {"post_norms": True, "offset_norms": True, "gelu": True}
 _GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 _GEMMA2 = Family(
     "gemma2",
     fixed=_GEMMA_FIXED,
     accepts=frozenset({"hidden_act"}),
-    read=_gemma2,
+    read=read_gemma2,
     defaults=_GEMMA_DEFAULTS,
     windows=lambda raw, index: index % 2 == 0,
-    write=_raw_gemma,
+    write=raw_gemma,
     window_switch="sliding_window",
     default_window=4096,
     names=Names(
         mlp_norm="pre_feedforward_layernorm", attention_post_norm="post_attention_layernorm"
     ),
+)
+_GEMMA4_DEFAULTS = _GEMMA_DEFAULTS | {"max_position_embeddings": 131072}
+_GEMMA4 = replace(
+    _GEMMA2,
+    model_type="gemma4_text",
+    fixed={
+        "post_norms": True,
+        "gelu": True,
+        "qk_norm": True,
+        "value_norm": True,
+        "layer_factors": True,
+    },
+    accepts=frozenset({"hidden_act", "partial_rotary_factor"}),
+    read=read_gemma4,
+    write=raw_gemma4,
+    defaults=_GEMMA4_DEFAULTS,
+    default_window=512,
+    windows=lambda raw, index: (index + 1) % 6 != 0 and index + 1 < raw.whole("num_hidden_layers"),
+    local_theta="rope_theta",
+    full_heads=GLOBAL_HEADS,
+    dialect=gemma4_dialect,
 )
 _OLMO_FIXED = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True}
 
@@ -398,7 +393,7 @@ FAMILIES: dict[str, Family] = {
         model_type="gemma3_text",
         fixed=_GEMMA_FIXED | {"qk_norm": True},
         accepts=frozenset({"hidden_act", "rope_local_base_freq"}),
-        read=_gemma,
+        read=read_gemma,
         # Files of models that also see leave out what is as in Hugging Face's class.
         defaults=_GEMMA_DEFAULTS
         | {
@@ -411,6 +406,13 @@ FAMILIES: dict[str, Family] = {
         },
         windows=lambda raw, index: (index + 1) % raw.whole("sliding_window_pattern", 6) != 0,
         local_theta="rope_local_base_freq",
+    ),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4UnifiedForCausalLM": replace(
+        _GEMMA4,
+        model_type="gemma4_unified_text",
+        defaults=_GEMMA4_DEFAULTS | {"max_position_embeddings": 262144},
+        default_window=1024,
     ),
     "Glm4ForCausalLM": Family(
         "glm4",
@@ -436,16 +438,20 @@ FAMILIES: dict[str, Family] = {
 
 _VISION = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 _QWEN_VISION = (r"model\.visual\..*",)
+_GEMMA4_SENSES = (
+    r"model\.(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..*",
+)
 WRAPPERS: dict[str, tuple[str, ...]] = {
     "Gemma3ForConditionalGeneration": _VISION,
+    "Gemma4ForConditionalGeneration": _GEMMA4_SENSES,
+    "Gemma4UnifiedForConditionalGeneration": _GEMMA4_SENSES,
     "Mistral3ForConditionalGeneration": _VISION,
     "Qwen3_5ForConditionalGeneration": _QWEN_VISION,
     "Qwen3_5MoeForConditionalGeneration": _QWEN_VISION,
 }
 """Classes that wrap a target as ``text_config``: patterns of the tensors that it does not need."""
 NOT_COMPUTED = {
-    "gemma4": "heads of two widths, layers whose values are their keys, factors of whole layers, "
-    "and in some sizes embeddings for every layer and layers that read the keys of others",
+    "gemma4": "keys and values of another model, and drafts for it",
     "qwen4exp": "embeddings of several tokens and for every layer, and attention over an index",
 }
 """Beginnings of newer classes, in small letters, and what they have beyond all of these."""

@@ -25,7 +25,7 @@ from longspec_jax.weights.rope import (
     rope_theta,
     rotary_width,
 )
-from longspec_jax.weights.windows import raw_windows, window_kinds, with_full_rope
+from longspec_jax.weights.windows import raw_windows, window_kinds, without_windows
 
 C = TypeVar("C")
 
@@ -54,12 +54,12 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     raw = text_part(raw)
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
+    raw = family.dialect(raw)
     widths = _WIDTHS | {"mlp_width": family.mlp_width}
     # Of the newer dialect a file has all of its scaling.
     said = {"rope_scaling"} if raw.has("rope_parameters") else set()
     assumed = {key: value for key, value in family.defaults.items() if key not in said}
-    flat = raw if family.local_theta is None else with_full_rope(raw, family.local_theta)
-    whole, raw = raw.assuming(assumed), hoisted(flat).assuming(assumed)
+    whole, raw = raw.assuming(assumed), hoisted(without_windows(raw, family)).assuming(assumed)
     raw.require((*widths.values(), "max_position_embeddings"), architecture)
     check_refused(raw, REFUSED_TARGET, family.accepts)
     paired = family.interleaved, "a family has one pairing of the dimensions it rotates", REMEDY

@@ -18,6 +18,7 @@ from longspec_jax.config.layers import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     RopeScaling,
     Rotary,
     YarnRopeScaling,
@@ -38,7 +39,9 @@ INTERLEAVED = "rope_interleaved", "rope_interleave", "rope_traditional"
 
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _ORIGINAL = "original_max_position_embeddings"
-_OF_ALL_TYPES = "rope_theta", "partial_rotary_factor"
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The types of layers, and the keys of their parts of ``rope_parameters``."""
+OF_ALL_TYPES = "rope_theta", "partial_rotary_factor"
 """Keys that stand in the entry of the scaling or beside it."""
 _USED = {
     "default": (),
@@ -49,6 +52,7 @@ _USED = {
         *("mscale", "mscale_all_dim", "truncate"),
     ),
     "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
+    "proportional": (),
 }
 """The types that are computed, and the keys of their entries."""
 _OF_PICTURES = "mrope_section", "mrope_interleaved"
@@ -85,11 +89,11 @@ def hoisted(raw: JsonObject) -> JsonObject:
         agree.
     """
     entry = rope_entry(raw)
-    for key in _OF_ALL_TYPES:
+    for key in OF_ALL_TYPES:
         if raw.has(key) and entry.has(key) and raw.values[key] != entry.values[key]:
             rule = f"is not the {key}={shown(entry.values[key])} of {entry.origin}"
             raise raw.error(key, rule, "remove the one that the model was not trained with")
-    own = {key: entry.values[key] for key in _OF_ALL_TYPES if entry.has(key)}
+    own = {key: entry.values[key] for key in OF_ALL_TYPES if entry.has(key)}
     return JsonObject({**raw.values, **own}, raw.origin)
 
 
@@ -120,11 +124,13 @@ def rope_scaling(raw: JsonObject, accepted: Collection[str] = ()) -> RopeScaling
             return _yarn(raw, entry)
         if kind == "llama3":
             return _llama3(raw, entry)
+        if kind == "proportional":
+            return ProportionalRopeScaling()
     raise ValueError(
         f"{entry.origin}: the type {kind!r} in {shown(dict(entry.values))} with "
         f"rope_condense_ratio={condense:g} is not supported; supported are the types default, "
-        "linear, llama3, yarn and longrope, alone. A model whose scaling is optional runs within "
-        "its original context once the entry is removed from config.json"
+        "linear, llama3, yarn, longrope and proportional, alone. A model whose scaling is optional "
+        "runs within its original context once the entry is removed from config.json"
     )
 
 
@@ -153,7 +159,7 @@ def scaling_entry(raw: JsonObject, accepted: Collection[str] = ()) -> tuple[str,
         if isinstance(part, dict):
             raise entry.error(key, "is not supported: all layers rotate alike, by numbers", _OTHER)
     if kind in _USED:
-        used = {"rope_type", "type", *_OF_ALL_TYPES, *_USED[kind], *_OF_PICTURES, *accepted}
+        used = {"rope_type", "type", *OF_ALL_TYPES, *_USED[kind], *_OF_PICTURES, *accepted}
         check_used(entry, used, f"a rotary embedding of rope_type {kind!r}")
     check_rotary_keys(raw, (*ROPE_KEYS, *accepted), "the rotary embedding of this model")
     return kind, entry
@@ -322,4 +328,7 @@ def raw_rope(rotary: Rotary, head_width: int) -> dict[str, Any]:
                 "attention_factor": long.attention_factor,
             }
             raw[_ORIGINAL] = long.original_max_positions
+        case ProportionalRopeScaling():
+            # transformers 4 does not know it: there is the newer dialect alone.
+            return raw | {"rope_parameters": {"rope_type": "proportional", **raw}}
     return raw | {"rope_scaling": entry}

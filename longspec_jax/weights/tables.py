@@ -112,7 +112,7 @@ queries. So are the values then, and the columns of the output."""
 def _qkv(
     names: tuple[str, ...], kind: str, columns: str = "", layout: tuple[str, ...] = _QKV_ROWS
 ) -> tuple[tuple[str, str], ...]:
-    stored = zip(names, layout, strict=True)
+    stored = zip(names, layout[: len(names)], strict=True)
     return tuple((f"{name}.{kind}", rows + columns) for name, rows in stored)
 
 
@@ -120,11 +120,11 @@ def _norm(path: str, name: str) -> Rule:
     return Rule(f"{path}/scale", "D", ((f"{name}.weight", "D"),))
 
 
-def _mlp(names: Names) -> tuple[Rule, ...]:
-    both = tuple((f"{name}.weight", "F D") for name in names.gate_up)
+def _mlp(names: Names, width: str = "F") -> tuple[Rule, ...]:
+    both = tuple((f"{name}.weight", f"{width} D") for name in names.gate_up)
     return (
-        Rule("mlp/gate_up/kernel", "D * F", both),
-        Rule("mlp/down/kernel", "F D", ((f"{names.down}.weight", "D F"),)),
+        Rule("mlp/gate_up/kernel", f"D * {width}", both),
+        Rule("mlp/down/kernel", f"{width} D", ((f"{names.down}.weight", f"D {width}"),)),
     )
 
 
@@ -157,6 +157,21 @@ def _stacked_experts() -> tuple[Rule, ...]:
         Rule("mlp/expert_gate_up_bias", "* F", ((f"{gate_up}_bias", "E (F u)"),)),
         Rule("mlp/expert_down", "* D F", ((down, "E F D"),)),
         Rule("mlp/expert_down_bias", "* D", ((f"{down}_bias", "E D"),)),
+    )
+
+
+def _experts_beside(names: Names) -> tuple[Rule, ...]:
+    """Of an MLP and the experts beside it, which are stacked, gate above up (Gemma 4)."""
+    return (
+        *_mlp(names, "Q"),
+        _norm("mlp_own_norm", "post_feedforward_layernorm_1"),
+        _norm("experts_norm", "post_feedforward_layernorm_2"),
+        _norm("experts/norm", "pre_feedforward_layernorm_2"),
+        Rule("experts/router_norm/scale", "D", (("router.scale", "D"),)),
+        Rule("experts/router/kernel", "D E", (("router.proj.weight", "E D"),)),
+        Rule("experts/expert_factor", "E", (("router.per_expert_scale", "E"),)),
+        Rule("experts/expert_gate_up", "* F D", (("experts.gate_up_proj", "E (u F) D"),)),
+        Rule("experts/expert_down", "* D F", (("experts.down_proj", "E D F"),)),
     )
 
 
@@ -196,6 +211,7 @@ _WIDE_QK_NORM = (
     Rule("attention/k_norm/scale", "K H", (("self_attn.k_norm.weight", "(K h)"),)),
 )
 _OUT_BIAS = (Rule("attention/out/bias", "D", (("self_attn.o_proj.bias", "D"),)),)
+_FACTOR = (Rule("factor", "O", (("layer_scalar", "O"),)),)
 _SINKS = (Rule("attention/sinks", "K G", (("self_attn.sinks", "(K G)"),)),)
 MARKOV = (
     Rule("markov/embedding", "V R", (("markov_head.markov_w1.weight", "V R"),)),
@@ -205,6 +221,16 @@ MARKOV = (
 MODEL = (
     Rule("embedding", "V D", (("model.embed_tokens.weight", "V D"),)),
     Rule("final_norm/scale", "D", (("model.norm.weight", "D"),)),
+)
+_LAYER_INPUTS = (
+    Rule("input_embedding", "V L", (("model.embed_tokens_per_layer.weight", "V L"),)),
+    Rule("input_projection/kernel", "D L", (("model.per_layer_model_projection.weight", "L D"),)),
+    Rule("input_norm/scale", "U", (("model.per_layer_projection_norm.weight", "U"),)),
+)
+_LAYER_INPUT = (
+    Rule("input_gate/kernel", "D U", (("per_layer_input_gate.weight", "U D"),)),
+    Rule("input_projection/kernel", "U D", (("per_layer_projection.weight", "D U"),)),
+    _norm("input_norm", "post_per_layer_input_norm"),
 )
 HEAD = (Rule("head", "V D", (("lm_head.weight", "V D"),)),)
 
@@ -219,14 +245,17 @@ TIED_HEAD = {r"lm_head\.weight": "the LM head is the embedding table"}
 
 def target_table(config: TargetConfig) -> Table:
     """The table of a target: our ``layers_i/...`` from ``model.layers.i....``."""
-    sizes = layer_sizes(config) | {"V": config.vocab_size}
+    width = config.layer_inputs or 0
+    inputs = {"U": width, "L": width * config.num_layers}
+    sizes = layer_sizes(config) | {"V": config.vocab_size, **inputs}
     family = FAMILIES.get(config.architecture, FAMILIES["LlamaForCausalLM"])
-    shuffle = head_order(config.head_width, config.rotary_width, family.interleaved)
-    leaves = [bind(rule, sizes) for rule in MODEL + HEAD * (not config.tied_embeddings)]
+    whole = MODEL + HEAD * (not config.tied_embeddings) + _LAYER_INPUTS * (width > 0)
+    leaves = [bind(rule, sizes) for rule in whole]
     for index in range(config.num_layers):
         ours, theirs = f"layers_{index}/", f"model.layers.{index}."
         kind = config.layer(index)
-        own = layer_sizes(config, kind)
+        own, rotary = layer_sizes(config, kind), kind.rotary or config.rotary
+        shuffle = head_order(own["H"], rotary.block, family.interleaved)
         leaves += [
             bind(rule, sizes | own, ours, theirs, shuffle)
             for rule in layer_rules(config, family.names, kind)
@@ -247,14 +276,16 @@ def layer_rules(
     mlp = _mlp(names)
     if kind.experts is not None:
         mlp = _stacked_experts() if names.stacked_experts else _experts(kind.experts)
+        mlp = _experts_beside(names) if kind.experts.beside else mlp
     norms = (*pre * config.pre_norms, *post * config.post_norms)
     if kind.recurrence is not None:
         return *norms, *_recurrence(names), *mlp
     bias = (Rule("attention/qkv/fused/bias", "K * H", _qkv(names.qkv, "bias")),)
+    own = 0 if kind.keys_of is not None else 2 - kind.keys_are_values
     layout, columns = _QKV_ROWS, "D (N H)"
     if config.gated_attention:
         layout, columns = _GATED_ROWS, "D (N h)"
-    qkv = _qkv(names.qkv, "weight", " D", layout)
+    qkv = _qkv(names.qkv[: 1 + own], "weight", " D", layout)
     return (
         *norms,
         Rule("attention/qkv/fused/kernel", "D K * H", qkv),
@@ -263,8 +294,10 @@ def layer_rules(
         *bias * config.qkv_bias,
         *_OUT_BIAS * config.out_bias,
         *_SINKS * config.attention_sinks,
-        *_QK_NORM * config.qk_norm,
+        *_QK_NORM[: 1 + (own > 0)] * config.qk_norm,
         *_WIDE_QK_NORM * config.wide_qk_norm,
+        *_LAYER_INPUT * (config.layer_inputs is not None),
+        *_FACTOR * config.layer_factors,
     )
 
 
@@ -294,23 +327,31 @@ def layer_sizes(config: Any, kind: LayerConfig = _PLAIN) -> Sizes:
       kind: of the layer. Of a recurrence there are ``J`` key heads of width ``X``, ``P`` of the
         ``M`` value heads of width ``Y`` for each of them, ``Z`` the widths of these together, and
         ``I`` taps; ``W`` and ``C`` are what a key head's inputs and rates take together. ``Q`` is
-        the width of a shared expert.
+        the width of a shared expert, or of the MLP beside experts.
     """
     own: Sizes = {}
+    kv_heads, width = config.num_kv_heads, config.head_width
+    if kind.heads is not None:
+        kv_heads, width = kind.heads.num_kv_heads, kind.heads.head_width
     if (experts := kind.experts) is not None:
-        own |= {"E": experts.count, "F": experts.width, "Q": experts.shared or 0, "O": 1}
+        own |= {
+            "E": experts.count,
+            "F": experts.width,
+            "Q": experts.shared or kind.mlp_width or config.mlp_width,
+        }
     if (r := kind.recurrence) is not None:
         own |= {"J": r.key_heads, "M": r.value_heads, "P": r.shared, "X": r.key_width}
-        own |= {"Y": r.value_width, "Z": r.shared * r.value_width, "O": 1, "I": r.taps}
+        own |= {"Y": r.value_width, "Z": r.shared * r.value_width, "I": r.taps}
         own |= {"W": r.inputs_width + r.shared * r.value_width, "C": 2 * r.shared}
     return {
         "D": config.model_width,
-        "F": config.mlp_width,
+        "F": kind.mlp_width or config.mlp_width,
         "N": config.num_heads,
-        "K": config.num_kv_heads,
-        "G": config.num_heads // config.num_kv_heads,
-        "H": config.head_width,
-        "A": 2 * config.num_heads // config.num_kv_heads,
+        "K": kv_heads,
+        "G": config.num_heads // kv_heads,
+        "H": width,
+        "A": 2 * config.num_heads // kv_heads,
+        "O": 1,
         "u": 2,
         "*": 1,
         **own,

@@ -9,28 +9,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from longspec_jax.checks import shown
-from longspec_jax.config.layers import LayerConfig, Rotary
+from longspec_jax.config.layers import HeadsConfig, LayerConfig, Rotary
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.families import Family
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.rope import check_used, raw_rope
+from longspec_jax.weights.rope import FULL, OF_ALL_TYPES, SLIDING, check_used, raw_rope
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""The types of layers, and the keys of their parts of ``rope_parameters``."""
 SWITCH = "sliding_window"
 """The window, and the key that turns it on where a family has no other."""
 
 
-def with_full_rope(raw: JsonObject, local_theta: str) -> JsonObject:
-    """The file with the rotation of the layers without a window alone.
-
-    Args:
-      raw: the file.
-      local_theta: the key of the base of layers with a window.
+def without_windows(raw: JsonObject, family: Family) -> JsonObject:
+    """The file with the heads and the rotation of the layers without a window alone.
 
     Raises:
       ValueError: if it says more of its layers than is computed, or gives a base twice.
     """
+    heads = {key: raw.values[own] for key, own in family.full_heads.items() if raw.has(own)}
+    raw, local_theta = JsonObject({**raw.values, **heads}, raw.origin), family.local_theta
+    if local_theta is None:
+        return raw
     parts = raw.part("rope_parameters")
     if not parts.has(FULL) and not parts.has(SLIDING):
         return raw
@@ -67,9 +65,10 @@ def window_kinds(raw: JsonObject, family: Family, known: Mapping[str, Any]) -> d
         return {}
     far = Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
     near = far if family.local_theta is None else _local(raw, family.local_theta, far)
-    if window >= known["max_positions"] and near == far:
+    heads = _local_heads(raw, family, known)
+    if window >= known["max_positions"] and near == far and heads is None:
         return {}
-    kinds = (LayerConfig(near, window), LayerConfig(far))[: len({*types})]
+    kinds = (LayerConfig(near, window, heads=heads), LayerConfig(far))[: len({*types})]
     return {"kinds": kinds, "pattern": tuple(int(each == FULL) for each in types)}
 
 
@@ -89,7 +88,15 @@ def _local(raw: JsonObject, key: str, far: Rotary) -> Rotary:
     if (kind := part.text("rope_type", "default")) != "default":
         raise part.error("rope_type", f"{kind} is not supported in layers with a window")
     theta = part.number("rope_theta", raw.number(key, far.theta, least=1), least=1)
-    return Rotary(theta, None, far.width)
+    return Rotary(theta)
+
+
+def _local_heads(raw: JsonObject, family: Family, known: Mapping[str, Any]) -> HeadsConfig | None:
+    """The heads of layers with a window; None if they are those of the others."""
+    if not family.full_heads:
+        return None
+    heads = HeadsConfig(raw.whole("num_key_value_heads"), raw.whole("head_dim"))
+    return None if heads == HeadsConfig(known["num_kv_heads"], known["head_width"]) else heads
 
 
 def raw_windows(config: TargetConfig, family: Family) -> dict[str, Any]:
@@ -106,10 +113,12 @@ def raw_windows(config: TargetConfig, family: Family) -> dict[str, Any]:
         raw["layer_types"] = [SLIDING if layer.window else FULL for layer in layers]
     if family.local_theta is not None and near.rotary is not None:
         far = raw_rope(config.rotary, config.head_width)
-        scaling = far["rope_scaling"] or {"rope_type": "default"}
+        given = far.get("rope_scaling") or far.get("rope_parameters")
+        scaling = given or {"rope_type": "default"}
         kind = scaling.get("rope_type", scaling.get("type"))
+        both = {key: far[key] for key in OF_ALL_TYPES if key in far}
         raw["rope_parameters"] = {
-            FULL: {**scaling, "rope_type": kind, "rope_theta": far["rope_theta"]},
+            FULL: {**scaling, "rope_type": kind, **both},
             SLIDING: {"rope_type": "default", "rope_theta": near.rotary.theta},
         }
         if family.local_theta not in far:

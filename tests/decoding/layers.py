@@ -11,7 +11,9 @@ import numpy as np
 
 from longspec_jax.config.layers import (
     ExpertsConfig,
+    HeadsConfig,
     LayerConfig,
+    ProportionalRopeScaling,
     RecurrenceConfig,
     Rotary,
     YarnRopeScaling,
@@ -108,6 +110,44 @@ WINDOWS = Family(
 """As of Gemma 3, with Gemma 2's caps: the last layer has a window, drafts read the one before.
 
 The draft's trees are deeper than the window.
+"""
+
+
+FAR = Rotary(1e6, ProportionalRopeScaling(), 4)
+BESIDE = ExpertsConfig(count=8, chosen=2, width=10, beside=True)
+GEMMA4 = Family(
+    tiny_target_config(
+        architecture="Gemma4ForCausalLM",
+        num_layers=6,
+        num_kv_heads=2,
+        head_width=8,
+        rope_theta=1e6,
+        rope_scaling=ProportionalRopeScaling(),
+        rotary_width=4,
+        qk_norm=True,
+        value_norm=True,
+        post_norms=True,
+        layer_factors=True,
+        layer_inputs=5,
+        gelu=True,
+        embedding_factor=6.0,
+        attention_scale=1.0,
+        logit_cap=8.0,
+        kinds=(
+            LayerConfig(Rotary(1e4), W, BESIDE, heads=HeadsConfig(3, 6)),
+            LayerConfig(FAR, experts=BESIDE, keys_are_values=True),
+            LayerConfig(Rotary(1e4), W, BESIDE, heads=HeadsConfig(3, 6), keys_of=2, mlp_width=106),
+            LayerConfig(FAR, experts=BESIDE, keys_of=3, mlp_width=106),
+        ),
+        pattern=(0, 1, 0, 1, 2, 3),
+    ),
+    new=(50, 40, 30),
+    tree=TreeConfig((2,) + (1,) * 8),
+)
+"""All that Gemma 4 has in any size.
+
+Heads of two widths, in full layers values that are keys, experts beside MLPs, what every token
+gives to each layer, and two last layers that read the keys of the two before them.
 """
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.decoding import batch_invariant
 from longspec_jax.decoding import cache as cache_lib
@@ -20,6 +21,7 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.dflash import DFlashDrafter
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
+from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
@@ -29,7 +31,7 @@ from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.recurrence.operands import RecurrentState
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
-from tests.decoding.layers import GPT_OSS, LENGTHS, RECURRENT, SIZES, WINDOWS, Family, W
+from tests.decoding.layers import GEMMA4, GPT_OSS, LENGTHS, RECURRENT, SIZES, WINDOWS, Family, W
 from tests.decoding.lossless import (
     SHORT,
     assert_lossless,
@@ -46,7 +48,7 @@ RING = cache_lib.ring_slots(W)
 
 
 @pytest.mark.parametrize(
-    ("family", "distinct"), [(WINDOWS, 5), (RECURRENT, 5), (GPT_OSS, 2)], ids=str
+    ("family", "distinct"), [(WINDOWS, 5), (GEMMA4, 5), (RECURRENT, 5), (GPT_OSS, 2)], ids=str
 )
 def test_plain_decoding_is_the_dense_model(family: Family, distinct: int) -> None:
     """The greedy row draws the largest logit at every one of its tokens."""
@@ -84,10 +86,12 @@ def blocks(family: Family) -> Hierarchy:
     return Hierarchy(narrow(family), Quest(family.config, SOME), TreeConfig((1,) * 7))
 
 
+PAIR = TreeConfig((1, 1))
 STREAMING = StreamingDrafter(TreeConfig((3, 2)), SHORT)
 BEHIND_A_CHAIN = TreeConfig((1, 1, 1, 1, 3, 2), chain=4)
 DRAFTERS = {
     "blocks beside windows": (WINDOWS, blocks(WINDOWS)),
+    "blocks beside heads of two widths": (GEMMA4, blocks(GEMMA4)),
     "streaming beside states": (RECURRENT, STREAMING),
     "blocks beside states": (RECURRENT, blocks(RECURRENT)),
     "a tree behind a chain beside states": (
@@ -106,6 +110,13 @@ DRAFTERS = {
 def test_no_drafter_changes_a_token(name: str) -> None:
     family, drafter = DRAFTERS[name]
     assert_lossless(family.target, drafter, family.models, *family.given, family.plain)
+
+
+@pytest.mark.full
+def test_nor_does_a_joined_tree_beside_heads_of_two_widths() -> None:
+    drafter = Joined((GEMMA4.longspec, NgramDrafter(PAIR)), TreeConfig.parse("3,4,2@12~4"))
+    models = Params(GEMMA4.models.target, (GEMMA4.models.draft, ()))
+    assert_lossless(GEMMA4.target, drafter, models, *GEMMA4.given, GEMMA4.plain)
 
 
 EAGLE3 = eagle3.config_for(GPT_OSS.config)
@@ -130,9 +141,6 @@ def test_blocks_are_chosen_in_the_layers_without_a_window() -> None:
     assert blocks(WINDOWS).needs.keys == WINDOWS.config.full_layers == (1, 2)
 
 
-PAIR = TreeConfig((1, 1))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "drafter"),
@@ -154,6 +162,7 @@ def test_a_chain_on_a_mesh_changes_no_token(family: Family, drafter: Drafter) ->
     ("family", "kinds"),
     [
         (WINDOWS, "device pinned_host device device"),
+        (GEMMA4, "device pinned_host device device"),
         (RECURRENT, "device"),
         (GPT_OSS, "device device"),
     ],
@@ -171,7 +180,7 @@ def test_nor_does_a_cache_in_the_hosts_memory(family: Family, kinds: str) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", [WINDOWS, RECURRENT], ids=str)
+@pytest.mark.parametrize("family", [WINDOWS, GEMMA4, RECURRENT], ids=str)
 def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(family: Family) -> None:
     """Five requests in two slots, one of them cancelled. Slots alone share nothing.
 
@@ -239,16 +248,19 @@ def test_a_ring_holds_the_window_of_every_row() -> None:
                 np.testing.assert_array_equal(found, text[part, index, row, at])
 
 
-@each_row("offload", [False, True])
-def test_the_bytes_of_rings_are_known(offload: bool) -> None:
-    config = WINDOWS.config
+@each_row(
+    ("config", "offload"),
+    [(family.config, offload) for family in (WINDOWS, GEMMA4) for offload in (False, True)],
+)
+def test_the_bytes_of_rings_are_known(config: TargetConfig, offload: bool) -> None:
     target = TargetModel(config, offload=offload)
     cache, planned = target.allocate(3, 160), target.cache_bytes(3, 160)
-    row = 3 * 2 * config.num_kv_heads * config.head_width * 4
-    assert tree_bytes(cache) == (2 * 160 + 2 * RING) * row
+    near = config.layer(0).heads or config
+    full, ring = (3 * 2 * each.num_kv_heads * each.head_width * 4 for each in (config, near))
+    assert tree_bytes(cache) == 2 * 160 * full + 2 * RING * ring
     # A layer that is moved is on the device for a time, too.
     assert planned.device == tree_bytes(cache)
-    assert planned.host == (160 * row if offload else 0)
+    assert planned.host == (160 * full if offload else 0)
 
 
 def test_trees_deeper_than_the_window_see_their_own_paths() -> None:

@@ -40,6 +40,13 @@ _RECURRENT_EXPERTS = dict(
     shared_expert_intermediate_size=20,
     initializer_range=0.15,  # Near ties of the router would flip experts.
 )
+_GEMMA4 = _WINDOW | dict(
+    num_hidden_layers=4,
+    layer_types=[f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full")],
+    global_head_dim=32,
+    hidden_size_per_layer_input=0,
+    final_logit_softcapping=3.0,
+)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": (
         "Llama",
@@ -131,6 +138,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
+    "gemma4": ("Gemma4Text", _GEMMA4 | dict(attention_k_eq_v=True, num_global_key_value_heads=1)),
+    "gemma4-unified": ("Gemma4UnifiedText", _GEMMA4),
+    "gemma4-e": (
+        "Gemma4Text",
+        _GEMMA4
+        | dict(
+            num_hidden_layers=6,
+            layer_types=[f"{kind}_attention" for kind in ("sliding", "full") * 3],
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=97,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+        ),
+    ),
+    "gemma4-moe": (
+        "Gemma4Text",
+        _GEMMA4
+        | dict(
+            enable_moe_block=True,
+            num_experts=7,
+            top_k_experts=2,
+            moe_intermediate_size=12,
+            initializer_range=0.15,  # Near ties of the router would flip experts.
+        ),
+    ),
     "olmo3": (
         "Olmo3",
         dict(
@@ -201,7 +233,8 @@ def make_model(case: str, **overrides: Any) -> Any:
     kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     model = kind._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        factors = (each for each in model.named_buffers() if each[0].endswith("layer_scalar"))
+        for name, parameter in (*model.named_parameters(), *factors):
             # Norms start at 1, biases at 0: mistakes would hide.
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))

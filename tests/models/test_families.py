@@ -27,14 +27,14 @@ from train.target import run_target
 
 pytestmark = pytest.mark.full
 
-MIXED = "ministral", "gemma2", "gemma3_text", "olmo3", "gpt_oss"
+MIXED = "ministral", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "gpt_oss"
 """Types of models of which some layers have windows."""
 PROMPT, CHUNK = 44, 11
 """Longer than the range before a scaling, which is 16 or 32 tokens."""
 TOLERANCE = 1e-4
 """Largest absolute error of a logit, the bar of the project."""
 SETTINGS = LongSpecSettings("longspec", "", 11, False, 0, 1, distillation=0.5)
-COVERED = {"phi3", "granite"}
+COVERED = {"phi3", "granite", "gemma4-unified"}
 """Of these only the files are tested: the arithmetic is that of other cases."""
 UNTRAINED = COVERED | {"llama-linear", "llama3", "mistral", "qwen2-yarn", "qwen3.5-moe"}
 """Of these the pass of training is that of other cases."""
@@ -83,7 +83,7 @@ def _check_cached(model, config, cache, tokens):
         theirs = model(torch.from_numpy(tokens), use_cache=True).past_key_values
     layer = config.layer(config.read_layer)
     # A window's are a ring, and channels of which some are not rotated are in another order.
-    if layer.window is None and config.rotary_width is None:
+    if layer.window is None and config.rotary.block is None:
         theirs, end = theirs.layers[config.read_layer], tokens.shape[1]
         for ours, expected in (cache.keys, theirs.keys), (cache.values, theirs.values):
             assert relative_error(ours[config.read_layer][:, :, :end], expected.numpy()) < 1e-5

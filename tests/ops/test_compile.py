@@ -28,6 +28,7 @@ from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.ops.selection import continuations, continuations_pallas, gather_pallas
 from tests.kit import each_row, hopper_mesh, lowered
+from tests.ops import gpus
 from tests.ops.attention.oracle import HEADS, TOKENS
 from tests.ops.matmul.published import PUBLISHED, SHARES, Weights
 from tests.ops.matmul.test_packed import LARGE, Case
@@ -80,6 +81,35 @@ def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, pre
         jax.ShapeDtypeStruct((2, tokens, tokens), jnp.bool_),
     )
     assert text.count("custom_call @") >= 2
+
+
+@each_row(
+    ("kv_heads", "width", "taken"),
+    [(16, 256, "Triton"), (4, 512, "XLA")],
+)
+def test_both_widths_of_gemma_4_lower_for_cuda(kv_heads: int, width: int, taken: str) -> None:
+    """A layer with a window by the kernels; the wider heads of a full one, by XLA."""
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    cache, nodes = operand((1, kv_heads, 1064, width)), operand((1, 16, kv_heads, width))
+    integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+
+    def step(q, cache, length, positions, nodes, mask, implementation):
+        prefix = Prefix(cache, cache, length).within(1024 if width == 256 else None, positions)
+        given = q, prefix, Fresh(nodes, nodes, mask)
+        return dispatch.speculative_attention(*given, scale=1.0, implementation=implementation)
+
+    given = operand((1, 16, 32, width)), cache, integers((1,)), integers((1, 16)), nodes
+    mask = jax.ShapeDtypeStruct((1, 16, 16), jnp.bool_)
+    with gpus.pretended(hardware.HOPPER):
+        chosen = gpus.lowered(
+            gpus.Call(functools.partial(step, implementation=None), (*given, mask))
+        )
+        assert gpus.kernels(chosen.as_text()) == taken
+        if taken == "XLA":
+            with pytest.raises(NotImplementedError, match="head width 512 is not a multiple of 8"):
+                gpus.lowered(
+                    gpus.Call(functools.partial(step, implementation="pallas"), (*given, mask))
+                )
 
 
 def test_a_kernel_is_kept_under_one_text(tmp_path) -> None:

@@ -1,13 +1,19 @@
 """``config.json`` in both dialects to our configurations and back."""
 
 import json
+from typing import Any
 
 import jax
 import pytest
 
 from benchmarks.shapes import SHAPES
 from longspec_jax.config.known import PRESETS
-from longspec_jax.config.layers import LinearRopeScaling
+from longspec_jax.config.layers import (
+    HeadsConfig,
+    LinearRopeScaling,
+    ProportionalRopeScaling,
+    Rotary,
+)
 from longspec_jax.drafters.checkpoints import longspec as checkpoint
 from longspec_jax.drafters.checkpoints.longspec import hf_draft_config
 from longspec_jax.drafters.longspec import DraftConfig
@@ -228,9 +234,9 @@ REFUSED = {
         dict(architectures=["MixtralForCausalLM"]),
         f"'MixtralForCausalLM' is not supported; supported are {', '.join(hf_config.FAMILIES)}",
     ),
-    "Gemma 4": (
-        dict(architectures=["Gemma4ForConditionalGeneration"]),
-        "'Gemma4ForConditionalGeneration' is not supported: it has heads of two widths",
+    "Gemma 4's assistant": (
+        dict(architectures=["Gemma4AssistantForCausalLM"]),
+        "'Gemma4AssistantForCausalLM' is not supported: it has keys and values of another model",
     ),
     "Qwen3.8-Flash-Next": (
         dict(architectures=None, model_type="qwen4_exp"),
@@ -325,7 +331,7 @@ REFUSED = {
     "heads": (dict(num_key_value_heads=4), "num_heads=6 must be a multiple of num_kv_heads=4"),
     "dynamic": (
         dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)),
-        "'dynamic'.*default, linear, llama3, yarn and longrope.*removed from config.json",
+        "'dynamic'.*linear, llama3, yarn, longrope and proportional.*removed from config.json",
     ),
     "longrope": (
         dict(rope_scaling=dict(rope_type="longrope", factor=4.0)),
@@ -368,6 +374,58 @@ def test_bases_of_layers_with_windows_are_given_once():
     ):
         with pytest.raises(ValueError, match=words):
             target_config(BASE | gemma | more)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA4 = BASE | dict(
+    architectures=["Gemma4ForCausalLM"],
+    model_type="gemma4_text",
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=6,
+    layer_types=[SLIDING, FULL, FULL],
+    final_logit_softcapping=30.0,
+)
+
+
+def test_layers_of_gemma_4_have_heads_of_two_widths() -> None:
+    """Files name those of full layers by keys of their own, or layer by layer as transformers."""
+    published = dict(global_head_dim=8, num_global_key_value_heads=2, attention_k_eq_v=True)
+    config = target_config(GEMMA4 | published)
+    near, full = config.layer(0), config.layer(2)
+    assert config.heads(near) == HeadsConfig(3, 6) and config.heads(full) == HeadsConfig(2, 8)
+    assert full.keys_are_values and not near.keys_are_values
+    assert near.rotary == Rotary(1e4)
+    assert full.rotary == Rotary(1e6, ProportionalRopeScaling(), 2) and near.window == 512
+    heads = dict(head_dim=8, num_key_value_heads=2)
+    by_layer = dict(per_layer_config={"01": heads, "2": heads}, attention_k_eq_v=True)
+    assert target_config(GEMMA4 | by_layer) == config
+    # Without the first key transformers does not read the second.
+    alone = target_config(GEMMA4 | dict(global_head_dim=8, num_global_key_value_heads=2))
+    assert alone.num_kv_heads == 3 and not alone.layer(2).keys_are_values
+    assert target_config(GEMMA4).head_width == 512
+
+
+@each_row(
+    ("more", "words"),
+    [
+        (dict(hidden_size_per_layer_input=8), "vocab_size_per_layer_input=None must be vocab_size"),
+        (dict(num_kv_shared_layers=2), "must leave a layer of sliding_attention and one of full"),
+        (dict(enable_moe_block=True), "lacks num_experts"),
+        (dict(use_bidirectional_attention="all"), "='all' is not supported"),
+        (dict(layer_types=[SLIDING, FULL, SLIDING]), "and end with one of full_attention"),
+        (dict(layer_types=[FULL] * 3), "must name layers of sliding_attention"),
+        (dict(per_layer_config={"1": dict(head_dim=8)}), "the same of all, and of no other"),
+        (dict(per_layer_config={"2": dict(mlp=8)}), "the same of all, and of no other"),
+        (dict(hidden_activation="gelu"), "hidden_activation='gelu' is not supported"),
+        (dict(global_head_dim=7), "of a head of 7 dimensions must be a number of pairs"),
+        (dict(num_attention_heads=4), "num_heads=4 must be a multiple of num_kv_heads=3"),
+    ],
+)
+def test_what_gemma_4_asks_for_and_is_not_computed(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        target_config(GEMMA4 | dict(global_head_dim=8) | more)
 
 
 def test_a_model_that_also_sees_rotates_as_its_text_part_says():

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 from longspec_jax.config.layers import QueryScaling, YarnRopeScaling
 from longspec_jax.weights.hf import load_target, save_target
+from tests.decoding.layers import GEMMA4
 from tests.kit import each_row, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(
@@ -18,22 +19,36 @@ CONFIG = tiny_target_config(
 )
 
 
-@each_row("inside", ["language_model.{}", "model.language_model.{}"])
-def test_tensors_of_the_target_alone_are_read(tmp_path, inside):
-    params = random_target(CONFIG)
-    save_target(tmp_path, CONFIG, params)
+MISTRAL = CONFIG, "Mistral3ForConditionalGeneration"
+
+
+@each_row(
+    ("config", "outer", "inside", "beside"),
+    [
+        (*MISTRAL, "language_model.{}", "vision_tower.patch_conv.weight"),
+        (*MISTRAL, "model.language_model.{}", "vision_tower.patch_conv.weight"),
+        *(
+            (GEMMA4.config, "Gemma4ForConditionalGeneration", "model.language_model.{}", name)
+            for name in ("model.embed_vision.embedding_projection.weight", "model.audio_tower.w")
+        ),
+    ],
+)
+def test_tensors_of_the_target_alone_are_read(tmp_path, config, outer, inside, beside):
+    params = random_target(config)
+    save_target(tmp_path, config, params)
     raw = json.loads((tmp_path / "config.json").read_text())
     del raw["architectures"]
-    outer = dict(architectures=["Mistral3ForConditionalGeneration"], text_config=raw)
-    (tmp_path / "config.json").write_text(json.dumps(outer))
+    whole = dict(architectures=[outer], text_config=raw)
+    (tmp_path / "config.json").write_text(json.dumps(whole))
     tensors = load_file(tmp_path / "model.safetensors")
     if inside.startswith("model."):
         named = {f"model.language_model.{n.removeprefix('model.')}": t for n, t in tensors.items()}
-        named["lm_head.weight"] = named.pop("model.language_model.lm_head.weight")
+        if not config.tied_embeddings:
+            named["lm_head.weight"] = named.pop("model.language_model.lm_head.weight")
     else:
         named = {inside.format(name): tensor for name, tensor in tensors.items()}
-    seen = {"vision_tower.patch_conv.weight": np.zeros(3, np.float32)}
+    seen = {beside: np.zeros(3, np.float32)}
     save_file(named | seen, tmp_path / "model.safetensors")
-    config, found = load_target(tmp_path)
-    assert config == CONFIG
+    again, found = load_target(tmp_path)
+    assert again == config
     jax.tree.map(np.testing.assert_array_equal, found, params)

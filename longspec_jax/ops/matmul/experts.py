@@ -22,7 +22,7 @@ kernel has one order of summation for any number of rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,13 @@ from longspec_jax.axes import Array, Leaf
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.layer import added
 from longspec_jax.ops.matmul.experts_grouping import expert_mlps_mosaic
-from longspec_jax.ops.matmul.few_rows import bounded_gate, gate, head_matmul_xla, matmul_precision
+from longspec_jax.ops.matmul.few_rows import (
+    bounded_gate,
+    gate,
+    gelu_gate,
+    head_matmul_xla,
+    matmul_precision,
+)
 from longspec_jax.ops.matmul.ordered import HEAD_MATMUL
 from longspec_jax.ops.matmul.quantised import in_turn
 from longspec_jax.ops.matmul.quantised_weights import QuantisedWeights
@@ -57,6 +63,8 @@ class ExpertWeights:
     down: Leaf[Float[Array, "E D F"]] | QuantisedWeights
     gate_up_bias: Leaf[Float[Array, "E 2 F"]] | None = None
     down_bias: Leaf[Float[Array, "E D"]] | None = None
+    gelu: bool = field(default=False, metadata={"pytree_node": False})
+    """Whether the gate is a GELU by its tanh formula, not a SiLU."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -86,7 +94,7 @@ class ExpertWeights:
 
 
 jax.tree_util.register_dataclass(
-    ExpertWeights, ["gate_up", "down", "gate_up_bias", "down_bias"], []
+    ExpertWeights, ["gate_up", "down", "gate_up_bias", "down_bias"], ["gelu"]
 )
 
 
@@ -141,7 +149,8 @@ def expert_mlp(
       shares: their weights, float32.
       weights: of all experts.
       limit: largest size of gate and up in gpt-oss's gate
-        ``(up + 1) * gate * sigmoid(1.702 gate)``; None for ``up * silu(gate)``.
+        ``(up + 1) * gate * sigmoid(1.702 gate)``; None for ``up * silu(gate)``, or a GELU if the
+        weights say so.
 
     Returns:
       The sums in the dtype of ``x``.
@@ -185,7 +194,7 @@ def expert_mlp_reference(
     inner = dot("btd,eufd->bteuf", x.astype(jnp.float32), wide.gate_up)
     if wide.gate_up_bias is not None:
         inner += wide.gate_up_bias
-    out = dot("btef,edf->bted", _gated(inner, limit), wide.down)
+    out = dot("btef,edf->bted", _gated(inner, wide, limit), wide.down)
     if wide.down_bias is not None:
         out += wide.down_bias
     chosen = jax.nn.one_hot(experts, wide.down.shape[0]) * shares[..., None]
@@ -292,7 +301,7 @@ def _all(x: Array, experts: Array, weights: PyTree, limit: float | None) -> Arra
     inner = jax.lax.dot_general(x, weights.gate_up, over, precision=precision)
     if weights.gate_up_bias is not None:
         inner += weights.gate_up_bias
-    out = _out(_gated(inner, limit).swapaxes(0, 1), weights)
+    out = _out(_gated(inner, weights, limit).swapaxes(0, 1), weights)
     return out.at[experts, jnp.arange(len(x))[:, None]].get(mode="clip")
 
 
@@ -328,7 +337,7 @@ def _blocks(x: Array, weights: PyTree, limit: float | None) -> Array:
     inner = jax.lax.dot_general(x, weights.gate_up, over, precision=matmul_precision(x.dtype))
     if weights.gate_up_bias is not None:
         inner += weights.gate_up_bias[:, None]
-    return _out(_gated(inner, limit), weights)
+    return _out(_gated(inner, weights, limit), weights)
 
 
 def _out(inner: Array, weights: PyTree) -> Array:
@@ -338,6 +347,8 @@ def _out(inner: Array, weights: PyTree) -> Array:
     return out if weights.down_bias is None else out + weights.down_bias[:, None]
 
 
-def _gated(gate_up: Array, limit: float | None) -> Array:
+def _gated(gate_up: Array, weights: ExpertWeights, limit: float | None) -> Array:
     """The gated values ``[..., F]`` of ``[..., 2, F]``."""
+    if weights.gelu:
+        return gelu_gate(gate_up)
     return gate(gate_up) if limit is None else bounded_gate(gate_up, limit)

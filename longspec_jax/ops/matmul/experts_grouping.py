@@ -98,6 +98,8 @@ def expert_mlps_mosaic(
     hardware.require_hopper("the kernel for experts")
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"the kernel for experts takes 16 bits, not {x.dtype}")
+    if weights.gelu:
+        raise NotImplementedError("the kernel for experts has no GELU")
     packed = isinstance(weights.gate_up, PackedMatrix)
     if isinstance(weights.gate_up, QuantisedWeights) and not packed:
         raise NotImplementedError("the kernel for experts reads quantised ones packed")
