@@ -109,7 +109,9 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "the kernels of batch_invariant see whole prefixes and unbounded scores; this target "
             "has layers with a window, a soft cap, or attention sinks"
         )
-    path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
+    narrow = config.kv_dtype is not None
+    dtype = jnp.dtype(config.dtype)
+    path.require_target(config.num_groups, config.head_width, dtype, narrow=narrow)
     if target.mesh is not None and config.out_bias:
         raise NotImplementedError(
             "batch_invariant has no kernel for a bias behind attention on a mesh; leave out mesh "
@@ -118,7 +120,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
     for kind in config.kinds or (LayerConfig(),):
         _require_mlp_kernels(config, kind.experts, target.width_shares)
     ordered_tiles.refuse_uneven(config.model_width)
-    if not hardware.has_kernels(jnp.dtype(config.dtype)):
+    if not hardware.has_kernels(dtype):
         raise NotImplementedError(
             "batch_invariant needs the kernel of norms, and this jax lacks Pallas' Triton backend"
         )

@@ -50,6 +50,10 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     ).batch_invariant
     narrow = dataclasses.replace(target, config=dataclasses.replace(target.config, kv_dtype="fp8"))
     assert batch_invariant.choose_kernels(narrow, None).batch_invariant
+    broad = dataclasses.replace(target.config, head_width=256)
+    assert batch_invariant.choose_kernels(
+        dataclasses.replace(target, config=broad), None
+    ).batch_invariant
     assert not batch_invariant.choose_kernels(WIDE, True).batch_invariant
     for other in (
         dataclasses.replace(target, offload=True),
@@ -61,7 +65,8 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
             batch_invariant.choose_kernels(other, True)
         assert not batch_invariant.choose_kernels(other, None).batch_invariant
     for uneven, reason in (
-        ({"head_width": 96}, "neither 64 nor 128"),
+        ({"head_width": 96}, "head width 96 is none of 64, 128, 256"),
+        ({"head_width": 256, "kv_dtype": "fp8"}, "256 is none of 64, 128, which .* in 8 bits"),
         ({"mlp_width": 200}, "weights in multiples of 32, not 200"),
         ({"model_width": 160}, "weights in multiples of 64, not 160"),
     ):
