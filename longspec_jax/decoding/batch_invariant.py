@@ -21,6 +21,7 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import path
 from longspec_jax.ops.matmul import ordered_tiles
+from longspec_jax.ops.recurrence.recurrence import refuse_wide_keys
 
 
 def is_identical(target: TargetModel) -> bool:
@@ -99,29 +100,46 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "batch_invariant needs the cache on the device and the automatic attention; leave out "
             "offload and attention"
         )
-    if config.recurrent_layers:
-        raise NotImplementedError(
-            "batch_invariant has not been verified with recurrent layers; leave it out, or load "
-            "the target in float32"
-        )
-    if target.keeps_ends or config.attention_cap is not None or config.attention_sinks:
+    windows = any(layer.window is not None for layer in config.layers)
+    if windows or config.attention_cap is not None or config.attention_sinks:
         raise NotImplementedError(
             "the kernels of batch_invariant see whole prefixes and unbounded scores; this target "
             "has layers with a window, a soft cap, or attention sinks"
         )
-    path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
+    narrow = config.kv_dtype is not None
+    dtype = jnp.dtype(config.dtype)
+    path.require_target(config.num_groups, config.head_width, dtype, narrow=narrow)
     if target.mesh is not None and config.out_bias:
         raise NotImplementedError(
             "batch_invariant has no kernel for a bias behind attention on a mesh; leave out mesh "
             "or batch_invariant"
         )
+    _require_recurrent_kernels(target)
     for kind in config.kinds or (LayerConfig(),):
         _require_mlp_kernels(config, kind.experts, target.width_shares)
     ordered_tiles.refuse_uneven(config.model_width)
-    if not hardware.has_kernels(jnp.dtype(config.dtype)):
+    if not hardware.has_kernels(dtype):
         raise NotImplementedError(
             "batch_invariant needs the kernel of norms, and this jax lacks Pallas' Triton backend"
         )
+
+
+def _require_recurrent_kernels(target: TargetModel) -> None:
+    """Raise for recurrent layers without kernels of one order."""
+    width, kinds = target.config.model_width, {*target.config.recurrent_layers.values()}
+    if not kinds:
+        return
+    if target.mesh is not None or len(kinds) > 1:
+        raise NotImplementedError(
+            "batch_invariant has kernels for recurrent layers of one shape, on one device; leave "
+            "out mesh or batch_invariant"
+        )
+    [sizes] = kinds
+    refuse_wide_keys(sizes.key_width)
+    gates = sizes.shared * sizes.value_width
+    for columns in (sizes.inputs_width + gates, 2 * sizes.shared):
+        ordered_tiles.matmul_tile(width, sizes.key_heads * columns)
+    ordered_tiles.matmul_tile(sizes.value_heads * sizes.value_width, width, split=True)
 
 
 def _require_mlp_kernels(config: TargetConfig, experts: ExpertsConfig | None, shares: int) -> None:

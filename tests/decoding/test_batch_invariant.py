@@ -1,12 +1,15 @@
 """Where text is promised to be the same with and without speculation."""
 
 import dataclasses
-import functools
+import re
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from longspec_jax.config.layers import ExpertsConfig, LayerConfig
+from longspec_jax.config.layers import ExpertsConfig, LayerConfig, RecurrenceConfig, Rotary
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import batch_invariant
 from longspec_jax.decoding.target import TargetModel
@@ -14,7 +17,8 @@ from longspec_jax.drafters.draft import DefaultTrees
 from longspec_jax.generation.models import likely_trees
 from longspec_jax.ops import hardware
 from longspec_jax.sharding import make_mesh
-from tests.kit import tiny_target_config
+from tests.kit import each_row, random_target, tiny_target_config
+from tests.ops import gpus
 
 WIDE = TargetModel(tiny_target_config())
 HALF = TargetModel(tiny_target_config(dtype="bfloat16"))
@@ -50,6 +54,10 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     ).batch_invariant
     narrow = dataclasses.replace(target, config=dataclasses.replace(target.config, kv_dtype="fp8"))
     assert batch_invariant.choose_kernels(narrow, None).batch_invariant
+    broad = dataclasses.replace(target.config, head_width=256)
+    assert batch_invariant.choose_kernels(
+        dataclasses.replace(target, config=broad), None
+    ).batch_invariant
     assert not batch_invariant.choose_kernels(WIDE, True).batch_invariant
     for other in (
         dataclasses.replace(target, offload=True),
@@ -61,7 +69,8 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
             batch_invariant.choose_kernels(other, True)
         assert not batch_invariant.choose_kernels(other, None).batch_invariant
     for uneven, reason in (
-        ({"head_width": 96}, "neither 64 nor 128"),
+        ({"head_width": 96}, "head width 96 is none of 64, 128, 256"),
+        ({"head_width": 256, "kv_dtype": "fp8"}, "256 is none of 64, 128, which .* in 8 bits"),
         ({"mlp_width": 200}, "weights in multiples of 32, not 200"),
         ({"model_width": 160}, "weights in multiples of 64, not 160"),
     ):
@@ -109,6 +118,70 @@ def test_the_kernels_serve_meshes_of_hopper_gpus(monkeypatch: pytest.MonkeyPatch
         chosen({"data": 2}, out_bias=True)
 
 
+SIZES = RecurrenceConfig(key_heads=16, value_heads=32, key_width=128, value_width=128)
+QWEN35 = tiny_target_config(
+    dtype="bfloat16",
+    vocab_size=104,
+    model_width=128,
+    mlp_width=192,
+    num_heads=16,
+    num_kv_heads=4,
+    head_width=256,
+    qk_norm=True,
+    offset_norms=True,
+    gated_attention=True,
+    kinds=(LayerConfig(recurrence=SIZES), LayerConfig(Rotary(width=64))),
+    pattern=(0, 1),
+    rotary_width=64,
+)
+"""Heads and states of Qwen3.5-4B."""
+
+
+def test_the_kernels_serve_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: True)
+    target = TargetModel(QWEN35)
+    assert batch_invariant.choose_kernels(target, None).batch_invariant
+
+    def with_sizes(*sizes: RecurrenceConfig) -> TargetModel:
+        kinds = [LayerConfig(recurrence=each) for each in sizes] + [QWEN35.kinds[1]]
+        config = dataclasses.replace(
+            QWEN35, kinds=(*kinds,), pattern=(*range(len(kinds)),), num_layers=len(kinds)
+        )
+        return TargetModel(config)
+
+    refused = (
+        (with_sizes(dataclasses.replace(SIZES, key_width=512)), "keys of up to 256 numbers"),
+        (with_sizes(dataclasses.replace(SIZES, key_heads=4, value_heads=4)), "not 8"),
+        (with_sizes(SIZES, dataclasses.replace(SIZES, value_heads=16)), "of one shape"),
+        (dataclasses.replace(target, mesh=make_mesh(tp=2).abstract_mesh), "on one device"),
+    )
+    for other, words in refused:
+        with pytest.raises(NotImplementedError, match=words):
+            batch_invariant.choose_kernels(other, True)
+        assert not batch_invariant.choose_kernels(other, None).batch_invariant
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
+@each_row("nodes", [1, 5, 16])
+def test_no_sum_of_a_step_is_left_to_the_compiler(nodes: int) -> None:
+    """It chooses the order by the number of nodes. Of integers the order does not matter."""
+    call = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    tokens, mask = call((1, nodes)), jax.ShapeDtypeStruct((1, nodes, nodes), jnp.bool_)
+    with gpus.pretended(hardware.HOPPER):
+        target = batch_invariant.choose_kernels(TargetModel(QWEN35), True)
+        params = jax.eval_shape(partial(random_target, QWEN35))
+        cache = jax.eval_shape(lambda: target.allocate(1, 1024))
+        verify = jax.jit(
+            lambda *operands: target.verify(*operands, levels=min(nodes - 1, 3)).logits
+        )
+        traced = verify.trace(params, cache, tokens, tokens, mask, call((1,)))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "dot_general" not in text and "stablehlo.reduce" in text
+    assert not re.search(r"stablehlo\.reduce.*tensor<f32>", text)
+
+
 def test_trees_that_the_kernels_cannot_verify_are_not_chosen_and_are_refused_by_name() -> None:
     target, deep = dataclasses.replace(HALF, batch_invariant=True), TreeConfig((1,) * 17)
     assert not batch_invariant.serves_tree(target, deep) and batch_invariant.serves_tree(HALF, deep)
@@ -117,6 +190,6 @@ def test_trees_that_the_kernels_cannot_verify_are_not_chosen_and_are_refused_by_
         ValueError, match="tree chain:17 has 18 nodes and 17 levels.*batch_invariant=Fal"
     ):
         batch_invariant.check_tree(target, deep)
-    serves = functools.partial(batch_invariant.serves_tree, target)
+    serves = partial(batch_invariant.serves_tree, target)
     defaults = DefaultTrees((deep,), (deep, PLAIN), (deep, TreeConfig((1,) * 8)))
     assert likely_trees(defaults, True, None, serves=serves) == (TreeConfig((1,) * 8),)

@@ -194,7 +194,7 @@ def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(family: Family
 @each_row(
     ("config", "words"),
     [
-        (RECURRENT.config, "not been verified with recurrent layers"),
+        (WINDOWS.config, "layers with a window"),
         (
             dataclasses.replace(GPT_OSS.config, kinds=(), pattern=(), out_bias=False),
             "attention sinks",

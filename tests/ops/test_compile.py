@@ -366,6 +366,10 @@ def test_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> N
         (1, 72, 40, 8, 128),
         (8, 48, 28, 4, 128),
         (3, 5, 14, 2, 64),
+        (1, 1, 16, 4, 256),
+        (1, 64, 16, 4, 256),
+        (1, 128, 24, 4, 256),
+        (2, 16, 16, 16, 256),
     ],
 )
 @each_row("stored", ["bfloat16", "uint8"])
@@ -374,6 +378,8 @@ def test_path_attention_lowers_for_cuda(stored, batch, nodes, heads, kv_heads, w
     whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("int32"))
     cache = jax.ShapeDtypeStruct((batch + 3, kv_heads, 4096, width), jnp.dtype(stored))
     rows = half((batch, nodes, kv_heads, width))
+    if stored == "uint8" and width == 256:
+        pytest.skip("a cache in 8 bits has narrower heads")
 
     def call(q, k, v, length, tree_k, tree_v, mask, depth):
         tree, prefix = Fresh(tree_k, tree_v, mask), Prefix(k, v, length, cache_rows=length % 3)
@@ -402,7 +408,7 @@ def test_tritons_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Ca
 def test_the_hopper_kernel_lowers_with_a_cache_in_8_bits(tokens: int, heads: int) -> None:
     q = jax.ShapeDtypeStruct((2, tokens, heads, 128), jnp.bfloat16)
     cache = jax.ShapeDtypeStruct((2, 8, 4096, 128), jnp.uint8)
-    tile = tiles.mosaic_prefix_tile(tokens, heads, 8, 4096)
+    tile = tiles.mosaic_prefix_tile(tokens, heads, 8, 128, 4096)
 
     def call(q, k, v, length):
         return kernels.prefix_attention(q, Prefix(k, v, length), tile=tile)
@@ -513,7 +519,7 @@ def test_offsets_of_wider_elements_are_wide_in_time() -> None:
 def test_a_cache_beyond_offsets_is_for_the_copy_engine_or_xla(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Hopper kernel reads it where it takes the heads' width; XLA writes to it."""
+    """The Hopper kernel reads it where it takes codes of the heads' width; XLA writes to it."""
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     rows = 21
     cache = jax.ShapeDtypeStruct((rows, 1024 // width, FAR, width), jnp.uint8)

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, Queries, Sinks, TreeRows
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import fresh_pallas, prefix_pallas, tiles
+from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.operands import (
     CHUNK_AXES,
     PREFIX_AXES,
@@ -173,15 +174,15 @@ def _choose_tile(
     kv_heads, slots = prefix.keys.shape[1:3]
     if hopper:
         hardware.require_hopper("the Mosaic GPU kernel")
-        return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, slots)
+        return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, width, slots)
     capability = hardware.AMPERE if interpret else hardware.require_ampere("the Pallas kernels")
     sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
     plain = prefix.start is None and prefix.oldest is None and cap is None
     if not plain or interpret or not hardware.mosaic_is_supported():
         return tiles.triton_prefix_tile(*sizes)
     if capability[0] == hardware.HOPPER[0] and not is_reached(prefix.keys):
-        return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, slots)
-    return tiles.prefix_tile(*sizes)
+        return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, width, slots)
+    return tiles.prefix_tile(*sizes, narrow=prefix.keys.dtype == CODES)
 
 
 def _problem(

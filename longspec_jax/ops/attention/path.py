@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.ops import hardware
+from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.packing import MAX_GROUP
-from longspec_jax.ops.attention.tiles import MosaicTile, RowTiles
+from longspec_jax.ops.attention.tiles import MosaicTile, RowTiles, refuse_width
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 
 MOST_NODES = 128
@@ -26,7 +27,7 @@ ALIGNED, FETCHED = 8, 32
 """The copy engine begins at every eighth slot, and a matmul takes sixteen. The recent cached tokens
 lie within this many slots."""
 SLOTS = 128
-"""Cache slots by which a split grows, and of a step of the softmax, or two."""
+"""Cache slots by which a split grows: one or two steps of the softmax."""
 REFERENCE_NODES = 64
 """Nodes of the tree for which the number of splits fits the machine."""
 REACH = 512
@@ -46,12 +47,12 @@ def path_tile(rows: int, width: int, groups: int, parts: int, narrow: bool = Fal
       rows: packed query rows of a key/value head.
       width: of a head.
       groups: query heads of a key/value head. Of one, 64 rows are bound by memory, which small
-        steps suit better; of more by the tensor cores.
+        steps suit better; of more by the tensor cores. Of wide heads small steps alone fit.
       parts: programs that share the values' columns.
       narrow: whether the cache is in 8 bits.
     """
     warpgroups = attending_warpgroups(rows, groups, narrow)
-    slots = SLOTS // 2 if groups == 1 else SLOTS
+    slots = SLOTS // 2 if groups == 1 or width > 128 else SLOTS
     out = 4 * warpgroups * WARPGROUP_ROWS * (width // parts) if rows < WARPGROUP_ROWS else 0
     held = 2 * warpgroups * WARPGROUP_ROWS * width + out
     stages = (SHARED_BYTES[HOPPER] - held - 2048) // (2 * slots * (width + width // parts))
@@ -96,7 +97,8 @@ def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
       fresh: keys ``[B, T, K, H]``.
       levels: the greatest depth of a node.
     """
-    require_target(q.shape[2] // cached.shape[1], q.shape[3], q.dtype)
+    narrow = cached.dtype == CODES
+    require_target(q.shape[2] // cached.shape[1], q.shape[3], q.dtype, narrow=narrow)
     require_tree(fresh.shape[1], levels)
     if cached.shape[2] < SLOTS or cached.shape[2] % 8:
         raise NotImplementedError(
@@ -108,16 +110,14 @@ def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
         raise NotImplementedError(f"{q.shape[1]} nodes are no multiple of {ALIGNED}")
 
 
-def require_target(groups: int, width: int, dtype: DTypeLike) -> None:
-    """Refuse machines without the kernel, and targets of other heads or types."""
+def require_target(groups: int, width: int, dtype: DTypeLike, *, narrow: bool) -> None:
+    """Refuse machines without the kernel, and targets of other heads, types or caches."""
     hardware.require_hopper("the kernel of one order along a path")
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"{dtype} is neither bfloat16 nor float16")
-    if width not in (64, 128) or groups > MAX_GROUP:
-        raise NotImplementedError(
-            f"head width {width} is neither 64 nor 128, or {groups} query heads for a key/value "
-            f"head exceed {MAX_GROUP}"
-        )
+    refuse_width(width, narrow=narrow)
+    if groups > MAX_GROUP:
+        raise NotImplementedError(f"{groups} query heads for a key/value head exceed {MAX_GROUP}")
 
 
 def serves_tree(nodes: int, levels: int) -> bool:

@@ -78,7 +78,7 @@ def path_attention(
     rows = groups * limit.shape[1]
     padded = -(-rows // WARPGROUP_ROWS) * WARPGROUP_ROWS
     splits = splits_of(kv_heads, groups, narrow)
-    shared = attending_warpgroups(rows, groups, narrow) == 1 and width == 128
+    shared = attending_warpgroups(rows, groups, narrow) == 1 and width >= 128
     parts = 2 if shared and 2 * batch * kv_heads * splits <= MULTIPROCESSORS else 1
     work = Work(
         tile=path_tile(rows, width, groups, parts, narrow),

@@ -33,7 +33,7 @@ from longspec_jax.ops.attention.path import SEGMENT
 from longspec_jax.ops.attention.prefix_attending import Attention
 from longspec_jax.ops.attention.prefix_items import Bounds, Work
 from longspec_jax.ops.attention.prefix_programs import Memory, Operands
-from longspec_jax.ops.attention.tiles import MosaicTile
+from longspec_jax.ops.attention.tiles import MosaicTile, refuse_width
 from longspec_jax.ops.attention.widening import BLOCK, Ring
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 from longspec_jax.ops.mosaic import swizzled
@@ -108,7 +108,8 @@ def launch(
       have no more rows than there are.
     """
     width, narrow = k.shape[3], k.dtype == CODES
-    _refuse_unsupported(width, k.shape[2], q.dtype, work.tile)
+    refuse_width(width, narrow=narrow)
+    _refuse_unsupported(k.shape[2], q.dtype, work.tile)
     if narrow:
         work = _narrow(work)
     tile, tokens, rows = work.tile, None, work.rows
@@ -139,10 +140,8 @@ def launch(
     return call(bounds, *([] if limit is None else [limit]), q, k, v)
 
 
-def _refuse_unsupported(width: int, slots: int, dtype: DTypeLike, tile: MosaicTile) -> None:
+def _refuse_unsupported(slots: int, dtype: DTypeLike, tile: MosaicTile) -> None:
     """Raise for what this kernel cannot do; the sentence names the value and the rule."""
-    if width not in (64, 128):
-        raise NotImplementedError(f"head width {width} is neither 64 nor 128")
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"{dtype} is neither bfloat16 nor float16")
     if slots < tile.slots or slots % 8:

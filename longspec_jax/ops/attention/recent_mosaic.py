@@ -38,7 +38,7 @@ _MOST_AT_ONCE = 16
 """Splits whose results are merged without a loop."""
 _LEVELS = 8
 """Levels of a tree whose values are in memory at once, each among zeros; half of them where two
-programs share a multiprocessor."""
+programs share a multiprocessor, and of wide heads."""
 
 
 def attend_and_merge(
@@ -83,7 +83,8 @@ def attend_and_merge(
     programs = batch * kv_heads * pl.cdiv(rows, WARPGROUP_ROWS)
     few = programs * width // COLUMNS <= MULTIPROCESSORS and k.dtype != CODES
     columns = COLUMNS if few else 2 * COLUMNS
-    crowded = programs * width // columns > MULTIPROCESSORS
+    # The keys of wide heads leave no room for more levels either.
+    crowded = programs * width // columns > MULTIPROCESSORS or width > 128
     segment = math.gcd(tokens, WARPGROUP_ROWS)
     queries = 1 if packed else WARPGROUP_ROWS // segment
     memory = _memory(

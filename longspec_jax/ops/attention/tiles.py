@@ -119,19 +119,44 @@ def prefix_tile(
     capacity: int,
     itemsize: int,
     capability: tuple[int, int],
+    *,
+    narrow: bool = False,
 ) -> PrefixTile | MosaicTile:
     """The fastest tile measured for ``tokens`` queries per row over a cache of ``capacity`` slots.
 
     Up to 64 packed rows are bound by memory, where both kernels read at the same rate and Triton's
     starts sooner; more rows are bound by the tensor cores, which only the Hopper kernel fills.
     """
-    fits = itemsize == 2 and width in (64, 128) and capacity >= 128 and capacity % 8 == 0
+    fits = width in mosaic_widths(narrow=narrow) and capacity >= 128 and capacity % 8 == 0
+    fits = fits and itemsize == 2
     if capability[0] == HOPPER[0] and fits and tokens * heads // kv_heads > WARPGROUP_ROWS:
-        return mosaic_prefix_tile(tokens, heads, kv_heads, capacity)
+        return mosaic_prefix_tile(tokens, heads, kv_heads, width, capacity)
     return triton_prefix_tile(tokens, heads, kv_heads, width, capacity, itemsize, capability)
 
 
-def mosaic_prefix_tile(tokens: int, heads: int, kv_heads: int, capacity: int) -> MosaicTile:
+def mosaic_widths(*, narrow: bool) -> tuple[int, ...]:
+    """Widths of heads that the Hopper kernels take, of a cache in 8 bits or of one in 16."""
+    # Beside blocks of wide heads in 16 bits there is no room for rings of codes.
+    return (64, 128) if narrow else (64, 128, 256)
+
+
+def refuse_width(width: int, *, narrow: bool) -> None:
+    """Raise for heads of a width that the Hopper kernels do not take.
+
+    Raises:
+      NotImplementedError: names the widths that there are.
+    """
+    served = mosaic_widths(narrow=narrow)
+    if width not in served:
+        raise NotImplementedError(
+            f"head width {width} is none of {', '.join(map(str, served))}, which the Hopper "
+            f"kernels take of a cache in {8 if narrow else 16} bits"
+        )
+
+
+def mosaic_prefix_tile(
+    tokens: int, heads: int, kv_heads: int, width: int, capacity: int
+) -> MosaicTile:
     """Choose the tile of the Hopper kernel.
 
     Its programs stay on their multiprocessors, so that there are as many splits as give each one
@@ -139,11 +164,16 @@ def mosaic_prefix_tile(tokens: int, heads: int, kv_heads: int, capacity: int) ->
     """
     packed = tokens * heads // kv_heads
     warpgroups = 1 if packed <= WARPGROUP_ROWS else 2
-    slots = 64 if packed <= WARPGROUP_ROWS else 128
+    wide = width > 128
+    slots = 64 if packed <= WARPGROUP_ROWS or wide else 128
     row_tiles = RowTiles(packed, warpgroups)
     count = row_tiles.most_splits(kv_heads)
-    # A light item takes two blocks a step: with two stages each would come just as it is needed.
-    stages = 3 if row_tiles.lighter else 256 // slots
+    if wide:  # As many as fit beside the queries.
+        stages = 4 - warpgroups
+    else:
+        # A light item takes two blocks a step: with two stages each would come just as it is
+        # needed.
+        stages = 3 if row_tiles.lighter else 256 // slots
     return MosaicTile(warpgroups, slots, _split(capacity, count, slots), stages)
 
 

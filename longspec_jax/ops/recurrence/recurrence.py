@@ -247,7 +247,12 @@ def _operands(mixed: Array, tokens: RecurrentTokens, state: RecurrentState) -> O
 def _require_kernels(state: RecurrentState, rows: int) -> None:
     """Refuse what the kernels cannot do."""
     require_decode_step("the kernel of recurrent layers", rows, state.inputs.dtype)
-    if (width := state.memory.shape[3]) > MAX_KEY_WIDTH:
+    refuse_wide_keys(state.memory.shape[3])
+
+
+def refuse_wide_keys(width: int) -> None:
+    """Raise for keys of more numbers than the kernels take."""
+    if width > MAX_KEY_WIDTH:
         raise NotImplementedError(
             f"the kernel of recurrent layers takes keys of up to {MAX_KEY_WIDTH} numbers, "
             f"not {width}"

@@ -12,6 +12,7 @@ from longspec_jax.ops.attention import float8, path, path_kernels, reference, wi
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.hardware import mosaic_is_supported
 from tests.kit import TOLERANCE, each_row, relative_error
+from tests.ops.attention.test_path import Text
 
 MOSAIC = pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
 
@@ -39,12 +40,15 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
     batch: int = 1
     chain: int = 1
+    narrow: bool = True
 
 
 CASES = [
     Case(1, 4, 1, 128, 300),
     Case(8, 2, 2, 64, 300, batch=2),  # Two warpgroups have a split each.
     Case(40, 2, 1, 64, 150, "float16", batch=2, chain=12),
+    Case(1, 4, 1, 256, 300, narrow=False),
+    Case(40, 4, 1, 256, 300, batch=2, chain=12, narrow=False),
 ]
 
 
@@ -81,20 +85,29 @@ def operands(case: Case, slots: int = 448) -> tuple[Any, ...]:
     )
 
 
-@MOSAIC
-@each_row("case", CASES)
-def test_interpreted_path_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def interpret_path(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Interpret path attention, by one program that has two splits."""
     from tests.ops.attention.interpreted import interpret
 
-    interpret(monkeypatch, case.dtype)
+    interpret(monkeypatch, dtype)
     for module in (path, path_kernels):
         monkeypatch.setattr(module, "splits_of", lambda kv_heads, groups, narrow: 2)
     tile = path_kernels.path_tile
     monkeypatch.setattr(
         path_kernels, "path_tile", lambda *a: dataclasses.replace(tile(*a), programs=1)
     )
+
+
+@MOSAIC
+@each_row("case", CASES)
+def test_interpreted_path_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_path(monkeypatch, case.dtype)
     q, narrow, tree, depth = operands(case)
-    found = path_kernels.path_attention(q, narrow, tree, depth)
+    prefix = narrow
+    if not case.narrow:
+        wide = (float8.widened(each, case.dtype) for each in (narrow.keys, narrow.values))
+        prefix = Prefix(*wide, narrow.length)
+    found = path_kernels.path_attention(q, prefix, tree, depth)
     there = jnp.arange(narrow.keys.shape[2]) < narrow.length[:, None, None]
     exact = (
         jnp.where(there[..., None], float8.widened(each, jnp.float32), 0)
@@ -106,3 +119,20 @@ def test_interpreted_path_attention(case: Case, monkeypatch: pytest.MonkeyPatch)
     prefix = Prefix(*exact, narrow.length)
     expected = reference.speculative_attention(q.astype(jnp.float32), prefix, tree)
     assert relative_error(found, expected) <= TOLERANCE[case.dtype]
+
+
+@MOSAIC
+def test_a_node_of_wide_heads_has_the_bits_of_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both kernels, interpreted: on a GPU all widths are compared (test_path)."""
+    interpret_path(monkeypatch, "bfloat16")
+    length, text = 300, Text.drawn(320, 4, 1, 256)
+    # Scores are exact: a CPU adds them up in an order that depends on the number of keys.
+    text = text._replace(q=jnp.round(2 * text.q) / 2, keys=jnp.round(2 * text.keys) / 2)
+    operands, along = text.tree(length, 24, 3, seed=5)
+    found = np.float32(path_kernels.path_attention(*operands))[0]
+    for position, node in enumerate(along, length):
+        at = slice(position, position + 1)
+        alone = Fresh(text.keys[:, at], text.values[:, at], jnp.ones((1, 1, 1), bool))
+        step = text.q[:, at], text.prefix(position), alone, jnp.zeros((1, 1), jnp.int32)
+        plain = np.float32(path_kernels.path_attention(*step))[0, 0]
+        np.testing.assert_array_equal(found[node], plain)

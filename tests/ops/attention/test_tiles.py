@@ -35,7 +35,7 @@ def test_the_programs_of_the_hopper_kernel_have_one_item_each() -> None:
         (64, 28, 4, 9, 3 * 9 + 5),
         (69, 32, 32, 4, 4),
     ):
-        tile = tiles.mosaic_prefix_tile(tokens, heads, kv_heads, 32768)
+        tile = tiles.mosaic_prefix_tile(tokens, heads, kv_heads, 128, 32768)
         row_tiles = tiles.RowTiles(tokens * heads // kv_heads, tile.warpgroups)
         assert -(-32768 // tile.split) == splits
         assert row_tiles.items(splits) == items <= tile.programs // kv_heads
