@@ -58,6 +58,7 @@ from longspec_jax.generation.scores import check_host, scores_of
 from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.loading import choose_drafts, load_with_tokenizer, with_lookup
+from longspec_jax.ops.matmul.outputs_first import with_outputs_first
 from longspec_jax.schema import read
 from longspec_jax.weights.hf import dequantised_types, load_stop_tokens
 from longspec_jax.weights.hub import local_model
@@ -164,6 +165,7 @@ class LongSpec(Models):
             kv_dtype=given["kv_dtype"],
             adapter=given["adapter"],
         )
+        loaded = loaded._replace(params=with_outputs_first(loaded.params, mesh))
         drafts = with_lookup(tuple(draft.load(loaded, mesh) for draft in chosen))
         usual_chunk = 2048 if jax.default_backend() == "gpu" else 256
         return cls(

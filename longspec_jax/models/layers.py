@@ -26,9 +26,10 @@ from longspec_jax.config.layers import (
     YarnRopeScaling,
 )
 from longspec_jax.ops.layer import residual_norm, rms_norm
-from longspec_jax.ops.matmul import ordered
+from longspec_jax.ops.matmul import ordered, outputs_first
 from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
 from longspec_jax.ops.matmul.few_rows import gated_matmul, gelu_gate, matmul, matmul_partials
+from longspec_jax.ops.matmul.outputs_first import CHOOSE, OutputsFirst
 from longspec_jax.ops.matmul.quantised import (
     quantised_gated_matmul,
     quantised_matmul,
@@ -125,14 +126,20 @@ class Matmuls(NamedTuple):
 FEW_ROWS = Matmuls(matmul, matmul_partials, gated_matmul)
 ORDERED = Matmuls(ordered.matmul, ordered.matmul_partials, ordered.gated_matmul)
 QUANTISED = Matmuls(quantised_matmul, quantised_matmul_partials, quantised_gated_matmul)
+OUTPUTS_FIRST = Matmuls(
+    outputs_first.matmul, outputs_first.matmul_partials, outputs_first.gated_matmul
+)
 ORDERED_QUANTISED = Matmuls(*(partial(op, ordered=True) for op in QUANTISED))
+STORED = QuantisedWeights, OutputsFirst
+"""What a kernel may be instead of an array with its inputs first."""
 
 
 class Projection(nn.Module):
     """A linear map from the last axes of the input to new axes, optionally with a bias.
 
-    Where the parameters hold a :class:`QuantisedWeights` as ``kernel``, it is multiplied as it is
-    stored. So a model of quantised and whole layers needs no configuration of its own.
+    Where the parameters hold a :class:`QuantisedWeights` or :class:`OutputsFirst` as ``kernel``, it
+    is multiplied as it is stored. So a model of quantised and whole layers needs no configuration
+    of its own.
     """
 
     matmuls: ClassVar[Matmuls] = FEW_ROWS
@@ -166,13 +173,13 @@ class Projection(nn.Module):
         Quantised weights are dequantised.
         """
         kernel, bias = self._stored()
-        return kernel.kernel(self.dtype) if isinstance(kernel, QuantisedWeights) else kernel, bias
+        return kernel.kernel(self.dtype) if isinstance(kernel, STORED) else kernel, bias
 
     @nn.compact
     def _stored(self) -> tuple[Any, Array | None]:
         """The kernel as it is stored, and the bias."""
         kernel, bias = self.get_variable("params", "kernel"), None
-        if not isinstance(kernel, QuantisedWeights):
+        if not isinstance(kernel, STORED):
             shape = (*self.in_axes, *self.out_axes)
             normal = nn.initializers.normal(INITIAL_SCALE)
             kernel = parameter(self, "kernel", normal, shape, self.dtype)
@@ -181,7 +188,9 @@ class Projection(nn.Module):
             bias = parameter(self, "bias", nn.initializers.zeros, self.out_axes, self.dtype)
         return kernel, bias
 
-    def _matmuls(self, kernel: Array | QuantisedWeights) -> Matmuls:
+    def _matmuls(self, kernel: Array | OutputsFirst | QuantisedWeights) -> Matmuls:
+        if isinstance(kernel, OutputsFirst):
+            return OUTPUTS_FIRST
         return self.quantised if isinstance(kernel, QuantisedWeights) else self.matmuls
 
     def _flat(self, x: Array) -> Array:
@@ -193,10 +202,6 @@ class OrderedProjection(Projection):
 
     matmuls: ClassVar[Matmuls] = ORDERED
     quantised: ClassVar[Matmuls] = ORDERED_QUANTISED
-
-
-CHOOSE = "router", "shared_gate"
-"""The projections that choose among experts: few columns, on whose last bits much depends."""
 
 
 def rounded(layer: PyTree, name: str = "") -> PyTree:
@@ -215,7 +220,7 @@ def rounded(layer: PyTree, name: str = "") -> PyTree:
             for key, value in layer.items()
         }
     kernel, contracted = layer["kernel"], 2 if name.endswith("out") else 1
-    if isinstance(kernel, QuantisedWeights) or name in CHOOSE:
+    if isinstance(kernel, STORED) or name in CHOOSE:
         return layer
     flat = kernel.reshape(-1, *kernel.shape[contracted:])
     return {**layer, "kernel": QuantisedMatrix.rounded(jnp.moveaxis(flat, 0, -1))}

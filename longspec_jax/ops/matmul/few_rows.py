@@ -25,6 +25,8 @@ SWISH = 1.702
 """The slope of the gate of gpt-oss: ``x * sigmoid(1.702 x)`` is close to a GELU."""
 WORTH_A_KERNEL = 2**21
 """Elements of the smallest weights that keep half of a Hopper GPU's multiprocessors reading."""
+FEW_ON_CPU = 32
+"""Rows up to which a CPU takes longer to copy weights into Eigen's order than to multiply."""
 
 
 def matmul(
@@ -83,13 +85,33 @@ def matmul_xla(
 
 def head_matmul_xla(hidden: Array, table: Array) -> Array:
     """Logits ``hidden @ table.T`` of an LM head, accumulated and returned in float32."""
-    return jnp.einsum(
-        "...D,VD->...V",
-        hidden,
-        table,
-        precision=matmul_precision(table.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    return multiply_outputs_first(hidden, table)
+
+
+def multiply_outputs_first(x: Float[Array, "*rows C"], table: Float[Array, "*out C"]) -> Array:
+    """``[*rows, *out]`` of ``x @ table.T`` in plain JAX, accumulated and returned in float32.
+
+    Few float32 rows on a CPU are multiplied as ``(table @ x.T).T``, which takes half the time
+    (:mod:`longspec_jax.ops.matmul.outputs_first`).
+    """
+    rows, shape = x.size // x.shape[-1], (*x.shape[:-1], *table.shape[:-1])
+    # With several axes of outputs the compiler would copy the table.
+    table = table.reshape(-1, table.shape[-1])
+    few = 1 < rows <= FEW_ON_CPU and table.dtype == x.dtype == jnp.float32
+    if not (few and jax.default_backend() == "cpu" and one_device()):
+        return _inputs_last(x, table).reshape(shape)
+    # Eigen takes as long for 5 rows as for 8.
+    padded = jnp.pad(x.reshape(rows, -1), ((0, -rows % (4 if rows <= 4 else 8)), (0, 0)))
+    # Without a barrier the compiler would make ``x @ table.T`` of it again.
+    turned = jax.lax.optimization_barrier(_inputs_last(table, padded))
+    return turned.T[:rows].reshape(shape)
+
+
+def _inputs_last(one: Float[Array, "*m C"], other: Float[Array, "n C"]) -> Float[Array, "*m n"]:
+    """``one @ other.T`` in float32."""
+    over = ((one.ndim - 1,), (1,)), ((), ())
+    precision = matmul_precision(other.dtype)
+    return jax.lax.dot_general(one, other, over, precision, preferred_element_type=jnp.float32)
 
 
 def gate(gate_up: Array) -> Array:
