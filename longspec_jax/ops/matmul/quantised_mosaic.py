@@ -84,10 +84,32 @@ def matmul(
     """
     if weights.order is not None:
         x = jnp.take(x, weights.order, axis=-1)
+    work = _work(len(x), weights, tile, gated=gated, wide=dtype == jnp.float32)
+    rows = work.rows
+    if rows > 8 and rows % 8 and work.groups == 1:
+        x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
+    x = x.reshape(work.groups, -1, x.shape[-1])
+    dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else dtype
+    given = _given(work, weights, bias)
+    kernel = persistent(
+        functools.partial(_kernel, work=work, stored=weights.stored, names=tuple(given)),
+        work,
+        jax.ShapeDtypeStruct((tile.splits * work.groups, x.shape[1], work.columns), dtype),
+        _memory(work, weights, x.dtype, dtype, interpreted=interpret is not None),
+        name="quantised_gated_matmul" if gated else "quantised_matmul",
+        interpret=interpret,
+    )
+    out = kernel(x, *given.values()).reshape(tile.splits, -1, work.columns)[:, :rows]
+    return out if tile.splits > 1 else out[0]
+
+
+def _work(
+    rows: int, weights: PackedMatrix, tile: MatmulTile, *, gated: bool, wide: bool
+) -> QuantisedWork:
     blocks, outputs, _ = weights.codes.shape
     parts = 2 if gated else 1
-    work = QuantisedWork(
-        rows=len(x),
+    return QuantisedWork(
+        rows=rows,
         contracted=blocks * 512 // weights.bits,
         columns=outputs // parts,
         tile=tile,
@@ -97,51 +119,55 @@ def matmul(
         zeros=weights.zero is not None or weights.offset is not None,
         fine=weights.fine,
         counted=weights.counted,
-        wide=dtype == jnp.float32,
-        groups=row_groups(len(x)),
+        wide=wide,
+        groups=row_groups(rows),
     )
-    rows = work.rows
-    if rows > 8 and rows % 8 and work.groups == 1:
-        x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
-    x = x.reshape(work.groups, -1, x.shape[-1])
-    dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else dtype
+
+
+def _given(work: QuantisedWork, weights: PackedMatrix, bias: Array | None) -> dict[str, Array]:
+    """The operands beside the tokens, by the names that :class:`_Quantised` gives them."""
+    given = dict(
+        words=weights.codes.reshape(-1, work.parts, *lines(work.columns)),
+        bias=bias,
+        scale=weights.scale,
+        zero=weights.offset if work.fine else weights.zero,
+        scale_unit=weights.unit,
+        zero_unit=weights.offset_unit,
+    )
+    return {
+        name: each if name in ("words", "bias") else each.reshape(-1, work.parts, work.columns)
+        for name, each in given.items()
+        if each is not None
+    }
+
+
+def _memory(
+    work: QuantisedWork,
+    weights: PackedMatrix,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike,
+    *,
+    interpreted: bool,
+) -> dict[str, Any]:
+    """Shared memory and barriers of a program."""
+    parts, columns = work.parts, work.tile.columns
     memory = dict(
-        x_smem=swizzled((work.stages, work.height, tile.depth), x.dtype),
-        words_smem=plgpu.SMEM((work.stages, work.blocks, parts, *lines(tile.columns)), jnp.uint32),
-        out_smem=swizzled((work.halves, work.height, WARPGROUP_ROWS), dtype),
+        x_smem=swizzled((work.stages, work.height, work.tile.depth), dtype),
+        words_smem=plgpu.SMEM((work.stages, work.blocks, parts, *lines(columns)), jnp.uint32),
+        out_smem=swizzled((work.halves, work.height, WARPGROUP_ROWS), out_dtype),
         ready=plgpu.Barrier(num_arrivals=work.copies, num_barriers=work.stages),
         free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
     )
-    scales = work.stages, work.scales, parts, tile.columns
-    if work.scales:
-        memory["scale_smem"] = plgpu.SMEM(scales, weights.scale.dtype)
-    if work.scales and work.zeros:
-        memory["zero_smem"] = plgpu.SMEM(scales, weights.scale.dtype)
+    for name in ("scale_smem", "zero_smem")[: work.of_group if work.scales else 0]:
+        memory[name] = plgpu.SMEM((work.stages, work.scales, parts, columns), weights.scale.dtype)
     for name in ("scale_unit_smem", "zero_unit_smem")[: work.of_group if work.counted else 0]:
-        memory[name] = plgpu.SMEM((work.stages, work.scale_units, parts, tile.columns), jnp.float16)
+        memory[name] = plgpu.SMEM((work.stages, work.scale_units, parts, columns), jnp.float16)
     if work.handed:
         memory["sums_smem"] = plgpu.SMEM((work.handed, WARPGROUP_ROWS, work.pitch), jnp.float32)
         memory["met"] = plgpu.Barrier(num_arrivals=work.warpgroups)
-    if interpret is not None:
-        # The interpreter's matrix units take no operand from registers.
-        memory["operand_smem"] = plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, OPERAND), x.dtype)
-    of_parts = parts, work.columns
-    given = dict(words=weights.codes.reshape(blocks, parts, *lines(work.columns)), bias=bias)
-    zero = weights.offset if work.fine else weights.zero
-    units = dict(scale_unit=weights.unit, zero_unit=weights.offset_unit)
-    for name, each in (dict(scale=weights.scale, zero=zero) | units).items():
-        given[name] = None if each is None else each.reshape(-1, *of_parts)
-    given = {name: each for name, each in given.items() if each is not None}
-    kernel = persistent(
-        functools.partial(_kernel, work=work, stored=weights.stored, names=tuple(given)),
-        work,
-        jax.ShapeDtypeStruct((tile.splits * work.groups, x.shape[1], work.columns), dtype),
-        memory,
-        name="quantised_gated_matmul" if gated else "quantised_matmul",
-        interpret=interpret,
-    )
-    out = kernel(x, *given.values()).reshape(tile.splits, -1, work.columns)[:, :rows]
-    return out if tile.splits > 1 else out[0]
+    if interpreted:  # The interpreter's matrix units take no operand from registers.
+        memory["operand_smem"] = plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, OPERAND), dtype)
+    return memory
 
 
 def _kernel(
