@@ -50,6 +50,7 @@ from longspec_jax.ops.matmul.widening import (
     WORDS,
     arrive,
     lines,
+    signed_byte,
     weighted,
     widened,
 )
@@ -159,7 +160,8 @@ def _memory(
         free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
     )
     for name in ("scale_smem", "zero_smem")[: work.of_group if work.scales else 0]:
-        memory[name] = plgpu.SMEM((work.stages, work.scales, parts, columns), weights.scale.dtype)
+        scales = work.stages, work.scale_rows, parts, columns
+        memory[name] = plgpu.SMEM(scales, weights.scale.dtype)
     for name in ("scale_unit_smem", "zero_unit_smem")[: work.of_group if work.counted else 0]:
         memory[name] = plgpu.SMEM((work.stages, work.scale_units, parts, columns), jnp.float16)
     if work.handed:
@@ -253,7 +255,7 @@ class _Quantised(Program):
                         plgpu.copy_gmem_to_smem(source, to.at[stage, index], ready)
             for source, to in ((self.scale, self.scale_smem), (self.zero, self.zero_smem)):
                 if work.fine and source is not None:
-                    source = source.at[pl.ds(first * work.scales, work.scales), :, outputs]
+                    source = source.at[pl.ds(first * work.scale_rows, work.scale_rows), :, outputs]
                     plgpu.copy_gmem_to_smem(source, to.at[stage], ready)
             units = pl.ds(first * work.scale_units, work.scale_units)
             for source, to in (
@@ -329,13 +331,13 @@ class _Quantised(Program):
                 place = self.team[1] * work.held + index
                 ways = jnp.int32(work.ways)
                 shares.append((jax.lax.div(place, ways), jax.lax.rem(place, ways)))
-        zeros = [None] * work.held
+        zeros, groups = [None] * work.held, [None] * work.held
         if self.zero is not None and not work.group:
             zeros = [self.by_output(self.zero.at[0, part, self.mine(unit)]) for part, _ in shares]
 
-        @pl.loop(0, unit.steps)
-        def _(step: jax.Array) -> None:
-            here, before = self.stage(past + step), self.stage(past + step - 1)
+        @pl.loop(0, unit.steps, init_carry=self.stage(past + work.stages - 1))
+        def last(step: jax.Array, before: jax.Array) -> jax.Array:
+            here = self.next(before)
             plgpu.barrier_wait(self.ready.at[here])
             for index in range(work.operands):
                 turn, quarter = divmod(index, work.block_operands)
@@ -343,7 +345,11 @@ class _Quantised(Program):
                     block = turn * work.ways + way
                     inputs = pl.ds((block * work.block_operands + quarter) * OPERAND, OPERAND)
                     tokens = self.x_smem.at[here, :, inputs]
-                    operand = self.operand(here, part, block, quarter, zeros[number])
+                    if work.fine and not quarter:
+                        groups[number] = self.of_block(here, part, block)
+                    operand = self.operand(
+                        here, part, block, quarter, zeros[number], groups[number]
+                    )
                     plgpu.wgmma(accumulators[number], operand, tokens.transpose((1, 0)))
                     # One matmul goes on while the next operand is widened. It is over before the
                     # operand after that, which takes the same registers; so does the very next
@@ -353,35 +359,40 @@ class _Quantised(Program):
                         # With a branch here, matmuls would wait for each other: the assembler
                         # cannot follow their registers across it (its warning C7513).
                         arrive(self.free.at[before], predicate=step > 0)
+            return here
 
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.free.at[self.stage(past + unit.steps - 1)])
+        plgpu.barrier_arrive(self.free.at[last])
         # The compiler sees no connection between the wait and the registers.
         return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
 
-    def operand(self, stage: jax.Array, part: Any, block: Any, quarter: int, zero: Any) -> Any:
+    def operand(
+        self,
+        stage: jax.Array,
+        part: Any,
+        block: Any,
+        quarter: int,
+        zero: Any,
+        groups: "tuple[_Numbers, _Numbers] | None",
+    ) -> Any:
         """The weights of 64 outputs and 64 inputs in 16 bits."""
         work, dtype, (half, _) = self.work, self.x.dtype, self.team
         count, _ = lines(WARPGROUP_ROWS)
         of_half = pl.ds(half * count, count)
         words = load(self.words_smem.at[stage, block, part, of_half], WORDS)
-        rows = pl.ds(half * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        place = (block * work.block_operands + quarter) * OPERAND
-        group = jax.lax.div(place, work.scaled) if work.scaled else 0
         interpreted = self.operand_smem is not None
         each = 4 // work.block_operands
         of_words = range(quarter * each, (quarter + 1) * each)
         options: Any = dict(chosen=of_words, interpreted=interpreted)
-        if work.fine:
-            # Integers up to 2048 are exact in float16.
-            zero = None if self.zero_smem is None else 0.0  # Offsets are of whole codes.
-            codes = widened(words, self.stored, jnp.float16, zero, **options)
-            places = [(stage, group + at, part, rows) for at in range(OPERAND // work.scaled)]
-            unit_at = stage, jax.lax.div(place, UNIT), part, rows
-            scales = self.of_groups(self.scale_smem, places, self.scale_unit_smem, unit_at)
-            offsets = self.of_groups(self.zero_smem, places, self.zero_unit_smem, unit_at)
-            weights = weighted(codes, scales, offsets, dtype, interpreted=interpreted)
+        if groups is not None:
+            scales, offsets = (numbers.of_operand(quarter, work) for numbers in groups)
+            weights = weighted(
+                words, self.stored, dtype, scales.times, offsets.times(1.0), **options
+            )
         else:
+            rows = self.of_team
+            place = (block * work.block_operands + quarter) * OPERAND
+            group = jax.lax.div(place, work.scaled) if work.scaled else 0
             if self.zero_smem is not None:
                 zero = self.by_output(self.zero_smem.at[stage, group, part, rows])
             weights = widened(words, self.stored, dtype, zero, **options)
@@ -393,15 +404,42 @@ class _Quantised(Program):
         to[...] = weights
         return to
 
-    def of_groups(self, numbers: Any, places: list[Any], units: Any, unit_at: Any) -> list[Array]:
-        """Scales or offsets of this warpgroup's 64 outputs, float32, of every group; or none."""
-        if numbers is None:
-            return []
-        found = [load(numbers.at[at], BY_OUTPUT) for at in places]
+    def of_block(self, stage: jax.Array, part: Any, block: Any) -> "tuple[_Numbers, _Numbers]":
+        """Scales and offsets of a block's fine groups."""
+        kinds = (self.scale_smem, self.scale_unit_smem), (self.zero_smem, self.zero_unit_smem)
+        scales, offsets = (
+            _Numbers([], None) if each is None else self.loaded(each, units, stage, part, block)
+            for each, units in kinds
+        )
+        return scales, offsets
+
+    def loaded(
+        self, numbers: Ref, units: Ref, stage: jax.Array, part: Any, block: Any
+    ) -> "_Numbers":
+        """Scales or offsets of this warpgroup's 64 outputs, of every group of a block."""
+        work, rows = self.work, self.of_team
+        first, count = block * work.block_groups, work.block_groups
         if units is None:
-            return found
-        unit = load(units.at[unit_at], BY_OUTPUT).astype(jnp.float32)
-        return [each.astype(jnp.float32) * unit for each in found]
+            each = [
+                load(numbers.at[stage, first + at, part, rows], BY_OUTPUT) for at in range(count)
+            ]
+            return _Numbers(each, None)
+        words = [
+            load(numbers.at[stage, jax.lax.div(first, 4) + at, part, rows], BY_OUTPUT)
+            for at in range(-(-count // 4))
+        ]
+        if count < 4:  # Half of a word.
+            words = [words[0] >> (8 * jax.lax.rem(first, 4)).astype(jnp.uint32)]
+        unit = jax.lax.div(block * work.block_operands * OPERAND, UNIT)
+        unit = load(units.at[stage, unit, part, rows], BY_OUTPUT).astype(jnp.float32)
+        interpreted = self.operand_smem is not None
+        each = [signed_byte(words[at // 4], at % 4, interpreted=interpreted) for at in range(count)]
+        return _Numbers(each, unit)
+
+    @property
+    def of_team(self) -> Any:
+        """This warpgroup's 64 outputs, among those of a strip."""
+        return pl.ds(self.team[0] * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def by_output(self, numbers: Ref) -> Array:
         """Numbers of this warpgroup's 64 outputs, each in as many columns as an operand has."""
@@ -455,3 +493,24 @@ class _Quantised(Program):
         for group, rows, here in self.rows(unit):
             place = unit.split * self.work.groups + group
             plgpu.copy_smem_to_gmem(to.at[here], self.out.at[place, rows, self.mine(unit)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+    """Scales or offsets of 64 outputs, float32, for each of some groups; or none.
+
+    Counted ones are to be multiplied by a unit of all of them.
+    """
+
+    counts: list[Array]
+    unit: Array | None
+
+    def of_operand(self, quarter: int, work: QuantisedWork) -> "_Numbers":
+        """Those of an operand of a block."""
+        count = len(self.counts) // work.block_operands
+        return _Numbers(self.counts[quarter * count : (quarter + 1) * count], self.unit)
+
+    def times(self, factor: float) -> list[Array]:
+        """All times a power of two, which is exact."""
+        unit = factor if self.unit is None else self.unit if factor == 1 else self.unit * factor
+        return self.counts if self.unit is None and factor == 1 else [x * unit for x in self.counts]

@@ -142,6 +142,16 @@ class QuantisedWork(Work):
         return self.tile.depth // self.scaled if self.group else 0
 
     @property
+    def scale_rows(self) -> int:
+        """Rows of the scales of a step: counted ones are words of four."""
+        return self.scales // 4 if self.counted else self.scales
+
+    @property
+    def block_groups(self) -> int:
+        """Groups of a block, if they are fine."""
+        return self.block_operands * OPERAND // self.group
+
+    @property
     def scale_units(self) -> int:
         """Units of an output in a step, if scales are counted."""
         return self.tile.depth // UNIT if self.counted else 0

@@ -167,8 +167,12 @@ def test_parameters_are_packed_where_the_kernel_runs(monkeypatch: pytest.MonkeyP
     experts = Case("uint8", 128, (2, 64), group=32).drawn().replace(floating=True)  # pyright: ignore
     wide = experts.replace(scale=experts.scale + 2)
 
+    fine = Case("uint8", 128, (64,), group=32).drawn()
+    large = fine.replace(scale=fine.scale.at[3, 1].set(2.0**101))  # pyright: ignore
+
     def params() -> dict[str, Any]:
-        return {"layer": {"kernel": case.drawn(), "scale": whole}, "odd": odd, "wide": wide}
+        kept = {"odd": odd, "wide": wide, "large": large}
+        return {"layer": {"kernel": case.drawn(), "scale": whole}, **kept}
 
     here = params()
     assert packed_params(here, "bfloat16")["layer"]["kernel"] is here["layer"]["kernel"]
@@ -176,6 +180,7 @@ def test_parameters_are_packed_where_the_kernel_runs(monkeypatch: pytest.MonkeyP
     assert packed_params(here, "float32")["layer"]["kernel"] is here["layer"]["kernel"]
     there = packed_params(here, "bfloat16")
     assert there["odd"] is odd and there["layer"]["scale"] is whole and there["wide"] is wide
+    assert there["large"] is large  # The kernel multiplies scales of small groups by 2^24.
     assert packed_params(experts, "float16") is experts
     assert isinstance(packed_params(experts, "bfloat16"), PackedMatrix)
     packed = there["layer"]["kernel"]
