@@ -234,13 +234,25 @@ def test_work_fits_the_machine(shares: int) -> None:
         if weights.head or any(size % 128 for size in sizes):
             continue
         options = dict(gated=weights.gated, split=weights.split)
-        for bits, rows in ((4, 1), (8, 64), (8, 128), (4, 1000)):
+        for bits, rows, group in (
+            (4, 1, 128),
+            (8, 64, 128),
+            (8, 128, 128),
+            (4, 1000, 128),
+            (4, 64, 32),
+            (4, 128, 32),
+            (8, 64, 16),
+            (8, 1000, 16),
+        ):
+            fine = group in FINE
             tile = quantised_tile(*sizes, bits=bits, **options)
             assert sizes[1] % tile.columns == 0
             parts = 2 if weights.gated else 1
-            work = QuantisedWork(rows, *sizes, tile, parts, bits=bits, group=128, zeros=True)
+            kind = dict(bits=bits, group=group, zeros=True, fine=fine, counted=fine)
+            work = QuantisedWork(rows, *sizes, tile, parts, **kind)
             assert work.programs <= hardware.MULTIPROCESSORS
             out = work.halves * work.height * 64 * work.out_bytes
+            out += work.handed * 64 * work.pitch * 4
             assert work.stages * work.stage_bytes + out <= hardware.SHARED_BYTES[(9, 0)] - 1024
             if sizes[0] * sizes[1] >= 2**24 and rows <= 64:
                 assert work.stages >= 3, weights
