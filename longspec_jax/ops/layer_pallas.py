@@ -7,8 +7,9 @@ go among those of other tokens, in place.
 :func:`append_rows` writes to many caches at once, in place.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -145,8 +146,7 @@ def _split_kernel(
     (count, first), tokens = places, queries.tokens
     of_row = row if count == tokens else row // tokens * count + first + row % tokens
     angle = row // tokens if same_angles else row
-    h = jnp.arange(pl.next_power_of_2(half))
-    within = h < half
+    token = _Token(qkv_ref, (cos_ref, sin_ref), row, angle, half, eps)
 
     def packed(head: jax.Array) -> tuple[Any, ...]:
         flat = row % queries.tokens * queries.heads + head
@@ -155,47 +155,6 @@ def _split_kernel(
 
     def of_token(head: jax.Array) -> tuple[Any, ...]:
         return of_row, head[:, None]
-
-    def normalised(low: jax.Array, high: jax.Array, scale_ref: Ref) -> tuple[jax.Array, jax.Array]:
-        """Both halves of every head over the head's root mean square, rounded."""
-        squares = (low * low).sum(axis=1) + (high * high).sum(axis=1)
-        factor = jax.lax.rsqrt(squares / (2 * half) + eps)[:, None]
-        scales = (
-            pltriton.load(scale_ref.at[some], mask=within, other=0.0) for some in (h, h + half)
-        )
-        low, high = (
-            (part * factor * scale.astype(jnp.float32)[None, :]).astype(qkv_ref.dtype)
-            for part, scale in zip((low, high), scales, strict=True)
-        )
-        return low.astype(jnp.float32), high.astype(jnp.float32)
-
-    def write(
-        ref: Ref,
-        heads: int,
-        block: jax.Array,
-        slots: Ref,
-        place: Ref,
-        rotated: bool,
-        scale_ref: Ref,
-    ) -> None:
-        head = block * HEADS + jnp.arange(HEADS)
-        mask = (head < heads)[:, None] & within[None, :]
-        source, target = (row, slots(head)[:, None]), place(head)
-        low, high = (
-            pltriton.load(qkv_ref.at[*source, some[None, :]], mask=mask, other=0.0)
-            for some in (h, h + half)
-        )
-        if rotated:
-            cos, sin = (
-                pltriton.load(part.at[angle, h], mask=within, other=0.0)[None, :]
-                for part in (cos_ref, sin_ref)
-            )
-            low, high = low.astype(jnp.float32), high.astype(jnp.float32)
-            if scale_ref is not None:
-                low, high = normalised(low, high, scale_ref)
-            low, high = low * cos - high * sin, high * cos + low * sin
-        pltriton.store(ref.at[*target, h[None, :]], low.astype(ref.dtype), mask=mask)
-        pltriton.store(ref.at[*target, h[None, :] + half], high.astype(ref.dtype), mask=mask)
 
     kv_heads, groups, size = queries.kv_heads, queries.groups, queries.groups + 2
     parts = (
@@ -207,9 +166,85 @@ def _split_kernel(
     for ref, heads, *how in parts:
         blocks = pl.cdiv(heads, HEADS)
         pl.when((block >= first) & (block < first + blocks))(
-            functools.partial(write, ref, heads, block - first, *how)
+            functools.partial(token.write, ref, heads, block - first, *how)
         )
         first += blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Token:
+    """One token's heads, which a program reads in halves that rotate together."""
+
+    qkv: Ref
+    angles: tuple[Ref, Ref]
+    row: jax.Array
+    angle: jax.Array
+    """The row of its angles."""
+    half: int
+    eps: float
+
+    @property
+    def within(self) -> tuple[jax.Array, jax.Array]:
+        """Numbers of the first half of a head, in whole powers of two, and which exist."""
+        h = jnp.arange(pl.next_power_of_2(self.half))
+        return h, h < self.half
+
+    def write(
+        self,
+        ref: Ref,
+        heads: int,
+        block: jax.Array,
+        slots: Callable[[jax.Array], jax.Array],
+        place: Callable[[jax.Array], tuple[Any, ...]],
+        rotated: bool,
+        scale: Ref,
+    ) -> None:
+        """Write a block of 16 of some heads.
+
+        Args:
+          ref: where they go.
+          heads: how many there are.
+          block: which of them.
+          slots: where a head is in the projection.
+          place: where it goes.
+          rotated: whether it is rotated by the token's angles.
+          scale: of the norm before the rotation, or none.
+        """
+        h, within = self.within
+        head = block * HEADS + jnp.arange(HEADS)
+        mask = (head < heads)[:, None] & within[None, :]
+        source, target = (self.row, slots(head)[:, None]), place(head)
+        low, high = (
+            pltriton.load(self.qkv.at[*source, some[None, :]], mask=mask, other=0.0)
+            for some in (h, h + self.half)
+        )
+        if rotated:
+            cos, sin = (
+                pltriton.load(part.at[self.angle, h], mask=within, other=0.0)[None, :]
+                for part in self.angles
+            )
+            low, high = low.astype(jnp.float32), high.astype(jnp.float32)
+            if scale is not None:
+                low, high = self.normalised(low, high, scale)
+            low, high = low * cos - high * sin, high * cos + low * sin
+        pltriton.store(ref.at[*target, h[None, :]], low.astype(ref.dtype), mask=mask)
+        pltriton.store(ref.at[*target, h[None, :] + self.half], high.astype(ref.dtype), mask=mask)
+
+    def normalised(
+        self, low: jax.Array, high: jax.Array, scale_ref: Ref
+    ) -> tuple[jax.Array, jax.Array]:
+        """Both halves of every head over the head's root mean square, rounded."""
+        h, within = self.within
+        squares = (low * low).sum(axis=1) + (high * high).sum(axis=1)
+        factor = jax.lax.rsqrt(squares / (2 * self.half) + self.eps)[:, None]
+        scales = (
+            pltriton.load(scale_ref.at[some], mask=within, other=0.0) for some in (h, h + self.half)
+        )
+        low, high = (
+            (part * factor * scale.astype(jnp.float32)[None, :]).astype(self.qkv.dtype)
+            for part, scale in zip((low, high), scales, strict=True)
+        )
+        return low.astype(jnp.float32), high.astype(jnp.float32)
 
 
 def append_rows(

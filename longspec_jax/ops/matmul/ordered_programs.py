@@ -92,6 +92,10 @@ class Program:
         """The place in the ring of a block, by the number of blocks before it."""
         return jax.lax.rem(place, jnp.int32(self.work.stages))
 
+    def next(self, stage: jax.Array) -> jax.Array:
+        """The place behind this one, without the division that :meth:`stage` needs."""
+        return jnp.where(stage == self.work.stages - 1, 0, stage + 1)
+
     def unit(self, index: jax.Array) -> Unit:
         """The unit of this index."""
         work, splits = self.work, self.work.tile.splits

@@ -35,6 +35,8 @@ OPERAND = 64
 """Inputs of one operand of the matrix units, which share a scale; half as many 4-bit floats."""
 LARGEST_SCALE = 2.0
 """Of 4-bit floats: the kernel multiplies scales by 2^126, which bfloat16 must hold."""
+LARGEST_FINE = 2.0**100
+"""Of fine groups in float32: the kernel multiplies scales by 2^24."""
 
 
 @struct.dataclass
@@ -44,9 +46,10 @@ class PackedMatrix(QuantisedWeights):
     codes: Leaf[UInt32[Array, "*shares blocks N 16"]]
     """Words of four codes of 8 bits or eight of 4."""
     scale: Leaf[Array]
-    """``[*shares, G, N]``: int8 where there are units, float32 where an output has one scale or
-    groups are fine, otherwise in the dtype of the activations. Of fine groups there are as many as
-    padded inputs have."""
+    """``[*shares, G, N]``: float32 where an output has one scale or groups are fine, otherwise in
+    the dtype of the activations. Of fine groups there are as many as padded inputs have. Where
+    there are units, ``[*shares, G / 4, N]`` words of four groups of 8 bits, the first one lowest:
+    a thread reads them at once."""
     zero: Leaf[Float[Array, "*shares G N"]] | None
     """What is subtracted from integer codes, in the dtype of the activations; absent as there."""
     order: Leaf[Array] | None
@@ -60,7 +63,7 @@ class PackedMatrix(QuantisedWeights):
     floating: bool = struct.field(pytree_node=False, default=False)
     """Whether 4-bit codes are floats."""
     offset: Leaf[Array] | None = None
-    """What is added to products of fine groups, ``[*shares, G, N]`` in float32 or counted."""
+    """What is added to products of fine groups, as ``scale``."""
     unit: Leaf[Float16[Array, "*shares U N"]] | None = None
     """As in :class:`QuantisedMatrix`; of whole units, as inputs are padded to :data:`DEPTH`."""
     offset_unit: Leaf[Float16[Array, "*shares U N"]] | None = None
@@ -123,11 +126,7 @@ def pack(matrix: QuantisedMatrix, dtype: DTypeLike) -> PackedMatrix:
     words = jax.lax.bitcast_convert_type(blocks.reshape(*blocks.shape[:2], 16, 4), jnp.uint32)
     fine = flat.fine
     single = flat.groups == 1 and not fine
-    scale, offset = flat.scale.T, None if flat.offset is None else flat.offset.T
-    if fine:
-        missing = ((0, -flat.groups % (DEPTH // flat.group)), (0, 0))
-        scale = jnp.pad(scale, missing)
-        offset = None if offset is None else jnp.pad(offset, missing)
+    scale = _by_group(flat.scale, flat)
     return PackedMatrix(
         codes=words.swapaxes(0, 1),
         scale=scale if fine else scale.astype(jnp.float32 if single else dtype),
@@ -137,7 +136,7 @@ def pack(matrix: QuantisedMatrix, dtype: DTypeLike) -> PackedMatrix:
         group=0 if single else flat.group,
         stored=flat.codes.dtype,
         floating=flat.floating,
-        offset=offset,
+        offset=None if flat.offset is None else _by_group(flat.offset, flat),
         unit=None if flat.unit is None else flat.unit.T,
         offset_unit=None if flat.offset_unit is None else flat.offset_unit.T,
     )
@@ -188,21 +187,37 @@ def _unpacked(packed: PackedMatrix) -> QuantisedMatrix:
     def shaped(rows: Array) -> Array:
         return rows.reshape(*packed.out_axes, -1)
 
-    def by_output(numbers: Array | None, count: int | None = None) -> Array | None:
-        return None if numbers is None else shaped(numbers.T[:, :count])
+    def by_output(numbers: Array | None) -> Array | None:
+        return None if numbers is None else shaped(numbers.T)
 
-    scale = packed.scale.T[:, :groups]
+    def of_groups(numbers: Array) -> Array:
+        rows = numbers.T
+        if packed.counted:
+            rows = jax.lax.bitcast_convert_type(rows, jnp.int8).reshape(len(rows), -1)
+        return shaped(rows[:, :groups])
+
+    scale = of_groups(packed.scale)
     return QuantisedMatrix(
         shaped(codes),
-        shaped(scale if packed.counted else scale.astype(jnp.float32)),
+        scale if packed.counted else scale.astype(jnp.float32),
         None if packed.zero is None else shaped(packed.zero.T.astype(jnp.int8)),
         packed.order,
         packed.group,
         packed.floating,
-        by_output(packed.offset, groups),
+        None if packed.offset is None else of_groups(packed.offset),
         by_output(packed.unit),
         by_output(packed.offset_unit),
     )
+
+
+def _by_group(numbers: Array, flat: QuantisedMatrix) -> Array:
+    """Scales or offsets, groups first, as :class:`PackedMatrix` has them."""
+    if flat.fine:
+        numbers = jnp.pad(numbers, ((0, 0), (0, -flat.groups % (DEPTH // flat.group))))
+    if flat.unit is not None:
+        fours = numbers.reshape(len(numbers), -1, 4)
+        numbers = jax.lax.bitcast_convert_type(fours, jnp.uint32)
+    return numbers.T
 
 
 def _bytes(codes: Array) -> Array:

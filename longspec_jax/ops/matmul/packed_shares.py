@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from longspec_jax.ops import hardware
-from longspec_jax.ops.matmul.packed import LARGEST_SCALE, PackedMatrix, pack
+from longspec_jax.ops.matmul.packed import LARGEST_FINE, LARGEST_SCALE, PackedMatrix, pack
 from longspec_jax.ops.matmul.quantised_weights import UNIT, QuantisedMatrix, QuantisedWeights
 
 AT_ONCE = 4
@@ -102,6 +102,8 @@ def packed_params(params: PyTree, dtype: DTypeLike) -> Any:
             hardware.require_hopper("the kernel for quantised weights")
             if leaf.floating and leaf.scale.max() > LARGEST_SCALE:
                 raise NotImplementedError("the kernel multiplies such scales by 2^126")
+            if leaf.fine and leaf.unit is None and jnp.abs(leaf.scale).max() > LARGEST_FINE:
+                raise NotImplementedError("the kernel multiplies such scales by 2^24")
             spread = isinstance(leaf.codes.sharding, NamedSharding)
             packed = (pack_shares if spread else _pack)(leaf, jnp.dtype(dtype))
         except NotImplementedError:

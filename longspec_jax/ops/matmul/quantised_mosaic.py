@@ -50,6 +50,7 @@ from longspec_jax.ops.matmul.widening import (
     WORDS,
     arrive,
     lines,
+    signed_byte,
     weighted,
     widened,
 )
@@ -84,10 +85,32 @@ def matmul(
     """
     if weights.order is not None:
         x = jnp.take(x, weights.order, axis=-1)
+    work = _work(len(x), weights, tile, gated=gated, wide=dtype == jnp.float32)
+    rows = work.rows
+    if rows > 8 and rows % 8 and work.groups == 1:
+        x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
+    x = x.reshape(work.groups, -1, x.shape[-1])
+    dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else dtype
+    given = _given(work, weights, bias)
+    kernel = persistent(
+        functools.partial(_kernel, work=work, stored=weights.stored, names=tuple(given)),
+        work,
+        jax.ShapeDtypeStruct((tile.splits * work.groups, x.shape[1], work.columns), dtype),
+        _memory(work, weights, x.dtype, dtype, interpreted=interpret is not None),
+        name="quantised_gated_matmul" if gated else "quantised_matmul",
+        interpret=interpret,
+    )
+    out = kernel(x, *given.values()).reshape(tile.splits, -1, work.columns)[:, :rows]
+    return out if tile.splits > 1 else out[0]
+
+
+def _work(
+    rows: int, weights: PackedMatrix, tile: MatmulTile, *, gated: bool, wide: bool
+) -> QuantisedWork:
     blocks, outputs, _ = weights.codes.shape
     parts = 2 if gated else 1
-    work = QuantisedWork(
-        rows=len(x),
+    return QuantisedWork(
+        rows=rows,
         contracted=blocks * 512 // weights.bits,
         columns=outputs // parts,
         tile=tile,
@@ -97,51 +120,56 @@ def matmul(
         zeros=weights.zero is not None or weights.offset is not None,
         fine=weights.fine,
         counted=weights.counted,
-        wide=dtype == jnp.float32,
-        groups=row_groups(len(x)),
+        wide=wide,
+        groups=row_groups(rows),
     )
-    rows = work.rows
-    if rows > 8 and rows % 8 and work.groups == 1:
-        x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
-    x = x.reshape(work.groups, -1, x.shape[-1])
-    dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else dtype
+
+
+def _given(work: QuantisedWork, weights: PackedMatrix, bias: Array | None) -> dict[str, Array]:
+    """The operands beside the tokens, by the names that :class:`_Quantised` gives them."""
+    given = dict(
+        words=weights.codes.reshape(-1, work.parts, *lines(work.columns)),
+        bias=bias,
+        scale=weights.scale,
+        zero=weights.offset if work.fine else weights.zero,
+        scale_unit=weights.unit,
+        zero_unit=weights.offset_unit,
+    )
+    return {
+        name: each if name in ("words", "bias") else each.reshape(-1, work.parts, work.columns)
+        for name, each in given.items()
+        if each is not None
+    }
+
+
+def _memory(
+    work: QuantisedWork,
+    weights: PackedMatrix,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike,
+    *,
+    interpreted: bool,
+) -> dict[str, Any]:
+    """Shared memory and barriers of a program."""
+    parts, columns = work.parts, work.tile.columns
     memory = dict(
-        x_smem=swizzled((work.stages, work.height, tile.depth), x.dtype),
-        words_smem=plgpu.SMEM((work.stages, work.blocks, parts, *lines(tile.columns)), jnp.uint32),
-        out_smem=swizzled((work.halves, work.height, WARPGROUP_ROWS), dtype),
+        x_smem=swizzled((work.stages, work.height, work.tile.depth), dtype),
+        words_smem=plgpu.SMEM((work.stages, work.blocks, parts, *lines(columns)), jnp.uint32),
+        out_smem=swizzled((work.halves, work.height, WARPGROUP_ROWS), out_dtype),
         ready=plgpu.Barrier(num_arrivals=work.copies, num_barriers=work.stages),
         free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
     )
-    scales = work.stages, work.scales, parts, tile.columns
-    if work.scales:
-        memory["scale_smem"] = plgpu.SMEM(scales, weights.scale.dtype)
-    if work.scales and work.zeros:
-        memory["zero_smem"] = plgpu.SMEM(scales, weights.scale.dtype)
+    for name in ("scale_smem", "zero_smem")[: work.of_group if work.scales else 0]:
+        scales = work.stages, work.scale_rows, parts, columns
+        memory[name] = plgpu.SMEM(scales, weights.scale.dtype)
     for name in ("scale_unit_smem", "zero_unit_smem")[: work.of_group if work.counted else 0]:
-        memory[name] = plgpu.SMEM((work.stages, work.scale_units, parts, tile.columns), jnp.float16)
+        memory[name] = plgpu.SMEM((work.stages, work.scale_units, parts, columns), jnp.float16)
     if work.handed:
         memory["sums_smem"] = plgpu.SMEM((work.handed, WARPGROUP_ROWS, work.pitch), jnp.float32)
         memory["met"] = plgpu.Barrier(num_arrivals=work.warpgroups)
-    if interpret is not None:
-        # The interpreter's matrix units take no operand from registers.
-        memory["operand_smem"] = plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, OPERAND), x.dtype)
-    of_parts = parts, work.columns
-    given = dict(words=weights.codes.reshape(blocks, parts, *lines(work.columns)), bias=bias)
-    zero = weights.offset if work.fine else weights.zero
-    units = dict(scale_unit=weights.unit, zero_unit=weights.offset_unit)
-    for name, each in (dict(scale=weights.scale, zero=zero) | units).items():
-        given[name] = None if each is None else each.reshape(-1, *of_parts)
-    given = {name: each for name, each in given.items() if each is not None}
-    kernel = persistent(
-        functools.partial(_kernel, work=work, stored=weights.stored, names=tuple(given)),
-        work,
-        jax.ShapeDtypeStruct((tile.splits * work.groups, x.shape[1], work.columns), dtype),
-        memory,
-        name="quantised_gated_matmul" if gated else "quantised_matmul",
-        interpret=interpret,
-    )
-    out = kernel(x, *given.values()).reshape(tile.splits, -1, work.columns)[:, :rows]
-    return out if tile.splits > 1 else out[0]
+    if interpreted:  # The interpreter's matrix units take no operand from registers.
+        memory["operand_smem"] = plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, OPERAND), dtype)
+    return memory
 
 
 def _kernel(
@@ -227,7 +255,7 @@ class _Quantised(Program):
                         plgpu.copy_gmem_to_smem(source, to.at[stage, index], ready)
             for source, to in ((self.scale, self.scale_smem), (self.zero, self.zero_smem)):
                 if work.fine and source is not None:
-                    source = source.at[pl.ds(first * work.scales, work.scales), :, outputs]
+                    source = source.at[pl.ds(first * work.scale_rows, work.scale_rows), :, outputs]
                     plgpu.copy_gmem_to_smem(source, to.at[stage], ready)
             units = pl.ds(first * work.scale_units, work.scale_units)
             for source, to in (
@@ -303,13 +331,13 @@ class _Quantised(Program):
                 place = self.team[1] * work.held + index
                 ways = jnp.int32(work.ways)
                 shares.append((jax.lax.div(place, ways), jax.lax.rem(place, ways)))
-        zeros = [None] * work.held
+        zeros, groups = [None] * work.held, [None] * work.held
         if self.zero is not None and not work.group:
             zeros = [self.by_output(self.zero.at[0, part, self.mine(unit)]) for part, _ in shares]
 
-        @pl.loop(0, unit.steps)
-        def _(step: jax.Array) -> None:
-            here, before = self.stage(past + step), self.stage(past + step - 1)
+        @pl.loop(0, unit.steps, init_carry=self.stage(past + work.stages - 1))
+        def last(step: jax.Array, before: jax.Array) -> jax.Array:
+            here = self.next(before)
             plgpu.barrier_wait(self.ready.at[here])
             for index in range(work.operands):
                 turn, quarter = divmod(index, work.block_operands)
@@ -317,7 +345,11 @@ class _Quantised(Program):
                     block = turn * work.ways + way
                     inputs = pl.ds((block * work.block_operands + quarter) * OPERAND, OPERAND)
                     tokens = self.x_smem.at[here, :, inputs]
-                    operand = self.operand(here, part, block, quarter, zeros[number])
+                    if work.fine and not quarter:
+                        groups[number] = self.of_block(here, part, block)
+                    operand = self.operand(
+                        here, part, block, quarter, zeros[number], groups[number]
+                    )
                     plgpu.wgmma(accumulators[number], operand, tokens.transpose((1, 0)))
                     # One matmul goes on while the next operand is widened. It is over before the
                     # operand after that, which takes the same registers; so does the very next
@@ -327,36 +359,45 @@ class _Quantised(Program):
                         # With a branch here, matmuls would wait for each other: the assembler
                         # cannot follow their registers across it (its warning C7513).
                         arrive(self.free.at[before], predicate=step > 0)
+            return here
 
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.free.at[self.stage(past + unit.steps - 1)])
+        plgpu.barrier_arrive(self.free.at[last])
         # The compiler sees no connection between the wait and the registers.
         return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
 
-    def operand(self, stage: jax.Array, part: Any, block: Any, quarter: int, zero: Any) -> Any:
+    def operand(
+        self,
+        stage: jax.Array,
+        part: Any,
+        block: Any,
+        quarter: int,
+        zero: Any,
+        groups: "tuple[_Numbers, _Numbers] | None",
+    ) -> Any:
         """The weights of 64 outputs and 64 inputs in 16 bits."""
         work, dtype, (half, _) = self.work, self.x.dtype, self.team
         count, _ = lines(WARPGROUP_ROWS)
         of_half = pl.ds(half * count, count)
         words = load(self.words_smem.at[stage, block, part, of_half], WORDS)
-        rows = pl.ds(half * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        place = (block * work.block_operands + quarter) * OPERAND
-        group = jax.lax.div(place, work.scaled) if work.scaled else 0
         interpreted = self.operand_smem is not None
         each = 4 // work.block_operands
         of_words = range(quarter * each, (quarter + 1) * each)
-        if work.fine:
-            # Integers up to 2048 are exact in float16.
-            zero = None if self.zero_smem is None else 0.0  # Offsets are of whole codes.
-            codes = widened(
-                words, self.stored, jnp.float16, zero, chosen=of_words, interpreted=interpreted
+        if groups is not None:
+            scales, offsets = (numbers.of_operand(quarter, work) for numbers in groups)
+            weights = weighted(
+                words,
+                self.stored,
+                dtype,
+                scales.times,
+                offsets.times(1.0),
+                chosen=of_words,
+                interpreted=interpreted,
             )
-            places = [(stage, group + at, part, rows) for at in range(OPERAND // work.scaled)]
-            unit_at = stage, jax.lax.div(place, UNIT), part, rows
-            scales = self.of_groups(self.scale_smem, places, self.scale_unit_smem, unit_at)
-            offsets = self.of_groups(self.zero_smem, places, self.zero_unit_smem, unit_at)
-            weights = weighted(codes, scales, offsets, dtype, interpreted=interpreted)
         else:
+            rows = self.of_team
+            place = (block * work.block_operands + quarter) * OPERAND
+            group = jax.lax.div(place, work.scaled) if work.scaled else 0
             if self.zero_smem is not None:
                 zero = self.by_output(self.zero_smem.at[stage, group, part, rows])
             weights = widened(
@@ -370,15 +411,42 @@ class _Quantised(Program):
         to[...] = weights
         return to
 
-    def of_groups(self, numbers: Any, places: list[Any], units: Any, unit_at: Any) -> list[Array]:
-        """Scales or offsets of this warpgroup's 64 outputs, float32, of every group; or none."""
-        if numbers is None:
-            return []
-        found = [load(numbers.at[at], BY_OUTPUT) for at in places]
+    def of_block(self, stage: jax.Array, part: Any, block: Any) -> "tuple[_Numbers, _Numbers]":
+        """Scales and offsets of a block's fine groups."""
+        kinds = (self.scale_smem, self.scale_unit_smem), (self.zero_smem, self.zero_unit_smem)
+        scales, offsets = (
+            _Numbers([], None) if each is None else self.loaded(each, units, stage, part, block)
+            for each, units in kinds
+        )
+        return scales, offsets
+
+    def loaded(
+        self, numbers: Ref, units: Ref, stage: jax.Array, part: Any, block: Any
+    ) -> "_Numbers":
+        """Scales or offsets of this warpgroup's 64 outputs, of every group of a block."""
+        work, rows = self.work, self.of_team
+        first, count = block * work.block_groups, work.block_groups
         if units is None:
-            return found
-        unit = load(units.at[unit_at], BY_OUTPUT).astype(jnp.float32)
-        return [each.astype(jnp.float32) * unit for each in found]
+            each = [
+                load(numbers.at[stage, first + at, part, rows], BY_OUTPUT) for at in range(count)
+            ]
+            return _Numbers(each, None)
+        words = [
+            load(numbers.at[stage, jax.lax.div(first, 4) + at, part, rows], BY_OUTPUT)
+            for at in range(-(-count // 4))
+        ]
+        if count < 4:  # Half of a word.
+            words = [words[0] >> (8 * jax.lax.rem(first, 4)).astype(jnp.uint32)]
+        unit = jax.lax.div(block * work.block_operands * OPERAND, UNIT)
+        unit = load(units.at[stage, unit, part, rows], BY_OUTPUT).astype(jnp.float32)
+        interpreted = self.operand_smem is not None
+        each = [signed_byte(words[at // 4], at % 4, interpreted=interpreted) for at in range(count)]
+        return _Numbers(each, unit)
+
+    @property
+    def of_team(self) -> Any:
+        """This warpgroup's 64 outputs, among those of a strip."""
+        return pl.ds(self.team[0] * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def by_output(self, numbers: Ref) -> Array:
         """Numbers of this warpgroup's 64 outputs, each in as many columns as an operand has."""
@@ -432,3 +500,24 @@ class _Quantised(Program):
         for group, rows, here in self.rows(unit):
             place = unit.split * self.work.groups + group
             plgpu.copy_smem_to_gmem(to.at[here], self.out.at[place, rows, self.mine(unit)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+    """Scales or offsets of 64 outputs, float32, for each of some groups; or none.
+
+    Counted ones are to be multiplied by a unit of all of them.
+    """
+
+    counts: list[Array]
+    unit: Array | None
+
+    def of_operand(self, quarter: int, work: QuantisedWork) -> "_Numbers":
+        """Those of an operand of a block."""
+        count = len(self.counts) // work.block_operands
+        return _Numbers(self.counts[quarter * count : (quarter + 1) * count], self.unit)
+
+    def times(self, factor: float) -> list[Array]:
+        """All times a power of two, which is exact."""
+        unit = factor if self.unit is None else self.unit if factor == 1 else self.unit * factor
+        return self.counts if self.unit is None and factor == 1 else [x * unit for x in self.counts]

@@ -11,9 +11,8 @@ strip. So the cost of a tile counts them (:meth:`QuantisedWork.cost`).
 
 import dataclasses
 import functools
-from typing import ClassVar
 
-from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
+from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile, Work
 from longspec_jax.ops.matmul.packed import BLOCK_BYTES, DEPTH, OPERAND
 from longspec_jax.ops.matmul.quantised_weights import UNIT
@@ -55,7 +54,14 @@ class QuantisedWork(Work):
     counted: bool = False
     wide: bool = False
     groups: int = 1
-    full_rate_programs: ClassVar[int] = 86  # Widening takes time of its own.
+
+    @property
+    def full_rate_programs(self) -> int:
+        """As many programs read and widen the weights at nearly the full rate.
+
+        Codes of 4 bits take longer to widen than to read: as long as the program that has most.
+        """
+        return MULTIPROCESSORS if self.bits == 4 else 86
 
     @property
     def halves(self) -> int:
@@ -142,6 +148,16 @@ class QuantisedWork(Work):
         return self.tile.depth // self.scaled if self.group else 0
 
     @property
+    def scale_rows(self) -> int:
+        """Rows of the scales of a step: counted ones are words of four."""
+        return self.scales // 4 if self.counted else self.scales
+
+    @property
+    def block_groups(self) -> int:
+        """Groups of a block, if they are fine."""
+        return self.block_operands * OPERAND // self.group
+
+    @property
     def scale_units(self) -> int:
         """Units of an output in a step, if scales are counted."""
         return self.tile.depth // UNIT if self.counted else 0
@@ -182,8 +198,8 @@ class QuantisedWork(Work):
     def cost(self) -> float:
         """Bytes from memory in the time of the work: of weights, tokens and partials.
 
-        The weights and the tokens are counted for 32 tokens and 8 bits, so that both widths have
-        the same tile and no choice depends on the rows.
+        The weights and the tokens are counted for 32 tokens and 8 bits, so that no choice depends
+        on the rows.
         """
         units = self.turns * self.programs
         tokens = 2 * _WEIGHED_TOKENS * self.split_steps * self.tile.depth * units
@@ -222,7 +238,8 @@ def quantised_tile(
     most = min(8, -(-contracted // (2 * DEPTH))) if split else 1
     tiles = [MatmulTile(width, splits, DEPTH) for width in widths for splits in range(1, most + 1)]
     parts = 2 if gated else 1
-    tile = min(tiles, key=lambda tile: QuantisedWork(8, contracted, columns, tile, parts).cost())
+    work = functools.partial(QuantisedWork, 8, contracted, columns, parts=parts, bits=bits)
+    tile = min(tiles, key=lambda tile: work(tile).cost())
     # Two warpgroups share the words of 64 outputs, a block each.
     deep = bits == 4 and tile.columns == WARPGROUP_ROWS and contracted % (2 * DEPTH) == 0
     return dataclasses.replace(tile, depth=2 * DEPTH) if deep else tile

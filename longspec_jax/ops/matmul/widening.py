@@ -116,11 +116,13 @@ def _masked(words: Array, mask: int, bits: int, *, interpreted: bool) -> Array:
 
 
 def weighted(
-    codes: Array,
-    scales: list[Array],
-    offsets: list[Array],
+    words: Array,
+    stored: DTypeLike,
     dtype: DTypeLike,
+    scales: Callable[[float], list[Array]],
+    offsets: list[Array],
     *,
+    chosen: range,
     interpreted: bool,
 ) -> Array:
     """Integer codes with the scales, and offsets, of several groups, rounded once.
@@ -128,59 +130,142 @@ def weighted(
     That is the definition of the weights, ``code * scale + offset`` in float32: the product is
     exact, and the sum of both is one instruction, which rounds once as well.
 
+    A code whose bits are the lowest of a float16 is a subnormal number, 2^-24 times as large. So it
+    needs no exponent, and nothing that takes one away again: the scale is 2^24 times as large.
+    Codes that are not signed are so much larger than those that are meant; without offsets that
+    difference times the scale is the number which is added.
+
     Args:
-      codes: float16, ``[64, inputs]``.
-      scales: of each group, by output, float32.
-      offsets: likewise, or none.
+      words: ``[4, 256]``, each of four codes of 8 bits or eight of 4.
+      stored: the dtype of the codes, int8 or uint8.
       dtype: of the weights, bfloat16 or float16.
+      scales: those of each group times a power of two, by output, float32.
+      offsets: likewise without a factor, or none. With them 4-bit codes are not signed.
+      chosen: which of a thread's words, as of :func:`arranged`.
       interpreted: whether this is no GPU.
     """
-    group = codes.shape[1] // len(scales)
     if interpreted:
-        weights = codes.astype(jnp.float32) * jnp.repeat(jnp.stack(scales, axis=1), group, axis=1)
+        zero = 0.0 if offsets else None  # Integers up to 2048 are exact in float16.
+        codes = widened(words, stored, jnp.float16, zero, chosen=chosen, interpreted=True)
+        of_groups = jnp.stack(scales(1.0), axis=1)
+        group = codes.shape[1] // of_groups.shape[1]
+        weights = codes.astype(jnp.float32) * jnp.repeat(of_groups, group, axis=1)
         if offsets:
             weights += jnp.repeat(jnp.stack(offsets, axis=1), group, axis=1)
         return weights.astype(dtype)
+
+    four = stored == jnp.uint8
+    middle = MIDDLE if four else 128
+    added = offsets or scales(-float(middle))
+    # Of 4-bit codes the upper ones of a byte are 2^4 times as large.
+    factors = [scales(2.0**24), scales(2.0**20)] if four else [scales(2.0**24)]
+    return _weigh(words, factors, added, dtype, signed=bool(offsets) and not four, chosen=chosen)
+
+
+def _weigh(
+    words: Array,
+    factors: list[list[Array]],
+    added: list[Array],
+    dtype: DTypeLike,
+    *,
+    signed: bool,
+    chosen: range,
+) -> Array:
+    """``code * factor + added`` of every code, in the order of :func:`arranged`.
+
+    Args:
+      words: ``[4, 256]``.
+      factors: of every group; where codes have 4 bits, of the lower and the upper ones of a byte.
+      added: of every group.
+      dtype: of the result.
+      signed: whether codes of 8 bits are; otherwise their sign bit is flipped.
+      chosen: which of a thread's words.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    kinds, groups = len(factors), len(added)
+    pairs = 2 * kinds  # Of a word.
+    shape = (WARPGROUP_ROWS, 8 * pairs * len(chosen))
+    numbers = [each for of_kind in factors for each in of_kind] + added
+
+    @plgpu.inline_mgpu(
+        arg_types=(WORDS, *(BY_OUTPUT,) * len(numbers)),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=plgpu.Layout.WGMMA),
+    )
+    def weigh(_: Any, words: Any, *numbers: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        alone = ir.VectorType.get((1,), word)
+        two = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
+        layout = plgpu.Layout.WGMMA.to_mgpu()
+        flat = []
+        for place in range(pairs * len(chosen)):
+            at, of_word = divmod(place, pairs)
+            group = place * groups // (pairs * len(chosen))
+            kind = of_word % kinds
+            code = _WEIGH.format(
+                shift=8 * (of_word // kinds),
+                code=_CODES[kinds, kind, signed],
+                kind="f16x2" if dtype == jnp.float16 else "bf16x2",
+            )
+            for row, of_row in enumerate(words.registers.flat):
+                of_group = [
+                    vector.extract(each.registers.flat[row], [], [0])
+                    for each in (numbers[kind * groups + group], numbers[kinds * groups + group])
+                ]
+                old = vector.extract(of_row, [], [chosen[at]])
+                new: Any = llvm.inline_asm(word, [old, *of_group], code, "=r,r,f,f")
+                flat.append(vector.bitcast(two, vector.broadcast(alone, new)))
+        registers = np.empty(len(flat), dtype=object)
+        registers[:] = flat
+        registers = registers.reshape(layout.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return cast(Callable[..., Array], weigh)(words, *numbers)
+
+
+_WEIGH = (
+    "{{ .reg .b32 m; .reg .b16 l, h; .reg .f32 x, y; shr.u32 m, $1, {shift}; {code} "
+    "mov.b32 {{l, h}}, m; cvt.f32.f16 x, l; cvt.f32.f16 y, h; fma.rn.f32 x, x, $2, $3; "
+    "fma.rn.f32 y, y, $2, $3; cvt.rn.{kind}.f32 $0, y, x; }}"
+)
+"""Two codes of a word, 16 bits apart, as two weights."""
+_CODES = {
+    (2, 0, False): "and.b32 m, m, 0x000F000F;",
+    (2, 1, False): "and.b32 m, m, 0x00F000F0;",
+    (1, 0, False): "lop3.b32 m, m, 0x00FF00FF, 0x00800080, 0x6A;",
+    (1, 0, True): "lop3.b32 m, m, 0x00FF00FF, 0x00800080, 0x6A; "
+    "{ .reg .b32 k; mov.b32 k, 0x00800080; sub.f16x2 m, m, k; }",
+}
+"""How a pair of codes is taken from a word."""
+
+
+def signed_byte(words: Array, index: int, *, interpreted: bool) -> Array:
+    """One of the four signed bytes of every word, the lowest first, as float32."""
+    if interpreted:
+        byte = jax.lax.bitcast_convert_type(words << (24 - 8 * index), jnp.int32) >> 24
+        return byte.astype(jnp.float32)
 
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm, vector
 
-    kind = "f16x2" if dtype == jnp.float16 else "bf16x2"
-    weigh = "fma.rn.f32 x, x, $2, $3; fma.rn.f32 y, y, $2, $3;"
-    if not offsets:
-        weigh = "mul.rn.f32 x, x, $2; mul.rn.f32 y, y, $2;"
-    code = (
-        "{ .reg .b16 l, h; .reg .f32 x, y; mov.b32 {l, h}, $1; "
-        f"cvt.f32.f16 x, l; cvt.f32.f16 y, h; {weigh} cvt.rn.{kind}.f32 $0, y, x; }}"
-    )
-    constraints = "=r,r,f,f" if offsets else "=r,r,f"
+    code = f"{{ .reg .b32 b; bfe.s32 b, $1, {8 * index}, 8; cvt.rn.f32.s32 $0, b; }}"  # One in all.
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, *(BY_OUTPUT,) * (len(scales) + len(offsets))),
-        return_type=plgpu.ShapeDtypeStruct(
-            codes.shape, jnp.dtype(dtype), layout=plgpu.Layout.WGMMA
-        ),
+        arg_types=(BY_OUTPUT,),
+        return_type=plgpu.ShapeDtypeStruct(words.shape, jnp.float32, layout=BY_OUTPUT),
     )
-    def weigh_all(_: Any, codes: Any, *numbers: Any) -> Any:
-        word = ir.IntegerType.get_signless(32)
-        words = ir.VectorType.get((1,), word)
-        two = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
-        columns = group // 8  # Of whose codes a thread has two.
-        registers = np.empty(codes.registers.size, dtype=object)
-        for place, pair in enumerate(codes.registers.flat):
-            column, half = divmod(place, 2)
-            of_group = [
-                vector.extract(each.registers.flat[half], [], [0])
-                for each in numbers[column // columns :: len(scales)]
-            ]
-            old = vector.extract(vector.bitcast(words, pair), [], [0])
-            new: Any = llvm.inline_asm(word, [old, *of_group], code, constraints)
-            registers[place] = vector.bitcast(two, vector.broadcast(words, new))
-        registers = registers.reshape(codes.registers.shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=codes.layout, _is_signed=None)
+    def take(_: Any, words: Any) -> Any:
+        number = ir.F32Type.get()
+        registers = np.empty_like(words.registers)
+        for place, old in np.ndenumerate(words.registers):
+            new: Any = llvm.inline_asm(number, [vector.extract(old, [], [0])], code, "=f,r")
+            registers[place] = vector.broadcast(ir.VectorType.get((1,), number), new)
+        return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=None)
 
-    return weigh_all(codes, *scales, *offsets)
+    return cast(Callable[[Array], Array], take)(words)
 
 
 def widened_floats(words: Array) -> tuple[Array, ...]:
