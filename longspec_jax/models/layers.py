@@ -180,7 +180,7 @@ class Projection(nn.Module):
             bias = parameter(self, "bias", nn.initializers.zeros, self.out_axes, self.dtype)
         return kernel, bias
 
-    def _matmuls(self, kernel: Array | QuantisedWeights) -> Matmuls:
+    def _matmuls(self, kernel: Any) -> Matmuls:
         return self.quantised if isinstance(kernel, QuantisedWeights) else self.matmuls
 
     def _flat(self, x: Array) -> Array:
@@ -198,7 +198,7 @@ CHOOSE = "router", "shared_gate"
 """The projections that choose among experts: few columns, on whose last bits much depends."""
 
 
-def rounded(layer: PyTree, name: str = "") -> PyTree:
+def rounded(layer: Any, name: str = "") -> Any:
     """Parameters of a layer with the weights of its projections in 8 bits.
 
     Quantised ones stay as they are, and experts and what chooses among them whole.

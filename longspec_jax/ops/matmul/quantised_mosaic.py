@@ -345,12 +345,11 @@ class _Quantised(Program):
         interpreted = self.operand_smem is not None
         each = 4 // work.block_operands
         of_words = range(quarter * each, (quarter + 1) * each)
+        options: Any = dict(chosen=of_words, interpreted=interpreted)
         if work.fine:
             # Integers up to 2048 are exact in float16.
             zero = None if self.zero_smem is None else 0.0  # Offsets are of whole codes.
-            codes = widened(
-                words, self.stored, jnp.float16, zero, chosen=of_words, interpreted=interpreted
-            )
+            codes = widened(words, self.stored, jnp.float16, zero, **options)
             places = [(stage, group + at, part, rows) for at in range(OPERAND // work.scaled)]
             unit_at = stage, jax.lax.div(place, UNIT), part, rows
             scales = self.of_groups(self.scale_smem, places, self.scale_unit_smem, unit_at)
@@ -359,9 +358,7 @@ class _Quantised(Program):
         else:
             if self.zero_smem is not None:
                 zero = self.by_output(self.zero_smem.at[stage, group, part, rows])
-            weights = widened(
-                words, self.stored, dtype, zero, chosen=of_words, interpreted=interpreted
-            )
+            weights = widened(words, self.stored, dtype, zero, **options)
             if work.scales:
                 weights *= self.by_output(self.scale_smem.at[stage, group, part, rows])
         if not interpreted:
