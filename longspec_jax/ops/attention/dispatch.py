@@ -87,13 +87,11 @@ def _chunk_kernels(
     return kernels.chunk_attention(q, prefix, keys, values, sinks, **options)
 
 
-def _path_kernel(
-    q: Queries, prefix: Prefix, fresh: Fresh, depth: Array, *, levels: int, scale: float | None
-) -> Array:
-    path.require_kernel(q, prefix.keys, fresh.keys, levels)
+def _path_kernel(*operands: Any, levels: int, scale: float | None) -> Array:
+    path.require_kernel(operands[0], operands[1].keys, operands[2].keys, levels)
     from longspec_jax.ops.attention import path_kernels
 
-    return path_kernels.path_attention(q, prefix, fresh, depth, scale=scale)
+    return path_kernels.path_attention(*operands, scale=scale)
 
 
 def _path_reference(
