@@ -8,7 +8,7 @@ The output depends on target, prompt, options and seed. Draft and tree change th
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -268,7 +268,7 @@ class LongSpec(Models):
             output_logits=output_logits,
             return_trees=return_trees,
         )
-        with ended(streamer):
+        with nullcontext() if streamer is None else ended(streamer):
             plan, batch = self._prepare(
                 inputs, generation_config, options, adaptive, return_trees=return_trees
             )

@@ -18,7 +18,7 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.round_noise import RoundNoise
-from longspec_jax.decoding.rows import Rows
+from longspec_jax.decoding.rows import Rows, RowShardings
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Params, View
@@ -244,7 +244,10 @@ def lowered(call: Callable[..., Any], *operands: Any) -> str:
 
 def prefill(*prompts: Any, **sizes: Any) -> Rows:
     """The rows behind all chunks of some prompts; arguments as of ``prefill_chunks``."""
-    chunks = prefill_chunks(*prompts, **sizes)
+    *models, tokens, length, request = prompts
+    shardings = RowShardings.beside(models[2].target, len(tokens))
+    request = request.replace(speculate=np.ones(len(tokens), bool))
+    chunks = prefill_chunks(*models, tokens, length, request, shardings=shardings, **sizes)
     while True:
         try:
             next(chunks)

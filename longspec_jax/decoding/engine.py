@@ -230,8 +230,10 @@ class Engine:
         longest = len(tokens) + int(request.max_new_tokens[0])
         sizes = runner.capacity, runner.slack
         self.prompts.check_fits(len(tokens), longest, *sizes, self._readmits)
+        asked = request.logprobs, request.prompt_logprobs
         if request.logprobs is not None or request.prompt_logprobs is not None:
-            check_alternatives(runner.contents.logprobs, request.logprobs, request.prompt_logprobs)
+            check_alternatives(runner.contents.logprobs, *asked)
+        alternatives, of_prompt = (-1 if each is None else int(each[0]) for each in asked)
         own = runner.request(request)
         id, self._next_id = self._next_id, self._next_id + 1
         waiting = Waiting(
@@ -242,6 +244,8 @@ class Engine:
             constraint=None if constraint is None else Guarded(constraint),
             candidate=candidate,
             cache_salt=cache_salt,
+            alternatives=alternatives,
+            prompt_alternatives=of_prompt,
         )
         self.prompts.add(waiting)
         return id

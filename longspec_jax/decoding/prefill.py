@@ -10,6 +10,7 @@ follows from its own length (:func:`longspec_jax.decoding.runner.chunk_of`).
 """
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -104,6 +105,7 @@ def prefill_chunks(
     length: Int[Any, " B"],
     request: Request,
     *,
+    shardings: RowShardings,
     capacity: int,
     chunk: int,
     known: KnownChunks = NONE_KNOWN,
@@ -118,6 +120,7 @@ def prefill_chunks(
       drafter: the drafter's static part; its tree is the tallest that may run.
       tokens: prompts, right-padded with any token.
       length: tokens of each prompt, at least 1.
+      shardings: of the rows.
       capacity: cache slots of a row; at least prompt + new tokens + the
         :func:`~longspec_jax.decoding.runner.slack_slots` of a round.
       known: of a single prompt, chunks that are not run, at most
@@ -139,7 +142,6 @@ def prefill_chunks(
     batch, prompt = tokens.shape
     chunks = -(-prompt // chunk)
     capacity = max(capacity, chunks * chunk)
-    shardings = RowShardings.beside(params.target, batch)
     # Padded on the host: on the device every number of chunks would be a program of its own.
     host, held = np.zeros((batch, capacity), np.int32), np.asarray(length, np.int32)
     host[:, :prompt] = tokens
@@ -170,8 +172,8 @@ def prefill_chunks(
         adjustments = jax.device_put(Adjustments.of_prompts(*prompts), shardings.rows)
     if allowed is not None:
         allowed = jax.device_put(allowed, shardings.rows)
-    first = length, logits, request.of_rows, adjustments, allowed
-    started = _start(target.vocab_size, shardings, *first)
+    given = length, logits, replace(request, adjustments=None), adjustments, allowed
+    started = _start(target.vocab_size, shardings, *given)
     return Rows(cache, draft, length, *started)
 
 
@@ -235,7 +237,7 @@ def prefill_programs(
                 target, drafter, chunk, shardings, params, rows.draft, *at, features
             )
     yield _allocate(target, drafter, batch, capacity, shardings).lower(params)
-    first = rows.length, logits, request.of_rows, rows.adjustments, None
+    first = rows.length, logits, replace(request, adjustments=None), rows.adjustments, None
     yield _start.lower(target.vocab_size, shardings, *first)
 
 
@@ -421,7 +423,7 @@ def _start(
     stopped = (request.stop_tokens == first[:, None]).any(axis=1) | (first == NO_TOKEN)
     remaining = jnp.where(stopped, 0, jnp.maximum(request.max_new_tokens - 1, 0))
     sampling = request.sampling.of_kind(SamplingKind.ANY)
-    speculate: Any = request.speculate
-    state = request.stop_tokens, speculate, adjustments
+    assert request.speculate is not None, "a request as its runner has it"
+    state = request.stop_tokens, request.speculate, adjustments
     started = _Started(first, remaining, sampling, *state)
     return jax.lax.with_sharding_constraint(started, shardings.rows)

@@ -29,7 +29,7 @@ from jaxtyping import PyTree
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.copies import copy_prefix, read_chunk
 from longspec_jax.decoding.prefill import NONE_KNOWN, ChunkLaunch, KnownChunks, most_reusable
-from longspec_jax.decoding.rows import Rows, RowShardings
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.ops.placement import tree_bytes
 
@@ -181,8 +181,7 @@ class PrefixCache:
         self.found = 0
         """How many of them were known."""
         self._needs = runner.drafter.needs
-        self._batch = RowShardings.beside(runner.params.target, self._count)
-        self._row = RowShardings.beside(runner.params.target, 1)
+        self._batch, self._row = runner.shardings, runner.row_shardings
         self._moving: deque[tuple[Names, Future[KVCache]]] = deque()
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="chunk-mover")
 

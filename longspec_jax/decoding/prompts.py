@@ -44,18 +44,10 @@ class Waiting(NamedTuple):
     """What runs while it holds a slot; the policy's choice if absent."""
     cache_salt: str = ""
     """Its prompt shares nothing with prompts of another one."""
-
-    @property
-    def alternatives(self) -> int:
-        """Of every token that it emits, to report with log-probabilities; -1 for neither."""
-        asked = self.request.logprobs
-        return -1 if asked is None else int(asked[0])
-
-    @property
-    def prompt_alternatives(self) -> int:
-        """The same of its prompt; -1 where it has emitted something, and they were reported."""
-        asked = self.request.prompt_logprobs
-        return -1 if asked is None or self.emitted else int(asked[0])
+    alternatives: int = -1
+    """Of every token that it emits, to report with log-probabilities; -1 for neither."""
+    prompt_alternatives: int = -1
+    """The same of its prompt; -1 where it has emitted something, and they were reported."""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -348,6 +340,7 @@ class Prompts:
         allowed, constraints = None, [one.constraint for one in waiting]
         if any(constraints):
             allowed = first_tokens(constraints, runner.target.vocab_size)
+        requests = [one.request for one in waiting]
         # The tree, which tells the candidates apart, does not matter to a prompt.
         chunks = prefill_chunks(
             runner.target,
@@ -355,7 +348,8 @@ class Prompts:
             runner.params,
             tokens,
             length,
-            stack([one.request for one in waiting]),
+            requests[0] if len(requests) == 1 else stack(requests),
+            shardings=runner.shardings if runner.together else runner.row_shardings,
             capacity=runner.capacity,
             chunk=chunk,
             known=known,

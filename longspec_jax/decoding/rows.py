@@ -91,25 +91,15 @@ class Request:
     prompt_logprobs: Leaf[Int[Array, " B"]] | None = None
     """The same of the prompt's tokens."""
 
-    @property
-    def of_rows(self) -> "Request":
-        """What the rows themselves carry from their first token on."""
-        speculate: Any = self.speculate
-        if speculate is None:
-            speculate = np.ones(self.stop_tokens.shape[0], bool)
-        return Request(self.sampling, self.stop_tokens, self.max_new_tokens, speculate)
-
     def row(self, index: int) -> "Request":
         """The request of one row, as a batch of one."""
         return jax.tree.map(lambda leaf: leaf[index : index + 1], self)
 
 
 def stack(requests: Sequence[Request]) -> Request:
-    """What the rows of several requests carry, and their adjustments, from requests on the host."""
-    if len(requests) == 1:
-        return replace(requests[0].of_rows, adjustments=requests[0].adjustments)
+    """Several requests on the host, as their runner has them, as those of one batch."""
     kind = max(one.sampling.kind for one in requests)
-    alike = [replace(one.of_rows, sampling=one.sampling.of_kind(kind)) for one in requests]
+    alike = [replace(one, sampling=one.sampling.of_kind(kind)) for one in requests]
     given = [one.adjustments for one in requests if one.adjustments is not None]
     if given:  # By all of them, where an engine adjusts logits.
         width = max(one.bias.shape[1] for one in given)

@@ -106,8 +106,20 @@ class ModelRunner:
         """Cache slots that a round needs beyond the tokens of a row."""
         return slack_slots(self.drafter.tree.num_levels)
 
+    @cached_property
+    def shardings(self) -> RowShardings:
+        """Of all slots."""
+        return RowShardings.beside(self.params.target, self.slots)
+
+    @cached_property
+    def row_shardings(self) -> RowShardings:
+        """Of a row that is prefilled beside the slots."""
+        return RowShardings.beside(self.params.target, 1)
+
     def request(self, given: Request) -> Request:
-        """A request of one row in the form that all requests of the engine have.
+        """What a row carries of a request from its first token on, and its adjustments.
+
+        All requests of an engine have this form.
 
         Raises:
           ValueError: if the engine was not made for what it asks.
@@ -123,7 +135,15 @@ class ModelRunner:
         adjustments = given.adjustments
         if self.adjusted or adjustments is not None:
             adjustments = fitted(adjustments, self.adjusted)
-        return replace(given, stop_tokens=stops, adjustments=adjustments)
+        speculate = np.ones(1, bool) if given.speculate is None else given.speculate
+        return replace(
+            given,
+            stop_tokens=stops,
+            speculate=speculate,
+            adjustments=adjustments,
+            logprobs=None,
+            prompt_logprobs=None,
+        )
 
     def vacant(self) -> Rows:
         """Rows of which none is taken."""
@@ -132,8 +152,7 @@ class ModelRunner:
 
     def insert(self, rows: Rows, slot: int, prefilled: Rows) -> Rows:
         """The rows with a prefilled one in this slot; ``rows`` are donated."""
-        shardings = RowShardings.beside(self.params.target, self.slots)
-        return insert(shardings, rows, np.int32(slot), prefilled)
+        return insert(self.shardings, rows, np.int32(slot), prefilled)
 
     def launch(
         self,

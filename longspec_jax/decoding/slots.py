@@ -123,7 +123,12 @@ class Active:
         was, fresh = self.waiting, np.concatenate(self.tokens)
         request = replace(was.request, max_new_tokens=was.request.max_new_tokens - len(fresh))
         tokens = np.concatenate([was.tokens, fresh])
-        return was._replace(tokens=tokens, request=request, emitted=was.emitted + len(fresh))
+        return was._replace(
+            tokens=tokens,
+            request=request,
+            emitted=was.emitted + len(fresh),
+            prompt_alternatives=-1,
+        )
 
 
 class Slots:

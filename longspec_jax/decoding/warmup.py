@@ -36,7 +36,7 @@ from longspec_jax.decoding.prefill import (
 from longspec_jax.decoding.programs import compile_side_by_side
 from longspec_jax.decoding.report import shown_by
 from longspec_jax.decoding.round import many_rounds, one_round
-from longspec_jax.decoding.rows import Request, RowShardings, stack
+from longspec_jax.decoding.rows import Request, stack
 from longspec_jax.decoding.sampling import SamplingKind
 
 TIMINGS = 3
@@ -193,9 +193,7 @@ def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
     """
     longest, found = engine.runner.capacity // chunk * chunk, []
     tokens, length = np.zeros((1, longest), np.int32), np.asarray([longest], np.int32)
-    shardings = [
-        RowShardings.beside(engine.runner.params.target, rows) for rows in (engine.runner.slots, 1)
-    ]
+    shardings = engine.runner.shardings, engine.runner.row_shardings
     # The last chunk alone is run, behind a context of zeros.
     known = max(longest // chunk - 2, 0)
     for _ in range(TIMINGS):
@@ -207,6 +205,7 @@ def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
             tokens,
             length,
             request,
+            shardings=engine.runner.row_shardings,
             capacity=engine.runner.capacity,
             chunk=chunk,
             known=KnownChunks(zeros, known),

@@ -240,7 +240,10 @@ def plan_call(
     lengths, request = list(map(len, batch.prompts)), batch.request
     rows, longest, most = len(lengths), max(lengths), int(request.max_new_tokens.max())
     slots = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
-    drafters, draft = drafters_for(models, tree, rows, adaptive=adaptive)
+    of_call = tree, rows, adaptive
+    if of_call not in models.candidates:
+        models.candidates[of_call] = drafters_for(models, tree, rows, adaptive=adaptive)
+    drafters, draft = models.candidates[of_call]
     shape = shape_for(models, drafters, longest, most, models.expected_tokens)
     chunks = tuple(sorted({*map(shape.chunk_of, lengths)})) if shape.alone else (shape.chunk,)
     scored, adjusted = request.prompt_logprobs is not None, request.adjustments is not None

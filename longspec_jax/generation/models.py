@@ -79,7 +79,7 @@ class Models:
 
     @cached_property
     def candidates(self) -> dict[Any, tuple[tuple[Drafter, ...], Any]]:
-        """What :func:`drafters_for` has found for calls so far."""
+        """What :func:`drafters_for` has found for calls so far, by its arguments."""
         return {}
 
     @cached_property
@@ -141,19 +141,6 @@ def drafters_for(
         choice among nothing.
       NotImplementedError: for more nodes of all rows than have the same bits.
     """
-    key = tree, rows, adaptive, choices
-    if key not in models.candidates:
-        models.candidates[key] = _found_for(models, tree, rows, adaptive, choices)
-    return models.candidates[key]
-
-
-def _found_for(
-    models: Models,
-    tree: TreeConfig | None,
-    rows: int,
-    adaptive: bool,
-    choices: Callable[[Sequence[Drafter]], tuple[Drafter, ...]],
-) -> tuple[tuple[Drafter, ...], Any]:
     chosen = models.tree if tree is None else tree
     draft = models.proposer
     if draft is None and tree is None:

@@ -228,13 +228,12 @@ class Streamer(Protocol):
 
 
 @contextmanager
-def ended(streamer: Streamer | None) -> Iterator[None]:
+def ended(streamer: Streamer) -> Iterator[None]:
     """End a streamer after errors too: another thread may wait for it."""
     try:
         yield
     finally:
-        if streamer is not None:
-            streamer.end()
+        streamer.end()
 
 
 def stream_into(streamer: Streamer, prompts: Prompts, on_round: OnRound | None) -> OnRound:

@@ -20,6 +20,7 @@ from longspec_jax.generation.call import Plan
 from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.requests import RequestOutput, TextEngine, tree_uses
 from longspec_jax.generation.result import (
+    ROUNDS,
     GenerateResult,
     Notices,
     OnRound,
@@ -275,7 +276,8 @@ def prefilled(
     engine.round_seconds = known.warm.round_seconds(plan)
     requests = TextEngine(engine)
     for row in range(plan.rows):  # The rows' numbers are those of the requests.
-        engine.submit(batch.prompts[row], batch.request.row(row))
+        request = batch.request if plan.rows == 1 else batch.request.row(row)
+        engine.submit(batch.prompts[row], request)
         requests.read(row, batch.text(row) if streams else None)
     rows = [RowOutput(_no_rounds(plan)) for _ in range(plan.rows)]
     run = Run(
@@ -304,7 +306,8 @@ def reads_rounds(batch: Batch, on_round: OnRound | None) -> bool:
 def learn(run: Run, stats: Stats) -> None:
     """Remember what a finished run has shown of its candidates; ``stats`` are its counts."""
     known, totals = run.known, run.engine.totals
-    known.notices.look_at(stats)
+    if sum(total.rounds for total in totals) >= ROUNDS:
+        known.notices.look_at(stats)
     if run.kind is not None and not run.plan.waits:
         known.speeds.learn(run.kind, run.plan.drafters, totals)
         known.notices.look_at_speeds(known.speeds.find(run.kind))

@@ -23,7 +23,6 @@ import jax
 import jaxlib.version
 from jax import export
 from jax.sharding import AbstractMesh
-from jax.tree_util import PyTreeDef
 
 from longspec_jax.axes import Array
 from longspec_jax.files import make_private, not_private, replace
@@ -77,7 +76,7 @@ def launcher(*static: str) -> Callable[[Callable[Given, R]], Callable[Given, R]]
 
 def _exported(
     jitted: Callable[..., Any],
-    structure: PyTreeDef,
+    structure: Any,
     shapes: tuple[jax.ShapeDtypeStruct, ...],
     fixed: tuple[tuple[str, Hashable], ...],
 ) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ class Spans:
     stop: Leaf[Int[Array, "B n"]]
     """Slot behind its last one."""
 
-    def reading(self, cache: Any) -> ReadParts:
+    def reading(self, cache: PyTree) -> ReadParts:
         """The cache itself, once a span."""
         read = cache.reading(self.stop[:, 0])
         bounds = [*zip(self.start.T, self.stop.T, strict=True)]
@@ -88,7 +88,7 @@ class WorkingSet:
     layers: tuple[int, ...] = struct.field(pytree_node=False, default=())
     """Which layers these are; all if empty."""
 
-    def reading(self, cache: Any) -> ReadParts:
+    def reading(self, cache: PyTree) -> ReadParts:
         """A layer's part of it, and nothing of the cache."""
         return lambda layer, queries: (queries, [self.apart(layer)])
 

@@ -9,12 +9,12 @@ computes, and :mod:`longspec_jax.ops.dispatch` chooses.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array, Queries, Sinks, TreeRows
 from longspec_jax.ops.attention import attention_xla, path, reference
@@ -24,28 +24,67 @@ from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.hardware import AMPERE, HOPPER, compute_capability, require_ampere
 
 
-def _prefix_kernels(*operands: Any, **options: Any) -> Partial:
+class _Options(TypedDict, total=False):
+    """What kernels take beside their operands; as of the ops."""
+
+    scale: float | None
+    cap: float | None
+    interpret: bool
+
+
+class _HopperOptions(_Options, total=False):
+    """The same where there is a kernel for Hopper, which is then asked for."""
+
+    hopper: bool
+
+
+class _PartialOptions(_Options, total=False):
+    """The same of partial results, which have a dtype of their own."""
+
+    dtype: DTypeLike
+
+
+class _HopperPartialOptions(_HopperOptions, _PartialOptions, total=False):
+    """Both."""
+
+
+def _prefix_kernels(
+    q: Queries, prefix: Prefix, **options: Unpack[_HopperPartialOptions]
+) -> Partial:
     from longspec_jax.ops.attention import kernels
 
-    return kernels.prefix_attention(*operands, **options)
+    return kernels.prefix_attention(q, prefix, **options)
 
 
-def _tree_kernel(*operands: Any, **options: Any) -> Partial:
+def _tree_kernel(q: Queries, fresh: Fresh, **options: Unpack[_PartialOptions]) -> Partial:
     from longspec_jax.ops.attention import fresh_pallas
 
-    return fresh_pallas.tree_attention(*operands, **options)
+    return fresh_pallas.tree_attention(q, fresh, **options)
 
 
-def _speculative_kernels(*operands: Any, **options: Any) -> Array:
+def _speculative_kernels(
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh,
+    sinks: Sinks | None = None,
+    **options: Unpack[_HopperOptions],
+) -> Array:
     from longspec_jax.ops.attention import kernels
 
-    return kernels.speculative_attention(*operands, **options)
+    return kernels.speculative_attention(q, prefix, fresh, sinks, **options)
 
 
-def _chunk_kernels(*operands: Any, **options: Any) -> Array:
+def _chunk_kernels(
+    q: Queries,
+    prefix: Prefix,
+    keys: TreeRows,
+    values: TreeRows,
+    sinks: Sinks | None = None,
+    **options: Unpack[_HopperOptions],
+) -> Array:
     from longspec_jax.ops.attention import kernels
 
-    return kernels.chunk_attention(*operands, **options)
+    return kernels.chunk_attention(q, prefix, keys, values, sinks, **options)
 
 
 def _path_kernel(*operands: Any, levels: int, scale: float | None) -> Array:
@@ -62,7 +101,12 @@ def _path_reference(
 
 
 def _prefix_triton(
-    q: Queries, prefix: Prefix, *, cap: float | None = None, **options: Any
+    q: Queries,
+    prefix: Prefix,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Partial:
     require_ampere("the jax-triton prefix kernel")
     if cap is not None or prefix.oldest is not None or prefix.keys.dtype != q.dtype:
@@ -73,7 +117,7 @@ def _prefix_triton(
     try:
         from longspec_jax.ops.attention import prefix_triton
 
-        return prefix_triton.prefix_attention(q, prefix, **options)
+        return prefix_triton.prefix_attention(q, prefix, scale=scale, dtype=dtype)
     except ImportError as error:
         raise NotImplementedError(
             f"the jax-triton prefix kernel cannot be imported ({error}); install the extra "
@@ -402,7 +446,7 @@ def _without_gradient(op: str, operands: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @_without_gradient.defjvp
-def _refuse_gradient(op: str, primals: Any, tangents: Any) -> Any:
+def _refuse_gradient(op: str, primals: PyTree, tangents: PyTree) -> NoReturn:
     raise NotImplementedError(
         f"{op} serves decoding and has no gradient; train with causal_attention, or stop the "
         "gradient before this call"

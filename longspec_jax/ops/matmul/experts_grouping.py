@@ -116,9 +116,9 @@ def expert_mlps_mosaic(
     tiles = row_tiles(experts.astype(jnp.int32), held, height)
     if tiles.source is not None:
         x = jnp.take(x, tiles.source, axis=0)
-    tile_matmul = partial(experts_mosaic.tile_matmul, height=height, interpret=interpret)
-    of_tiles = tiles.expert, tiles.count
+    operands, options = (tiles.expert, tiles.count), dict(height=height, interpret=interpret)
+    tile_matmul: Any = partial(experts_mosaic.tile_matmul, **options)
     gate_up = weights.gate_up, weights.gate_up_bias
-    between = tile_matmul(x, *of_tiles, *gate_up, gated=True, limit=limit)
-    out = tile_matmul(between, *of_tiles, weights.down, weights.down_bias)
+    between = tile_matmul(x, *operands, *gate_up, gated=True, limit=limit)
+    out = tile_matmul(between, *operands, weights.down, weights.down_bias)
     return out.at[tiles.slot].get(mode="fill", fill_value=0)

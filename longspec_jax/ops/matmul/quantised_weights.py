@@ -1,5 +1,6 @@
 """Weights of 8 or 4 bits, as they are stored, and the matrix that they stand for."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -126,14 +127,19 @@ class QuantisedMatrix(QuantisedWeights):
 
     def flat(self) -> "QuantisedMatrix":
         """The same weights with one axis of outputs, ``[N, C]``, as kernels take them."""
-        names = "codes", "scale", "zero", "offset", "unit", "offset_unit"
-        given = {name: getattr(self, name) for name in names}
-        rows = {
-            name: each.reshape(-1, each.shape[-1])
-            for name, each in given.items()
-            if each is not None
-        }
-        return self.replace(**rows)  # pyright: ignore[reportAttributeAccessIssue]
+
+        def rows(each: Array | None) -> Any:
+            return None if each is None else each.reshape(-1, each.shape[-1])
+
+        return dataclasses.replace(
+            self,
+            codes=rows(self.codes),
+            scale=rows(self.scale),
+            zero=rows(self.zero),
+            offset=rows(self.offset),
+            unit=rows(self.unit),
+            offset_unit=rows(self.offset_unit),
+        )
 
     def dequantised(self, dtype: DTypeLike) -> Float[Array, "*out C"]:
         """The weights in a floating dtype, in the order of the codes."""
