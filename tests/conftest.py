@@ -121,18 +121,14 @@ class TritonModules(MetaPathFinder):
 
 
 try:
-    import beartype  # noqa: F401
-    from jaxtyping import install_import_hook
-
-    import tests.annotations  # noqa: F401
+    from tests.annotations import execute_annotations
 except ImportError:  # The GPU machine may lack beartype; the CPU suite always has it.
     pass
 else:
-    install_import_hook(
+    execute_annotations(
         [
             *("longspec_jax.ops", "longspec_jax.decoding", "longspec_jax.drafters"),
             *("contrib.medusa", "contrib.tokenswift"),
-        ],
-        "tests.annotations.checked",
+        ]
     )
     sys.meta_path.insert(0, TritonModules())

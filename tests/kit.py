@@ -85,7 +85,7 @@ def each_row(
     return of_one_row
 
 
-def in_tiers(names: Iterable[str], *first: str) -> list[Any]:
+def in_tiers(names: Iterable[Any], *first: Any) -> list[Any]:
     """Names to parametrise a test with, of which all but the ``first`` are of the second tier."""
     others = pytest.mark.full
     return [name if name in first else pytest.param(name, marks=others) for name in names]

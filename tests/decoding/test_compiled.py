@@ -37,6 +37,7 @@ from tests.drafters.parallel import toys as parallel_toys
 from tests.kit import (
     ALL_PASSES,
     draft_params,
+    in_tiers,
     prefill,
     random_draft,
     random_target,
@@ -108,12 +109,17 @@ def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CON
 @pytest.mark.parametrize(
     ("batch", "streams", "plain", "slots"),
     [
-        (1, False, False, None),
         (3, True, False, None),
-        (3, False, True, None),
-        (1, True, True, None),
         (3, False, False, [2, 0]),
-        (3, True, True, [1]),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (1, False, False, None),
+                (3, False, True, None),
+                (1, True, True, None),
+                (3, True, True, [1]),
+            )
+        ),
     ],
 )
 def test_no_cache_sized_copy(
@@ -133,8 +139,10 @@ ATTENDED = Hierarchy(STREAMING, AttentionRetriever(CONFIG, BlockBudget(128, 8, 1
 
 @pytest.mark.parametrize(
     ("drafter", "batch"),
-    [(STREAMING, 1), (Hierarchy(STREAMING, SinksAndRecent(3, 128), CHAIN), 3)],
-    ids=["streaming-1", "hierarchy-3"],
+    [
+        pytest.param(STREAMING, 1, id="streaming-1", marks=pytest.mark.full),
+        pytest.param(Hierarchy(STREAMING, SinksAndRecent(3, 128), CHAIN), 3, id="hierarchy-3"),
+    ],
 )
 def test_partial_passes_of_the_target_copy_nothing(drafter: Drafter, batch: int) -> None:
     """What they see of the cache is read where it lies."""
@@ -153,8 +161,11 @@ def test_retrieval_copies_what_it_chooses_alone(drafter: Drafter, batch: int, sc
 
 @pytest.mark.parametrize(
     ("batch", "tree"),
-    [(1, TreeConfig((3, 2))), (3, TreeConfig((3, 2))), (1, TreeConfig(()))],
-    ids=str,
+    [
+        pytest.param(1, TreeConfig((3, 2)), id="1", marks=pytest.mark.full),
+        pytest.param(3, TreeConfig((3, 2)), id="3"),
+        pytest.param(1, TreeConfig(()), id="plain", marks=pytest.mark.full),
+    ],
 )
 def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
     """Without a tree as well: adaptive runs keep the small model up to date in plain rounds."""
@@ -175,7 +186,7 @@ WITH_ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("kind", WITH_ENTRIES)
+@pytest.mark.parametrize("kind", in_tiers(WITH_ENTRIES, "eagle3"))
 def test_no_copy_of_the_cache_of_a_drafts_entries(kind: str) -> None:
     """Entries of committed tokens are written where they lie."""
     batch = 3
@@ -187,7 +198,13 @@ def test_no_copy_of_the_cache_of_a_drafts_entries(kind: str) -> None:
 WORKING = WorkingCache(BlockBudget(64, 8, 16, 8), 4, CONFIG)
 
 
-@pytest.mark.parametrize("small", [TreeConfig((3, 2)), None], ids=["small_lm", "longspec"])
+@pytest.mark.parametrize(
+    "small",
+    [
+        pytest.param(TreeConfig((3, 2)), id="small_lm", marks=pytest.mark.full),
+        pytest.param(None, id="longspec"),
+    ],
+)
 def test_a_choice_of_what_is_read_copies_no_cache(small: TreeConfig | None) -> None:
     """Neither the one that is read nor the target's, to which the look is conditional."""
     drafter = LongSpecDrafter(DRAFT, TreeConfig((3, 2)), working=WORKING)

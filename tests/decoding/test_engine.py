@@ -42,6 +42,7 @@ from tests.decoding.lossless import assert_same, outputs_of, texts_of
 from tests.decoding.lossless import request as requested
 from tests.kit import (
     each_row,
+    in_tiers,
     prefill,
 )
 from tests.lookup import LookupDrafter
@@ -112,7 +113,7 @@ def single() -> list[np.ndarray]:
     return alone(TargetModel(CONFIG), TABLES, range(7), CONFIG.vocab_size)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_tiers(KINDS, "longspec", "ngram"))
 def test_every_kind_of_drafter_serves(kind: str, single: list[np.ndarray]) -> None:
     """A slot's last row leaves nothing behind in the drafter's state."""
     drafter, draft = KINDS[kind]

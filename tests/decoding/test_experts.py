@@ -54,6 +54,7 @@ def plain(models: Params) -> list[list[np.ndarray]]:
     return [generate(*given, req)[0] for req in EVERY]
 
 
+@pytest.mark.full
 def test_a_tree_changes_no_token(models: Params, plain: list[list[np.ndarray]]) -> None:
     """Every form of the experts' matmuls runs: 32 tokens of three rows are in a chunk."""
     drafter = LongSpecDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9))
@@ -63,6 +64,7 @@ def test_a_tree_changes_no_token(models: Params, plain: list[list[np.ndarray]]) 
     assert len({token for row in plain[0] for token in row}) > 20
 
 
+@pytest.mark.full
 def test_a_row_alone_is_a_row_of_a_batch(models: Params, plain: list[list[np.ndarray]]) -> None:
     """One token of one row gathers the weights of its experts; three rows compute all of them."""
     tokens = prompts(CONFIG.vocab_size)

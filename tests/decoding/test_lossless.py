@@ -393,7 +393,7 @@ def test_a_budget_changes_no_token(budget: int) -> None:
         assert int(accepted.min()) > 0
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", in_tiers([False, True], True))
 def test_a_reduced_draft_vocabulary_changes_no_token(models: Params, own: bool) -> None:
     """And what it accepts under noise shows that each token is scored with its own noise.
 
@@ -688,6 +688,7 @@ def test_joined_drafters_inside_partial_verification_change_no_token(models: Par
     assert emitted_in_rounds(state) > 0
 
 
+@pytest.mark.full
 def test_what_joined_drafters_accept_does_not_depend_on_neighbours(models: Params) -> None:
     """Nor on slots: what a row's lookup has counted is its own."""
     target, tokens, req = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size), EVERY[0]

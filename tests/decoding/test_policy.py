@@ -9,6 +9,8 @@ import pytest
 from longspec_jax.decoding.policy import Choice, Estimate, FastestWithinBudget, Measurement
 
 PLAIN, NARROW, TREE = range(3)
+UNIT = 0.05
+"""Seconds of a plain round: launches are of 8 rounds."""
 SHOWS = (True, False, False), (True, True, False), (True, False, True)
 """Of every candidate, which ones its rounds show."""
 Acceptance = Callable[[int, int], float]
@@ -27,16 +29,18 @@ def simulate(
     growth: float = 0.0,
     wait: float = 0.0,
     known: FastestWithinBudget | None = None,
+    unit: float = UNIT,
 ) -> tuple[float, list[Choice]]:
-    """Seconds until every row has emitted so many tokens, and what was run.
+    """Units of time until every row has emitted so many tokens, and what was run.
 
-    A round takes ``costs[candidate]`` seconds, a little more or less by ``jitter``, and with
+    A round takes ``costs[candidate]`` units, a little more or less by ``jitter``, and with
     probability ``pause`` fifty times as long as plain decoding, as if something else ran. Every
     emitted token makes rounds longer by ``growth``, as a growing context does. Every burst takes
     ``wait`` seconds more, in which the device waits for the host. ``known`` is the policy at first.
     """
     random = np.random.default_rng(seed)
     policy = known or FastestWithinBudget.over(len(costs), SHOWS)
+    costs = [unit * cost for cost in costs]
     elapsed, emitted, choices = 0.0, 0.0, []
     while emitted < tokens:
         choice = policy.choose()
@@ -57,7 +61,7 @@ def simulate(
         seen += Measurement(seconds=wait)
         elapsed += seen.seconds
         policy = policy.observe(index, seen)
-    return elapsed, choices
+    return elapsed / unit, choices
 
 
 def measured(index: int, rows: int, tokens: int, seconds: float) -> Measurement:
@@ -82,8 +86,8 @@ def good(index: int, emitted: int) -> float:
 @pytest.mark.parametrize("unit", [1e-4, 4e-3, 0.5])
 @pytest.mark.parametrize("costs", [(1, 1.15, 1.3), (1, 1.5, 2.04), (1, 4.0, 10.0)])
 def test_a_useless_draft_costs_at_most_a_tenth(costs, unit) -> None:
-    elapsed, choices = simulate([unit * cost for cost in costs], useless, 2000)
-    assert 2000 * unit < elapsed <= 1.03 * 2000 * unit
+    elapsed, choices = simulate(costs, useless, 2000, unit=unit)
+    assert 2000 < elapsed <= 1.03 * 2000
     assert choices[:3] == [Choice(PLAIN, 2)] * 2 + [Choice(NARROW, 2)]
     assert 4 <= rounds_of(choices, TREE) + rounds_of(choices, NARROW) < 300
 
@@ -96,7 +100,7 @@ def test_the_hosts_part_of_a_burst_belongs_to_no_round(
     """Costs of a 7B model on an H200: a tree in long bursts is not faster than a plain look."""
     costs = (4.4e-3, 5.0e-3, 6.38e-3)
     known = FastestWithinBudget.timed(costs, wait=wait, shows=SHOWS)
-    elapsed, choices = simulate(costs, useless, tokens, wait=wait, known=known)
+    elapsed, choices = simulate(costs, useless, tokens, wait=wait, known=known, unit=1.0)
     waits = len(choices) * wait
     assert elapsed - waits <= bound * tokens * costs[PLAIN]
     assert rounds_of(choices, PLAIN) > 0.9 * tokens
@@ -141,7 +145,10 @@ def test_the_cheaper_of_two_useful_trees_wins() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_never_much_slower_whatever_a_round_costs(seed: int) -> None:
-    """Random costs, acceptances, jitter, batch sizes: near plain at worst, mostly near the best."""
+    """Random costs, acceptances, jitter, batch sizes: near plain at worst, mostly near the best.
+
+    Of some seeds every round is a launch of its own.
+    """
     random = np.random.default_rng(seed)
     narrow = random.uniform(1.02, 4)
     costs = [1.0, narrow, narrow * random.uniform(1, 3)]
@@ -149,9 +156,8 @@ def test_never_much_slower_whatever_a_round_costs(seed: int) -> None:
     if seed % 3 == 0:
         means = [1.0, 1.0, random.uniform(1, 1.05)]
     jitter = random.choice([0.0, 0.03])
-    elapsed, _ = simulate(
-        costs, lambda i, _: means[i], 2000, seed, jitter, rows=int(random.choice([1, 4]))
-    )
+    rows, unit = int(random.choice([1, 4])), UNIT if seed % 5 else 1.0
+    elapsed, _ = simulate(costs, lambda i, _: means[i], 2000, seed, jitter, rows=rows, unit=unit)
     elapsed /= 1 + jitter  # What plain decoding would suffer as well.
     assert elapsed <= 1.04 * 2000  # The promise is 1.10; this leaves the rest to the real world.
     best = min(cost / mean for cost, mean in zip(costs, means, strict=True))
@@ -224,7 +230,7 @@ def test_another_context_than_that_of_the_rehearsal_misleads_nobody(
     means = (1.0, mean, 1.2 * mean)
     known = FastestWithinBudget.timed(rehearsed, shows=SHOWS)
     elapsed, choices = simulate(
-        costs, lambda index, _: means[index], 384, rows=32, jitter=0.02, known=known
+        costs, lambda index, _: means[index], 384, rows=32, jitter=0.02, known=known, unit=1.0
     )
     assert rounds_of(choices, best) > 0.8 * sum(choice.rounds for choice in choices)
     assert elapsed <= 1.1 * 384 / means[best] * costs[best]

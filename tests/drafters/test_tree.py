@@ -27,7 +27,7 @@ from longspec_jax.drafters.tree import (
     within_budget,
 )
 from tests.decoding import lossless
-from tests.kit import draft_params, each_row, random_draft, random_target
+from tests.kit import draft_params, each_row, in_tiers, random_draft, random_target
 
 
 def test_ancestor_masks_by_hand() -> None:
@@ -337,23 +337,23 @@ DYNAMIC = TreeConfig((3, 4, 2), budget=6, threshold=0.4)
 SMALL = lossless.SMALL_LM.config
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        LongSpecDrafter(lossless.DRAFT, DYNAMIC),
-        SmallLMDrafter(SMALL, DYNAMIC, narrower=True),
-        StreamingDrafter(DYNAMIC, lossless.SHORT),
-    ],
-    ids=["longspec", "small_lm", "streaming"],
-)
-def test_trees_of_any_depth_change_no_token(drafter: Drafter) -> None:
+DEEP: dict[str, Drafter] = {
+    "longspec": LongSpecDrafter(lossless.DRAFT, DYNAMIC),
+    "small_lm": SmallLMDrafter(SMALL, DYNAMIC, narrower=True),
+    "streaming": StreamingDrafter(DYNAMIC, lossless.SHORT),
+}
+
+
+@pytest.mark.parametrize("name", in_tiers(DEEP, "longspec"))
+def test_trees_of_any_depth_change_no_token(name: str) -> None:
     """Rows at temperatures 0, 0.7 and 1."""
+    drafter = DEEP[name]
     target_params = random_target(lossless.CONFIG)
     draft = {
         "longspec": lambda: draft_params(random_draft(lossless.DRAFT), target_params),
         "small_lm": lambda: random_target(SMALL, seed=5),
         "streaming": lambda: None,
-    }[drafter.name]()
+    }[name]()
     target, tokens = TargetModel(lossless.CONFIG), lossless.prompts(101)
     params = Params(target_params, draft)
     rest = tokens, lossless.LENGTHS, lossless.request(**lossless.MIXED)

@@ -22,6 +22,8 @@ from train.data.corpus import prepare_corpus, tokens_file
 from train.drafts.kinds import LongSpecSettings
 from train.metrics import Metrics
 
+pytestmark = pytest.mark.full
+
 
 def test_the_demo_from_nothing(tmp_path: Path) -> None:
     config = from_config(demo.get_config("tiny").to_dict())

@@ -260,6 +260,7 @@ def test_what_is_needed_and_what_cannot_be() -> None:
         DFlashDrafter(DFLASH, TreeConfig((1,) * 4))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [DSPARK, DFLASH2], ids=["dspark", "dflash2"])
 def test_8_bits_and_meshes(config: Any) -> None:
     """Rounded weights compute nearly the same, and every parameter has a rule of partition."""

@@ -184,6 +184,7 @@ def test_yarn_by_hand() -> None:
         assert yarn.attention_factor == pytest.approx(magnitude, abs=1e-5)
 
 
+@pytest.mark.full
 def test_8_bits_and_meshes(text: tuple[np.ndarray, list[jax.Array]]) -> None:
     """Rounded weights compute nearly the same, and every parameter has a rule of partition."""
     params = random_params(DRAFT, KNOWN)

@@ -151,6 +151,7 @@ def test_what_is_needed_and_what_cannot_be() -> None:
             replace(DRAFT, **fields)
 
 
+@pytest.mark.full
 def test_8_bits_and_meshes(state: Any) -> None:
     """Rounded weights compute nearly the same, and every parameter has a rule of partition."""
     bound = _bound().draft

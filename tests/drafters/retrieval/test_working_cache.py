@@ -214,7 +214,7 @@ def plain() -> tuple[Any, list[np.ndarray], Any]:
     return params, rows, request
 
 
-@pytest.mark.parametrize("name", in_tiers(DRAFTERS, "small_lm", "longspec"))
+@pytest.mark.parametrize("name", in_tiers(DRAFTERS, "longspec"))
 def test_a_working_cache_changes_no_token(name: str, plain: Any) -> None:
     """Rows at temperatures 0, 0.7 and 1, of different lengths."""
     drafter, (target_params, expected, request) = DRAFTERS[name], plain

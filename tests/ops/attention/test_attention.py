@@ -37,6 +37,10 @@ SHAPES = {
 }
 
 
+FIRST = "gqa", "one-token", "69-nodes"
+"""Shapes of the first tier."""
+
+
 def cases(*implementations: str, interpreted: tuple[str, ...] = tuple(SHAPES)) -> list:
     """Every implementation, shape and dtype; without a GPU the half dtypes on one shape only.
 
@@ -53,7 +57,8 @@ def cases(*implementations: str, interpreted: tuple[str, ...] = tuple(SHAPES)) -
                 continue
             for dtype in ("float32", "bfloat16", "float16"):
                 if compiled_only or dtype == "float32" or (name == "gqa" and dtype != "float16"):
-                    marks = COMPILED_ONLY.get(implementation, ())
+                    marks = [*COMPILED_ONLY.get(implementation, ())]
+                    marks += [] if compiled_only or name in FIRST else [pytest.mark.full]
                     label = f"{implementation}-{name}-{dtype}"
                     found.append(pytest.param(implementation, shape, dtype, marks=marks, id=label))
     return found

@@ -20,7 +20,6 @@ from longspec_jax.drafters.dflash2 import Convolution, Selector
 from longspec_jax.drafters.draft import Target
 from tests.drafters.dflash.toys import random_params
 from tests.drafters.kit import without_tables
-from tests.kit import in_tiers
 from train.config import StageConfig
 from train.drafts.dflash import begin, fresh_config
 from train.drafts.kinds import DFlashSettings
@@ -30,6 +29,7 @@ from train.views import Reads
 
 from . import steps as tiny
 
+pytestmark = pytest.mark.full
 STAGE = StageConfig("short", 13, 4, 2, tiny.RATE, 4, 0, 0.0, 0)
 SETTINGS = DFlashSettings("dflash", "", 2, "0,1", 4, -1, 3, 2.0)
 JETSPEC = replace(SETTINGS, block=5, decay=1e6, causal=True, distillation=0.75)
@@ -66,7 +66,7 @@ def block_logits(oracle: Any, tokens: Any, view: Any, row: int, anchor: int) -> 
     return oracle.logits(table, head, torch.tensor(features), anchor, int(tokens[row, anchor]))
 
 
-@pytest.mark.parametrize("name", in_tiers(["one", "jetspec"], "one"))
+@pytest.mark.parametrize("name", ["one", "jetspec"])
 def test_four_steps_are_those_of_pytorch(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -124,7 +124,6 @@ def test_four_steps_are_those_of_pytorch(
         assert report[f"agree_top1_shift{slot + 1}"] == pytest.approx(agreed, abs=1e-4)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["one", "jetspec"])
 def test_devices_and_chunks_do_not_change_the_steps(
     name: str, request: pytest.FixtureRequest

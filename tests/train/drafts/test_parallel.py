@@ -21,6 +21,7 @@ from train.target import run_target
 
 from . import steps as tiny
 
+pytestmark = pytest.mark.full
 LENGTH, ROWS = 13, (2, 2)
 STAGE = StageConfig("short", LENGTH, 4, 2, tiny.RATE, 4, 0, 0.0, 40)
 SETTINGS = ParallelSettings("parallel", "", 5, 2, 4, 6, 3, 2.0, True, 4, 0.9)
@@ -108,7 +109,6 @@ def test_four_steps_are_those_of_an_implementation_in_pytorch(
         assert measured[f"agree_top1_shift{slot + 1}"] == pytest.approx(share, abs=1e-4)
 
 
-@pytest.mark.full
 def test_devices_and_chunks_do_not_change_the_step(
     one: tiny.Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from train.drafts.small_lm import begin
 
 from . import steps as tiny
 
+pytestmark = pytest.mark.full
 STAGE = StageConfig("text", 13, 4, 2, tiny.RATE, 4, 0, 0.0, 0)
 SETTINGS = SmallLMSettings("small_lm", "", 2, 16, 20, 4, 2, 0.7)
 DATA = tiny.random_batch((2, 2), STAGE.seq_len)
@@ -76,7 +77,6 @@ def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> N
     assert report["tau_chain"] == pytest.approx(chain, abs=1e-3) and 0 < agreed < 1
 
 
-@pytest.mark.full
 def test_devices_and_chunks_do_not_change_the_steps() -> None:
     """Few tokens of the loss, of which the last are no whole chunk, and MLPs in pieces."""
     whole, cut = tiny.given(STAGE), tiny.given(STAGE, fsdp=2, tp=2)
