@@ -118,6 +118,8 @@ BESIDE = ExpertsConfig(count=8, chosen=2, width=10, beside=True)
 GEMMA4 = Family(
     tiny_target_config(
         architecture="Gemma4ForCausalLM",
+        vocab_size=102,
+        mlp_width=54,
         num_layers=6,
         num_kv_heads=2,
         head_width=8,
@@ -134,10 +136,10 @@ GEMMA4 = Family(
         attention_scale=1.0,
         logit_cap=8.0,
         kinds=(
-            LayerConfig(Rotary(1e4), W, BESIDE, heads=HeadsConfig(3, 6)),
+            LayerConfig(Rotary(1e4), W, BESIDE, heads=HeadsConfig(6, 6)),
             LayerConfig(FAR, experts=BESIDE, keys_are_values=True),
-            LayerConfig(Rotary(1e4), W, BESIDE, heads=HeadsConfig(3, 6), keys_of=2, mlp_width=106),
-            LayerConfig(FAR, experts=BESIDE, keys_of=3, mlp_width=106),
+            LayerConfig(Rotary(1e4), W, BESIDE, heads=HeadsConfig(6, 6), keys_of=2, mlp_width=108),
+            LayerConfig(FAR, experts=BESIDE, keys_of=3, mlp_width=108),
         ),
         pattern=(0, 1, 0, 1, 2, 3),
     ),

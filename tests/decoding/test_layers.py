@@ -144,8 +144,12 @@ def test_blocks_are_chosen_in_the_layers_without_a_window() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "drafter"),
-    [(RECURRENT, StreamingDrafter(PAIR, SHORT)), (GPT_OSS, NgramDrafter(PAIR))],
-    ids=["states", "sinks"],
+    [
+        (RECURRENT, StreamingDrafter(PAIR, SHORT)),
+        (GPT_OSS, NgramDrafter(PAIR)),
+        (GEMMA4, NgramDrafter(PAIR)),
+    ],
+    ids=["states", "sinks", "heads of two widths"],
 )
 def test_a_chain_on_a_mesh_changes_no_token(family: Family, drafter: Drafter) -> None:
     """Each of two devices has half of the heads, of their states, sinks and biases, and experts."""
