@@ -170,7 +170,9 @@ def recur(layer: int, tokens: RecurrentTokens, taps: jax.Array) -> jax.Array:
     inputs = tokens.inputs[..., : SIZES.inputs_width]  # Gates are behind them.
     padded = jnp.pad(inputs, ((0, 0), (3, 0), (0, 0), (0, 0)))
     mixed = sum(padded[:, tap : tap + length] * taps[:, :, tap] for tap in range(4))
-    operands = recurrence._operands(jax.nn.silu(mixed), tokens, state)
+    operands = recurrence._operands(
+        state.memory, jax.nn.silu(mixed), tokens.log_decay, tokens.strength
+    )
     return delta_rule_reference(state.memory, operands)[1]
 
 

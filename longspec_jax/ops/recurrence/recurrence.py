@@ -12,9 +12,10 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.hardware import require_decode_step
+from longspec_jax.ops.hardware import require_ampere, require_decode_step
 from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.recurrence.delta_rule import (
+    BLOCK,
     Operands,
     delta_rule_chunk,
     delta_rule_tree,
@@ -79,13 +80,48 @@ def _segment(
     joined = jnp.concatenate([before, inputs], axis=1)
     mixed = _convolved([joined[:, at : at + length] for at in range(taps.shape[2])], taps)
     own = (jnp.arange(length) < count[:, None])[:, :, None, None]
-    operands = _operands(mixed, tokens, state)
-    operands = operands._replace(
-        log_decay=jnp.where(own, operands.log_decay, 0.0),
-        strength=jnp.where(own, operands.strength, 0.0),
-    )
-    memory, out = delta_rule_chunk(state.memory, operands)
+    gates = (jnp.where(own, part, 0.0) for part in (tokens.log_decay, tokens.strength))
+    memory, out = _delta_rule(state.memory, mixed, *gates)
     return RecurrentState(memory, last_inputs(state, inputs, count)), out
+
+
+@jax.custom_jvp
+def _delta_rule(
+    memory: Array, mixed: Array, log_decay: Array, strength: Array
+) -> tuple[Array, Array]:
+    """The delta rule behind the convolution, over consecutive tokens; differentiable."""
+    return DELTA_RULE(memory, mixed, log_decay, strength)
+
+
+@_delta_rule.defjvp
+def _differentiate(primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(_delta_rule_xla, primals, tangents)
+
+
+def _delta_rule_xla(
+    memory: Array, mixed: Array, log_decay: Array, strength: Array
+) -> tuple[Array, Array]:
+    return delta_rule_chunk(memory, _operands(memory, mixed, log_decay, strength))
+
+
+def _delta_rule_pallas(
+    memory: Array, mixed: Array, log_decay: Array, strength: Array
+) -> tuple[Array, Array]:
+    require_ampere("the kernel of recurrent layers' chunks")
+    (width, value), length = memory.shape[3:], mixed.shape[1]
+    even = width in (16, 32, 64, 128) and value % 32 == 0 and length >= BLOCK
+    if mixed.dtype != jnp.bfloat16 or not even:
+        raise NotImplementedError(
+            "the kernel of recurrent layers' chunks takes whole blocks in bfloat16, keys of 16 to "
+            f"128 numbers and values in multiples of 32, not {length} tokens in {mixed.dtype}, "
+            f"{width} and {value}"
+        )
+    from longspec_jax.ops.recurrence import chunk_pallas
+
+    # Tokens of padding decay nothing and write nothing.
+    tokens = (whole_chunks(part, BLOCK) for part in (mixed, log_decay, strength))
+    memory, out = chunk_pallas.delta_rule_chunk(memory, *tokens)
+    return memory, out[:, :length]
 
 
 def tree_recurrence(
@@ -215,7 +251,7 @@ def _tree(
         return along(jnp.where(depth >= steps, fresh, before), joined)
 
     mixed = _convolved([back(steps) for steps in reversed(range(kept + 1))], taps)
-    operands = _operands(mixed, tokens, state)
+    operands = _operands(state.memory, mixed, tokens.log_decay, tokens.strength)
     behind = (earlier, seen) if number else (None, None)
     updates, total, out = delta_rule_tree(state.memory, operands, mask, levels, *behind)
     depth = jnp.broadcast_to(depth, tokens.inputs.shape[:2]).astype(jnp.int32)
@@ -230,17 +266,17 @@ def _convolved(back: list[Array], taps: Array) -> Array:
     return jax.nn.silu(sum(parts)).astype(back[0].dtype)
 
 
-def _operands(mixed: Array, tokens: RecurrentTokens, state: RecurrentState) -> Operands:
+def _operands(memory: Array, mixed: Array, log_decay: Array, strength: Array) -> Operands:
     """Queries, keys and values of what the convolution yields, in float32."""
-    _, _, shared, width, value = state.memory.shape
+    _, _, shared, width, value = memory.shape
     wide = mixed.astype(jnp.float32)
     queries, keys, values = jnp.split(wide, [width, 2 * width], axis=3)
     return Operands(
         normalised(queries) * width**-0.5,
         normalised(keys),
         values.reshape(*values.shape[:3], shared, value),
-        tokens.log_decay,
-        tokens.strength,
+        log_decay,
+        strength,
     )
 
 
@@ -297,4 +333,5 @@ def _commit_paths_pallas(
 TREE_RECURRENCE = Op(
     "tree_recurrence", {"pallas": _tree_recurrence_pallas, "xla": tree_recurrence_xla}
 )
+DELTA_RULE = Op("delta_rule", {"pallas": _delta_rule_pallas, "xla": _delta_rule_xla})
 COMMIT_PATHS = Op("commit_paths", {"pallas": _commit_paths_pallas, "xla": commit_paths_xla})

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.layers import RecurrenceConfig
+from longspec_jax.ops import hardware
+from longspec_jax.ops.recurrence import chunk_pallas, recurrence
 from longspec_jax.ops.recurrence import recurrence_pallas as kernels
+from longspec_jax.ops.recurrence.delta_rule import delta_rule_reference
 from longspec_jax.ops.recurrence.gated_norm import gated_norm, gated_norm_xla
 from longspec_jax.ops.recurrence.operands import (
     RecurrentRows,
@@ -172,6 +175,57 @@ def test_gated_norms_are_those_of_the_op(width: int, interpret: bool) -> None:
     assert found.dtype == gates.dtype and found.shape == (ROWS, 5, 6, width)
     assert relative_error(found, gated_norm_xla(read, gates, scale, 1e-6)) <= 3e-3
     np.testing.assert_array_equal(norm(read[:, 2:3], gates[:, 2:3], scale), found[:, 2:3])
+
+
+def mixed_of(length: int, alike: bool) -> tuple[jax.Array, ...]:
+    """A state, and a chunk behind the convolution; of tokens that are alike nothing fades."""
+    mixed = normal(1, ROWS, length, 2, 2 * 32 + 3 * 64)
+    log_decay, strength = (jax.nn.sigmoid(normal(seed, ROWS, length, 2, 3)) for seed in (2, 3))
+    if alike:
+        mixed, log_decay = mixed[:, :1] + 0.01 * mixed, 0.01 * log_decay
+        strength = 0.9 + 0.1 * strength
+    mixed = jax.nn.silu(mixed).astype("bfloat16")
+    return normal(4, ROWS, 2, 3, 32, 64), mixed, -0.3 * log_decay, strength
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+@each_row("alike", [False, True])
+def test_a_chunk_is_the_definition_wherever_it_is_cut(alike: bool, interpret: bool) -> None:
+    """Not a bit changes where it is cut behind whole blocks."""
+    memory, *tokens = mixed_of(192, alike)
+    rule = jax.jit(partial(chunk_pallas.delta_rule_chunk, interpret=interpret))
+    behind, read = rule(memory, *tokens)
+    given = recurrence._operands(memory, *tokens)
+    wanted, reads = jax.jit(delta_rule_reference)(memory, given)
+    assert relative_error(behind, wanted) <= 2e-5 and relative_error(read, reads) <= 2e-5
+    first, rest = ([part[:, at] for part in tokens] for at in (slice(64), slice(64, 192)))
+    between, read_first = rule(memory, *first)
+    again, read_rest = rule(between, *rest)
+    np.testing.assert_array_equal(again, behind)
+    np.testing.assert_array_equal(jnp.concatenate([read_first, read_rest], axis=1), read)
+
+
+def test_a_chunk_is_whole_blocks_and_differentiable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel does not take is refused, and tokens beyond the chunk write nothing."""
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (8, 0))
+    interpreted = partial(chunk_pallas.delta_rule_chunk, interpret=True)
+    monkeypatch.setattr(chunk_pallas, "delta_rule_chunk", interpreted)
+    memory, mixed, *gates = mixed_of(100, alike=False)
+    behind, read = recurrence._delta_rule(memory, mixed, *gates)
+    wanted, reads = recurrence._delta_rule_xla(memory, mixed, *gates)
+    assert read.shape == reads.shape
+    assert relative_error(behind, wanted) <= 2e-5 and relative_error(read, reads) <= 2e-5
+    for other in (mixed.astype("float32"), mixed[:, :32]):
+        cut = [gate[:, : other.shape[1]] for gate in gates]
+        with pytest.raises(NotImplementedError, match="whole blocks in bfloat16"):
+            recurrence.DELTA_RULE(memory, other, *cut, implementation="pallas")
+
+    def total(rule, memory):
+        return sum((part**2).sum() for part in rule(memory, mixed, *gates))
+
+    found = jax.grad(partial(total, recurrence._delta_rule))(memory)
+    expected = jax.grad(partial(total, recurrence._delta_rule_xla))(memory)
+    assert relative_error(found, expected) <= TOLERANCE["float32"]
 
 
 def test_gated_norms_have_a_gradient() -> None:
