@@ -43,7 +43,8 @@ def choose_kernels(
 
     Args:
       target: the static part of the target, on the device of this process.
-      wanted: whether to take them; None takes them where they serve a target in 16 bits.
+      wanted: whether to take them; None takes them where they serve a target in 16 bits on a
+        Hopper GPU, as others' have never run on one.
       quantised: whether some of its weights are, which no kernel multiplies in one order.
 
     Raises:
@@ -53,12 +54,12 @@ def choose_kernels(
     if wanted is False or target.config.dtype == "float32":
         return target
     try:
-        _require_kernels(target, quantised)
+        hopper = _require_kernels(target, quantised)
     except NotImplementedError:
         if wanted:
             raise
         return target
-    return dataclasses.replace(target, batch_invariant=True)
+    return dataclasses.replace(target, batch_invariant=bool(wanted or hopper))
 
 
 @functools.cache
@@ -87,7 +88,8 @@ def check_tree(target: TargetModel, tree: TreeConfig) -> None:
         )
 
 
-def _require_kernels(target: TargetModel, quantised: bool) -> None:
+def _require_kernels(target: TargetModel, quantised: bool) -> bool:
+    """Whether the kernels are Hopper's; raise for what none serves."""
     config = target.config
     if quantised:
         raise NotImplementedError(
@@ -109,7 +111,12 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
             "the kernels of batch_invariant see whole prefixes and unbounded scores; this target "
             "has layers with a window, a soft cap, or attention sinks"
         )
-    path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
+    hopper = path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
+    if not hopper and (config.kv_dtype is not None or _has_experts(config)):
+        raise NotImplementedError(
+            "batch_invariant has kernels for experts and for a cache in 8 bits on Hopper GPUs "
+            "alone; leave it or kv_dtype out"
+        )
     if target.mesh is not None and config.out_bias:
         raise NotImplementedError(
             "batch_invariant has no kernel for a bias behind attention on a mesh; leave out mesh "
@@ -122,6 +129,11 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
         raise NotImplementedError(
             "batch_invariant needs the kernel of norms, and this jax lacks Pallas' Triton backend"
         )
+    return hopper
+
+
+def _has_experts(config: TargetConfig) -> bool:
+    return any(kind.experts is not None for kind in config.kinds or ())
 
 
 def _require_mlp_kernels(config: TargetConfig, experts: ExpertsConfig | None, shares: int) -> None:

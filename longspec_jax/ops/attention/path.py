@@ -87,8 +87,8 @@ def split_of(position: Lengths, kv_heads: int, groups: int, narrow: bool = False
     return jax.lax.div(reach(position) + shared - 1, shared) * SLOTS
 
 
-def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
-    """Refuse what the kernel cannot do; the sentence names the value and the rule.
+def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> bool:
+    """Whether the kernel is Hopper's; refuse what it cannot do, with the value and the rule.
 
     Args:
       q: queries ``[B, T, N, H]``.
@@ -96,8 +96,13 @@ def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
       fresh: keys ``[B, T, K, H]``.
       levels: the greatest depth of a node.
     """
-    require_target(q.shape[2] // cached.shape[1], q.shape[3], q.dtype)
+    hopper = require_target(q.shape[2] // cached.shape[1], q.shape[3], q.dtype)
     require_tree(fresh.shape[1], levels)
+    if not hopper and (cached.dtype != q.dtype or cached.shape[2] % SLOTS):
+        raise NotImplementedError(
+            f"a cache of {cached.shape[2]} slots in {cached.dtype} is none in {q.dtype} of a "
+            f"multiple of {SLOTS} slots"
+        )
     if cached.shape[2] < SLOTS or cached.shape[2] % 8:
         raise NotImplementedError(
             f"capacity {cached.shape[2]} is not a multiple of 8 of at least {SLOTS} slots"
@@ -106,11 +111,12 @@ def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
         raise NotImplementedError(f"{q.shape[1]} nodes have {fresh.shape[1]} keys")
     if q.shape[1] > ALIGNED and q.shape[1] % ALIGNED:
         raise NotImplementedError(f"{q.shape[1]} nodes are no multiple of {ALIGNED}")
+    return hopper
 
 
-def require_target(groups: int, width: int, dtype: DTypeLike) -> None:
-    """Refuse machines without the kernel, and targets of other heads or types."""
-    hardware.require_hopper("the kernel of one order along a path")
+def require_target(groups: int, width: int, dtype: DTypeLike) -> bool:
+    """Whether the kernel is Hopper's; refuse machines without one, and other heads or types."""
+    hopper = hardware.require_one_order("the kernel of one order along a path")
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"{dtype} is neither bfloat16 nor float16")
     if width not in (64, 128) or groups > MAX_GROUP:
@@ -118,6 +124,7 @@ def require_target(groups: int, width: int, dtype: DTypeLike) -> None:
             f"head width {width} is neither 64 nor 128, or {groups} query heads for a key/value "
             f"head exceed {MAX_GROUP}"
         )
+    return hopper
 
 
 def serves_tree(nodes: int, levels: int) -> bool:
