@@ -37,7 +37,8 @@ _GATHERED = 32
 """Places of a node's recent tokens, of which ``RECENT`` and its own are filled."""
 _COLUMNS = 64
 """Columns of a head that are multiplied at a time: 128 bytes, the rows of shared memory."""
-_MOST_SPLITS = 32
+_MOST_SPLITS, _AT_ONCE = 32, 4
+"""Splits of a row, and those that are read together as they are merged."""
 
 
 class Splits(NamedTuple):
@@ -364,23 +365,31 @@ def _recent_kernel(
     ampere.barrier()
     begin = *(load(rows_smem.at[at], layout.reduce(1)) for at in range(2)), *acc
     row, rows = layout.reduce(1), pl.ds(token * groups, MAX_GROUP)
+    reached = jax.lax.div(most + size - 1, size)
 
     def merge(split: jax.Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        at = batch, split, kv_head, rows
+        at = batch, jnp.minimum(split, out.shape[1] - 1), kv_head, rows
+        there = split < reached
         before, sum_before, *acc = state
-        highest, added = (load(each.at[at], row) for each in (top, total))
+        highest = jnp.where(there, load(top.at[at], row), -jnp.inf)
+        added = jnp.where(there, load(total.at[at], row), 0.0)
         new = jnp.maximum(before, highest)
         keep, share = jnp.exp2(before - new), jnp.exp2(highest - new)
         for place, half in enumerate(_halves(width)):
-            found = load(out.at[(*at, half)], layout)
+            found = jnp.where(there, load(out.at[(*at, half)], layout), 0.0)
             factors = (ampere.along_rows(each, found.shape, layout) for each in (keep, share))
             each = zip((acc[place], found), factors, strict=True)
             old, more = (product(value, factor, layout) for value, factor in each)
             acc[place] = old + more
         return new, product(sum_before, keep, row) + product(added, share, row), *acc
 
-    reached = jax.lax.div(most + size - 1, size)
-    _, weight, *acc = jax.lax.fori_loop(0, reached, merge, begin)
+    def merge_some(step: jax.Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        for ahead in range(_AT_ONCE):
+            state = merge(step * _AT_ONCE + ahead, state)
+        return state
+
+    steps = jax.lax.div(reached + _AT_ONCE - 1, jnp.int32(_AT_ONCE))
+    _, weight, *acc = jax.lax.fori_loop(0, steps, merge_some, begin)
     for half, value in zip(_halves(width), acc, strict=True):
         value = value * ampere.along_rows(1.0 / weight, value.shape, layout)
         ampere.store(merged.at[(*node, slice(None), half)], value.astype(dtype))
