@@ -71,8 +71,8 @@ class LoadOptions(TypedDict, total=False):
             Maybe(Truth()),
             None,
             "kernels with which text in 16 bits is that of plain decoding, token for token: the "
-            "default on Hopper GPUs. Without them near-ties of two tokens may fall otherwise, and "
-            "decoding is some per cent faster",
+            "default on Hopper GPUs, available on others from compute capability 8.0 on. Without "
+            "them near-ties of two tokens may fall otherwise, and decoding is some per cent faster",
         ),
     ]
     prefill_chunk: Annotated[

@@ -44,7 +44,8 @@ def choose_kernels(
 
     Args:
       target: the static part of the target, on the device of this process.
-      wanted: whether to take them; None takes them where they serve a target in 16 bits.
+      wanted: whether to take them; None takes them where they serve a target in 16 bits on a
+        Hopper GPU, as others' have never run on one.
       quantised: whether some of its weights are, which no kernel multiplies in one order.
 
     Raises:
@@ -54,12 +55,12 @@ def choose_kernels(
     if wanted is False or target.config.dtype == "float32":
         return target
     try:
-        _require_kernels(target, quantised)
+        hopper = _require_kernels(target, quantised)
     except NotImplementedError:
         if wanted:
             raise
         return target
-    return dataclasses.replace(target, batch_invariant=True)
+    return dataclasses.replace(target, batch_invariant=bool(wanted or hopper))
 
 
 @functools.cache
@@ -88,7 +89,8 @@ def check_tree(target: TargetModel, tree: TreeConfig) -> None:
         )
 
 
-def _require_kernels(target: TargetModel, quantised: bool) -> None:
+def _require_kernels(target: TargetModel, quantised: bool) -> bool:
+    """Whether the kernels are Hopper's; raise for what none serves."""
     config = target.config
     if quantised:
         raise NotImplementedError(
@@ -108,7 +110,12 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
         )
     narrow = config.kv_dtype is not None
     dtype = jnp.dtype(config.dtype)
-    path.require_target(config.num_groups, config.head_width, dtype, narrow=narrow)
+    hopper = path.require_target(config.num_groups, config.head_width, dtype, narrow=narrow)
+    if not hopper and (narrow or _has_experts(config) or config.recurrent_layers):
+        raise NotImplementedError(
+            "batch_invariant has kernels for experts, for recurrent layers and for a cache in 8 "
+            "bits on Hopper GPUs alone; leave it or kv_dtype out"
+        )
     if target.mesh is not None and config.out_bias:
         raise NotImplementedError(
             "batch_invariant has no kernel for a bias behind attention on a mesh; leave out mesh "
@@ -122,6 +129,11 @@ def _require_kernels(target: TargetModel, quantised: bool) -> None:
         raise NotImplementedError(
             "batch_invariant needs the kernel of norms, and this jax lacks Pallas' Triton backend"
         )
+    return hopper
+
+
+def _has_experts(config: TargetConfig) -> bool:
+    return any(kind.experts is not None for kind in config.kinds or ())
 
 
 def _require_recurrent_kernels(target: TargetModel) -> None:

@@ -60,6 +60,17 @@ def require_hopper(kernel: str) -> None:
             f"{kernel} is written for compute capability 9.x and this process computes on "
             f"{jax.default_backend()!r} ({found}); choose another attention="
         )
+    _require_mosaic(kernel)
+
+
+def require_one_order(kernel: str) -> bool:
+    """Whether this GPU has Hopper's instructions; refuse those without Ampere's, and older jax."""
+    found = require_ampere(kernel)
+    _require_mosaic(kernel)
+    return found[0] == HOPPER[0]
+
+
+def _require_mosaic(kernel: str) -> None:
     if not mosaic_is_supported():
         raise NotImplementedError(
             f"{kernel} needs jax 0.11 or newer, which needs Python 3.12 or newer, and this is jax "
@@ -113,5 +124,5 @@ def _triton_is_supported() -> bool:
 
 
 def mosaic_is_supported() -> bool:
-    """Whether this jax has the Mosaic GPU interface that the Hopper kernels are written for."""
+    """Whether this jax has the Mosaic GPU interface that our kernels are written for."""
     return jax.__version_info__ >= (0, 11)

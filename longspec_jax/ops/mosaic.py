@@ -9,7 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array, Ref
-from longspec_jax.ops.hardware import WARPGROUP_ROWS
 
 # Pallas documents it and does not re-export it in the way that type checkers ask for.
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -33,7 +32,12 @@ def load(ref: Ref, layout: Any, *, optimized: bool = False) -> Any:
 
 
 def row_product(left: Array, right: Array) -> Array:
-    """``left * right`` of a number for each of a warpgroup's rows, float32, rounded by itself.
+    """:func:`product` of a number for each of a warpgroup's rows, as Hopper's matmuls have them."""
+    return product(left, right, plgpu.Layout.WGMMA.reduce(1))
+
+
+def product(left: Array, right: Array, layout: Any) -> Array:
+    """``left * right`` of arrays of this layout, float32, rounded by itself.
 
     A plain product may become one instruction with a sum that follows, which rounds once instead of
     twice. The assembler decides that, by what else uses the product, and sees through barriers of
@@ -43,19 +47,22 @@ def row_product(left: Array, right: Array) -> Array:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm, vector
 
-    row = plgpu.Layout.WGMMA.reduce(1)
-
     @plgpu.inline_mgpu(
-        arg_types=(row, row),
-        return_type=plgpu.ShapeDtypeStruct((WARPGROUP_ROWS,), jnp.float32, layout=row),
+        arg_types=(layout, layout),
+        return_type=plgpu.ShapeDtypeStruct(left.shape, jnp.float32, layout=layout),
     )
     def multiply(_: Any, left: Any, right: Any) -> Any:
         number = ir.F32Type.get()
         registers = np.empty_like(left.registers)
         for place, of_left in np.ndenumerate(left.registers):
-            factors = [vector.extract(x, [], [0]) for x in (of_left, right.registers[place])]
-            new: Any = llvm.inline_asm(number, factors, "mul.rn.f32 $0, $1, $2;", "=f,f,f")
-            registers[place] = vector.broadcast(of_left.type, new)
+            for at in range(left.layout.vector_length):
+                factors = [vector.extract(x, [], [at]) for x in (of_left, right.registers[place])]
+                new: Any = llvm.inline_asm(number, factors, "mul.rn.f32 $0, $1, $2;", "=f,f,f")
+                registers[place] = (
+                    vector.insert(new, registers[place], [], [at])
+                    if at
+                    else vector.broadcast(of_left.type, new)
+                )
         return mgpu.FragmentedArray(_registers=registers, _layout=left.layout, _is_signed=None)
 
     return cast(Callable[[Array, Array], Array], multiply)(left, right)

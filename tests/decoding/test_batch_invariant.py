@@ -35,10 +35,10 @@ def test_16_bits_are_identical_where_the_kernels_are_taken() -> None:
     assert batch_invariant.is_identical(dataclasses.replace(HALF, batch_invariant=True))
 
 
-def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_serve_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"head_width": 64, "model_width": 128, "mlp_width": 192, "vocab_size": 104}
     target = TargetModel(tiny_target_config(dtype="bfloat16", **sizes))
-    with pytest.raises(NotImplementedError, match=r"compute capability 9\.x"):
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         batch_invariant.choose_kernels(target, True)
     assert not batch_invariant.choose_kernels(target, None).batch_invariant
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
@@ -77,8 +77,17 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         config = dataclasses.replace(target.config, **uneven)
         with pytest.raises(NotImplementedError, match=reason):
             batch_invariant.choose_kernels(dataclasses.replace(target, config=config), True)
-    monkeypatch.setattr(hardware, "compute_capability", lambda: (8, 0))
-    with pytest.raises(NotImplementedError, match=r"compute capability 9\.x"):
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        monkeypatch.setattr(hardware, "compute_capability", lambda: capability)  # noqa: B023
+        assert not batch_invariant.choose_kernels(target, None).batch_invariant
+        assert batch_invariant.choose_kernels(target, True).batch_invariant
+    experts = LayerConfig(experts=ExpertsConfig(count=8, chosen=2, width=64))
+    sparse = dataclasses.replace(target.config, kinds=(experts,), pattern=(0, 0))
+    for config in (narrow.config, sparse):
+        with pytest.raises(NotImplementedError, match="a cache in 8 bits on Hopper GPUs alone"):
+            batch_invariant.choose_kernels(dataclasses.replace(target, config=config), True)
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (7, 5))
+    with pytest.raises(NotImplementedError, match=r"needs compute capability 8\.0 or newer"):
         batch_invariant.choose_kernels(target, True)
 
 

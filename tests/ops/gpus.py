@@ -86,11 +86,16 @@ def pretended(capability: Capability) -> Iterator[None]:
         if jax.__version_info__ < (0, 11):  # It lowers for any GPU alike.
             yield
             return
+        from jax.experimental.mosaic.gpu import utils
         from jax.sharding import AbstractDevice
 
         device = AbstractDevice(device_kind=GPUS[capability], num_cores=None, platform="gpu")
         mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
-        with jax.sharding.use_abstract_mesh(mesh):
+        # Of a device that is not there Mosaic knows no capability.
+        with (
+            patch.object(utils, "_infer_arch", lambda: capability),
+            jax.sharding.use_abstract_mesh(mesh),
+        ):
             yield
 
 
@@ -251,6 +256,8 @@ def assembled(call: Call, capability: Capability) -> None:
 def _target(capability: Capability) -> str:
     """What XLA must know of a GPU, in the text form of its protocol buffer."""
     (major, minor), (program, core) = capability, SHARED_KILOBYTES[capability]
+    # Mosaic writes for all instructions of a generation, as such a GPU has them.
+    extension = "feature_extension: ACCELERATED_FEATURES" if capability >= HOPPER else ""
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -270,7 +277,7 @@ gpu_device_info {{
   device_memory_size: {24 << 30}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
@@ -278,10 +285,11 @@ device_description_str: "{GPUS[capability]}"
 """
 
 
-def kernels(text: str) -> str:
+def kernels(text: str, capability: Capability) -> str:
     """The backends of a lowered program's kernels, by the names that the page explains."""
     targets = set(re.findall(r"custom_call @([\w$.]*(?:triton|mosaic)[\w$.]*)", text))
-    found = {"Hopper" if "mosaic" in target else "Triton" for target in targets}
+    mosaic = "Hopper" if capability[0] == HOPPER[0] else "Ampere"
+    found = {mosaic if "mosaic" in target else "Triton" for target in targets}
     return " + ".join(sorted(found)) or "XLA"
 
 
@@ -292,7 +300,7 @@ def taken(capability: Capability) -> Mapping[str, str]:
     with pretended(capability):
         for name, call in calls().items():
             try:
-                found[name] = kernels(lowered(call).as_text())
+                found[name] = kernels(lowered(call).as_text(), capability)
             except NotImplementedError:
                 found[name] = "–"
     return found

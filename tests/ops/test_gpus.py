@@ -16,8 +16,7 @@ PLUGIN = any(
     importlib.util.find_spec(name) is not None
     for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")
 )
-HOPPER_ALONE = {"attention, a tree, in one order"}
-"""Refused elsewhere, so that nobody is promised equal bits."""
+IN_ONE_ORDER = {"attention, a tree, in one order", "matmuls in one order", "LM head in one order"}
 
 
 @pytest.mark.slow
@@ -30,13 +29,16 @@ def test_the_page_names_what_every_op_takes() -> None:
 @pytest.mark.slow
 @each_row("capability", gpus.GPUS)
 def test_what_is_chosen_can_run(capability: gpus.Capability) -> None:
-    """Hopper's instructions are on 9.x alone, and ours for Triton need Ampere's."""
+    """Hopper's instructions are on 9.x alone, and all of our kernels need Ampere's."""
     taken = gpus.taken(capability)
-    hopper = capability[0] == HOPPER[0] and mosaic_is_supported()
+    mosaic = mosaic_is_supported() and capability >= AMPERE
+    hopper = capability[0] == HOPPER[0] and mosaic
     assert any("Hopper" in kernels for kernels in taken.values()) == hopper
-    assert {name for name, kernels in taken.items() if kernels == "–"} == (
-        set() if hopper else HOPPER_ALONE
-    )
+    other = IN_ONE_ORDER if mosaic and not hopper else set()
+    assert {name for name, kernels in taken.items() if "Ampere" in kernels} == other
+    # Refused, so that nobody is promised equal bits.
+    refused = set() if mosaic else {"attention, a tree, in one order"}
+    assert {name for name, kernels in taken.items() if kernels == "–"} == refused
     attends = [name for name in taken if name.startswith(("attention", "draft"))]
     assert len(attends) == 9
     for name in attends:

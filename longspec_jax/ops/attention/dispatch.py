@@ -88,10 +88,13 @@ def _chunk_kernels(
 
 
 def _path_kernel(*operands: Any, levels: int, scale: float | None) -> Array:
-    path.require_kernel(operands[0], operands[1].keys, operands[2].keys, levels)
-    from longspec_jax.ops.attention import path_kernels
+    if path.require_kernel(operands[0], operands[1].keys, operands[2].keys, levels):
+        from longspec_jax.ops.attention import path_kernels
 
-    return path_kernels.path_attention(*operands, scale=scale)
+        return path_kernels.path_attention(*operands, scale=scale)
+    from longspec_jax.ops.attention import path_ampere
+
+    return path_ampere.path_attention(*operands, scale=scale)
 
 
 def _path_reference(

@@ -88,8 +88,8 @@ def split_of(position: Lengths, kv_heads: int, groups: int, narrow: bool = False
     return jax.lax.div(reach(position) + shared - 1, shared) * SLOTS
 
 
-def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
-    """Refuse what the kernel cannot do; the sentence names the value and the rule.
+def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> bool:
+    """Whether the kernel is Hopper's; refuse what it cannot do, with the value and the rule.
 
     Args:
       q: queries ``[B, T, N, H]``.
@@ -98,8 +98,14 @@ def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
       levels: the greatest depth of a node.
     """
     narrow = cached.dtype == CODES
-    require_target(q.shape[2] // cached.shape[1], q.shape[3], q.dtype, narrow=narrow)
+    groups = q.shape[2] // cached.shape[1]
+    hopper = require_target(groups, q.shape[3], q.dtype, narrow=narrow)
     require_tree(fresh.shape[1], levels)
+    if not hopper and (cached.dtype != q.dtype or cached.shape[2] % SLOTS):
+        raise NotImplementedError(
+            f"a cache of {cached.shape[2]} slots in {cached.dtype} is none in {q.dtype} of a "
+            f"multiple of {SLOTS} slots"
+        )
     if cached.shape[2] < SLOTS or cached.shape[2] % 8:
         raise NotImplementedError(
             f"capacity {cached.shape[2]} is not a multiple of 8 of at least {SLOTS} slots"
@@ -108,16 +114,23 @@ def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
         raise NotImplementedError(f"{q.shape[1]} nodes have {fresh.shape[1]} keys")
     if q.shape[1] > ALIGNED and q.shape[1] % ALIGNED:
         raise NotImplementedError(f"{q.shape[1]} nodes are no multiple of {ALIGNED}")
+    return hopper
 
 
-def require_target(groups: int, width: int, dtype: DTypeLike, *, narrow: bool) -> None:
-    """Refuse machines without the kernel, and targets of other heads, types or caches."""
-    hardware.require_hopper("the kernel of one order along a path")
+def require_target(groups: int, width: int, dtype: DTypeLike, *, narrow: bool) -> bool:
+    """Whether the kernel is Hopper's.
+
+    Refuses machines without one, and targets of other heads, types or caches.
+    """
+    hopper = hardware.require_one_order("the kernel of one order along a path")
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"{dtype} is neither bfloat16 nor float16")
     refuse_width(width, narrow=narrow)
+    if not hopper and width > 128:
+        raise NotImplementedError(f"heads of {width} numbers have a kernel on Hopper GPUs alone")
     if groups > MAX_GROUP:
         raise NotImplementedError(f"{groups} query heads for a key/value head exceed {MAX_GROUP}")
+    return hopper
 
 
 def serves_tree(nodes: int, levels: int) -> bool:

@@ -144,15 +144,21 @@ def matmul_mosaic(
     gated: bool = False,
     split: bool = False,
 ) -> Array:
-    """The matmul by the kernel for Hopper GPUs; partials are one, or several in float32."""
-    _require_kernel(x, weights)
-    from longspec_jax.ops.matmul import ordered_mosaic
-
+    """The matmul by this GPU's kernel; partials are one, or several in float32."""
+    hopper = _require_kernel(x, weights)
     contracted = x.shape[-1]
     flat = weights if gated else weights.reshape(contracted, -1)
-    flat_bias = None if bias is None else bias.reshape(-1)
-    tile = ordered_tiles.matmul_tile(contracted, flat.shape[-1], gated=gated, split=split)
-    out = ordered_mosaic.matmul(x.reshape(-1, contracted), flat, flat_bias, tile=tile)
+    operands = x.reshape(-1, contracted), flat, None if bias is None else bias.reshape(-1)
+    # Older versions of jax lack what they need.
+    if hopper:
+        from longspec_jax.ops.matmul import ordered_mosaic
+
+        tile = ordered_tiles.matmul_tile(contracted, flat.shape[-1], gated=gated, split=split)
+        out = ordered_mosaic.matmul(*operands, tile=tile)
+    else:
+        from longspec_jax.ops.matmul import ordered_ampere
+
+        out = ordered_ampere.matmul(*operands, split=split)
     if split:
         return out.reshape(-1, *x.shape[:-1], flat.shape[-1])
     return out.reshape(*x.shape[:-1], *weights.shape[2 if gated else 1 :])
@@ -160,21 +166,26 @@ def matmul_mosaic(
 
 def head_matmul_mosaic(hidden: Array, table: Array) -> Array:
     """Logits of an LM head by the kernel."""
-    _require_kernel(hidden, table)
-    from longspec_jax.ops.matmul import ordered_mosaic  # Older versions of jax lack what it needs.
-
+    hopper = _require_kernel(hidden, table)
     vocabulary, flat = len(table), hidden.reshape(-1, hidden.shape[-1])
     if vocabulary % 8:
-        # The copy engine takes whole groups of 8. It is a copy of the table in every launch.
+        # Copies take whole groups of 8. It is a copy of the table in every launch.
         table = jnp.pad(table, ((0, -vocabulary % 8), (0, 0)))
-    tile = ordered_tiles.head_tile(table.shape[1], len(table))
-    out = ordered_mosaic.head_matmul(flat, table, tile=tile)[:, :vocabulary]
-    return out.reshape(*hidden.shape[:-1], vocabulary)
+    if hopper:
+        from longspec_jax.ops.matmul import ordered_mosaic
+
+        tile = ordered_tiles.head_tile(table.shape[1], len(table))
+        out = ordered_mosaic.head_matmul(flat, table, tile=tile)
+    else:
+        from longspec_jax.ops.matmul import ordered_ampere
+
+        out = ordered_ampere.head_matmul(flat, table)
+    return out[:, :vocabulary].reshape(*hidden.shape[:-1], vocabulary)
 
 
-def _require_kernel(x: Array, weights: Array) -> None:
-    """Raise for machines, dtypes and rows that the kernel does not serve."""
-    hardware.require_hopper("the Mosaic matmul")
+def _require_kernel(x: Array, weights: Array) -> bool:
+    """Whether the kernel is Hopper's; raise for machines, dtypes and rows that none serves."""
+    hopper = hardware.require_one_order("the Mosaic matmul")
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
         raise NotImplementedError(
             "the Mosaic matmul takes rows and weights both in bfloat16 or both in float16, not "
@@ -184,6 +195,7 @@ def _require_kernel(x: Array, weights: Array) -> None:
         raise NotImplementedError("a mesh cuts the weights, which only XLA's matmuls follow")
     if not x.size:
         raise NotImplementedError("the Mosaic matmul takes one row or more")
+    return hopper
 
 
 def _few_rows_mosaic(
@@ -196,8 +208,9 @@ def _few_rows_mosaic(
 ) -> Array:
     """The kernel where it is faster than XLA's matmuls, or makes the same time of fewer launches.
 
-    One row costs as much in either.
+    One row costs as much in either. The kernel for other GPUs was never measured on one.
     """
+    hardware.require_hopper("the Mosaic matmul of few rows")
     rows = x.size // x.shape[-1]
     if rows % 8 or not 0 < rows <= WARPGROUP_ROWS or weights.size < WORTH_A_KERNEL:
         raise NotImplementedError(

@@ -103,7 +103,7 @@ class Refused(NamedTuple):
     ],
 )
 def test_what_the_kernel_does_not_serve_is_refused(call: Refused, monkeypatch) -> None:
-    monkeypatch.setattr(hardware, "require_hopper", lambda kernel: None)
+    monkeypatch.setattr(hardware, "require_one_order", lambda kernel: True)
     array = functools.partial(jnp.zeros, dtype=call.dtype)
     cached = jnp.zeros((1, 2, call.capacity, call.width), call.stored or call.dtype)
     with pytest.raises(NotImplementedError, match=call.what):

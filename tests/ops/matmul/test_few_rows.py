@@ -66,6 +66,7 @@ def test_other_matmuls_are_left_to_xla(
     rows: int, contracted: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "require_hopper", lambda kernel: None)
+    monkeypatch.setattr(hardware, "require_one_order", lambda kernel: True)
     x = jax.ShapeDtypeStruct((rows, contracted), jnp.bfloat16)
     for gated, parts in ((False, ()), (True, (2,))):
         weights = jax.ShapeDtypeStruct((contracted, *parts, columns), jnp.bfloat16)
