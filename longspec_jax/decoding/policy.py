@@ -46,8 +46,8 @@ FIRST_LOOK = 2
 SUSPICIOUS = 5.0
 """Times the cheapest candidate's round from which a single timing does not count: it may have met a
 pause."""
-LOOK = 4
-"""Rounds of a look: one round may emit little by chance."""
+LOOK = 8
+"""Rounds of a look: a few may emit little by chance, and the wait is the same."""
 KNOWN = 2.0
 """Rounds for which what a candidate emitted in earlier runs counts, or a guess of it: texts differ.
 """
@@ -215,8 +215,10 @@ class FastestWithinBudget:
     """Rounds behind that, at most :data:`TRUSTED`."""
     share: float = 0.01
     """Regret of all looks, as a share of the time spent."""
-    credit: float = 2.0
-    """Regret of all looks from the beginning, in rounds of the cheapest candidate."""
+    credit: float = 7.0
+    """Regret of all looks from the beginning, in rounds of the cheapest candidate. It pays for one
+    or two of them, with the wait behind both of their ends: a candidate that began badly would
+    never run again, in no later call either."""
     doubt: float = 0.4
     """How much faster than its estimate a candidate may be, relative, if one round is behind it;
     uncertainty falls with the square root of the rounds."""
