@@ -202,7 +202,7 @@ def foregone(
             columns.append(jnp.minimum(count, 1))
         elif shows(ran, other, params):
             kept = along(path.path[:, 1:], _kept(ran, other, tree))
-            # To the first one left out, or behind the path. An accumulation would be a loop on a GPU.
+            # To the first one left out or behind the path; accumulating would be a loop on a GPU.
             ends = ~kept | (jnp.arange(kept.shape[1]) >= path.count[:, None] - 1)
             taken = jnp.argmax(jnp.pad(ends, ((0, 0), (0, 1)), constant_values=True), axis=1)
             columns.append(jnp.minimum(taken + 1, count))
