@@ -198,10 +198,13 @@ def foregone(
     for other in drafters:
         if other == ran:
             columns.append(count)
+        elif not other.tree.num_levels:
+            columns.append(jnp.minimum(count, 1))
         elif shows(ran, other, params):
             kept = along(path.path[:, 1:], _kept(ran, other, tree))
-            kept &= jnp.arange(kept.shape[1]) < path.count[:, None] - 1
-            taken = jnp.logical_and.accumulate(kept, axis=1).sum(axis=1)
+            # To the first one left out or behind the path; accumulating would be a loop on a GPU.
+            ends = ~kept | (jnp.arange(kept.shape[1]) >= path.count[:, None] - 1)
+            taken = jnp.argmax(jnp.pad(ends, ((0, 0), (0, 1)), constant_values=True), axis=1)
             columns.append(jnp.minimum(taken + 1, count))
         else:
             columns.append(jnp.full_like(count, -1))
