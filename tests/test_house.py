@@ -32,11 +32,11 @@ CEILINGS: dict[str, int] = {
     "files of a request and 4 steps": 16,
     # Lines that hold a token, comments and docstrings aside.
     "token lines of longspec_jax": 29_150,
-    "token lines of infer": 7_460,
-    "token lines of train": 5_340,
-    "token lines of configs": 330,
+    "token lines of infer": 7_470,
+    "token lines of train": 5_377,
+    "token lines of configs": 322,
     "token lines of tests": 40_245,
-    "token lines of benchmarks and contrib": 4_330,
+    "token lines of benchmarks and contrib": 4_323,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 1,
