@@ -33,12 +33,7 @@ from longspec_jax.drafters.dflash import DFlashConfig, DFlashDraft, DFlashOption
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.draft import Target as LoadedTarget
 from longspec_jax.drafters.eagle import EagleOptions, MtpConfig, MtpDraft, MtpParams
-from longspec_jax.drafters.eagle3 import (
-    Eagle3Config,
-    Eagle3Draft,
-    Eagle3Options,
-    Eagle3Params,
-)
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Options, Eagle3Params
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
 from longspec_jax.drafters.registry import options_of, separated

@@ -8,13 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
-from longspec_jax.generation.activity import (
-    Activity,
-    Compiling,
-    DecodingPlainly,
-    Prefilling,
-    Tuned,
-)
+from longspec_jax.generation.activity import Activity, Compiling, DecodingPlainly, Prefilling, Tuned
 from longspec_jax.status_line import NARROWEST, StatusLine
 
 if TYPE_CHECKING:  # Slow to import, and the screen says that it is being imported.

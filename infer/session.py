@@ -22,14 +22,7 @@ from longspec_jax.released import RELEASED
 from .arguments import models_of, row_options, sampling_options
 from .output import tree_fields
 from .prompts import CHATS, CODE, Prompt, encode
-from .results import (
-    Outcome,
-    as_json,
-    header_lines,
-    lines,
-    memory_plan_line,
-    tuned_line,
-)
+from .results import Outcome, as_json, header_lines, lines, memory_plan_line, tuned_line
 from .screen import Screen
 from .wording import command_words
 

@@ -62,7 +62,7 @@ def cross_entropy_sum(
 
 
 class Distillation(NamedTuple):
-    """Sums over weighted positions, float32."""
+    """Sums over weighted positions, float32, by the names of the metrics."""
 
     loss: Float[Array, ""]
     """The mixture, which alone has a gradient."""
@@ -70,7 +70,7 @@ class Distillation(NamedTuple):
     """Of the text."""
     divergence: Float[Array, ""]
     """``KL(softmax(head @ teacher) || softmax(head @ hidden))``."""
-    teacher_loss: Float[Array, ""]
+    target_loss: Float[Array, ""]
     """The teacher's own cross-entropy of the text."""
 
 

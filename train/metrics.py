@@ -203,13 +203,6 @@ class Guarded:
             )
 
 
-class _Event(Protocol):
-    """A TensorBoard event, of a package that is imported late."""
-
-    wall_time: float
-    step: int
-
-
 class TensorBoard:
     """Event files, a folder for every stage, so that its steps count from 0 and curves overlay.
 
@@ -233,7 +226,8 @@ class TensorBoard:
         else:
             self._stages[stage] = self._open_file(str(self._folder / stage))
             log = self._events.SessionLog
-            self._add(stage, 0, self._events.Event(session_log=log(status=log.START)))
+            start = self._events.Event(wall_time=time.time(), session_log=log(status=log.START))
+            self._stages[stage].add_event(start)
             for earlier in read_records(self._source):  # The last of which is this one.
                 if earlier["stage"] == stage:
                     self._add_numbers(earlier)
@@ -247,12 +241,9 @@ class TensorBoard:
     def _add_numbers(self, record: Record) -> None:
         value = self._summary.Value
         values = [value(tag=name, simple_value=v) for name, v in _numbers(record).items()]
-        event = self._events.Event(summary=self._summary(value=values))
-        self._add(record["stage"], record["step"], event)
-
-    def _add(self, stage: str, step: int, event: _Event) -> None:
-        event.wall_time, event.step = time.time(), step
-        self._stages[stage].add_event(event)
+        summary = self._summary(value=values)
+        event = self._events.Event(wall_time=time.time(), step=record["step"], summary=summary)
+        self._stages[record["stage"]].add_event(event)
 
 
 class WeightsAndBiases:

@@ -39,15 +39,7 @@ from .loop import Stage, run_stage
 from .losses import tokens_at_once
 from .metrics import Metrics, open_writers
 from .processes import by_first, gathered
-from .step import (
-    Batch,
-    Objective,
-    cast,
-    initial_state,
-    make_optimizer,
-    make_step,
-    state_shardings,
-)
+from .step import Batch, Objective, cast, initial_state, make_optimizer, make_step, state_shardings
 from .target import TargetObjective, mlp_tokens_at_once
 from .views import Reads
 

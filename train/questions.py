@@ -25,7 +25,7 @@ from longspec_jax.checks import Whole
 
 from .config import DataConfig
 from .data.documents import BadRows
-from .data.loading import Documents, expand
+from .data.loading import Documents, check_no_input
 
 TASKS = (
     "Explain what this does, step by step.",
@@ -64,8 +64,7 @@ def _command(argv: Sequence[str] | None) -> int:
     arguments = parser().parse_args(argv)
     data = DataConfig.whole(arguments)
     out = files.writable(files.expanded(arguments.out), arguments.out, of_results=False)
-    if any(out.resolve() == files.expanded(name).resolve() for name in expand(data.files)):
-        raise ValueError(f"--out={out} is one of the --files; name another file")
+    check_no_input(out, data.files)
     turns = Documents(data, BadRows(0, "no option"))
     texts = [turn.content for row in turns for turn in row if not turn.role]
     rows = questions(texts, arguments.count, arguments.seed)

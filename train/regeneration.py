@@ -40,7 +40,7 @@ from longspec_jax.weights.model_files import read_config
 
 from .config import DataConfig
 from .data.documents import ASKING, BadRows, Fields, Turn, to_turns
-from .data.loading import Documents, data_digest, expand
+from .data.loading import Documents, check_no_input, data_digest
 from .data.tokens import load_tokenizer
 from .fingerprint import differences, fingerprint, model_digest, tokenizer_digest
 
@@ -62,7 +62,7 @@ def regenerate(arguments: argparse.Namespace) -> str:
     """
     data = DataConfig.whole(arguments)
     out = files.writable(files.expanded(arguments.out), arguments.out, of_results=False)
-    check_no_input(out, [Path(name) for name in expand(data.files)])
+    check_no_input(out, data.files)
     is_demo, given = arguments.target == DEMO_NAME, arguments.chat_template
     template = None if given is None else files.expanded(given).read_text("utf-8")
     source = demo_target() if is_demo else local_model(arguments.target, arguments.revision)
@@ -464,17 +464,6 @@ class Output:
                 f"this command did not write the last line of {self.path}; remove the line, "
                 "or name another --out"
             ) from error
-
-
-def check_no_input(path: Path, inputs: Sequence[Path]) -> None:
-    """Refuse to write where rows are read.
-
-    Raises:
-      ValueError: names the file.
-    """
-    for one in inputs:
-        if path.resolve() == one.resolve() or (path.exists() and path.samefile(one)):
-            raise ValueError(f"--out={path} is one of the --files; name another file")
 
 
 def _check_same(path: Path, settings_file: Path, settings: Mapping[str, Any]) -> None:

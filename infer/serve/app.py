@@ -26,15 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
 from .answers import DONE, Writer, event, is_long, json_bytes, long_json_bytes
-from .calls import (
-    Call,
-    Row,
-    ServedModel,
-    read_call,
-    read_detokenize,
-    read_tokenize,
-    rows_of,
-)
+from .calls import Call, Row, ServedModel, read_call, read_detokenize, read_tokenize, rows_of
 from .engine_thread import EngineThread, State
 from .fields import Refused, defect
 from .guards import (

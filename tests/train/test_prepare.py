@@ -1,6 +1,7 @@
 """Tokens made beforehand are those that training makes by itself."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,6 @@ def test_a_corpus_is_gathered_once_and_is_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [f"--config={ROOT}/configs/demo.py:tiny", f"--workdir={tmp_path}"]
-    given += ["--config.data.corpus.max_bytes=60000"]
     assert prepare.main(given) == 0
     made = capsys.readouterr().out
     assert f" held out in {tmp_path / 'corpus'} after " in made
@@ -87,14 +87,9 @@ def test_a_corpus_is_gathered_once_and_is_that_of_the_run(
     monkeypatch.setattr(corpus, "write_tokens", None)
     assert prepare.main(given) == 0
     assert capsys.readouterr().out.split(" after ")[0] == made.split(" after ")[0]
-    run = open_run(parse(given).config, tmp_path)
-    run.metrics.close()
-    source = Source(run.config, tmp_path, run.target_source, 512)
-    assert len(source.split(run.config.stages[0], run.mesh)[0]) > 0
+    open_run(parse(given).config, tmp_path).metrics.close()
 
 
 def test_a_mistake_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main([f"--workdir={tmp_path / 'work'}"]) == 2
-    error = capsys.readouterr().err
-    assert "--config=FILE is missing" in error
-    assert error.startswith("error: ") and error.count("\n") == 1
+    assert re.fullmatch("error: --config=FILE is missing.*\n", capsys.readouterr().err)

@@ -9,7 +9,8 @@ import pytest
 
 from tests.kit import each_row
 from train.data.documents import Turn
-from train.regeneration import Conversation, Output, check_no_input, kept_turns, seed_of
+from train.data.loading import check_no_input
+from train.regeneration import Conversation, Output, kept_turns, seed_of
 
 USER, SYSTEM = Turn("why", "user"), Turn("be brief", "system")
 KEPT: list[tuple[dict[str, Any], list[Turn]]] = [
@@ -118,5 +119,5 @@ def test_an_input_by_any_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "soft.jsonl").symlink_to(file)
     for name in ("chats.jsonl", "hard.jsonl", "soft.jsonl", "../" + tmp_path.name + "/chats.jsonl"):
         with pytest.raises(ValueError, match="is one of the --files"):
-            check_no_input(tmp_path / name, [file])
-    check_no_input(tmp_path / "other.jsonl", [file])
+            check_no_input(tmp_path / name, str(file))
+    check_no_input(tmp_path / "other.jsonl", str(file))

@@ -130,6 +130,17 @@ def expand(files: str) -> list[str]:
     return found
 
 
+def check_no_input(out: Path, names: str) -> None:
+    """Refuse to write where rows are read; names as of :func:`expand`.
+
+    Raises:
+      ValueError: names the file.
+    """
+    for one in map(Path, expand(names)):
+        if out.resolve() == one.resolve() or (out.exists() and out.samefile(one)):
+            raise ValueError(f"--out={out} is one of the --files; name another file")
+
+
 # Rows of one file or data set.
 
 

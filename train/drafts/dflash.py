@@ -19,12 +19,7 @@ from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoints.dflash import (
-    LAYERS,
-    evenly,
-    load_draft,
-    save_draft,
-)
+from longspec_jax.drafters.checkpoints.dflash import LAYERS, evenly, load_draft, save_draft
 from longspec_jax.drafters.dflash import DFlashConfig, DFlashLayers, DFlashParams
 from longspec_jax.models.target import head_of, scaled
 from longspec_jax.ops.partitioned import with_sharding
@@ -34,11 +29,7 @@ from ..acceptance import agreement_report
 from ..config import StageConfig
 from ..losses import cross_entropy_sum, distillation_sums
 from ..step import Batch, cast
-from ..target import (
-    TargetView,
-    plain_positions,
-    recomputing,
-)
+from ..target import TargetView, plain_positions, recomputing
 from ..views import Reads, target_view
 from .base import Begun, Given, refuse_offsets
 from .block_attention import block_attention
@@ -160,8 +151,7 @@ class DFlashObjective:
         found = distillation_sums(
             hidden, teacher, head, labels, weights, share=share, chunk=chunk, cap=cap
         )
-        parts = {"cross_entropy": found.cross_entropy, "divergence": found.divergence}
-        return {"loss": found.loss, "target_loss": found.teacher_loss, **parts}
+        return found._asdict()
 
     def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance; slot ``j`` is shift ``j``."""

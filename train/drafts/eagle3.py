@@ -42,11 +42,7 @@ from ..acceptance import agreement_report, count_hits, counted_tokens
 from ..config import StageConfig
 from ..losses import ChunkLoss, chunked_loss, next_token_labels, surprise_of
 from ..step import Batch, cast
-from ..target import (
-    TargetView,
-    is_costly,
-    plain_positions,
-)
+from ..target import TargetView, is_costly, plain_positions
 from ..views import Reads, target_view
 from .base import Begun, Given, refuse_offsets
 from .kinds import Eagle3Settings

@@ -37,13 +37,7 @@ from ..acceptance import agreement_report, count_hits, counted_tokens
 from ..config import StageConfig
 from ..losses import cross_entropy_sum, distillation_sums, next_token_labels
 from ..step import Batch, cast
-from ..target import (
-    TargetView,
-    drawn_positions,
-    plain_positions,
-    recomputing,
-    run_target,
-)
+from ..target import TargetView, drawn_positions, plain_positions, recomputing, run_target
 from ..views import Reads, target_view
 from .base import Begun, Given
 from .kinds import LongSpecSettings
@@ -181,8 +175,7 @@ class LongSpecObjective:
         sums = distillation_sums(
             hidden, view.hidden, head, labels, weights, share=share, chunk=chunk, cap=cap
         )
-        parts = {"cross_entropy": sums.cross_entropy, "divergence": sums.divergence}
-        return {"loss": sums.loss, "target_loss": sums.teacher_loss, **parts}
+        return sums._asdict()
 
     def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance, for every number of tokens behind the target's keys.

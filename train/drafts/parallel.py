@@ -35,12 +35,7 @@ from ..acceptance import agreement_report
 from ..config import StageConfig
 from ..losses import ChunkLoss, Products, chunked_loss, surprise_of
 from ..step import Batch, cast
-from ..target import (
-    TargetView,
-    drawn_positions,
-    plain_positions,
-    recomputing,
-)
+from ..target import TargetView, drawn_positions, plain_positions, recomputing
 from ..views import Reads, target_view
 from .base import Begun, Given
 from .block_attention import block_attention
@@ -125,7 +120,7 @@ class About(NamedTuple):
 
 
 class BlockLoss(NamedTuple):
-    """Sums over weighted slots, float32."""
+    """Sums over weighted slots, float32, by the names of the metrics."""
 
     loss: Float[Array, ""]
     """The mixture, which alone has a gradient."""
@@ -133,7 +128,7 @@ class BlockLoss(NamedTuple):
     """Of the text."""
     distance: Float[Array, ""]
     """``sum |p - q|``, 0 to 2."""
-    teacher_loss: Float[Array, ""]
+    target_loss: Float[Array, ""]
     """The target's own cross-entropy of the text."""
 
 
@@ -226,11 +221,7 @@ class ParallelObjective:
         """
         products, about = self._run(params, frozen, batch, draws)
         share, chunk, cap = self.settings.distillation, self.loss_chunk, self.target.logit_cap
-        loss, text, distance, target = block_loss(
-            products, about, share=share, chunk=chunk, cap=cap
-        )
-        parts = {"cross_entropy": text, "distance": distance}
-        return {"loss": loss, "target_loss": target, **parts}
+        return block_loss(products, about, share=share, chunk=chunk, cap=cap)._asdict()
 
     def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance, slot ``j`` being shift ``j + 1``."""

@@ -79,8 +79,7 @@ class SmallLMObjective:
             cap=self.target.logit_cap,
             teacher_head=teacher_head,
         )
-        parts = {"cross_entropy": sums.cross_entropy, "divergence": sums.divergence}
-        return {"loss": sums.loss, "target_loss": sums.teacher_loss, **parts}
+        return sums._asdict()
 
     def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance.

@@ -90,6 +90,11 @@ def load_draft(
 ) -> tuple[DraftConfig, Any]:
     """Load a draft in the format of the LongSpec release.
 
+    The tensors are ``self_attn.{q,k,v,o}_proj`` (q, k and v with biases), ``cross_attn.{q,o}_proj``
+    (q with a bias), ``mlp.{gate,up,down}_proj``, and the norms ``input_layernorm``,
+    ``post_self_attention_layernorm`` and ``post_cross_attention_layernorm``. Keys and values of the
+    cross-attention come from the target: ``cross_attn.{k,v}_proj`` are not read.
+
     Args:
       source: a folder with ``config.json`` and weights, or a hub id.
       dtype: to which the weights are cast; the target's dtype if absent, because the draft computes
