@@ -80,9 +80,8 @@ class Work:
     def stages(self) -> int:
         """Places of the ring: of few programs each has a multiprocessor, of more two share one."""
         block = 2 * self.size * (self.height + self.parts * self.size)
-        alone = self.strips * self.splits <= _ALONE
-        room = ampere.SHARED_BYTES if alone else ampere.SHARED_BYTES // 2
-        return min(_MOST_STAGES, (room - 1024) // block)
+        sharing = 1 if self.strips * self.splits <= _ALONE else 2
+        return min(_MOST_STAGES, (ampere.SHARED_BYTES // sharing - 1024) // block)
 
 
 @launcher("split")
