@@ -26,6 +26,8 @@ from longspec_jax.ops.matmul.ordered_tiles import HALF, WHOLE, refuse_uneven, re
 from longspec_jax.ops.mosaic import load
 
 _MOST_SPLITS, _MOST_STAGES = 8, 8
+_ALONE = 108
+"""Programs of which an A100 has a multiprocessor for each."""
 _DEPTH_OF_A_SPLIT = 512
 """The least contracted rows of a share: shorter ones would cost more than their programs gain."""
 
@@ -76,9 +78,10 @@ class Work:
 
     @property
     def stages(self) -> int:
-        """Places of the ring."""
+        """Places of the ring: of few programs each has a multiprocessor, of more two share one."""
         block = 2 * self.size * (self.height + self.parts * self.size)
-        return min(_MOST_STAGES, (ampere.SHARED_BYTES - 1024) // block)
+        sharing = 1 if self.strips * self.splits <= _ALONE else 2
+        return min(_MOST_STAGES, (ampere.SHARED_BYTES // sharing - 1024) // block)
 
 
 @launcher("split")
