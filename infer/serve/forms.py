@@ -187,10 +187,8 @@ class Tags:
         end = literal("\n</parameter>")
         words = schema.get("enum") if isinstance(schema, Mapping) else None
         if "string" not in kinds:
-            shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-            own = {**shared, **schema} if isinstance(schema, Mapping) else shared
             yield f"v_{rule}: j_{rule} {end}"
-            yield f"j_{rule}: {json_rule(own)}"
+            yield f"j_{rule}: {json_rule(of_parameter(schema, root))}"
         elif isinstance(words, list) and words and all(isinstance(one, str) for one in words):
             # A terminal, by its letters: of choices between rules the library has a bound.
             yield f"v_{rule}: W_{rule} {end}"
@@ -342,6 +340,41 @@ def properties_of(schema: Mapping[str, object]) -> Mapping[str, object]:
     return found if isinstance(found, Mapping) else {}
 
 
+SHARED = "$defs", "definitions"
+"""Where a schema has what its references name."""
+WHOLE = "all-parameters"
+"""Names the schema of all parameters among what that of one refers to."""
+
+
+def of_parameter(schema: object, root: Mapping[str, object]) -> dict[str, object]:
+    """The schema of one parameter, with what it refers to.
+
+    A reference to the root is one to the schema of all parameters, and not to this one.
+    """
+    found = set[str]()
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(each) for each in value]
+        if not isinstance(value, Mapping):
+            return value
+        own = {key: moved(each) for key, each in value.items()}
+        reference = value.get("$ref")
+        if not isinstance(reference, str) or not re.match("#(/|$)", reference):
+            return own
+        if reference[2:].partition("/")[0] in SHARED:
+            return own
+        found.add(reference)
+        return {**own, "$ref": f"#/$defs/{WHOLE}{reference[1:]}"}
+
+    own, shared = moved(schema), {name: moved(root[name]) for name in SHARED if name in root}
+    if found:
+        whole = moved({name: each for name, each in root.items() if name not in SHARED})
+        others = shared.get("$defs")
+        shared["$defs"] = {**(others if isinstance(others, Mapping) else {}), WHOLE: whole}
+    return {**shared, **own} if isinstance(own, Mapping) else shared
+
+
 def types_of(
     schema: object,
     root: Mapping[str, object],
@@ -363,6 +396,9 @@ def types_of(
         if reference in known:
             return known[reference]
         known[reference] = set()  # Where it refers to itself.
+        if reference == "#":  # All parameters.
+            known[reference] = {"object"}
+            return known[reference]
         place, name = reference.removeprefix("#/").partition("/")[::2]
         shared = root.get(place)
         inner = shared.get(name) if isinstance(shared, Mapping) else None

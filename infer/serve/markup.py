@@ -160,8 +160,8 @@ def grammar_of(
         calls = " | ".join(f"inside_{index}" for index in range(len(chosen)))
         if markup.channels is None:
             more = ' ("\\n" call)*' if parallel else ""
-            lines += [f"calls: call{more}"]
-            lines += [f"call: {markup.call.open.rule} ({calls}) {markup.call.close.rule}"]
+            lines += [f"calls: call{more}", f"call: {markup.call.open.rule} inside"]
+            lines += [f"inside: ({calls}) {markup.call.close.rule}"]
         else:
             lines += [f"calls: {calls}"]
         for index, tool in enumerate(chosen):
@@ -187,11 +187,11 @@ def grammar_of(
     elif markup.channels is not None:
         answer = f"calls | {begin}ANY"
     elif markup.call.open.token == NO_TOKEN:
-        raise ValueError(
-            f"strict tools and parallel_tool_calls=false need the token {CALL[0]}, which this "
-            "model's tokenizer lacks, where the model may answer with a text; pass "
-            "tool_choice=required or a tool's name, or leave these fields out"
-        )
+        # A text that comes to the mark opens a call; what is read goes back no letter.
+        opens = markup.call.open.text
+        text = f"{ANY} & ~/(.|\\n)*{re.escape(opens)}(.|\\n)*/"
+        lines += [f"TEXT: {text}", f"OPENED: ({text}) {literal(opens)}"]
+        answer = f"TEXT | OPENED inside{more}"
     else:
         answer = "ANY calls?"
     lines += [f"answer: {answer}", f"ANY: {ANY}"]

@@ -48,11 +48,10 @@ def counted(ran: Drafter, drafters: list[Joined], *rounds: tuple[int, list[int]]
     accepted = jnp.asarray([1 + sum(bits > 0 for bits in each) for _, each in rounds])
     found = AcceptedPath(path=jnp.asarray(path), count=accepted, tokens=jnp.zeros_like(path))
     emitted = jnp.asarray([count for count, _ in rounds])
-    count = jax.jit(lambda *found: foregone(ran, NOTHING, *found, drafters))
-    operands = tree, found, emitted
+    count = jax.jit(lambda *operands: foregone(ran, NOTHING, *operands, drafters=drafters))
     # A loop of a few steps takes a GPU longer than a layer: every step asks the host.
-    assert "while" not in count.lower(*operands).as_text()
-    return count(*operands).sum(axis=0).tolist()
+    assert "while" not in count.lower(tree, found, emitted).as_text()
+    return count(tree, found, emitted).sum(axis=0).tolist()
 
 
 def test_a_joined_tree_shows_what_its_parts_are_worth() -> None:

@@ -319,6 +319,20 @@ MANY = Tool.model_validate(
         "function": {"name": "many", "parameters": {"type": "object", "properties": WORDS}},
     }
 )
+PARAMETERS = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "next": {"anyOf": [{"$ref": "#"}]}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+"""Of a list that goes on with itself."""
+NESTED = Tool.model_validate(
+    {"type": "function", "function": {"name": "list", "parameters": PARAMETERS}}
+)
+NODE = (
+    "<tool_call>\n<function=list>\n<parameter=name>\na\n</parameter>\n<parameter=next>\n"
+    "{}\n</parameter>\n</function>\n</tool_call>"
+)
 JSON = {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
@@ -343,6 +357,21 @@ JSON = {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"
             [CALL.replace("weather", "w"), f"so{CALL[:-12]}"],
         ),
         ({"choice": "auto", "parallel": False}, [f"so{CALL}"], [f"{CALL}\n{CALL}"]),
+        (
+            {"choice": "auto", "parallel": False, "marks": False},
+            ["", "so", "so <tool_cal", CALL, f"so <{CALL}"],
+            [f"{CALL}\n{CALL}", f"so{CALL[:-12]}", "so <tool_call>", f"so {CALL} so"],
+        ),
+        (
+            {"choice": "auto", "tools": STRICT, "marks": False},
+            ["so", f"so{CALL}\n{NOW}"],
+            [CALL.replace("weather", "w"), f"{CALL}{CALL}"],
+        ),
+        (
+            {"template": XML, "tools": [NESTED]},
+            [NODE.format('{"name": "b", "next": {"name": "c"}}'), NODE.format('{"name": "b"}')],
+            [NODE.format('{"next": {}}'), NODE.format('{"name": "b", "next": {"next": {}}}')],
+        ),
         ({"choice": "auto", "form": JSON}, ['{"a": 3}', CALL], ["so", f'{{"a": 3}}{CALL}']),
         ({"choice": "none", "form": JSON, "thinking": True}, ['a</think>{"a": 3}'], ['{"a": 3}']),
         (
@@ -355,18 +384,16 @@ JSON = {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"
 def test_a_grammar_holds_a_model_to_its_choice(
     asked: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
-    markup = marked(asked.pop("template", HERMES))
-    assert [x for x in right if not allows(x, markup, talking_tokenizer(), **asked)] == []
-    assert [x for x in wrong if allows(x, markup, talking_tokenizer(), **asked)] == []
+    marks = asked.pop("marks", True)
+    markup, tokenizer = marked(asked.pop("template", HERMES), marks), talking_tokenizer(marks)
+    assert [x for x in right if not allows(x, markup, tokenizer, **asked)] == []
+    assert [x for x in wrong if allows(x, markup, tokenizer, **asked)] == []
 
 
 def test_free_answers_need_no_grammar() -> None:
     for choice, tools in (("auto", KNOWN), ("none", STRICT), ("auto", [])):
         assert grammar_of(marked(), {}, tools, choice, parallel=True, thinking=True) == {}
     assert grammar_of(marked(), JSON, [], "auto", parallel=True, thinking=False) == JSON
-    with pytest.raises(ValueError, match="which this model's tokenizer lacks"):
-        markup = marked(marks=False)
-        grammar_of(markup, {}, STRICT, "auto", parallel=True, thinking=False)
 
 
 TREES = PLAIN, TreeConfig((4, 4))
