@@ -280,8 +280,10 @@ class GroupedQKV(nn.Module):
         """
         heads = (self.num_kv_heads, self.num_groups + self.own, self.head_width)
         qkv = self.projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
+        if self.own == 2:
+            return qkv
         copies = [qkv[..., -1:, :]] * (2 - self.own)
-        return jnp.concatenate([qkv, *copies], axis=3) if copies else qkv
+        return jnp.concatenate([qkv, *copies], axis=3)
 
 
 def rotary_angles(positions: Array, head_width: int, rotary: Rotary | None) -> tuple[Array, Array]:

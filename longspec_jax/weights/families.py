@@ -439,7 +439,7 @@ FAMILIES: dict[str, Family] = {
 _VISION = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 _QWEN_VISION = (r"model\.visual\..*",)
 _GEMMA4_SENSES = (
-    r"model\.(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..*",
+    r"(model\.)?(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..*",
 )
 WRAPPERS: dict[str, tuple[str, ...]] = {
     "Gemma3ForConditionalGeneration": _VISION,

@@ -240,6 +240,8 @@ HEADS_BESIDE = {
     r"model\.mtp_layers\..*": "layers of multi-token prediction, which are a draft",
     r"mtp\..*": "layers that predict several tokens, which are a draft",
 }
+KEYS = r"self_attn\.[kv]_(proj|norm)\.weight"
+"""What published files hold of layers that have no use for it."""
 TIED_HEAD = {r"lm_head\.weight": "the LM head is the embedding table"}
 
 
@@ -261,7 +263,9 @@ def target_table(config: TargetConfig) -> Table:
             for rule in layer_rules(config, family.names, kind)
         ]
     tied = TIED_HEAD if config.tied_embeddings else {}
-    return Table(tuple(leaves), ROTARY | HEADS_BESIDE | tied)
+    reading = "|".join(str(i) for i in range(config.num_layers) if config.source(i) != i)
+    unread = {rf"model\.layers\.({reading})\.{KEYS}": "the layer reads the keys of another one"}
+    return Table(tuple(leaves), ROTARY | HEADS_BESIDE | tied | (unread if reading else {}))
 
 
 def layer_rules(

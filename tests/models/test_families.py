@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Needs
+from longspec_jax.drafters.base import Needs, Params
 from longspec_jax.drafters.longspec import DraftConfig
+from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.sharding import partition_spec
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_target, save_target
 from longspec_jax.weights.params import assemble
 from longspec_jax.weights.tables import target_table
+from tests.decoding.lossless import generate, request
 from tests.kit import random_draft, relative_error
 from tests.models.families import CASES, load, torch, transformers
 from train.drafts.kinds import LongSpecSettings
@@ -113,6 +116,24 @@ def test_logits_of_chunks_a_step_and_a_tree(pair):
     np.testing.assert_allclose(found.logits[0], expected[PROMPT:], atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("pair", ["gemma4", "gemma4-e", "gemma4-moe"], indirect=True)
+def test_greedy_text_is_that_of_transformers(pair):
+    """Beyond the window, with trees of lookup."""
+    _, model, config, params = pair
+    tokens, new = np.random.default_rng(9).integers(3, 97, (1, 29)).astype(np.int32), 40
+    with torch.no_grad():
+        given = torch.from_numpy(tokens).long()
+        whole = model.generate(given, max_new_tokens=new, do_sample=False).numpy()[0, 29:]
+    drafter, asked = (
+        NgramDrafter(TreeConfig((2, 1, 1))),
+        request(seeds=(5,), stop=((-1,),), new=[new]),
+    )
+    given = Params(params, ()), tokens, np.array([29]), asked
+    [text], _ = generate(TargetModel(config), drafter, *given)
+    np.testing.assert_array_equal(text[: len(whole)], whole)
+    assert len({*whole.tolist()}) > 5
+
+
 @pytest.mark.parametrize("pair", [name for name in CASES if name not in UNTRAINED], indirect=True)
 def test_training_reads_the_target_that_is_served(pair):
     """A step's frozen features are those of prefill, and its target's loss is Hugging Face's."""
@@ -136,6 +157,10 @@ def test_training_reads_the_target_that_is_served(pair):
     for layer in layers:
         assert relative_error(view.kept[layer], served[1][layer]) < 1e-5, layer
     assert relative_error(view.hidden, served[0]) < 1e-5
+    with torch.no_grad():
+        oracle = model(torch.from_numpy(tokens), output_hidden_states=True)
+    for layer, expected in zip(layers[:-1], oracle.hidden_states, strict=False):
+        assert relative_error(view.kept[layer], expected.numpy()) < 1e-5, layer
     if config.layer(config.read_layer).window is None:
         for ours, theirs in (view.keys, cache.keys), (view.values, cache.values):
             read = np.asarray(theirs[config.read_layer])[:, :, :PROMPT].swapaxes(1, 2)
@@ -154,10 +179,8 @@ def test_training_reads_the_target_that_is_served(pair):
         (loss, theirs), gradient = step(random_draft(draft))
         assert np.isfinite(loss)
         assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient))
-        with torch.no_grad():
-            logits = model(torch.from_numpy(tokens)).logits[0, :-1]
         expected = torch.nn.functional.cross_entropy(
-            logits, torch.from_numpy(tokens)[0, 1:], reduction="sum"
+            oracle.logits[0, :-1], torch.from_numpy(tokens)[0, 1:], reduction="sum"
         )
         assert relative_error(theirs, expected) < 1e-4
 

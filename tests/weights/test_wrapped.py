@@ -4,6 +4,7 @@ import json
 
 import jax
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax.config.layers import QueryScaling, YarnRopeScaling
@@ -52,3 +53,16 @@ def test_tensors_of_the_target_alone_are_read(tmp_path, config, outer, inside, b
     again, found = load_target(tmp_path)
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+def test_keys_of_a_layer_that_reads_others_are_dropped(tmp_path):
+    """Gemma 4's published files hold them. Of any other layer such a tensor is refused."""
+    config, params = GEMMA4.config, random_target(GEMMA4.config)
+    save_target(tmp_path, config, params)
+    file = tmp_path / "model.safetensors"
+    tensors, more = load_file(file), "model.layers.{}.self_attn.v_proj.weight"
+    save_file(tensors | {more.format(5): np.zeros((16, 36), np.float32)}, file)
+    jax.tree.map(np.testing.assert_array_equal, load_target(tmp_path)[1], params)
+    save_file(tensors | {more.format(3): np.zeros((16, 36), np.float32)}, file)
+    with pytest.raises(ValueError, match="unexpected model.layers.3.self_attn.v_proj.weight"):
+        load_target(tmp_path)
