@@ -106,110 +106,66 @@ def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CON
     return found
 
 
-@pytest.mark.parametrize(
-    ("batch", "streams", "plain", "slots"),
-    [
-        (3, True, False, None),
-        (3, False, False, [2, 0]),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                (1, False, False, None),
-                (3, False, True, None),
-                (1, True, True, None),
-                (3, True, True, [1]),
-            )
-        ),
-    ],
-)
-def test_no_cache_sized_copy(
-    batch: int, streams: bool, plain: bool, slots: list[int] | None
-) -> None:
-    """Plain decoding too: what it is compared with must not be slowed down. Nor one slot's row."""
-    assert_nothing_grows(compiled_loop(batch, streams=streams, plain=plain, slots=slots), 1)
-
-
-STREAMING = StreamingDrafter(TreeConfig((2, 1)), SinksAndRecent(3, 64))
+TREE = TreeConfig((3, 2))
 CHAIN = TreeConfig((1,) * 3)
-SCORES = 2 * CONFIG.num_heads * CAPACITY
-"""Of a row's query to every position, and the same as shares."""
-QUEST = Hierarchy(STREAMING, Quest(CONFIG, BlockBudget(128, 8, 16, 8)), CHAIN)
-ATTENDED = Hierarchy(STREAMING, AttentionRetriever(CONFIG, BlockBudget(128, 8, 16, 8)), CHAIN)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "batch"),
-    [
-        pytest.param(STREAMING, 1, id="streaming-1", marks=pytest.mark.full),
-        pytest.param(Hierarchy(STREAMING, SinksAndRecent(3, 128), CHAIN), 3, id="hierarchy-3"),
-    ],
-)
-def test_partial_passes_of_the_target_copy_nothing(drafter: Drafter, batch: int) -> None:
-    """What they see of the cache is read where it lies."""
-    assert_nothing_grows(compiled_loop(batch, drafter=drafter), batch)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "batch", "scores"),
-    [(QUEST, 3, 2 * CONFIG.num_kv_heads * CAPACITY // 8), (ATTENDED, 1, SCORES)],
-    ids=["quest-3", "attended-1"],
-)
-def test_retrieval_copies_what_it_chooses_alone(drafter: Drafter, batch: int, scores: int) -> None:
-    """Neither the cache nor the summaries of its blocks: there are scores, and sums of them."""
-    assert_nothing_grows(compiled_loop(batch, drafter=drafter), batch, batch * scores)
-
-
-@pytest.mark.parametrize(
-    ("batch", "tree"),
-    [
-        pytest.param(1, TreeConfig((3, 2)), id="1", marks=pytest.mark.full),
-        pytest.param(3, TreeConfig((3, 2)), id="3"),
-        pytest.param(1, TreeConfig(()), id="plain", marks=pytest.mark.full),
-    ],
-)
-def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
-    """Without a tree as well: adaptive runs keep the small model up to date in plain rounds."""
-    assert_nothing_grows(compiled_loop(batch, streams=True, small=tree), batch)
-
-
+STREAMING = StreamingDrafter(TreeConfig((2, 1)), SinksAndRecent(3, 64))
+SOME = BlockBudget(128, 8, 16, 8)
+HIERARCHY = Hierarchy(STREAMING, SinksAndRecent(3, 128), CHAIN)
+QUEST = Hierarchy(STREAMING, Quest(CONFIG, SOME), CHAIN)
+ATTENDED = Hierarchy(STREAMING, AttentionRetriever(CONFIG, SOME), CHAIN)
+WORKING = WorkingCache(BlockBudget(64, 8, 16, 8), 4, CONFIG)
+LOOKING = LongSpecDrafter(DRAFT, TREE, working=WORKING)
 SIZES: dict[str, Any] = dict(num_kv_heads=2, head_width=CONFIG.head_width)
 EAGLE3 = eagle3_toys.config_for(CONFIG, features=(-1, 0), **SIZES)
 DFLASH = dflash_toys.config_for(CONFIG, features=(-1, 0), trunk=SIZES)
 PARALLEL = parallel_toys.config_for(CONFIG)
-WITH_ENTRIES = {
-    "eagle3": (Eagle3Drafter(EAGLE3, TreeConfig((3, 2))), eagle3_toys.random_params(EAGLE3)),
-    "dflash": (DFlashDrafter(DFLASH, TreeConfig((3, 2))), dflash_toys.random_params(DFLASH)),
+SCORES = 2 * CONFIG.num_heads * CAPACITY
+"""Of a row's query to every position, and the same as shares."""
+KINDS: dict[str, tuple[Drafter, Any]] = {
+    "eagle3": (Eagle3Drafter(EAGLE3, TREE), eagle3_toys.random_params(EAGLE3)),
+    "dflash": (DFlashDrafter(DFLASH, TREE), dflash_toys.random_params(DFLASH)),
     "parallel": (
-        ParallelDrafter(PARALLEL, TreeConfig((3, 2))),
+        ParallelDrafter(PARALLEL, TREE),
         ParallelParams.beside(random_target(CONFIG), parallel_toys.random_tree(PARALLEL)),
     ),
 }
+ROUNDS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "a row": (dict(batch=1), 1, 0),
+    "a round of its own": (dict(batch=3, streams=True), 1, 0),
+    # What speculation is compared with must not be slowed down.
+    "plain": (dict(batch=3, plain=True), 1, 0),
+    "plain, a round of its own": (dict(batch=1, streams=True, plain=True), 1, 0),
+    "two slots": (dict(batch=3, slots=[2, 0]), 1, 0),
+    "a plain slot": (dict(batch=3, streams=True, plain=True, slots=[1]), 1, 0),
+    # What a partial forward sees of the cache is read where it lies.
+    "streaming": (dict(batch=1, drafter=STREAMING), 1, 0),
+    "hierarchy": (dict(batch=3, drafter=HIERARCHY), 3, 0),
+    # Neither the cache nor the summaries of its blocks: there are scores, and sums of them.
+    "quest": (dict(batch=3, drafter=QUEST), 3, 6 * CONFIG.num_kv_heads * CAPACITY // 8),
+    "attended": (dict(batch=1, drafter=ATTENDED), 1, SCORES),
+    # Adaptive runs keep the small model up to date in plain rounds.
+    "small_lm, a row": (dict(batch=1, streams=True, small=TREE), 1, 0),
+    "small_lm": (dict(batch=3, streams=True, small=TREE), 3, 0),
+    "small_lm, plain": (dict(batch=1, streams=True, small=TreeConfig(())), 1, 0),
+    # Entries of committed tokens are written where they lie.
+    **{
+        name: (dict(batch=3, streams=True, drafter=drafter, params=params), 3, 0)
+        for name, (drafter, params) in KINDS.items()
+    },
+    # Neither the cache that is read nor the target's, to which the look is conditional.
+    "working": (dict(batch=3, streams=True, drafter=LOOKING), 3, 3 * SCORES),
+    "small_lm, working": (dict(batch=3, streams=True, small=TREE, working=WORKING), 3, 3 * SCORES),
+}
+"""What is compiled, the rows of the cache that no instruction may copy, and float32 scores."""
 
 
-@pytest.mark.parametrize("kind", in_tiers(WITH_ENTRIES, "eagle3"))
-def test_no_copy_of_the_cache_of_a_drafts_entries(kind: str) -> None:
-    """Entries of committed tokens are written where they lie."""
-    batch = 3
-    drafter, params = WITH_ENTRIES[kind]
-    compiled = compiled_loop(batch, streams=True, drafter=drafter, params=params)
-    assert_nothing_grows(compiled, batch)
+FIRST = "a round of its own", "two slots", "hierarchy", "quest", "attended", "eagle3", "working"
 
 
-WORKING = WorkingCache(BlockBudget(64, 8, 16, 8), 4, CONFIG)
-
-
-@pytest.mark.parametrize(
-    "small",
-    [
-        pytest.param(TreeConfig((3, 2)), id="small_lm", marks=pytest.mark.full),
-        pytest.param(None, id="longspec"),
-    ],
-)
-def test_a_choice_of_what_is_read_copies_no_cache(small: TreeConfig | None) -> None:
-    """Neither the one that is read nor the target's, to which the look is conditional."""
-    drafter = LongSpecDrafter(DRAFT, TreeConfig((3, 2)), working=WORKING)
-    compiled = compiled_loop(3, streams=True, drafter=drafter, small=small, working=WORKING)
-    assert_nothing_grows(compiled, 3, 3 * SCORES)
+@pytest.mark.parametrize("name", in_tiers(ROUNDS, "small_lm", *FIRST))
+def test_no_cache_sized_copy(name: str) -> None:
+    given, copied, scores = ROUNDS[name]
+    assert_nothing_grows(compiled_loop(**given), copied, scores)
 
 
 @pytest.mark.gpu

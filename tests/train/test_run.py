@@ -34,6 +34,7 @@ def losses(workdir: Path) -> list[float]:
     return [record["loss"] for record in records(workdir) if "loss" in record]
 
 
+@pytest.mark.full
 def test_all_stages_are_one_resumable_run(
     target: Path,
     tmp_path: Path,

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from longspec_jax.sharding import make_mesh
-from tests.kit import each_row, random_target, relative_error, tiny_target_config
+from tests.kit import in_tiers, random_target, relative_error, tiny_target_config
 from train.config import StageConfig
 from train.drafts import dflash, eagle3
 from train.drafts.base import Given
@@ -25,7 +26,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@each_row("kind", KINDS)
+@pytest.mark.parametrize("kind", in_tiers(KINDS, "eagle3"))
 def test_factors_are_those_of_tables_multiplied(kind: str) -> None:
     """A table times the factor, without it, has the same loss and gradient; so has the head."""
     begin, settings = KINDS[kind]

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from longspec_jax import LongSpec
-from tests.kit import in_tiers
 from tests.train.tiny import (
     ROOT,
     assert_learns_of_stored_features,
@@ -63,7 +62,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", in_tiers(CASES, "eagle3"))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", CASES)
 def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
     kind: str,
     target: Path,
