@@ -17,13 +17,13 @@ Codes become numbers of 16 bits by operations on whole registers, each of two co
 widened codes, which rounds as the definition does. One scale an output multiplies the sum in
 float32, which rounds less.
 
-**Expected time** (H200, 4.3 TB/s, 29 T instructions of a thread a second): a layer of Llama-3-8B,
-218 M weights, reads 221 MB in 8 bits and 116 MB in 4 with scales by 128, 51 and 27 us. Two codes
-take 3.5 to 4.5 instructions in 8 bits and 4 in 4 bits with a scale by group. Shifts and logical
-ones, half of them, count twice: some 25 us at full issue, beside the reading. 64 rows are 28 Gflop,
-28 us at the peak of the matrix units, also beside it. They are 0.19 GB from the second-level cache,
-some 25 us. A launch takes 4 us more. Measured in 4 bits: 55 us for 16 rows, 71 for 64
-(``docs/design/kernels.md``).
+**Expected time** (H200, 4.3 TB/s, 33 T instructions of a thread a second): a layer of Llama-3-8B,
+218 M weights, reads 221 MB in 8 bits, 116 MB in 4 with scales by 128 and 129 MB in Q4_K, 51, 27 and
+30 us. In the machine code a code takes 3.0 instructions in 4 bits with a scale by 128, 5.0 in Q4_K
+and 5.8 in Q6_K: 20, 33 and 38 us at full issue, beside the reading, if all multiprocessors have as
+many codes. 64 rows are 28 Gflop, 28 us at the peak of the matrix units, also beside it. They are
+0.19 GB from the second-level cache, some 25 us. A launch takes 4 us more
+(``docs/archive/kernels.md``).
 """
 
 import dataclasses
