@@ -44,8 +44,8 @@ def choose_kernels(
 
     Args:
       target: the static part of the target, on the device of this process.
-      wanted: whether to take them; None takes them where they serve a target in 16 bits on a
-        Hopper GPU, as others' have never run on one.
+      wanted: whether to take them; None takes them where they serve a target in 16 bits and such
+        text was compared on a GPU: on Hopper, without recurrent layers.
       quantised: whether some of its weights are, which no kernel multiplies in one order.
 
     Raises:
@@ -55,12 +55,12 @@ def choose_kernels(
     if wanted is False or target.config.dtype == "float32":
         return target
     try:
-        hopper = _require_kernels(target, quantised)
+        compared = _require_kernels(target, quantised)
     except NotImplementedError:
         if wanted:
             raise
         return target
-    return dataclasses.replace(target, batch_invariant=bool(wanted or hopper))
+    return dataclasses.replace(target, batch_invariant=bool(wanted or compared))
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def check_tree(target: TargetModel, tree: TreeConfig) -> None:
 
 
 def _require_kernels(target: TargetModel, quantised: bool) -> bool:
-    """Whether the kernels are Hopper's; raise for what none serves."""
+    """Whether text of the kernels was compared on a GPU; raise for what none serves."""
     config = target.config
     if quantised:
         raise NotImplementedError(
@@ -129,7 +129,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
         raise NotImplementedError(
             "batch_invariant needs the kernel of norms, and this jax lacks Pallas' Triton backend"
         )
-    return hopper
+    return hopper and not config.recurrent_layers
 
 
 def _has_experts(config: TargetConfig) -> bool:

@@ -150,7 +150,8 @@ def test_the_kernels_serve_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: True)
     target = TargetModel(QWEN35)
-    assert batch_invariant.choose_kernels(target, None).batch_invariant
+    assert batch_invariant.choose_kernels(target, True).batch_invariant
+    assert not batch_invariant.choose_kernels(target, None).batch_invariant  # Not compared yet.
 
     def with_sizes(*sizes: RecurrenceConfig) -> TargetModel:
         kinds = [LayerConfig(recurrence=each) for each in sizes] + [QWEN35.kinds[1]]
