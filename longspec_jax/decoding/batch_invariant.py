@@ -45,7 +45,8 @@ def choose_kernels(
     Args:
       target: the static part of the target, on the device of this process.
       wanted: whether to take them; None takes them where they serve a target in 16 bits and such
-        text was compared on a GPU: on Hopper, without recurrent layers.
+        text was compared on a GPU: on Hopper, with heads of at most 128 numbers and no
+        recurrent layers.
       quantised: whether some of its weights are, which no kernel multiplies in one order.
 
     Raises:
@@ -129,7 +130,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
         raise NotImplementedError(
             "batch_invariant needs the kernel of norms, and this jax lacks Pallas' Triton backend"
         )
-    return hopper and not config.recurrent_layers
+    return hopper and config.head_width <= 128 and not config.recurrent_layers
 
 
 def _has_experts(config: TargetConfig) -> bool:
