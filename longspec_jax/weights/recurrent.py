@@ -63,7 +63,14 @@ def read_recurrences(
         raise raw.error("linear_num_value_heads", "must be a multiple of linear_num_key_heads")
     if not 2 <= sizes["taps"] <= MAX_TAPS:
         raise raw.error("linear_conv_kernel_dim", f"must be 2 to {MAX_TAPS}")
-    own = {FULL: {"rotary": rotary}, LINEAR: {"recurrence": RecurrenceConfig(**sizes)}}
+    recurrence = RecurrenceConfig(
+        key_heads=sizes["key_heads"],
+        value_heads=sizes["value_heads"],
+        key_width=sizes["key_width"],
+        value_width=sizes["value_width"],
+        taps=sizes["taps"],
+    )
+    own = {FULL: {"rotary": rotary}, LINEAR: {"recurrence": recurrence}}
     each = zip(types, experts, strict=True)
     return described([LayerConfig(**own[kind], experts=some) for kind, some in each])
 

@@ -116,8 +116,8 @@ def expert_mlps_mosaic(
     tiles = row_tiles(experts.astype(jnp.int32), held, height)
     if tiles.source is not None:
         x = jnp.take(x, tiles.source, axis=0)
-    operands, options = (tiles.expert, tiles.count), dict(height=height, interpret=interpret)
-    tile_matmul: Any = partial(experts_mosaic.tile_matmul, **options)
+    operands = tiles.expert, tiles.count
+    tile_matmul: Any = partial(experts_mosaic.tile_matmul, height=height, interpret=interpret)
     gate_up = weights.gate_up, weights.gate_up_bias
     between = tile_matmul(x, *operands, *gate_up, gated=True, limit=limit)
     out = tile_matmul(between, *operands, weights.down, weights.down_bias)
