@@ -54,10 +54,9 @@ def test_the_kernels_serve_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ).batch_invariant
     narrow = dataclasses.replace(target, config=dataclasses.replace(target.config, kv_dtype="fp8"))
     assert batch_invariant.choose_kernels(narrow, None).batch_invariant
-    broad = dataclasses.replace(target.config, head_width=256)
-    assert batch_invariant.choose_kernels(
-        dataclasses.replace(target, config=broad), None
-    ).batch_invariant
+    broad = dataclasses.replace(target, config=dataclasses.replace(target.config, head_width=256))
+    assert batch_invariant.choose_kernels(broad, True).batch_invariant
+    assert not batch_invariant.choose_kernels(broad, None).batch_invariant  # Not compared yet.
     assert not batch_invariant.choose_kernels(WIDE, True).batch_invariant
     for other in (
         dataclasses.replace(target, offload=True),
