@@ -19,7 +19,7 @@ from longspec_jax.generation import memory
 from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
-from tests.kit import compilations, each_row, tiny_target_config
+from tests.kit import compilations, each_row, in_tiers, tiny_target_config
 
 PROMPTS = ["ab cd gh é", "fgh €€ abc", "d"]
 WARM = dict(temperature=1.0, seed=[3, 4, 5], max_new_tokens=24)
@@ -225,14 +225,16 @@ def test_prompts_of_many_lengths_meet_one_compilation(spec) -> None:
     assert not found
 
 
+FEW = 3, 9, 1, 12, 7, 4
+
+
 def test_a_draft_vocabulary_changes_the_speed_alone(spec, batch) -> None:
     """What cannot be proposed is said all the same; the rows of the head are counted."""
-    few = (3, 9, 1, 12, 7, 4)
-    again = rebound(spec, vocabulary=few).generate(PROMPTS, **WARM, eos_token_id=[])
+    again = rebound(spec, vocabulary=FEW).generate(PROMPTS, **WARM, eos_token_id=[])
     assert again.sequences == batch.sequences
     said, drafted = (np.concatenate(rows) for rows in (again.sequences, again.drafted))
-    assert drafted.any() and set(said[drafted]) <= set(few) and not set(said) <= set(few)
-    rows = len(few) * (spec.target_config.model_width + 1) * 4
+    assert drafted.any() and set(said[drafted]) <= set(FEW) and not set(said) <= set(FEW)
+    rows = len(FEW) * (spec.target_config.model_width + 1) * 4
     assert again.stats.memory.draft_bytes == batch.stats.memory.draft_bytes + rows
 
 
@@ -245,7 +247,7 @@ def test_a_draft_vocabulary_that_does_not_fit(spec) -> None:
         rebound(spec, vocabulary=[3, 1]).generate("a", tree=(4,))
 
 
-@pytest.mark.parametrize("few", [pytest.param(None, marks=pytest.mark.full), (3, 9, 1, 12, 7, 4)])
+@pytest.mark.parametrize("few", in_tiers([None, FEW], FEW))
 def test_a_draft_in_8_bits_changes_the_speed_alone(spec, batch, few) -> None:
     """What it has of its own is counted."""
     rounded = rebound(spec, vocabulary=few, int8=True)

@@ -17,7 +17,7 @@ from longspec_jax.generation import warm
 from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes
 from tests.infer.toys import toy_spec
-from tests.kit import prefill_alone
+from tests.kit import in_tiers, prefill_alone
 
 OPTIONS = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
 PROMPT = "ab cd gh é"
@@ -105,13 +105,7 @@ def test_what_fails_reaches_the_caller() -> None:
         compile_side_by_side(programs())
 
 
-@pytest.mark.parametrize(
-    "streams",
-    [
-        pytest.param(False, id="at once"),
-        pytest.param(True, id="streamed", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("streams", in_tiers([False, True], False), ids=["at once", "streamed"])
 def test_a_first_call_compiles_every_program_once(spec, streams) -> None:
     """The rounds of plain decoding and of a tree, and the prefill that both share."""
     on_round = (lambda added: None) if streams else None

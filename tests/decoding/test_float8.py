@@ -69,13 +69,7 @@ def working(config: Any) -> LongSpecDrafter:
     return LongSpecDrafter(DRAFT, TREES[0], working=WorkingCache(SOME, 2, config))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(UNSCALED, id="unscaled", marks=pytest.mark.full),
-        pytest.param(SCALED, id="scaled"),
-    ],
-)
+@pytest.mark.parametrize("config", in_tiers([UNSCALED, SCALED], SCALED), ids=["unscaled", "scaled"])
 def test_speculation_changes_no_token(models: Params, config: Any) -> None:
     """Greedy and sampled; nodes see each other's keys as they will be cached."""
     target, itself = TargetModel(config), Params(models.target, models.target)

@@ -413,7 +413,7 @@ def test_a_reduced_draft_vocabulary_changes_no_token(models: Params, own: bool) 
         assert emitted_in_rounds(state) > 0
 
 
-@pytest.mark.parametrize("size", [pytest.param(None, marks=pytest.mark.full), 60])
+@pytest.mark.parametrize("size", in_tiers([None, 60], 60))
 def test_a_draft_in_8_bits_changes_no_token(models: Params, size: int | None) -> None:
     """Though its noise moves, and it goes on to accept."""
     draft = models.draft
@@ -424,18 +424,11 @@ def test_a_draft_in_8_bits_changes_no_token(models: Params, size: int | None) ->
     tokens_are_those_of_plain_decoding(rounded, LongSpecDrafter(DRAFT, TREES[0]), EVERY)
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        pytest.param(LongSpecDrafter(DRAFT, TREES[0]), id="longspec"),
-        pytest.param(RETRIEVED["quest-longspec"], id="quest", marks=pytest.mark.full),
-    ],
-)
-def test_output_does_not_depend_on_chunk_capacity_or_neighbours(
-    models: Params, drafter: Drafter
-) -> None:
+@pytest.mark.parametrize("name", in_tiers(["tree", "quest-longspec"], "tree"))
+def test_output_does_not_depend_on_chunk_capacity_or_neighbours(models: Params, name: str) -> None:
     """Nor does what is accepted. A row alone lies in a longer cache, and comes in more chunks."""
     target, tokens, req = TargetModel(CONFIG), prompts(CONFIG.vocab_size), EVERY[0]
+    drafter = OFFLOADED[name]
     rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
     for b in range(3):
         single, other = generate(
@@ -562,18 +555,13 @@ def repetitive(batch: int, vocabulary: int) -> np.ndarray:
     return tokens
 
 
-@pytest.mark.parametrize(
-    ("tree", "chunk"),
-    [
-        ("3,3,3", 72),
-        ("8,8,8,8@12", 8),
-        pytest.param("chain:4", 8, marks=pytest.mark.full),
-        pytest.param("2,5,1", 72, marks=pytest.mark.full),
-    ],
-)
-def test_prompt_lookup_changes_no_token(tree: str, chunk: int) -> None:
+CHUNKS = {"3,3,3": 72, "8,8,8,8@12": 8, "chain:4": 8, "2,5,1": 72}
+
+
+@pytest.mark.parametrize("tree", in_tiers(CHUNKS, "3,3,3", "8,8,8,8@12"))
+def test_prompt_lookup_changes_no_token(tree: str) -> None:
     target, tokens = LookupTarget(VOCABULARY), repetitive(3, VOCABULARY)
-    drafter = NgramDrafter(TreeConfig.parse(tree))
+    drafter, chunk = NgramDrafter(TreeConfig.parse(tree)), CHUNKS[tree]
     for req in (*EVERY, *GREEDY) if tree == "3,3,3" else EVERY:
         plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
         rows, _ = generate(target, drafter, Params(TABLE, ()), tokens, LENGTHS, req, 128, chunk)
@@ -620,7 +608,7 @@ def test_candidates_of_joined_drafters_share_a_state_and_all_learn(models: Param
             np.testing.assert_array_equal(text, [*tokens[b, : LENGTHS[b]], *row[:-1]])
 
 
-@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("streams", in_tiers([False, True], False))
 def test_trees_that_are_weighed_change_no_token(models: Params, streams: bool) -> None:
     """Lookup alone, verified where it is worth its seconds: always, never, and now and then."""
     target, tokens = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size)
@@ -657,19 +645,14 @@ def test_joined_drafters_change_no_token(tree: str, requests: list[Request]) -> 
         assert emitted_in_rounds(state) > 0
 
 
-@pytest.mark.parametrize(
-    "requests",
-    [
-        pytest.param(GREEDY, id="greedy", marks=pytest.mark.full),
-        pytest.param(EVERY, id="every"),
-    ],
-)
-def test_joined_drafters_of_a_transformer_change_no_token(
-    models: Params, requests: list[Request]
-) -> None:
+REQUESTS = {"greedy": GREEDY, "every": EVERY}
+
+
+@pytest.mark.parametrize("requests", in_tiers(REQUESTS, "every"))
+def test_joined_drafters_of_a_transformer_change_no_token(models: Params, requests: str) -> None:
     target, tokens = TargetModel(CONFIG), repetitive(3, CONFIG.vocab_size)
     params = Params(models.target, (models.draft, ()))
-    for req in requests:
+    for req in REQUESTS[requests]:
         plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
         rows, state = generate(target, joined(), params, tokens, LENGTHS, req)
         assert_same(rows, plain)

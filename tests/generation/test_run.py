@@ -21,7 +21,7 @@ from longspec_jax.ops.partitioned import one_device, use_mesh
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights import hf
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
-from tests.kit import compilations, prefill_alone
+from tests.kit import compilations, in_tiers, prefill_alone
 
 PROMPT = [3 + position % 11 for position in range(75)]
 """Three chunks of 32."""
@@ -39,17 +39,10 @@ def folders(tmp_path_factory):
     return folder / "t", folder / "d"
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {},
-        *(
-            pytest.param(axes, marks=pytest.mark.full)
-            for axes in ({"fsdp": 2, "tp": 2}, {"data": 2})
-        ),
-    ],
-    ids=str,
-)
+MESHES: list[dict[str, int]] = [{}, {"fsdp": 2, "tp": 2}, {"data": 2}]
+
+
+@pytest.mark.parametrize("mesh", in_tiers(MESHES, {}), ids=str)
 def test_no_timed_phase_compiles(folders, monkeypatch, mesh) -> None:
     spec = LongSpec.from_pretrained(
         *folders, tree=TREE, prefill_chunk=32, mesh=make_mesh(**mesh) if mesh else None

@@ -15,7 +15,7 @@ from contrib.quantise import quantise
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, save_target
-from tests.kit import ALL_PASSES, random_target, relative_error, tiny_target_config
+from tests.kit import ALL_PASSES, in_tiers, random_target, relative_error, tiny_target_config
 from tests.weights.quantised.test_load import dequantised, matrices
 from train.config import StageConfig
 from train.drafts import longspec as passes
@@ -51,10 +51,7 @@ def whole(share: float) -> tiny.Trained:
     return tiny.four_steps(replace(SETTINGS, distillation=share), tiny.given(STAGE), DATA, 30)
 
 
-@pytest.mark.parametrize(
-    "share",
-    [pytest.param(0.0, id="text", marks=pytest.mark.full), pytest.param(0.7, id="distilled")],
-)
+@pytest.mark.parametrize("share", in_tiers([0.0, 0.7], 0.7), ids=["text", "distilled"])
 def test_four_steps_are_those_of_pytorch(share: float, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters, at moved positions and with every shift."""
     from tests.models.parallel_oracle import ParallelOracle, torch
