@@ -31,7 +31,7 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 700,
     "files of a request and 4 steps": 16,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 29_206,
+    "token lines of longspec_jax": 29_212,
     "token lines of infer": 7_500,
     "token lines of train": 5_340,
     "token lines of configs": 330,
