@@ -156,10 +156,10 @@ def grammar_of(
         return dict(form)
     lines, length = list[str](), 0
     begin = "" if markup.channels is None else f"{markup.channels.text} "
+    more = ' ("\\n" call)*' if parallel else ""
     if chosen and markup.calls is not None:
         calls = " | ".join(f"inside_{index}" for index in range(len(chosen)))
         if markup.channels is None:
-            more = ' ("\\n" call)*' if parallel else ""
             lines += [f"calls: call{more}", f"call: {markup.call.open.rule} inside"]
             lines += [f"inside: ({calls}) {markup.call.close.rule}"]
         else:

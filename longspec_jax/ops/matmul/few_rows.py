@@ -27,6 +27,8 @@ WORTH_A_KERNEL = 2**21
 """Elements of the smallest weights that keep half of a Hopper GPU's multiprocessors reading."""
 FEW_ON_CPU = 32
 """Rows up to which a CPU takes longer to copy weights into Eigen's order than to multiply."""
+WORTH_AN_ORDER = 2**16
+"""Elements of the smallest float32 weights of which the order matters on a CPU."""
 
 
 def matmul(
@@ -98,6 +100,7 @@ def multiply_outputs_first(x: Float[Array, "*rows C"], table: Float[Array, "*out
     # With several axes of outputs the compiler would copy the table.
     table = table.reshape(-1, table.shape[-1])
     few = 1 < rows <= FEW_ON_CPU and table.dtype == x.dtype == jnp.float32
+    few &= table.size >= WORTH_AN_ORDER
     if not (few and jax.default_backend() == "cpu" and one_device()):
         return _inputs_last(x, table).reshape(shape)
     # Eigen takes as long for 5 rows as for 8.

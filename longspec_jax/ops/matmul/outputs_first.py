@@ -27,10 +27,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, PyTree
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.ops.matmul.few_rows import gate, multiply_outputs_first
+from longspec_jax.ops.matmul.few_rows import (
+    WORTH_AN_ORDER,
+    gate,
+    multiply_outputs_first,
+)
 
-WORTH_AN_ORDER = 2**16
-"""Elements of the smallest weights of which the order matters."""
 CHOOSE = "router", "shared_gate"
 """The projections that choose among experts: few columns, on whose last bits much depends."""
 

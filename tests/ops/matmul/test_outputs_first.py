@@ -26,11 +26,11 @@ PROMPT = np.arange(1, 8)
 
 @each_row("rows", [1, 2, 3, 5, 8, few_rows.FEW_ON_CPU, few_rows.FEW_ON_CPU + 1])
 def test_any_number_of_rows(rows: int) -> None:
-    x, table = normal(0, rows, 40), normal(1, 4, 6, 40)
-    weights, bias = OutputsFirst(table), normal(2, 4, 6)
+    x, table = normal(0, rows, 40), normal(1, 4, 410, 40)
+    weights, bias = OutputsFirst(table), normal(2, 4, 410)
     exact = np.tensordot(np.float64(x), np.float64(table), ((1,), (2,)))
     out = jax.jit(outputs_first.matmul)(x[None], weights, bias)
-    assert out.shape == (1, rows, 4, 6)
+    assert out.shape == (1, rows, 4, 410)
     assert relative_error(out[0], exact + np.float64(bias)) <= TOLERANCE["float32"]
     np.testing.assert_array_equal(weights.kernel(jnp.float32), jnp.moveaxis(table, -1, 0))
 
@@ -38,17 +38,18 @@ def test_any_number_of_rows(rows: int) -> None:
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the form of a CPU")
 def test_few_rows_are_the_operand_that_is_turned() -> None:
     # The simplifier of XLA would make ``x @ table.T`` of it, which takes twice as long.
-    x, table = normal(0, 1, 6, 40), normal(1, 96, 40)
+    x, table = normal(0, 1, 6, 40), normal(1, 1640, 40)
     compiled = jax.jit(few_rows.head_matmul_xla).lower(x, table).compile().as_text()
     assert compiled is not None
-    assert "f32[96,8]" in compiled and "f32[8,96]{1,0} dot" not in compiled
+    assert "f32[1640,8]" in compiled and "f32[8,1640]{1,0} dot" not in compiled
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="other machines keep inputs first")
 def test_a_loaded_model_decodes_as_with_inputs_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outputs_first, "WORTH_AN_ORDER", 64)
+    for module in (few_rows, outputs_first):
+        monkeypatch.setattr(module, "WORTH_AN_ORDER", 64)
     config = tiny_target_config()
     params = random_target(config)
     hf.save_target(tmp_path, config, params)
