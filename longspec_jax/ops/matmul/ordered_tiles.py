@@ -12,7 +12,6 @@ and the number of programs.
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
@@ -63,7 +62,11 @@ class Work:
     tile: MatmulTile
     parts: int = 1
     head: bool = False
-    full_rate_programs: ClassVar[int] = FULL_RATE_PROGRAMS
+
+    @property
+    def full_rate_programs(self) -> int:
+        """As many programs read the weights at nearly the full rate."""
+        return FULL_RATE_PROGRAMS
 
     @property
     def warpgroups(self) -> int:

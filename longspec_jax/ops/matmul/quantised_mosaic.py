@@ -331,7 +331,8 @@ class _Quantised(Program):
                 place = self.team[1] * work.held + index
                 ways = jnp.int32(work.ways)
                 shares.append((jax.lax.div(place, ways), jax.lax.rem(place, ways)))
-        zeros, groups = [None] * work.held, [None] * work.held
+        zeros: list[Array | None] = [None] * work.held
+        groups: list[_Groups | None] = [None] * work.held
         if self.zero is not None and not work.group:
             zeros = [self.by_output(self.zero.at[0, part, self.mine(unit)]) for part, _ in shares]
 
@@ -373,7 +374,7 @@ class _Quantised(Program):
         block: Any,
         quarter: int,
         zero: Any,
-        groups: "tuple[_Numbers, _Numbers] | None",
+        groups: "_Groups | None",
     ) -> Any:
         """The weights of 64 outputs and 64 inputs in 16 bits."""
         work, dtype, (half, _) = self.work, self.x.dtype, self.team
@@ -411,7 +412,7 @@ class _Quantised(Program):
         to[...] = weights
         return to
 
-    def of_block(self, stage: jax.Array, part: Any, block: Any) -> "tuple[_Numbers, _Numbers]":
+    def of_block(self, stage: jax.Array, part: Any, block: Any) -> "_Groups":
         """Scales and offsets of a block's fine groups."""
         kinds = (self.scale_smem, self.scale_unit_smem), (self.zero_smem, self.zero_unit_smem)
         scales, offsets = (
@@ -521,3 +522,7 @@ class _Numbers:
         """All times a power of two, which is exact."""
         unit = factor if self.unit is None else self.unit if factor == 1 else self.unit * factor
         return self.counts if self.unit is None and factor == 1 else [x * unit for x in self.counts]
+
+
+_Groups = tuple[_Numbers, _Numbers]
+"""Scales and offsets."""
