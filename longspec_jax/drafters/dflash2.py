@@ -108,8 +108,12 @@ class ConvolvedLayer(Layer):
         delta: Array | None,
         angles: tuple[Array, Array],
         attend: Callable[..., Array],
+        inputs: Array | None = None,
     ) -> tuple[Array, Array, Array, Array]:
-        """As of :class:`~longspec_jax.models.target.Layer`, over the slots of one block."""
+        """As of :class:`~longspec_jax.models.target.Layer`, over the slots of one block.
+
+        No draft of this kind has inputs of a layer's own.
+        """
         x, normed = with_sharding("b t d, b t d", *self.attention_norm.add(x, delta))
         entering, weights = self.attention_conv(normed)
         attended, k, v = self.attention(entering, angles, attend)

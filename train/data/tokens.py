@@ -30,7 +30,11 @@ if TYPE_CHECKING:
         bos_token_id: int | None
         eos_token_id: int | None
         pad_token_id: int | None
-        chat_template: str | None
+
+        @property
+        def chat_template(self) -> str | None:
+            """The Jinja text of its one template."""
+            ...
 
         def __len__(self) -> int:
             """All tokens, those added later too."""
