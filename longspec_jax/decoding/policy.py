@@ -217,10 +217,10 @@ class FastestWithinBudget:
     """Rounds behind that, at most :data:`TRUSTED`."""
     share: float = 0.01
     """Regret of all looks, as a share of the time spent."""
-    credit: float = 7.0
-    """Regret of all looks from the beginning, in rounds of the cheapest candidate. It pays for one
-    or two of them, with the wait behind both of their ends: a candidate that began badly would
-    never run again, in no later call either."""
+    credit: float = 2.0
+    """Regret of all looks from the beginning, in rounds of the cheapest candidate; beside the wait
+    at both ends of one. Without that a candidate that began badly would never run again, in no later
+    call either."""
     doubt: float = 0.4
     """How much faster than its estimate a candidate may be, relative, if one round is behind it;
     uncertainty falls with the square root of the rounds."""
@@ -398,7 +398,7 @@ class FastestWithinBudget:
         estimate, fastest = self.estimates[look.candidate], self.speed(self.leader)
         slower = self.round_seconds(look.candidate) - estimate.mean / fastest
         expected = look.rounds * slower + 2 * self.wait
-        allowed = self.share * self.elapsed + self.credit * self.round_seconds(0)
+        allowed = self.share * self.elapsed + self.credit * self.round_seconds(0) + 2 * self.wait
         return self.regret + expected <= allowed
 
 
