@@ -219,8 +219,7 @@ class FastestWithinBudget:
     """Regret of all looks, as a share of the time spent."""
     credit: float = 2.0
     """Regret of all looks from the beginning, in rounds of the cheapest candidate; beside the wait
-    at both ends of one. Without that a candidate that began badly would never run again, in no later
-    call either."""
+    at both ends of one. Without that wait a candidate that began badly would never run again."""
     doubt: float = 0.4
     """How much faster than its estimate a candidate may be, relative, if one round is behind it;
     uncertainty falls with the square root of the rounds."""
