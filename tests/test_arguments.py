@@ -212,7 +212,7 @@ def test_options_of_a_draft_are_checked_before_weights_are_read(monkeypatch, tmp
 
 def test_the_demo_takes_the_names_that_the_command_takes(monkeypatch) -> None:
     named = []
-    monkeypatch.setattr(LongSpec, "from_pretrained", lambda *_, draft, **__: named.append(draft))
+    monkeypatch.setattr(LongSpec, "from_pretrained", lambda _, draft, **__: named.append(draft))
     for draft in ("demo", ["demo_small_lm", "ngram"], ("demo",), None, 3):
         LongSpec.demo(draft=draft)
     LongSpec.demo()

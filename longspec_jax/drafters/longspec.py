@@ -513,7 +513,7 @@ class LongSpecDraft(Draft):
         layer: PyTree,
         target_params: PyTree,
         *,
-        vocabulary: ArrayLike | Sequence[int] | None = None,
+        vocabulary: ArrayLike | Sequence[object] | None = None,
         own_tokens: bool = False,
         int8: bool = False,
         working: WorkingCache | None = None,
