@@ -31,17 +31,17 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 600,
     "files of a request and 4 steps": 15,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 30_768,
+    "token lines of longspec_jax": 30_772,
     "token lines of infer": 7_493,
-    "token lines of train": 5_378,
+    "token lines of train": 5_380,
     "token lines of configs": 330,
     "token lines of tests": 40_893,
     "token lines of benchmarks and contrib": 4_356,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 0,
-    "** of a variable into calls": 23,
-    "lines with ': Any'": 131,
+    "** of a variable into calls": 18,
+    "lines with ': Any'": 89,
 }
 SOURCE = "longspec_jax", "infer", "train", "configs"
 BESIDE = "benchmarks", "contrib"
