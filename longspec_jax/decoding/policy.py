@@ -218,8 +218,8 @@ class FastestWithinBudget:
     share: float = 0.01
     """Regret of all looks, as a share of the time spent."""
     credit: float = 2.0
-    """Regret of all looks from the beginning, in rounds of the cheapest candidate; beside the wait
-    at both ends of one. Without that wait a candidate that began badly would never run again."""
+    """Regret of all looks from the beginning, in rounds of the cheapest candidate; beside three
+    waits, as a look has two. Without them a candidate that began badly would never run again."""
     doubt: float = 0.4
     """How much faster than its estimate a candidate may be, relative, if one round is behind it;
     uncertainty falls with the square root of the rounds."""
@@ -397,7 +397,7 @@ class FastestWithinBudget:
         estimate, fastest = self.estimates[look.candidate], self.speed(self.leader)
         slower = self.round_seconds(look.candidate) - estimate.mean / fastest
         expected = look.rounds * slower + 2 * self.wait
-        allowed = self.share * self.elapsed + self.credit * self.round_seconds(0) + 2 * self.wait
+        allowed = self.share * self.elapsed + self.credit * self.round_seconds(0) + 3 * self.wait
         return self.regret + expected <= allowed
 
 
