@@ -159,7 +159,7 @@ class Keeper:
     meter: Meter
 
     def after(self, step: int, state: TrainState) -> None:
-        """Measure and save after so many steps, if it is the turn, once they are checked."""
+        """Measure and save where a step is due, once all steps up to it are checked."""
         measures, saves = _is_turn(step, self.run.accept_every), _is_turn(step, self.run.save_every)
         if not (measures or saves):
             return

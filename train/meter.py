@@ -49,12 +49,8 @@ class Meter:
           checkpoints: of the stage; the error that ends a run names the newest.
           elapsed: seconds of the stage in earlier calls.
         """
-        self._stage, self._every, self._metrics, self._checkpoints = (
-            stage,
-            every,
-            metrics,
-            checkpoints,
-        )
+        self._stage, self._every = stage, every
+        self._metrics, self._checkpoints = metrics, checkpoints
         self.elapsed = elapsed
         self._since = time.monotonic()
         self._pending: Pending | None = None
@@ -88,9 +84,9 @@ class Meter:
             self._timed.append((seconds, tokens))
         wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
         if wrong or step % self._every == 0:
-            more = {**_speed(self._timed), **_memory(), "elapsed": self.elapsed}
+            values |= _speed(self._timed) | _memory() | {"elapsed": self.elapsed}
             self._timed.clear()
-            self._metrics.write(self._stage, step, {**values, **more})
+            self._metrics.write(self._stage, step, values)
         if wrong:
             raise self.diverged(step, wrong)
 

@@ -45,8 +45,9 @@ def _plain(
     head_width: int = 128,
 ) -> TargetConfig:
     """A target of these sizes and of 4,096 positions, and nothing beside; as of :func:`shape`."""
-    sizes = shape(family, vocab_size, widths, layers, heads, head_width)
-    return TargetConfig(**{**sizes, "max_positions": 4096})
+    return TargetConfig(
+        **shape(family, vocab_size, widths, layers, heads, head_width), max_positions=4096
+    )
 
 
 _SEVEN_B = _plain("Llama", 32000, (4096, 11008), 32, (32, 32))

@@ -112,7 +112,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
     narrow = config.kv_dtype is not None
     dtype = jnp.dtype(config.dtype)
     hopper = path.require_target(config.num_groups, config.head_width, dtype, narrow=narrow)
-    if not hopper and (narrow or _has_experts(config) or config.recurrent_layers):
+    if not hopper and (narrow or config.is_sparse or config.recurrent_layers):
         raise NotImplementedError(
             "batch_invariant has kernels for experts, for recurrent layers and for a cache in 8 "
             "bits on Hopper GPUs alone; leave it or kv_dtype out"
@@ -131,10 +131,6 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
             "batch_invariant needs the kernel of norms, and this jax lacks Pallas' Triton backend"
         )
     return hopper and config.head_width <= 128 and not config.recurrent_layers
-
-
-def _has_experts(config: TargetConfig) -> bool:
-    return any(kind.experts is not None for kind in config.kinds or ())
 
 
 def _require_recurrent_kernels(target: TargetModel) -> None:

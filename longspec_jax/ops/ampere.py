@@ -95,7 +95,7 @@ def skip() -> None:
 
 
 def wait(pending: int) -> None:
-    """Wait until at most so many copies of every thread go on, and for all threads."""
+    """Wait until each thread has at most ``pending`` copies in flight, then for all threads."""
     _emitted(lambda context: context.await_cp_async_copy(pending))()
     barrier()
 
@@ -185,7 +185,7 @@ def _emitted(
 
 
 def _transforms(columns: int, dtype: DTypeLike) -> tuple[_Lowered, _Lowered]:
-    """How a matrix of so many columns lies in shared memory."""
+    """Tiling and swizzle of a matrix in shared memory, by its number of columns."""
     itemsize = jnp.dtype(dtype).itemsize
     row_bytes = min(128, columns * itemsize)
     # By the types of newer jax these are abstract; they are not.

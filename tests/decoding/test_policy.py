@@ -31,7 +31,7 @@ def simulate(
     known: FastestWithinBudget | None = None,
     unit: float = UNIT,
 ) -> tuple[float, list[Choice]]:
-    """Units of time until every row has emitted so many tokens, and what was run.
+    """Time, in units, until every row has emitted ``tokens`` tokens, and what was run.
 
     A round takes ``costs[candidate]`` units, a little more or less by ``jitter``, and with
     probability ``pause`` fifty times as long as plain decoding, as if something else ran. Every

@@ -84,8 +84,13 @@ def reach(position: Lengths) -> Lengths:
 
 def split_of(position: Lengths, kv_heads: int, groups: int, narrow: bool = False) -> Lengths:
     """Slots of a split for a query at this position: whole steps, enough for all positions."""
-    shared = SLOTS * splits_of(kv_heads, groups, narrow)
-    return jax.lax.div(reach(position) + shared - 1, shared) * SLOTS
+    return whole_steps(position, SLOTS, splits_of(kv_heads, groups, narrow))
+
+
+def whole_steps(position: Lengths, slots: int, splits: int) -> Lengths:
+    """The slots of each of so many splits, in whole steps, that reach a query at this position."""
+    shared = slots * splits
+    return jax.lax.div(reach(position) + shared - 1, shared) * slots
 
 
 def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> bool:

@@ -25,7 +25,7 @@ from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, Ref
 from longspec_jax.ops import ampere
 from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, MAX_GROUP, pack
-from longspec_jax.ops.attention.path import RECENT, reach
+from longspec_jax.ops.attention.path import RECENT, whole_steps
 from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.mosaic import load, product
@@ -56,8 +56,7 @@ def splits_of(kv_heads: int) -> int:
 
 def split_of(position: Lengths, kv_heads: int) -> Lengths:
     """Slots of a split for a query at this position: whole steps, enough for all positions."""
-    shared = SLOTS * splits_of(kv_heads)
-    return jax.lax.div(reach(position) + shared - 1, shared) * SLOTS
+    return whole_steps(position, SLOTS, splits_of(kv_heads))
 
 
 @partitioned(PATH_AXES)
