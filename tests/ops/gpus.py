@@ -253,6 +253,14 @@ def assembled(call: Call, capability: Capability) -> None:
     lowered(Call(call.op, jax.tree.map(placed, call.operands))).compile()
 
 
+def assemble_all(capability: Capability) -> None:
+    """Compile every call that takes a kernel on this GPU."""
+    with pretended(capability):
+        for name, call in calls().items():
+            if taken(capability)[name] not in ("–", "XLA"):
+                assembled(call, capability)
+
+
 def _target(capability: Capability) -> str:
     """What XLA must know of a GPU, in the text form of its protocol buffer."""
     (major, minor), (program, core) = capability, SHARED_KILOBYTES[capability]
