@@ -311,7 +311,7 @@ TRANSFORMERS: Options = {
     "new_tokens": _of(SEVERAL_TOKENS, "tokens of one repetition", ByMachine(24, 8)),
     "repetitions": _of(COUNT, REPETITIONS, 3),
 }
-PEERS = "ours", "ours-fastest", "vllm", "vllm-invariant", "transformers", "llama.cpp"
+PEERS = "ours", "ours-fastest", "vllm", "vllm-invariant", "jetspec", "transformers", "llama.cpp"
 """Engines that are measured beside one another (:mod:`benchmarks.peers`)."""
 PEER: Options = {
     "peer": _each(one_of(PEERS), f"any of {', '.join(PEERS)}", [*PEERS]),

@@ -5,9 +5,10 @@ Every peer runs in processes of its own, one after the other, and answers rows o
 of random tokens; ``real`` continues code with the weights of ``--target`` (``llama.cpp``: of
 ``--gguf``), past every stop token. Times are medians of decoding alone on the engine's own clock;
 prefill is apart. Rounds accept as many tokens as ``--acceptance`` says, drawn by each engine's own
-means: ours in trees of 64 nodes, vLLM's in chains of three. ``differing_tokens`` compares the texts
-of a peer with its own plain decoding at the same temperature and seed; a peer whose sampled texts
-depend on the draft by design has figures there too.
+means: ours in trees of 64 nodes, vLLM's in chains of three; of JetSpec's rounds the time alone is a
+figure. ``differing_tokens`` compares the texts of a peer with its own plain decoding at the same
+temperature and seed; a peer whose sampled texts depend on the draft by design has figures there
+too.
 """
 
 import argparse
@@ -87,6 +88,13 @@ ENGINES = {
         package="transformers",
         needs=("torch", "transformers"),
         drafters={PLAIN: (None,), REAL: (None, "prompt_lookup")},
+    ),
+    "jetspec": Peer(
+        module="benchmarks.peers.jetspec",
+        package="jetspec",
+        needs=("jetspec",),
+        drafters={PLAIN: (None,), ROUND: ("64 nodes", "128 nodes", "256 nodes")},
+        gpu=True,
     ),
     "llama.cpp": Peer(
         module="benchmarks.peers.llama_cpp",

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks.arguments import MEASURED, PEERS
-from benchmarks.peers import llama_cpp, ours, rows, run, vllm_engine
+from benchmarks.peers import jetspec, llama_cpp, ours, rows, run, vllm_engine
 
 JOB = rows.Job(
     what="real",
@@ -50,6 +50,17 @@ def text(number: int, sequence: list[int], *, accepted: int | None) -> rows.Row:
 def test_every_engine_is_an_option_and_measures_something_known() -> None:
     assert list(run.ENGINES) == list(PEERS)
     assert all(set(engine.drafters) <= set(MEASURED) for engine in run.ENGINES.values())
+
+
+def test_decoding_is_timed_from_the_first_draft_on() -> None:
+    class Drafter:
+        def propose_logits(self, context: str, depth: int, target_hidden: None) -> int:
+            return depth
+
+    clock = jetspec.Clock(Drafter())
+    assert clock.propose_logits("a", 3) == 3
+    begin = clock.begin
+    assert begin is not None and clock.propose_logits("b", 4) == 4 and clock.begin == begin
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -1,0 +1,172 @@
+"""JetSpec: needs ``jetspec`` with transformers 4.57 beside it, and ``torch`` with CUDA.
+
+Its engine as its README measures it: paged cache without gathers, compiled verification and a draft
+head in CUDA graphs, joined matmuls. Target and head have random weights, the head the form of the
+published ones: five layers that read five of the target's, blocks of 16. ``round`` verifies trees
+of as many nodes as the drafter's name says, seven wide and 15 deep. With random weights nearly
+every round emits one token, so ``ms`` of a round is the figure; ``tau`` is what those emitted.
+Decoding is timed from its first draft to the last token on the process's own clock.
+"""
+
+import dataclasses
+import importlib
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+from .. import hugging_face
+from ..arguments import SHAPES
+from ..report import Row
+from ..timing import rounded, step
+from .rows import Job, random_prompts, timed
+
+BLOCK = 16
+WIDTH = 7
+HEAD_LAYERS = 5
+BACKEND = "triton_paged_tree_cudagraph_nogather"
+
+
+def main(path: str) -> None:
+    """Measure a job."""
+    os.environ.setdefault("JETSPEC_FUSE_GEMMS", "1")
+    import torch
+
+    llm: Any = importlib.import_module("jetspec.core.llm")
+    adapters: Any = importlib.import_module("jetspec.draft_head_adapter")
+    engines: Any = importlib.import_module("jetspec.inference_engine.engine")
+    job = Job.read(path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    step(f"jetspec: {job.drafter or 'plain'}, {job.shape}, on {device}")
+    target = hugging_face.random_model(SHAPES[job.shape], device)
+    target._jetspec_attn_implementation = "sdpa"
+    engines.load_target = lambda *_, **__: (target, NoTokenizer())
+    backend, graphed = ("sdpa", adapters.DraftHeadTreeDrafter)
+    if device == "cuda":
+        backend, graphed = (BACKEND, adapters.GraphedDraftHead)
+    engine = engines.JetSpecEngine(job.model, device, torch.bfloat16, attn_backend=backend)
+    engine.eos_token_ids = set()
+    read = layers_read(target.config.num_hidden_layers)
+    sampling = llm.SamplingParams(0.0, job.new_tokens)
+    head = random_head(target, device)
+    clock = Clock(graphed(head, target, block_size=BLOCK, target_layer_ids=read))
+
+    def decoded(prompt: Any) -> tuple[float, int]:
+        """Seconds of decoding and its rounds."""
+        if job.drafter is None:
+            whole = seconds(lambda: engine.generate(prompt, sampling))
+            prefill = seconds(lambda: engine.generate(prompt, llm.SamplingParams(0.0, 1)))
+            return whole - prefill, job.new_tokens - 1
+        clock.begin = None
+        found = engine.generate_tree(
+            prompt,
+            clock,
+            tree_depth=BLOCK - 1,
+            tree_width=WIDTH,
+            budget=int(job.drafter.split()[0]),
+            target_layer_ids=read,
+            sampling_params=sampling,
+            return_stats=True,
+        )
+        synchronize()
+        assert clock.begin is not None
+        return time.perf_counter() - clock.begin, found["rounds"]
+
+    def point(context: int, batch: int) -> Row:
+        if batch != 1:
+            raise ValueError("jetspec: its graphs are those of one row")
+        prompt = torch.tensor(random_prompts(target.config.vocab_size, context, 1), device=device)
+        decoded(prompt)  # It compiles and captures.
+        found = [decoded(prompt) for _ in range(job.repetitions)]
+        rounds = statistics.median(rounds for _, rounds in found)
+        emitted = job.new_tokens - 1
+        return {
+            **timed([each for each, _ in found], rounds, emitted),
+            "tau": None if job.drafter is None else rounded(emitted / rounds),
+            "temperature": 0.0,
+        }
+
+    job.measure(point)
+
+
+@dataclasses.dataclass
+class Clock:
+    """A drafter that notes when it is asked first, after the prompt."""
+
+    drafter: Any
+    begin: float | None = None
+
+    def propose_logits(self, context: Any, depth: int, target_hidden: Any = None) -> Any:
+        """The drafter's logits."""
+        if self.begin is None:
+            synchronize()
+            self.begin = time.perf_counter()
+        return self.drafter.propose_logits(context, depth, target_hidden=target_hidden)
+
+    def reset_cache(self) -> None:
+        """Forget the last prompt, where the drafter keeps one."""
+        forget = getattr(self.drafter, "reset_cache", None)
+        if forget is not None:
+            forget()
+
+
+class NoTokenizer:
+    """Stands where texts are joined; prompts are token ids."""
+
+    eos_token_id = None
+
+    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+        """No text."""
+        return ""
+
+
+def layers_read(layers: int) -> list[int]:
+    """The target's layers that the head reads, as its own rule spreads them."""
+    heads: Any = importlib.import_module("jetspec.models.draft_head")
+    return heads.build_target_layer_ids(layers, HEAD_LAYERS)
+
+
+def random_head(target: Any, device: str) -> Any:
+    """A draft head of the published form, drawn on the device."""
+    import torch
+    from transformers.models.qwen3 import Qwen3Config
+
+    heads: Any = importlib.import_module("jetspec.models.draft_head")
+    layers = target.config.num_hidden_layers
+    fields = target.config.to_dict() | {
+        "num_hidden_layers": HEAD_LAYERS,
+        "layer_types": ["full_attention"] * HEAD_LAYERS,
+        "num_target_layers": layers,
+        "block_size": BLOCK,
+        "dflash_config": {
+            "causal_head": True,
+            "mask_token_id": 0,
+            "target_layer_ids": layers_read(layers),
+        },
+    }
+    config = Qwen3Config(**fields)
+    config._attn_implementation = "sdpa"
+    with torch.device(device):
+        return heads.DFlashDraftModel(config).to(torch.bfloat16).eval()
+
+
+def seconds(call: Any) -> float:
+    """How long a call and what it started on the device take."""
+    synchronize()
+    begin = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
