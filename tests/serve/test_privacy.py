@@ -118,9 +118,7 @@ def test_what_tells_of_all_requests_is_the_operators() -> None:
     with two_clients(toy_spec()) as (ours, theirs):
         for path in ("/stats", "/metrics"):
             for client, status in ((ours, 200), (theirs, 403)):
-                response = client.connect("GET", path)
-                said = response.read()
-                response.connection.close()
+                response, said = client.answer("GET", path)
                 assert response.status == status, path
             assert json.loads(said)["error"]["type"] == "permission_error"
         assert theirs.ask("GET", "/v1/models")[0] == 200
