@@ -78,18 +78,15 @@ def test_parts_tile_their_leaf(config):
 
 
 @each_row(
-    "name, dropped",
+    "target, name, dropped",
     [
-        ("model.layers.1.self_attn.rotary_emb.inv_freq", True),
-        ("model.rotary_emb.inv_freq", True),
-        ("lm_head.weight", True),
-        ("model.layers.1.self_attn.q_proj.bias", False),
-        ("lm_head.weight_scale", False),
+        ("tied", "model.layers.1.self_attn.rotary_emb.inv_freq", True),
+        ("tied", "model.rotary_emb.inv_freq", True),
+        ("tied", "lm_head.weight", True),
+        ("GQA", "lm_head.weight", False),
+        ("tied", "model.layers.1.self_attn.q_proj.bias", False),
+        ("tied", "lm_head.weight_scale", False),
     ],
 )
-def test_dropped_names(name, dropped):
-    assert target_table(TARGETS["tied"]).drops(name) is dropped
-
-
-def test_an_untied_head_is_not_dropped():
-    assert not target_table(TARGETS["GQA"]).drops("lm_head.weight")
+def test_dropped_names(target, name, dropped):
+    assert target_table(TARGETS[target]).drops(name) is dropped
