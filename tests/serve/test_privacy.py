@@ -75,6 +75,7 @@ def test_what_one_client_is_told_does_not_depend_on_the_others_text(secret: list
     assert with_it["metrics"]["num_draft_tokens"] > 0
 
 
+@pytest.mark.full
 def test_an_operator_may_let_requests_share_and_rounds_then_show_accepted_tokens_alone(
     secret: list[int],
 ) -> None:

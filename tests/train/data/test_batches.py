@@ -106,11 +106,6 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken() -> No
         next(ahead)
 
 
-def test_too_few_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="gives 3 rows, a step needs 4"):
-        Batches(numbered(3), batch=4, accumulation=1, seed=0)
-
-
 @each_row(("vocab", "kind"), [(65536, np.uint16), (65537, np.uint32)])
 def test_token_files_are_narrow_and_whole(vocab: int, kind: type, tmp_path: Path) -> None:
     parts = [np.asarray([1, vocab - 1], np.uint32), np.asarray([], np.uint32), np.asarray([3])]

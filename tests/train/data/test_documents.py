@@ -1,7 +1,6 @@
 """Documents: every row format of the paper's data, templates, loss masks, files of all kinds."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,12 +232,6 @@ def test_lines_of_mixed_formats(tmp_path: Path, tokenizer: Any) -> None:
     tokens, weights, length = made[0]
     assert length == (tokens != tokenizer.pad_token_id).sum() < 40
     assert set(tokens[weights == 0]) == {tokenizer.pad_token_id} and weights[-1] == 0
-
-
-def test_json_lines_need_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert list(documents_of(files=str(tmp_path / "a.jsonl")).texts()) == ["x"]
 
 
 def test_files_of_several_kinds_follow_each_other(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_every_format_stands_for_its_weights(tmp_path: Path, kind: str) -> None:
     assert all((each.zero is None) == symmetric for each in matrices(params))
 
 
+@pytest.mark.full
 @each_row("kind", KINDS)
 def test_a_mesh_cuts_heads_and_widths(tmp_path: Path, kind: str) -> None:
     """Each device holds its heads' and its width's share of the codes, and reads no others."""
