@@ -162,19 +162,29 @@ def test_files_of_others_are_never_replaced(target: Path, tmp_path: Path, refuse
 
 
 def test_a_refused_command_leaves_a_finished_run_as_it_was(
-    target: Path, tmp_path: Path, refused: Refused
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
-    """Also if what differs is of its last stage alone."""
+    """Also if what differs is of its last stage alone. Local files need no datasets package."""
+    for module in ("datasets", "pyarrow"):
+        monkeypatch.setitem(sys.modules, module, None)
     files = write_documents(tmp_path / "documents.jsonl", 38)
     work = tmp_path / "work"
     given = [*arguments(target, files, work), "--config.stages.short.steps=1"]
-    assert command(*given) == 0
+    assert command(*given) == 0 and len(losses(work)) == 1
     before = (work / "config.json").read_bytes()
     for change in ("--config.seed=7", "--config.stages.short.learning_rate=1.0"):
         assert f"is of another run: {change}" in refused(*given, change)
         assert (work / "config.json").read_bytes() == before
     assert command(*given, "--config.max_to_keep=7") == 0
     assert json.loads((work / "config.json").read_text())["max_to_keep"] == 7
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(b"")
+    for data, module in (
+        (["--config.data.files=", "--config.data.hub=owner/name"], "datasets"),
+        ([f"--config.data.files={packed}"], "pyarrow"),
+    ):
+        last = refused(*arguments(target, files, tmp_path / module), *data).splitlines()[-1]
+        assert f"packages that are not installed ({module}): pip install" in last
 
 
 def test_heads_that_are_wider_than_the_model(tmp_path: Path) -> None:
@@ -319,24 +329,6 @@ def test_without_the_extra_the_shell_sees_what_to_type(missing: str) -> None:
     assert sentence.startswith(
         f"error: training needs packages that are not installed ({names}): pip install "
     )
-
-
-def test_local_files_need_no_datasets_package(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
-    for module in ("datasets", "pyarrow"):
-        monkeypatch.setitem(sys.modules, module, None)
-    files = write_documents(tmp_path / "documents.jsonl", 38)
-    given = [*arguments(target, files, tmp_path / "run"), "--config.stages.short.steps=1"]
-    assert command(*given) == 0 and len(losses(tmp_path / "run")) == 1
-    packed = tmp_path / "a.jsonl.gz"
-    packed.write_bytes(b"")
-    for data, module in (
-        (["--config.data.files=", "--config.data.hub=owner/name"], "datasets"),
-        ([f"--config.data.files={packed}"], "pyarrow"),
-    ):
-        last = refused(*arguments(target, files, tmp_path / module), *data).splitlines()[-1]
-        assert f"packages that are not installed ({module}): pip install" in last
 
 
 def test_help_names_the_command_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> None:
