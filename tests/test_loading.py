@@ -20,6 +20,7 @@ from longspec_jax.models.target import Target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
 from tests.children import environment
+from tests.kit import each_row
 from tests.vicuna import save_sentences
 from train.data.tokens import load_tokenizer as load_for_training
 
@@ -38,55 +39,38 @@ def folder(tmp_path):
 
 
 @pytest.mark.multiproc
-def test_a_missing_torch_is_not_told(folder, monkeypatch) -> None:
-    """Its notice says that models will not be available; its other users are still told."""
+@each_row(
+    ("script", "printed"),
+    [
+        # The notice that models will not be available is left out here, and told to other users.
+        (f"import os; load_tokenizer(folder); print(os.environ.get({ADVICE!r}))", "None"),
+        # Importing PyTorch takes longer than all else that a small model needs to begin.
+        (
+            "import sys; load_tokenizer(folder)\n"
+            "print('transformers' in sys.modules, 'torch' in sys.modules)",
+            "True False",
+        ),
+        # A second call after a refused target meets the first one's import of transformers.
+        (
+            "from concurrent.futures import ThreadPoolExecutor\n"
+            "with ThreadPoolExecutor(2) as pool:\n"
+            "    print(len([*pool.map(load_tokenizer, [folder] * 2)]))",
+            "2",
+        ),
+    ],
+)
+def test_a_process_loads_its_first_tokenizer_without_torch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, printed: str
+) -> None:
     monkeypatch.delenv(ADVICE, raising=False)  # The commands, which other tests run, keep it.
-    script = (
-        "import os; from longspec_jax.loading import load_tokenizer\n"
-        f"load_tokenizer({str(folder)!r})\n"
-        f"print(os.environ.get({ADVICE!r}))"
-    )
+    head = f"from longspec_jax.loading import load_tokenizer\nfolder = {str(folder)!r}\n"
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", head + script],
         env=environment(ROOT, TRANSFORMERS_VERBOSITY="warning"),
         capture_output=True,
         text=True,
-        check=True,
     )
-    assert done.stdout == "None\n" and "PyTorch" not in done.stderr
-
-
-@pytest.mark.multiproc
-def test_a_generic_tokenizer_needs_no_torch(folder) -> None:
-    """Importing it takes longer than all else that a small model needs before its first token."""
-    script = (
-        "import sys; from longspec_jax.loading import load_tokenizer\n"
-        f"load_tokenizer({str(folder)!r})\n"
-        "print('transformers' in sys.modules, 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(ROOT),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "True False\n"
-
-
-@pytest.mark.multiproc
-def test_two_threads_may_load_the_first_tokenizers(folder) -> None:
-    """A second call after a refused target meets the first one's import of transformers."""
-    script = (
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "from longspec_jax.loading import load_tokenizer\n"
-        "with ThreadPoolExecutor(2) as pool:\n"
-        f"    print(len([*pool.map(load_tokenizer, [{str(folder)!r}] * 2)]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(ROOT), capture_output=True, text=True
-    )
-    assert done.stdout == "2\n", done.stderr
+    assert done.stdout == f"{printed}\n" and "PyTorch" not in done.stderr, done.stderr
 
 
 def test_weights_are_read_while_the_tokenizer_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,55 +49,32 @@ def test_outputs_are_stripped(path: Path) -> None:
         assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-class TestTheFirstCell:
-    """It installs the package where it is missing, and only there."""
+@each_row("path", NOTEBOOKS)
+def test_the_first_cell_installs_the_package_where_it_is_missing(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And only there: the checkout around the notebook, or what is named."""
+    installed: list[str] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: installed.append(command[-1]))
+    monkeypatch.setattr("shutil.which", lambda name: None)  # No GPU.
+    cells = nbformat.read(path, as_version=4).cells
+    source = next(cell.source for cell in cells if cell.cell_type == "code")
+    assert 'REPOSITORY = ""' in source
 
-    @pytest.fixture
-    def commands(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-        """What is run, on a machine without a GPU."""
-        run: list[list[str]] = []
-        monkeypatch.setattr(subprocess, "run", lambda command, check: run.append(command))
-        monkeypatch.setattr("shutil.which", lambda name: None)
-        return run
-
-    def run(self, path: Path, repository: str = "") -> None:
-        cells = nbformat.read(path, as_version=4).cells
-        source = next(cell.source for cell in cells if cell.cell_type == "code")
-        assert 'REPOSITORY = ""' in source
+    def run(repository: str = "") -> None:
         exec(source.replace('REPOSITORY = ""', f"REPOSITORY = {repository!r}"), {})
 
-    @pytest.fixture
-    def missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The package is not there."""
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-
-    def test_does_nothing_where_the_package_is(self, path: Path, commands: list) -> None:
-        self.run(path)
-        assert not commands
-
-    def test_installs_the_checkout_around_it(
-        self, path: Path, commands: list, missing: None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(path.parent)
-        self.run(path)
-        [[*_, requirement]] = commands
-        assert requirement.endswith(f"] @ {ROOT.as_uri()}")
-
-    def test_elsewhere_it_installs_what_is_named(
-        self,
-        path: Path,
-        commands: list,
-        missing: None,
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        self.run(path, "https://example.org/longspec_jax")
-        [[*_, requirement]] = commands
-        assert requirement.endswith("] @ git+https://example.org/longspec_jax")
-        with pytest.raises(RuntimeError, match="set REPOSITORY above to the git address"):
-            self.run(path)
+    run()
+    assert not installed, "the package is there"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.chdir(path.parent)
+    run()
+    assert installed.pop().endswith(f"] @ {ROOT.as_uri()}") and not installed
+    monkeypatch.chdir(tmp_path)
+    run("https://example.org/longspec_jax")
+    assert installed.pop().endswith("] @ git+https://example.org/longspec_jax")
+    with pytest.raises(RuntimeError, match="set REPOSITORY above to the git address"):
+        run()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import arguments as bench_arguments
 from benchmarks import decode as bench_decode
 from benchmarks.arguments import SHAPES
 from benchmarks.models import draft_state, random_model
@@ -130,13 +129,6 @@ def test_bytes_of_a_plain_step_count_every_row(model) -> None:
     assert five.rows(NoDraft()).length.tolist() == [64] * 5
     read = [bench_decode.describe(each)["plain_step_bytes"] for each in (one, five)]
     assert read[1] - read[0] == 4 * (64 + 8 // 2) * 2 * (2 * 2 * 16 * 4)
-
-
-def test_the_published_shapes_are_offered() -> None:
-    parser = bench_arguments.parser()
-    chosen = parser.parse_args(["decode", "--shape=vicuna7b", "--shape=qwq32b", "--tree=1,1"])
-    assert all(shape in SHAPES for shape in chosen.shape)
-    assert SHAPES["llama3-8b"].vocab_size == 128256
 
 
 def test_rounds_on_a_mesh(tmp_path: Path) -> None:

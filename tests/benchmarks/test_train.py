@@ -30,20 +30,6 @@ def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any
     assert "sequence 64  layout data=2,fsdp=2  tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--shape=foo"], "'foo' must be one of"),
-        (["--length=0"], "0 must be a whole number"),
-        (["--json=/nope/x"], "/nope/x: its folder does not exist"),
-        (["--mesh=dp=2"], "sizes of the axes data, fsdp, tp"),
-    ],
-)
-def test_bad_options(given: list[str], said: str, capsys: Any) -> None:
-    assert main(["train", *given]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_mesh_that_is_too_large(capsys: Any) -> None:
     assert main(["train", *OPTIONS, "--mesh=fsdp=64"]) == 2
     assert "needs 64 devices" in capsys.readouterr().err

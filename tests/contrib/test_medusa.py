@@ -143,21 +143,10 @@ def test_heads_and_trees_by_hand(name: str) -> None:
         assert set(found.values()) - {()} == wanted
 
 
-@each_row("name", DRAFTS)
-def test_files_of_the_authors(name: str, tmp_path: Path) -> None:
-    draft = DRAFTS[name]
-    [chosen] = choose_drafts([f"contrib.medusa:{published(tmp_path, draft)}"], {})
-    assert chosen.kind is KIND
-    found = load(tmp_path, TARGET)
-    assert found.config == draft.config
-    jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
-    assert_partitioned(found.params.heads)
-
-
-@each_row("name", OF_VLLM)
-def test_files_of_vllm(name: str, tmp_path: Path) -> None:
-    """Called as its loader asks for them; the target's LM head may be stored with them."""
-    draft = OF_VLLM[name]
+@each_row("name", DRAFTS | OF_VLLM)
+def test_files_of_the_authors_and_of_vllm(name: str, tmp_path: Path) -> None:
+    """Those of vLLM may store the target's LM head."""
+    draft = (DRAFTS | OF_VLLM)[name]
     published(tmp_path, draft)
     if name == "original":
         publish(tmp_path, {"lm_heads.0.weight": np.array(MODEL["head"])}, {})
@@ -166,9 +155,7 @@ def test_files_of_vllm(name: str, tmp_path: Path) -> None:
     found = load(tmp_path, TARGET)
     assert found.config == draft.config
     jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
-    edit(tmp_path, logit_scale=0.5)
-    with pytest.raises(ValueError, match="logit_scale=0.5 is not supported"):
-        load(tmp_path, TARGET)
+    assert_partitioned(found.params.heads)
 
 
 def _edited(folder: Path, change: Callable[[dict[str, np.ndarray]], Any], **raw: Any) -> Path:
@@ -214,7 +201,7 @@ def test_refusals(change: Any, raw: dict[str, Any], words: str, tmp_path: Path) 
         load(_edited(tmp_path, change, **raw), TARGET)
 
 
-def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
+def test_heads_of_another_target_and_of_scaled_logits_are_refused(tmp_path: Path) -> None:
     published(tmp_path, DRAFTS["own"])
     for field, size, words in (
         ("model_width", 40, "target of hidden_size=36, the target has hidden_size=40"),
@@ -222,6 +209,9 @@ def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             load(tmp_path, Target(replace(CONFIG, **{field: size}), MODEL))
+    scaled = edit(published(tmp_path / "scaled", OF_VLLM["whole"]), logit_scale=0.5)
+    with pytest.raises(ValueError, match="logit_scale=0.5 is not supported"):
+        load(scaled, TARGET)
     with pytest.raises(ValueError, match="4 levels, and the draft has 3 Medusa heads"):
         MedusaDrafter(OWN, TreeConfig((1,) * 4))
 

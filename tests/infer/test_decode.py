@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -277,39 +278,43 @@ def test_color_only_on_terminals(monkeypatch) -> None:
     assert Screen(False).legend() == ""
 
 
-def test_compilation_cache_folder(monkeypatch, tmp_path, capsys) -> None:
+@pytest.fixture
+def nothing_kept() -> Iterator[None]:
+    """No folder keeps programs yet; afterwards the tests' own one does again."""
     before = jax.config.values["jax_compilation_cache_dir"]
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.delenv("LONGSPEC_CACHE", raising=False)
-        assert keep_programs() == tmp_path / "longspec_jax" / "compiled"
-        assert "compiles at first calls, for up to a minute" in capsys.readouterr().err
-        assert keep_programs(str(tmp_path / "mine")) == tmp_path / "mine"
-        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
-        assert keep_programs() == tmp_path / "mine"
-        jax.config.update("jax_compilation_cache_dir", None)
-        for off in ("off", "OFF"):
-            monkeypatch.setenv("LONGSPEC_CACHE", off)
-            assert keep_programs() is None
-        capsys.readouterr()
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path / "file"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_compilation_cache_folder(nothing_kept, monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("LONGSPEC_CACHE", raising=False)
+    assert keep_programs() == tmp_path / "longspec_jax" / "compiled"
+    assert "compiles at first calls, for up to a minute" in capsys.readouterr().err
+    assert keep_programs(str(tmp_path / "mine")) == tmp_path / "mine"
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
+    assert keep_programs() == tmp_path / "mine"
+    jax.config.update("jax_compilation_cache_dir", None)
+    for off in ("off", "OFF"):
+        monkeypatch.setenv("LONGSPEC_CACHE", off)
         assert keep_programs() is None
-        assert "cannot keep compiled programs in" in capsys.readouterr().err
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    capsys.readouterr()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path / "file"))
+    assert keep_programs() is None
+    assert "cannot keep compiled programs in" in capsys.readouterr().err
 
 
-def test_only_a_folder_of_ones_own_keeps_programs(monkeypatch, tmp_path, capsys) -> None:
+def test_only_a_folder_of_ones_own_keeps_programs(
+    nothing_kept, monkeypatch, tmp_path, capsys
+) -> None:
     """What others may write there would run here."""
-    before = jax.config.values["jax_compilation_cache_dir"]
     default, named = tmp_path / "longspec_jax", tmp_path / "a" / "named"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("LONGSPEC_CACHE", raising=False)
     umask = os.umask(0)
     try:
-        jax.config.update("jax_compilation_cache_dir", None)
         keep_programs()
         made = default, default / "compiled"
         assert [one.stat().st_mode & 0o777 for one in made] == [0o700, 0o700]
@@ -323,36 +328,32 @@ def test_only_a_folder_of_ones_own_keeps_programs(monkeypatch, tmp_path, capsys)
                 assert folder is not default or cache_folder() is None
             folder.chmod(0o755)  # As those of before were made.
         named.mkdir(parents=True, mode=0o777)
-        monkeypatch.setenv("LONGSPEC_CACHE", str(named))
-        for work in (keep_programs, cache_folder, lambda: keep_programs(named)):
-            with pytest.raises(ValueError, match=r"mode 777\): what others put .* not there yet"):
-                work()
-        named.chmod(0o700)
-        if os.geteuid() == 0:
-            os.chown(named, 12345, -1)
-        else:
-            monkeypatch.setattr(os, "geteuid", lambda: 0)
-        with pytest.raises(ValueError, match=f"it belongs to user {named.stat().st_uid}"):
-            keep_programs()
-        assert jax.config.values["jax_compilation_cache_dir"] is None
     finally:
         os.umask(umask)
-        jax.config.update("jax_compilation_cache_dir", before)
+    monkeypatch.setenv("LONGSPEC_CACHE", str(named))
+    for work in (keep_programs, cache_folder, lambda: keep_programs(named)):
+        with pytest.raises(ValueError, match=r"mode 777\): what others put .* not there yet"):
+            work()
+    named.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(named, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(ValueError, match=f"it belongs to user {named.stat().st_uid}"):
+        keep_programs()
+    assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
-def test_the_command_keeps_programs_in_the_cache(folders, monkeypatch, tmp_path) -> None:
-    before = jax.config.values["jax_compilation_cache_dir"]
+def test_the_command_keeps_programs_in_the_cache(
+    nothing_kept, folders, monkeypatch, tmp_path
+) -> None:
     monkeypatch.setattr(LongSpec, "generate", first_token_only)
     argv = [*without_tree(folders), "--prompt=ab", "--no-compare", "--tree=none"]
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        assert decode.main(argv) == 0
-        assert jax.config.values["jax_compilation_cache_dir"] is None  # The tests keep nothing.
-        monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
-        assert decode.main(argv) == 0
-        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    assert decode.main(argv) == 0
+    assert jax.config.values["jax_compilation_cache_dir"] is None  # The tests keep nothing.
+    monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
+    assert decode.main(argv) == 0
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
 
 
 @pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model is not in this checkout")

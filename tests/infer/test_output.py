@@ -78,8 +78,3 @@ def test_half_characters_are_escaped(tmp_path) -> None:
     path = tmp_path / "out.json"
     write(output_file(str(path)), {"name": "a\udcff"})
     assert json.loads(path.read_text("utf-8")) == {"name": "a\udcff"}
-
-
-def test_standard_output(capsys) -> None:
-    assert write(output_file("-"), {"a": 1})
-    assert json.loads(capsys.readouterr().out) == {"a": 1}

@@ -15,7 +15,6 @@ from infer.prompts import Prompt
 from longspec_jax.checks import Each, Whole
 from longspec_jax.config.sampling import OPTIONS, TOKEN
 from longspec_jax.generation.options import GenerateOptions
-from tests.infer.toys import toy_tokenizer
 from tests.kit import each_row
 from tests.refusals import wrong
 
@@ -91,11 +90,6 @@ def test_native_template() -> None:
     templated = byte_tokenizer()
     templated.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
     assert templated.decode(prompts.encode(templated, 999, CHAT)) == "[Hi][Hello][Bye]"
-
-
-def test_toy_has_no_template() -> None:
-    with pytest.raises(ValueError, match="no chat template"):
-        prompts.encode(toy_tokenizer(), 17, CHAT)
 
 
 @each_row(

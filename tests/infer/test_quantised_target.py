@@ -11,6 +11,8 @@ from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
 from tests.serve.kit import GeneratingEngine, model_of, serving
 from tests.train.tiny import arguments, command, records, save_tiny_target, write_documents
 
+pytestmark = pytest.mark.full
+
 
 def test_a_draft_for_a_quantised_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained beside its frozen weights on two devices; it changes no token, and is served."""

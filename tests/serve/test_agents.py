@@ -97,6 +97,7 @@ def test_an_agent_calls_tools_and_reads_what_they_say(server: Client) -> None:
         ]
 
 
+@pytest.mark.full  # In the first tier test_tools reads answers the same however they come.
 def test_a_stream_joins_to_the_whole_answer(server: Client) -> None:
     """By the openai client's own joining, which appends what comes twice."""
     client, seen = client_of(server), 0
@@ -189,6 +190,7 @@ def test_parsed_answers_of_the_client(server: Client) -> None:
     assert isinstance(call.function.parsed_arguments, Rain)
 
 
+@pytest.mark.full
 def test_tags_of_the_second_form_and_marks_that_are_texts() -> None:
     def called(seed: int) -> Any:
         fields = asked(seed, tool_choice=NAMED, logit_bias={}, parallel_tool_calls=False)

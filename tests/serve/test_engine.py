@@ -146,15 +146,7 @@ def test_a_form_that_grows_too_large_ends_its_own_text(
         assert re.fullmatch("b[cd]{3}", fine.result()[1]["choices"][0]["text"])
         assert neighbour.result()[1]["choices"][0]["text"] == alone[1]
     assert server.ask("GET", "/health")[0] == 200
-    assert b"longspec:num_recoveries_total 0.0" in server.connect("GET", "/metrics").read()
-
-
-def test_a_text_ends_before_a_stop_string(server: Client) -> None:
-    request = next(one for one in REQUESTS if "stop" in one)
-    _, body = server.post("/v1/completions", **request)
-    [choice] = body["choices"]
-    assert choice["finish_reason"] == "stop" and body["usage"]["completion_tokens"] < 30
-    assert not any(stop in choice["text"] for stop in request["stop"])
+    assert b"longspec:num_recoveries_total 0.0" in server.answer("GET", "/metrics")[1]
 
 
 def test_a_prompt_that_a_slot_holds_is_not_read_again(server: Client) -> None:

@@ -75,6 +75,7 @@ def test_what_one_client_is_told_does_not_depend_on_the_others_text(secret: list
     assert with_it["metrics"]["num_draft_tokens"] > 0
 
 
+@pytest.mark.full
 def test_an_operator_may_let_requests_share_and_rounds_then_show_accepted_tokens_alone(
     secret: list[int],
 ) -> None:
@@ -118,9 +119,7 @@ def test_what_tells_of_all_requests_is_the_operators() -> None:
     with two_clients(toy_spec()) as (ours, theirs):
         for path in ("/stats", "/metrics"):
             for client, status in ((ours, 200), (theirs, 403)):
-                response = client.connect("GET", path)
-                said = response.read()
-                response.connection.close()
+                response, said = client.answer("GET", path)
                 assert response.status == status, path
             assert json.loads(said)["error"]["type"] == "permission_error"
         assert theirs.ask("GET", "/v1/models")[0] == 200

@@ -204,9 +204,7 @@ BOTH = TEXTS + CHATS
 @pytest.mark.parametrize(
     "kinds, fields, words",
     [
-        (BOTH, {"temperature": "hot"}, "temperature='hot' must be a number, >= 0"),
         (BOTH, {"top_k": 1.5}, "top_k=1.5 must be a whole number from -1"),
-        (BOTH, {"stream": 1}, "stream=1 must be true or false"),
         (BOTH, {"longspec": 1}, "longspec=1 must be an object with named fields"),
         (BOTH, {"longspec": {"round": True}}, "unknown field 'round' of longspec; did you mean"),
         (BOTH, {"longspec": {"tree": "4,4"}}, "is none of this server's trees, none, chain:3; nam"),
@@ -240,14 +238,12 @@ BOTH = TEXTS + CHATS
             "use_beam_search=0 must be False or absent: nothing else is",
         ),
         (TEXTS, {"prompt": ["a", 1]}, "must be text, token ids, or a list of one of these"),
-        (TEXTS, {"prompt": [[]]}, "must be text, token ids, or a list of one of these"),
         (TEXTS, {"max_tokens": 0}, "max_tokens=0 generates nothing"),
         (TEXTS, {"best_of": 2}, "best_of=2 must be n=1: nothing is ranked"),
         (CHATS, {"max_tokens": 1, "max_completion_tokens": 2}, "both are given; drop it"),
         (CHATS, {"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
         (CHATS, {"tools": [{}]}, "the field type of tools[0] is missing: function"),
         (CHATS, {"chat_template": "x"}, "--chat_template=FILE"),
-        (CHATS, {"messages": []}, "messages=[] must have at least 1 item"),
         (CHATS, {"messages": [*TALK, {"role": "user"}]}, "the field content of messages[1] is mis"),
         (
             CHATS,

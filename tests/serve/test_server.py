@@ -19,7 +19,6 @@ from openai.types.chat.completion_create_params import (
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 
 from infer.serve import app
-from infer.serve.calls import ServedModel
 from infer.serve.http_server import log_to_stderr
 from infer.serve.openapi import GETS, POSTS
 from longspec_jax.decoding import launches
@@ -191,12 +190,10 @@ def test_other_routes(shared: Client) -> None:
     assert shared.ask("GET", "/stats")[1].keys() >= {"running", "waiting", "slots", "trees", "rows"}
     assert shared.ask("GET", "/nowhere")[1]["error"]["type"] == "not_found_error"
     assert shared.ask("GET", "/tokenize")[0] == 405
-    page = shared.connect("GET", "/")
+    page, _ = shared.answer("GET", "/")
     assert page.status == 200 and "default-src 'none'" in page.getheader("content-security-policy")
-    page.connection.close()
-    head = shared.connect("HEAD", "/metrics")
+    head, _ = shared.answer("HEAD", "/metrics")
     assert head.status == 200 and head.getheader("content-type").startswith("text/plain")
-    head.connection.close()
 
 
 def test_bodies_that_are_no_json(shared: Client) -> None:
@@ -213,9 +210,7 @@ def test_bodies_that_are_no_json(shared: Client) -> None:
 def test_metrics_count_tokens_rounds_and_acceptance() -> None:
     with serving(ScriptedEngine()) as server:
         server.post("/v1/completions", prompt="ab", max_tokens=8)
-        response = server.connect("GET", "/metrics")
-        text = response.read().decode()
-        response.connection.close()
+        text = server.answer("GET", "/metrics")[1].decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
     expected = {
         "longspec:spec_decode_num_drafts_total": 3,
@@ -347,23 +342,19 @@ def test_every_route_but_health_wants_the_key() -> None:
             for path in paths:
                 is_open = path == "/health"
                 for given in ({}, {"Authorization": "Bearer x"}, {"Authorization": bearer[7:]}):
-                    response = server.connect(method, path, b"{}", **given)
-                    said = response.read()
-                    response.connection.close()
+                    response, said = server.answer(method, path, b"{}", **given)
                     assert (response.status == 401) != is_open, (method, path)
                     assert b"<html" not in said
         assert server.ask("GET", "/v1/models", None, Authorization=bearer)[0] == 200
         # A browser asks for the key when it opens the page, and sends it as a password.
-        page = server.connect("GET", "/")
+        page, _ = server.answer("GET", "/")
         assert page.getheader("www-authenticate") == 'Basic realm="API key"'
-        page.connection.close()
         for word, allowed in (("sésame", True), ("sesam", False)):
             basic = "Basic " + base64.b64encode(f"me:{word}".encode()).decode()
             for path in ("/", "/v1/models"):
-                response = server.connect("GET", path, None, Authorization=basic)
-                response.connection.close()
+                response, _ = server.answer("GET", path, None, Authorization=basic)
                 assert (response.status == 200) == allowed
-        broken = server.connect("GET", "/", None, Authorization="Basic sésame"[:7] + "=x")
+        broken, _ = server.answer("GET", "/", None, Authorization="Basic sésame"[:7] + "=x")
         assert broken.status == 401
     with serving(ScriptedEngine(), api_key="sesame") as server:
         with pytest.raises(AuthenticationError):
@@ -405,10 +396,9 @@ def test_a_full_queue_answers_429_and_a_row_that_begins_makes_room() -> None:
             thread.start()
         until(lambda: server.ask("GET", "/stats")[1]["waiting"] == 2)
         for body in ({"prompt": "a", "n": 2}, {"prompt": "abc"}):
-            response = server.connect("POST", "/v1/completions", body)
+            response, said = server.answer("POST", "/v1/completions", body)
             assert response.status == 429 and int(response.getheader("retry-after")) >= 1
-            assert b"the queue is full" in response.read()
-            response.connection.close()
+            assert b"the queue is full" in said
         engine.gate.set()
         for thread in waiting:
             thread.join()
@@ -471,22 +461,6 @@ def test_a_client_that_is_gone_is_cancelled(stream: bool, begun: bool) -> None:
         until(lambda: not server.thread.open_calls)
         steps.release(1000)
         assert server.post("/v1/completions", prompt="ab", max_tokens=2)[0] == 200
-
-
-def test_a_slow_reader_does_not_hold_up_the_others() -> None:
-    with serving(ScriptedEngine()) as server:
-        slow = server.connect(
-            "POST", "/v1/completions", {"prompt": "ab", "max_tokens": 60, "stream": True}
-        )
-        assert server.post("/v1/completions", prompt="ab", max_tokens=60)[0] == 200
-        text = "".join(
-            choice["text"]
-            for chunk in events(slow)
-            if chunk != "[DONE]"
-            for choice in chunk["choices"]
-        )
-        assert len(text) == 60
-        slow.connection.close()
 
 
 def test_a_stream_that_waits_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,9 +540,8 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
         assert next(chunks)["choices"][0]["text"] == "c"
         server.server.stop()
         until(lambda: server.ask("GET", "/health") == (503, {"status": "draining"}))
-        response = server.connect("POST", "/v1/completions", {"prompt": "ab"})
+        response, _ = server.answer("POST", "/v1/completions", {"prompt": "ab"})
         assert response.status == 503 and response.getheader("retry-after")
-        response.connection.close()
         engine.single.release(1000)  # type: ignore[union-attr]
         *texts, closing, done = chunks
         assert sum(len(chunk["choices"][0]["text"]) for chunk in texts) == 19
@@ -604,14 +577,6 @@ def test_an_engine_that_fails_ends_every_request_with_an_error_and_the_server() 
         assert "out of sparks" in error["error"]["message"]
         until(lambda: server.status)
     assert server.status == [1] and engine.closed
-
-
-def test_a_model_without_a_template_answers_completions_only() -> None:
-    model: ServedModel = scripted_model(encode_chat=None)
-    with serving(ScriptedEngine(), model) as server:
-        status, body = server.post("/v1/chat/completions", messages=TALK)
-        assert status == 400 and "--chat_template=FILE" in body["error"]["message"]
-        assert server.post("/v1/completions", prompt="ab", max_tokens=1)[0] == 200
 
 
 def test_faults_of_the_engine_are_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:

@@ -34,31 +34,6 @@ def test_a_token_has_its_text_inside_a_text(piece: str, text: str) -> None:
     assert token_text(tokenizer.decode, 0) == text
 
 
-def test_rounds_are_as_documented() -> None:
-    tree: Any = SimpleNamespace(tokens=(0, 1, 2), parents=(-1, 0, 0), draws=(1, 3, 0), path=(0, 1))
-    gain = RequestOutput(0, (0, 1, 3), (False, True, False), (1,), trees=(tree,))
-    told = rounds_of(gain, "abcd".__getitem__, 2)
-    assert told == {
-        "index": 2,
-        "tokens": [
-            {"id": 0, "text": "a", "drafted": False, "depth": 0},
-            {"id": 1, "text": "b", "drafted": True, "depth": 1},
-            {"id": 3, "text": "d", "drafted": False, "depth": 0},
-        ],
-        "rounds": [
-            {
-                "accepted": 1,
-                "tree": {
-                    "tokens": ["a", "b", "c"],
-                    "parents": [-1, 0, 0],
-                    "draws": ["b", "d", "a"],
-                    "path": [0, 1],
-                },
-            }
-        ],
-    }
-
-
 def test_a_character_of_several_tokens_is_the_last_one_s() -> None:
     tokens = [b"a", *(bytes([byte]) for byte in "é€".encode()), b"\xff", b"b"]
     text_of = partial(

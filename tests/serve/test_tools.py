@@ -437,7 +437,14 @@ def drawn(engine: Engine, grammar: Grammar, candidate: int) -> tuple[list[Drawn]
     ]
 
 
-@pytest.mark.parametrize("template, thinking", [(HERMES, True), (XML, True), (HERMES, None)])
+@pytest.mark.parametrize(
+    "template, thinking",
+    [
+        (HERMES, True),
+        pytest.param(XML, True, marks=pytest.mark.full),
+        pytest.param(HERMES, None, marks=pytest.mark.full),
+    ],
+)
 def test_required_calls_parse_with_every_tree_also_where_the_reasoning_ends_in_a_draft(
     engine: Engine, template: str, thinking: bool | None
 ) -> None:

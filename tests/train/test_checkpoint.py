@@ -133,25 +133,28 @@ def test_nothing_intact_is_an_error_that_says_what_to_do(two: Path, tmp_path: Pa
         Checkpoints(folder, 9).find()
 
 
-def test_a_damaged_newer_one_makes_room(two: Path, tmp_path: Path) -> None:
-    """The run that went on from an older one saves at the same steps again."""
+@each_row(
+    ("keep", "steps", "left"),
+    [
+        (9, (9,), ["5", "9"]),
+        (9, (9, 12), ["12", "5", "9"]),
+        (2, (20,), ["20", "5"]),
+        (2, (9, 12), ["12", "9"]),
+    ],
+)
+def test_a_damaged_newer_one_makes_room_and_counts_for_nothing(
+    keep: int, steps: tuple[int, ...], left: list[str], two: Path, tmp_path: Path
+) -> None:
+    """The run that goes on from an older one may save at the same step once more."""
     folder = copied(two, tmp_path)
     shorten(folder / "12" / checkpoint.META)
-    assert restored(folder) == 5
-    save(folder, 9)
-    assert sorted(path.name for path in folder.iterdir()) == ["5", "9"]
-    save(folder, 12)
-    assert restored(folder) == 12
-
-
-def test_a_damaged_one_does_not_count_among_those_that_are_kept(two: Path, tmp_path: Path) -> None:
-    folder = copied(two, tmp_path)
-    shorten(folder / "12" / checkpoint.META)
-    checkpoints = Checkpoints(folder, 2)
-    assert checkpoints.find() is not None
-    checkpoints.save(20, state(20), {"step": 20})
+    checkpoints = Checkpoints(folder, keep)
+    assert (saved := checkpoints.find()) is not None and saved.meta == {"step": 5}
+    for step in steps:
+        checkpoints.save(step, state(step), {"step": step})
     checkpoints.close()
-    assert sorted(path.name for path in folder.iterdir()) == ["20", "5"]
+    assert sorted(path.name for path in folder.iterdir()) == left
+    assert restored(folder) == steps[-1]
 
 
 def test_the_newest_that_says_what_it_is(two: Path, tmp_path: Path) -> None:
@@ -266,16 +269,3 @@ def test_the_checksums_are_those_of_sha256sum(two: Path) -> None:
     names = [path.relative_to(two / "12").as_posix() for path in all_files(two / "12")]
     assert sorted([line[66:] for line in lines] + [checkpoint.CHECKSUMS]) == sorted(names)
     assert all(line[64:66] == "  " for line in lines)
-
-
-def test_a_step_that_was_damaged_counts_when_it_is_saved_again(two: Path, tmp_path: Path) -> None:
-    """The run that goes on from step 5 comes to step 12 once more."""
-    folder = copied(two, tmp_path)
-    shorten(folder / "12" / checkpoint.META)
-    checkpoints = Checkpoints(folder, 2)
-    assert (saved := checkpoints.find()) is not None and saved.meta == {"step": 5}
-    for step in (9, 12):
-        checkpoints.save(step, state(step), {"step": step})
-    checkpoints.close()
-    assert sorted(path.name for path in folder.iterdir()) == ["12", "9"]
-    assert restored(folder) == 12

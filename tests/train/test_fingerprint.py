@@ -12,9 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from configs import demo, vicuna7b
-from configs.vicuna7b import get_config
 from tests.kit import each_row
-from tests.train.tiny import write_documents
+from tests.train.tiny import run_of, write_documents
 from train import fingerprint
 from train.arguments import from_config
 from train.config import RunConfig
@@ -23,9 +22,7 @@ from train.fingerprint import check_same_run, model_digest
 
 
 def of(target: Path, files: str, workdir: Path = Path("absent"), **options: Any) -> str:
-    config = get_config("short")
-    config.data.update(files=files, **options)
-    return Source(from_config(config.to_dict()), workdir, str(target), 304).fingerprint()
+    return Source(run_of(files=files, **options), workdir, str(target), 304).fingerprint()
 
 
 def test_moved_data_are_the_same_and_changed_data_are_not(target: Path, tmp_path: Path) -> None:

@@ -82,6 +82,14 @@ class Run:
     rows: Any = None
     buckets: int = 1
 
+    def __post_init__(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+
+    def diverge(self, at: int) -> None:
+        """Go as far as a step whose loss is no number."""
+        with pytest.raises(FloatingPointError):
+            self.go(Toy(losses={at: math.nan}))
+
     def go(self, toy: Toy, **settings: int) -> float:
         values = demo.get_config("tiny").to_dict()
         whole = dict(log_every=1, save_every=4, accept_every=4, max_to_keep=2)
@@ -175,13 +183,11 @@ def test_a_measurement_that_is_no_number_stops_the_run(run: Run) -> None:
 
 def test_a_resumed_run_repeats_the_log_and_no_step_of_it(run: Run, tmp_path: Path) -> None:
     straight = Run(tmp_path / "straight")
-    straight.folder.mkdir()
     final = straight.go(Toy())
     assert [record["step"] for record in straight.records if "loss" in record] == [*range(10)]
     assert [r["step"] for r in straight.records if "heldout_loss" in r] == [4, 8, 10]
 
-    with pytest.raises(FloatingPointError):
-        run.go(Toy(losses={7: math.nan}))
+    run.diverge(7)
     log = run.folder / "metrics.jsonl"
     other = '{"stage": "other", "step": 3}\n'
     # As kill -9 and a full disk leave it.
@@ -192,8 +198,7 @@ def test_a_resumed_run_repeats_the_log_and_no_step_of_it(run: Run, tmp_path: Pat
 
 
 def test_a_stage_killed_before_its_first_save_begins_its_log_anew(run: Run) -> None:
-    with pytest.raises(FloatingPointError):
-        run.go(Toy(losses={2: math.nan}))
+    run.diverge(2)
     run.go(Toy())
     assert [record["step"] for record in run.records if "loss" in record] == [*range(10)]
 
@@ -205,8 +210,7 @@ def test_the_end_is_measured_and_saved_once(run: Run) -> None:
 
 
 def test_another_run_is_refused_by_name(run: Run) -> None:
-    with pytest.raises(FloatingPointError):
-        run.go(Toy(losses={7: math.nan}))
+    run.diverge(7)
     before = run.records
     run.fingerprint = {"--config.seed": 2, "data": "a"}
     with pytest.raises(ValueError) as raised:
@@ -219,14 +223,12 @@ def test_another_run_is_refused_by_name(run: Run) -> None:
 def test_the_one_before_is_used_where_the_newest_is_damaged(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(FloatingPointError):
-        run.go(Toy(losses={9: math.nan}))
+    run.diverge(9)
     (run.folder / "checkpoints" / "8" / "meta.json").write_text("{")
     final = run.go(Toy())
     assert "8 is skipped: meta.json does not fit the checksums" in capsys.readouterr().err
     assert [record["step"] for record in run.records if "loss" in record] == [*range(10)]
     straight = Run(tmp_path / "straight")
-    straight.folder.mkdir()
     assert final == straight.go(Toy())
 
 
@@ -243,11 +245,9 @@ class Uneven(PaddedRows):
 def test_a_run_of_several_lengths_resumes_exactly(run: Run, tmp_path: Path) -> None:
     """The first step of every length compiles, and has no speed."""
     run.rows, run.buckets = Uneven(0, 4), 2
-    with pytest.raises(FloatingPointError):
-        run.go(Toy(losses={5: math.nan}))
+    run.diverge(5)
     final = run.go(Toy())
     straight = Run(tmp_path / "straight", rows=run.rows, buckets=2)
-    straight.folder.mkdir()
     assert final == straight.go(Toy(slow={2: 0.5}))
     steps = [r for r in read_records(straight.folder / "metrics.jsonl") if "loss" in r]
     lengths = [step["row_tokens"] for step in steps]

@@ -165,14 +165,6 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert not jnp.any(gradient)
 
 
-def test_ignored_positions_change_nothing() -> None:
-    hidden, head, labels, weights = inputs(jnp.float32)
-    other = jnp.where(weights > 0, labels, (labels + 1) % 37)
-    assert cross_entropy_sum(hidden, head, labels, weights) == cross_entropy_sum(
-        hidden, head, other, weights
-    )
-
-
 def test_logits_exist_for_one_chunk_only() -> None:
     hidden, head = jnp.zeros((2, 512, 16)), jnp.zeros((1009, 16))
     labels, weights = jnp.zeros((2, 512), jnp.int32), jnp.ones((2, 512))
@@ -197,8 +189,9 @@ def test_a_padded_last_chunk_changes_no_value_and_no_gradient(length: int) -> No
     def chunked(hidden: jax.Array, head: jax.Array) -> jax.Array:
         return cross_entropy_sum(hidden, head, labels, weights, chunk=10, head_gradient=True)
 
-    value, gradients = jax.value_and_grad(chunked, (0, 1))(hidden, head)
-    expected, wanted = jax.value_and_grad(dense, (0, 1))(hidden, head, labels, weights)
+    value, gradients = jax.jit(jax.value_and_grad(chunked, (0, 1)))(hidden, head)
+    own = jax.jit(jax.value_and_grad(dense, (0, 1)))
+    expected, wanted = own(hidden, head, labels, weights)
     assert relative_error(value, expected) < 1e-5
     for gradient, dense_gradient in zip(gradients, wanted, strict=True):
         assert gradient.shape == dense_gradient.shape

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -130,52 +131,27 @@ def test_tensorboard_draws_the_log_whatever_was_repeated(tmp_path: Path) -> None
     assert "tensorflow" not in sys.modules
 
 
-class FakeRun:
-    """Remembers the records."""
-
-    def __init__(self) -> None:
-        self.logged: list[dict[str, float]] = []
-        self.axes: dict[str, str] = {}
-        self.finished = False
-
-    def define_metric(self, name: str, step_metric: str) -> None:
-        self.axes[name] = step_metric
-
-    def log(self, values: dict[str, float]) -> None:
-        self.logged.append(values)
-
-    def finish(self) -> None:
-        self.finished = True
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], FakeRun]]:
-    """What a stand-in for wandb was asked to begin."""
-    begun: list[tuple[dict[str, Any], FakeRun]] = []
-
-    def init(**given: Any) -> FakeRun:
-        begun.append((given, FakeRun()))
-        return begun[-1][1]
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    return begun
-
-
 def test_a_working_folder_is_one_run_of_weights_and_biases(
-    tmp_path: Path, runs: list[tuple[dict[str, Any], FakeRun]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun = [Mock(), Mock(), Mock()]
+    init = Mock(side_effect=begun)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for _ in range(2):
         log = metrics(tmp_path, wandb="drafts")
         log.write("draft_short", 3, {"loss": 1.25, "tau": float("nan")})
         log.close()
-    (given, first), (again, _) = runs
+    given, again = (each.kwargs for each in init.call_args_list)
     assert given["project"] == "drafts" and given["name"] == tmp_path.name
     assert given["config"]["log"] == {"tensorboard": False, "wandb": "drafts"}
     assert given["resume"] == "allow" and given == again and given["id"].isalnum()
-    assert first.logged == [{"draft_short/loss": 1.25, "draft_short/step": 3}]
-    assert first.axes == {"draft_short/*": "draft_short/step"} and first.finished
-    log = metrics(tmp_path.parent, wandb="drafts")
-    assert runs[2][0]["id"] != given["id"]
+    assert begun[0].mock_calls == [
+        call.define_metric("draft_short/*", step_metric="draft_short/step"),
+        call.log({"draft_short/loss": 1.25, "draft_short/step": 3}),
+        call.finish(),
+    ]
+    metrics(tmp_path.parent, wandb="drafts")
+    assert init.call_args.kwargs["id"] != given["id"]
 
 
 @dataclasses.dataclass

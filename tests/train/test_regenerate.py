@@ -149,8 +149,8 @@ def test_the_target_answers_every_question_as_it_would_alone(
 @pytest.mark.parametrize(
     ("left", "options"),
     [
-        (0.0, dict(max_num_seqs=3)),
-        (0.4, dict(max_num_seqs=1)),
+        pytest.param(0.0, dict(max_num_seqs=3), marks=pytest.mark.full),
+        pytest.param(0.4, dict(max_num_seqs=1), marks=pytest.mark.full),
         (0.99, dict(draft="ngram", tree="chain:2")),
     ],
 )

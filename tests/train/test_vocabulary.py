@@ -97,11 +97,6 @@ def test_without_the_extra_it_says_what_to_type(folder: Path, capsys, monkeypatc
     assert "packages that are not installed (tqdm): pip install" in capsys.readouterr().err
 
 
-def test_texts_of_files_need_no_data_sets(folder: Path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert vocabulary.main(arguments(folder)) == 0
-
-
 def test_the_help_shows_a_command_that_is_taken() -> None:
     shown = next(line for line in (vocabulary.__doc__ or "").splitlines() if "train.voc" in line)
     options = vocabulary._parser().parse_args(shlex.split(shown)[3:])

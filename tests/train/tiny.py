@@ -11,10 +11,14 @@ import jax
 import numpy as np
 import pytest
 
+from configs.vicuna7b import get_config
 from longspec_jax.weights.hf import save_target
 from tests.kit import tiny_target_config
 from train import features, prepare, run
+from train.arguments import from_config
+from train.config import RunConfig
 from train.data.rows import Row, full_row
+from train.data.source import Source
 from train.data.tokens import train_tokenizer
 from train.loop import TRY_AGAIN
 from train.metrics import Metrics
@@ -79,6 +83,21 @@ def conversations(path: Path, count: int) -> Path:
     rows = ({"messages": [turn("user", 9), turn("assistant", 20)]} for _ in range(count))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def run_of(accept_rows: int = 3, seq_len: int = 24, **data: Any) -> RunConfig:
+    """Vicuna's short stage with rows and batches of a toy, and these fields of its data."""
+    config = get_config("short")
+    config.data.update(**data)
+    config.accept_rows = accept_rows
+    config.stages.short.update(seq_len=seq_len, batch=4, accumulation=1)
+    return from_config(config.to_dict())
+
+
+def source_of(config: RunConfig, target: Path, workdir: Path) -> Source:
+    """The data of a run whose target has 304 tokens."""
+    workdir.mkdir(exist_ok=True)
+    return Source(config, workdir, str(target), 304)
 
 
 def arguments(target: Path, files: Path, workdir: Path, variant: str = "short") -> list[str]:

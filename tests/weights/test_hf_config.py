@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import jax
 import pytest
 
 from benchmarks.shapes import SHAPES
@@ -571,9 +570,3 @@ def test_stop_tokens():
     assert stop({"eos_token_id": 2}, {"eos_token_id": [3, 4]}) == (3, 4)
     assert stop({"eos_token_id": 2}, {"temperature": 0.7}) == (2,)
     assert stop({"eos_token_id": None}) == ()
-
-
-def test_configurations_are_static_arguments():
-    config = target_config(BASE)
-    double = jax.jit(lambda x, c: x * c.num_layers, static_argnums=1)
-    assert double(2, config) == 4

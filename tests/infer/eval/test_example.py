@@ -6,6 +6,7 @@ import pytest
 
 from tests.infer.toys import save_toy
 
+pytestmark = pytest.mark.full
 SCRIPT = Path(__file__).parents[3] / "notebooks" / "with_transformers.py"
 
 

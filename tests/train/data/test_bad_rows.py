@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from longspec_jax.recipes import base_config
 from tests.kit import each_row
-from tests.train.tiny import arguments, command, write_documents
+from tests.train.tiny import arguments, write_documents
 from train.config import DataConfig
 from train.data.documents import BadRows
 from train.data.loading import Documents
@@ -112,13 +113,11 @@ def test_a_damaged_packed_file_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_run_refuses_a_bad_row_before_its_first_step(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path, refused: Any
 ) -> None:
     files = write_documents(tmp_path / "documents.jsonl", 38)
     files.write_text("\n\n" + files.read_text() + '{"text": \n')
-    given = arguments(target, files, tmp_path / "work")
-    assert command(*given) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    error = refused(*arguments(target, files, tmp_path / "work")).splitlines()[-1]
     assert error.startswith(f"error: line 41 of {files}: the line is not JSON")
     assert error.endswith("--config.data.max_bad_rows=NUMBER")
     assert not (tmp_path / "work" / "metrics.jsonl").read_text()

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
 from tests.kit import each_row
-from tests.train.tiny import ROOT, SyntheticRows, write_documents
-from train.arguments import from_config
-from train.config import RunConfig, StageConfig
+from tests.train.tiny import ROOT, SyntheticRows, run_of, source_of, write_documents
 from train.data.batches import Batches, Plan, bucket_lengths, prefetch
 from train.data.rows import PackedRows, Row, Selection, Spans
 from train.data.source import Source
@@ -51,15 +48,18 @@ def test_processes_share_a_batch_by_columns() -> None:
 
 
 def test_prefetched_batches_are_the_batches_of_their_steps() -> None:
-    sharding = NamedSharding(make_mesh(2, 2, 2), ROWS)
-    batches = Batches(numbered(40), batch=8, accumulation=2, seed=1)
-    ahead = prefetch(batches, 3, sharding)
-    for step in (3, 4, 5, 6):
-        batch, real = next(ahead)
-        assert batch.tokens.sharding.is_equivalent_to(sharding, 3)
-        np.testing.assert_array_equal(batch.tokens, batches(step).tokens)
-        np.testing.assert_array_equal(batch.weights, batches(step).weights)
-    ahead.close()
+    """Of one length on eight devices, and of their steps' lengths on two."""
+    whole = Batches(numbered(40), batch=8, accumulation=2, seed=1)
+    for made, mesh in ((whole, make_mesh(2, 2, 2)), (batches(4), make_mesh(2, 1, 1))):
+        sharding = NamedSharding(mesh, ROWS)
+        ahead = prefetch(made, 3, sharding)
+        for step in range(3, 9):
+            batch, real = next(ahead)
+            assert batch.tokens.sharding.is_equivalent_to(sharding, 3)
+            np.testing.assert_array_equal(batch.tokens, made(step).tokens)
+            np.testing.assert_array_equal(batch.weights, made(step).weights)
+            assert made is whole or real == made.counted(step)[1]
+        ahead.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("prefetch")]
 
 
@@ -106,11 +106,6 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken() -> No
         next(ahead)
 
 
-def test_too_few_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="gives 3 rows, a step needs 4"):
-        Batches(numbered(3), batch=4, accumulation=1, seed=0)
-
-
 @each_row(("vocab", "kind"), [(65536, np.uint16), (65537, np.uint32)])
 def test_token_files_are_narrow_and_whole(vocab: int, kind: type, tmp_path: Path) -> None:
     parts = [np.asarray([1, vocab - 1], np.uint32), np.asarray([], np.uint32), np.asarray([3])]
@@ -129,25 +124,15 @@ def test_a_packed_row_is_cut_from_the_run() -> None:
     assert len(chosen) == 2 and chosen.seq_len == 3 and chosen[0][0][0] == 12
 
 
-def run_on(folder: Path, pack: bool) -> RunConfig:
-    from configs.vicuna7b import get_config
-
-    config = get_config("short")
-    config.data.update(files=str(folder / "documents.jsonl"), pack=pack)
-    config.accept_rows = 3
-    config.stages.short.update(seq_len=24, batch=4, accumulation=1)
-    return from_config(config.to_dict())
-
-
 @each_row("pack", [False, True])
 def test_measured_rows_are_never_trained_on(pack: bool, target: Path, tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).integers(1000, size=(20, 20))
     texts = [" ".join(map(str, row)) for row in numbers]
     lines = [json.dumps({"text": text}) for text in texts]
     (tmp_path / "documents.jsonl").write_text("\n".join(lines))
-    config = run_on(tmp_path, pack)
-    stage: StageConfig = config.stages[0]
-    rows, held = Source(config, tmp_path, str(target), 304).split(stage, make_mesh(1, 2, 1))
+    config = run_of(files=str(tmp_path / "documents.jsonl"), pack=pack)
+    [stage], source = config.stages, source_of(config, target, tmp_path)
+    rows, held = source.split(stage, make_mesh(1, 2, 1))
     # Three, and one of no weight for the second device.
     assert held.tokens.shape == held.weights.shape == (4, 24)
     assert np.asarray(held.weights).any(axis=1).tolist() == [True, True, True, False]
@@ -157,7 +142,7 @@ def test_measured_rows_are_never_trained_on(pack: bool, target: Path, tmp_path: 
     if not pack:
         assert len(rows) == 17 and isinstance(held.tokens, jax.Array)
     # A run that goes on with other devices trains on the same rows.
-    others, alone = Source(config, tmp_path, str(target), 304).split(stage, make_mesh(1, 1, 1))
+    others, alone = source_of(config, target, tmp_path).split(stage, make_mesh(1, 1, 1))
     assert len(others) == len(rows) and alone.tokens.shape == (3, 24)
     with pytest.raises(ValueError, match="300 entries, the model vocab_size=299"):
         Source(config, tmp_path, str(target), 299).split(stage, make_mesh(1, 2, 1))
@@ -246,16 +231,6 @@ def test_processes_share_batches_of_every_length_by_columns() -> None:
     assert batches(1).real(0) is None
 
 
-def test_prefetched_batches_have_the_lengths_of_their_steps() -> None:
-    made = batches(4)
-    ahead = prefetch(made, 3, NamedSharding(make_mesh(2, 1, 1), ROWS))
-    for step in range(3, 9):
-        batch, real = next(ahead)
-        np.testing.assert_array_equal(batch.tokens, made(step).tokens)
-        assert real == made.counted(step)[1]
-    ahead.close()
-
-
 def planned_padding(
     rows: int, median: int, sigma: float, seq_len: int, batch: int, n: int
 ) -> float:
@@ -278,13 +253,9 @@ def test_documented_padding_is_that_of_the_plan() -> None:
 def test_lengths_of_documents_are_those_of_their_rows(
     mask: bool, target: Path, tmp_path: Path
 ) -> None:
-    config = get_config("short")
     files = str(write_documents(tmp_path / "a.jsonl", 40))
-    config.data.update(files=files, mask_prompts=mask, answer_room=9, buckets=3)
-    config.stages.short.update(seq_len=48, batch=4, accumulation=1)
-    run = from_config(config.to_dict())
-    source = Source(run, tmp_path, str(target), 304)
-    rows, _ = source.split(run.stages[0], make_mesh(1, 1, 1))
+    run = run_of(seq_len=48, files=files, mask_prompts=mask, answer_room=9, buckets=3)
+    rows, _ = source_of(run, target, tmp_path).split(run.stages[0], make_mesh(1, 1, 1))
     lengths = [rows[index].length for index in range(len(rows))]
     assert rows.lengths().tolist() == lengths and max(lengths) == 48 > min(lengths)
 
@@ -297,8 +268,5 @@ def test_lengths_of_documents_are_those_of_their_rows(
     ],
 )
 def test_buckets_that_cannot_be_are_refused(changes: dict[str, int], sentence: str) -> None:
-    config = get_config("short")
-    config.data.update(**changes)
-    config.stages.short.seq_len = 1000
     with pytest.raises(ValueError, match=sentence):
-        from_config(config.to_dict())
+        run_of(seq_len=1000, **changes)

@@ -1,7 +1,6 @@
 """Documents: every row format of the paper's data, templates, loss masks, files of all kinds."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,12 +234,6 @@ def test_lines_of_mixed_formats(tmp_path: Path, tokenizer: Any) -> None:
     assert set(tokens[weights == 0]) == {tokenizer.pad_token_id} and weights[-1] == 0
 
 
-def test_json_lines_need_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert list(documents_of(files=str(tmp_path / "a.jsonl")).texts()) == ["x"]
-
-
 def test_files_of_several_kinds_follow_each_other(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first\nparagraph\n\n\n\nsecond\n")
     (tmp_path / "b.json").write_text(json.dumps([{"text": "third"}, {"text": "fourth"}], indent=1))
@@ -257,9 +250,6 @@ def test_files_of_several_kinds_follow_each_other(tmp_path: Path) -> None:
 @each_row(
     ("name", "content", "sentence"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2 of .*a.jsonl: the line is not JSON"),
-        ("a.jsonl", "[1]", "line 1 of .*a.jsonl: the line must be one JSON object"),
-        ("a.jsonl", '{"body": "x"}', "line 1 of .*known formats"),
         ("a.jsonl", "", "a.jsonl holds no documents"),
         ("a.json", "[1]", "row 1 of .*a.json: the line must be one JSON object, got 1"),
         ("a.json", "[{", "a.json cannot be read"),

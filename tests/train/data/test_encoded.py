@@ -7,27 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
-from tests.train.tiny import write_documents
-from train.arguments import from_config
-from train.config import RunConfig
+from tests.train.tiny import run_of, source_of, write_documents
 from train.data.rows import Rows
-from train.data.source import Source
 from train.data.tokens import EncodedTurn, load_tokenizer, read_encoded, write_encoded
 
 
-def config_of(files: Path, **options: Any) -> RunConfig:
-    config = get_config("short")
-    config.data.update(files=str(files), answer_room=8, **options)
-    config.accept_rows = 1
-    config.stages.short.update(seq_len=24, batch=4, accumulation=1)
-    return from_config(config.to_dict())
-
-
 def rows_of(target: Path, files: Path, workdir: Path, **options: Any) -> Rows:
-    config = config_of(files, **options)
-    return Source(config, workdir, str(target), 304).split(config.stages[0], make_mesh(1, 1, 1))[0]
+    config = run_of(accept_rows=1, files=str(files), answer_room=8, **options)
+    return source_of(config, target, workdir).split(config.stages[0], make_mesh(1, 1, 1))[0]
 
 
 def held(rows: Rows) -> list[tuple[list[int], list[float], int]]:

@@ -10,11 +10,9 @@ import datasets
 import numpy as np
 import pytest
 
-from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
 from tests.kit import each_row
-from tests.train.tiny import write_documents
-from train.arguments import from_config
+from tests.train.tiny import run_of, source_of, write_documents
 from train.data import loading
 from train.data.documents import BadRows
 from train.data.loading import Documents, stream_digest, stream_revision
@@ -23,12 +21,7 @@ from train.data.tokens import EncodedDocuments, read_encoded
 
 
 def source(target: Path, workdir: Path, **data: Any) -> Source:
-    config = get_config("short")
-    config.data.update(**{"hub": "", "split": "train", **data})
-    config.accept_rows = 3
-    config.stages.short.update(seq_len=24, batch=4, accumulation=1)
-    workdir.mkdir(exist_ok=True)
-    return Source(from_config(config.to_dict()), workdir, str(target), 304)
+    return source_of(run_of(**{"hub": "", "split": "train", **data}), target, workdir)
 
 
 def local_set(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -104,8 +97,7 @@ def test_a_file_is_streamed_whatever_its_rows_are(
 
     rows_of = loading._file_rows
     monkeypatch.setattr(loading, "_file_rows", local)
-    data = from_config(get_config("short").to_dict()).data
-    data = type(data)(**{**vars(data), "hub": f"o/n/deep/rows.{kind}", "stream": True})
+    data = run_of(hub=f"o/n/deep/rows.{kind}", stream=True).data
     contents = [turns[-1].content for turns in Documents(data, BadRows(0), revision="c0ffee")]
     assert contents == ["one\u2028line", *(["b"] if kind != "parquet" else []), "x"]
     assert urls == [f"hf://datasets/o/n@c0ffee/deep/rows.{kind}"]
@@ -126,10 +118,9 @@ def test_a_run_stays_with_the_revision_it_began_with(
             return SimpleNamespace(sha=newest[0])
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    data = from_config(get_config("short").to_dict()).data
 
     def of(hub: str) -> Any:
-        return type(data)(**{**vars(data), "hub": hub, "stream": True})
+        return run_of(hub=hub, stream=True).data
 
     assert stream_revision(of("o/n/a.jsonl"), tmp_path) == "first" and asked == ["o/n"]
     newest[0] = "second"

@@ -54,11 +54,6 @@ def file(tmp_path):
     return write(tmp_path / "model.gguf")
 
 
-def test_the_model_of_these_tests_loads(file):
-    config, params = load_target(file, dtype="float32")
-    assert (config.num_layers, config.head_width, config.tied_embeddings) == (1, 16, True)
-
-
 @each_row(
     ("changes", "message"),
     [

@@ -97,6 +97,7 @@ def test_what_no_kernel_reads_is_dequantised(tmp_path):
     assert is_matrix(layer["mlp"]["down"]["kernel"])
 
 
+@pytest.mark.full
 def test_text_is_that_of_the_dequantised_model(tmp_path, monkeypatch):
     path = written(tmp_path / "model.gguf", "llama3", "Llama")
     prompts = [[3, 5, 7, 11, 3, 5], [2, 4, 6]]

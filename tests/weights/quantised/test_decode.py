@@ -34,14 +34,21 @@ def spec(folder: Path) -> LongSpec:
     return LongSpec.from_pretrained(folder, "streaming", dtype="float32")
 
 
-def test_speculation_changes_no_token(spec: LongSpec, folder: Path) -> None:
-    """On one device, and on four that share heads, widths and the model's width."""
+def test_speculation_changes_no_token(spec: LongSpec) -> None:
     compared = spec.compare(PROMPTS, tree="chain:2", **CALL)
     assert compared.identical
     assert sum(compared.speculative.stats.acceptance_histogram[1:]) > 0
-    meshed = LongSpec.from_pretrained(folder, dtype="float32", mesh=make_mesh(fsdp=2, tp=2))
-    found = meshed.generate(PROMPTS, **CALL)
-    assert found.sequences == compared.plain.sequences
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_four_devices_change_no_token(folder: Path, kv_dtype: Any) -> None:
+    """They share heads, widths and the model's width, and the heads of a cache in 8 bits."""
+    alone, meshed = (
+        LongSpec.from_pretrained(folder, dtype="float32", kv_dtype=kv_dtype, mesh=mesh)
+        for mesh in (None, make_mesh(fsdp=2, tp=2))
+    )
+    assert meshed.generate(PROMPTS, **CALL).sequences == alone.generate(PROMPTS, **CALL).sequences
 
 
 def test_plans_and_reports_say_what_the_weights_take(spec: LongSpec) -> None:
@@ -55,17 +62,14 @@ def test_plans_and_reports_say_what_the_weights_take(spec: LongSpec) -> None:
 
 
 def test_a_cache_in_8_bits_beside_quantised_weights(spec: LongSpec, folder: Path) -> None:
-    """Said in reports and plans, and on a mesh, whose devices hold its heads, too."""
-    own: dict[str, Any] = {"dtype": "float32", "kv_dtype": "fp8"}
-    small = LongSpec.from_pretrained(folder, "streaming", **own)
+    """Said in reports and plans."""
+    small = LongSpec.from_pretrained(folder, "streaming", dtype="float32", kv_dtype="fp8")
     assert small.precision == "weights int4, activations float32, cache fp8"
     compared = small.compare(PROMPTS, tree="chain:2", **CALL)
     assert compared.identical
     assert compared.plain.sequences != spec.generate(PROMPTS, **CALL).sequences
     plans = [each.generate(PROMPTS, tree="chain:2", **CALL).stats.memory for each in (small, spec)]
     assert plans[0].cache_bytes * 4 == plans[1].cache_bytes
-    meshed = LongSpec.from_pretrained(folder, mesh=make_mesh(fsdp=2, tp=2), **own)
-    assert meshed.generate(PROMPTS, **CALL).sequences == compared.plain.sequences
     with pytest.raises(ValueError, match="kv_dtype='int3' must be one of fp8"):
         LongSpec.from_pretrained(folder, kv_dtype="int3")
 

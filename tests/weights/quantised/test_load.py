@@ -39,6 +39,15 @@ def matrices(params: Any) -> list[QuantisedMatrix]:
     return [leaf for leaf in leaves if isinstance(leaf, QuantisedMatrix)]
 
 
+def stored(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file, of 8-bit floats too."""
+    with ExitStack() as stack:
+        return {
+            name: tensor.read((slice(None),) * len(tensor.shape))
+            for name, tensor in open_tensors(folder, stack).items()
+        }
+
+
 def assert_stands_for(params: Any, folder: Path) -> None:
     """Bit for bit the weights of ``folder/whole``."""
     _, expected = load_target(folder / "whole")
@@ -68,6 +77,7 @@ def test_every_format_stands_for_its_weights(tmp_path: Path, kind: str) -> None:
     assert all((each.zero is None) == symmetric for each in matrices(params))
 
 
+@pytest.mark.full
 @each_row("kind", KINDS)
 def test_a_mesh_cuts_heads_and_widths(tmp_path: Path, kind: str) -> None:
     """Each device holds its heads' and its width's share of the codes, and reads no others."""
@@ -104,13 +114,10 @@ def test_a_target_inside_a_model_that_also_sees(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, architecture="Ministral3ForCausalLM")
     more = {"modules_to_not_convert": ["model.vision_tower", "language_model.layers.1.mlp"]}
     folder = write(tmp_path, "fp8 by tensor", whole=("layers.1.mlp",), config=config, **more)
-    with ExitStack() as stack:
-        tensors = {
-            name.replace("model.", "model.language_model.", 1): tensor.read(
-                (slice(None),) * len(tensor.shape)
-            )
-            for name, tensor in open_tensors(folder, stack).items()
-        }
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in stored(folder).items()
+    }
     save_file(tensors, folder / "model.safetensors")
     inner = json.loads((folder / "config.json").read_text())
     outer = {
@@ -188,28 +195,20 @@ def test_the_tensors_tell_which_linears_are_whole(tmp_path: Path) -> None:
         _, params = load_target(folder)
         assert len(matrices(params)) == 3 * CONFIG.num_layers
         assert_stands_for(params, tmp_path / kind)
-    file = tmp_path / "fp8 by block" / "quantised" / "model.safetensors"
-    with ExitStack() as stack:
-        tensors = {
-            name: tensor.read((slice(None),) * len(tensor.shape))
-            for name, tensor in open_tensors(file.parent, stack).items()
-            if name != "model.layers.0.mlp.down_proj.weight_scale_inv"
-        }
-    save_file(tensors, file)
-    with pytest.raises(
-        ValueError, match="down_proj is quantised as fp8, and the weights hold none"
-    ):
-        load_target(file.parent)
+    folder = tmp_path / "fp8 by block" / "quantised"
+    tensors = stored(folder)
+    del tensors["model.layers.0.mlp.down_proj.weight_scale_inv"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="is quantised as fp8, and the weights hold none"):
+        load_target(folder)
 
 
 def test_scales_of_fp8_have_either_name(tmp_path: Path) -> None:
     """AutoFP8 names them as compressed-tensors does."""
     folder = write(tmp_path, "fp8 by tensor", ignored_layers=["lm_head"])
-    with ExitStack() as stack:
-        tensors = {
-            name.replace("_scale_inv", "_scale"): tensor.read((slice(None),) * len(tensor.shape))
-            for name, tensor in open_tensors(folder, stack).items()
-        }
+    tensors = {
+        name.replace("_scale_inv", "_scale"): tensor for name, tensor in stored(folder).items()
+    }
     save_file(tensors, folder / "model.safetensors")
     _, params = load_target(folder)
     assert_stands_for(params, tmp_path)
