@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.small_lm import SmallLMDrafter
-from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.drafters.tree import (
     Tree,
     at_end,
@@ -26,8 +21,7 @@ from longspec_jax.drafters.tree import (
     subtree,
     within_budget,
 )
-from tests.decoding import lossless
-from tests.kit import draft_params, each_row, in_tiers, random_draft, random_target
+from tests.kit import each_row
 
 
 def test_ancestor_masks_by_hand() -> None:
@@ -333,36 +327,6 @@ def test_a_threshold_that_all_levels_exceed_changes_nothing() -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-DYNAMIC = TreeConfig((3, 4, 2), budget=6, threshold=0.4)
-SMALL = lossless.SMALL_LM.config
-
-
-DEEP: dict[str, Drafter] = {
-    "longspec": LongSpecDrafter(lossless.DRAFT, DYNAMIC),
-    "small_lm": SmallLMDrafter(SMALL, DYNAMIC, narrower=True),
-    "streaming": StreamingDrafter(DYNAMIC, lossless.SHORT),
-}
-
-
-@pytest.mark.parametrize("name", in_tiers(DEEP, "longspec"))
-def test_trees_of_any_depth_change_no_token(name: str) -> None:
-    """Rows at temperatures 0, 0.7 and 1."""
-    drafter = DEEP[name]
-    target_params = random_target(lossless.CONFIG)
-    draft = {
-        "longspec": lambda: draft_params(random_draft(lossless.DRAFT), target_params),
-        "small_lm": lambda: random_target(SMALL, seed=5),
-        "streaming": lambda: None,
-    }[name]()
-    target, tokens = TargetModel(lossless.CONFIG), lossless.prompts(101)
-    params = Params(target_params, draft)
-    rest = tokens, lossless.LENGTHS, lossless.request(**lossless.MIXED)
-    plain, _ = lossless.generate(target, NoDraft(), params, *rest)
-    rows, state = lossless.generate(target, drafter, params, *rest)
-    lossless.assert_same(rows, plain)
-    assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
-
-
 def test_what_has_no_probabilities_takes_no_threshold() -> None:
     with pytest.raises(ValueError, match="ngram has no probabilities.*write 3,4,2@6$"):
-        NgramDrafter(DYNAMIC)
+        NgramDrafter(TreeConfig((3, 4, 2), budget=6, threshold=0.4))
