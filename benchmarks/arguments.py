@@ -151,7 +151,6 @@ BATCH_INVARIANT = {
     "help": "as of python -m infer.decode: on where there are such kernels, unless "
     "--no-batch_invariant",
 }
-REPETITIONS = "decodes of which the median counts"
 ATTENTION_OPTIONS: Options = {
     "tokens": _each(COUNT, "tree nodes", ByMachine([1, 16, 48, 69, 128], [1, 16])),
     "heads": _each(
@@ -186,7 +185,7 @@ DECODE: Options = {
         "only where it is named), vocabulary=N proposes N tokens only"
     ),
     "new_tokens": _of(SEVERAL_TOKENS, "tokens of one repetition", ByMachine(192, 48)),
-    "repetitions": _of(COUNT, REPETITIONS, ByMachine(3, 2)),
+    "repetitions": _of(COUNT, "decodes of which the median counts", ByMachine(3, 2)),
     "batch_invariant": BATCH_INVARIANT,
     "kv_dtype": {"choices": KV_DTYPES, "help": "of the cache; as activations if absent"},
     "turns": _of(COUNT, "repeats of a separately timed part", ByMachine(10, 3)),
@@ -229,15 +228,6 @@ PRODUCTS: Options = {
     "shape": SHAPE,
     "rows": _each(COUNT, "rows that are multiplied", [1, 16, 64]),
     "weights": _each(one_of(WEIGHTS), f"how weights are stored: {', '.join(WEIGHTS)}", ["whole"]),
-}
-QUANTISED: Options = {
-    "target": _of(str, "demo, or a target in 16 or 32 bits", "demo"),
-    "quantised": _each(str, "folders of the same target quantised; made from it if absent", []),
-    "draft": _of(str, "demo, or a draft's folder or kind", "demo"),
-    "dtype": DTYPE,
-    "tree": TREE,
-    "context": _of(COUNT, "tokens of every text", 1024),
-    "new_tokens": _of(SEVERAL_TOKENS, "tokens that continue every text", ByMachine(256, 128)),
 }
 SERVE: Options = {
     "target": _of(
@@ -306,11 +296,6 @@ TRAIN: Options = {
     "accumulation": _of(COUNT, "micro-batches of a step", 4),
     "steps": _of(COUNT, "timed steps, after one warm-up step", 4),
 }
-TRANSFORMERS: Options = {
-    **{name: DECODE[name] for name in ("shape", "context", "batch")},
-    "new_tokens": _of(SEVERAL_TOKENS, "tokens of one repetition", ByMachine(24, 8)),
-    "repetitions": _of(COUNT, REPETITIONS, 3),
-}
 PEERS = "ours", "ours-fastest", "vllm", "vllm-invariant", "jetspec", "transformers", "llama.cpp"
 """Engines that are measured beside one another (:mod:`benchmarks.peers`)."""
 PEER: Options = {
@@ -342,15 +327,9 @@ BENCHMARKS: dict[str, tuple[str, str, Options]] = {
     "match": ("match", "whether the text is that of plain decoding, token by token", MATCH),
     "peers": ("peers.run", "other engines beside ours, on one card", PEER),
     "products": ("products", "the matmuls of a verification, beside XLA's", PRODUCTS),
-    "quantised": ("quantised", "what quantised weights change, and cost a draft", QUANTISED),
     "serve": ("serve", "a whole server under load, through HTTP", SERVE),
     "texts": ("texts", "drafts on real text, with real weights, beside plain decoding", TEXTS),
     "train": ("train", "whole training steps of a draft", TRAIN),
-    "transformers": (
-        "hugging_face",
-        "plain decoding by Hugging Face transformers",
-        TRANSFORMERS,
-    ),
 }
 """Commands: the module that provides ``main(arguments)``, what it answers, its options."""
 

@@ -1,24 +1,32 @@
 """transformers: needs ``torch``.
 
-Plain steps are those of ``python -m benchmarks transformers``: a static cache and a step compiled
-with CUDA graphs. Texts are decoded by ``generate`` with its dynamic cache, since prompt lookup
-takes no static one; ``prompt_lookup`` proposes ten tokens. Its decoding is timed as the difference
-between the whole answer and one token, after one answer that warms up.
+Plain steps begin behind a random prompt that was prefilled in chunks. Their cache is static and the
+step compiled by ``torch.compile(mode="reduce-overhead")``, that is with CUDA graphs; attention is
+torch's ``scaled_dot_product_attention``. Texts are decoded by ``generate`` with its dynamic cache,
+since prompt lookup takes no static one; ``prompt_lookup`` proposes ten tokens. Its decoding is
+timed as the difference between the whole answer and one token, after one answer that warms up.
 """
 
-import argparse
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import hugging_face
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.weights.hf_config import hf_config
+
 from ..arguments import SHAPES
 from ..report import Row
 from ..timing import step
-from .rows import REAL, Job, text_row
+from .rows import REAL, Job, text_row, timed
 
 LOOKUP_TOKENS = 10
+WARM_TOKENS = 6
+"""Tokens before the first timed one: compilation, and the two recordings of a CUDA graph."""
+ALIGNMENT = 64
+"""Slots of a static cache are a multiple of this; odd sizes have slower kernels."""
+PREFILL_CHUNK = 2048
 
 
 def main(path: str) -> None:
@@ -31,15 +39,88 @@ def main(path: str) -> None:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = hugging_face.random_model(SHAPES[job.shape], device)
-    options = argparse.Namespace(new_tokens=job.new_tokens, repetitions=job.repetitions)
+    model = random_model(SHAPES[job.shape], device)
 
     def point(context: int, batch: int) -> Row:
-        row = hugging_face.measure(model, context, batch, options)
-        rate = row["tokens_per_second"]
-        return {"ms": row["ms_per_token"], "tokens_per_second": rate, "temperature": 0.0}
+        found = plain_steps(model, context, batch, job)
+        torch.compiler.reset()  # Frees what the row took: graphs, compiled programs, memory.
+        return found
 
     job.measure(point)
+
+
+def plain_steps(model: Any, context: int, batch: int, job: Job) -> Row:
+    """The figures of plain steps; the cache is gone when it returns."""
+    import torch
+    from transformers import StaticCache
+
+    tokens = WARM_TOKENS + job.new_tokens * job.repetitions
+    slots = math.ceil((context + tokens) / ALIGNMENT) * ALIGNMENT
+    cache = StaticCache(config=model.config, max_cache_len=slots)
+    advance = greedy_step(model, cache, torch.cuda.is_available())
+    last = torch.zeros((batch, 1), dtype=torch.long, device=model.device)
+    position = torch.full((1, 1), context, dtype=torch.long, device=model.device)
+
+    def decode(steps: int) -> float:
+        nonlocal last, position
+        begin = time.perf_counter()
+        for _ in range(steps):
+            last, position = advance(last, position), position + 1
+        last.tolist()  # Waits for the device.
+        return time.perf_counter() - begin
+
+    with torch.no_grad():
+        prefill(model, cache, context, batch, PREFILL_CHUNK)
+        decode(WARM_TOKENS)
+        seconds = [decode(job.new_tokens) for _ in range(job.repetitions)]
+    return timed(seconds, job.new_tokens, batch * job.new_tokens) | {"temperature": 0.0}
+
+
+def random_model(config: TargetConfig, device: str) -> Any:
+    """Transformers' own model of this shape, with random weights drawn on the device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = hf_config(config)
+    named = {key: raw[key] for key in raw if key not in ("architectures", "torch_dtype")}
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**named),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation="sdpa",
+        ).eval()
+
+
+def prefill(model: Any, cache: Any, context: int, batch: int, chunk: int) -> None:
+    """Fill the cache with a random prompt, uncompiled."""
+    import torch
+
+    prompt = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
+    for start in range(0, context, chunk):
+        fresh = prompt[:, start : start + chunk]
+        positions = torch.arange(start, start + fresh.shape[1], device=model.device)[None]
+        model(fresh, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+
+
+def greedy_step(model: Any, cache: Any, compiled: bool) -> Callable[[Any, Any], Any]:
+    """``(tokens[B, 1], position[1, 1]) -> tokens[B, 1]``: one token more in the cache."""
+    import torch
+
+    def step(tokens: Any, position: Any) -> Any:
+        output = model(tokens, position_ids=position, past_key_values=cache, use_cache=True)
+        return output.logits[:, -1:].argmax(-1)
+
+    if not compiled:
+        return step
+    # Shapes stay as they are: dynamic ones, which torch infers from a second context, are slower.
+    fast = torch.compile(step, mode="reduce-overhead", dynamic=False)
+
+    def replayed(tokens: Any, position: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return fast(tokens, position).clone()  # The next replay overwrites the graph's output.
+
+    return replayed
 
 
 def texts(job: Job) -> None:

@@ -16,10 +16,10 @@ import sys
 import time
 from typing import Any
 
-from .. import hugging_face
 from ..arguments import SHAPES
 from ..report import Row
 from ..timing import rounded, step
+from .hugging_face import random_model
 from .rows import Job, random_prompts, timed
 
 BLOCK = 16
@@ -39,7 +39,7 @@ def main(path: str) -> None:
     job = Job.read(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     step(f"jetspec: {job.drafter or 'plain'}, {job.shape}, on {device}")
-    target = hugging_face.random_model(SHAPES[job.shape], device)
+    target = random_model(SHAPES[job.shape], device)
     target._jetspec_attn_implementation = "sdpa"
     engines.load_target = lambda *_, **__: (target, NoTokenizer())
     backend, graphed = ("sdpa", adapters.DraftHeadTreeDrafter)

@@ -1,6 +1,5 @@
 """What the benchmarks are asked for: quick to parse, refused in a line before anything runs."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -118,13 +117,6 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -
     assert not printed.out
     assert "demo with 1000000 cached tokens takes 8." in printed.err
     assert "1.00 GB are free on the device; choose a shorter context" in printed.err
-
-
-def test_a_missing_torch_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert bench.main(["transformers"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and "(torch): pip install" in line
 
 
 def test_a_failure_while_running_is_a_line_and_a_traceback_if_wanted(monkeypatch, capsys) -> None:

@@ -1,7 +1,7 @@
 """Which kernels every op takes on every generation of NVIDIA GPUs, found by lowering it for each.
 
-``python -m tests.ops.gpus`` writes what the jax of this environment takes to
-``docs/reference/gpus.md``. No GPU is needed: jax lowers for a device of which it knows the name.
+``python -m tests.ops.gpus`` writes them to ``docs/reference/gpus.md``, with jax 0.11 or later. No
+GPU is needed: jax lowers for a device of which it knows the name.
 """
 
 import functools
@@ -32,7 +32,7 @@ from longspec_jax.ops.selection.continuations import best_continuations
 from tests.ops.shapes import real, truth, whole
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "gpus.md"
-SECTION = r"(<!-- kernels: {} -->\n).*?(<!-- end -->)"
+SECTION = r"(<!-- kernels -->\n)(.*?)(<!-- end -->)"
 
 Capability = tuple[int, int]
 GPUS: dict[Capability, str] = {
@@ -65,11 +65,6 @@ class Call(NamedTuple):
 
     op: Callable[..., Any]
     operands: tuple[Any, ...]
-
-
-def series() -> str:
-    """The jax of this environment, without its last numbers."""
-    return ".".join(map(str, jax.__version_info__[:2]))
 
 
 @contextmanager
@@ -312,8 +307,24 @@ def taken(capability: Capability) -> Mapping[str, str]:
     return found
 
 
+def documented() -> dict[Capability, dict[str, str]]:
+    """What the page says of this environment's jax: its table, and what follows for jax 0.10."""
+    found = re.search(SECTION, PAGE.read_text(), re.DOTALL)
+    assert found, PAGE.name
+    header, rule, *lines = (line.strip("| \n").split(" | ") for line in found[2].splitlines())
+    assert rule and header[1:] == [f"{major}.{minor}" for major, minor in GPUS]
+    page = dict(zip(GPUS, ({row[0]: row[n] for row in lines} for n in range(1, 8)), strict=True))
+    if jax.__version_info__ >= (0, 11):
+        return page
+    without_mosaic = {
+        name: kernels if kernels != "Ampere" else "–" if "attention" in name else "XLA"
+        for name, kernels in page[AMPERE].items()
+    }
+    return {gpu: page[gpu] if gpu < AMPERE else without_mosaic for gpu in GPUS}
+
+
 def table() -> str:
-    """What the jax of this environment takes."""
+    """What the jax of this environment takes, as the page's table."""
     columns = {gpu: taken(gpu) for gpu in GPUS}
     header = "| op | " + " | ".join(f"{major}.{minor}" for major, minor in columns) + " |"
     rows = [
@@ -323,18 +334,8 @@ def table() -> str:
     return "\n".join([header, "|---" * (len(columns) + 1) + "|", *rows]) + "\n"
 
 
-def written(page: str) -> str:
-    """The page with the table of this environment's jax.
-
-    Raises:
-      ValueError: if the page has no place for it.
-    """
-    for marked in re.findall(r"<!-- kernels: ([\d., ]+) -->", page):
-        if series() in marked.split(", "):
-            section = re.compile(SECTION.format(re.escape(marked)), re.DOTALL)
-            return section.sub(lambda found: found[1] + table() + found[2], page)
-    raise ValueError(f"{PAGE.name} has no table of jax {series()}; add one")
-
-
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    if jax.__version_info__ < (0, 11):
+        raise SystemExit(f"jax is {jax.__version__}: the page's table is that of 0.11 and later")
+    page = PAGE.read_text()
+    PAGE.write_text(re.sub(SECTION, lambda m: m[1] + table() + m[3], page, flags=re.DOTALL))
