@@ -10,7 +10,6 @@ import pytest
 
 from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.launches import launch_sizes
-from longspec_jax.decoding.policy import candidates
 from longspec_jax.decoding.prompts import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.rows import RowShardings, insert
 from longspec_jax.decoding.runner import chunk_of, chunk_sizes
@@ -18,6 +17,7 @@ from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.slots import Slots, StepOutput
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.generation.candidates import candidates
 from tests.decoding.engines import (
     CONFIG,
     EVERY_SWITCH,
