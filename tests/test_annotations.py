@@ -6,7 +6,8 @@ import pytest
 from jaxtyping import Float
 
 from longspec_jax.axes import Array
-from longspec_jax.decoding.policy import Estimate, Watch
+from longspec_jax.decoding.chooser import Watch
+from longspec_jax.decoding.policy import Estimate
 
 annotations = pytest.importorskip("tests.annotations", reason="without beartype nothing is checked")
 

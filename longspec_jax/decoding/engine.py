@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from longspec_jax.axes import Array
+from longspec_jax.decoding.chooser import Choice, Chooser, Measurement, Policy, Watch
 from longspec_jax.decoding.constrained import (
     FREE,
     Constraint,
@@ -35,14 +36,7 @@ from longspec_jax.decoding.logprobs import (
     first_logprobs,
     unpacked_logprobs,
 )
-from longspec_jax.decoding.policy import (
-    Choice,
-    Chooser,
-    Measurement,
-    Policy,
-    Watch,
-    default_policy,
-)
+from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.prompts import Plan, Prefill, Prompts, Waiting
 from longspec_jax.decoding.report import Report
@@ -91,7 +85,7 @@ class Engine:
             better one takes its slot, or after a fault. A row must then hold the whole chunks of
             prompt and new tokens.
           ahead: whether rounds are launched before the last ones were read.
-          policy: chooses the candidate of every launch; :func:`default_policy` if absent.
+          policy: chooses the candidate of every launch; if absent the one that goes by the clock.
           clock: seconds, also asked by the thread that waits for launches.
 
         Raises:
@@ -116,7 +110,9 @@ class Engine:
 
         # Launches, and what chooses them.
         candidates = len(runner.drafters)
-        self._choices = Chooser([policy or default_policy(candidates)], candidates)
+        if policy is None and candidates > 1:
+            policy = FastestWithinBudget.over(candidates)
+        self._choices = Chooser([policy] if policy else [], candidates)
         self._launches, self._faults = LaunchQueue(clock), Faults(clock, forgiven=readmits)
         self.launch_sizes: tuple[int, ...] = (runner.slots,)
         """Rows of a launch of rounds, ascending: the least that holds the live ones are taken."""
@@ -511,8 +507,7 @@ class Engine:
         if named:
             choice = Choice(max(one for one in named if one is not None), most)
         else:
-            choice = self._choices.next(self._launches.choices, most, len(live))
-            watch = self._choices.watch(choice, len(live))
+            choice, watch = self._choices.next(self._launches.choices, most, len(live))
         kind = max(self._slots.active[id].waiting.request.sampling.kind for id in live)
         if constraints := self._slots.constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY

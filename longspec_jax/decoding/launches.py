@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.decoding.policy import Choice, load_of
+from longspec_jax.decoding.chooser import Choice, load_of
 from longspec_jax.decoding.round import MOST_ROUNDS
 
 LOG = logging.getLogger(__name__)

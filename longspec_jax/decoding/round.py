@@ -20,8 +20,8 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config.tree import PLAIN
+from longspec_jax.decoding.chooser import Watch
 from longspec_jax.decoding.logprobs import packed_logprobs
-from longspec_jax.decoding.policy import Watch
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.report import (
     TOKENS,

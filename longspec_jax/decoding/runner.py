@@ -15,8 +15,8 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
+from longspec_jax.decoding.chooser import Choice, Watch
 from longspec_jax.decoding.constrained import FREE, Guarded, constrained_round
-from longspec_jax.decoding.policy import Choice, Watch, tallest
 from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.report import TOKENS, Contents
 from longspec_jax.decoding.round import many_rounds, one_round
@@ -24,6 +24,7 @@ from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.draft import tallest
 
 SMALLEST_CHUNK = 128
 """Tokens of the smallest chunk of a prompt that is prefilled alone."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longspec_jax.decoding.chooser import Choice, load_of
 from longspec_jax.decoding.constrained import (
     FREE,
     Anything,
@@ -25,7 +26,7 @@ from longspec_jax.decoding.constrained import (
 )
 from longspec_jax.decoding.copies import copy_prefix
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.policy import Choice, FastestWithinBudget, load_of
+from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.prefill import (
     KnownChunks,
     prefill_chunks,

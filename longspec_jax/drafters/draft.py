@@ -4,6 +4,7 @@ They know none of its options: a draft has its parameters, makes a drafter for a
 which trees usually pay. Several drafts propose into one tree (:mod:`longspec_jax.drafters.joined`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -130,6 +131,11 @@ class Draft:
           attention: attention implementation; chosen automatically if absent.
         """
         raise NotImplementedError
+
+
+def tallest(drafters: Sequence[Drafter]) -> Drafter:
+    """The drafter with the tallest tree, whose rounds need the most slack slots."""
+    return max(drafters, key=lambda drafter: drafter.tree.num_levels)
 
 
 def with_tree(drafter: Drafter, tree: TreeConfig) -> Drafter:

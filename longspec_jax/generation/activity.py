@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.chooser import Measurement
 
 MOST_KEPT = 64
 """Earlier rounds of a timing that count against those of a run."""

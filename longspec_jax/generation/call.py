@@ -18,7 +18,6 @@ from jaxtyping import PyTree
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions
-from longspec_jax.decoding.policy import tallest
 from longspec_jax.decoding.programs import processors
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
@@ -32,9 +31,11 @@ from longspec_jax.decoding.runner import (
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.draft import tallest
+from longspec_jax.generation.candidates import drafters_for
 from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.memory import MemoryPlan, plan_memory
-from longspec_jax.generation.models import Models, drafters_for
+from longspec_jax.generation.models import Models
 from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
 
 FEW = 32
@@ -235,7 +236,7 @@ def plan_call(
     """The drafters of a call, its sizes, and what it takes of the devices.
 
     Calls that differ in data alone have the same plan, made once.
-    Arguments and errors as of :func:`~longspec_jax.generation.models.drafters_for`.
+    Arguments and errors as of :func:`~longspec_jax.generation.candidates.drafters_for`.
     """
     lengths, request = list(map(len, batch.prompts)), batch.request
     rows, longest, most = len(lengths), max(lengths), int(request.max_new_tokens.max())

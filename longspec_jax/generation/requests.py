@@ -26,7 +26,6 @@ from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.constrained import reason_of
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.launches import launch_sizes
-from longspec_jax.decoding.policy import candidates_by_load
 from longspec_jax.decoding.prefill import most_reusable
 from longspec_jax.decoding.prefixes import MOST_MOVING
 from longspec_jax.decoding.programs import RECENT
@@ -36,11 +35,12 @@ from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.slots import EngineStatus, StepOutput
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.generation.call import shape_for
+from longspec_jax.generation.candidates import candidates_by_load, drafters_for
 from longspec_jax.generation.chat import check_no_open_thought
 from longspec_jax.generation.grammar import Grammar, GrammarState
 from longspec_jax.generation.inputs import Batch, Inputs, is_chat, read_batch
 from longspec_jax.generation.memory import check_fits, plan_memory
-from longspec_jax.generation.models import Models, drafters_for
+from longspec_jax.generation.models import Models
 from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.text import Piece, RowText

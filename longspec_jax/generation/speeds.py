@@ -25,7 +25,8 @@ from longspec_jax import files
 from longspec_jax.checks import is_whole
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.policy import FastestWithinBudget, Measurement, Policy
+from longspec_jax.decoding.chooser import Measurement, Policy
+from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.report import shown_by
 from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.decoding.warmup import RoundTimes

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from longspec_jax.decoding import warmup
+from longspec_jax.decoding.chooser import Choice, Policy
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.policy import Choice, Policy
 from longspec_jax.decoding.programs import RECENT, compile_side_by_side
 from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.decoding.warmup import RoundTimes

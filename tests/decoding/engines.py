@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from longspec_jax.config.tree import TreeConfig
+from longspec_jax.decoding.chooser import Choice, Measurement, Policy
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.policy import Choice, Measurement, Policy, candidates
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.runner import slack_slots
 from longspec_jax.decoding.sampling import Sampling
@@ -20,6 +20,7 @@ from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.generation.candidates import candidates
 from tests.decoding.lossless import (
     LENGTHS,
     NEW,
@@ -54,7 +55,7 @@ TIGHT = int((LENGTHS + NEW).max()) + slack_slots(TREE.num_levels)
 
 
 @dataclass(frozen=True)
-class Cycle:
+class Cycle(Policy):
     """Runs a fixed cycle of choices, whatever happens."""
 
     cycle: tuple[Choice, ...]

@@ -14,7 +14,7 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import batch_invariant
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.draft import DefaultTrees
-from longspec_jax.generation.models import likely_trees
+from longspec_jax.generation.candidates import likely_trees
 from longspec_jax.ops import hardware
 from longspec_jax.sharding import make_mesh
 from tests.kit import each_row, lowered, random_target, tiny_target_config

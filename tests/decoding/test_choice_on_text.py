@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.policy import FastestWithinBudget, Measurement, Watch
+from longspec_jax.decoding.chooser import Measurement, Watch
+from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.generation.speeds import guessed_tokens
 
 TEXTS = json.loads(Path(__file__).with_name("emitted_smollm2.json").read_text("utf-8"))

@@ -10,11 +10,11 @@ import pytest
 
 from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.launches import launch_sizes
-from longspec_jax.decoding.policy import candidates
 from longspec_jax.decoding.rows import RowShardings, insert
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Params
+from longspec_jax.generation.candidates import candidates
 from tests.decoding.engines import (
     CONFIG,
     EVERY_SWITCH,

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.decoding.policy import FastestWithinBudget, Measurement, Watch
+from longspec_jax.decoding.chooser import Measurement, Watch
+from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.report import foregone, shows
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.joined import Joined

@@ -12,18 +12,10 @@ import pytest
 
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import engine as engine_lib
+from longspec_jax.decoding.chooser import Choice, Measurement, Policy
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.launches import LAUNCH_SECONDS
-from longspec_jax.decoding.policy import (
-    Always,
-    Choice,
-    FastestWithinBudget,
-    Measurement,
-    Policy,
-    candidates,
-    smaller_tree,
-    tallest,
-)
+from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.runner import slack_slots
@@ -32,7 +24,9 @@ from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.warmup import rehearse
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.draft import tallest
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
+from longspec_jax.generation.candidates import candidates, smaller_tree
 from tests.decoding.engines import (
     CONFIG,
     DRAFT,
@@ -185,7 +179,7 @@ def test_a_choice_is_one_launch_late_in_a_stream() -> None:
 
 def clocked(
     seconds: Sequence[float],
-    policy: Policy,
+    policy: Policy | None,
     hold: float = 0.0,
     *,
     streams: bool = False,
@@ -278,7 +272,7 @@ def test_the_clock_decides_what_runs(streams: bool) -> None:
 
 def test_launches_of_many_rounds_fill_their_time() -> None:
     rounds: list[int] = []
-    clocked((0.041,), Always(), drafters=[NoDraft()], params=Params(TABLE, ()), rounds=rounds)
+    clocked((0.041,), None, drafters=[NoDraft()], params=Params(TABLE, ()), rounds=rounds)
     assert rounds == [4, 9, 9, 8]
     assert 9 * 0.041 <= LAUNCH_SECONDS < 10 * 0.041
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longspec_jax.decoding.policy import Choice, Estimate, FastestWithinBudget, Measurement
+from longspec_jax.decoding.chooser import Choice, Measurement
+from longspec_jax.decoding.policy import Estimate, FastestWithinBudget
 from tests.kit import in_tiers
 
 PLAIN, NARROW, TREE = range(3)

@@ -8,15 +8,10 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.tree import TreeConfig
+from longspec_jax.decoding.chooser import Chooser, Measurement, load_of
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.launches import FAULTS_APART
-from longspec_jax.decoding.policy import (
-    Chooser,
-    FastestWithinBudget,
-    Measurement,
-    candidates_by_load,
-    load_of,
-)
+from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.prompts import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.warmup import largest_chunk, smaller_chunks
@@ -24,6 +19,7 @@ from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.generation.candidates import candidates_by_load
 from tests.decoding.engines import (
     TABLE,
     TARGET,
@@ -314,7 +310,7 @@ def simulated(
     policies = [FastestWithinBudget.timed(own) for own in seconds]
     choices, ran = Chooser(policies, len(tokens)), []
     for live in loads:
-        choice = choices.next([], 1, live)
+        choice, _ = choices.next([], 1, live)
         candidate, taken = choice.candidate, seconds[load_of(live)][choice.candidate]
         emitted = round(1000 * tokens[candidate]) * live
         choices.record(candidate, Measurement(1, 1000 * live, emitted, taken), live)

@@ -22,7 +22,7 @@ from longspec_jax.drafters.ngram import NgramDraft, NgramDrafter
 from longspec_jax.drafters.streaming import StreamingDraft
 from longspec_jax.drafters.suffix import SuffixDraft
 from longspec_jax.drafters.tree import Tree, beam_search
-from longspec_jax.generation.models import drafters_for
+from longspec_jax.generation.candidates import drafters_for
 from longspec_jax.loading import with_lookup
 from tests.drafters.kit import paths
 from tests.kit import each_row

@@ -12,13 +12,13 @@ import pytest
 
 from longspec_jax import PLAIN, TreeConfig, make_mesh
 from longspec_jax.config.tree import DEFAULT_TREE
-from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.chooser import Measurement
 from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import is_large
 from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.drafters.ngram import NgramDraft
-from longspec_jax.generation import models
+from longspec_jax.generation import candidates, models
 from longspec_jax.generation.activity import TreeTiming, Tuned
 from longspec_jax.generation.call import plan_call
 from longspec_jax.generation.inputs import read_batch
@@ -95,7 +95,7 @@ def test_candidates_are_compiled_and_timed_before_rows_wait_for_slots(spec) -> N
 
 def test_a_cache_that_is_moved_costs_the_same_under_every_tree(spec) -> None:
     offloaded = dataclasses.replace(spec, offload=True)
-    drafters, _ = models.drafters_for(offloaded, None, 1, adaptive=False)
+    drafters, _ = candidates.drafters_for(offloaded, None, 1, adaptive=False)
     assert [drafter.tree for drafter in drafters] == [CHAIN]
 
 
@@ -289,30 +289,32 @@ def test_machines_have_their_default_tree(monkeypatch) -> None:
     small, large = map(is_large, arrays)
     defaults = bound_draft(toy_spec()).default_trees
     assert (
-        models.likely_trees(defaults, small, None)
-        == models.likely_trees(defaults, large, None)
+        candidates.likely_trees(defaults, small, None)
+        == candidates.likely_trees(defaults, large, None)
         == (CHAIN, PLAIN)
     )
     alone = TreeConfig((), 6, lookup=5)
     looks_up = dataclasses.replace(defaults, cpu=(*defaults.cpu, alone))
-    assert models.likely_trees(looks_up, small, None) == (CHAIN, alone, PLAIN), "few are compiled"
-    assert models.likely_trees(looks_up, small, make_mesh()) == (CHAIN,)
+    assert candidates.likely_trees(looks_up, small, None) == (CHAIN, alone, PLAIN), (
+        "few are compiled"
+    )
+    assert candidates.likely_trees(looks_up, small, make_mesh()) == (CHAIN,)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     small, large = map(is_large, arrays)
-    assert models.likely_trees(defaults, small, None) == (WIDE, DEFAULT_TREE, PLAIN)
-    assert models.likely_trees(defaults, large, None) == (DEFAULT_TREE,)
-    assert models.likely_trees(defaults, large, None, rows=3) == (DEFAULT_TREE,)
-    assert models.likely_trees(defaults, small, None, rows=4) == (WIDE, DEFAULT_TREE, PLAIN)
-    together = models.likely_trees(defaults, large, None, rows=4)
+    assert candidates.likely_trees(defaults, small, None) == (WIDE, DEFAULT_TREE, PLAIN)
+    assert candidates.likely_trees(defaults, large, None) == (DEFAULT_TREE,)
+    assert candidates.likely_trees(defaults, large, None, rows=3) == (DEFAULT_TREE,)
+    assert candidates.likely_trees(defaults, small, None, rows=4) == (WIDE, DEFAULT_TREE, PLAIN)
+    together = candidates.likely_trees(defaults, large, None, rows=4)
     assert [tree.num_nodes for tree in together] == [64, 32, 16, 1]
     assert {tree.widths for tree in together[:3]} == {DEFAULT_TREE.widths}
-    assert models.likely_trees(defaults, large, make_mesh(), rows=4) == (DEFAULT_TREE,)
+    assert candidates.likely_trees(defaults, large, make_mesh(), rows=4) == (DEFAULT_TREE,)
     lookup = NgramDraft().default_trees  # Of a kind that says nothing of several rows.
-    assert models.likely_trees(lookup, large, None, rows=32) == lookup.large
-    chains = models.likely_trees(defaults, large, None, sparse=True)
+    assert candidates.likely_trees(lookup, large, None, rows=32) == lookup.large
+    chains = candidates.likely_trees(defaults, large, None, sparse=True)
     assert [str(tree) for tree in chains] == ["chain:4", "chain:3", "chain:5", "none"]
     short = dataclasses.replace(defaults, large=(TreeConfig((8, 16, 16)),))
-    chains = models.likely_trees(short, large, None, sparse=True)
+    chains = candidates.likely_trees(short, large, None, sparse=True)
     assert [str(tree) for tree in chains] == ["chain:3", "none"]
 
 
@@ -332,5 +334,5 @@ def test_several_rows_of_a_large_target_have_smaller_trees(spec, monkeypatch) ->
     assert [use.tree for use in result.stats.trees] == [PLAIN, FEWER, FORK]
     for slots, trees in ((3, [FORK]), (None, [FORK, FEWER])):
         each = dataclasses.replace(large, max_num_seqs=slots)
-        drafters, _ = models.drafters_for(each, None, 5, adaptive=False)
+        drafters, _ = candidates.drafters_for(each, None, 5, adaptive=False)
         assert [drafter.tree for drafter in drafters if drafter.tree.num_levels] == trees

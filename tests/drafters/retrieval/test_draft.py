@@ -6,12 +6,12 @@ import pytest
 
 from longspec_jax.arguments import check_drafts
 from longspec_jax.config.tree import DEFAULT_TREE, PLAIN, TreeConfig
-from longspec_jax.decoding.policy import candidates
 from longspec_jax.drafters.draft import Draft, Target, with_tree
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, RetrievalDraft, behind_chain
 from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
+from longspec_jax.generation.candidates import candidates
 from longspec_jax.loading import choose_drafts
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.kit import each_row, tiny_target_config
