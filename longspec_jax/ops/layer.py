@@ -2,11 +2,11 @@
 
 XLA makes two or three kernels of each, whose launches take a tenth of a decode step over one token.
 For the few rows of a decode step on a GPU one Pallas kernel does it
-(:mod:`longspec_jax.ops.layer_pallas`). The functions in plain JAX, ``..._xla``, are the definitions
-and run everywhere else.
+(:mod:`longspec_jax.ops.layer_pallas`, and :mod:`longspec_jax.ops.layer_ampere` without Triton). The
+functions in plain JAX, ``..._xla``, are the definitions and run everywhere else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -241,34 +241,44 @@ def append_rows_xla(
     return tuple(map(write, caches, fresh))
 
 
-def _residual_norm_pallas(x: Array, partials: Array | None, scale: Array, eps: float) -> Any:
-    require_decode_step("the norm's kernel", x.size // x.shape[-1], x.dtype)
+def _residual_norm_kernel(
+    x: Array, partials: Array | None, scale: Array, eps: float, *, mosaic: bool
+) -> tuple[Array, Array]:
+    rows = x.size // x.shape[-1]
+    require_decode_step("the norm's kernel", rows, x.dtype, mosaic=mosaic)
     if x.shape[-1] > MAX_WIDTH:
         raise NotImplementedError(f"the norm's kernel takes widths up to {MAX_WIDTH}")
-    from longspec_jax.ops import layer_pallas
-
-    return layer_pallas.residual_norm(x, partials, scale, eps=eps)
+    return _kernels(mosaic).residual_norm(x, partials, scale, eps=eps)
 
 
-def _split_heads_pallas(
-    qkv: Array, cos: Array, sin: Array, scales: tuple[Array, Array] | None, eps: float
+def _split_heads_kernel(
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    scales: tuple[Array, Array] | None,
+    eps: float,
+    *,
+    mosaic: bool,
 ) -> Heads:
-    require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
-    from longspec_jax.ops import layer_pallas
-
-    return layer_pallas.split_heads(qkv, cos, sin, scales, eps=eps)
+    _require_heads(qkv, mosaic)
+    return _kernels(mosaic).split_heads(qkv, cos, sin, scales, eps=eps)
 
 
-def _split_into_pallas(
-    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int
+def _split_into_kernel(
+    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int, *, mosaic: bool
 ) -> Heads:
-    require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
-    from longspec_jax.ops import layer_pallas
-
-    return layer_pallas.split_heads(qkv, cos, sin, None, rows, first=first)
+    _require_heads(qkv, mosaic)
+    return _kernels(mosaic).split_heads(qkv, cos, sin, None, rows, first=first)
 
 
-def _append_rows_pallas(
+def _require_heads(qkv: Array, mosaic: bool) -> None:
+    rows = qkv.shape[0] * qkv.shape[1]
+    require_decode_step("the kernel that splits heads", rows, qkv.dtype, mosaic=mosaic)
+    if mosaic and qkv.shape[-1] % 16:
+        raise NotImplementedError(f"heads of {qkv.shape[-1]} numbers are no multiple of 16")
+
+
+def _append_rows_kernel(
     caches: Sequence[CacheSlots],
     fresh: Sequence[CachedRows],
     path: Array,
@@ -276,17 +286,34 @@ def _append_rows_pallas(
     cache_rows: Array | None,
     *,
     ring: bool,
+    mosaic: bool,
 ) -> tuple[CacheSlots, ...]:
-    dtype = caches[0].dtype
+    dtype, width = caches[0].dtype, caches[0].shape[3]
     # Fresh rows have the dtype of the cache: the kernel copies.
     dtype = jnp.bfloat16 if dtype == CODES else dtype
-    require_decode_step("the kernel that appends rows", path.size, dtype)
+    require_decode_step("the kernel that appends rows", path.size, dtype, mosaic=mosaic)
+    if mosaic and width % 8:
+        raise NotImplementedError(f"heads of {width} numbers are no multiple of 8")
+    return _kernels(mosaic).append_rows(caches, fresh, path, length, cache_rows, ring=ring)
+
+
+def _kernels(mosaic: bool) -> Any:
+    """The module of the kernels: this jax may lack the backend of either."""
+    if mosaic:
+        from longspec_jax.ops import layer_ampere
+
+        return layer_ampere
     from longspec_jax.ops import layer_pallas
 
-    return layer_pallas.append_rows(caches, fresh, path, length, cache_rows, ring=ring)
+    return layer_pallas
 
 
-RESIDUAL_NORM = Op("residual_norm", {"pallas": _residual_norm_pallas, "xla": residual_norm_xla})
-SPLIT_HEADS = Op("split_heads", {"pallas": _split_heads_pallas, "xla": split_heads_xla})
-SPLIT_INTO = Op("split_into", {"pallas": _split_into_pallas, "xla": split_into_xla})
-APPEND_ROWS = Op("append_rows", {"pallas": _append_rows_pallas, "xla": append_rows_xla})
+def _op(name: str, kernel: Callable[..., Any], xla: Callable[..., Any]) -> Op:
+    kernels = {"pallas": partial(kernel, mosaic=False), "mosaic": partial(kernel, mosaic=True)}
+    return Op(name, {**kernels, "xla": xla})
+
+
+RESIDUAL_NORM = _op("residual_norm", _residual_norm_kernel, residual_norm_xla)
+SPLIT_HEADS = _op("split_heads", _split_heads_kernel, split_heads_xla)
+SPLIT_INTO = _op("split_into", _split_into_kernel, split_into_xla)
+APPEND_ROWS = _op("append_rows", _append_rows_kernel, append_rows_xla)

@@ -21,7 +21,13 @@ from longspec_jax.ops.attention import attention_xla, path, reference
 from longspec_jax.ops.attention.float8 import CODES, scaled
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.hardware import AMPERE, HOPPER, compute_capability, require_ampere
+from longspec_jax.ops.hardware import (
+    AMPERE,
+    HOPPER,
+    compute_capability,
+    hopper_comes_first,
+    require_ampere,
+)
 
 
 class _Options(TypedDict, total=False):
@@ -87,6 +93,51 @@ def _chunk_kernels(
     return kernels.chunk_attention(q, prefix, keys, values, sinks, **options)
 
 
+def _prefix_mosaic(q: Queries, prefix: Prefix, **options: Unpack[_PartialOptions]) -> Partial:
+    if hopper_comes_first():
+        return _prefix_kernels(q, prefix, hopper=True, **options)
+    from longspec_jax.ops.attention import kernels_ampere
+
+    return kernels_ampere.prefix_attention(q, prefix, **options)
+
+
+def _tree_mosaic(q: Queries, fresh: Fresh, **options: Unpack[_PartialOptions]) -> Partial:
+    if hopper_comes_first():
+        return _tree_kernel(q, fresh, **options)
+    from longspec_jax.ops.attention import kernels_ampere
+
+    return kernels_ampere.tree_attention(q, fresh, **options)
+
+
+def _speculative_mosaic(
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh,
+    sinks: Sinks | None = None,
+    **options: Unpack[_Options],
+) -> Array:
+    if hopper_comes_first():
+        return _speculative_kernels(q, prefix, fresh, sinks, hopper=True, **options)
+    from longspec_jax.ops.attention import kernels_ampere
+
+    return kernels_ampere.speculative_attention(q, prefix, fresh, sinks, **options)
+
+
+def _chunk_mosaic(
+    q: Queries,
+    prefix: Prefix,
+    keys: TreeRows,
+    values: TreeRows,
+    sinks: Sinks | None = None,
+    **options: Unpack[_Options],
+) -> Array:
+    if hopper_comes_first():
+        return _chunk_kernels(q, prefix, keys, values, sinks, hopper=True, **options)
+    from longspec_jax.ops.attention import kernels_ampere
+
+    return kernels_ampere.chunk_attention(q, prefix, keys, values, sinks, **options)
+
+
 def _path_kernel(*operands: Any, levels: int, scale: float | None) -> Array:
     if path.require_kernel(operands[0], operands[1].keys, operands[2].keys, levels):
         from longspec_jax.ops.attention import path_kernels
@@ -134,9 +185,12 @@ CUDNN_WIDTH = 128
 
 PREFIX = Op(
     "prefix_attention",
-    automatic={"pallas": _prefix_kernels, "xla": attention_xla.prefix_attention},
+    automatic={
+        "pallas": _prefix_kernels,
+        "mosaic": _prefix_mosaic,
+        "xla": attention_xla.prefix_attention,
+    },
     by_name={
-        "mosaic": partial(_prefix_kernels, hopper=True),
         "triton": _prefix_triton,
         "reference": reference.prefix_attention,
         "interpret": partial(_prefix_kernels, interpret=True),
@@ -144,9 +198,8 @@ PREFIX = Op(
 )
 TREE = Op(
     "tree_attention",
-    automatic={"pallas": _tree_kernel, "xla": attention_xla.tree_attention},
+    automatic={"pallas": _tree_kernel, "mosaic": _tree_mosaic, "xla": attention_xla.tree_attention},
     by_name={
-        "mosaic": _tree_kernel,
         "triton": _tree_kernel,
         "reference": reference.tree_attention,
         "interpret": partial(_tree_kernel, interpret=True),
@@ -154,9 +207,12 @@ TREE = Op(
 )
 SPECULATIVE = Op(
     "speculative_attention",
-    automatic={"pallas": _speculative_kernels, "xla": attention_xla.speculative_attention},
+    automatic={
+        "pallas": _speculative_kernels,
+        "mosaic": _speculative_mosaic,
+        "xla": attention_xla.speculative_attention,
+    },
     by_name={
-        "mosaic": partial(_speculative_kernels, hopper=True),
         "triton": partial(attention_xla.speculative_attention, attend=_prefix_triton),
         "reference": reference.speculative_attention,
         "interpret": partial(_speculative_kernels, interpret=True),
@@ -165,9 +221,12 @@ SPECULATIVE = Op(
 PATH = Op("path_attention", {"mosaic": _path_kernel}, {"reference": _path_reference})
 CHUNK = Op(
     "chunk_attention",
-    automatic={"pallas": _chunk_kernels, "xla": attention_xla.chunk_attention},
+    automatic={
+        "pallas": _chunk_kernels,
+        "mosaic": _chunk_mosaic,
+        "xla": attention_xla.chunk_attention,
+    },
     by_name={
-        "mosaic": partial(_chunk_kernels, hopper=True),
         "triton": partial(attention_xla.chunk_attention, attend=_prefix_triton),
         "reference": reference.chunk_attention,
         "interpret": partial(_chunk_kernels, interpret=True),
