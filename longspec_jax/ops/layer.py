@@ -2,13 +2,11 @@
 
 XLA makes two or three kernels of each, whose launches take a tenth of a decode step over one token.
 For the few rows of a decode step on a GPU one Pallas kernel does it
-(:mod:`longspec_jax.ops.layer_pallas`). The functions in plain JAX, ``..._xla``, are the definitions
-and run everywhere else.
+(:mod:`longspec_jax.ops.layer_pallas`).
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.caches import put_tokens
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import differentiable_op, op
 from longspec_jax.ops.hardware import require_decode_step
 from longspec_jax.ops.slicing import along
 
@@ -27,7 +25,7 @@ Heads = tuple[Array, Array, Array]
 """Queries ``[B, T, N, H]``, keys and values ``[B, T, K, H]``."""
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
+@differentiable_op(static=1)
 def residual_norm(
     x: Float[Array, "*rows D"],
     partials: Float[Array, "S *rows D"] | None,
@@ -46,20 +44,20 @@ def residual_norm(
     Returns:
       ``x + partials.sum(0)`` and its RMS norm, both in the dtype of ``x``; differentiable.
     """
-    return RESIDUAL_NORM(x, partials, scale, eps)
-
-
-@residual_norm.defjvp
-def _differentiate_norm(eps: float, primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(partial(residual_norm_xla, eps=eps), primals, tangents)
-
-
-def residual_norm_xla(
-    x: Array, partials: Array | None, scale: Array, eps: float
-) -> tuple[Array, Array]:
-    """:func:`residual_norm` in plain JAX."""
     total = x if partials is None else add(x, partials)
     return total, rms_norm(total, scale, eps)
+
+
+@residual_norm.kernel("pallas")
+def _residual_norm_pallas(
+    x: Array, partials: Array | None, scale: Array, eps: float
+) -> tuple[Array, Array]:
+    require_decode_step("the norm's kernel", x.size // x.shape[-1], x.dtype)
+    if x.shape[-1] > MAX_WIDTH:
+        raise NotImplementedError(f"the norm's kernel takes widths up to {MAX_WIDTH}")
+    from longspec_jax.ops import layer_pallas
+
+    return layer_pallas.residual_norm(x, partials, scale, eps=eps)
 
 
 def add(x: Array, partials: Array) -> Array:
@@ -84,11 +82,11 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     return (wide * factor * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(4,))
+@differentiable_op(static=1)
 def split_heads(
     qkv: Float[Array, "B T K G2 H"],
-    cos: Float[Array, "B T half"],
-    sin: Float[Array, "B T half"],
+    cos: Float[Array, " B #T half"],
+    sin: Float[Array, " B #T half"],
     scales: tuple[Float[Array, " H"], Float[Array, " H"]] | None = None,
     eps: float = 0.0,
 ) -> Heads:
@@ -106,24 +104,23 @@ def split_heads(
       Rotated queries ``[B, T, N, H]`` and keys ``[B, T, K, H]``, and values ``[B, T, K, H]``;
       differentiable.
     """
-    return SPLIT_HEADS(qkv, cos, sin, scales, eps)
-
-
-@split_heads.defjvp
-def _differentiate_heads(eps: float, primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(partial(split_heads_xla, eps=eps), primals, tangents)
-
-
-def split_heads_xla(
-    qkv: Array, cos: Array, sin: Array, scales: tuple[Array, Array] | None = None, eps: float = 0.0
-) -> Heads:
-    """:func:`split_heads` in plain JAX."""
     q, k, v = split_qkv(qkv)
     if scales is not None:
         q, k = rms_norm(q, scales[0], eps), rms_norm(k, scales[1], eps)
     return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
 
 
+@split_heads.kernel("pallas")
+def _split_heads_pallas(
+    qkv: Array, cos: Array, sin: Array, scales: tuple[Array, Array] | None, eps: float
+) -> Heads:
+    require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
+    from longspec_jax.ops import layer_pallas
+
+    return layer_pallas.split_heads(qkv, cos, sin, scales, eps=eps)
+
+
+@op
 def split_into(
     qkv: Float[Array, "B T K G2 H"],
     cos: Float[Array, " B #T half"],
@@ -143,17 +140,20 @@ def split_into(
     Returns:
       Rotated queries ``[B, T, N, H]``, and all keys and values ``[B, U, K, H]``.
     """
-    return SPLIT_INTO(qkv, cos, sin, rows, first)
-
-
-def split_into_xla(
-    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int
-) -> Heads:
-    """:func:`split_into` in plain JAX."""
-    q, *fresh = split_heads_xla(qkv, cos, sin)
+    q, *fresh = split_heads.definition(qkv, cos, sin)
     write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
     keys, values = map(write, rows, fresh)
     return q, keys, values
+
+
+@split_into.kernel("pallas")
+def _split_into_pallas(
+    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int
+) -> Heads:
+    require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
+    from longspec_jax.ops import layer_pallas
+
+    return layer_pallas.split_heads(qkv, cos, sin, None, rows, first=first)
 
 
 def wide_qk_norm(
@@ -187,6 +187,7 @@ def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
     return rotated.astype(x.dtype)
 
 
+@op
 def append_rows(
     caches: Sequence[CacheSlots],
     fresh: Sequence[CachedRows],
@@ -206,19 +207,6 @@ def append_rows(
       cache_rows: the row of the caches for every batch row, no two alike; its own if absent.
       ring: whether slots are counted modulo their number.
     """
-    return APPEND_ROWS(caches, fresh, path, length, cache_rows, ring=ring)
-
-
-def append_rows_xla(
-    caches: Sequence[CacheSlots],
-    fresh: Sequence[CachedRows],
-    path: Array,
-    length: Array,
-    cache_rows: Array | None = None,
-    *,
-    ring: bool = False,
-) -> tuple[CacheSlots, ...]:
-    """:func:`append_rows` in plain JAX."""
     if ring:
         at = (length[:, None] + jnp.arange(path.shape[1])) % caches[0].shape[2]
         each = zip(caches, fresh, strict=True)
@@ -241,41 +229,15 @@ def append_rows_xla(
     return tuple(map(write, caches, fresh))
 
 
-def _residual_norm_pallas(x: Array, partials: Array | None, scale: Array, eps: float) -> Any:
-    require_decode_step("the norm's kernel", x.size // x.shape[-1], x.dtype)
-    if x.shape[-1] > MAX_WIDTH:
-        raise NotImplementedError(f"the norm's kernel takes widths up to {MAX_WIDTH}")
-    from longspec_jax.ops import layer_pallas
-
-    return layer_pallas.residual_norm(x, partials, scale, eps=eps)
-
-
-def _split_heads_pallas(
-    qkv: Array, cos: Array, sin: Array, scales: tuple[Array, Array] | None, eps: float
-) -> Heads:
-    require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
-    from longspec_jax.ops import layer_pallas
-
-    return layer_pallas.split_heads(qkv, cos, sin, scales, eps=eps)
-
-
-def _split_into_pallas(
-    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int
-) -> Heads:
-    require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
-    from longspec_jax.ops import layer_pallas
-
-    return layer_pallas.split_heads(qkv, cos, sin, None, rows, first=first)
-
-
+@append_rows.kernel("pallas")
 def _append_rows_pallas(
     caches: Sequence[CacheSlots],
     fresh: Sequence[CachedRows],
     path: Array,
     length: Array,
-    cache_rows: Array | None,
+    cache_rows: Array | None = None,
     *,
-    ring: bool,
+    ring: bool = False,
 ) -> tuple[CacheSlots, ...]:
     dtype = caches[0].dtype
     # Fresh rows have the dtype of the cache: the kernel copies.
@@ -284,9 +246,3 @@ def _append_rows_pallas(
     from longspec_jax.ops import layer_pallas
 
     return layer_pallas.append_rows(caches, fresh, path, length, cache_rows, ring=ring)
-
-
-RESIDUAL_NORM = Op("residual_norm", {"pallas": _residual_norm_pallas, "xla": residual_norm_xla})
-SPLIT_HEADS = Op("split_heads", {"pallas": _split_heads_pallas, "xla": split_heads_xla})
-SPLIT_INTO = Op("split_into", {"pallas": _split_into_pallas, "xla": split_into_xla})
-APPEND_ROWS = Op("append_rows", {"pallas": _append_rows_pallas, "xla": append_rows_xla})
