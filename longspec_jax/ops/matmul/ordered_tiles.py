@@ -120,10 +120,15 @@ class Work:
         return 2 * self.tile.depth * (self.warpgroups * WARPGROUP_ROWS + columns)
 
     @property
-    def stages(self) -> int:
-        """Places of the ring of blocks, which takes all shared memory that the result leaves."""
+    def other_bytes(self) -> int:
+        """Shared memory of the result and of barriers."""
         out = self.warpgroups * WARPGROUP_ROWS * self.tile.columns * self.out_bytes
-        room = SHARED_BYTES[HOPPER] - out - _BARRIER_BYTES
+        return out + _BARRIER_BYTES
+
+    @property
+    def stages(self) -> int:
+        """Places of the ring of blocks, which takes all other shared memory."""
+        room = SHARED_BYTES[HOPPER] - self.other_bytes
         return max(2, min(room // self.stage_bytes, self.turns * self.split_steps))
 
     @property
