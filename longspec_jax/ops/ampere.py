@@ -10,11 +10,13 @@ one of 64 has a warp for every 16 rows. An element is the same sum in either: it
 16 at a time, in ascending order.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -35,12 +37,16 @@ SHARED_BYTES = 99 << 10
 """Of a program on the GPUs with the least (8.6, 8.9, 12.0). All GPUs share one tile."""
 
 
-def compiler_params() -> plgpu.CompilerParams:
-    """What is lowered as it is written: barriers stand where the kernels ask for them."""
+def compiler_params(reduced: int = 0) -> plgpu.CompilerParams:
+    """What is lowered as it is written: barriers stand where the kernels ask for them.
+
+    Args:
+      reduced: bytes of shared memory for sums over all warps; they have barriers of their own.
+    """
     return plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane,
         approx_math=True,
-        reduction_scratch_bytes=0,
+        reduction_scratch_bytes=reduced,
         unsafe_no_auto_barriers=True,
     )
 
@@ -92,6 +98,25 @@ def skip() -> None:
     from jaxlib.mlir.dialects import nvvm
 
     _emitted(lambda context: nvvm.cp_async_commit_group())()
+
+
+def copy_if(there: Array, *copies: tuple[Ref, tuple[Block, ...], Ref]) -> None:
+    """Begin some copies, or as many of nothing, so that a wait counts alike either way.
+
+    Args:
+      there: whether there is something to copy.
+      copies: the operands of :func:`copy`.
+    """
+
+    @pl.when(there)
+    def _() -> None:
+        for each in copies:
+            copy(*each)
+
+    @pl.when(jnp.logical_not(there))
+    def _() -> None:
+        for _ in copies:
+            skip()
 
 
 def wait(pending: int) -> None:
@@ -169,6 +194,105 @@ def store(target: Ref, value: Array) -> None:
         plgpu.store(target, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         target[...] = value
+
+
+def rows_layout(columns: int) -> Layout:
+    """The layout of ``[16 n, columns]`` numbers: eight threads share a row, each warp has four.
+
+    Args:
+      columns: a multiple of 8.
+    """
+    from jax.experimental.mosaic.gpu import fragmented_array as mgpu
+
+    each = math.gcd(columns, 64) // 8
+    tiling = mgpu.Tiling(((16, 8 * each), (4, 8 * each), (each,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def gather(source: Ref, at: tuple[Block, ...], layout: Layout) -> Array:
+    """Numbers from any places of device memory.
+
+    Args:
+      source: in device memory.
+      at: the places along every axis, as arrays of this layout, or the same one for all. Numbers
+        side by side in a thread of this layout lie side by side in memory.
+      layout: of the result.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    [shape], source_dtype = {jnp.shape(each) for each in at} - {()}, source.dtype
+
+    def read(_: _Lowered, source: _Lowered, *places: _Lowered) -> _Lowered:
+        from jax.experimental.mosaic import gpu as mgpu
+
+        held, element = layout.to_mgpu(), ir.MemRefType(source.type).element_type
+        registers = np.empty(held.registers_shape(shape), object)
+        together = held.registers_element_type(element)
+        for register in np.ndindex(registers.shape):
+            first = _indices(places, register)
+            registers[register] = vector.load(together, source, first, alignment=_bytes(together))
+        whole = isinstance(element, ir.IntegerType)
+        signed = jnp.issubdtype(source_dtype, jnp.signedinteger) if whole else None
+        return mgpu.FragmentedArray(_registers=registers, _layout=held, _is_signed=signed)
+
+    returned = plgpu.ShapeDtypeStruct(shape, source.dtype, layout=layout)
+    return _emitted(read, (plgpu.RefType(), *_place_types(at, layout)), returned)(
+        source, *(jnp.asarray(each, jnp.int32) for each in at)
+    )
+
+
+def scatter(target: Ref, at: tuple[Block, ...], value: Array, there: Array, layout: Layout) -> None:
+    """Write numbers to any places of device memory.
+
+    Args:
+      target: in device memory.
+      at: the places, as of :func:`gather`.
+      value: the numbers, of this layout.
+      there: which of them are written; alike for those that lie side by side in a thread.
+      layout: of the numbers.
+    """
+    from jaxlib.mlir.dialects import scf, vector
+
+    def write(
+        _: _Lowered, target: _Lowered, value: _Lowered, there: _Lowered, *at: _Lowered
+    ) -> None:
+        for register in np.ndindex(value.registers.shape):
+            written = scf.IfOp(vector.extract(there.registers[register], [], [0]))
+            with ir.InsertionPoint(written.then_block):
+                numbers, first = value.registers[register], _indices(at, register)
+                vector.store(numbers, target, first, alignment=_bytes(numbers.type))
+                scf.yield_([])
+
+    from jaxlib.mlir import ir
+
+    types = plgpu.RefType(), layout, layout, *_place_types(at, layout)
+    places = (jnp.asarray(each, jnp.int32) for each in at)
+    _emitted(write, types)(target, value.astype(target.dtype), there, *places)
+
+
+def _place_types(at: tuple[Block, ...], layout: Layout) -> list[Layout]:
+    """The layouts of places: of arrays, and of the same number for all threads."""
+    return [layout if jnp.ndim(each) else plgpu.Layout.WG_SPLAT(()) for each in at]
+
+
+def _indices(places: tuple[_Lowered, ...], register: tuple[int, ...]) -> list[_Lowered]:
+    """Where the first number of a thread's register lies, along every axis."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    firsts = (
+        vector.extract(each.registers[register], [], [0]) if each.shape else each.registers.item()
+        for each in places
+    )
+    return [arith.index_cast(ir.IndexType.get(), each) for each in firsts]
+
+
+def _bytes(vector: _Lowered) -> int:
+    """At how many bytes numbers begin that lie side by side in a thread."""
+    from jax.experimental.mosaic.gpu import utils
+
+    return min(16, math.prod(vector.shape) * utils.bitwidth(vector.element_type) // 8)
 
 
 def _emitted(

@@ -36,8 +36,39 @@ def compute_capability() -> tuple[int, int] | None:
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
+def triton_comes_first() -> bool:
+    """Whether Triton's kernels are taken where Mosaic has one for the same op from 8.0 on.
+
+    They are while this jax has them, as no GPU has run the others: that is to be changed here.
+    """
+    return _triton_is_supported()
+
+
+def hopper_comes_first() -> bool:
+    """Whether Mosaic's attention is Hopper's, whose partial results Triton merges."""
+    found = compute_capability()
+    return found is None or (found[0] == HOPPER[0] and triton_comes_first())
+
+
+def require_triton(kernel: str) -> tuple[int, int]:
+    """Return the compute capability; refuse machines, and a jax, without kernels for Triton."""
+    found = require_ampere(kernel)
+    if not triton_comes_first():
+        raise NotImplementedError(
+            f"{kernel} is written for Pallas' Triton backend, and this jax lacks it; choose another"
+        )
+    return found
+
+
+def require_mosaic(kernel: str) -> tuple[int, int]:
+    """Return the compute capability; refuse machines, and a jax, without kernels for Mosaic."""
+    found = require_ampere(kernel)
+    _require_mosaic(kernel)
+    return found
+
+
 def require_ampere(kernel: str) -> tuple[int, int]:
-    """Return the compute capability; refuse machines without the Triton kernels' features."""
+    """Return the compute capability; refuse machines without the features of our kernels."""
     found = compute_capability()
     if found is None:
         raise NotImplementedError(
@@ -65,9 +96,7 @@ def require_hopper(kernel: str) -> None:
 
 def require_one_order(kernel: str) -> bool:
     """Whether this GPU has Hopper's instructions; refuse those without Ampere's, and older jax."""
-    found = require_ampere(kernel)
-    _require_mosaic(kernel)
-    return found[0] == HOPPER[0]
+    return require_mosaic(kernel)[0] == HOPPER[0]
 
 
 def _require_mosaic(kernel: str) -> None:
@@ -91,8 +120,8 @@ def missing_kernels() -> str | None:
         )
     if not _triton_is_supported():
         return (
-            f"jax {jax.__version__} lacks Pallas' Triton backend: XLA attends, more slowly. "
-            "Install jax 0.12"
+            f"jax {jax.__version__} lacks Pallas' Triton backend: quantised weights, recurrent "
+            "layers, windows and caches in 8 bits are slower. Install jax 0.12"
         )
     if found[0] == HOPPER[0] and not mosaic_is_supported():
         return (
@@ -103,9 +132,9 @@ def missing_kernels() -> str | None:
     return None
 
 
-def require_decode_step(kernel: str, rows: int, dtype: DTypeLike) -> None:
-    """Refuse machines without our Triton kernels, and ops over more rows than a decode step has."""
-    require_ampere(kernel)
+def require_decode_step(kernel: str, rows: int, dtype: DTypeLike, *, mosaic: bool = False) -> None:
+    """Refuse ops over more rows than a decode step has, and where Triton, or Mosaic, is missing."""
+    (require_mosaic if mosaic else require_triton)(kernel)
     if dtype not in KERNEL_DTYPES:
         raise NotImplementedError(f"{kernel} takes bfloat16, float16 and float32, not {dtype}")
     if rows > DECODE_ROWS:
@@ -113,9 +142,9 @@ def require_decode_step(kernel: str, rows: int, dtype: DTypeLike) -> None:
 
 
 def has_kernels(dtype: DTypeLike) -> bool:
-    """Whether this is a GPU that our Triton kernels serve, in this dtype."""
+    """Whether this is a GPU that our kernels of small ops serve, in this dtype."""
     served = dtype in KERNEL_DTYPES and (compute_capability() or (0, 0)) >= AMPERE
-    return served and _triton_is_supported()
+    return served and (_triton_is_supported() or mosaic_is_supported())
 
 
 def _triton_is_supported() -> bool:

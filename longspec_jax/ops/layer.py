@@ -2,11 +2,12 @@
 
 XLA makes two or three kernels of each, whose launches take a tenth of a decode step over one token.
 For the few rows of a decode step on a GPU one Pallas kernel does it
-(:mod:`longspec_jax.ops.layer_pallas`).
+(:mod:`longspec_jax.ops.layer_pallas`, and :mod:`longspec_jax.ops.layer_ampere` without Triton).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.caches import put_tokens
-from longspec_jax.ops.dispatch import differentiable_op, op
+from longspec_jax.ops.dispatch import Implementation, Op, differentiable_op, op
 from longspec_jax.ops.hardware import require_decode_step
 from longspec_jax.ops.slicing import along
 
@@ -23,6 +24,28 @@ MAX_WIDTH = 16384
 """One program of the norm's kernel holds a whole row in registers."""
 Heads = tuple[Array, Array, Array]
 """Queries ``[B, T, N, H]``, keys and values ``[B, T, K, H]``."""
+
+
+def _kernel_of(listing: Op) -> Callable[[Implementation], Implementation]:
+    """List the decorated function for Triton, and for Mosaic where this jax lacks Triton."""
+
+    def decorate(function: Implementation) -> Implementation:
+        listing.kernel("pallas")(partial(function, mosaic=False))
+        listing.kernel("mosaic")(partial(function, mosaic=True))
+        return function
+
+    return decorate
+
+
+def _kernels(mosaic: bool) -> Any:
+    """The module of the kernels: this jax may lack the backend of either."""
+    if mosaic:
+        from longspec_jax.ops import layer_ampere
+
+        return layer_ampere
+    from longspec_jax.ops import layer_pallas
+
+    return layer_pallas
 
 
 @differentiable_op(static=1)
@@ -48,16 +71,15 @@ def residual_norm(
     return total, rms_norm(total, scale, eps)
 
 
-@residual_norm.kernel("pallas")
-def _residual_norm_pallas(
-    x: Array, partials: Array | None, scale: Array, eps: float
+@_kernel_of(residual_norm)
+def _residual_norm_kernel(
+    x: Array, partials: Array | None, scale: Array, eps: float, *, mosaic: bool
 ) -> tuple[Array, Array]:
-    require_decode_step("the norm's kernel", x.size // x.shape[-1], x.dtype)
+    rows = x.size // x.shape[-1]
+    require_decode_step("the norm's kernel", rows, x.dtype, mosaic=mosaic)
     if x.shape[-1] > MAX_WIDTH:
         raise NotImplementedError(f"the norm's kernel takes widths up to {MAX_WIDTH}")
-    from longspec_jax.ops import layer_pallas
-
-    return layer_pallas.residual_norm(x, partials, scale, eps=eps)
+    return _kernels(mosaic).residual_norm(x, partials, scale, eps=eps)
 
 
 def add(x: Array, partials: Array) -> Array:
@@ -110,14 +132,18 @@ def split_heads(
     return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
 
 
-@split_heads.kernel("pallas")
-def _split_heads_pallas(
-    qkv: Array, cos: Array, sin: Array, scales: tuple[Array, Array] | None, eps: float
+@_kernel_of(split_heads)
+def _split_heads_kernel(
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    scales: tuple[Array, Array] | None,
+    eps: float,
+    *,
+    mosaic: bool,
 ) -> Heads:
-    require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
-    from longspec_jax.ops import layer_pallas
-
-    return layer_pallas.split_heads(qkv, cos, sin, scales, eps=eps)
+    _require_heads(qkv, mosaic)
+    return _kernels(mosaic).split_heads(qkv, cos, sin, scales, eps=eps)
 
 
 @op
@@ -146,14 +172,19 @@ def split_into(
     return q, keys, values
 
 
-@split_into.kernel("pallas")
-def _split_into_pallas(
-    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int
+@_kernel_of(split_into)
+def _split_into_kernel(
+    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int, *, mosaic: bool
 ) -> Heads:
-    require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
-    from longspec_jax.ops import layer_pallas
+    _require_heads(qkv, mosaic)
+    return _kernels(mosaic).split_heads(qkv, cos, sin, None, rows, first=first)
 
-    return layer_pallas.split_heads(qkv, cos, sin, None, rows, first=first)
+
+def _require_heads(qkv: Array, mosaic: bool) -> None:
+    rows = qkv.shape[0] * qkv.shape[1]
+    require_decode_step("the kernel that splits heads", rows, qkv.dtype, mosaic=mosaic)
+    if mosaic and qkv.shape[-1] % 16:
+        raise NotImplementedError(f"heads of {qkv.shape[-1]} numbers are no multiple of 16")
 
 
 def wide_qk_norm(
@@ -229,8 +260,8 @@ def append_rows(
     return tuple(map(write, caches, fresh))
 
 
-@append_rows.kernel("pallas")
-def _append_rows_pallas(
+@_kernel_of(append_rows)
+def _append_rows_kernel(
     caches: Sequence[CacheSlots],
     fresh: Sequence[CachedRows],
     path: Array,
@@ -238,11 +269,12 @@ def _append_rows_pallas(
     cache_rows: Array | None = None,
     *,
     ring: bool = False,
+    mosaic: bool,
 ) -> tuple[CacheSlots, ...]:
-    dtype = caches[0].dtype
+    dtype, width = caches[0].dtype, caches[0].shape[3]
     # Fresh rows have the dtype of the cache: the kernel copies.
     dtype = jnp.bfloat16 if dtype == CODES else dtype
-    require_decode_step("the kernel that appends rows", path.size, dtype)
-    from longspec_jax.ops import layer_pallas
-
-    return layer_pallas.append_rows(caches, fresh, path, length, cache_rows, ring=ring)
+    require_decode_step("the kernel that appends rows", path.size, dtype, mosaic=mosaic)
+    if mosaic and width % 8:
+        raise NotImplementedError(f"heads of {width} numbers are no multiple of 8")
+    return _kernels(mosaic).append_rows(caches, fresh, path, length, cache_rows, ring=ring)

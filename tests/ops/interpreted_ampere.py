@@ -38,6 +38,15 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(ref: Ref, *_: Any, **__: Any) -> Array:
         return ref[...]
 
+    def gather(source: Ref, at: tuple[Any, ...], _: Any) -> Array:
+        return source[...][at]
+
+    def scatter(target: Ref, at: tuple[Any, ...], value: Array, there: Array, _: Any) -> None:
+        # What is not there goes to a place behind the last one, and is dropped.
+        *before, last = at
+        last = jnp.where(there, last, target.shape[-1])
+        target[...] = target[...].at[(*before, last)].set(value.astype(target.dtype), mode="drop")
+
     def iota(dtype: Any, shape: tuple[int, ...], axis: int, **_: Any) -> Array:
         return jax.lax.broadcasted_iota(dtype, shape, axis)
 
@@ -56,6 +65,8 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
         as_left=lambda value: value,
         mma=mma,
         store=store,
+        gather=gather,
+        scatter=scatter,
     ).items():
         monkeypatch.setattr(ampere, name, meaning)
     jax.clear_caches()

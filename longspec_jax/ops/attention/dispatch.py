@@ -21,7 +21,13 @@ from longspec_jax.ops.attention import attention_xla, path, reference
 from longspec_jax.ops.attention.float8 import CODES, scaled
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.hardware import AMPERE, HOPPER, compute_capability, require_ampere
+from longspec_jax.ops.hardware import (
+    AMPERE,
+    HOPPER,
+    compute_capability,
+    hopper_comes_first,
+    require_ampere,
+)
 
 
 class _Options(TypedDict, total=False):
@@ -74,6 +80,36 @@ def _speculative_kernels(
     return kernels.speculative_attention(q, prefix, fresh, sinks, **options)
 
 
+def _prefix_mosaic(q: Queries, prefix: Prefix, **options: Unpack[_PartialOptions]) -> Partial:
+    if hopper_comes_first():
+        return _prefix_kernels(q, prefix, hopper=True, **options)
+    from longspec_jax.ops.attention import kernels_ampere
+
+    return kernels_ampere.prefix_attention(q, prefix, **options)
+
+
+def _tree_mosaic(q: Queries, fresh: Fresh, **options: Unpack[_PartialOptions]) -> Partial:
+    if hopper_comes_first():
+        return _tree_kernel(q, fresh, **options)
+    from longspec_jax.ops.attention import kernels_ampere
+
+    return kernels_ampere.tree_attention(q, fresh, **options)
+
+
+def _speculative_mosaic(
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh,
+    sinks: Sinks | None = None,
+    **options: Unpack[_Options],
+) -> Array:
+    if hopper_comes_first():
+        return _speculative_kernels(q, prefix, fresh, sinks, hopper=True, **options)
+    from longspec_jax.ops.attention import kernels_ampere
+
+    return kernels_ampere.speculative_attention(q, prefix, fresh, sinks, **options)
+
+
 def _path_kernel(*operands: Any, levels: int, scale: float | None) -> Array:
     if path.require_kernel(operands[0], operands[1].keys, operands[2].keys, levels):
         from longspec_jax.ops.attention import path_kernels
@@ -121,9 +157,12 @@ CUDNN_WIDTH = 128
 
 PREFIX = Op(
     "prefix_attention",
-    automatic={"pallas": _prefix_kernels, "xla": attention_xla.prefix_attention},
+    automatic={
+        "pallas": _prefix_kernels,
+        "mosaic": _prefix_mosaic,
+        "xla": attention_xla.prefix_attention,
+    },
     by_name={
-        "mosaic": partial(_prefix_kernels, hopper=True),
         "triton": _prefix_triton,
         "reference": reference.prefix_attention,
         "interpret": partial(_prefix_kernels, interpret=True),
@@ -131,9 +170,8 @@ PREFIX = Op(
 )
 TREE = Op(
     "tree_attention",
-    automatic={"pallas": _tree_kernel, "xla": attention_xla.tree_attention},
+    automatic={"pallas": _tree_kernel, "mosaic": _tree_mosaic, "xla": attention_xla.tree_attention},
     by_name={
-        "mosaic": _tree_kernel,
         "triton": _tree_kernel,
         "reference": reference.tree_attention,
         "interpret": partial(_tree_kernel, interpret=True),
@@ -141,9 +179,12 @@ TREE = Op(
 )
 SPECULATIVE = Op(
     "speculative_attention",
-    automatic={"pallas": _speculative_kernels, "xla": attention_xla.speculative_attention},
+    automatic={
+        "pallas": _speculative_kernels,
+        "mosaic": _speculative_mosaic,
+        "xla": attention_xla.speculative_attention,
+    },
     by_name={
-        "mosaic": partial(_speculative_kernels, hopper=True),
         "triton": partial(attention_xla.speculative_attention, attend=_prefix_triton),
         "reference": reference.speculative_attention,
         "interpret": partial(_speculative_kernels, interpret=True),

@@ -84,7 +84,9 @@ def path_attention(
     missing = -packed.shape[2] % WARPGROUP_ROWS
     rows = jnp.pad(packed, ((0, 0), (0, 0), (0, missing), (0, 0)))
     limit = jnp.pad(jnp.repeat(limit, groups, axis=1), ((0, 0), (0, missing)))
-    splits = _prefix(bounds, limit, rows, prefix.keys, prefix.values, scale=factor)
+    count = splits_of(kv_heads)
+    cached = prefix.keys, prefix.values
+    splits = attend_in_splits(bounds, limit, rows, *cached, scale=factor, count=count)
     each = q.reshape(batch, tokens, kv_heads, groups, width)
     # A copy takes four groups of eight rows and 64 columns, and more.
     missing = MAX_GROUP * (2 if width == 64 else 1) - groups
@@ -123,14 +125,17 @@ def _recent(
     return seen, keys, values
 
 
-def _prefix(
+def attend_in_splits(
     bounds: Int[Array, "B 3"],
     limit: Int[Array, "B R"],
     q: Float[Array, "B K R H"],
     k: CacheSlots,
     v: CacheSlots,
+    bias: Float[Array, "B R S"] | None = None,
     *,
     scale: float,
+    count: int,
+    causal: int = 0,
 ) -> Splits:
     """Attend to the slots below every packed row's limit.
 
@@ -138,20 +143,23 @@ def _prefix(
       bounds: of every batch row, its row of the cache, its greatest limit, the slots of a split.
       limit: how many slots each packed row sees.
       q: packed queries, whole warpgroups of rows.
-      k: cached keys.
+      k: cached keys, whole steps of slots.
       v: cached values.
+      bias: is added to the scores, in base 2, if there is one.
       scale: factor on the scores, in base 2.
+      count: the most splits of a row.
+      causal: query heads of a key/value head, if row ``r`` sees the slots up to ``r // causal``
+        alone; otherwise 0.
 
     Returns:
       The splits; behind the last row there is memory for another node's.
     """
     batch, kv_heads, rows, width = q.shape
-    count = splits_of(kv_heads)
     shape = batch, count, kv_heads, rows + MAX_GROUP
     held = 2 * WARPGROUP_ROWS * width
     stages = min(4, (ampere.SHARED_BYTES - held - 1024) // (4 * SLOTS * width))
     kernel = plgpu.kernel(
-        functools.partial(_prefix_kernel, scale=scale, stages=stages),
+        functools.partial(_split_kernel, scale=scale, stages=stages, causal=causal),
         out_type=(
             jax.ShapeDtypeStruct((*shape, width), jnp.float32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -168,30 +176,32 @@ def _prefix(
         compiler_params=ampere.compiler_params(),
         kernel_name="prefix_splits",
     )
-    out, top, total = kernel(bounds, limit, q, k, v)
+    out, top, total = kernel(bounds, limit, q, k, v, *([] if bias is None else [bias]))
     return Splits(out, top, total)
 
 
-def _prefix_kernel(
+def _split_kernel(
     bounds: Ref,
     limit: Ref,
     q: Ref,
     k: Ref,
     v: Ref,
-    out: Ref,
-    top: Ref,
-    total: Ref,
-    *,
+    *refs: Ref,
     q_smem: Ref,
     k_smem: Ref,
     v_smem: Ref,
     scale: float,
     stages: int,
+    causal: int,
 ) -> None:
     """64 packed rows of a key/value head over one split."""
+    *bias, out, top, total = refs
     batch, kv_head = jax.lax.axis_index("batch"), jax.lax.axis_index("kv_head")
     split, row_tile = jax.lax.axis_index("split"), jax.lax.axis_index("row_tile")
     cache_row, most, size = (bounds[batch, at] for at in range(3))
+    if causal:
+        last = (row_tile + 1) * WARPGROUP_ROWS - 1
+        most = jnp.minimum(most, jax.lax.div(last, jnp.int32(causal)) + 1)
     lower = split * size
     blocks = jax.lax.div(jnp.minimum(most, lower + size) - lower + SLOTS - 1, jnp.int32(SLOTS))
     width, dtype = q.shape[-1], q.dtype
@@ -200,45 +210,27 @@ def _prefix_kernel(
     seen = load(limit.at[batch, rows], layout.reduce(1))
 
     def fetch(step: jax.Array) -> None:
-        """Bring a block's keys and values; or nothing behind the last, which counts alike."""
+        """Bring a block's keys and values."""
         place = jax.lax.rem(step, jnp.int32(stages))
-
-        @pl.when(step < blocks)
-        def _() -> None:
-            at = cache_row, kv_head, pl.ds(lower + step * SLOTS, SLOTS), pl.ds(0, width)
-            ampere.copy(k, at, k_smem.at[place])
-            ampere.copy(v, at, v_smem.at[place])
-
-        @pl.when(step >= blocks)
-        def _() -> None:
-            ampere.skip()
-            ampere.skip()
-
-    def silence(step: jax.Array, place: jax.Array) -> None:
-        """Zero values that no row sees: they may be NaN, which a weight of 0 would not silence."""
-        for half in _halves(width):
-            piece = v_smem.at[place, :, half]
-            copied = plgpu.Layout.SMEM_GMEM_COPY(piece.shape, dtype, 128)
-            slot = plgpu.broadcasted_iota(jnp.int32, piece.shape, 0, layout=copied)
-            there = slot + (lower + step * SLOTS) < most
-            value = load(piece, copied)
-            piece[...] = jnp.where(there, value, jnp.zeros_like(value))
-        ampere.barrier()
+        at = cache_row, kv_head, pl.ds(lower + step * SLOTS, SLOTS), pl.ds(0, width)
+        ampere.copy_if(step < blocks, (k, at, k_smem.at[place]), (v, at, v_smem.at[place]))
 
     def attend(step: jax.Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         ampere.wait(2 * (stages - 2))
         # All have read the place of the step before.
         fetch(step + stages - 1)
-        place = jax.lax.rem(step, jnp.int32(stages))
-        pl.when(lower + (step + 1) * SLOTS > most)(lambda: silence(step, place))
+        place, first = jax.lax.rem(step, jnp.int32(stages)), lower + step * SLOTS
+        pl.when(first + SLOTS > most)(lambda: _silence(v_smem.at[place], most - first))
         scores = ampere.zeros(WARPGROUP_ROWS, SLOTS, dtype)
         for half in _halves(width):
             query = ampere.left(q_smem.at[:, half], WARPGROUP_ROWS)
             key = ampere.right(k_smem.at[place, :, half].transpose((1, 0)), WARPGROUP_ROWS)
             scores = ampere.mma(scores, query, key)
         slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
-        below = ampere.along_rows(seen - (lower + step * SLOTS), scores.shape, layout)
+        below = ampere.along_rows(seen - first, scores.shape, layout)
         scores = jnp.where(slot < below, _scaled(scores, scale, layout), -jnp.inf)
+        for ref in bias:
+            scores += load(ref.at[batch, rows, pl.ds(first, SLOTS)], layout)
         top, total, *acc = state
         weights, keep, top, added = _softmax(top, scores, layout)
         weights = ampere.as_left(weights.astype(dtype))
@@ -263,6 +255,17 @@ def _prefix_kernel(
             ampere.store(out.at[(*at, half)], acc)
 
 
+def _silence(values: Ref, most: jax.Array) -> None:
+    """Zero values that no row sees: they may be NaN, which a weight of 0 would not silence."""
+    for half in _halves(values.shape[-1]):
+        piece = values.at[:, half]
+        copied = plgpu.Layout.SMEM_GMEM_COPY(piece.shape, piece.dtype, 128)
+        slot = plgpu.broadcasted_iota(jnp.int32, piece.shape, 0, layout=copied)
+        value = load(piece, copied)
+        piece[...] = jnp.where(slot < most, value, jnp.zeros_like(value))
+    ampere.barrier()
+
+
 def _recent_and_merge(
     bounds: Int[Array, "B 3"],
     bias: Float[Array, "B T places"],
@@ -277,7 +280,7 @@ def _recent_and_merge(
     """Attend to every node's recent tokens, and merge with the splits, in ascending order.
 
     Args:
-      bounds: as of :func:`_prefix`.
+      bounds: as of :func:`attend_in_splits`.
       bias: 0 for the places that are filled, minus infinity for the others.
       q: every node's queries, among ``MAX_GROUP`` rows a key/value head or more.
       k: every node's recent keys.

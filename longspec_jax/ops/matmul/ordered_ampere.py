@@ -151,22 +151,15 @@ def _kernel(x: Ref, weights: Ref, *refs: Ref, work: Work, x_smem: Ref, weights_s
     first, last = ((split + end) * blocks // work.splits for end in (0, 1))
 
     def fetch(step: jax.Array) -> None:
-        """Bring a block, as two copies; or none behind the last, which count alike."""
-        place = jax.lax.rem(step, jnp.int32(stages))
-
-        @pl.when(first + step < last)
-        def _() -> None:
-            depth = pl.ds((first + step) * size, size)
-            for part in range(work.parts):
-                columns = pl.ds(part * work.columns + column, size)
-                at = (columns, depth) if work.head else (depth, columns)
-                ampere.copy(weights, at, weights_smem.at[place, part])
-            ampere.copy(x, (rows, depth), x_smem.at[place])
-
-        @pl.when(first + step >= last)
-        def _() -> None:
-            for _ in range(work.parts + 1):
-                ampere.skip()
+        """Bring a block, as a copy for each matmul and one of the rows."""
+        place, depth = jax.lax.rem(step, jnp.int32(stages)), pl.ds((first + step) * size, size)
+        copies = []
+        for part in range(work.parts):
+            columns = pl.ds(part * work.columns + column, size)
+            at = (columns, depth) if work.head else (depth, columns)
+            copies.append((weights, at, weights_smem.at[place, part]))
+        copies.append((x, (rows, depth), x_smem.at[place]))
+        ampere.copy_if(first + step < last, *copies)
 
     def multiply(step: jax.Array, accumulators: tuple[Array, ...]) -> tuple[Array, ...]:
         ampere.wait((work.parts + 1) * (stages - 2))
