@@ -134,15 +134,18 @@ class Projection(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
-        return multiply(self._flat(x), *self._stored(), ordered=self.ordered)
+        kernel, bias = self._stored()
+        return multiply(self._flat(x), kernel, bias, ordered=self.ordered)
 
     def partials(self, x: Array) -> Array:
         """Split-K partials ``[S, ..., out]`` of the mapped input; one axis out, no bias."""
-        return multiply(self._flat(x), self._stored()[0], ordered=self.ordered, split=True)
+        kernel, _ = self._stored()
+        return multiply(self._flat(x), kernel, ordered=self.ordered, split=True)
 
     def gated(self, x: Array) -> Array:
         """The second half of the mapped input, ``[..., 2, F]``, times the silu of the first."""
-        return multiply(self._flat(x), self._stored()[0], ordered=self.ordered, gated=True)
+        kernel, _ = self._stored()
+        return multiply(self._flat(x), kernel, ordered=self.ordered, gated=True)
 
     def weights(self) -> tuple[Array, Array | None]:
         """The kernel ``[prod(in_axes), *out_axes]``, and the bias ``[*out_axes]`` or none.

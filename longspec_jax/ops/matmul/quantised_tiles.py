@@ -203,7 +203,7 @@ class QuantisedWork(Work):
         tokens = 2 * _WEIGHED_TOKENS * self.split_steps * self.tile.depth * units
         splits = self.tile.splits
         partials = 2 * 4 * _WEIGHED_TOKENS * self.columns * splits if splits > 1 else 0
-        return self._read() + _CACHED * (tokens + partials)
+        return self.read() + _CACHED * (tokens + partials)
 
 
 def row_groups(rows: int) -> int:
