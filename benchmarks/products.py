@@ -51,27 +51,33 @@ Op = Callable[..., jax.Array]
 GATED_XLA = functools.partial(few_rows.matmul_xla, gated=True)
 OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (few_rows.matmul, few_rows.matmul_xla),
-    "out": (few_rows.matmul_partials, few_rows.matmul_xla),
-    "gate_up": (few_rows.gated_matmul, GATED_XLA),
-    "down": (few_rows.matmul_partials, few_rows.matmul_xla),
+    "out": (functools.partial(few_rows.matmul, split=True), few_rows.matmul_xla),
+    "gate_up": (functools.partial(few_rows.matmul, gated=True), GATED_XLA),
+    "down": (functools.partial(few_rows.matmul, split=True), few_rows.matmul_xla),
 }
 """Ours and XLA's, by the product's place in a layer."""
 ORDERED_OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (ordered.matmul, few_rows.matmul_xla),
-    "out": (ordered.matmul_partials, few_rows.matmul_xla),
-    "gate_up": (ordered.gated_matmul, GATED_XLA),
-    "down": (ordered.matmul_partials, few_rows.matmul_xla),
+    "out": (functools.partial(ordered.matmul, split=True), few_rows.matmul_xla),
+    "gate_up": (functools.partial(ordered.matmul, gated=True), GATED_XLA),
+    "down": (functools.partial(ordered.matmul, split=True), few_rows.matmul_xla),
     "head": (ordered.head_matmul, few_rows.head_matmul_xla),
 }
 """Those whose order of summation follows from the weights' shape alone."""
 QUANTISED_OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (quantised.quantised_matmul, quantised.quantised_matmul_xla),
-    "out": (quantised.quantised_matmul_partials, quantised.quantised_matmul_xla),
+    "out": (
+        functools.partial(quantised.quantised_matmul, split=True),
+        quantised.quantised_matmul_xla,
+    ),
     "gate_up": (
-        quantised.quantised_gated_matmul,
+        functools.partial(quantised.quantised_matmul, gated=True),
         functools.partial(quantised.quantised_matmul_xla, gated=True),
     ),
-    "down": (quantised.quantised_matmul_partials, quantised.quantised_matmul_xla),
+    "down": (
+        functools.partial(quantised.quantised_matmul, split=True),
+        quantised.quantised_matmul_xla,
+    ),
 }
 """The same with the weights of a quantised target."""
 HEAD = functools.partial(quantised.quantised_matmul, dtype=jnp.float32)

@@ -32,7 +32,6 @@ from longspec_jax.models.recurrence import Recur
 from longspec_jax.models.target import Attend, Target, TargetOutput, sinks_of
 from longspec_jax.ops.attention import float8, path
 from longspec_jax.ops.attention.dispatch import (
-    chunk_attention,
     path_attention,
     prefix_attention,
     speculative_attention,
@@ -149,12 +148,12 @@ class TargetModel:
         """
         chunk = tokens.shape[1]
         positions, read = start[:, None] + jnp.arange(chunk), cache.reading(start)
-        attention = self._with_scores(chunk_attention)
+        attention = self._with_scores(speculative_attention)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(self.config.source(layer), q)
             prefix = prefix.within(self.config.layer(layer).window, positions)
-            return attention(q, prefix, k, v, sinks_of(params, layer))
+            return attention(q, prefix, Fresh(k, v), sinks_of(params, layer))
 
         count, states = jnp.clip(last + 1, 0, chunk), {}
 

@@ -38,7 +38,7 @@ from longspec_jax.drafters.retrieval.working_cache import (
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.models.layers import applied
 from longspec_jax.models.target import Attend, Target, TargetOutput
-from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
+from longspec_jax.ops.attention.dispatch import speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.caches import Caches
 from longspec_jax.ops.layer import append_rows
@@ -103,7 +103,7 @@ class SmallLMDrafter(Drafter):
         past = self._past(state, seen, whole=tokens.shape[1] > SPARE)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            return chunk_attention(q, past[layer], k, v, **self._options)
+            return speculative_attention(q, past[layer], Fresh(k, v), **self._options)
 
         output = self._run(params.draft, tokens, positions, attend)
         if self.working is not None:

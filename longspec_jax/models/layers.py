@@ -7,8 +7,7 @@ PartitionSpec and no reshape is left to the caller.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import flax.linen as nn
 import jax
@@ -26,15 +25,12 @@ from longspec_jax.config.layers import (
     YarnRopeScaling,
 )
 from longspec_jax.ops.layer import residual_norm, rms_norm
-from longspec_jax.ops.matmul import ordered, outputs_first
+from longspec_jax.ops.matmul import few_rows, outputs_first
 from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
-from longspec_jax.ops.matmul.few_rows import gated_matmul, gelu_gate, matmul, matmul_partials
+from longspec_jax.ops.matmul.few_rows import gelu_gate
+from longspec_jax.ops.matmul.ordered import matmul as ordered_matmul
 from longspec_jax.ops.matmul.outputs_first import CHOOSE, OutputsFirst
-from longspec_jax.ops.matmul.quantised import (
-    quantised_gated_matmul,
-    quantised_matmul,
-    quantised_matmul_partials,
-)
+from longspec_jax.ops.matmul.quantised import quantised_matmul
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, QuantisedWeights
 from longspec_jax.ops.partitioned import row_shares
 
@@ -115,21 +111,6 @@ class RMSNorm(nn.Module):
         return parameter(self, "scale", nn.initializers.ones, shape, self.dtype)
 
 
-class Matmuls(NamedTuple):
-    """The ops of a kind of weights."""
-
-    whole: Callable[..., Array]
-    partials: Callable[..., Array]
-    gated: Callable[..., Array]
-
-
-FEW_ROWS = Matmuls(matmul, matmul_partials, gated_matmul)
-ORDERED = Matmuls(ordered.matmul, ordered.matmul_partials, ordered.gated_matmul)
-QUANTISED = Matmuls(quantised_matmul, quantised_matmul_partials, quantised_gated_matmul)
-OUTPUTS_FIRST = Matmuls(
-    outputs_first.matmul, outputs_first.matmul_partials, outputs_first.gated_matmul
-)
-ORDERED_QUANTISED = Matmuls(*(partial(op, ordered=True) for op in QUANTISED))
 STORED = QuantisedWeights, OutputsFirst
 """What a kernel may be instead of an array with its inputs first."""
 
@@ -142,9 +123,8 @@ class Projection(nn.Module):
     of its own.
     """
 
-    matmuls: ClassVar[Matmuls] = FEW_ROWS
-    """Of whole weights."""
-    quantised: ClassVar[Matmuls] = QUANTISED
+    ordered: ClassVar[bool] = False
+    """Whether rows have the same bits whatever rows are beside them, where a kernel serves."""
     in_axes: Sequence[int]
     """Sizes of the contracted axes, the last of the input."""
     out_axes: Sequence[int]
@@ -155,17 +135,17 @@ class Projection(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
         kernel, bias = self._stored()
-        return self._matmuls(kernel).whole(self._flat(x), kernel, bias)
+        return multiply(self._flat(x), kernel, bias, ordered=self.ordered)
 
     def partials(self, x: Array) -> Array:
         """Split-K partials ``[S, ..., out]`` of the mapped input; one axis out, no bias."""
         kernel, _ = self._stored()
-        return self._matmuls(kernel).partials(self._flat(x), kernel)
+        return multiply(self._flat(x), kernel, ordered=self.ordered, split=True)
 
     def gated(self, x: Array) -> Array:
         """The second half of the mapped input, ``[..., 2, F]``, times the silu of the first."""
         kernel, _ = self._stored()
-        return self._matmuls(kernel).gated(self._flat(x), kernel)
+        return multiply(self._flat(x), kernel, ordered=self.ordered, gated=True)
 
     def weights(self) -> tuple[Array, Array | None]:
         """The kernel ``[prod(in_axes), *out_axes]``, and the bias ``[*out_axes]`` or none.
@@ -188,11 +168,6 @@ class Projection(nn.Module):
             bias = parameter(self, "bias", nn.initializers.zeros, self.out_axes, self.dtype)
         return kernel, bias
 
-    def _matmuls(self, kernel: Array | OutputsFirst | QuantisedWeights) -> Matmuls:
-        if isinstance(kernel, OutputsFirst):
-            return OUTPUTS_FIRST
-        return self.quantised if isinstance(kernel, QuantisedWeights) else self.matmuls
-
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
 
@@ -200,8 +175,25 @@ class Projection(nn.Module):
 class OrderedProjection(Projection):
     """A :class:`Projection` whose rows have the same bits whatever rows are beside them."""
 
-    matmuls: ClassVar[Matmuls] = ORDERED
-    quantised: ClassVar[Matmuls] = ORDERED_QUANTISED
+    ordered: ClassVar[bool] = True
+
+
+def multiply(
+    x: Array,
+    kernel: Any,
+    bias: Array | None = None,
+    *,
+    ordered: bool,
+    gated: bool = False,
+    split: bool = False,
+) -> Array:
+    """As :func:`longspec_jax.ops.matmul.few_rows.matmul`, by the op of weights stored like this."""
+    if isinstance(kernel, QuantisedWeights):
+        return quantised_matmul(x, kernel, bias, ordered=ordered, gated=gated, split=split)
+    if isinstance(kernel, OutputsFirst):
+        return outputs_first.matmul(x, kernel, bias, gated, split)
+    whole = ordered_matmul if ordered else few_rows.matmul
+    return whole(x, kernel, bias, gated, split)
 
 
 def rounded(layer: PyTree, name: str = "") -> PyTree:

@@ -12,8 +12,8 @@ from longspec_jax.config.layers import RecurrenceConfig
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.models.layers import INITIAL_SCALE, Projection, RMSNorm, parameter
 from longspec_jax.ops.partitioned import with_sharding
-from longspec_jax.ops.recurrence.gated_norm import gated_norm
 from longspec_jax.ops.recurrence.operands import RecurrentTokens
+from longspec_jax.ops.recurrence.recurrence import gated_norm
 
 Recur: TypeAlias = Callable[[int, RecurrentTokens, Array], Array]
 """``(layer, what it makes of the fresh tokens, weights of its convolution) -> what the tokens read

@@ -149,7 +149,13 @@ class Layer(nn.Module):
         if (experts := self.kind.experts) is not None:
             ordered = self.projection is OrderedProjection
             mixture = Experts(
-                c.model_width, experts, dtype, self.mlp_chunk, ordered, c.gelu, c.norm_eps
+                c.model_width,
+                experts,
+                dtype,
+                chunk=self.mlp_chunk,
+                ordered=ordered,
+                gelu=c.gelu,
+                eps=c.norm_eps,
             )
             if experts.beside:
                 self.experts, self.mlp_own_norm, self.experts_norm = mixture, norm(), norm()

@@ -1,25 +1,36 @@
 """How every op chooses its implementation.
 
-An op is a public function with a docstring, and an :class:`Op` that lists its implementations by
-name. Each is a module-level function of the same operands. It raises ``NotImplementedError`` with
-a sentence where it cannot run: on this machine, with this version of jax, for this shape.
+An op is defined by a function in plain JAX, its implementation ``xla``, which runs everywhere and
+has the gradient. :func:`op` makes an :class:`Op` of it. Other implementations take the same
+operands and are tried before it. Each raises ``NotImplementedError`` with a sentence where it
+cannot run: on this machine, with this version of jax, for this shape.
 
-To add a kernel, write it in a file of its own beside the op (``..._mosaic.py``), write a function
-that refuses what the kernel cannot do and then imports and calls it, and list that function in
-the op's :class:`Op`. The import belongs inside the function: this version of jax may lack the
-kernel's backend, and a CPU need not spend the time.
+To add a kernel, write it in a file of its own beside the op (``..._mosaic.py``), and behind the
+op's definition a function that refuses what the kernel cannot do and then imports and calls it::
+
+    @residual_norm.kernel("pallas")
+    def _residual_norm_pallas(x, partials, scale, eps): ...
+
+The import belongs inside the function: this version of jax may lack the kernel's backend, and a CPU
+need not spend the time.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
 
+import jax
+
+Given = ParamSpec("Given")
+R = TypeVar("R")
 Implementation = Callable[..., Any]
+DEFINITION = "xla"
+"""The name of an op's definition among its implementations."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """The implementations of an op.
+class Op(Generic[Given, R]):
+    """The implementations of an op; calling it runs the first automatic one that does not refuse.
 
     Attributes:
       name: of the op, for messages.
@@ -27,33 +38,63 @@ class Op:
       by_name: those that run only when they are named.
     """
 
-    name: str
-    automatic: Mapping[str, Implementation]
-    by_name: Mapping[str, Implementation] = dataclasses.field(default_factory=dict)
+    def __init__(
+        self,
+        name: str,
+        automatic: dict[str, Implementation],
+        by_name: dict[str, Implementation] | None = None,
+    ) -> None:
+        self.name, self.automatic, self.by_name = name, automatic, by_name or {}
+        self._run: Callable[..., Any] = self._first
 
     @property
     def implementations(self) -> dict[str, Implementation]:
         """All of them, by name."""
-        return {**self.automatic, **self.by_name}
+        return self.automatic | self.by_name
 
-    def __call__(self, *operands: Any, implementation: str | None = None, **options: Any) -> Any:
-        """Run the named implementation, or the first automatic one that does not refuse.
+    @property
+    def definition(self) -> Callable[Given, R]:
+        """The op in plain JAX."""
+        return self.automatic[DEFINITION]
+
+    def kernel(self, name: str) -> Callable[[Implementation], Implementation]:
+        """List the decorated function, to be tried before the definition."""
+
+        def decorate(function: Implementation) -> Implementation:
+            definition = self.automatic.pop(DEFINITION)
+            self.automatic |= {name: function, DEFINITION: definition}
+            return function
+
+        return decorate
+
+    def __call__(self, *operands: Given.args, **options: Given.kwargs) -> R:
+        """Run the first automatic implementation that does not refuse.
+
+        Raises:
+          NotImplementedError: if all refuse; says why.
+        """
+        return self._run(*operands, **options)
+
+    def named(self, implementation: str | None) -> Callable[Given, R]:
+        """The implementation of this name, which may refuse; the op itself if none is given.
 
         Raises:
           ValueError: if there is no implementation of this name.
-          NotImplementedError: if the named implementation refuses, or all automatic ones do.
         """
-        if implementation is not None:
-            if implementation not in self.implementations:
-                raise ValueError(
-                    f"{self.name} has no implementation {implementation!r}; choose one of "
-                    f"{sorted(self.implementations)}"
-                )
-            return _run(self.implementations[implementation], operands, options)
+        if implementation is None:
+            return self
+        if implementation not in self.implementations:
+            raise ValueError(
+                f"{self.name} has no implementation {implementation!r}; choose one of "
+                f"{sorted(self.implementations)}"
+            )
+        return functools.partial(_run, self.implementations[implementation])
+
+    def _first(self, *operands: Any, **options: Any) -> Any:
         refusals = []
         for name, candidate in self.automatic.items():
             try:
-                return _run(candidate, operands, options)
+                return _run(candidate, *operands, **options)
             except NotImplementedError as refusal:
                 refusals.append(f"{name}: {refusal}")
         raise NotImplementedError(
@@ -61,9 +102,37 @@ class Op:
         )
 
 
-def _run(
-    implementation: Implementation, operands: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
+def op(definition: Callable[Given, R]) -> Op[Given, R]:
+    """The op that this function defines."""
+    name = definition.__name__.removesuffix(f"_{DEFINITION}")
+    return functools.update_wrapper(Op(name, {DEFINITION: definition}), definition)
+
+
+def differentiable_op(static: int) -> Callable[[Callable[Given, R]], Op[Given, R]]:
+    """The op that a function defines, of which every implementation has the definition's gradient.
+
+    Args:
+      static: how many of the last arguments are no arrays.
+    """
+
+    def decorate(definition: Callable[Given, R]) -> Op[Given, R]:
+        made = op(definition)
+        count = len(inspect.signature(definition).parameters)
+        fixed = tuple(range(count - static, count))
+        run = functools.wraps(definition)(lambda *operands: made._first(*operands))
+        made._run = jax.custom_jvp(run, nondiff_argnums=fixed)
+
+        @made._run.defjvp
+        def _(*given: Any) -> Any:
+            *static, primals, tangents = given
+            return jax.jvp(lambda *operands: definition(*operands, *static), primals, tangents)
+
+        return made
+
+    return decorate
+
+
+def _run(implementation: Implementation, *operands: Any, **options: Any) -> Any:
     """Run an implementation; a backend that cannot be imported is a refusal."""
     try:
         return implementation(*operands, **options)

@@ -2,8 +2,7 @@
 
 XLA makes two or three kernels of each, whose launches take a tenth of a decode step over one token.
 For the few rows of a decode step on a GPU one Pallas kernel does it
-(:mod:`longspec_jax.ops.layer_pallas`, and :mod:`longspec_jax.ops.layer_ampere` without Triton). The
-functions in plain JAX, ``..._xla``, are the definitions and run everywhere else.
+(:mod:`longspec_jax.ops.layer_pallas`, and :mod:`longspec_jax.ops.layer_ampere` without Triton).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.caches import put_tokens
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import Implementation, Op, differentiable_op, op
 from longspec_jax.ops.hardware import require_decode_step
 from longspec_jax.ops.slicing import along
 
@@ -27,7 +26,29 @@ Heads = tuple[Array, Array, Array]
 """Queries ``[B, T, N, H]``, keys and values ``[B, T, K, H]``."""
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _kernel_of(listing: Op) -> Callable[[Implementation], Implementation]:
+    """List the decorated function for Triton, and for Mosaic where this jax lacks Triton."""
+
+    def decorate(function: Implementation) -> Implementation:
+        listing.kernel("pallas")(partial(function, mosaic=False))
+        listing.kernel("mosaic")(partial(function, mosaic=True))
+        return function
+
+    return decorate
+
+
+def _kernels(mosaic: bool) -> Any:
+    """The module of the kernels: this jax may lack the backend of either."""
+    if mosaic:
+        from longspec_jax.ops import layer_ampere
+
+        return layer_ampere
+    from longspec_jax.ops import layer_pallas
+
+    return layer_pallas
+
+
+@differentiable_op(static=1)
 def residual_norm(
     x: Float[Array, "*rows D"],
     partials: Float[Array, "S *rows D"] | None,
@@ -46,20 +67,19 @@ def residual_norm(
     Returns:
       ``x + partials.sum(0)`` and its RMS norm, both in the dtype of ``x``; differentiable.
     """
-    return RESIDUAL_NORM(x, partials, scale, eps)
-
-
-@residual_norm.defjvp
-def _differentiate_norm(eps: float, primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(partial(residual_norm_xla, eps=eps), primals, tangents)
-
-
-def residual_norm_xla(
-    x: Array, partials: Array | None, scale: Array, eps: float
-) -> tuple[Array, Array]:
-    """:func:`residual_norm` in plain JAX."""
     total = x if partials is None else add(x, partials)
     return total, rms_norm(total, scale, eps)
+
+
+@_kernel_of(residual_norm)
+def _residual_norm_kernel(
+    x: Array, partials: Array | None, scale: Array, eps: float, *, mosaic: bool
+) -> tuple[Array, Array]:
+    rows = x.size // x.shape[-1]
+    require_decode_step("the norm's kernel", rows, x.dtype, mosaic=mosaic)
+    if x.shape[-1] > MAX_WIDTH:
+        raise NotImplementedError(f"the norm's kernel takes widths up to {MAX_WIDTH}")
+    return _kernels(mosaic).residual_norm(x, partials, scale, eps=eps)
 
 
 def add(x: Array, partials: Array) -> Array:
@@ -84,11 +104,11 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     return (wide * factor * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(4,))
+@differentiable_op(static=1)
 def split_heads(
     qkv: Float[Array, "B T K G2 H"],
-    cos: Float[Array, "B T half"],
-    sin: Float[Array, "B T half"],
+    cos: Float[Array, " B #T half"],
+    sin: Float[Array, " B #T half"],
     scales: tuple[Float[Array, " H"], Float[Array, " H"]] | None = None,
     eps: float = 0.0,
 ) -> Heads:
@@ -106,24 +126,27 @@ def split_heads(
       Rotated queries ``[B, T, N, H]`` and keys ``[B, T, K, H]``, and values ``[B, T, K, H]``;
       differentiable.
     """
-    return SPLIT_HEADS(qkv, cos, sin, scales, eps)
-
-
-@split_heads.defjvp
-def _differentiate_heads(eps: float, primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(partial(split_heads_xla, eps=eps), primals, tangents)
-
-
-def split_heads_xla(
-    qkv: Array, cos: Array, sin: Array, scales: tuple[Array, Array] | None = None, eps: float = 0.0
-) -> Heads:
-    """:func:`split_heads` in plain JAX."""
     q, k, v = split_qkv(qkv)
     if scales is not None:
         q, k = rms_norm(q, scales[0], eps), rms_norm(k, scales[1], eps)
     return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
 
 
+@_kernel_of(split_heads)
+def _split_heads_kernel(
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    scales: tuple[Array, Array] | None,
+    eps: float,
+    *,
+    mosaic: bool,
+) -> Heads:
+    _require_heads(qkv, mosaic)
+    return _kernels(mosaic).split_heads(qkv, cos, sin, scales, eps=eps)
+
+
+@op
 def split_into(
     qkv: Float[Array, "B T K G2 H"],
     cos: Float[Array, " B #T half"],
@@ -143,17 +166,25 @@ def split_into(
     Returns:
       Rotated queries ``[B, T, N, H]``, and all keys and values ``[B, U, K, H]``.
     """
-    return SPLIT_INTO(qkv, cos, sin, rows, first)
-
-
-def split_into_xla(
-    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int
-) -> Heads:
-    """:func:`split_into` in plain JAX."""
-    q, *fresh = split_heads_xla(qkv, cos, sin)
+    q, *fresh = split_heads.definition(qkv, cos, sin)
     write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
     keys, values = map(write, rows, fresh)
     return q, keys, values
+
+
+@_kernel_of(split_into)
+def _split_into_kernel(
+    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int, *, mosaic: bool
+) -> Heads:
+    _require_heads(qkv, mosaic)
+    return _kernels(mosaic).split_heads(qkv, cos, sin, None, rows, first=first)
+
+
+def _require_heads(qkv: Array, mosaic: bool) -> None:
+    rows = qkv.shape[0] * qkv.shape[1]
+    require_decode_step("the kernel that splits heads", rows, qkv.dtype, mosaic=mosaic)
+    if mosaic and qkv.shape[-1] % 16:
+        raise NotImplementedError(f"heads of {qkv.shape[-1]} numbers are no multiple of 16")
 
 
 def wide_qk_norm(
@@ -187,6 +218,7 @@ def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
     return rotated.astype(x.dtype)
 
 
+@op
 def append_rows(
     caches: Sequence[CacheSlots],
     fresh: Sequence[CachedRows],
@@ -206,19 +238,6 @@ def append_rows(
       cache_rows: the row of the caches for every batch row, no two alike; its own if absent.
       ring: whether slots are counted modulo their number.
     """
-    return APPEND_ROWS(caches, fresh, path, length, cache_rows, ring=ring)
-
-
-def append_rows_xla(
-    caches: Sequence[CacheSlots],
-    fresh: Sequence[CachedRows],
-    path: Array,
-    length: Array,
-    cache_rows: Array | None = None,
-    *,
-    ring: bool = False,
-) -> tuple[CacheSlots, ...]:
-    """:func:`append_rows` in plain JAX."""
     if ring:
         at = (length[:, None] + jnp.arange(path.shape[1])) % caches[0].shape[2]
         each = zip(caches, fresh, strict=True)
@@ -241,51 +260,15 @@ def append_rows_xla(
     return tuple(map(write, caches, fresh))
 
 
-def _residual_norm_kernel(
-    x: Array, partials: Array | None, scale: Array, eps: float, *, mosaic: bool
-) -> tuple[Array, Array]:
-    rows = x.size // x.shape[-1]
-    require_decode_step("the norm's kernel", rows, x.dtype, mosaic=mosaic)
-    if x.shape[-1] > MAX_WIDTH:
-        raise NotImplementedError(f"the norm's kernel takes widths up to {MAX_WIDTH}")
-    return _kernels(mosaic).residual_norm(x, partials, scale, eps=eps)
-
-
-def _split_heads_kernel(
-    qkv: Array,
-    cos: Array,
-    sin: Array,
-    scales: tuple[Array, Array] | None,
-    eps: float,
-    *,
-    mosaic: bool,
-) -> Heads:
-    _require_heads(qkv, mosaic)
-    return _kernels(mosaic).split_heads(qkv, cos, sin, scales, eps=eps)
-
-
-def _split_into_kernel(
-    qkv: Array, cos: Array, sin: Array, rows: tuple[Array, Array], first: int, *, mosaic: bool
-) -> Heads:
-    _require_heads(qkv, mosaic)
-    return _kernels(mosaic).split_heads(qkv, cos, sin, None, rows, first=first)
-
-
-def _require_heads(qkv: Array, mosaic: bool) -> None:
-    rows = qkv.shape[0] * qkv.shape[1]
-    require_decode_step("the kernel that splits heads", rows, qkv.dtype, mosaic=mosaic)
-    if mosaic and qkv.shape[-1] % 16:
-        raise NotImplementedError(f"heads of {qkv.shape[-1]} numbers are no multiple of 16")
-
-
+@_kernel_of(append_rows)
 def _append_rows_kernel(
     caches: Sequence[CacheSlots],
     fresh: Sequence[CachedRows],
     path: Array,
     length: Array,
-    cache_rows: Array | None,
+    cache_rows: Array | None = None,
     *,
-    ring: bool,
+    ring: bool = False,
     mosaic: bool,
 ) -> tuple[CacheSlots, ...]:
     dtype, width = caches[0].dtype, caches[0].shape[3]
@@ -295,25 +278,3 @@ def _append_rows_kernel(
     if mosaic and width % 8:
         raise NotImplementedError(f"heads of {width} numbers are no multiple of 8")
     return _kernels(mosaic).append_rows(caches, fresh, path, length, cache_rows, ring=ring)
-
-
-def _kernels(mosaic: bool) -> Any:
-    """The module of the kernels: this jax may lack the backend of either."""
-    if mosaic:
-        from longspec_jax.ops import layer_ampere
-
-        return layer_ampere
-    from longspec_jax.ops import layer_pallas
-
-    return layer_pallas
-
-
-def _op(name: str, kernel: Callable[..., Any], xla: Callable[..., Any]) -> Op:
-    kernels = {"pallas": partial(kernel, mosaic=False), "mosaic": partial(kernel, mosaic=True)}
-    return Op(name, {**kernels, "xla": xla})
-
-
-RESIDUAL_NORM = _op("residual_norm", _residual_norm_kernel, residual_norm_xla)
-SPLIT_HEADS = _op("split_heads", _split_heads_kernel, split_heads_xla)
-SPLIT_INTO = _op("split_into", _split_into_kernel, split_into_xla)
-APPEND_ROWS = _op("append_rows", _append_rows_kernel, append_rows_xla)

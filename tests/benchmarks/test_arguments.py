@@ -12,7 +12,7 @@ from benchmarks.attention import CANDIDATES
 from longspec_jax.cli import ByMachine, settled
 from longspec_jax.config.names import ATTENTION
 from longspec_jax.config.tree import DEFAULT_TREE
-from longspec_jax.ops.attention.dispatch import CHUNK, PREFIX, SPECULATIVE, TREE
+from longspec_jax.ops.attention.dispatch import PREFIX, SPECULATIVE, TREE
 from tests.kit import each_row
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_the_tree_is_the_one_that_is_named_or_the_default() -> None:
 
 
 def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
-    for op in (PREFIX, TREE, SPECULATIVE, CHUNK):
+    for op in (PREFIX, TREE, SPECULATIVE):
         assert op.implementations.keys() == set(ATTENTION)
     assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES,)
 

@@ -111,7 +111,7 @@ def attention_calls(rows: Callable[..., Any]) -> dict[str, Call]:
     tree = Fresh(fresh, fresh, truth((1, NODES, NODES)))
     recent = Fresh(window, window, truth((1, NODES, WINDOW + NODES)))
     verify, on_path = attention.speculative_attention, partial(attention.path_attention, levels=5)
-    prefill = attention.chunk_attention
+    prompt = Fresh(chunk, chunk)
     return {
         "attention, a plain step": Call(verify, (queries[1], cached, alone)),
         "attention, a tree": Call(verify, (queries[NODES], cached, tree)),
@@ -122,10 +122,8 @@ def attention_calls(rows: Callable[..., Any]) -> dict[str, Call]:
         "attention, a tree, in one order": Call(
             on_path, (queries[NODES], cached, tree, whole((1, NODES)))
         ),
-        "attention, a prompt's chunk": Call(prefill, (queries[CHUNK], cached, chunk, chunk)),
-        "attention, a chunk, cache in 8 bits": Call(
-            prefill, (queries[CHUNK], narrow, chunk, chunk)
-        ),
+        "attention, a prompt's chunk": Call(verify, (queries[CHUNK], cached, prompt)),
+        "attention, a chunk, cache in 8 bits": Call(verify, (queries[CHUNK], narrow, prompt)),
         "draft: its window": Call(attention.tree_attention, (queries[NODES], recent)),
         "draft: the target's cache": Call(attention.prefix_attention, (queries[16], cached)),
     }
@@ -168,8 +166,8 @@ def matmul_calls(rows: Callable[..., Any]) -> dict[str, Call]:
     of_experts = experts.ExpertWeights(rows((32, 2, 2880, 2880)), rows((32, 2880, 2880)))
     chosen = rows((NODES, 2880)), whole((NODES, 4)), of_experts, None
     return {
-        "matmuls, a tree": Call(few_rows.gated_matmul, (x, mlp)),
-        "matmuls in one order": Call(ordered.gated_matmul, (x, mlp)),
+        "matmuls, a tree": Call(partial(few_rows.matmul, gated=True), (x, mlp)),
+        "matmuls in one order": Call(partial(ordered.matmul, gated=True), (x, mlp)),
         "LM head in one order": Call(ordered.head_matmul, (x, rows((VOCABULARY, MODEL_WIDTH)))),
         "experts, a tree": Call(experts.EXPERT_MLPS, chosen),
     }

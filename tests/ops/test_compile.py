@@ -248,7 +248,8 @@ def test_chunks_lower_for_cuda(heads, tokens, width, dtype) -> None:
     prefix = tiles.triton_prefix_tile(*sizes, 8192, q.dtype.itemsize, (8, 0))
 
     def call(q, k, v, length, keys, values):
-        return kernels.chunk_attention(q, Prefix(k, v, length), keys, values, prefix_tile=prefix)
+        operands = Prefix(k, v, length), Fresh(keys, values)
+        return kernels.speculative_attention(q, *operands, prefix_tile=prefix)
 
     assert lowered(call, q, cache, cache, length, rows, rows).count("custom_call @") == 2
 
@@ -265,7 +266,7 @@ def test_windows_and_caps_lower_for_cuda(tokens: int) -> None:
         prefix, options = Prefix(k, v, length, oldest=oldest), dict(cap=50.0, prefix_tile=tile)
         return (
             kernels.speculative_attention(q, prefix, Fresh(keys, values, mask), **options),
-            kernels.chunk_attention(q, prefix, keys, values, **options),
+            kernels.speculative_attention(q, prefix, Fresh(keys, values), **options),
         )
 
     text = lowered(call, q, half(ring), half(ring), *numbers, rows, rows, mask)

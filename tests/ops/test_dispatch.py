@@ -57,9 +57,9 @@ def test_an_explicit_choice_never_falls_back() -> None:
     op = Op("op", {"a": takes, "b": refuses}, {"c": lacks})
     for name, message in (("b", "3 is too large"), ("c", "cannot be imported")):
         with pytest.raises(NotImplementedError, match=message):
-            op(3, implementation=name)
+            op.named(name)(3)
     with pytest.raises(ValueError, match=r"op has no implementation 'd'; choose .*'a', 'b', 'c'"):
-        op(3, implementation="d")
+        op.named("d")
 
 
 def test_a_defect_is_no_refusal() -> None:
@@ -86,7 +86,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "prefix": (attention.prefix_attention, (Q, PREFIX)),
     "tree": (attention.tree_attention, (Q, FRESH)),
     "speculative": (attention.speculative_attention, (Q, PREFIX, FRESH)),
-    "chunk": (attention.chunk_attention, (Q, PREFIX, ROWS, ROWS)),
+    "chunk": (attention.speculative_attention, (Q, PREFIX, Fresh(ROWS, ROWS))),
     "norm": (
         partial(layer.residual_norm, eps=1e-5),
         (half((1, 8, 96)), half((1, 1, 8, 96)), half((96,))),
@@ -102,15 +102,21 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "append": (layer.append_rows, ([CACHE], [ROWS], whole((1, 3)), LENGTH)),
     "int8": (quantised.quantised_matmul, (half((8, 512)), INT8.replace(order=whole((512,))))),
-    "int8 partials": (quantised.quantised_matmul_partials, (half((8, 512)), INT8)),
-    "int8 gated": (quantised.quantised_gated_matmul, (half((8, 512)), INT8_PAIR)),
+    "int8 partials": (partial(quantised.quantised_matmul, split=True), (half((8, 512)), INT8)),
+    "int8 gated": (partial(quantised.quantised_matmul, gated=True), (half((8, 512)), INT8_PAIR)),
     "quantised": (quantised.quantised_matmul, (half((8, 512)), PACKED)),
-    "quantised partials": (quantised.quantised_matmul_partials, (half((8, 512)), PACKED)),
-    "quantised gated": (quantised.quantised_gated_matmul, (half((8, 512)), PACKED_PAIR)),
+    "quantised partials": (
+        partial(quantised.quantised_matmul, split=True),
+        (half((8, 512)), PACKED),
+    ),
+    "quantised gated": (
+        partial(quantised.quantised_matmul, gated=True),
+        (half((8, 512)), PACKED_PAIR),
+    ),
     "continuations": (partial(best_continuations, count=4), (real((1, 4, 5000)), real((1, 4)))),
     "matmul": (few_rows.matmul, (half((8, 512)), half((512, 8192)))),
-    "partials": (few_rows.matmul_partials, (half((8, 512)), half((512, 8192)))),
-    "gated": (few_rows.gated_matmul, (half((8, 512)), half((512, 2, 8192)))),
+    "partials": (partial(few_rows.matmul, split=True), (half((8, 512)), half((512, 8192)))),
+    "gated": (partial(few_rows.matmul, gated=True), (half((8, 512)), half((512, 2, 8192)))),
 }
 
 
@@ -162,7 +168,7 @@ def test_triton_sees_the_functions_as_they_are_written(triton_kernels) -> None:
     assert [function.__name__ for function in given] == ["_split_kernel", "_merge_kernel"]
     assert not any(hasattr(function, "__wrapped__") for function in given)
     if "beartype" in sys.modules:  # Otherwise no hook is installed.
-        assert hasattr(Op.__call__, "__wrapped__")
+        assert hasattr(Op.named, "__wrapped__")
 
 
 def test_a_jax_that_jax_triton_cannot_trace_in_is_refused(

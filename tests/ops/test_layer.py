@@ -36,7 +36,7 @@ def test_residual_norm_kernel(interpret: bool, dtype: str, width: int, splits: i
     wide = np.float64(total)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.float64(scale)
     assert relative_error(out, expected) <= TOLERANCE[dtype]
-    composed = layer.residual_norm_xla(x, partials, scale, 1e-5)
+    composed = layer.residual_norm.definition(x, partials, scale, 1e-5)
     assert relative_error(composed[1], expected) <= TOLERANCE[dtype]
     first, alone = layer_pallas.residual_norm(total, None, scale, eps=1e-5, interpret=interpret)
     np.testing.assert_array_equal(first, total)
@@ -56,7 +56,7 @@ def test_split_heads_kernel(
     scales = normal(2, width, dtype=dtype), normal(3, width, dtype=dtype)
     for norms in (None, scales):
         actual = layer_pallas.split_heads(qkv, cos, sin, norms, eps=1e-2, interpret=interpret)
-        expected = layer.split_heads_xla(qkv, cos, sin, norms, 1e-2)
+        expected = layer.split_heads.definition(qkv, cos, sin, norms, 1e-2)
         for ours, theirs in zip(actual, expected, strict=True):
             assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
             assert relative_error(ours, np.float64(theirs)) <= TOLERANCE[dtype]
@@ -75,12 +75,12 @@ def test_heads_go_among_others(interpret: bool, tokens: int) -> None:
     qkv, (cos, sin) = normal(0, 2, tokens, 2, 6, 24), angles(1, 2, 1, 12)
     rows = normal(2, 2, 7, 2, 24), normal(3, 2, 7, 2, 24)
     same = (jnp.broadcast_to(each, (2, tokens, 12)) for each in (cos, sin))
-    q, *fresh = layer.split_heads_xla(qkv, *same)
+    q, *fresh = layer.split_heads.definition(qkv, *same)
     expected = [np.array(each) for each in rows]
     for every, own in zip(expected, fresh, strict=True):
         every[:, 4 : 4 + tokens] = own
     in_kernel = layer_pallas.split_heads(qkv, cos, sin, None, rows, first=4, interpret=interpret)
-    for found in (in_kernel, layer.split_into_xla(qkv, cos, sin, rows, 4)):
+    for found in (in_kernel, layer.split_into.definition(qkv, cos, sin, rows, 4)):
         for ours, theirs in zip(found, (q, *expected), strict=True):
             assert ours.shape == theirs.shape
             assert relative_error(ours, np.float64(theirs)) <= TOLERANCE["float32"]
@@ -98,7 +98,7 @@ def test_append_rows_kernel(interpret: bool, dtype: str, monkeypatch: pytest.Mon
     path = jnp.asarray([[0, 3, 6], [0, 1, 1]])
     length = jnp.asarray([16, 5])
     actual = layer_pallas.append_rows(caches, fresh, path, length, interpret=interpret)
-    plain = layer.append_rows_xla(caches, fresh, path, length)
+    plain = layer.append_rows.definition(caches, fresh, path, length)
     for ours, theirs, cache, rows in zip(actual, plain, caches, fresh, strict=True):
         expected = np.array(cache)
         for b in range(2):
@@ -112,13 +112,13 @@ def test_append_rows_kernel(interpret: bool, dtype: str, monkeypatch: pytest.Mon
     among = [every.at[there].set(cache) for every, cache in zip(among, caches, strict=True)]
     others = fresh, path, length, there
     ours = layer_pallas.append_rows(among, *others, interpret=interpret)
-    for found in (ours, layer.append_rows_xla(among, *others)):
+    for found in (ours, layer.append_rows.definition(among, *others)):
         for every, mine, written in zip(among, found, plain, strict=True):
             np.testing.assert_array_equal(mine, every.at[there].set(written))
     # In a ring the second row's last two go to its first slots.
     length = jnp.asarray([16, 18 + 19])
     rings = layer_pallas.append_rows(caches, fresh, path, length, ring=True, interpret=interpret)
-    for found in (rings, layer.append_rows_xla(caches, fresh, path, length, ring=True)):
+    for found in (rings, layer.append_rows.definition(caches, fresh, path, length, ring=True)):
         for mine, cache, rows in zip(found, caches, fresh, strict=True):
             expected = np.array(cache)
             for b in range(2):
@@ -136,7 +136,7 @@ def test_gradients_are_those_of_plain_jax() -> None:
 
     ours, plain = (
         jax.jit(jax.grad(functools.partial(loss, op), (0, 1, 2)))(x, delta, scale)
-        for op in (layer.residual_norm, layer.residual_norm_xla)
+        for op in (layer.residual_norm, layer.residual_norm.definition)
     )
     jax.tree.map(np.testing.assert_array_equal, ours, plain)
 
@@ -149,6 +149,6 @@ def test_gradients_are_those_of_plain_jax() -> None:
     for scales in (None, (normal(5, 8), normal(6, 8))):
         ours, plain = (
             jax.jit(jax.grad(functools.partial(heads_loss, op), (0, 1)))(qkv, scales)
-            for op in (layer.split_heads, layer.split_heads_xla)
+            for op in (layer.split_heads, layer.split_heads.definition)
         )
         jax.tree.map(np.testing.assert_array_equal, ours, plain)

@@ -53,7 +53,7 @@ def test_heads(dtype: str, kv_heads: int, groups: int, width: int) -> None:
     for norms in (None, scales):
         ours = layer_ampere.split_heads(qkv, cos, sin, norms, eps=1e-2)
         for mine, exact in zip(
-            ours, layer.split_heads_xla(qkv, cos, sin, norms, 1e-2), strict=True
+            ours, layer.split_heads.definition(qkv, cos, sin, norms, 1e-2), strict=True
         ):
             assert mine.shape == exact.shape and mine.dtype == exact.dtype
             assert relative_error(mine, np.float64(exact)) <= TOLERANCE[dtype]
@@ -64,7 +64,7 @@ def test_heads(dtype: str, kv_heads: int, groups: int, width: int) -> None:
     same = cos[:, :1], sin[:, :1]
     ours = layer_ampere.split_heads(qkv, *same, None, rows, first=4)
     repeated = (jnp.broadcast_to(each, cos.shape) for each in same)
-    plain = layer.split_into_xla(qkv, *repeated, rows, 4)
+    plain = layer.split_into.definition(qkv, *repeated, rows, 4)
     for mine, exact in zip(ours, plain, strict=True):
         assert relative_error(mine, np.float64(exact)) <= TOLERANCE[dtype]
     np.testing.assert_array_equal(ours[2], plain[2])
@@ -87,7 +87,7 @@ def test_rows_are_appended(dtype: str, height: int) -> None:
         some = caches if rows is not None else [cache[:2] for cache in caches]
         operands = some, fresh, path, jnp.asarray(length), rows
         ours = layer_ampere.append_rows(*operands, ring=ring)
-        wanted = layer.append_rows_xla(*operands, ring=ring)
+        wanted = layer.append_rows.definition(*operands, ring=ring)
         for mine, exact in zip(ours, wanted, strict=True):
             np.testing.assert_array_equal(mine, exact)
 

@@ -61,11 +61,9 @@ def joined(rows: int, interpret: bool) -> list[jax.Array]:
 
 
 def chunk(rows: int, interpret: bool) -> list[jax.Array]:
-    tiles = dict(prefix_tile=PREFIX_TILE, chunk_tile=TREE_TILE)
-    keys, values = FRESH_K[:, :rows], FRESH_V[:, :rows]
-    return [
-        kernels.chunk_attention(Q[:, :rows], PREFIX, keys, values, **tiles, interpret=interpret)[0]
-    ]
+    tiles = dict(prefix_tile=PREFIX_TILE, tree_tile=TREE_TILE)
+    operands = PREFIX, Fresh(FRESH_K[:, :rows], FRESH_V[:, :rows])
+    return [kernels.speculative_attention(Q[:, :rows], *operands, **tiles, interpret=interpret)[0]]
 
 
 def quantised(
@@ -146,6 +144,6 @@ def test_a_row_keeps_its_bits_in_the_hopper_kernels() -> None:
     x, weights = bfloat16(3, 64, 4096), bfloat16(4, 4096, 4096) / 64
     for few, whole in (
         *zip(run(q[:, :5], cache), run(q, cache), strict=True),
-        (few_rows.matmul_partials(x[:8], weights), few_rows.matmul_partials(x, weights)),
+        (few_rows.matmul(x[:8], weights, split=True), few_rows.matmul(x, weights, split=True)),
     ):
         np.testing.assert_array_equal(np.float32(few), np.float32(whole[:, : few.shape[1]]))

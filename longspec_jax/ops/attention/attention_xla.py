@@ -8,6 +8,7 @@ masked softmax over a few hundred keys. :mod:`longspec_jax.ops.attention.referen
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,7 @@ def tree_attention(
 ) -> Partial:
     """Attend where the mask is true."""
     k, v, mask = fresh.keys, fresh.values, fresh.mask
+    assert mask is not None
     batch, tokens, heads, width = q.shape
     kv_heads = k.shape[2]
     factor = width**-0.5 if scale is None else scale
@@ -167,25 +169,10 @@ def speculative_attention(
     attend: Callable[..., Partial] = prefix_attention,
 ) -> Float[Array, "B T N H"]:
     """Merge attention to the prefix, by ``attend``, to the fresh tokens, and to the sinks."""
+    fresh = replace(fresh, mask=fresh.seen(prefix))
     past = attend(q, prefix, scale=scale, cap=cap)
     merged = merge(past, tree_attention(q, fresh, scale=scale, cap=cap))
     return with_sinks(merged, sinks).out.astype(q.dtype)
-
-
-def chunk_attention(
-    q: Queries,
-    prefix: Prefix,
-    keys: TreeRows,
-    values: TreeRows,
-    sinks: Sinks | None = None,
-    *,
-    scale: float | None = None,
-    cap: float | None = None,
-    attend: Callable[..., Partial] = prefix_attention,
-) -> Float[Array, "B T N H"]:
-    """Speculative attention under a causal mask."""
-    fresh = Fresh.chunk(prefix, keys, values)
-    return speculative_attention(q, prefix, fresh, sinks, scale=scale, cap=cap, attend=attend)
 
 
 def causal_attention(

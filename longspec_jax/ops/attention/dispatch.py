@@ -2,9 +2,9 @@
 
 ``prefix_attention`` and ``tree_attention`` return mergeable partial results, and
 ``speculative_attention`` their union (LongSpec section 3.3). ``path_attention`` is the same union
-in an order of its sums that the tree does not change. ``chunk_attention`` serves prefill and
-``causal_attention`` training. :mod:`longspec_jax.ops.attention.reference` defines what each
-computes, and :mod:`longspec_jax.ops.dispatch` chooses.
+in an order of its sums that the tree does not change. ``causal_attention`` serves training.
+:mod:`longspec_jax.ops.attention.reference` defines what each computes, and
+:mod:`longspec_jax.ops.dispatch` chooses.
 """
 
 from dataclasses import replace
@@ -80,19 +80,6 @@ def _speculative_kernels(
     return kernels.speculative_attention(q, prefix, fresh, sinks, **options)
 
 
-def _chunk_kernels(
-    q: Queries,
-    prefix: Prefix,
-    keys: TreeRows,
-    values: TreeRows,
-    sinks: Sinks | None = None,
-    **options: Unpack[_HopperOptions],
-) -> Array:
-    from longspec_jax.ops.attention import kernels
-
-    return kernels.chunk_attention(q, prefix, keys, values, sinks, **options)
-
-
 def _prefix_mosaic(q: Queries, prefix: Prefix, **options: Unpack[_PartialOptions]) -> Partial:
     if hopper_comes_first():
         return _prefix_kernels(q, prefix, hopper=True, **options)
@@ -121,21 +108,6 @@ def _speculative_mosaic(
     from longspec_jax.ops.attention import kernels_ampere
 
     return kernels_ampere.speculative_attention(q, prefix, fresh, sinks, **options)
-
-
-def _chunk_mosaic(
-    q: Queries,
-    prefix: Prefix,
-    keys: TreeRows,
-    values: TreeRows,
-    sinks: Sinks | None = None,
-    **options: Unpack[_Options],
-) -> Array:
-    if hopper_comes_first():
-        return _chunk_kernels(q, prefix, keys, values, sinks, hopper=True, **options)
-    from longspec_jax.ops.attention import kernels_ampere
-
-    return kernels_ampere.chunk_attention(q, prefix, keys, values, sinks, **options)
 
 
 def _path_kernel(*operands: Any, levels: int, scale: float | None) -> Array:
@@ -219,19 +191,6 @@ SPECULATIVE = Op(
     },
 )
 PATH = Op("path_attention", {"mosaic": _path_kernel}, {"reference": _path_reference})
-CHUNK = Op(
-    "chunk_attention",
-    automatic={
-        "pallas": _chunk_kernels,
-        "mosaic": _chunk_mosaic,
-        "xla": attention_xla.chunk_attention,
-    },
-    by_name={
-        "triton": partial(attention_xla.chunk_attention, attend=_prefix_triton),
-        "reference": reference.chunk_attention,
-        "interpret": partial(_chunk_kernels, interpret=True),
-    },
-)
 
 
 def prefix_attention(
@@ -266,9 +225,8 @@ def prefix_attention(
     if scales is not None:
         q, prefix = scaled(q, scales.keys), replace(prefix, scales=None)
     q, prefix = _without_gradient(PREFIX.name, (q, prefix))
-    found = PREFIX(
-        q, prefix, scale=scale, cap=cap, dtype=jnp.dtype(dtype), implementation=implementation
-    )
+    attend = PREFIX.named(implementation)
+    found = attend(q, prefix, scale=scale, cap=cap, dtype=jnp.dtype(dtype))
     return found if scales is None else Partial(scaled(found.out, scales.values), found.lse)
 
 
@@ -288,9 +246,8 @@ def tree_attention(
     """
     _check_fresh(q, fresh)
     q, fresh = _without_gradient(TREE.name, (q, fresh))
-    return TREE(
-        q, fresh, scale=scale, cap=cap, dtype=jnp.dtype(dtype), implementation=implementation
-    )
+    attend = TREE.named(implementation)
+    return attend(q, fresh, scale=scale, cap=cap, dtype=jnp.dtype(dtype))
 
 
 def speculative_attention(
@@ -303,19 +260,19 @@ def speculative_attention(
     cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of tree nodes to the committed prefix and, masked, to the tree itself.
+    """Attention of fresh tokens to the committed prefix and, masked, to themselves.
 
-    Args and errors as in :func:`prefix_attention` and :func:`tree_attention`, of which this is the
-    merged result, in the dtype of the queries. On a GPU this is one kernel for a few
-    rows and two for more. ``sinks`` are scores of one more key of each head, whose value is zero
-    (gpt-oss).
+    They are the nodes of a tree or, without a mask, a chunk of a prompt. Args and errors as in
+    :func:`prefix_attention` and :func:`tree_attention`, of which this is the merged result, in the
+    dtype of the queries. On a GPU this is one kernel for a few rows and two for more. ``sinks`` are
+    scores of one more key of each head, whose value is zero (gpt-oss).
     """
     _check_prefix(q, prefix)
-    _check_fresh(q, fresh)
+    _check_fresh(q, fresh, chunk=True)
     _check_together(prefix, fresh.keys)
     _check_sinks(q, sinks)
     operands = _without_gradient(SPECULATIVE.name, (q, prefix, fresh, sinks))
-    return SPECULATIVE(*operands, scale=scale, cap=cap, implementation=implementation)
+    return SPECULATIVE.named(implementation)(*operands, scale=scale, cap=cap)
 
 
 def path_attention(
@@ -353,43 +310,7 @@ def path_attention(
     if prefix.oldest is not None:
         raise NotImplementedError("path_attention sees the whole prefix, and takes no window")
     operands = _without_gradient(PATH.name, (q, prefix, fresh, depth))
-    return PATH(*operands, levels=levels, scale=scale, implementation=implementation)
-
-
-def chunk_attention(
-    q: Queries,
-    prefix: Prefix,
-    keys: TreeRows,
-    values: TreeRows,
-    sinks: Sinks | None = None,
-    *,
-    scale: float | None = None,
-    cap: float | None = None,
-    implementation: str | None = None,
-) -> Float[Array, "B T N H"]:
-    """Attention of one prefill chunk to the prefix before it and, causally, to itself.
-
-    Args:
-      q: the chunk's queries.
-      prefix: the cached tokens before the chunk.
-      keys: the chunk's own, one for each query.
-      values: likewise.
-      sinks: as in :func:`speculative_attention`.
-      scale: factor on the scores; ``H ** -0.5`` if absent.
-      cap: as in :func:`prefix_attention`.
-      implementation: as in :func:`prefix_attention`.
-
-    Raises:
-      ValueError, NotImplementedError: as :func:`prefix_attention`.
-    """
-    _check_prefix(q, prefix)
-    _check_pair(q, keys, values, "[B, T, K, H]", keys.shape[2], q.shape[0])
-    _check_together(prefix, keys)
-    if keys.shape[1] != q.shape[1]:
-        raise ValueError(f"a chunk of {q.shape[1]} queries has as many keys, not {keys.shape[1]}")
-    _check_sinks(q, sinks)
-    operands = _without_gradient(CHUNK.name, (q, prefix, keys, values, sinks))
-    return CHUNK(*operands, scale=scale, cap=cap, implementation=implementation)
+    return PATH.named(implementation)(*operands, levels=levels, scale=scale)
 
 
 def causal_attention(
@@ -455,11 +376,16 @@ def _check_prefix(q: Queries, prefix: Prefix) -> None:
             raise ValueError(f"{name} {bound.shape} must have one number a row, {q.shape[:1]}")
 
 
-def _check_fresh(q: Queries, fresh: Fresh) -> None:
+def _check_fresh(q: Queries, fresh: Fresh, *, chunk: bool = False) -> None:
     """Refuse fresh keys that do not fit the queries, and a mask that does not fit both."""
     k, mask = fresh.keys, fresh.mask
     _check_pair(q, k, fresh.values, "[B, U, K, H]", k.shape[2], q.shape[0])
-    if mask.shape != (q.shape[0], q.shape[1], k.shape[1]) or mask.dtype != jnp.bool_:
+    if mask is None:
+        if not chunk:
+            raise ValueError("a tree needs a mask, which says what its nodes see")
+        if k.shape[1] != q.shape[1]:
+            raise ValueError(f"a chunk of {q.shape[1]} queries has as many keys, not {k.shape[1]}")
+    elif mask.shape != (q.shape[0], q.shape[1], k.shape[1]) or mask.dtype != jnp.bool_:
         raise ValueError(
             f"mask {mask.shape} {mask.dtype} must be boolean [B, T, U] = "
             f"{(q.shape[0], q.shape[1], k.shape[1])}"

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
-from longspec_jax.axes import Array, Queries, Ref, TreeRows
+from longspec_jax.axes import Array, Queries, Ref
 from longspec_jax.ops.attention.online_softmax import (
     State,
     attend_to_fresh,
@@ -30,8 +30,8 @@ from longspec_jax.ops.attention.online_softmax import (
     update,
     visit_fresh,
 )
-from longspec_jax.ops.attention.operands import TREE_AXES, Fresh, Partial
-from longspec_jax.ops.attention.packing import Problem, flat_rows, pack, refuse_unsupported
+from longspec_jax.ops.attention.operands import TREE_AXES, Fresh, Partial, Prefix
+from longspec_jax.ops.attention.packing import Problem, pack, refuse_unsupported
 from longspec_jax.ops.attention.splits import (
     counters,
     leave_and_merge,
@@ -39,7 +39,7 @@ from longspec_jax.ops.attention.splits import (
     partial_results,
     reached_splits,
 )
-from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
+from longspec_jax.ops.attention.tiles import TreeTile, chunk_tile, tree_tile
 from longspec_jax.ops.hardware import require_triton
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
@@ -68,6 +68,29 @@ def tree_attention(
     problem = Problem.of(q, kv_heads, scale, slots=0, split=0, interpret=interpret, cap=cap)
     out, lse = attend_to_tree(q, fresh, (), tile, problem, dtype)
     return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
+
+
+def attend_behind(
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh,
+    past: tuple[Array, ...],
+    tile: TreeTile | None,
+    problem: Problem,
+    dtype: DTypeLike,
+) -> tuple[Array, Array]:
+    """Attend to a tree or a chunk behind a prefix, as :func:`attend_to_tree`.
+
+    ``past`` are the row lengths and the partial results of the prefix's splits.
+    """
+    sizes = problem.tokens, problem.heads, problem.kv_heads, q.shape[3]
+    if fresh.mask is not None:
+        tile = tile or tree_tile(*sizes, fresh.keys.shape[1], q.dtype.itemsize)
+        return attend_to_tree(q, fresh, past, tile, problem, dtype)
+    if prefix.oldest is not None:
+        past += (prefix.oldest.astype(jnp.int32),)
+    tile = tile or chunk_tile(*sizes, q.dtype.itemsize)
+    return _attend_to_chunk(q, fresh, past, tile, problem, dtype)
 
 
 def attend_to_tree(
@@ -133,78 +156,41 @@ def _tree_kernel(
     (q,), (rows,) = load_queries(q_ref, head, first, (tile.rows,), problem)
     whole = blocks > 1 or keys <= tile.keys
     fresh_refs = k_ref, v_ref, mask_ref
-    width = q.shape[1]
     tree = None
     if whole:
-        tree = read_fresh(fresh_refs, head, rows, mine, block=tile.keys, width=width, shape=problem)
+        tree = read_fresh(fresh_refs, rows, mine, block=tile.keys, width=q.shape[1])
     if prefix_refs:
-        length_ref, partial_ref, partial_lse_ref = prefix_refs
+        length_ref, *partial_refs = prefix_refs
         splits = reached_splits(length_ref[batch], None, problem)
-        state = load_merged(
-            partial_ref,
-            partial_lse_ref,
-            *splits,
-            *head,
-            rows,
-            chunk=tile.partials,
-            interpret=problem.interpret,
-        )
+        state = load_merged(partial_refs, splits, rows, tile.partials)
     else:
         state = empty_state(*q.shape)
     if tree is not None:
-        state = visit_fresh(q, state, *tree, problem)
+        state = visit_fresh(q, state, tree, problem)
     else:
-        state = attend_to_fresh(
-            q,
-            rows,
-            fresh_refs,
-            head,
-            state,
-            steps=pl.cdiv(keys, tile.keys),
-            block=tile.keys,
-            problem=problem,
-        )
-    packed, valid = rows
-    flat = flat_rows(packed, kv_head, problem), valid
+        steps = pl.cdiv(keys, tile.keys)
+        state = attend_to_fresh(q, rows, fresh_refs, state, steps=steps, block=tile.keys)
+    flat, results = rows.flat, (out_ref, lse_ref)
     if not merging:
-        store_rows(out_ref, lse_ref, (batch,), flat, finish(state))
+        store_rows(results, (batch,), flat, finish(state))
         return
+    row_tile, splits = pl.program_id(0) // blocks, (0, blocks)
     leave_and_merge(
-        merging,
-        (out_ref, lse_ref),
-        head,
-        pl.program_id(0) // blocks,
-        mine,
-        0,
-        blocks,
-        rows,
-        flat,
-        state,
-        interpret=problem.interpret,
+        merging, results, rows, flat, state, row_tile=row_tile, split=mine, splits=splits
     )
 
 
-def attend_to_chunk(
+def _attend_to_chunk(
     q: Queries,
-    keys: TreeRows,
-    values: TreeRows,
+    fresh: Fresh,
     prefix: tuple[Array, ...],
     tile: TreeTile,
     problem: Problem,
     dtype: DTypeLike,
 ) -> tuple[Array, Array]:
-    """Launch the kernel: outputs of type ``dtype`` and log-sum-exps of the flattened [T N] axis.
+    """Launch the kernel, as :func:`attend_to_tree`.
 
-    Args:
-      q: the chunk's queries.
-      keys: the chunk's own, as many as queries.
-      values: likewise.
-      prefix: the rows' cached tokens before the chunk, and what the prefix kernel left for these
-        queries: the partial results of its splits. In a layer with a window also the first position
-        that each query sees.
-      tile: how a program works.
-      problem: with the prefix's splits and the factor on the scores.
-      dtype: of the outputs.
+    In a layer with a window ``prefix`` has the first position that each query sees, too.
     """
     batch, tokens, heads, width = q.shape
     out, lse = triton_call(
@@ -218,7 +204,7 @@ def attend_to_chunk(
         stages=tile.stages,
         interpret=problem.interpret,
         name="chunk_attention",
-    )(pack(q, problem.kv_heads), keys, values, *prefix)
+    )(pack(q, problem.kv_heads), fresh.keys, fresh.values, *prefix)
     return out, lse
 
 
@@ -239,13 +225,12 @@ def _chunk_kernel(
     index = pl.num_programs(0) - 1 - pl.program_id(0)
     kv_head, batch = pl.program_id(1), pl.program_id(2)
     (q,), (rows,) = load_queries(q_ref, (batch, kv_head), index * tile.rows, (tile.rows,), problem)
-    packed, valid = rows
-    token = packed // problem.groups
+    token = rows.packed // problem.groups
     h = jnp.arange(q.shape[1])
     within = (h < q_ref.shape[3])[None, :]
     oldest = None
     if window_refs:
-        oldest = pltriton.load(window_refs[0].at[batch, token], mask=valid, other=0)
+        oldest = pltriton.load(window_refs[0].at[batch, token], mask=rows.valid, other=0)
         oldest = oldest - length_ref[batch]
 
     def visit(block: jax.Array, state: State, *, whole: bool) -> State:
@@ -263,16 +248,7 @@ def _chunk_kernel(
         return update(state, scores, v, problem.interpret)
 
     splits = reached_splits(length_ref[batch], None, problem)
-    state = load_merged(
-        partial_ref,
-        partial_lse_ref,
-        *splits,
-        batch,
-        kv_head,
-        rows,
-        chunk=tile.partials,
-        interpret=problem.interpret,
-    )
+    state = load_merged((partial_ref, partial_lse_ref), splits, rows, tile.partials)
     first = index * tile.rows // problem.groups
     last = (index * tile.rows + tile.rows - 1) // problem.groups
     last = jnp.minimum(last, problem.tokens - 1)
@@ -284,5 +260,4 @@ def _chunk_kernel(
     else:
         state = jax.lax.fori_loop(0, seen, functools.partial(visit, whole=True), state)
     state = jax.lax.fori_loop(seen, end, functools.partial(visit, whole=False), state)
-    flat = flat_rows(packed, kv_head, problem), valid
-    store_rows(out_ref, lse_ref, (batch,), flat, finish(state))
+    store_rows((out_ref, lse_ref), (batch,), rows.flat, finish(state))

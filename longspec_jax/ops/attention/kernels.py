@@ -2,8 +2,8 @@
 
 The tile chooses the kernel that computes the splits: Triton's from Ampere on, or the one that is
 written for Hopper. What it leaves goes to a small kernel that merges it or, in speculative
-attention, to the tree kernel, which starts its softmax from it: two kernels in all. The chunk
-kernel does so for prefill. Few rows, as in a plain step, take one kernel.
+attention, to the kernel of trees or that of chunks, which starts its softmax from it: two kernels
+in all. Few rows, as in a plain step, take one kernel.
 
 Jitted, so that the equal layers of a model are traced and lowered once.
 """
@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, Queries, Sinks, TreeRows
+from longspec_jax.axes import Array, Queries, Sinks
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import fresh_pallas, prefix_pallas, tiles
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.operands import (
-    CHUNK_AXES,
     PREFIX_AXES,
     SPECULATIVE_AXES,
     Fresh,
@@ -48,17 +47,10 @@ def prefix_attention(
     hopper: bool = False,
     interpret: bool = False,
 ) -> Partial:
-    """Attend to ``start[b] <= s < length[b]`` in one kernel, or two, of which the second merges.
+    """See :func:`dispatch.prefix_attention`; one kernel, or two, of which the second merges.
 
-    Args:
-      q: query tokens.
-      prefix: the cached tokens.
-      scale: factor on the scores.
-      cap: bounds the scores softly, if there is one.
-      dtype: of the output.
-      tile: how the prefix kernel works; chosen by the shape if absent.
-      hopper: take the Hopper kernel whatever the shape.
-      interpret: run the kernels step by step on any platform.
+    ``tile`` is how the prefix kernel works; the shape chooses it if absent. ``hopper`` takes the
+    Hopper kernel whatever the shape. ``interpret`` runs the kernels step by step on any platform.
     """
     tile = tile or _choose_tile(q, prefix, cap, hopper=hopper, interpret=interpret)
     problem = _problem(q, prefix, (scale, cap), tile, interpret)
@@ -83,82 +75,32 @@ def speculative_attention(
     hopper: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the prefix and, masked, the tree; one kernel or two, and sinks behind them.
+    """One softmax over the prefix and the fresh tokens; one kernel or two, and sinks behind them.
 
     Options as in :func:`prefix_attention`, with a tile for each kernel; a tile for the second one
     makes it two.
     """
-    _refuse_start(prefix)
-    tile = prefix_tile or _choose_tile(q, prefix, cap, hopper=hopper, interpret=interpret)
-    problem = _problem(q, prefix, (scale, cap), tile, interpret)
-    dtype = _dtype_before(sinks, q)
-    if tree_tile is None and isinstance(tile, PrefixTile) and prefix_pallas.joins(tile):
-        found = prefix_pallas.joined_attention(q, prefix, fresh, tile, problem, dtype)
-        return _finished(found, sinks, q)
-    past = prefix.length.astype(jnp.int32), *_partials(q, prefix, tile, problem)
-    if tree_tile is None:
-        sizes = problem.tokens, problem.heads, problem.kv_heads, q.shape[3]
-        tree_tile = tiles.tree_tile(*sizes, fresh.keys.shape[1], q.dtype.itemsize)
-    found = fresh_pallas.attend_to_tree(q, fresh, past, tree_tile, problem, dtype)
-    return _finished(found, sinks, q)
-
-
-@partitioned(CHUNK_AXES)
-@launcher("scale", "cap", "prefix_tile", "chunk_tile", "hopper", "interpret")
-def chunk_attention(
-    q: Queries,
-    prefix: Prefix,
-    keys: TreeRows,
-    values: TreeRows,
-    sinks: Sinks | None = None,
-    *,
-    scale: float | None = None,
-    cap: float | None = None,
-    prefix_tile: PrefixTile | MosaicTile | None = None,
-    chunk_tile: TreeTile | None = None,
-    hopper: bool = False,
-    interpret: bool = False,
-) -> Float[Array, "B T N H"]:
-    """One softmax over the prefix and, causally, the chunk; two kernels, and sinks behind them.
-
-    Options as in :func:`prefix_attention`, with a tile for each kernel.
-    """
-    _refuse_start(prefix)
-    tile = prefix_tile or _choose_tile(q, prefix, cap, hopper=hopper, interpret=interpret)
-    if prefix_tile is None and isinstance(tile, MosaicTile):
-        # One split: a chunk has rows enough, and its result must not depend on the capacity.
-        slots = prefix.keys.shape[2]
-        tile = dataclasses.replace(tile, split=-(-slots // tile.slots) * tile.slots)
-    problem = _problem(q, prefix, (scale, cap), tile, interpret)
-    past = prefix.length.astype(jnp.int32), *_partials(q, prefix, tile, problem)
-    if prefix.oldest is not None:
-        past += (prefix.oldest.astype(jnp.int32),)
-    if chunk_tile is None:
-        sizes = problem.tokens, problem.heads, problem.kv_heads, q.shape[3]
-        chunk_tile = tiles.chunk_tile(*sizes, q.dtype.itemsize)
-    dtype = _dtype_before(sinks, q)
-    found = fresh_pallas.attend_to_chunk(q, keys, values, past, chunk_tile, problem, dtype)
-    return _finished(found, sinks, q)
-
-
-def _dtype_before(sinks: Sinks | None, q: Queries) -> DTypeLike:
-    """What the last kernel writes: what sinks are still to be merged with wants float32."""
-    return q.dtype if sinks is None else jnp.float32
-
-
-def _finished(found: tuple[Array, Array], sinks: Sinks | None, q: Queries) -> Queries:
-    """Outputs and log-sum-exps of the flattened [T N] axis, merged with the sinks."""
-    seen = Partial(found[0].reshape(q.shape), found[1].reshape(q.shape[:3]))
-    return with_sinks(seen, sinks).out.astype(q.dtype)
-
-
-def _refuse_start(prefix: Prefix) -> None:
-    """Raise for a prefix whose first slots are not seen."""
     if prefix.start is not None:
         raise NotImplementedError(
             "the fused kernels see every slot from the first on; choose 'xla' for a prefix with a "
             "start"
         )
+    tile = prefix_tile or _choose_tile(q, prefix, cap, hopper=hopper, interpret=interpret)
+    if fresh.mask is None and prefix_tile is None and isinstance(tile, MosaicTile):
+        # One split: a chunk has rows enough, and its result must not depend on the capacity.
+        slots = prefix.keys.shape[2]
+        tile = dataclasses.replace(tile, split=-(-slots // tile.slots) * tile.slots)
+    problem = _problem(q, prefix, (scale, cap), tile, interpret)
+    # What sinks are still to be merged with wants float32.
+    dtype = q.dtype if sinks is None else jnp.float32
+    one = tree_tile is None and fresh.mask is not None
+    if one and isinstance(tile, PrefixTile) and prefix_pallas.joins(tile):
+        found = prefix_pallas.joined_attention(q, prefix, fresh, tile, problem, dtype)
+    else:
+        past = prefix.length.astype(jnp.int32), *_partials(q, prefix, tile, problem)
+        found = fresh_pallas.attend_behind(q, prefix, fresh, past, tree_tile, problem, dtype)
+    seen = Partial(found[0].reshape(q.shape), found[1].reshape(q.shape[:3]))
+    return with_sinks(seen, sinks).out.astype(q.dtype)
 
 
 def _choose_tile(

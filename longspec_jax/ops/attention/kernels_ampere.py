@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, Sinks, TreeRows
 from longspec_jax.ops.attention import path_ampere
 from longspec_jax.ops.attention.operands import (
-    CHUNK_AXES,
     PREFIX_AXES,
     SPECULATIVE_AXES,
     TREE_AXES,
@@ -73,29 +72,9 @@ def speculative_attention(
     scale: float | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the prefix and, masked, the tree."""
+    """One softmax over the prefix and, masked, the fresh tokens."""
     factor = _factor(q, scale, cap)
     found = merge(_to_prefix(q, prefix, factor), _to_fresh(q, fresh, factor))
-    return with_sinks(_usual(found, q), sinks).out.astype(q.dtype)
-
-
-@partitioned(CHUNK_AXES)
-@launcher("scale", "cap")
-def chunk_attention(
-    q: Queries,
-    prefix: Prefix,
-    keys: TreeRows,
-    values: TreeRows,
-    sinks: Sinks | None = None,
-    *,
-    scale: float | None = None,
-    cap: float | None = None,
-) -> Float[Array, "B T N H"]:
-    """One softmax over the prefix and, causally, the chunk."""
-    factor = _factor(q, scale, cap)
-    heads = q.shape[2] // keys.shape[2]
-    own = _attend(q, *_as_slots(keys, values), _all(q, q.shape[1]), factor, causal=heads)
-    found = merge(_to_prefix(q, prefix, factor), own)
     return with_sinks(_usual(found, q), sinks).out.astype(q.dtype)
 
 
@@ -125,17 +104,19 @@ def _to_prefix(q: Queries, prefix: Prefix, factor: float) -> Partial:
 
 
 def _to_fresh(q: Queries, fresh: Fresh, factor: float) -> Partial:
-    """Packed partial results of fresh tokens under their mask."""
+    """Packed partial results of fresh tokens under their mask, or of a chunk."""
+    rows, groups = (fresh.keys, fresh.values), q.shape[2] // fresh.keys.shape[2]
+    if fresh.mask is None:
+        return _attend(q, *_as_slots(*rows), _all(q, q.shape[1]), factor, causal=groups)
     tokens, keys = fresh.mask.shape[1:]
     if tokens * keys > MOST_MASKED:
         raise NotImplementedError(
             f"attention without Triton takes masks of up to {MOST_MASKED} places, not "
             f"{tokens} x {keys}"
         )
-    groups = q.shape[2] // fresh.keys.shape[2]
     bias = jnp.where(jnp.repeat(fresh.mask, groups, axis=1), 0.0, -jnp.inf)
     bias = jnp.pad(bias, ((0, 0), (0, -bias.shape[1] % WARPGROUP_ROWS), (0, -keys % SLOTS)))
-    return _attend(q, *_as_slots(fresh.keys, fresh.values), _all(q, keys), factor, bias=bias)
+    return _attend(q, *_as_slots(*rows), _all(q, keys), factor, bias=bias)
 
 
 def _as_slots(*rows: TreeRows) -> list[CacheSlots]:

@@ -3,6 +3,9 @@
 Inside a kernel scores and maxima are in base 2; what :func:`finish` returns is natural.
 """
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -10,38 +13,63 @@ from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Ref
 from longspec_jax.ops.attention.float8 import widened
-from longspec_jax.ops.attention.packing import LOG2_E, PackedShape, Problem
+from longspec_jax.ops.attention.packing import LOG2_E, Problem, flat_rows
 from longspec_jax.ops.attention.tiles import PrefixTile
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 """Running maximum [R], sum [R] and unnormalised output [R, H] of an online softmax, in base 2."""
 
 Head = tuple[jax.Array, jax.Array]
-"""A batch row and one of its key/value heads."""
-
-Rows = tuple[jax.Array, jax.Array]
-"""Numbers of some packed rows, and which of them there are."""
-
+"""A row of the batch or of a cache, and one of its key/value heads."""
 
 Windows = tuple[jax.Array, list[jax.Array]]
 """The last position in a ring, and the first that each part of the rows sees, ``[R]`` each."""
 
 
-def load_windows(
-    oldest_ref: Ref, length: jax.Array, batch: jax.Array, parts: list[Rows], shape: PackedShape
-) -> Windows | None:
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Some packed rows that a program attends with.
+
+    Attributes:
+      problem: what every program knows.
+      batch: their row of the batch.
+      kv_head: their key/value head, or that of each.
+      packed: their numbers.
+      valid: which of them there are.
+    """
+
+    problem: Problem
+    batch: jax.Array
+    kv_head: jax.Array
+    packed: jax.Array
+    valid: jax.Array
+
+    @property
+    def flat(self) -> tuple[jax.Array, jax.Array]:
+        """Their numbers on the flattened [T N] axis, and which of them there are."""
+        return flat_rows(self.packed, self.kv_head, self.problem), self.valid
+
+    def store(self, refs: Sequence[Ref], split: jax.Array, state: State) -> None:
+        """Write what they found in a split: its output and log-sum-exp."""
+        place = self.batch, split, self.kv_head
+        store_rows(refs, place, (self.packed, self.valid), finish(state))
+
+
+def load_windows(oldest_ref: Ref, length: jax.Array, parts: list[Rows]) -> Windows | None:
     """What some packed rows see of a ring; None without windows (``oldest_ref`` ``[B, T]``)."""
     if oldest_ref is None:
         return None
     firsts = [
-        pltriton.load(oldest_ref.at[batch, row // shape.groups], mask=valid, other=0)
-        for row, valid in parts
+        pltriton.load(
+            oldest_ref.at[rows.batch, rows.packed // rows.problem.groups], mask=rows.valid, other=0
+        )
+        for rows in parts
     ]
     return length - 1, firsts
 
 
 def load_queries(
-    q_ref: Ref, head: Head, first: jax.Array, counts: tuple[int, ...], shape: PackedShape
+    q_ref: Ref, head: Head, first: jax.Array, counts: tuple[int, ...], problem: Problem
 ) -> tuple[list[jax.Array], list[Rows]]:
     """The packed queries of a key/value head from row ``first`` on, in parts of ``counts``.
 
@@ -54,24 +82,23 @@ def load_queries(
     queries, parts = [], []
     for count in counts:
         packed = first + jnp.arange(count)
-        valid = packed < shape.packed
+        valid = packed < problem.packed
         mask = valid[:, None] & (h < width)[None, :]
         source = q_ref.at[*head, packed[:, None], h[None, :]]
         queries.append(pltriton.load(source, mask=mask, other=0.0))
-        parts.append((packed, valid))
+        parts.append(Rows(problem, *head, packed, valid))
         first += count
     return queries, parts
 
 
 def store_rows(
-    out_ref: Ref,
-    lse_ref: Ref,
-    place: tuple[jax.Array | int, ...],
-    rows: Rows,
+    refs: Sequence[Ref],
+    place: tuple[jax.Array, ...],
+    rows: tuple[jax.Array, jax.Array],
     found: tuple[jax.Array, jax.Array],
 ) -> None:
     """Write the output and log-sum-exp of the rows that there are, at ``[*place, row]``."""
-    (row, valid), (out, lse) = rows, found
+    (out_ref, lse_ref), (row, valid), (out, lse) = refs, rows, found
     h = jnp.arange(out.shape[1])
     mask = valid[:, None] & (h < out_ref.shape[-1])[None, :]
     out = out.astype(out_ref.dtype)
@@ -148,25 +175,24 @@ def slots_of_split(
 
 def attend_to_slots(
     queries: list[jax.Array],
-    k_ref: Ref,
-    v_ref: Ref,
+    refs: Sequence[Ref],
     head: Head,
     states: list[State],
-    lower: jax.Array,
-    upper: jax.Array,
+    slots: tuple[jax.Array, jax.Array],
     tile: PrefixTile,
     problem: Problem,
     *,
     bounded: bool,
     windows: Windows | None = None,
 ) -> list[State]:
-    """The softmax of each part of the rows after the slots ``lower <= s < upper``.
+    """The softmax of each part of the rows after some slots, ``lower <= s < upper``.
 
     Each part has queries ``[R, H]``, with ``H`` a power of two, and its softmax so far. Keys and
     values are caches ``[rows, K, S, H]``, and ``head`` a row and a head of these. Unless the rows
     are ``bounded`` below, ``lower`` begins a block of ``tile.slots``. With ``windows`` the slots
     are a ring, and each row sees those of its window.
     """
+    (k_ref, v_ref), (lower, upper) = refs, slots
     width, padded, dtype = k_ref.shape[3], queries[0].shape[1], queries[0].dtype
     h = jnp.arange(padded)
     within = (h < width)[None, :]
@@ -250,13 +276,11 @@ def _update_whole(
 def attend_to_fresh(
     q: jax.Array,
     rows: Rows,
-    refs: Ref,
-    head: Head,
+    refs: Sequence[Ref],
     state: State,
     *,
     steps: jax.Array | int,
     block: int,
-    problem: Problem,
 ) -> State:
     """The softmax of some rows after ``steps`` blocks of ``block`` fresh keys, from the first on.
 
@@ -265,35 +289,31 @@ def attend_to_fresh(
     """
 
     def step(index: jax.Array, state: State) -> State:
-        tree = read_fresh(refs, head, rows, index, block=block, width=q.shape[1], shape=problem)
-        return visit_fresh(q, state, *tree, problem)
+        tree = read_fresh(refs, rows, index, block=block, width=q.shape[1])
+        return visit_fresh(q, state, tree, rows.problem)
 
     return jax.lax.fori_loop(0, steps, step, state)
 
 
+Block = tuple[jax.Array, jax.Array, jax.Array]
+"""Some fresh tokens: which of them each packed row sees, their keys and values."""
+
+
 def read_fresh(
-    refs: Ref,
-    head: Head,
-    rows: Rows,
-    index: jax.Array | int,
-    *,
-    block: int,
-    width: int,
-    shape: PackedShape,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One block of fresh tokens: which of them each packed row sees, their keys and values."""
+    refs: Sequence[Ref], rows: Rows, index: jax.Array | int, *, block: int, width: int
+) -> Block:
+    """One block of fresh tokens."""
     k_ref, v_ref, mask_ref = refs
-    (batch, kv_head), (packed, valid) = head, rows
     h = jnp.arange(width)
     within = (h < k_ref.shape[3])[None, :]
     key = index * block + jnp.arange(block)
     exists = key < k_ref.shape[1]
     seen = pltriton.load(
-        mask_ref.at[batch, (packed // shape.groups)[:, None], key[None, :]],
-        mask=valid[:, None] & exists[None, :],
+        mask_ref.at[rows.batch, (rows.packed // rows.problem.groups)[:, None], key[None, :]],
+        mask=rows.valid[:, None] & exists[None, :],
         other=False,
     )
-    place = (batch, key[:, None], kv_head, h[None, :])
+    place = (rows.batch, key[:, None], rows.kv_head, h[None, :])
     k = pltriton.load(k_ref.at[place], mask=exists[:, None] & within, other=0.0)
     # Values that no query of the tile sees may be NaN, which a weight of 0 would not silence.
     wanted = (seen.astype(jnp.int32).max(axis=0) > 0)[:, None]
@@ -302,9 +322,8 @@ def read_fresh(
     return seen, k, jnp.where(wanted, v, jnp.zeros_like(v))
 
 
-def visit_fresh(
-    q: jax.Array, state: State, seen: jax.Array, k: jax.Array, v: jax.Array, problem: Problem
-) -> State:
+def visit_fresh(q: jax.Array, state: State, block: Block, problem: Problem) -> State:
     """The softmax after one block of fresh tokens."""
+    seen, k, v = block
     scores = jnp.where(seen, problem.scores(matmul(q, k, (1, 1))), -jnp.inf)
     return update(state, scores, v, problem.interpret)

@@ -80,21 +80,20 @@ class Fresh:
     keys: Leaf[TreeRows]
     """Rotary applied."""
     values: Leaf[TreeRows]
-    mask: Leaf[TreeMask]
-    """True where query ``t`` sees key ``u``."""
+    mask: Leaf[TreeMask] | None = None
+    """True where query ``t`` sees key ``u``. Of a chunk there is none: every token sees itself and
+    those before it, in a layer with a window those that the window holds."""
 
-    @classmethod
-    def chunk(cls, prefix: Prefix, keys: TreeRows, values: TreeRows) -> "Fresh":
-        """A chunk of a prompt behind a prefix: every token sees itself and those before it.
-
-        In a layer with a window those that the window holds.
-        """
-        batch, tokens = keys.shape[:2]
+    def seen(self, prefix: Prefix) -> TreeMask:
+        """The mask, behind this prefix."""
+        if self.mask is not None:
+            return self.mask
+        batch, tokens = self.keys.shape[:2]
         mask = jnp.tril(jnp.ones((tokens, tokens), bool))
         if prefix.oldest is not None:
             first = prefix.oldest - prefix.length[:, None]
             mask = mask & (jnp.arange(tokens) >= first[:, :, None])
-        return cls(keys, values, jnp.broadcast_to(mask, (batch, tokens, tokens)))
+        return jnp.broadcast_to(mask, (batch, tokens, tokens))
 
 
 PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b t -> b t (k g) h, b t (k g)"
@@ -105,7 +104,6 @@ SPECULATIVE_AXES = (
 PATH_AXES = (
     "b t (k g) h, b k s h, b k s h, b, b, b, b t, b u k h, b u k h, b t u, b t -> b t (k g) h"
 )
-CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b, b, b t, b t k h, b t k h, (k g) -> b t (k g) h"
 """The axes of queries, of the fields above and of the results, for
 :func:`longspec_jax.ops.partitioned.partitioned`."""
 

@@ -16,18 +16,28 @@ order, wherever they come from:
   weights is exact in any order.
 
 The recent tokens' kernel begins with them and adds the splits in ascending order, under one
-maximum of all.
+maximum of all. A program has 64 packed rows of a key/value head and some columns of their output.
+It holds the keys of all nodes.
 """
+
+import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, Queries
+from longspec_jax.axes import Array, CacheSlots, Queries, Ref
+from longspec_jax.ops.attention import prefix_mosaic
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, pack
 from longspec_jax.ops.attention.path import (
+    FETCHED,
     RECENT,
     SEGMENT,
     attending_warpgroups,
@@ -36,9 +46,27 @@ from longspec_jax.ops.attention.path import (
     splits_of,
 )
 from longspec_jax.ops.attention.prefix_items import Bounds, Work
-from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS
+from longspec_jax.ops.attention.recent_programs import (
+    CONTRACTED,
+    WINDOWS,
+    Memory,
+    Operands,
+    Program,
+)
+from longspec_jax.ops.attention.widening import shared_codes
+from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
+from longspec_jax.ops.mosaic import ACC, load, swizzled
 from longspec_jax.ops.partitioned import partitioned
+
+COLUMNS = 16
+"""Columns of the values that a program adds up; twice as many of a cache in 8 bits, which are
+widened by 32, and where programs would be too many."""
+_MOST_AT_ONCE = 16
+"""Splits whose results are merged without a loop."""
+_LEVELS = 8
+"""Levels of a tree whose values are in memory at once, each among zeros; half of them where two
+programs share a multiprocessor, and of wide heads."""
 
 
 @partitioned(PATH_AXES)
@@ -52,8 +80,6 @@ def path_attention(
     scale: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attend to the prefix and along each node's path; see :func:`dispatch.path_attention`."""
-    from longspec_jax.ops.attention import prefix_mosaic, recent_mosaic  # Older versions lack them.
-
     batch, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
     factor = (width**-0.5 if scale is None else scale) * LOG2_E
@@ -99,7 +125,7 @@ def path_attention(
     partials = prefix_mosaic.launch(work, where, limit, packed, prefix.keys, prefix.values)
     bias = _packed(jnp.where(mask, 0.0, -jnp.inf), groups, padded, -jnp.inf)
     keys_and_values = prefix.keys, prefix.values, fresh.keys, fresh.values
-    return recent_mosaic.attend_and_merge(
+    return _attend_and_merge(
         where, limit, node_depth, bias, packed, *keys_and_values, *partials, scale=factor
     )
 
@@ -111,3 +137,164 @@ def _packed(per_token: Array, groups: int, rows: int, fill: int | float) -> Arra
     packed = repeated.reshape(batch, groups * tokens, *rest)
     padding = [(0, 0), (0, rows - groups * tokens)] + [(0, 0)] * len(rest)
     return jnp.pad(packed, padding, constant_values=fill)
+
+
+def _attend_and_merge(
+    where: Int[Array, "B fields"],
+    limit: Int[Array, "B R"],
+    depth: Int[Array, "B padded"],
+    bias: Float[Array, "B R nodes"],
+    q: Float[Array, "B K packed H"] | Float[Array, "B K T G H"],
+    k: CacheSlots,
+    v: CacheSlots,
+    fresh_k: Float[Array, "B T K H"],
+    fresh_v: Float[Array, "B T K H"],
+    partial: Float[Array, "B P K some H"],
+    partial_lse: Float[Array, "B P K R"],
+    *,
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """Attend to the recent tokens and merge with the splits, in ascending order.
+
+    Args:
+      where: of every batch row, behind the bounds of the prefix kernel, the position of the first
+        cached recent token, the row's length, the splits that it reaches, and the greatest depth of
+        a node.
+      limit: the first slot that each packed row sees here; the splits end before it.
+      depth: of every node, whole warpgroups of rows; -1 behind them.
+      bias: 0 for each node that a packed row sees; minus infinity for the others.
+      q: packed queries, of one node or of single heads; or every head's by itself, as
+        :func:`prefix_mosaic.launch` takes them.
+      k: cached keys.
+      v: cached values.
+      fresh_k: the tree's keys.
+      fresh_v: the tree's values.
+      partial: the splits' results.
+      partial_lse: their log-sum-exps.
+      scale: factor on the scores, in base 2.
+    """
+    batch, nodes, width = q.shape[0], fresh_k.shape[1], q.shape[-1]
+    kv_heads, tokens = k.shape[1], bias.shape[2]
+    packed = q.ndim == 4
+    groups = q.shape[2] // nodes if packed else q.shape[3]
+    rows = q.shape[2] if packed else groups * tokens
+    programs = batch * kv_heads * pl.cdiv(rows, WARPGROUP_ROWS)
+    few = programs * width // COLUMNS <= MULTIPROCESSORS and k.dtype != CODES
+    columns = COLUMNS if few else 2 * COLUMNS
+    # The keys of wide heads leave no room for more levels either.
+    crowded = programs * width // columns > MULTIPROCESSORS or width > 128
+    segment = math.gcd(tokens, WARPGROUP_ROWS)
+    queries = 1 if packed else WARPGROUP_ROWS // segment
+    memory = _memory(
+        dtype=q.dtype,
+        width=width,
+        columns=columns,
+        tokens=tokens,
+        node_rows=depth.shape[1],
+        levels=min(nodes, _LEVELS // 2 if crowded else _LEVELS),
+        splits=partial.shape[1],
+        narrow=k.dtype == CODES,
+    )
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, scale=scale, segment=segment),
+        out_type=jax.ShapeDtypeStruct((batch, nodes, kv_heads * groups, width), q.dtype),
+        scratch_types=memory | dict(ready=plgpu.Barrier(num_arrivals=3 + WINDOWS + queries)),
+        grid=(width // columns, pl.cdiv(rows, WARPGROUP_ROWS), kv_heads, batch),
+        grid_names=("part", "row_tile", "kv_head", "batch"),
+        compiler_params=plgpu.CompilerParams(
+            # One warpgroup: what it shares is committed by name below.
+            approx_math=True,
+            reduction_scratch_bytes=0,
+            unsafe_no_auto_barriers=True,
+        ),
+        kernel_name="recent_tokens",
+    )
+    # The copy engine knows five dimensions, with those of swizzled memory: a program's columns are
+    # one index.
+    partial = partial.reshape(*partial.shape[:4], width // columns, columns)
+    return kernel(where, limit, depth, bias, q, k, v, fresh_k, fresh_v, partial, partial_lse)
+
+
+def _memory(
+    *,
+    dtype: DTypeLike,
+    width: int,
+    columns: int,
+    tokens: int,
+    node_rows: int,
+    levels: int,
+    splits: int,
+    narrow: bool,
+) -> dict[str, Any]:
+    """What :class:`Memory` names, but ``ready``; as many splits as the rest leaves room for."""
+
+    def shared(*shape: int, row_bytes: int = 128) -> Any:
+        return swizzled(shape, dtype, row_bytes)
+
+    held = 2 * (
+        WARPGROUP_ROWS * width
+        + (FETCHED + tokens) * width
+        + ((2 + WINDOWS) * WARPGROUP_ROWS + (1 + levels) * node_rows) * columns
+    )
+    room = SHARED_BYTES[HOPPER] - held - 4 * WARPGROUP_ROWS * (splits + _MOST_AT_ONCE) - 2048
+    codes = {}
+    if narrow:
+        codes = dict(
+            k_codes=shared_codes(FETCHED, width), v_codes=shared_codes(WARPGROUP_ROWS, columns)
+        )
+        room -= FETCHED * width + WARPGROUP_ROWS * columns
+    at_once = min(splits, _MOST_AT_ONCE, room // (4 * WARPGROUP_ROWS * columns))
+    # A matmul contracts whole swizzles.
+    values = functools.partial(shared, row_bytes=2 * CONTRACTED)
+    return dict(
+        q=shared(WARPGROUP_ROWS, width),
+        cached_k=shared(FETCHED, width),
+        cached_v=values(WARPGROUP_ROWS, columns),
+        cached_alone=values(WINDOWS, WARPGROUP_ROWS, columns),
+        fresh_k=shared(tokens, width),
+        fresh_v=values(node_rows, columns),
+        fresh_alone=values(levels, node_rows, columns),
+        partial=swizzled((at_once, WARPGROUP_ROWS, columns), jnp.float32, 4 * columns),
+        lse=plgpu.SMEM((pl.cdiv(splits, at_once) * at_once, WARPGROUP_ROWS), jnp.float32),
+        out=plgpu.SMEM((WARPGROUP_ROWS, columns), dtype),
+        lse_ready=plgpu.Barrier(),
+        partial_ready=plgpu.Barrier(),
+        **codes,
+    )
+
+
+def _kernel(*refs: Ref, scale: float, segment: int, **memory: Ref) -> None:
+    """One program: 64 packed rows of a key/value head, some columns of their output."""
+    operands = Operands(*refs)
+    batch = jax.lax.axis_index("batch")
+    cache_row = operands.where[batch, Bounds._fields.index("cache_row")]
+    first, length, reached, deepest = (
+        operands.where[batch, len(Bounds._fields) + at] for at in range(4)
+    )
+    program = Program(
+        refs=operands,
+        memory=Memory(**memory),
+        scale=scale,
+        segment_tokens=segment,
+        batch=batch,
+        kv_head=jax.lax.axis_index("kv_head"),
+        row_tile=jax.lax.axis_index("row_tile"),
+        part=jax.lax.axis_index("part"),
+        first=first,
+        length=length,
+        reached=reached,
+        deepest=deepest,
+        cache_row=cache_row,
+    )
+    row = plgpu.Layout.WGMMA.reduce(1)
+    limit = load(operands.limit.at[batch, program.rows], row)
+    bias = load(operands.bias.at[batch, program.rows], plgpu.Layout.WGMMA)
+    depth = load(operands.depth.at[batch], row)
+    program.fetch()
+    weights, top, total = program.softmax(limit, bias)
+    acc = pl.run_scoped(
+        functools.partial(program.add_values, weights, depth),
+        ACC((WARPGROUP_ROWS, program.columns), jnp.float32),
+    )
+    acc, total = program.merge(acc, top, total)
+    program.write(acc * jax.lax.broadcast_in_dim(1.0 / total, acc.shape, [0]))

@@ -33,7 +33,7 @@ from longspec_jax.ops.attention.online_softmax import (
     store_rows,
 )
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.attention.packing import Problem, flat_rows, pack, refuse_unsupported
+from longspec_jax.ops.attention.packing import Problem, pack, refuse_unsupported
 from longspec_jax.ops.attention.splits import (
     MERGE_ROWS,
     counters,
@@ -95,29 +95,20 @@ def _split_kernel(
     start = None if start_ref is None else start_ref[batch]
     cached = head if row_ref is None else (row_ref[batch], kv_head)
     length = length_ref[batch]
-    lower, upper = slots_of_split(split, length, start, problem)
+    slots = slots_of_split(split, length, start, problem)
 
     def attend() -> None:
         queries, parts = load_queries(q_ref, head, row_tile * tile.total_rows, tile.rows, problem)
-        windows = load_windows(oldest_ref, length, batch, parts, problem)
+        windows = load_windows(oldest_ref, length, parts)
         states = [empty_state(*q.shape) for q in queries]
-        states = attend_to_slots(
-            queries,
-            k_ref,
-            v_ref,
-            cached,
-            states,
-            lower,
-            upper,
-            tile,
-            problem,
-            bounded=start is not None,
-            windows=windows,
+        cache, bounded = (k_ref, v_ref), start is not None
+        found = attend_to_slots(
+            queries, cache, cached, states, slots, tile, problem, bounded=bounded, windows=windows
         )
-        for state, rows in zip(states, parts, strict=True):
-            store_rows(out_ref, lse_ref, (batch, split, kv_head), rows, finish(state))
+        for state, rows in zip(found, parts, strict=True):
+            rows.store((out_ref, lse_ref), split, state)
 
-    pl.when(lower < upper)(attend)
+    pl.when(slots[0] < slots[1])(attend)
 
 
 def joins(tile: PrefixTile) -> bool:
@@ -188,7 +179,7 @@ def _joined_kernel(
     batch, kv_head = head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
     length, start = length_ref[batch], None if start_ref is None else start_ref[batch]
     cached = head if row_ref is None else (row_ref[batch], kv_head)
-    lower, upper = slots_of_split(split, length, start, problem)
+    slots = slots_of_split(split, length, start, problem)
     first, last = reached_splits(length, start, problem)
     # A row that sees no slot is the first program's.
     first, last = jnp.where(first < last, first, 0), jnp.where(first < last, last, 1)
@@ -196,55 +187,34 @@ def _joined_kernel(
     def attend() -> None:
         row = row_tile * tile.total_rows
         (q,), (rows,) = load_queries(q_ref, head, row, (MERGE_ROWS,), problem)
-        windows = load_windows(oldest_ref, length, batch, [rows], problem)
+        windows = load_windows(oldest_ref, length, [rows])
         state = empty_state(*q.shape)
         if fresh_refs:
             keys = fresh_refs[0].shape[1]
             block = min(tile.slots, max(16, pl.next_power_of_2(keys)))
-            state = attend_to_fresh(
-                q,
-                rows,
-                fresh_refs,
-                head,
-                state,
-                steps=(split == last - 1).astype(jnp.int32) * pl.cdiv(keys, block),
-                block=block,
-                problem=problem,
-            )
+            steps = (split == last - 1).astype(jnp.int32) * pl.cdiv(keys, block)
+            state = attend_to_fresh(q, rows, fresh_refs, state, steps=steps, block=block)
+        cache, bounded = (k_ref, v_ref), start is not None
         (state,) = attend_to_slots(
-            [q],
-            k_ref,
-            v_ref,
-            cached,
-            [state],
-            lower,
-            upper,
-            tile,
-            problem,
-            bounded=start is not None,
-            windows=windows,
+            [q], cache, cached, [state], slots, tile, problem, bounded=bounded, windows=windows
         )
-        packed, valid = rows
-        flat = flat_rows(packed, kv_head, problem), valid
+        flat, results = rows.flat, (out_ref, lse_ref)
 
         @pl.when(last - first == 1)
         def _() -> None:
-            store_rows(out_ref, lse_ref, (batch,), flat, finish(state))
+            store_rows(results, (batch,), flat, finish(state))
 
         @pl.when(last - first > 1)
         def _() -> None:
             leave_and_merge(
                 refs[-3:],
-                (out_ref, lse_ref),
-                head,
-                row_tile,
-                split,
-                first,
-                last,
+                results,
                 rows,
                 flat,
                 state,
-                interpret=problem.interpret,
+                row_tile=row_tile,
+                split=split,
+                splits=(first, last),
             )
 
     pl.when((first <= split) & (split < last))(attend)

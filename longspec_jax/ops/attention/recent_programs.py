@@ -1,4 +1,4 @@
-"""A program of the recent tokens' kernel, :mod:`longspec_jax.ops.attention.recent_mosaic`.
+"""A program of the recent tokens' kernel, :mod:`longspec_jax.ops.attention.path_kernels`.
 
 One warpgroup has little to compute, so that its time is that of the instructions of one warp:
 whatever can be asked for with one copy is, and whatever does not depend on the row's length is
@@ -32,7 +32,7 @@ size has no smaller ones. Its last bits then count them."""
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Operands and result in device memory, named as in :func:`recent_mosaic.attend_and_merge`."""
+    """Operands and result in device memory, as :mod:`path_kernels` names them."""
 
     where: Ref
     limit: Ref

@@ -40,6 +40,7 @@ def tree_attention(
     dtype: DTypeLike = jnp.float32,
 ) -> Partial:
     """Query ``t`` sees key ``u`` where ``mask[b, t, u]`` is true."""
+    assert fresh.mask is not None
     return _dense(q, fresh.keys, fresh.values, fresh.mask, scale, cap).in_dtype(dtype)
 
 
@@ -52,29 +53,14 @@ def speculative_attention(
     scale: float | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the slots that the prefix shows, the masked tree rows, and the sinks."""
+    """One softmax over the slots that the prefix shows, the masked fresh rows, and the sinks."""
     prefix = prefix.of_batch()
     keys, values = (widened(x.swapaxes(1, 2), q.dtype) for x in (prefix.keys, prefix.values))
     k = jnp.concatenate([keys, fresh.keys], axis=1)
     v = jnp.concatenate([values, fresh.values], axis=1)
-    mask = jnp.concatenate([_seen(q, prefix), fresh.mask], axis=2)
+    mask = jnp.concatenate([_seen(q, prefix), fresh.seen(prefix)], axis=2)
     out = _dense(q, k, v, mask, scale, cap, sinks).out
     return out.astype(q.dtype)
-
-
-def chunk_attention(
-    q: Queries,
-    prefix: Prefix,
-    keys: TreeRows,
-    values: TreeRows,
-    sinks: Sinks | None = None,
-    *,
-    scale: float | None = None,
-    cap: float | None = None,
-) -> Float[Array, "B T N H"]:
-    """Speculative attention under a causal mask."""
-    fresh = Fresh.chunk(prefix, keys, values)
-    return speculative_attention(q, prefix, fresh, sinks, scale=scale, cap=cap)
 
 
 def causal_attention(

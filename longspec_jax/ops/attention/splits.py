@@ -8,6 +8,7 @@ kernels get no operands for these.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,6 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.attention.online_softmax import (
-    Head,
     Rows,
     State,
     empty_state,
@@ -98,24 +98,16 @@ def merge_splits(
 
 
 def load_merged(
-    out_ref: Ref,
-    lse_ref: Ref,
-    first: jax.Array | int,
-    last: jax.Array | int,
-    batch: jax.Array,
-    kv_head: jax.Array,
-    rows: Rows,
-    *,
-    chunk: int,
-    interpret: bool,
+    refs: Sequence[Ref], splits: tuple[jax.Array | int, jax.Array | int], rows: Rows, chunk: int
 ) -> State:
-    """Merge the splits ``first <= p < last`` of some rows, in ascending order.
+    """Merge some rows' splits, ``first <= p < last``, in ascending order.
 
     Splits have outputs ``[B, P, K, R, H]`` and log-sum-exps ``[B, P, K, R]``; ``chunk`` of them are
-    read at once. ``kv_head`` is one key/value head, or one for each row.
+    read at once.
     """
-    packed, valid = rows
-    width = out_ref.shape[4]
+    (out_ref, lse_ref), (first, last) = refs, splits
+    batch, kv_head, packed, valid = rows.batch, rows.kv_head, rows.packed, rows.valid
+    interpret, width = rows.problem.interpret, out_ref.shape[4]
     chunk = min(chunk, out_ref.shape[1])
     h = jnp.arange(pl.next_power_of_2(width))
     mask = valid[:, None] & (h < width)[None, :]
@@ -174,17 +166,9 @@ def _merge_kernel(
     kv_head, packed = packed_rows(row, problem)
     start = None if start_ref is None else start_ref[batch]
     splits = reached_splits(length_ref[batch], start, problem)
-    state = load_merged(
-        out_ref,
-        lse_ref,
-        *splits,
-        batch,
-        kv_head,
-        (packed, valid),
-        chunk=MERGE_PARTIALS,
-        interpret=problem.interpret,
-    )
-    store_rows(merged_ref, merged_lse_ref, (batch,), (row, valid), finish(state))
+    rows = Rows(problem, batch, kv_head, packed, valid)
+    state = load_merged((out_ref, lse_ref), splits, rows, MERGE_PARTIALS)
+    store_rows((merged_ref, merged_lse_ref), (batch,), (row, valid), finish(state))
 
 
 def counters(batch: int, kv_heads: int, row_tiles: int) -> jax.Array:
@@ -204,18 +188,15 @@ def partial_results(
 
 
 def leave_and_merge(
-    refs: Ref,
-    results: tuple[Any, Any],
-    head: Head,
-    row_tile: jax.Array,
-    split: jax.Array,
-    first: jax.Array | int,
-    last: jax.Array | int,
+    refs: Sequence[Ref],
+    results: Sequence[Ref],
     rows: Rows,
-    flat: Rows,
+    flat: tuple[jax.Array, jax.Array],
     state: State,
     *,
-    interpret: bool,
+    row_tile: jax.Array,
+    split: jax.Array,
+    splits: tuple[jax.Array | int, jax.Array | int],
 ) -> None:
     """Write what a split's program found and, as the last one of its rows, all of them merged.
 
@@ -225,35 +206,21 @@ def leave_and_merge(
     Args:
       refs: of :func:`partial_results`.
       results: the merged outputs and log-sum-exps, ``[B, R, H]`` and ``[B, R]``.
-      head: the batch row and its key/value head.
-      row_tile: which of its row tiles.
-      split: which split this is.
-      first: the first split of these rows.
-      last: the first split beyond.
       rows: the packed rows.
       flat: where they are in the results.
       state: what the program found.
-      interpret: whether this is no GPU.
+      row_tile: which of the head's row tiles this is.
+      split: which split.
+      splits: the first one of these rows, and the first one beyond.
     """
-    partial_ref, partial_lse_ref, arrived_ref = refs
-    batch, kv_head = head
-    place = batch, split, kv_head
-    store_rows(partial_ref, partial_lse_ref, place, rows, finish(state))
+    *partial_refs, arrived_ref = refs
+    rows.store(partial_refs, split, state)
+    (first, last), place = splits, (rows.batch, rows.kv_head, row_tile)
 
-    @pl.when(_last_to_arrive(arrived_ref, (*head, row_tile), last - first, interpret))
+    @pl.when(_last_to_arrive(arrived_ref, place, last - first, rows.problem.interpret))
     def _() -> None:
-        merged = load_merged(
-            partial_ref,
-            partial_lse_ref,
-            first,
-            last,
-            batch,
-            kv_head,
-            rows,
-            chunk=MERGE_PARTIALS,
-            interpret=interpret,
-        )
-        store_rows(*results, (batch,), flat, finish(merged))
+        merged = load_merged(partial_refs, splits, rows, MERGE_PARTIALS)
+        store_rows(results, (rows.batch,), flat, finish(merged))
 
 
 def _last_to_arrive(

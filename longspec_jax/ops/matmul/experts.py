@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import op
 from longspec_jax.ops.layer import added
 from longspec_jax.ops.matmul.experts_grouping import expert_mlps_mosaic
 from longspec_jax.ops.matmul.few_rows import (
@@ -52,6 +52,9 @@ ALL_ROWS = 64
 """Most rows that every expert computes: the height of a GPU's matrix instruction."""
 SLACK = 2
 """Rows that an expert computes in a pass, as a multiple of its even share."""
+
+_ordered_logits = partitioned("b t d, n d -> b t n")(HEAD_MATMUL)
+"""A router's logits, all of them on every device."""
 
 
 @dataclass(frozen=True)
@@ -230,12 +233,6 @@ def _held_results(
     return jnp.where(present[..., None], out, 0).reshape(1, *experts.shape, -1)
 
 
-@partitioned("b t d, n d -> b t n")
-def _ordered_logits(x: Array, router: Array) -> Array:
-    """A router's logits, all of them on every device."""
-    return HEAD_MATMUL(x, router)
-
-
 def _results(
     x: Array,
     experts: Array,
@@ -262,7 +259,8 @@ def expert_mlps_xla(
     return form(x, experts, weights.plain(), limit)
 
 
-EXPERT_MLPS = Op("expert_mlps", {"mosaic": expert_mlps_mosaic, "xla": expert_mlps_xla})
+EXPERT_MLPS = op(expert_mlps_xla)
+EXPERT_MLPS.kernel("mosaic")(expert_mlps_mosaic)
 
 
 def _form(rows: int, chosen: int, experts: int) -> Callable[..., Array]:

@@ -29,7 +29,7 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.experts_tiles import FLOAT_GROUP, ExpertWork, expert_work
 from longspec_jax.ops.matmul.few_rows import SWISH
-from longspec_jax.ops.matmul.ordered_programs import Program, persistent
+from longspec_jax.ops.matmul.ordered_programs import Program, gated, persistent
 from longspec_jax.ops.matmul.packed import PackedMatrix
 from longspec_jax.ops.matmul.widening import (
     BY_OUTPUT,
@@ -122,7 +122,8 @@ def _kernel(
 ) -> None:
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
     *given, out = refs
-    program = (_PackedExperts if work.packed else _Experts)(
+    kind = _PackedExperts if work.packed else _Experts
+    kind(
         work=work,
         warpgroup=jax.lax.axis_index("warpgroup"),
         limit=limit,
@@ -132,8 +133,7 @@ def _kernel(
         out=out,
         **dict(zip(names, given, strict=True)),
         **memory,
-    )
-    program.run(program.multiply, program.fetch, program.free)
+    ).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +147,7 @@ class _Unit:
 
 @dataclasses.dataclass(frozen=True)
 class _Experts(Program):
-    """One warpgroup of one program.
-
-    ``ready`` says that a place of the ring was filled, ``free`` that all have read it.
-    """
+    """One warpgroup of one program."""
 
     work: ExpertWork
     limit: float | None
@@ -162,8 +159,6 @@ class _Experts(Program):
     x_smem: Ref
     weights_smem: Ref
     out_smem: Ref
-    ready: Ref
-    free: Ref
     bias: Ref = None
 
     def each_unit(self, visit: Any) -> jax.Array:
@@ -195,24 +190,22 @@ class _Experts(Program):
         return matrix * self.work.columns + unit.strip * self.work.tile.columns
 
     def fetch(self, unit: Any, past: jax.Array) -> None:
-        """Bring the unit's rows and weights, as soon as there is room in the ring."""
+        """Bring the unit's rows and weights."""
         work, tile = self.work, self.work.tile
         # Where all tiles have the same rows they have the first ones. The index is not known
         # beforehand, or Pallas would refuse rows beyond the last.
         shared = self.x.shape[0] <= work.rows
         rows = pl.ds((0 * unit.tile if shared else unit.tile) * work.rows, work.rows)
 
-        @pl.loop(0, work.steps)
-        def _(step: jax.Array) -> None:
-            place = past + step
-            stage = self.stage(place)
-            pl.when(place >= work.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
+        def bring(step: jax.Array, stage: jax.Array) -> None:
             ready, depth = self.ready.at[stage], pl.ds(step * tile.depth, tile.depth)
             # The weights are further away.
             for part in range(work.parts):
                 outputs = pl.ds(self.outputs(unit, part), tile.columns)
                 self.fetch_weights(outputs, step, (stage, part))
             plgpu.copy_gmem_to_smem(self.x.at[rows, depth], self.x_smem.at[stage], ready)
+
+        self.each_block(work.steps, past, bring)
 
     def fetch_weights(self, outputs: Ref, step: jax.Array, to: tuple[Any, int]) -> None:
         """Bring the weights of some outputs and a step's inputs."""
@@ -223,28 +216,17 @@ class _Experts(Program):
     def multiply(self, unit: Any, past: jax.Array) -> None:
         """Multiply this warpgroup's 64 outputs and write the result."""
         accumulators = [ACC((WARPGROUP_ROWS, self.work.rows), jnp.float32)] * self.work.parts
-        parts = pl.run_scoped(functools.partial(self.accumulate, past), *accumulators)
+        parts = pl.run_scoped(functools.partial(self.sums, past), *accumulators)
         self.write(unit, self.finished(unit, *parts))
 
-    def accumulate(self, past: jax.Array, *accumulators: Ref) -> list[Array]:
+    def sums(self, past: jax.Array, *accumulators: Ref) -> list[Array]:
         """The products of the unit's weights and rows, ``[64, rows]``."""
-        work = self.work
+        return self.accumulate(self.work.steps, past, self.operands, *accumulators)
 
-        @pl.loop(0, work.steps)
-        def _(step: jax.Array) -> None:
-            here, before = self.stage(past + step), self.stage(past + step - 1)
-            plgpu.barrier_wait(self.ready.at[here])
-            rows = self.x_smem.at[here].transpose((1, 0))
-            for part, accumulator in enumerate(accumulators):
-                plgpu.wgmma(accumulator, self.weights_smem.at[here, part, self.mine], rows)
-            # This step's matmuls go on while the step before them is given back.
-            plgpu.wgmma_wait(work.parts)
-            pl.when(step > 0)(lambda: plgpu.barrier_arrive(self.free.at[before]))
-
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.free.at[self.stage(past + work.steps - 1)])
-        # The compiler sees no connection between the wait and the registers.
-        return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
+    def operands(self, here: jax.Array, part: int) -> tuple[Ref, Ref]:
+        """Weights and rows in a place of the ring."""
+        rows = self.x_smem.at[here].transpose((1, 0))
+        return self.weights_smem.at[here, part, self.mine], rows
 
     def finished(self, unit: _Unit, *parts: Array) -> Array:
         """The result ``[64, rows]`` with its biases, and its gate."""
@@ -252,10 +234,10 @@ class _Experts(Program):
             parts = tuple(each + self.biases(unit, part) for part, each in enumerate(parts))
         if len(parts) == 1:
             return parts[0]
+        if self.limit is None:
+            return gated(*parts, self.x.dtype)
         # Rounded as the two matmuls are where they are matmuls of their own.
         first, second = (each.astype(self.x.dtype).astype(jnp.float32) for each in parts)
-        if self.limit is None:
-            return first / (1.0 + jnp.exp(-first)) * second
         first = jnp.minimum(first, self.limit)
         second = jnp.maximum(jnp.minimum(second, self.limit), -self.limit)
         return first / (1.0 + jnp.exp(first * -SWISH)) * (second + 1.0)
@@ -305,7 +287,7 @@ class _PackedExperts(_Experts):
         scales = self.scale.at[pl.ds(step * groups, groups), outputs]
         plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[to], ready)
 
-    def accumulate(self, past: jax.Array, *accumulators: Ref) -> list[Array]:
+    def sums(self, past: jax.Array, *accumulators: Ref) -> list[Array]:
         """As of :class:`_Experts`. A group of inputs is multiplied while the next is widened."""
         work, count = self.work, lines(WARPGROUP_ROWS)[0]
         of_half = pl.ds(self.warpgroup * count, count)
@@ -327,9 +309,7 @@ class _PackedExperts(_Experts):
                         # A branch here would make all matmuls wait (docs/design/kernels.md).
                         arrive(self.free.at[before], predicate=step > 0)
 
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.free.at[self.stage(past + work.steps - 1)])
-        return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
+        return self.results(work.steps, past, accumulators)
 
     def operand(self, pairs: tuple[Array, ...], at: tuple[Any, int, int]) -> Any:
         """The weights of 64 outputs and a group of inputs in bfloat16."""

@@ -11,7 +11,7 @@ bits beside any others.
 
 import dataclasses
 
-from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
+from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile, Work
 
 GROUP = 8
@@ -71,11 +71,9 @@ class ExpertWork(Work):
         return self.tile.depth // FLOAT_GROUP
 
     @property
-    def stages(self) -> int:
-        """Places of the ring of blocks, which takes all shared memory that the result leaves."""
-        out = self.rows * self.tile.columns * self.out_bytes
-        room = SHARED_BYTES[HOPPER] - out - _BARRIER_BYTES
-        return max(2, min(room // self.stage_bytes, self.turns * self.steps))
+    def other_bytes(self) -> int:
+        """Shared memory of the result and of barriers."""
+        return self.rows * self.tile.columns * self.out_bytes + _BARRIER_BYTES
 
 
 def expert_work(

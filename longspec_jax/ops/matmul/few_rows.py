@@ -7,8 +7,6 @@ the result next adds up as it goes (:func:`longspec_jax.ops.layer.residual_norm`
 these are XLA's matmuls, which also define the ops and their gradients.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -16,7 +14,7 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import differentiable_op
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.matmul import ordered_tiles
 from longspec_jax.ops.partitioned import one_device
@@ -31,51 +29,25 @@ WORTH_AN_ORDER = 2**16
 """Elements of the smallest float32 weights of which the order matters on a CPU."""
 
 
-def matmul(
-    x: Float[Array, "*rows K"], weights: Float[Array, "K ..."], bias: Array | None = None
-) -> Array:
-    """``[*rows, *out]`` of ``weights[K, *out]``, plus ``bias[*out]``; differentiable."""
-    return _matmul(x, weights, bias)
-
-
-def matmul_partials(
-    x: Float[Array, "*rows K"], weights: Float[Array, "K N"]
-) -> Float[Array, "S *rows N"]:
-    """Split-K partials, whose sum is the result: one of the dtype of ``x``, or several float32.
-
-    Differentiable.
-    """
-    return _matmul(x, weights, split=True)
-
-
-def gated_matmul(
-    x: Float[Array, "*rows K"], weights: Float[Array, "K 2 F"]
-) -> Float[Array, "*rows F"]:
-    """``silu(x @ weights[:, 0]) * (x @ weights[:, 1])``; differentiable."""
-    return _matmul(x, weights, gated=True)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _matmul(
-    x: Array, weights: Array, bias: Array | None = None, gated: bool = False, split: bool = False
-) -> Array:
-    return MATMUL(x, weights, bias, gated=gated, split=split)
-
-
-@_matmul.defjvp
-def _differentiate(gated: bool, split: bool, primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(partial(matmul_xla, gated=gated, split=split), primals, tangents)
-
-
 def matmul_xla(
-    x: Array,
-    weights: Array,
+    x: Float[Array, "*rows K"],
+    weights: Float[Array, "K ..."],
     bias: Array | None = None,
-    *,
     gated: bool = False,
     split: bool = False,
 ) -> Array:
-    """The matmul in plain JAX, the only one of its partials; float32 is exact, not TF32."""
+    """``[*rows, *out]`` of ``weights[K, *out]``, plus ``bias[*out]``; differentiable.
+
+    float32 is exact, not TF32.
+
+    Args:
+      x: rows.
+      weights: one matrix.
+      bias: what is added.
+      gated: whether to return ``silu(x @ weights[:, 0]) * (x @ weights[:, 1])``.
+      split: whether to return split-K partials ``[S, *rows, N]``, whose sum is the result: one of
+        the dtype of ``x``, or several float32.
+    """
     # The produced axes stay apart: [2, F] in one axis could not be sharded over F. It is one plain
     # matmul all the same.
     over = ((x.ndim - 1,), (0,)), ((), ())
@@ -83,6 +55,27 @@ def matmul_xla(
     out = out if bias is None else out + bias
     out = gate(out) if gated else out
     return out[None] if split else out
+
+
+matmul = differentiable_op(static=2)(matmul_xla)
+
+
+@matmul.kernel("mosaic")
+def _few_rows_mosaic(
+    x: Array, weights: Array, bias: Array | None = None, gated: bool = False, split: bool = False
+) -> Array:
+    """The kernel where it is faster than XLA's matmuls, or makes the same time of fewer launches.
+
+    One row costs as much in either. The kernel for other GPUs was never measured on one.
+    """
+    hardware.require_hopper("the Mosaic matmul of few rows")
+    rows = x.size // x.shape[-1]
+    if rows % 8 or not 0 < rows <= WARPGROUP_ROWS or weights.size < WORTH_A_KERNEL:
+        raise NotImplementedError(
+            f"the Mosaic matmul takes whole groups of 8 rows up to {WARPGROUP_ROWS}, not "
+            f"{rows}, and weights of {WORTH_A_KERNEL} elements or more, not {weights.size}"
+        )
+    return matmul_mosaic(x, weights, bias, gated=gated, split=split)
 
 
 def head_matmul_xla(hidden: Array, table: Array) -> Array:
@@ -140,12 +133,7 @@ def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
 
 
 def matmul_mosaic(
-    x: Array,
-    weights: Array,
-    bias: Array | None = None,
-    *,
-    gated: bool = False,
-    split: bool = False,
+    x: Array, weights: Array, bias: Array | None = None, gated: bool = False, split: bool = False
 ) -> Array:
     """The matmul by this GPU's kernel; partials are one, or several in float32."""
     hopper = _require_kernel(x, weights)
@@ -199,28 +187,3 @@ def _require_kernel(x: Array, weights: Array) -> bool:
     if not x.size:
         raise NotImplementedError("the Mosaic matmul takes one row or more")
     return hopper
-
-
-def _few_rows_mosaic(
-    x: Array,
-    weights: Array,
-    bias: Array | None = None,
-    *,
-    gated: bool = False,
-    split: bool = False,
-) -> Array:
-    """The kernel where it is faster than XLA's matmuls, or makes the same time of fewer launches.
-
-    One row costs as much in either. The kernel for other GPUs was never measured on one.
-    """
-    hardware.require_hopper("the Mosaic matmul of few rows")
-    rows = x.size // x.shape[-1]
-    if rows % 8 or not 0 < rows <= WARPGROUP_ROWS or weights.size < WORTH_A_KERNEL:
-        raise NotImplementedError(
-            f"the Mosaic matmul takes whole groups of 8 rows up to {WARPGROUP_ROWS}, not "
-            f"{rows}, and weights of {WORTH_A_KERNEL} elements or more, not {weights.size}"
-        )
-    return matmul_mosaic(x, weights, bias, gated=gated, split=split)
-
-
-MATMUL = Op("matmul", {"mosaic": _few_rows_mosaic, "xla": matmul_xla})

@@ -11,10 +11,12 @@ the op behind the matmul adds up in the order of the devices. An all-reduce woul
 order that its library chooses by the number of rows.
 """
 
+from functools import partial
+
 from jaxtyping import Float
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import op
 from longspec_jax.ops.matmul.few_rows import (
     head_matmul_mosaic,
     head_matmul_xla,
@@ -23,60 +25,15 @@ from longspec_jax.ops.matmul.few_rows import (
 )
 from longspec_jax.ops.partitioned import partitioned, three_axes, width_shares, with_sharding
 
+MATMUL, HEAD_MATMUL = op(matmul_xla), op(head_matmul_xla)
+MATMUL.kernel("mosaic")(matmul_mosaic)
+HEAD_MATMUL.kernel("mosaic")(head_matmul_mosaic)
 
-def matmul(
-    x: Float[Array, "*rows K"], weights: Float[Array, "K ..."], bias: Array | None = None
-) -> Array:
-    """``[*rows, *out]`` of ``weights[K, *out]``, plus ``bias[*out]``.
-
-    On a mesh ``*out`` are key/value heads and two more axes, or two and the width of an MLP.
-    """
-    share = _heads if weights.ndim == 4 else _gate_up
-    out = share(three_axes(x), weights, bias)
-    return out.reshape(*x.shape[:-1], *weights.shape[1:])
-
-
-def matmul_partials(
-    x: Float[Array, "*rows K"], weights: Float[Array, "K N"]
-) -> Float[Array, "S *rows N"]:
-    """Split-K partials, whose sum is the result: one of the dtype of ``x``, or several.
-
-    Several are float32; where a mesh cuts ``K``, they are of the dtype of ``x``, one for each part.
-    """
-    cut = width_shares(len(weights)) > 1
-    # One partial of a device: its 16 bits are half of what travels, and no launch adds up splits.
-    parts = (_cut_partials if cut else _whole_partials)(three_axes(x), weights)
-    [parts] = with_sharding("s b t d", parts)
-    return parts.reshape(-1, *x.shape[:-1], weights.shape[1])
-
-
-def gated_matmul(
-    x: Float[Array, "*rows K"], weights: Float[Array, "K 2 F"]
-) -> Float[Array, "*rows F"]:
-    """``silu(x @ weights[:, 0]) * (x @ weights[:, 1])``."""
-    return _gated(three_axes(x), weights).reshape(*x.shape[:-1], -1)
-
-
-def head_matmul(
-    hidden: Float[Array, "*rows D"], table: Float[Array, "V D"]
-) -> Float[Array, "*rows V"]:
-    """Logits ``hidden @ table.T``, accumulated and returned in float32."""
-    return _head(three_axes(hidden), table).reshape(*hidden.shape[:-1], -1)
-
-
-@partitioned("b t d, d k j h, k j h -> b t k j h")
-def _heads(x: Array, weights: Array, bias: Array | None) -> Array:
-    return MATMUL(x, weights, bias)
-
-
-@partitioned("b t d, d u f, u f -> b t u f")
-def _gate_up(x: Array, weights: Array, bias: Array | None) -> Array:
-    return MATMUL(x, weights, bias)
-
-
-@partitioned("b t f, f d -> s b t d")
-def _whole_partials(x: Array, weights: Array) -> Array:
-    return MATMUL(x, weights, split=True)
+_heads = partitioned("b t d, d k j h, k j h -> b t k j h")(MATMUL)
+_gate_up = partitioned("b t d, d u f, u f -> b t u f")(MATMUL)
+_gated = partitioned("b t d, d u f -> b t f")(partial(MATMUL, gated=True))
+_partials = partitioned("b t f, f d -> s b t d")(partial(MATMUL, split=True))
+_head = partitioned("b t d, v d -> b t v")(HEAD_MATMUL)
 
 
 @partitioned("b t f, f d -> f b t d")
@@ -84,15 +41,33 @@ def _cut_partials(x: Array, weights: Array) -> Array:
     return MATMUL(x, weights)[None]
 
 
-@partitioned("b t d, d u f -> b t f")
-def _gated(x: Array, weights: Array) -> Array:
-    return MATMUL(x, weights, gated=True)
+def matmul(
+    x: Float[Array, "*rows K"],
+    weights: Float[Array, "K ..."],
+    bias: Array | None = None,
+    gated: bool = False,
+    split: bool = False,
+) -> Array:
+    """As :func:`longspec_jax.ops.matmul.few_rows.matmul`, but for the gradient.
+
+    On a mesh ``*out`` are key/value heads and two more axes, or two and the width of an MLP. Where
+    a mesh cuts ``K``, partials are of the dtype of ``x``, one for each part.
+    """
+    rows = three_axes(x)
+    if gated:
+        return _gated(rows, weights).reshape(*x.shape[:-1], -1)
+    if not split:
+        out = (_heads if weights.ndim == 4 else _gate_up)(rows, weights, bias)
+        return out.reshape(*x.shape[:-1], *weights.shape[1:])
+    cut = width_shares(len(weights)) > 1
+    # One partial of a device: its 16 bits are half of what travels, and no launch adds up splits.
+    parts = (_cut_partials if cut else _partials)(rows, weights)
+    [parts] = with_sharding("s b t d", parts)
+    return parts.reshape(-1, *x.shape[:-1], weights.shape[1])
 
 
-@partitioned("b t d, v d -> b t v")
-def _head(hidden: Array, table: Array) -> Array:
-    return HEAD_MATMUL(hidden, table)
-
-
-MATMUL = Op("matmul", {"mosaic": matmul_mosaic, "xla": matmul_xla})
-HEAD_MATMUL = Op("head_matmul", {"mosaic": head_matmul_mosaic, "xla": head_matmul_xla})
+def head_matmul(
+    hidden: Float[Array, "*rows D"], table: Float[Array, "V D"]
+) -> Float[Array, "*rows V"]:
+    """Logits ``hidden @ table.T``, accumulated and returned in float32."""
+    return _head(three_axes(hidden), table).reshape(*hidden.shape[:-1], -1)

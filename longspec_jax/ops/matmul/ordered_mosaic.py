@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
-from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
+from longspec_jax.ops.matmul.ordered_programs import Program, Unit, gated, persistent
 from longspec_jax.ops.matmul.ordered_tiles import (
     WHOLE,
     MatmulTile,
@@ -116,106 +116,75 @@ def _launch(
     return out[:, : work.rows]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Memory:
-    """What the warpgroups of a program share: a ring of blocks, and a result for each of them.
-
-    ``ready`` says that a place of the ring was filled, ``free`` that all have read it.
-    """
-
-    x_smem: Ref
-    weights_smem: Ref
-    out_smem: Ref
-    ready: Ref
-    free: Ref
-
-
 def _kernel(*refs: Ref, work: Work, has_bias: bool, **memory: Ref) -> None:
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
     x, weights, *bias, out = refs
-    program = _Matmul(
+    _Matmul(
         work=work,
         x=x,
         weights=weights,
         bias=bias[0] if has_bias else None,
         out=out,
-        memory=_Memory(**memory),
         warpgroup=jax.lax.axis_index("warpgroup"),
-    )
-
-    program.run(program.multiply, program.fetch, program.memory.free)
+        **memory,
+    ).run()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Matmul(Program):
-    """One warpgroup of one program of the matmul."""
+    """One warpgroup of one program of the matmul; the warpgroups have a result each."""
 
     x: Ref
     weights: Ref
     bias: Ref
     out: Ref
-    memory: _Memory
+    x_smem: Ref
+    weights_smem: Ref
+    out_smem: Ref
 
     def fetch(self, unit: Unit, past: jax.Array) -> None:
-        """Bring the unit's rows and weights, as soon as there is room in the ring."""
-        work, memory, tile = self.work, self.memory, self.work.tile
+        """Bring the unit's rows and weights."""
+        work, tile = self.work, self.work.tile
         # Of a single row tile, the rows that exist.
         height = min(work.warpgroups * WARPGROUP_ROWS, -(-work.rows // 8) * 8)
         rows = pl.ds(unit.row * work.warpgroups * WARPGROUP_ROWS, height)
 
-        @pl.loop(0, unit.steps)
-        def _(step: jax.Array) -> None:
-            place = past + step
-            stage = self.stage(place)
-            pl.when(place >= work.stages)(lambda: plgpu.barrier_wait(memory.free.at[stage]))
-            ready = memory.ready.at[stage]
+        def bring(step: jax.Array, stage: jax.Array) -> None:
+            ready = self.ready.at[stage]
             depth = pl.ds((unit.first + step) * tile.depth, tile.depth)
             # The weights are further away.
             for part in ((0,), (1,)) if work.parts == 2 else ((),):
                 columns = self.columns(unit)
                 at = (columns, depth) if work.head else (depth, *part, columns)
-                to = memory.weights_smem.at[(stage, *part)]
+                to = self.weights_smem.at[(stage, *part)]
                 plgpu.copy_gmem_to_smem(self.weights.at[at], to, ready)
-            to = memory.x_smem.at[stage, pl.ds(0, height)]
+            to = self.x_smem.at[stage, pl.ds(0, height)]
             plgpu.copy_gmem_to_smem(self.x.at[rows, depth], to, ready)
+
+        self.each_block(unit.steps, past, bring)
 
     def multiply(self, unit: Unit, past: jax.Array) -> None:
         """Multiply this warpgroup's 64 rows and write the result."""
         shape = (WARPGROUP_ROWS, self.work.tile.columns)
         accumulators = [ACC(shape, jnp.float32)] * self.work.parts
-        parts = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
+        parts = pl.run_scoped(functools.partial(self.sums, unit, past), *accumulators)
         self.write(unit, self.finished(unit, *parts))
 
-    def accumulate(self, unit: Unit, past: jax.Array, *accumulators: Ref) -> list[Array]:
+    def sums(self, unit: Unit, past: jax.Array, *accumulators: Ref) -> list[Array]:
         """The products of the unit's rows and weights."""
-        work, memory = self.work, self.memory
         rows = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-        @pl.loop(0, unit.steps)
-        def _(step: jax.Array) -> None:
-            here, before = self.stage(past + step), self.stage(past + step - 1)
-            plgpu.barrier_wait(memory.ready.at[here])
-            for part, accumulator in enumerate(accumulators):
-                weights = memory.weights_smem.at[(here, part) if work.parts == 2 else (here,)]
-                weights = weights.transpose((1, 0)) if work.head else weights
-                plgpu.wgmma(accumulator, memory.x_smem.at[here, rows], weights)
-            # This step's matmuls go on while the step before them is given back.
-            plgpu.wgmma_wait(work.parts)
-            pl.when(step > 0)(lambda: plgpu.barrier_arrive(memory.free.at[before]))
+        def operands(here: jax.Array, part: int) -> tuple[Ref, Ref]:
+            weights = self.weights_smem.at[(here, part) if self.work.parts == 2 else (here,)]
+            weights = weights.transpose((1, 0)) if self.work.head else weights
+            return self.x_smem.at[here, rows], weights
 
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(memory.free.at[self.stage(past + unit.steps - 1)])
-        # The compiler sees no connection between the wait and the registers. Without this it rounds
-        # the results to 16 bits before they are there (strips of 32 columns on an H200).
-        return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
+        return self.accumulate(unit.steps, past, operands, *accumulators)
 
     def finished(self, unit: Unit, out: Array, *up: Array) -> Array:
         """The result with its gate, or its bias."""
         if up:
-            # Rounded as the two matmuls are where they are matmuls of their own.
-            dtype = self.x.dtype
-            gate, factor = (each.astype(dtype).astype(jnp.float32) for each in (out, *up))
-            out = gate / (1.0 + jnp.exp(-gate)) * factor
+            out = gated(out, *up, self.x.dtype)
         if self.bias is not None:
             row = load(self.bias.at[self.columns(unit)], plgpu.Layout.WGMMA.reduce(0))
             out += jax.lax.broadcast_in_dim(row.astype(jnp.float32), out.shape, [1])
@@ -223,7 +192,7 @@ class _Matmul(Program):
 
     def write(self, unit: Unit, out: Array) -> None:
         """Write the result of this warpgroup's rows."""
-        source = self.memory.out_smem.at[self.warpgroup]
+        source = self.out_smem.at[self.warpgroup]
         if self.work.turns > 1:  # The last result may be on its way from the same place.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         source[...] = out.astype(source.dtype)

@@ -5,13 +5,14 @@ What Mosaic GPU kernels of different weights have in common
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from longspec_jax.axes import Ref
 from longspec_jax.ops.matmul.ordered_tiles import Work
@@ -33,42 +34,49 @@ class Unit:
     steps: jax.Array
 
 
-_Visit = Callable[[Unit, jax.Array], None]
+_Visit = Callable[[Any, jax.Array], None]
 """Of a unit, and of the number of blocks before it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One warpgroup of one program: the units that it takes in turns."""
+    """One warpgroup of one program: the units that it takes in turns.
+
+    ``ready`` says that a place of the ring was filled, ``free`` that all have read it.
+    """
 
     work: Work
     warpgroup: jax.Array
+    ready: Ref
+    free: Ref
 
-    def run(self, multiply: _Visit, fetch: _Visit, free: Ref) -> None:
-        """Fetch in the last warpgroup and multiply in the others, unit after unit.
+    def fetch(self, unit: Any, past: jax.Array) -> None:
+        """Bring the blocks of a unit, as soon as there is room in the ring."""
+        raise NotImplementedError
 
-        Args:
-          multiply: multiplies the blocks of a unit and writes its result.
-          fetch: brings the blocks of a unit.
-          free: the barriers which say that all have read a place of the ring.
-        """
+    def multiply(self, unit: Any, past: jax.Array) -> None:
+        """Multiply this warpgroup's part of a unit's blocks, and write the result."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Fetch in the last warpgroup and multiply in the others, unit after unit."""
         multiplying, fetching = _REGISTERS[self.work.warpgroups]
 
         @pl.when(self.warpgroup < self.work.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(multiplying, action="increase")
-            self.each_unit(multiply)
+            self.each_unit(self.multiply)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(self.warpgroup == self.work.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(fetching, action="decrease")
-            total = self.each_unit(fetch)
+            total = self.each_unit(self.fetch)
 
             # Every phase of a barrier is seen before the barrier ends with the program.
             @pl.loop(jnp.maximum(total - self.work.stages, 0), total)
             def _(place: jax.Array) -> None:
-                plgpu.barrier_wait(free.at[self.stage(place)])
+                plgpu.barrier_wait(self.free.at[self.stage(place)])
 
     def each_unit(self, visit: _Visit) -> jax.Array:
         """Call ``visit(unit, past)`` for the program's units; ``past`` blocks came before a unit's.
@@ -87,6 +95,47 @@ class Program:
 
         turns = jax.lax.div(work.units - program + work.programs - 1, jnp.int32(work.programs))
         return jax.lax.fori_loop(0, 1 if work.turns == 1 else turns, turn, jnp.int32(0))
+
+    def each_block(
+        self, steps: Any, past: jax.Array, bring: Callable[[jax.Array, jax.Array], None]
+    ) -> None:
+        """Call ``bring(step, stage)`` for each block of a unit, once its place is free."""
+
+        @pl.loop(0, steps)
+        def _(step: jax.Array) -> None:
+            place = past + step
+            stage = self.stage(place)
+            pl.when(place >= self.work.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
+            bring(step, stage)
+
+    def accumulate(
+        self,
+        steps: Any,
+        past: jax.Array,
+        operands: Callable[[jax.Array, int], tuple[Ref, Ref]],
+        *accumulators: Ref,
+    ) -> list[jax.Array]:
+        """The products of a unit's blocks: of each matmul, what is in a place of the ring."""
+
+        @pl.loop(0, steps)
+        def _(step: jax.Array) -> None:
+            here, before = self.stage(past + step), self.stage(past + step - 1)
+            plgpu.barrier_wait(self.ready.at[here])
+            for part, accumulator in enumerate(accumulators):
+                plgpu.wgmma(accumulator, *operands(here, part))
+            # This step's matmuls go on while the step before them is given back.
+            plgpu.wgmma_wait(len(accumulators))
+            pl.when(step > 0)(lambda: plgpu.barrier_arrive(self.free.at[before]))
+
+        return self.results(steps, past, accumulators)
+
+    def results(self, steps: Any, past: jax.Array, accumulators: Sequence[Ref]) -> list[jax.Array]:
+        """What was accumulated of a unit's blocks; gives back the last one."""
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free.at[self.stage(past + steps - 1)])
+        # The compiler sees no connection between the wait and the registers. Without this it rounds
+        # the results to 16 bits before they are there (strips of 32 columns on an H200).
+        return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
 
     def stage(self, place: jax.Array) -> jax.Array:
         """The place in the ring of a block, by the number of blocks before it."""
@@ -111,6 +160,12 @@ class Program:
         return pl.ds(unit.strip * self.work.tile.columns, self.work.tile.columns)
 
 
+def gated(gate: jax.Array, factor: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """``silu(gate) * factor``, both rounded as where they are the results of matmuls."""
+    gate, factor = (each.astype(dtype).astype(jnp.float32) for each in (gate, factor))
+    return gate / (1.0 + jnp.exp(-gate)) * factor
+
+
 def persistent(
     body: Callable[..., None],
     work: Work,
@@ -118,7 +173,7 @@ def persistent(
     memory: dict[str, Any],
     *,
     name: str,
-    **options: Any,
+    interpret: Any,
 ) -> Callable[..., jax.Array]:
     """The kernel of all programs of some work, each with its warpgroups.
 
@@ -128,7 +183,7 @@ def persistent(
       out: shape and dtype of the result.
       memory: shared memory and barriers of a program, by the name that the body gives them.
       name: what profiles call it.
-      options: of Pallas.
+      interpret: how Pallas interprets the kernel without a GPU; None compiles it.
     """
     return plgpu.kernel(
         body,
@@ -141,5 +196,5 @@ def persistent(
         # Nothing is reduced across warps, and the ring has taken the room.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name=name,
-        **options,
+        interpret=interpret,
     )

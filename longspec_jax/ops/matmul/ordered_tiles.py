@@ -120,10 +120,15 @@ class Work:
         return 2 * self.tile.depth * (self.warpgroups * WARPGROUP_ROWS + columns)
 
     @property
-    def stages(self) -> int:
-        """Places of the ring of blocks, which takes all shared memory that the result leaves."""
+    def other_bytes(self) -> int:
+        """Shared memory of the result and of barriers."""
         out = self.warpgroups * WARPGROUP_ROWS * self.tile.columns * self.out_bytes
-        room = SHARED_BYTES[HOPPER] - out - _BARRIER_BYTES
+        return out + _BARRIER_BYTES
+
+    @property
+    def stages(self) -> int:
+        """Places of the ring of blocks, which takes all other shared memory."""
+        room = SHARED_BYTES[HOPPER] - self.other_bytes
         return max(2, min(room // self.stage_bytes, self.turns * self.split_steps))
 
     @property
@@ -132,23 +137,17 @@ class Work:
         block = self.tile.depth * self.tile.columns * self.parts * 2
         return self.turns * self.split_steps * block
 
-    @property
-    def share(self) -> float:
-        """Predicted share of the roof: time of reading the weights at the full rate, over ours."""
-        weights = self.contracted * self.columns * self.parts * 2
-        return weights / self._read()
-
-    def _read(self) -> float:
+    def read(self) -> float:
         """Bytes that the machine could read in the time that the programs take to read theirs."""
         programs = max(self.programs, self.full_rate_programs)
         idle = 1 - self.programs / MULTIPROCESSORS
         return self.program_bytes * programs * (1 + 0.1 * idle) * SLOWDOWN[self.tile.columns]
 
     def cost(self) -> float:
-        """As :meth:`_read`, with the partials that are written and read again."""
+        """As :meth:`read`, with the partials that are written and read again."""
         splits = self.tile.splits
         partials = 2 * 4 * _PARTIAL_ROWS * self.columns * splits if splits > 1 else 0
-        return self._read() + partials
+        return self.read() + partials
 
 
 @functools.cache

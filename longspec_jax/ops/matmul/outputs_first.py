@@ -48,20 +48,18 @@ class OutputsFirst:
         return jnp.moveaxis(self.rows, -1, 0).astype(dtype)
 
 
-def matmul(x: Float[Array, "*rows C"], weights: OutputsFirst, bias: Array | None = None) -> Array:
-    """``[*rows, *out]``, plus ``bias[*out]``."""
+def matmul(
+    x: Float[Array, "*rows C"],
+    weights: OutputsFirst,
+    bias: Array | None = None,
+    gated: bool = False,
+    split: bool = False,
+) -> Array:
+    """As :func:`longspec_jax.ops.matmul.few_rows.matmul`."""
     out = multiply_outputs_first(x, weights.rows)
-    return out if bias is None else out + bias
-
-
-def matmul_partials(x: Float[Array, "*rows C"], weights: OutputsFirst) -> Float[Array, "1 *rows N"]:
-    """The matmul as its only partial."""
-    return matmul(x, weights)[None]
-
-
-def gated_matmul(x: Float[Array, "*rows C"], weights: OutputsFirst) -> Float[Array, "*rows F"]:
-    """``silu`` of the first of two matmuls, ``out = (2, F)``, times the second."""
-    return gate(matmul(x, weights))
+    out = out if bias is None else out + bias
+    out = gate(out) if gated else out
+    return out[None] if split else out
 
 
 def with_outputs_first(params: PyTree, mesh: Mesh | None = None) -> Any:

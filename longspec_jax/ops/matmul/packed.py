@@ -69,14 +69,9 @@ class PackedMatrix(QuantisedWeights):
     offset_unit: Leaf[Float16[Array, "*shares U N"]] | None = None
 
     @property
-    def out_axes(self) -> tuple[int, ...]:
-        """Sizes of the produced axes."""
-        return self.shape[:-1]
-
-    @property
-    def inputs(self) -> int:
-        """The size of the contraction."""
-        return self.shape[-1]
+    def sizes(self) -> tuple[int, ...]:
+        """``[*out, C]``, without padding."""
+        return self.shape
 
     @property
     def label(self) -> str:
@@ -100,7 +95,40 @@ class PackedMatrix(QuantisedWeights):
 
     def plain(self) -> QuantisedMatrix:
         """The same weights in the order of their inputs, for XLA's matmuls."""
-        return _unpacked(self)
+        blocks = jax.lax.bitcast_convert_type(self.codes.swapaxes(0, 1), jnp.uint8)
+        blocks = blocks.reshape(*blocks.shape[:2], BLOCK_BYTES)
+        codes = _by_input(_nibbles(blocks) if self.bits == 4 else blocks, self.bits)
+        codes = codes[:, : self.inputs]
+        if self.bits == 4:
+            codes = codes[:, 0::2] | codes[:, 1::2] << 4
+        else:
+            codes = jax.lax.bitcast_convert_type(codes, self.stored)
+        groups = -(-self.inputs // self.group) if self.group else 1
+
+        def shaped(rows: Array) -> Array:
+            return rows.reshape(*self.out_axes, -1)
+
+        def by_output(numbers: Array | None) -> Array | None:
+            return None if numbers is None else shaped(numbers.T)
+
+        def of_groups(numbers: Array) -> Array:
+            rows = numbers.T
+            if self.counted:
+                rows = jax.lax.bitcast_convert_type(rows, jnp.int8).reshape(len(rows), -1)
+            return shaped(rows[:, :groups])
+
+        scale = of_groups(self.scale)
+        return QuantisedMatrix(
+            shaped(codes),
+            scale if self.counted else scale.astype(jnp.float32),
+            None if self.zero is None else shaped(self.zero.T.astype(jnp.int8)),
+            self.order,
+            self.group,
+            self.floating,
+            None if self.offset is None else of_groups(self.offset),
+            by_output(self.unit),
+            by_output(self.offset_unit),
+        )
 
 
 def pack(matrix: QuantisedMatrix, dtype: DTypeLike) -> PackedMatrix:
@@ -170,44 +198,6 @@ def refuse_unpackable(matrix: QuantisedMatrix) -> None:
             "the kernel for quantised weights takes no zero points and no 8-bit floats in groups "
             "of 16 or 32 inputs, and offsets in no others"
         )
-
-
-def _unpacked(packed: PackedMatrix) -> QuantisedMatrix:
-    blocks = jax.lax.bitcast_convert_type(packed.codes.swapaxes(0, 1), jnp.uint8)
-    blocks = blocks.reshape(*blocks.shape[:2], BLOCK_BYTES)
-    codes = _by_input(_nibbles(blocks) if packed.bits == 4 else blocks, packed.bits)
-    codes = codes[:, : packed.inputs]
-    if packed.bits == 4:
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    else:
-        codes = jax.lax.bitcast_convert_type(codes, packed.stored)
-
-    groups = -(-packed.inputs // packed.group) if packed.group else 1
-
-    def shaped(rows: Array) -> Array:
-        return rows.reshape(*packed.out_axes, -1)
-
-    def by_output(numbers: Array | None) -> Array | None:
-        return None if numbers is None else shaped(numbers.T)
-
-    def of_groups(numbers: Array) -> Array:
-        rows = numbers.T
-        if packed.counted:
-            rows = jax.lax.bitcast_convert_type(rows, jnp.int8).reshape(len(rows), -1)
-        return shaped(rows[:, :groups])
-
-    scale = of_groups(packed.scale)
-    return QuantisedMatrix(
-        shaped(codes),
-        scale if packed.counted else scale.astype(jnp.float32),
-        None if packed.zero is None else shaped(packed.zero.T.astype(jnp.int8)),
-        packed.order,
-        packed.group,
-        packed.floating,
-        None if packed.offset is None else of_groups(packed.offset),
-        by_output(packed.unit),
-        by_output(packed.offset_unit),
-    )
 
 
 def _by_group(numbers: Array, flat: QuantisedMatrix) -> Array:

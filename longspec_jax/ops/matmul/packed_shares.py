@@ -38,14 +38,11 @@ class PackedShares(QuantisedWeights):
     """The axis of ``[*out, C]`` that is cut; the last one is that of the inputs."""
 
     @property
-    def out_axes(self) -> tuple[int, ...]:
-        """Sizes of the produced axes."""
-        return self._sizes[:-1]
-
-    @property
-    def inputs(self) -> int:
-        """The size of the contraction."""
-        return self._sizes[-1]
+    def sizes(self) -> tuple[int, ...]:
+        """``[*out, C]``."""
+        shares = self.share.codes.shape[0]
+        sizes = enumerate(self.share.shape)
+        return tuple(size * (shares if axis == self.cut else 1) for axis, size in sizes)
 
     @property
     def label(self) -> str:
@@ -73,13 +70,6 @@ class PackedShares(QuantisedWeights):
             out_specs=_specs(share, self.cut, len(share.shape), grouped=share.group > 0),
             check_vma=False,
         )(self)
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        """``[*out, C]``."""
-        shares = self.share.codes.shape[0]
-        sizes = enumerate(self.share.shape)
-        return tuple(size * (shares if axis == self.cut else 1) for axis, size in sizes)
 
 
 def packed_params(params: PyTree, dtype: DTypeLike) -> Any:

@@ -24,7 +24,7 @@ from jaxtyping import Float, PyTree
 
 from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import op
 from longspec_jax.ops.layer import added
 from longspec_jax.ops.matmul.few_rows import gate, matmul_precision
 from longspec_jax.ops.matmul.packed_shares import PackedShares
@@ -42,49 +42,47 @@ def quantised_matmul(
     bias: Array | None = None,
     *,
     ordered: bool = False,
+    gated: bool = False,
+    split: bool = False,
     dtype: DTypeLike | None = None,
 ) -> Array:
     """``[*rows, *out]`` of ``x @ dequantised.T``, plus ``bias[*out]``.
 
-    ``ordered`` rows have the same bits whatever rows are beside them, where the Hopper kernel runs.
-    The result has the dtype of ``x`` if none is given.
+    Args:
+      x: rows.
+      weights: as they are stored.
+      bias: what is added.
+      ordered: whether rows must have the same bits whatever rows are beside them, where the Hopper
+        kernel runs.
+      gated: whether to return ``silu`` of the first of two matmuls, ``out = (2, F)``, times the
+        second.
+      split: whether to return split-K partials ``[S, *rows, N]``, whose sum is the result: one of
+        the dtype of ``x``, or several float32. Where a mesh cuts the contraction there is one for
+        each part, of the dtype of ``x``; of a long chunk they are added up.
+      dtype: of the result; that of ``x`` if absent.
     """
     if not isinstance(weights, PackedShares):
-        return QUANTISED_MATMUL(x, weights, bias, ordered=ordered, dtype=dtype)
-    if weights.cuts_inputs:
-        total = added(quantised_matmul_partials(x, weights, ordered=ordered))
-        return (total if bias is None else total + bias).astype(dtype or x.dtype)
-    share = _shared_outputs(len(weights.out_axes), weights.cut)
-    out = share(three_axes(x), weights, bias, ordered=ordered, dtype=dtype)
-    return out.reshape(*x.shape[:-1], *weights.out_axes)
-
-
-def quantised_matmul_partials(
-    x: Float[Array, "*rows C"], weights: QuantisedWeights, *, ordered: bool = False
-) -> Float[Array, "S *rows N"]:
-    """Split-K partials, whose sum is the result: one of the dtype of ``x``, or several float32.
-
-    Where a mesh cuts the contraction there is one of the dtype of ``x`` for each part, as of
-    :func:`longspec_jax.ops.matmul.ordered.matmul_partials`; of a long chunk they are added up.
-    """
-    if not isinstance(weights, PackedShares):
-        return QUANTISED_MATMUL(x, weights, ordered=ordered, split=True)
+        return QUANTISED_MATMUL(
+            x, weights, bias, ordered=ordered, gated=gated, split=split, dtype=dtype
+        )
+    rows = three_axes(x)
+    if gated:
+        return _shared_gate(rows, weights, ordered=ordered).reshape(*x.shape[:-1], -1)
     if not weights.cuts_inputs:
-        return quantised_matmul(x, weights, ordered=ordered)[None]
-    parts = _shared_inputs(three_axes(x), weights, ordered=ordered)
+        share = _shared_outputs(len(weights.out_axes), weights.cut)
+        out = share(rows, weights, bias, ordered=ordered, dtype=dtype)
+        out = out.reshape(*x.shape[:-1], *weights.out_axes)
+        return out[None] if split else out
+    parts = _shared_inputs(rows, weights, ordered=ordered)
     if x.size // x.shape[-1] > most_rows(ordered):  # As much would be gathered of each device.
-        return parts.sum(axis=0, dtype=parts.dtype).reshape(1, *x.shape[:-1], -1)
-    [parts] = with_sharding("s b t d", parts)
-    return parts.reshape(-1, *x.shape[:-1], *weights.out_axes)
-
-
-def quantised_gated_matmul(
-    x: Float[Array, "*rows C"], weights: QuantisedWeights, *, ordered: bool = False
-) -> Float[Array, "*rows F"]:
-    """``silu`` of the first of two matmuls, ``out = (2, F)``, times the second."""
-    if not isinstance(weights, PackedShares):
-        return QUANTISED_MATMUL(x, weights, ordered=ordered, gated=True)
-    return _shared_gate(three_axes(x), weights, ordered=ordered).reshape(*x.shape[:-1], -1)
+        parts = parts.sum(axis=0, dtype=parts.dtype).reshape(1, *x.shape[:-1], -1)
+    else:
+        [parts] = with_sharding("s b t d", parts)
+        parts = parts.reshape(-1, *x.shape[:-1], *weights.out_axes)
+    if split:
+        return parts
+    total = added(parts)
+    return (total if bias is None else total + bias).astype(dtype or x.dtype)
 
 
 @functools.cache
@@ -162,6 +160,10 @@ def in_turn(x: Array, weights: PyTree) -> tuple[Array, Any]:
     return x, dataclasses.replace(weights, codes=codes.astype(weights.codes.dtype))
 
 
+QUANTISED_MATMUL = op(quantised_matmul_xla)
+
+
+@QUANTISED_MATMUL.kernel("mosaic")
 def _mosaic(
     x: Array,
     weights: QuantisedWeights,
@@ -205,6 +207,7 @@ def _mosaic(
     return _shaped(out, x, weights, gated=gated, split=split)
 
 
+@QUANTISED_MATMUL.kernel("pallas")
 def _triton(
     x: Array,
     weights: QuantisedWeights,
@@ -245,9 +248,3 @@ def _shaped(out: Array, x: Array, weights: QuantisedWeights, *, gated: bool, spl
     if split:
         return out.reshape(-1, *x.shape[:-1], out.shape[-1])
     return out.reshape(*x.shape[:-1], *weights.out_axes[gated:])
-
-
-QUANTISED_MATMUL = Op(
-    "quantised_matmul",
-    {"mosaic": _mosaic, "pallas": _triton, "xla": quantised_matmul_xla},
-)

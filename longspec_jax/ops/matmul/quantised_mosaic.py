@@ -40,7 +40,7 @@ from jax.typing import DTypeLike
 from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
-from longspec_jax.ops.matmul.ordered_programs import Program, Unit, persistent
+from longspec_jax.ops.matmul.ordered_programs import Program, Unit, gated, persistent
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
 from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
@@ -182,7 +182,7 @@ def _kernel(
 ) -> None:
     """A program: a warpgroup that fetches, and others that multiply, unit after unit."""
     *given, out = refs
-    program = _Quantised(
+    _Quantised(
         work=work,
         warpgroup=jax.lax.axis_index("warpgroup"),
         stored=stored,
@@ -190,16 +190,12 @@ def _kernel(
         out=out,
         **dict(zip(names, given, strict=True)),
         **memory,
-    )
-    program.run(program.multiply, program.fetch, program.free)
+    ).run()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Quantised(Program):
-    """One warpgroup of one program.
-
-    ``ready`` says that a place of the ring was filled, ``free`` that all have read it.
-    """
+    """One warpgroup of one program."""
 
     work: QuantisedWork
     stored: DTypeLike
@@ -210,8 +206,6 @@ class _Quantised(Program):
     x_smem: Ref
     words_smem: Ref
     out_smem: Ref
-    ready: Ref
-    free: Ref
     zero: Ref = None
     bias: Ref = None
     scale_unit: Ref = None
@@ -231,16 +225,19 @@ class _Quantised(Program):
         return jax.lax.div(self.warpgroup, size), jax.lax.rem(self.warpgroup, size)
 
     def fetch(self, unit: Unit, past: jax.Array) -> None:
-        """Bring the unit's tokens and weights, as soon as there is room in the ring."""
+        """Bring the unit's tokens and weights."""
         work, depth, columns = self.work, self.work.tile.depth, self.work.tile.columns
         outputs = pl.ds(unit.strip * columns, columns)
         of_lines = pl.ds(unit.strip * lines(columns)[0], lines(columns)[0])
+        numbers, units = (
+            [(source, to) for source, to in pairs if source is not None]
+            for pairs in (
+                ((self.scale, self.scale_smem), (self.zero, self.zero_smem)),
+                ((self.scale_unit, self.scale_unit_smem), (self.zero_unit, self.zero_unit_smem)),
+            )
+        )
 
-        @pl.loop(0, unit.steps)
-        def _(step: jax.Array) -> None:
-            place = past + step
-            stage = self.stage(place)
-            pl.when(place >= work.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
+        def bring(step: jax.Array, stage: jax.Array) -> None:
             ready, first = self.ready.at[stage], unit.first + step
             # The weights are further away.
             source = self.words.at[pl.ds(first * work.blocks, work.blocks), :, of_lines]
@@ -249,25 +246,20 @@ class _Quantised(Program):
                 group = jax.lax.div(first * depth + index * work.scaled, jnp.int32(work.group))
                 # Padding behind the last group has that one's scale.
                 group = jnp.minimum(group, self.scale.shape[0] - 1)
-                for source, to in ((self.scale, self.scale_smem), (self.zero, self.zero_smem)):
-                    if source is not None:
-                        source = source.at[group, :, outputs]
-                        plgpu.copy_gmem_to_smem(source, to.at[stage, index], ready)
-            for source, to in ((self.scale, self.scale_smem), (self.zero, self.zero_smem)):
-                if work.fine and source is not None:
-                    source = source.at[pl.ds(first * work.scale_rows, work.scale_rows), :, outputs]
-                    plgpu.copy_gmem_to_smem(source, to.at[stage], ready)
-            units = pl.ds(first * work.scale_units, work.scale_units)
-            for source, to in (
-                (self.scale_unit, self.scale_unit_smem),
-                (self.zero_unit, self.zero_unit_smem),
-            ):
-                if source is not None:
-                    source = source.at[units, :, outputs]
-                    plgpu.copy_gmem_to_smem(source, to.at[stage], ready)
+                for source, to in numbers:
+                    source = source.at[group, :, outputs]
+                    plgpu.copy_gmem_to_smem(source, to.at[stage, index], ready)
+            for source, to in numbers if work.fine else ():
+                source = source.at[pl.ds(first * work.scale_rows, work.scale_rows), :, outputs]
+                plgpu.copy_gmem_to_smem(source, to.at[stage], ready)
+            of_units = pl.ds(first * work.scale_units, work.scale_units)
+            for source, to in units:
+                plgpu.copy_gmem_to_smem(source.at[of_units, :, outputs], to.at[stage], ready)
             for group, rows, here in self.rows(unit):
                 source = self.x.at[group, rows, pl.ds(first * depth, depth)]
                 plgpu.copy_gmem_to_smem(source, self.x_smem.at[stage, here], ready)
+
+        self.each_block(unit.steps, past, bring)
 
     def rows(self, unit: Unit) -> Iterator[tuple[int, Any, Any]]:
         """A unit's groups of rows, where each is in memory, and where among the unit's."""
@@ -280,7 +272,7 @@ class _Quantised(Program):
         work = self.work
         last = self.last(unit)
         accumulators = [ACC((WARPGROUP_ROWS, work.height), jnp.float32)] * work.held
-        sums = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
+        sums = pl.run_scoped(functools.partial(self.sums, unit, past), *accumulators)
         if work.team == 1:
             self.write(unit, self.finished(last, self.parts(sums)))
             return
@@ -320,7 +312,7 @@ class _Quantised(Program):
             sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
         return sums
 
-    def accumulate(self, unit: Unit, past: jax.Array, *accumulators: Ref) -> list[Array]:
+    def sums(self, unit: Unit, past: jax.Array, *accumulators: Ref) -> list[Array]:
         """The products of the unit's weights and tokens, ``[64, tokens]``."""
         work = self.work
         shares = []
@@ -482,10 +474,7 @@ class _Quantised(Program):
         ]
         out, *up = parts
         if up:
-            # Rounded as the two matmuls are where they are matmuls of their own.
-            dtype = self.x.dtype
-            gate, factor = (each.astype(dtype).astype(jnp.float32) for each in (out, *up))
-            out = gate / (1.0 + jnp.exp(-gate)) * factor
+            out = gated(out, *up, self.x.dtype)
         if last["bias"] is not None:
             out += self.across(last["bias"], self.work.height).astype(jnp.float32)
         return out

@@ -12,7 +12,7 @@ strip. So the cost of a tile counts them (:meth:`QuantisedWork.cost`).
 import dataclasses
 import functools
 
-from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
+from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile, Work
 from longspec_jax.ops.matmul.packed import BLOCK_BYTES, DEPTH, OPERAND
 from longspec_jax.ops.matmul.quantised_weights import UNIT
@@ -183,12 +183,10 @@ class QuantisedWork(Work):
         return 2 * self.tile.depth * self.height + self.tile.columns * self.parts * weights
 
     @property
-    def stages(self) -> int:
-        """Places of the ring of blocks, which takes all shared memory that the result leaves."""
+    def other_bytes(self) -> int:
+        """Shared memory of the result, of sums that are left, and of barriers."""
         out = self.height * self.tile.columns * self.out_bytes
-        sums = self.handed * WARPGROUP_ROWS * self.pitch * 4
-        room = SHARED_BYTES[HOPPER] - out - sums - _BARRIER_BYTES
-        return max(2, min(room // self.stage_bytes, self.turns * self.split_steps))
+        return out + self.handed * WARPGROUP_ROWS * self.pitch * 4 + _BARRIER_BYTES
 
     @property
     def program_bytes(self) -> int:
@@ -205,7 +203,7 @@ class QuantisedWork(Work):
         tokens = 2 * _WEIGHED_TOKENS * self.split_steps * self.tile.depth * units
         splits = self.tile.splits
         partials = 2 * 4 * _WEIGHED_TOKENS * self.columns * splits if splits > 1 else 0
-        return self._read() + _CACHED * (tokens + partials)
+        return self.read() + _CACHED * (tokens + partials)
 
 
 def row_groups(rows: int) -> int:

@@ -25,14 +25,19 @@ class QuantisedWeights:
     """Weights of 8 or 4 bits, in the order of their inputs or in that of a kernel."""
 
     @property
-    def out_axes(self) -> tuple[int, ...]:
-        """Sizes of the produced axes."""
+    def sizes(self) -> tuple[int, ...]:
+        """``[*out, C]``."""
         raise NotImplementedError
 
     @property
+    def out_axes(self) -> tuple[int, ...]:
+        """Sizes of the produced axes."""
+        return self.sizes[:-1]
+
+    @property
     def inputs(self) -> int:
-        """The size of the contraction."""
-        raise NotImplementedError
+        """The size ``C`` of the contraction."""
+        return self.sizes[-1]
 
     @property
     def label(self) -> str:
@@ -95,14 +100,10 @@ class QuantisedMatrix(QuantisedWeights):
         return self.codes.dtype == jnp.uint8
 
     @property
-    def inputs(self) -> int:
-        """The size ``C`` of the contraction."""
-        return self.codes.shape[-1] * (2 if self.packed else 1)
-
-    @property
-    def out_axes(self) -> tuple[int, ...]:
-        """Sizes of the produced axes."""
-        return self.codes.shape[:-1]
+    def sizes(self) -> tuple[int, ...]:
+        """``[*out, C]``."""
+        *out, stored = self.codes.shape
+        return *out, stored * (2 if self.packed else 1)
 
     @property
     def label(self) -> str:
@@ -128,18 +129,11 @@ class QuantisedMatrix(QuantisedWeights):
     def flat(self) -> "QuantisedMatrix":
         """The same weights with one axis of outputs, ``[N, C]``, as kernels take them."""
 
-        def rows(each: Array | None) -> Any:
-            return None if each is None else each.reshape(-1, each.shape[-1])
+        def rows(each: Array) -> Array:
+            return each.reshape(-1, each.shape[-1])
 
-        return dataclasses.replace(
-            self,
-            codes=rows(self.codes),
-            scale=rows(self.scale),
-            zero=rows(self.zero),
-            offset=rows(self.offset),
-            unit=rows(self.unit),
-            offset_unit=rows(self.offset_unit),
-        )
+        by_output = jax.tree.map(rows, dataclasses.replace(self, order=None))
+        return dataclasses.replace(by_output, order=self.order)
 
     def dequantised(self, dtype: DTypeLike) -> Float[Array, "*out C"]:
         """The weights in a floating dtype, in the order of the codes."""

@@ -36,7 +36,9 @@ PART = 16
 COLUMNS = 32
 """Columns of a state that a program takes from block to block."""
 WARPS = 4
+"""Of a program of either kernel."""
 _TABLES, _FACTORS = 4, 4
+"""What :func:`_solve_kernel` leaves of a block: matrices, and numbers of every token."""
 
 
 @launcher("interpret")
@@ -81,7 +83,13 @@ def delta_rule_chunk(
 
 
 def _solve_kernel(
-    mixed_ref: Ref, decay_ref: Ref, strength_ref: Ref, tables_ref: Ref, factors_ref: Ref, *, width
+    mixed_ref: Ref,
+    decay_ref: Ref,
+    strength_ref: Ref,
+    tables_ref: Ref,
+    factors_ref: Ref,
+    *,
+    width: int,
 ) -> None:
     """The inverse of a block's system, its scores, and the factors on keys and queries.
 

@@ -77,14 +77,34 @@ def delta_rule_chunk(memory: Memory, tokens: Operands) -> tuple[Memory, Array]:
     of_blocks = Operands(*(part.reshape(batch * blocks, -1, *part.shape[2:]) for part in whole))
     size = of_blocks.keys.shape[1]
     total = jnp.cumsum(of_blocks.log_decay, axis=1)
-    solved = _solve(of_blocks, total, jnp.tri(size, dtype=bool)[None])
+    faded = _faded(total, total, jnp.tri(size, dtype=bool)[None])
+    # (I + L) u = beta (v - exp(total) k S), solved for any state S before the block.
+    strength = of_blocks.strength[..., None]
+    right = jnp.concatenate(
+        [
+            strength * of_blocks.values,
+            strength * jnp.exp(total)[..., None] * of_blocks.keys[:, :, :, None],
+        ],
+        axis=-1,
+    )
+    if size > 1:  # One token depends on the state alone.
+        right = jnp.moveaxis(right, 1, 3)
+        right = jax.lax.linalg.triangular_solve(
+            _system(of_blocks, faded), right, left_side=True, lower=True, unit_diagonal=True
+        )
+        right = jnp.moveaxis(right, 3, 1)
+    width = of_blocks.values.shape[-1]
+    # Updates if the state were zero, what reads the state for them, and what reads them.
+    solved = right[..., :width], right[..., width:], _scores(of_blocks, faded)
 
     def split(part: Array) -> Array:
         return jnp.moveaxis(part.reshape(batch, blocks, *part.shape[1:]), 1, 0)
 
-    def step(memory: Array, block: tuple[Operands, _Solved, Array]) -> tuple[Array, Array]:
-        tokens, solved, total = block
-        updates, out = _read(memory, tokens, solved, total)
+    def step(memory: Array, block: tuple[Operands, tuple, Array]) -> tuple[Array, Array]:
+        tokens, (free, by_memory, scores), total = block
+        updates = free - _einsum("btjpx,bjpxy->btjpy", by_memory, memory)
+        before = _einsum("btjx,bjpxy->btjpy", tokens.queries, memory) * jnp.exp(total)[..., None]
+        out = before + _einsum("bjptu,bujpy->btjpy", scores, updates)
         faded = updates * jnp.exp(total[:, -1:] - total)[..., None]
         memory = memory * jnp.exp(total[:, -1])[..., None, None]
         return memory + _einsum("btjx,btjpy->bjpxy", tokens.keys, faded), out
@@ -99,8 +119,7 @@ def delta_rule_tree(
     tokens: Operands,
     mask: Bool[Array, "B T T"],
     levels: int,
-    earlier: RecurrentRows | None = None,
-    seen: Bool[Array, "B T U"] | None = None,
+    behind: tuple[RecurrentRows, Bool[Array, "B T U"]] | None = None,
 ) -> tuple[Array, Array, Array]:
     """What the nodes of trees read, each behind its own path, and what they write.
 
@@ -109,19 +128,20 @@ def delta_rule_tree(
       tokens: the nodes; a node comes behind those that it sees.
       mask: which nodes a node sees, itself included.
       levels: most ancestors that a node has among the nodes.
-      earlier: tokens between the state and the nodes, of which the nodes see some.
-      seen: which of them each node sees.
+      behind: tokens between the state and the nodes, and which of them each node sees.
 
     Returns:
       The updates ``[B, T, J, P, Y]``, the sums of the logarithms of decay along the paths
       ``[B, T, J, P]``, and what the nodes read ``[B, T, J, P, Y]``.
     """
     total = _einsum("btu,bujp->btjp", mask.astype(jnp.float32), tokens.log_decay)
-    if earlier is not None and seen is not None:
+    if behind is not None:
+        earlier, seen = behind
         total += _einsum("btu,bujp->btjp", seen.astype(jnp.float32), earlier.log_decay)
     rows = jnp.stack([tokens.keys, tokens.queries])
     found = _einsum("rbtjx,bjpxy->rbtjpy", rows, memory) * jnp.exp(total)[..., None]
-    if earlier is not None and seen is not None:
+    if behind is not None:
+        earlier, seen = behind
         faded = _faded(total, earlier.total, seen)
         operands = rows, earlier.keys, faded, earlier.updates
         found += _einsum("rbtjx,bujx,bjptu,bujpy->rbtjpy", *operands)
@@ -138,38 +158,6 @@ def delta_rule_tree(
     return updates, total, read + _einsum("bjptu,bujpy->btjpy", _scores(tokens, faded), updates)
 
 
-class _Solved(NamedTuple):
-    """The system of some tokens, solved for any state before them."""
-
-    free: Float[Array, "B T J P Y"]
-    """Updates if the state were zero."""
-    by_memory: Float[Array, "B T J P X"]
-    """What reads the state for the updates."""
-    scores: Float[Array, "B J P T T"]
-    """How much of every update a token reads."""
-
-
-def _solve(tokens: Operands, total: Array, mask: Array) -> _Solved:
-    """Solve ``(I + L) u = beta (v - exp(total) k S)``, ``L`` over the tokens that one sees."""
-    size, faded = tokens.keys.shape[1], _faded(total, total, mask)
-    strength = tokens.strength[..., None]
-    right = jnp.concatenate(
-        [
-            strength * tokens.values,
-            strength * jnp.exp(total)[..., None] * tokens.keys[:, :, :, None],
-        ],
-        axis=-1,
-    )
-    if size > 1:  # One token depends on the state alone.
-        right = jnp.moveaxis(right, 1, 3)
-        right = jax.lax.linalg.triangular_solve(
-            _system(tokens, faded), right, left_side=True, lower=True, unit_diagonal=True
-        )
-        right = jnp.moveaxis(right, 3, 1)
-    width = tokens.values.shape[-1]
-    return _Solved(right[..., :width], right[..., width:], _scores(tokens, faded))
-
-
 def _scores(tokens: Operands, faded: Array) -> Array:
     """How much of every update a token reads, ``[B, J, P, T, T]``."""
     return faded * _einsum("btjx,bujx->bjtu", tokens.queries, tokens.keys)[:, :, None]
@@ -181,13 +169,6 @@ def _system(tokens: Operands, faded: Array) -> Array:
     by_strength = jnp.moveaxis(tokens.strength, 1, -1)[..., None]
     before = jnp.tri(tokens.keys.shape[1], k=-1, dtype=bool)
     return jnp.where(before, by_strength * faded * alike, 0.0)
-
-
-def _read(memory: Array, tokens: Operands, solved: _Solved, total: Array) -> tuple[Array, Array]:
-    """The updates behind a state, and what the tokens read of it and of each other."""
-    updates = solved.free - _einsum("btjpx,bjpxy->btjpy", solved.by_memory, memory)
-    before = _einsum("btjx,bjpxy->btjpy", tokens.queries, memory) * jnp.exp(total)[..., None]
-    return updates, before + _einsum("bjptu,bujpy->btjpy", solved.scores, updates)
 
 
 def _faded(total: Array, earlier: Array, seen: Array) -> Array:

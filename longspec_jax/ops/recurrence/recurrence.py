@@ -1,7 +1,8 @@
-"""A recurrent layer between its projections: the short convolution, and the gated delta rule.
+"""A recurrent layer between its projections: a short convolution, the gated delta rule, a norm.
 
 Queries, keys and values of a token come of a convolution over its own inputs and those of the
 tokens before it, which are its ancestors in a tree, and behind the root the last committed ones.
+What the token reads is normalised by heads and gated.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import differentiable_op, op
 from longspec_jax.ops.hardware import require_decode_step, require_triton
+from longspec_jax.ops.layer import rms_norm
 from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.recurrence.delta_rule import (
     BLOCK,
@@ -81,29 +83,19 @@ def _segment(
     mixed = _convolved([joined[:, at : at + length] for at in range(taps.shape[2])], taps)
     own = (jnp.arange(length) < count[:, None])[:, :, None, None]
     gates = (jnp.where(own, part, 0.0) for part in (tokens.log_decay, tokens.strength))
-    memory, out = _delta_rule(state.memory, mixed, *gates)
+    memory, out = delta_rule(state.memory, mixed, *gates)
     return RecurrentState(memory, last_inputs(state, inputs, count)), out
 
 
-@jax.custom_jvp
-def _delta_rule(
+@differentiable_op(static=0)
+def delta_rule(
     memory: Array, mixed: Array, log_decay: Array, strength: Array
 ) -> tuple[Array, Array]:
     """The delta rule behind the convolution, over consecutive tokens; differentiable."""
-    return DELTA_RULE(memory, mixed, log_decay, strength)
-
-
-@_delta_rule.defjvp
-def _differentiate(primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(_delta_rule_xla, primals, tangents)
-
-
-def _delta_rule_xla(
-    memory: Array, mixed: Array, log_decay: Array, strength: Array
-) -> tuple[Array, Array]:
     return delta_rule_chunk(memory, _operands(memory, mixed, log_decay, strength))
 
 
+@delta_rule.kernel("pallas")
 def _delta_rule_pallas(
     memory: Array, mixed: Array, log_decay: Array, strength: Array
 ) -> tuple[Array, Array]:
@@ -124,6 +116,7 @@ def _delta_rule_pallas(
     return memory, out[:, :length]
 
 
+@op
 def tree_recurrence(
     tokens: RecurrentTokens,
     taps: Taps,
@@ -142,10 +135,12 @@ def tree_recurrence(
       depth: of the nodes; 0 for the root.
       levels: the greatest depth.
     """
-    return TREE_RECURRENCE(tokens, taps, state, mask, depth, levels)
+    none = empty_rows(state, len(tokens.inputs), 0)
+    return _tree(tokens, taps, state, none, mask, mask[:, :, :0], depth, levels=levels)
 
 
-def tree_recurrence_xla(
+@tree_recurrence.kernel("pallas")
+def _tree_recurrence_pallas(
     tokens: RecurrentTokens,
     taps: Array,
     state: RecurrentState,
@@ -153,11 +148,19 @@ def tree_recurrence_xla(
     depth: Array,
     levels: int,
 ) -> tuple[RecurrentRows, Array]:
-    """:func:`tree_recurrence` in plain JAX."""
-    none = empty_rows(state, len(tokens.inputs), 0)
-    return _tree(tokens, taps, state, none, mask, mask[:, :, :0], depth, levels=levels)
+    _require_kernels(state, depth.size)
+    from longspec_jax.ops.recurrence import recurrence_pallas
+
+    tree = visits(mask, levels=levels)
+    keys, updates, out = recurrence_pallas.tree_recurrence(tokens, taps, state, tree)
+    # Only what is written behind other tokens outside the state reads the sums.
+    operands = mask.astype(jnp.float32), tokens.log_decay
+    total = jnp.einsum("btu,bujp->btjp", *operands, precision="highest")
+    depth = jnp.broadcast_to(depth, tokens.inputs.shape[:2]).astype(jnp.int32)
+    return RecurrentRows(tokens.inputs, keys, updates, tokens.log_decay, total, depth), out
 
 
+@op
 def commit_paths(
     states: Sequence[RecurrentState],
     rows: Sequence[RecurrentRows],
@@ -174,21 +177,41 @@ def commit_paths(
       count: how many of them are committed.
       cache_rows: the row of the states for every batch row, no two alike; its own if absent.
     """
-    return COMMIT_PATHS(states, rows, path, count, cache_rows)
-
-
-def commit_paths_xla(
-    states: Sequence[RecurrentState],
-    rows: Sequence[RecurrentRows],
-    path: Array,
-    count: Array,
-    cache_rows: Array | None,
-) -> tuple[RecurrentState, ...]:
-    """:func:`commit_paths` in plain JAX."""
     return tuple(
         state.put(cache_rows, commit_path(state.of_batch(cache_rows), written, path, count))
         for state, written in zip(states, rows, strict=True)
     )
+
+
+@commit_paths.kernel("pallas")
+def _commit_paths_pallas(
+    states: Sequence[RecurrentState],
+    rows: Sequence[RecurrentRows],
+    path: Array,
+    count: Array,
+    cache_rows: Array | None = None,
+) -> tuple[RecurrentState, ...]:
+    _require_kernels(states[0], path.size)
+    if len({(state.memory.shape, state.inputs.shape) for state in states}) > 1:
+        raise NotImplementedError("one launch commits to states of one shape")
+    from longspec_jax.ops.recurrence import recurrence_pallas
+
+    return recurrence_pallas.commit_paths(states, rows, path, count, cache_rows)
+
+
+def _require_kernels(state: RecurrentState, rows: int) -> None:
+    """Refuse what the kernels cannot do."""
+    require_decode_step("the kernel of recurrent layers", rows, state.inputs.dtype)
+    refuse_wide_keys(state.memory.shape[3])
+
+
+def refuse_wide_keys(width: int) -> None:
+    """Raise for keys of more numbers than the kernels take."""
+    if width > MAX_KEY_WIDTH:
+        raise NotImplementedError(
+            f"the kernel of recurrent layers takes keys of up to {MAX_KEY_WIDTH} numbers, "
+            f"not {width}"
+        )
 
 
 def continued_recurrence(
@@ -252,8 +275,8 @@ def _tree(
 
     mixed = _convolved([back(steps) for steps in reversed(range(kept + 1))], taps)
     operands = _operands(state.memory, mixed, tokens.log_decay, tokens.strength)
-    behind = (earlier, seen) if number else (None, None)
-    updates, total, out = delta_rule_tree(state.memory, operands, mask, levels, *behind)
+    behind = (earlier, seen) if number else None
+    updates, total, out = delta_rule_tree(state.memory, operands, mask, levels, behind)
     depth = jnp.broadcast_to(depth, tokens.inputs.shape[:2]).astype(jnp.int32)
     rows = RecurrentRows(inputs, operands.keys, updates, operands.log_decay, total, depth)
     return rows, out
@@ -280,58 +303,33 @@ def _operands(memory: Array, mixed: Array, log_decay: Array, strength: Array) ->
     )
 
 
-def _require_kernels(state: RecurrentState, rows: int) -> None:
-    """Refuse what the kernels cannot do."""
-    require_decode_step("the kernel of recurrent layers", rows, state.inputs.dtype)
-    refuse_wide_keys(state.memory.shape[3])
+@differentiable_op(static=1)
+def gated_norm(
+    read: Float[Array, "B T J P Y"],
+    gates: Float[Array, "B T J _"],
+    scale: Float[Array, " Y"],
+    eps: float,
+) -> Float[Array, "B T M Y"]:
+    """The RMS norm of every value head, times the SiLU of its gate.
+
+    Args:
+      read: what the tokens read, float32.
+      gates: of a key head's value heads; they are the last numbers of the last axis.
+      scale: the norm's weights, float32.
+      eps: added to the mean square.
+
+    Returns:
+      All value heads of a token, in the dtype of the gates; differentiable.
+    """
+    batch, tokens, heads, shared, width = read.shape
+    wide = gates[..., -shared * width :].reshape(read.shape).astype(jnp.float32)
+    out = rms_norm(read, scale, eps) * jax.nn.silu(wide)
+    return out.reshape(batch, tokens, heads * shared, width).astype(gates.dtype)
 
 
-def refuse_wide_keys(width: int) -> None:
-    """Raise for keys of more numbers than the kernels take."""
-    if width > MAX_KEY_WIDTH:
-        raise NotImplementedError(
-            f"the kernel of recurrent layers takes keys of up to {MAX_KEY_WIDTH} numbers, "
-            f"not {width}"
-        )
-
-
-def _tree_recurrence_pallas(
-    tokens: RecurrentTokens,
-    taps: Array,
-    state: RecurrentState,
-    mask: Array,
-    depth: Array,
-    levels: int,
-) -> tuple[RecurrentRows, Array]:
-    _require_kernels(state, depth.size)
+@gated_norm.kernel("pallas")
+def _gated_norm_pallas(read: Array, gates: Array, scale: Array, eps: float) -> Array:
+    require_decode_step("the kernel of gated norms", read.shape[0] * read.shape[1], gates.dtype)
     from longspec_jax.ops.recurrence import recurrence_pallas
 
-    tree = visits(mask, levels=levels)
-    keys, updates, out = recurrence_pallas.tree_recurrence(tokens, taps, state, tree)
-    # Only what is written behind other tokens outside the state reads the sums.
-    operands = mask.astype(jnp.float32), tokens.log_decay
-    total = jnp.einsum("btu,bujp->btjp", *operands, precision="highest")
-    depth = jnp.broadcast_to(depth, tokens.inputs.shape[:2]).astype(jnp.int32)
-    return RecurrentRows(tokens.inputs, keys, updates, tokens.log_decay, total, depth), out
-
-
-def _commit_paths_pallas(
-    states: Sequence[RecurrentState],
-    rows: Sequence[RecurrentRows],
-    path: Array,
-    count: Array,
-    cache_rows: Array | None,
-) -> tuple[RecurrentState, ...]:
-    _require_kernels(states[0], path.size)
-    if len({(state.memory.shape, state.inputs.shape) for state in states}) > 1:
-        raise NotImplementedError("one launch commits to states of one shape")
-    from longspec_jax.ops.recurrence import recurrence_pallas
-
-    return recurrence_pallas.commit_paths(states, rows, path, count, cache_rows)
-
-
-TREE_RECURRENCE = Op(
-    "tree_recurrence", {"pallas": _tree_recurrence_pallas, "xla": tree_recurrence_xla}
-)
-DELTA_RULE = Op("delta_rule", {"pallas": _delta_rule_pallas, "xla": _delta_rule_xla})
-COMMIT_PATHS = Op("commit_paths", {"pallas": _commit_paths_pallas, "xla": commit_paths_xla})
+    return recurrence_pallas.gated_norm(read, gates, scale, eps=eps)

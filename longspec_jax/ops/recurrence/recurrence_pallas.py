@@ -242,7 +242,7 @@ def _rule_kernel(
 def gated_norm(
     read: Array, gates: Array, scale: Array, *, eps: float, interpret: bool = False
 ) -> Array:
-    """See :func:`longspec_jax.ops.recurrence.gated_norm.gated_norm`."""
+    """See :func:`longspec_jax.ops.recurrence.recurrence.gated_norm`."""
     batch, tokens, heads, shared, width = read.shape
 
     def kernel(read_ref: Ref, gates_ref: Ref, scale_ref: Ref, out_ref: Ref) -> None:
@@ -417,13 +417,9 @@ def _behind(
 
 
 def _written(memory: Array, decay: Array, k: Array, update: Array, interpret: bool) -> Array:
-    """A state behind a token: ``decay S``, rounded, and ``k u`` added, rounded once."""
+    """A state behind a token: ``S decay``, rounded, and ``k u`` added, rounded once."""
     parts = memory, decay[None], k[:, None], update[None]
-    parts = [jnp.broadcast_to(part, memory.shape) for part in parts]
-    if interpret:
-        memory, decay, k, update = parts
-        return decay * memory + k * update
-    return _rounded("mul.rn.f32 t, $1, $2; fma.rn.f32 $0, $3, $4, t;", *parts)
+    return _sum(*(jnp.broadcast_to(part, memory.shape) for part in parts), interpret)
 
 
 def _update(v: Array, decay: Array, known: Array, strength: Array, interpret: bool) -> Array:
@@ -434,11 +430,11 @@ def _update(v: Array, decay: Array, known: Array, strength: Array, interpret: bo
     return _rounded(code, v, decay, known, strength)
 
 
-def _sum(decay: Array, read: Array, alike: Array, update: Array, interpret: bool) -> Array:
-    """``decay read + alike update``, the first product rounded by itself."""
+def _sum(one: Array, by: Array, other: Array, times: Array, interpret: bool) -> Array:
+    """``one by + other times``, the first product rounded by itself."""
     if interpret:
-        return decay * read + alike * update
-    return _rounded("mul.rn.f32 t, $1, $2; fma.rn.f32 $0, $3, $4, t;", decay, read, alike, update)
+        return one * by + other * times
+    return _rounded("mul.rn.f32 t, $1, $2; fma.rn.f32 $0, $3, $4, t;", one, by, other, times)
 
 
 def _rounded(code: str, *parts: Array) -> Array:

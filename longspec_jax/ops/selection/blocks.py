@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int, Num
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
 from longspec_jax.ops.attention.float8 import CODES, widened
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import op
 from longspec_jax.ops.hardware import KERNEL_DTYPES, require_triton
 from longspec_jax.ops.placement import on_host, to_device, to_host
 from longspec_jax.ops.slicing import along
@@ -287,13 +287,12 @@ def gather_blocks(
     if cache_rows is not None:
         found = whole.at[cache_rows[:, None, None], jnp.arange(heads)[:, None], blocks]
         return found.get(mode="promise_in_bounds").reshape(batch, heads, -1, width)
-    return GATHER(whole, blocks).reshape(batch, heads, -1, width)
+    return gather(whole, blocks).reshape(batch, heads, -1, width)
 
 
-def gather_xla(
-    whole: Num[Array, "B K n b H"], blocks: Int[Array, "B K k"]
-) -> Num[Array, "B K k b H"]:
-    """The gather in plain JAX, where the cache lies; from there the result goes to the device."""
+@op
+def gather(whole: Num[Array, "B K n b H"], blocks: Int[Array, "B K k"]) -> Num[Array, "B K k b H"]:
+    """The gather, where the cache lies; from there the result goes to the device."""
 
     def take(blocks_of_head: Array, at: Array) -> Array:
         return blocks_of_head.at[at].get(mode="promise_in_bounds")
@@ -303,6 +302,7 @@ def gather_xla(
     return to_device(found) if hosted else found
 
 
+@gather.kernel("pallas")
 def _gather_pallas(whole: Array, blocks: Array) -> Array:
     if not on_host(whole):
         raise NotImplementedError("XLA gathers as fast from the device's memory")
@@ -312,6 +312,3 @@ def _gather_pallas(whole: Array, blocks: Array) -> Array:
     from longspec_jax.ops.selection import gather_pallas
 
     return gather_pallas.gather(whole, blocks)
-
-
-GATHER = Op("gather_blocks", {"pallas": _gather_pallas, "xla": gather_xla})

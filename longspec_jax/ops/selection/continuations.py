@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import op
 from longspec_jax.ops.hardware import require_decode_step
 from longspec_jax.ops.partitioned import one_device
 
@@ -56,11 +56,12 @@ def best_continuations(
             f"there are only {nodes * vocabulary} continuations. Use a narrower tree."
         )
     choice = None if implementation in (None, "pallas", "mosaic") else "xla"
-    return CONTINUATIONS(scores, totals, count, implementation=choice)
+    return chosen_continuations.named(choice)(scores, totals, count)
 
 
-def best_continuations_xla(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Array]:
-    """:func:`best_continuations` in plain JAX."""
+@op
+def chosen_continuations(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Array]:
+    """As :func:`best_continuations`, of which there are enough."""
     reached = cumulative(scores, totals)
     if scores.shape[2] <= SMALL_VOCABULARY:
         return _best_per_row(reached, count)
@@ -145,6 +146,7 @@ def top_by_rank(
     return jnp.take_along_axis(values, index, axis=-1), index
 
 
+@chosen_continuations.kernel("pallas")
 def _kernels(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Array]:
     batch, nodes, vocabulary = scores.shape
     block = block_size(vocabulary)
@@ -161,6 +163,3 @@ def _kernels(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Ar
     from longspec_jax.ops.selection import continuations_pallas
 
     return continuations_pallas.best_continuations(scores, totals, count=count, block=block)
-
-
-CONTINUATIONS = Op("best_continuations", {"pallas": _kernels, "xla": best_continuations_xla})

@@ -17,7 +17,7 @@ from longspec_jax.ops.triton_launch import triton_call
 def gather(
     whole: Num[Array, "B K n b H"], blocks: Int[Array, "B K k"], interpret: bool = False
 ) -> Num[Array, "B K k b H"]:
-    """See :func:`longspec_jax.ops.selection.blocks.gather_xla`; the result is on the device."""
+    """See :func:`longspec_jax.ops.selection.blocks.gather`; the result is on the device."""
     shape = (*blocks.shape, *whole.shape[3:])
     return triton_call(
         _kernel,

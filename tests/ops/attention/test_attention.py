@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.ops.attention import attention_xla, dispatch, kernels, reference
-from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import TreeTile
 from tests.kit import TOLERANCE, each_row, hopper_or_skip, relative_error
 from tests.ops.attention import oracle
@@ -107,9 +107,8 @@ def test_rows_of_a_larger_cache_are_read_where_they_lie(
     if start is None:
         attend, (_, fresh) = compiled("speculative_attention", implementation), x.tree
         np.testing.assert_array_equal(attend(q, among, fresh), attend(q, own, fresh))
-        attend = compiled("chunk_attention", implementation)
-        chunk = fresh.keys[:, :5], fresh.values[:, :5]
-        np.testing.assert_array_equal(attend(q, among, *chunk), attend(q, own, *chunk))
+        chunk = Fresh(fresh.keys[:, :5], fresh.values[:, :5])
+        np.testing.assert_array_equal(attend(q, among, chunk), attend(q, own, chunk))
 
 
 @pytest.mark.gpu
@@ -285,7 +284,7 @@ def test_a_window_is_measured_by_positions_in_a_ring(
     assert relative_error(found, oracle.speculative(tree, **options)) <= TOLERANCE["float32"]
     full = dataclasses.replace(x, mask=jnp.ones_like(x.mask))
     chunk = oracle.windowed(full, window, list(range(tokens)))
-    found = run("chunk_attention")(*chunk.prefix, chunk.tree_k, chunk.tree_v)
+    found = run("speculative_attention")(*chunk.prefix, Fresh(chunk.tree_k, chunk.tree_v))
     assert relative_error(found, oracle.speculative(chunk, **options)) <= TOLERANCE["float32"]
 
 
@@ -314,7 +313,8 @@ def test_chunk_attention_is_causal_after_the_prefix(
     """One row has no prefix, and 150 tokens are several tiles of queries and of keys."""
     shape = Shape(tokens=tokens, keys=tokens, heads=2 * groups, kv_heads=2)
     x = inputs(shape, "float32", [131, 0], mask=_causal(2, tokens))
-    actual = compiled("chunk_attention", implementation)(*x.prefix, x.tree_k, x.tree_v)
+    attend, chunk = compiled("speculative_attention", implementation), Fresh(x.tree_k, x.tree_v)
+    actual = attend(*x.prefix, chunk)
     assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["float32"]
 
 
@@ -326,7 +326,8 @@ def test_any_tile_of_a_chunk_sees_the_same(rows: int, keys: int, groups: int) ->
     shape = Shape(tokens=77, keys=77, heads=groups, kv_heads=1, width=48)
     x = inputs(shape, "bfloat16", [37, 131], mask=_causal(2, 77))
     tile = TreeTile(rows, keys, 1, 4, 2)
-    actual = kernels.chunk_attention(*x.prefix, x.tree_k, x.tree_v, chunk_tile=tile, interpret=True)
+    chunk = Fresh(x.tree_k, x.tree_v)
+    actual = kernels.speculative_attention(*x.prefix, chunk, tree_tile=tile, interpret=True)
     assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["bfloat16"]
 
 
@@ -339,8 +340,9 @@ def test_chunks_of_a_real_prefill(
 ) -> None:
     shape = Shape(1, tokens, *heads, width=width, slots=4096, keys=tokens)
     x = inputs(shape, dtype, [3000], mask=_causal(1, tokens))
-    for run in (compiled("chunk_attention", None), jax.jit(kernels.chunk_attention)):
-        actual = run(*x.prefix, x.tree_k, x.tree_v)
+    attend = compiled("speculative_attention", None), jax.jit(kernels.speculative_attention)
+    for run in attend:
+        actual = run(*x.prefix, Fresh(x.tree_k, x.tree_v))
         assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE[dtype]
 
 
@@ -368,7 +370,7 @@ def test_sinks_take_part_in_the_softmax_once(implementation: str, window: int | 
     expected = oracle.speculative(x, **options, sinks=SINKS)
     assert relative_error(found, expected) <= TOLERANCE["float32"]
     assert relative_error(found, oracle.speculative(x, **options)) > 0.1
-    found = run("chunk_attention")(*chunk.prefix, chunk.tree_k, chunk.tree_v, sinks)
+    found = run("speculative_attention")(*chunk.prefix, Fresh(chunk.tree_k, chunk.tree_v), sinks)
     expected = oracle.speculative(chunk, **options, sinks=SINKS)
     assert relative_error(found, expected) <= TOLERANCE["float32"]
 
@@ -401,7 +403,7 @@ def test_sinks_are_one_a_head() -> None:
 def test_a_chunk_has_as_many_keys_as_queries() -> None:
     x = inputs(Shape(tokens=5, keys=7), "float32", [3, 5])
     with pytest.raises(ValueError, match="5 queries has as many keys, not 7"):
-        dispatch.chunk_attention(*x.prefix, x.tree_k, x.tree_v)
+        dispatch.speculative_attention(*x.prefix, Fresh(x.tree_k, x.tree_v))
 
 
 def _causal(batch: int, tokens: int) -> np.ndarray:

@@ -94,7 +94,7 @@ def test_attention_widens_what_it_reads(implementation: str, dtype: str, tokens:
     for op, more in (
         (dispatch.prefix_attention, ()),
         (dispatch.speculative_attention, (fresh,)),
-        (dispatch.chunk_attention, (fresh.keys, fresh.values)),
+        (dispatch.speculative_attention, (Fresh(fresh.keys, fresh.values),)),
     ):
         found, expected = (
             jax.jit(lambda q, p, *m, op=op: op(q, p, *m, **options))(q, p, *more)

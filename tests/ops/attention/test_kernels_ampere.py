@@ -64,6 +64,6 @@ def test_against_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
         check(out, reference.speculative_attention(*exact))
 
     chunk = [drawn(seed, 2, 45, heads, WIDTH) for seed, heads in ((7, HEADS), (8, 2), (9, 2))]
-    out = kernels_ampere.chunk_attention(chunk[0], prefix, *chunk[1:])
+    out = kernels_ampere.speculative_attention(chunk[0], prefix, Fresh(*chunk[1:]))
     exact = [each.astype(jnp.float32) for each in chunk]
-    check(out, reference.chunk_attention(exact[0], wide(prefix), *exact[1:]))
+    check(out, reference.speculative_attention(exact[0], wide(prefix), Fresh(*exact[1:])))

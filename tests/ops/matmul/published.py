@@ -118,6 +118,6 @@ def drawn(
 def product(weights: Weights, x: jax.Array, other: jax.Array, bias: jax.Array | None) -> jax.Array:
     """The Hopper kernel's result, its partials not added up."""
     if weights.head:
-        return ordered.HEAD_MATMUL(x, other, implementation="mosaic")
+        return ordered.HEAD_MATMUL.named("mosaic")(x, other)
     options = dict(gated=weights.gated, split=weights.split)
-    return ordered.MATMUL(x, other, bias, implementation="mosaic", **options)
+    return ordered.MATMUL.named("mosaic")(x, other, bias, **options)

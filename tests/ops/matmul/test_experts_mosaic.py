@@ -168,7 +168,7 @@ def test_mlps_lower_for_cuda(
     options = dict(dtype="bfloat16", biases=biases, packed=packed)
     weights = jax.eval_shape(partial(drawn, width, inner, held, **options))
     experts = jax.ShapeDtypeStruct((rows, each), jnp.int32)
-    call = partial(EXPERT_MLPS, limit=limit, implementation="mosaic")
+    call = partial(EXPERT_MLPS.named("mosaic"), limit=limit)
     text = lowered(call, operand((rows, width)), experts, weights)
     assert text.count("custom_call @mosaic_gpu") == 2
 
@@ -183,7 +183,7 @@ def test_hopper_kernel(name: str, packed: bool) -> None:
     held, dtype = 16, "bfloat16"
     weights = drawn(width, inner, held, dtype, biases=biases, packed=packed)
     x, experts = normal(0, 300, width, dtype=dtype), chosen(300, held, each)
-    mlps = jax.jit(partial(EXPERT_MLPS, limit=limit, implementation="mosaic"))
+    mlps = jax.jit(partial(EXPERT_MLPS.named("mosaic"), limit=limit))
     whole = np.asarray(mlps(x, jnp.asarray(experts), weights), np.float64)
     expected = right(x[:64], experts[:64], weights, limit)
     assert relative_error(of_pairs(whole[:64], experts[:64]), expected) <= 2 * TOLERANCE[dtype]

@@ -33,13 +33,13 @@ def test_definitions(ops: Any, dtype: str) -> None:
     assert relative_error(out, exact(x, weights) + np.float64(bias)) <= TOLERANCE[dtype]
 
     weights = normal(3, 40, 24, dtype=dtype)
-    parts = ops.matmul_partials(x, weights)
+    parts = ops.matmul(x, weights, split=True)
     assert parts.shape[1:] == (2, 3, 24)
     assert relative_error(np.float64(parts).sum(0), exact(x, weights)) <= TOLERANCE[dtype]
 
     weights = normal(4, 40, 2, 24, dtype=dtype) / 6
     gate, up = np.moveaxis(exact(x, weights), -2, 0)
-    out = ops.gated_matmul(x, weights)
+    out = ops.matmul(x, weights, gated=True)
     assert relative_error(out, silu(gate) * up) <= TOLERANCE[dtype]
 
 
@@ -48,8 +48,8 @@ def test_gradients_are_those_of_plain_jax() -> None:
     gate = normal(3, 8, 2, 4)
     for op, plain, arguments in (
         (few_rows.matmul, few_rows.matmul_xla, (x, weights, bias)),
-        (few_rows.matmul_partials, few_rows.matmul_xla, (x, weights)),
-        (few_rows.gated_matmul, partial(few_rows.matmul_xla, gated=True), (x, gate)),
+        (partial(few_rows.matmul, split=True), few_rows.matmul_xla, (x, weights)),
+        (partial(few_rows.matmul, gated=True), partial(few_rows.matmul_xla, gated=True), (x, gate)),
     ):
         ours, theirs = (
             jax.grad(lambda *a, op=op: jnp.sin(op(*a)).sum(), range(len(arguments)))(*arguments)
@@ -71,9 +71,7 @@ def test_other_matmuls_are_left_to_xla(
     for gated, parts in ((False, ()), (True, (2,))):
         weights = jax.ShapeDtypeStruct((contracted, *parts, columns), jnp.bfloat16)
         with pytest.raises(NotImplementedError, match="whole groups of 8|multiples of 32"):
-            jax.eval_shape(
-                partial(few_rows.MATMUL, gated=gated, implementation="mosaic"), x, weights
-            )
+            jax.eval_shape(partial(few_rows.matmul.named("mosaic"), gated=gated), x, weights)
 
 
 @pytest.mark.gpu
@@ -85,7 +83,7 @@ def test_hopper_kernel(rows: int, dtype: str) -> None:
         x = normal(0, rows, contracted, dtype=dtype)
         weights = normal(1, contracted, columns, dtype=dtype) / 64
         if split:
-            out = few_rows.matmul_partials(x, weights)
+            out = few_rows.matmul(x, weights, split=True)
             out = layer.add(jnp.zeros((rows, columns), dtype), out)
             expected = exact(x, weights)
         else:
@@ -97,7 +95,7 @@ def test_hopper_kernel(rows: int, dtype: str) -> None:
 
     x, weights = normal(0, rows, 2048, dtype=dtype), normal(1, 2048, 2, 8192, dtype=dtype) / 64
     gate, up = np.moveaxis(exact(x, weights), -2, 0)
-    out = few_rows.gated_matmul(x, weights)
+    out = few_rows.matmul(x, weights, gated=True)
     assert relative_error(out, silu(gate) * up) <= TOLERANCE["bfloat16"]
 
 

@@ -56,7 +56,7 @@ def calls(
     """The matmuls of a layer and of a head, with their operands."""
     heads, bias, gate_up, down, table = weights
     yield ordered.matmul, (x, heads, bias)
-    yield ordered.gated_matmul, (x, gate_up)
+    yield partial(ordered.matmul, gated=True), (x, gate_up)
     yield ordered.matmul, (x, gate_up)
     yield added, (x, inner, down)
     yield ordered.head_matmul, (x, table)
@@ -64,7 +64,7 @@ def calls(
 
 def added(x: jax.Array, inner: jax.Array, down: jax.Array) -> jax.Array:
     """The partials of a matmul are of use with what reads them."""
-    return layer.add(x, ordered.matmul_partials(inner, down))
+    return layer.add(x, ordered.matmul(inner, down, split=True))
 
 
 def computed(mesh: Mesh, *shape: int) -> list[np.ndarray]:
@@ -110,7 +110,7 @@ def test_partials_are_those_of_the_devices_in_their_order() -> None:
         mesh = make_mesh(**axes)
         operands = jax.device_put((inner, down), NamedSharding(mesh, P()))
         with use_mesh(mesh.abstract_mesh):
-            return jax.jit(lambda *each: ordered.matmul_partials(*each))(*operands)
+            return jax.jit(lambda *each: ordered.matmul(*each, split=True))(*operands)
 
     found = partials(data=2, tp=4)
     assert found.shape == (4, 1, 8, WIDTH) and found.dtype == jnp.bfloat16

@@ -301,13 +301,14 @@ LARGE = [
 def test_hopper_kernel(case: Case) -> None:
     """Right for any number of rows, which keep their bits and know nothing of each other."""
     hopper_or_skip()
-    options = dict(gated=case.gated, split=case.split, implementation="mosaic")
+    options = dict(gated=case.gated, split=case.split)
+    multiply = quantised.QUANTISED_MATMUL.named("mosaic")
     packed, right = pack(case.drawn(), jnp.dtype(case.dtype)), case.expected()
     found = {}
     for rows in (1, 8, 10, 33, 64, 128, 200, 512, 1024):
         x, _, bias = case.operands(rows)
         x = x.at[7].set(jnp.nan) if rows == 64 else x
-        out = np.float64(quantised.QUANTISED_MATMUL(x, packed, bias, **options))
+        out = np.float64(multiply(x, packed, bias, **options))
         found[rows] = out.sum(0) if case.split else out
     broken = found.pop(64)
     assert np.isnan(broken[7]).all() and np.isfinite(np.delete(broken, 7, axis=0)).all()

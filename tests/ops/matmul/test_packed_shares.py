@@ -74,11 +74,11 @@ def multiplied(shared: Shared, mesh: Any, *shape: int, **options: Any) -> np.nda
     )
     weights = pack_shares(spread(shared, mesh), jnp.dtype("bfloat16"))
     if case.gated:
-        op = partial(quantised.quantised_gated_matmul, **options)
+        op = partial(quantised.quantised_matmul, gated=True, **options)
     elif case.split:
 
         def op(x: jax.Array, weights: Any) -> jax.Array:
-            return layer.added(quantised.quantised_matmul_partials(x, weights, **options))
+            return layer.added(quantised.quantised_matmul(x, weights, split=True, **options))
     else:
         op = partial(quantised.quantised_matmul, bias=bias, **options)
     with use_mesh(mesh.abstract_mesh):
@@ -141,7 +141,7 @@ def test_what_travels_between_devices(
 
     def op(x: jax.Array, weights: PackedShares) -> jax.Array:
         if weights.cuts_inputs:
-            parts = quantised.quantised_matmul_partials(x, weights, ordered=ordered)
+            parts = quantised.quantised_matmul(x, weights, ordered=ordered, split=True)
             return layer.added(parts)
         return quantised.quantised_matmul(x, weights, ordered=ordered)
 

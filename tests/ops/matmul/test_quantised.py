@@ -9,9 +9,7 @@ import numpy as np
 
 from longspec_jax.models.layers import Projection
 from longspec_jax.ops.matmul.quantised import (
-    quantised_gated_matmul,
     quantised_matmul,
-    quantised_matmul_partials,
 )
 from longspec_jax.ops.matmul.quantised_weights import E2M1, QuantisedMatrix
 from tests.kit import ALL_PASSES, each_row
@@ -71,7 +69,7 @@ def test_a_matmul_equals_that_of_the_dequantised_weights(kind: str) -> None:
     np.testing.assert_array_equal(weights.kernel(jnp.float32), np.moveaxis(matrix, -1, 0))
     out = quantised_matmul(jnp.asarray(x), weights, jnp.ones((5, 7)))
     np.testing.assert_allclose(out, np.einsum("rc,abc->rab", x, matrix) + 1, rtol=1e-4, atol=1e-4)
-    partials = quantised_matmul_partials(jnp.asarray(x), weights.flat())
+    partials = quantised_matmul(jnp.asarray(x), weights.flat(), split=True)
     np.testing.assert_allclose(
         partials.sum(0), x @ matrix.reshape(35, INPUTS).T, rtol=1e-4, atol=1e-4
     )
@@ -112,4 +110,4 @@ def test_a_projection_multiplies_what_its_parameters_hold() -> None:
         expected: Any = layer.apply(whole, x, method=method)
         found: Any = layer.apply(packed, x, method=method)
         np.testing.assert_allclose(found, expected, atol=1e-5)
-    np.testing.assert_array_equal(quantised_gated_matmul(x, weights), found)
+    np.testing.assert_array_equal(quantised_matmul(x, weights, gated=True), found)

@@ -12,14 +12,13 @@ from longspec_jax.ops import hardware
 from longspec_jax.ops.recurrence import chunk_pallas, recurrence
 from longspec_jax.ops.recurrence import recurrence_pallas as kernels
 from longspec_jax.ops.recurrence.delta_rule import delta_rule_reference
-from longspec_jax.ops.recurrence.gated_norm import gated_norm, gated_norm_xla
 from longspec_jax.ops.recurrence.operands import (
     RecurrentRows,
     RecurrentState,
     RecurrentTokens,
     empty_state,
 )
-from longspec_jax.ops.recurrence.recurrence import commit_paths_xla, tree_recurrence_xla
+from longspec_jax.ops.recurrence.recurrence import commit_paths, gated_norm, tree_recurrence
 from longspec_jax.ops.recurrence.visits import ANEW, CHILD, SIBLING, visits
 from tests.kit import COMPILED, TOLERANCE, ancestors, each_row, normal, relative_error
 
@@ -99,7 +98,7 @@ def test_a_tree_is_the_ops_and_has_the_bits_of_plain_steps(
     tokens, taps, state = drawn(sizes, len(mask), dtype)
     masks, depth = jnp.tile(mask, (ROWS, 1, 1)), jnp.tile(mask.sum(axis=1) - 1, (ROWS, 1))
     rows, out = run(tokens, taps, state, masks, interpret)
-    wanted, read = jax.jit(tree_recurrence_xla, static_argnums=5)(
+    wanted, read = jax.jit(tree_recurrence.definition, static_argnums=5)(
         tokens, taps, state, masks, depth, len(mask) - 1
     )
     # Of 16 bits the convolution's result is rounded, where its last bits may differ.
@@ -146,7 +145,7 @@ def test_a_commit_is_that_of_the_op(interpret: bool, monkeypatch: pytest.MonkeyP
         row.replace(total=jnp.einsum("tu,bujp->btjp", sums, row.log_decay, precision="highest"))
         for row in rows
     ]
-    wanted = commit_paths_xla(states, summed, path, count, held)
+    wanted = commit_paths.definition(states, summed, path, count, held)
     found = kernels.commit_paths(states, rows, path, count, held, interpret=interpret)
     for state, own, other in zip(states, found, wanted, strict=True):
         assert relative_error(own.memory, other.memory) <= TOLERANCE["float32"]
@@ -164,7 +163,7 @@ def test_gated_norms_are_those_of_the_op(width: int, interpret: bool) -> None:
     norm = jax.jit(partial(kernels.gated_norm, eps=1e-6, interpret=interpret))
     found = norm(read, gates, scale)
     assert found.dtype == gates.dtype and found.shape == (ROWS, 5, 6, width)
-    assert relative_error(found, gated_norm_xla(read, gates, scale, 1e-6)) <= 3e-3
+    assert relative_error(found, gated_norm.definition(read, gates, scale, 1e-6)) <= 3e-3
     np.testing.assert_array_equal(norm(read[:, 2:3], gates[:, 2:3], scale), found[:, 2:3])
 
 
@@ -202,20 +201,20 @@ def test_a_chunk_is_whole_blocks_and_differentiable(monkeypatch: pytest.MonkeyPa
     interpreted = partial(chunk_pallas.delta_rule_chunk, interpret=True)
     monkeypatch.setattr(chunk_pallas, "delta_rule_chunk", interpreted)
     memory, mixed, *gates = mixed_of(100, alike=False)
-    behind, read = recurrence._delta_rule(memory, mixed, *gates)
-    wanted, reads = recurrence._delta_rule_xla(memory, mixed, *gates)
+    behind, read = recurrence.delta_rule(memory, mixed, *gates)
+    wanted, reads = recurrence.delta_rule.definition(memory, mixed, *gates)
     assert read.shape == reads.shape
     assert relative_error(behind, wanted) <= 2e-5 and relative_error(read, reads) <= 2e-5
     for other in (mixed.astype("float32"), mixed[:, :32]):
         cut = [gate[:, : other.shape[1]] for gate in gates]
         with pytest.raises(NotImplementedError, match="whole blocks in bfloat16"):
-            recurrence.DELTA_RULE(memory, other, *cut, implementation="pallas")
+            recurrence.delta_rule.named("pallas")(memory, other, *cut)
 
     def total(rule, memory):
         return sum((part**2).sum() for part in rule(memory, mixed, *gates))
 
-    found = jax.grad(partial(total, recurrence._delta_rule))(memory)
-    expected = jax.grad(partial(total, recurrence._delta_rule_xla))(memory)
+    found = jax.grad(partial(total, recurrence.delta_rule))(memory)
+    expected = jax.grad(partial(total, recurrence.delta_rule.definition))(memory)
     assert relative_error(found, expected) <= TOLERANCE["float32"]
 
 
@@ -227,6 +226,6 @@ def test_gated_norms_have_a_gradient() -> None:
         return (norm(*parts, 1e-6) ** 2).sum()
 
     found = jax.grad(partial(total, gated_norm), argnums=(0, 1, 2))(read, gates, scale)
-    wanted = jax.grad(partial(total, gated_norm_xla), argnums=(0, 1, 2))(read, gates, scale)
+    wanted = jax.grad(partial(total, gated_norm.definition), argnums=(0, 1, 2))(read, gates, scale)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)

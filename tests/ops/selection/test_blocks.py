@@ -181,4 +181,4 @@ def test_the_kernel_that_gathers() -> None:
     """Blocks of five by seven numbers: neither is a power of two."""
     whole, places = drawn(0, 2, 3, 11, 5, 7), np.random.default_rng(0).integers(0, 11, (2, 3, 6))
     found = gather_pallas.gather(whole, jnp.asarray(places), interpret=True)
-    np.testing.assert_array_equal(found, blocks.gather_xla(whole, jnp.asarray(places)))
+    np.testing.assert_array_equal(found, blocks.gather.definition(whole, jnp.asarray(places)))

@@ -18,7 +18,9 @@ INF = np.inf
 
 
 def plain(scores: jax.Array, totals: jax.Array, count: int) -> tuple:
-    return jax.jit(continuations.best_continuations_xla, static_argnums=2)(scores, totals, count)
+    return jax.jit(continuations.chosen_continuations.definition, static_argnums=2)(
+        scores, totals, count
+    )
 
 
 def kernels(interpret: bool, scores: jax.Array, totals: jax.Array, count: int) -> tuple:
@@ -174,7 +176,7 @@ def test_kernels_are_used_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> N
 
     def noted(scores: jax.Array, totals: jax.Array, **options: int) -> tuple:
         used.append(options)
-        return continuations.best_continuations_xla(scores, totals, options["count"])
+        return continuations.chosen_continuations.definition(scores, totals, options["count"])
 
     monkeypatch.setattr(continuations_pallas, "best_continuations", noted)
     monkeypatch.setattr(hardware, "compute_capability", lambda: (8, 0))
