@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from longspec_jax.checks import (
     LARGEST_NUMBER,
@@ -154,6 +154,25 @@ def rule_of(hint: object) -> Rule:
     if hint not in _RULES:
         raise TypeError(f"{hint} has no rule; annotate it with one, as Annotated[..., Whole(1)]")
     return _RULES[hint]
+
+
+@functools.cache
+def rules(kind: type[Any]) -> Mapping[str, Rule]:
+    """The rules of a dataclass' fields, of those that carry one."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    ruled = {name: hint for name, hint in hints.items() if typing.get_origin(hint) is Annotated}
+    return types.MappingProxyType({name: rule_of(hint) for name, hint in ruled.items()})
+
+
+class Checked:
+    """A dataclass whose fields keep the rules that they carry; Refused is raised for others."""
+
+    owner: ClassVar[str] = ""
+    """What stands before the name of a field in a message."""
+
+    def __post_init__(self) -> None:
+        for name, rule in rules(type(self)).items():
+            rule.read(self.owner + name, getattr(self, name))
 
 
 def read(kind: type[Any], values: Mapping[str, object], owner: str) -> dict[str, Any]:

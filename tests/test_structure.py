@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "models",
         "ops",
         "released",
+        "schema",
         "sharding",
     },
     "loading": {"axes", "checks", "config", "drafters", "generation", "models", "ops", "weights"},

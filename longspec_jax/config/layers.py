@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from longspec_jax.checks import finite_number, whole_number
+from longspec_jax.checks import LARGEST_NUMBER, Each, Real, Truth, Whole
+from longspec_jax.schema import Checked
 
 MAX_EXPERTS = 4096
 """Most experts of a layer."""
@@ -11,66 +13,55 @@ MAX_TAPS = 64
 """Most tokens that the convolution of a recurrent layer sees."""
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e6
 """Between them is every factor of a rotary scaling; no soft cap is smaller."""
+FACTOR, STRETCH = Real(SMALLEST_FACTOR, LARGEST_FACTOR), Real(1, LARGEST_FACTOR)
+"""Any factor, and that of a range that is stretched."""
+BASE = Real(1, LARGEST_NUMBER)
+"""Of a rotation."""
 
 
 @dataclass(frozen=True)
-class LinearRopeScaling:
+class LinearRopeScaling(Checked):
     """Positions divided by a factor: Vicuna-16k, LongChat (and its ``rope_condense_ratio``)."""
 
-    factor: float
-
-    def __post_init__(self) -> None:
-        finite_number("linear rope scaling: factor", self.factor, 1, LARGEST_FACTOR)
+    owner: ClassVar[str] = "linear rope scaling: "
+    factor: Annotated[float, STRETCH]
 
 
 @dataclass(frozen=True)
-class Llama3RopeScaling:
+class Llama3RopeScaling(Checked):
     """Llama 3.1's scaling: long wavelengths divided by the factor, short ones kept, a ramp."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
+    owner: ClassVar[str] = "llama3 rope scaling: "
+    factor: Annotated[float, STRETCH]
+    low_freq_factor: Annotated[float, FACTOR]
+    high_freq_factor: Annotated[float, FACTOR]
+    original_max_positions: Annotated[int, Whole()]
 
     def __post_init__(self) -> None:
-        who = "llama3 rope scaling: "
-        finite_number(f"{who}factor", self.factor, 1, LARGEST_FACTOR)
-        finite_number(
-            f"{who}low_freq_factor", self.low_freq_factor, SMALLEST_FACTOR, LARGEST_FACTOR
-        )
-        finite_number(
-            f"{who}high_freq_factor", self.high_freq_factor, SMALLEST_FACTOR, LARGEST_FACTOR
-        )
-        whole_number(f"{who}original_max_positions", self.original_max_positions)
+        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"{who}high_freq_factor={self.high_freq_factor} must be above "
+                f"{self.owner}high_freq_factor={self.high_freq_factor} must be above "
                 f"low_freq_factor={self.low_freq_factor}"
             )
 
 
 @dataclass(frozen=True)
-class YarnRopeScaling:
+class YarnRopeScaling(Checked):
     """YaRN (arXiv:2309.00071): pairs that turn slowly are divided by a factor, a ramp between."""
 
-    factor: float
-    original_max_positions: int
+    owner: ClassVar[str] = "yarn rope scaling: "
+    factor: Annotated[float, STRETCH]
+    original_max_positions: Annotated[int, Whole()]
     """The range of the model before it was stretched."""
-    attention_factor: float
+    attention_factor: Annotated[float, FACTOR]
     """Factor on cosines and sines, so on queries and keys alike."""
-    beta_fast: float = 32.0
+    beta_fast: Annotated[float, FACTOR] = 32.0
     """Pairs that make more turns than this over the original range stay as they are."""
-    beta_slow: float = 1.0
+    beta_slow: Annotated[float, FACTOR] = 1.0
     """Pairs that make fewer are divided by the whole factor."""
-    truncate: bool = True
+    truncate: Annotated[bool, Truth()] = True
     """Whether the ramp begins and ends at whole pairs."""
-
-    def __post_init__(self) -> None:
-        who = "yarn rope scaling: "
-        finite_number(f"{who}factor", self.factor, 1, LARGEST_FACTOR)
-        whole_number(f"{who}original_max_positions", self.original_max_positions)
-        for name in ("attention_factor", "beta_fast", "beta_slow"):
-            finite_number(who + name, getattr(self, name), SMALLEST_FACTOR, LARGEST_FACTOR)
 
     @classmethod
     def usual(cls, factor: float, original_max_positions: int) -> "YarnRopeScaling":
@@ -84,31 +75,29 @@ def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 @dataclass(frozen=True)
-class LongRopeScaling:
+class LongRopeScaling(Checked):
     """LongRoPE (arXiv:2402.13753): every pair is divided by a factor of its own.
 
     There are two sets of factors. The long one is used where the target's range is beyond the
     original one. The choice is made when a target is loaded: a cache holds keys of one set.
     """
 
-    short: tuple[float, ...]
+    owner: ClassVar[str] = "longrope rope scaling: "
+    short: Annotated[tuple[float, ...], Each(FACTOR)]
     """Factors ``[rotary_width / 2]`` within the original range."""
-    long: tuple[float, ...]
+    long: Annotated[tuple[float, ...], Each(FACTOR)]
     """Factors beyond it."""
-    original_max_positions: int
-    attention_factor: float
+    original_max_positions: Annotated[int, Whole()]
+    attention_factor: Annotated[float, FACTOR]
     """Factor on cosines and sines."""
     beyond: bool
     """Whether the long set is used."""
 
     def __post_init__(self) -> None:
-        who = "longrope rope scaling: "
-        whole_number(f"{who}original_max_positions", self.original_max_positions)
-        for factor in (*self.short, *self.long, self.attention_factor):
-            finite_number(f"{who}a factor", factor, SMALLEST_FACTOR, LARGEST_FACTOR)
+        super().__post_init__()
         if len(self.short) != len(self.long):
             raise ValueError(
-                f"{who}{len(self.short)} short factors must be as many as the long ones, "
+                f"{self.owner}{len(self.short)} short factors must be as many as the long ones, "
                 f"{len(self.long)}"
             )
 
@@ -134,22 +123,21 @@ RopeScaling = (
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(Checked):
     """How the heads of a layer are rotated by position."""
 
-    theta: float = 10000.0
+    owner: ClassVar[str] = "rotary_"
+    theta: Annotated[float, BASE] = 10000.0
     scaling: RopeScaling = None
-    width: int | None = None
+    width: Annotated[int | None, Whole(2)] = None
     """Dimensions of a head that are rotated; all of them if absent."""
 
     def __post_init__(self) -> None:
-        finite_number("rope_theta", self.theta, 1)
+        super().__post_init__()
         if self.theta == 1 and isinstance(self.scaling, YarnRopeScaling):
             raise ValueError("rope_theta=1 must be above 1: yarn tells pairs apart by their turns")
-        if self.width is not None:
-            whole_number("rotary_width", self.width, 2)
-            if self.width % 2:
-                raise ValueError(f"rotary_width={self.width} must be even: pairs are rotated")
+        if self.width is not None and self.width % 2:
+            raise ValueError(f"rotary_width={self.width} must be even: pairs are rotated")
 
     @property
     def block(self) -> int | None:
@@ -170,71 +158,63 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class QueryScaling:
+class QueryScaling(Checked):
     """Queries times ``1 + beta ln(1 + floor(position / original))`` (Ministral 3)."""
 
-    beta: float
-    original_max_positions: int
-
-    def __post_init__(self) -> None:
-        finite_number("query scaling: beta", self.beta, 0, LARGEST_FACTOR)
-        whole_number("query scaling: original_max_positions", self.original_max_positions)
+    owner: ClassVar[str] = "query scaling: "
+    beta: Annotated[float, Real(0, LARGEST_FACTOR)]
+    original_max_positions: Annotated[int, Whole()]
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
+class ExpertsConfig(Checked):
     """The mixture of experts that is a layer's MLP."""
 
-    count: int
+    owner: ClassVar[str] = "experts: "
+    count: Annotated[int, Whole(1, MAX_EXPERTS)]
     """Experts of the layer (``E``)."""
-    chosen: int
+    chosen: Annotated[int, Whole()]
     """Experts that compute a token."""
-    width: int
+    width: Annotated[int, Whole()]
     """MLP width of an expert."""
-    renormalised: bool = True
+    renormalised: Annotated[bool, Truth()] = True
     """Whether the weights of a token's experts add up to 1; otherwise they are those of a softmax
     over all experts."""
     biases: bool = False
     """Biases on the router and in the experts (gpt-oss)."""
-    limit: float | None = None
+    limit: Annotated[float | None, FACTOR] = None
     """Largest size of gate and up in gpt-oss's gate; None for SiLU."""
-    shared: int | None = None
+    shared: Annotated[int | None, Whole()] = None
     """MLP width of one more expert, which computes every token times a sigmoid of its input."""
     beside: bool = False
     """Whether they stand beside the layer's own MLP, with norms of their own and a factor of every
     expert; their router reads the residual stream (Gemma 4)."""
 
     def __post_init__(self) -> None:
-        if self.shared is not None:
-            whole_number("experts: shared", self.shared)
-            if self.beside:
-                raise ValueError("experts beside an MLP have no shared one: it is the MLP")
-        whole_number("experts: count", self.count, most=MAX_EXPERTS)
-        whole_number("experts: chosen", self.chosen, most=self.count)
-        whole_number("experts: width", self.width)
-        if self.limit is not None:
-            finite_number("experts: limit", self.limit, SMALLEST_FACTOR, LARGEST_FACTOR)
+        super().__post_init__()
+        Whole(1, self.count).read("experts: chosen", self.chosen)
+        if self.shared is not None and self.beside:
+            raise ValueError("experts beside an MLP have no shared one: it is the MLP")
 
 
 @dataclass(frozen=True)
-class RecurrenceConfig:
+class RecurrenceConfig(Checked):
     """A Gated DeltaNet (arXiv:2412.06464) in the place of a layer's attention."""
 
-    key_heads: int
+    owner: ClassVar[str] = "recurrence: "
+    key_heads: Annotated[int, Whole()]
     """Heads of queries and keys (``J``)."""
-    value_heads: int
+    value_heads: Annotated[int, Whole()]
     """Heads of values and of the state; as many share one key head (``P``)."""
-    key_width: int
+    key_width: Annotated[int, Whole()]
     """Of a query or key (``X``)."""
-    value_width: int
+    value_width: Annotated[int, Whole()]
     """Of a value (``Y``)."""
-    taps: int = 4
+    taps: Annotated[int, Whole(2, MAX_TAPS)] = 4
     """Tokens that the convolution before queries, keys and values sees, itself included."""
 
     def __post_init__(self) -> None:
-        for name in ("key_heads", "value_heads", "key_width", "value_width"):
-            whole_number(f"recurrence: {name}", getattr(self, name))
-        whole_number("recurrence: taps", self.taps, 2, MAX_TAPS)
+        super().__post_init__()
         if self.value_heads % self.key_heads:
             raise ValueError(
                 f"recurrence: value_heads={self.value_heads} must be a multiple of "
@@ -253,16 +233,14 @@ class RecurrenceConfig:
 
 
 @dataclass(frozen=True)
-class HeadsConfig:
+class HeadsConfig(Checked):
     """The key/value heads of a layer and the width of all heads."""
 
-    num_kv_heads: int
-    head_width: int
+    num_kv_heads: Annotated[int, Whole()]
+    head_width: Annotated[int, Whole()]
 
     def check(self, num_heads: int) -> None:
         """Raise unless a layer of this number of query heads can be computed."""
-        whole_number("num_kv_heads", self.num_kv_heads)
-        whole_number("head_width", self.head_width)
         if num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
@@ -272,12 +250,12 @@ class HeadsConfig:
 
 
 @dataclass(frozen=True)
-class LayerConfig:
+class LayerConfig(Checked):
     """What one kind of layer does of its own; the rest is the same in all layers of a target."""
 
     rotary: Rotary | None = None
     """The rotation of queries and keys; None for a layer without positions."""
-    window: int | None = None
+    window: Annotated[int | None, Whole()] = None
     """Tokens that a token sees, itself included: ``p_q - p_k < window``. All before it if
     absent."""
     experts: ExpertsConfig | None = None
@@ -290,20 +268,17 @@ class LayerConfig:
     """Whether values are what the keys are made of, before their norm and rotation (Gemma 4)."""
     keys_of: int | None = None
     """The layer whose keys and values it reads; None for its own (Gemma 4 E4B and E2B)."""
-    mlp_width: int | None = None
+    mlp_width: Annotated[int | None, Whole()] = None
     """Of its MLP; the target's if absent."""
 
     def __post_init__(self) -> None:
-        if self.window is not None:
-            whole_number("window", self.window)
+        super().__post_init__()
         if self.recurrence is not None and (self.window, self.rotary) != (None, None):
             raise ValueError("a layer with a recurrence has no window and no rotation")
         if self.keys_of is not None and (self.recurrence is not None or self.keys_are_values):
             raise ValueError(
                 "a layer that reads the keys of another has attention, and no own keys"
             )
-        if self.mlp_width is not None:
-            whole_number("mlp_width", self.mlp_width)
         if self.heads is not None and self.window is None:
             raise ValueError(
                 "heads of its own has a layer with a window alone: drafts and retrieval read the "
@@ -312,16 +287,12 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
-class HeadScales:
+class HeadScales(Checked):
     """Factors of one layer's cached keys and values: what is stored stands for itself times these.
 
     One number for all key/value heads, or one for each.
     """
 
-    keys: tuple[float, ...]
-    values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        for name in ("keys", "values"):
-            for scale in getattr(self, name):
-                finite_number(f"scale of cached {name}", scale, SMALLEST_FACTOR, LARGEST_FACTOR)
+    owner: ClassVar[str] = "scales of cached "
+    keys: Annotated[tuple[float, ...], Each(FACTOR)]
+    values: Annotated[tuple[float, ...], Each(FACTOR)]

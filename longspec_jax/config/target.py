@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated
 
-from longspec_jax.checks import finite_number, shown, whole_number
+from longspec_jax.checks import LARGEST_NUMBER, Real, Truth, Whole, shown
 from longspec_jax.config.layers import (
-    LARGEST_FACTOR,
+    BASE,
+    FACTOR,
     SMALLEST_FACTOR,
     HeadScales,
     HeadsConfig,
@@ -18,31 +19,46 @@ from longspec_jax.config.layers import (
     Rotary,
 )
 from longspec_jax.config.names import KV_DTYPES
+from longspec_jax.schema import Checked
 
 MAX_LAYERS = 1024
 """Most layers of a target: every layer is a part of its own of the compiled program."""
 SMALLEST_EPS = 1e-30
 """Least epsilon of a norm that float32 can still add and divide by."""
+EPSILON = Real(SMALLEST_EPS, 1)
+"""Of a norm."""
+
+
+class LayerSizes(Checked):
+    """A configuration of layers, of a target or of a draft like it, whose heads fit together."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        HeadsConfig(self.num_kv_heads, self.head_width).check(self.num_heads)
 
 
 @dataclass(frozen=True)
-class TargetConfig:
+class TargetConfig(LayerSizes):
     """Shape and conventions of a target: a list of layers, described by data."""
 
     architecture: str
     """Hugging Face class name, such as ``LlamaForCausalLM``: what an export declares itself to
     be."""
-    vocab_size: int
-    model_width: int
-    mlp_width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    vocab_size: Annotated[int, Whole()]
+    model_width: Annotated[int, Whole()]
+    mlp_width: Annotated[int, Whole()]
+    num_layers: Annotated[int, Whole(1, MAX_LAYERS)]
+    num_heads: Annotated[int, Whole()]
+    num_kv_heads: Annotated[int, Whole()]
     """With ``head_width`` of all layers whose kind has no ``heads``."""
-    head_width: int
-    max_positions: int
+    head_width: Annotated[int, Whole()]
+    max_positions: Annotated[int, Whole()]
     """Positions the model was made for; prompts and generation stay below."""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, BASE] = 10000.0
     """With the next two the rotation of :attr:`read_layer`, which a draft follows, and of all
     layers where ``kinds`` are absent."""
     rope_scaling: RopeScaling = None
@@ -54,12 +70,12 @@ class TargetConfig:
     """The kind of each layer, as an index of ``kinds``; empty without them."""
     gated_attention: bool = False
     """What a head attends to is multiplied by a sigmoid of the layer's input (Qwen3-Next)."""
-    attention_cap: float | None = None
+    attention_cap: Annotated[float | None, Real(SMALLEST_FACTOR, LARGEST_NUMBER)] = None
     """Bounds the scores of attention softly: ``cap * tanh(score / cap)`` (Gemma 2)."""
-    norm_eps: float = 1e-5
-    qkv_bias: bool = False
+    norm_eps: Annotated[float, EPSILON] = 1e-5
+    qkv_bias: Annotated[bool, Truth()] = False
     """Biases on the query, key and value projections (Qwen2)."""
-    out_bias: bool = False
+    out_bias: Annotated[bool, Truth()] = False
     """A bias on what leaves attention (gpt-oss)."""
     attention_sinks: bool = False
     """A learnt score of every head in its softmax's denominator (gpt-oss)."""
@@ -79,20 +95,20 @@ class TargetConfig:
     """The MLP's gate is a GELU by its tanh formula, not a SiLU (Gemma)."""
     query_scaling: QueryScaling | None = None
     """A factor on queries that grows with their position."""
-    attention_scale: float | None = None
+    attention_scale: Annotated[float | None, FACTOR] = None
     """Factor on attention scores; ``head_width ** -0.5`` if absent."""
-    embedding_factor: float = 1.0
+    embedding_factor: Annotated[float, FACTOR] = 1.0
     """Factor on embeddings."""
-    residual_factor: float = 1.0
+    residual_factor: Annotated[float, FACTOR] = 1.0
     """Factor on what attention and MLP add to the residual stream."""
     layer_factors: bool = False
     """A learnt factor of every layer on the residual stream behind it (Gemma 4)."""
-    layer_inputs: int | None = None
+    layer_inputs: Annotated[int | None, Whole()] = None
     """Width of what every token gives to each layer: of a table of its own, and of its embedding.
     It enters the stream behind the MLP (Gemma 4 E4B and E2B)."""
-    logits_divisor: float = 1.0
+    logits_divisor: Annotated[float, FACTOR] = 1.0
     """Logits are divided by it."""
-    logit_cap: float | None = None
+    logit_cap: Annotated[float | None, FACTOR] = None
     """Logits are ``cap * tanh(logits / cap)``, after the division."""
     tied_embeddings: bool = False
     """The LM head is the embedding table."""
@@ -106,12 +122,7 @@ class TargetConfig:
     None for 1. Empty if all are 1."""
 
     def __post_init__(self) -> None:
-        whole_number("vocab_size", self.vocab_size)
-        whole_number("max_positions", self.max_positions)
-        whole_number("num_layers", self.num_layers, most=MAX_LAYERS)
-        check_layer(self)
-        if self.attention_cap is not None:
-            finite_number("attention_cap", self.attention_cap, SMALLEST_FACTOR)
+        super().__post_init__()
         self.rotary.check_fits(self.head_width)
         for kind in self.kinds:
             heads = self.heads(kind)
@@ -120,12 +131,6 @@ class TargetConfig:
                 kind.rotary.check_fits(heads.head_width)
         if not (self.pre_norms or self.post_norms):
             raise ValueError("a layer needs norms: pre_norms or post_norms must be True")
-        if self.layer_inputs is not None:
-            whole_number("layer_inputs", self.layer_inputs)
-        factors = "embedding_factor", "residual_factor", "logits_divisor"
-        for name in (*factors, "attention_scale", "logit_cap"):
-            if getattr(self, name) is not None:
-                finite_number(name, getattr(self, name), SMALLEST_FACTOR, LARGEST_FACTOR)
         if self.kinds or self.pattern:
             self._check_kinds()
         self._check_cached()
@@ -247,12 +252,3 @@ class TargetConfig:
     def num_groups(self) -> int:
         """Query heads that share one key/value head of a full layer (``G``)."""
         return self.num_heads // self.num_kv_heads
-
-
-def check_layer(config: Any) -> None:
-    """Raise unless a layer of these sizes can be computed: of a target, or of a draft like it."""
-    for name in ("model_width", "mlp_width", "num_heads"):
-        whole_number(name, getattr(config, name))
-    finite_number("rope_theta", config.rope_theta, 1)
-    finite_number("norm_eps", config.norm_eps, SMALLEST_EPS, 1)
-    HeadsConfig(config.num_kv_heads, config.head_width).check(config.num_heads)

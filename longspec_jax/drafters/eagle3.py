@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import flax.linen as nn
 import jax
@@ -32,9 +32,9 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.checks import whole_number
-from longspec_jax.config.layers import RopeScaling, Rotary, YarnRopeScaling
-from longspec_jax.config.target import TargetConfig, check_layer
+from longspec_jax.checks import Whole
+from longspec_jax.config.layers import BASE, RopeScaling, Rotary, YarnRopeScaling
+from longspec_jax.config.target import EPSILON, LayerSizes, TargetConfig
 from longspec_jax.config.tree import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
@@ -70,29 +70,29 @@ D = TypeVar("D", bound="Eagle3Draft")
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(LayerSizes):
     """Shape of the one-layer EAGLE-3 draft."""
 
-    model_width: int
-    target_width: int
+    model_width: Annotated[int, Whole()]
+    target_width: Annotated[int, Whole()]
     """Width of the target's hidden states."""
-    mlp_width: int
-    num_heads: int
-    num_kv_heads: int
-    head_width: int
-    vocab_size: int
+    mlp_width: Annotated[int, Whole()]
+    num_heads: Annotated[int, Whole()]
+    num_kv_heads: Annotated[int, Whole()]
+    head_width: Annotated[int, Whole()]
+    vocab_size: Annotated[int, Whole()]
     """Tokens of the target."""
-    proposable: int
+    proposable: Annotated[int, Whole()]
     """Tokens that the draft's LM head knows."""
     features: tuple[int, ...]
     """Layers of the target after which the draft takes the hidden states; -1 is the embedding."""
-    max_positions: int
+    max_positions: Annotated[int, Whole()]
     """Positions it was made for."""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, BASE] = 10000.0
     rope_scaling: RopeScaling = None
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, EPSILON] = 1e-6
     dtype: str = "bfloat16"
-    window: int | None = None
+    window: Annotated[int | None, Whole(2)] = None
     """Tokens that it saw of each text in training, its own included; all of them if absent."""
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -108,12 +108,8 @@ class Eagle3Config:
     """Whether the LM head reads the normed output."""
 
     def __post_init__(self) -> None:
-        for name in ("target_width", "vocab_size", "proposable", "max_positions"):
-            whole_number(name, getattr(self, name))
-        if self.window is not None:
-            whole_number("window", self.window, 2)
+        super().__post_init__()
         check_proposable(self)
-        check_layer(self)
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError unless this draft can read the target's features and tokens."""

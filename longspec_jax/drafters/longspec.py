@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -25,9 +25,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, PyTree
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.checks import whole_number
-from longspec_jax.config.layers import RopeScaling, Rotary
-from longspec_jax.config.target import TargetConfig, check_layer
+from longspec_jax.checks import Whole
+from longspec_jax.config.layers import BASE, RopeScaling, Rotary
+from longspec_jax.config.target import EPSILON, LayerSizes, TargetConfig
 from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
@@ -70,17 +70,17 @@ def check_vocab_size(vocab_size: int, target: TargetConfig) -> None:
 
 
 @dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(LayerSizes):
     """Shape of the one-layer LongSpec draft; all but the window follows the target."""
 
-    model_width: int
-    mlp_width: int
-    num_heads: int
-    num_kv_heads: int
-    head_width: int
-    rope_theta: float
+    model_width: Annotated[int, Whole()]
+    mlp_width: Annotated[int, Whole()]
+    num_heads: Annotated[int, Whole()]
+    num_kv_heads: Annotated[int, Whole()]
+    head_width: Annotated[int, Whole()]
+    rope_theta: Annotated[float, BASE]
     rope_scaling: RopeScaling
-    norm_eps: float
+    norm_eps: Annotated[float, EPSILON]
     dtype: str
     rotary_width: int | None = None
     """Dimensions of a head that are rotated, as of the target's layer that it reads."""
@@ -90,12 +90,8 @@ class DraftConfig:
     """What the logits are divided by, as of the target."""
     logit_cap: float | None = None
     """Bounds the logits softly after the division, as of the target."""
-    window: int = WINDOW
+    window: Annotated[int, Whole()] = WINDOW
     """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
-
-    def __post_init__(self) -> None:
-        whole_number("window", self.window)
-        check_layer(self)
 
     @classmethod
     def for_target(

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Annotated
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int, PyTree
 
 from longspec_jax.axes import Array
-from longspec_jax.checks import whole_number
+from longspec_jax.checks import Whole
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
@@ -45,6 +46,7 @@ from longspec_jax.ops.attention.dispatch import (
 from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.partitioned import with_sharding
+from longspec_jax.schema import Checked
 
 MOST_LAYERS = 3
 """More would cost a round more than they were ever seen to gain."""
@@ -52,23 +54,18 @@ MOST_SLOTS = 16
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Checked):
     """LongSpec layers over a block: the pending token, and learnt slots behind it."""
 
     layer: DraftConfig
     """Of every layer; the first one's window counts the committed tokens before the block."""
-    vocab_size: int
+    vocab_size: Annotated[int, Whole()]
     """Tokens of the target."""
-    num_layers: int = 3
-    block: int = 6
+    num_layers: Annotated[int, Whole(1, MOST_LAYERS)] = 3
+    block: Annotated[int, Whole(2, MOST_SLOTS)] = 6
     """Slots of a block, the pending token's included. Each proposes the token behind its own."""
-    markov_rank: int = 64
+    markov_rank: Annotated[int, Whole(0)] = 64
     """Rank of the head that corrects a slot's logits by the token before it; 0 without one."""
-
-    def __post_init__(self) -> None:
-        whole_number("num_hidden_layers", self.num_layers, 1, MOST_LAYERS)
-        whole_number("longspec_block", self.block, 2, MOST_SLOTS)
-        whole_number("longspec_markov_rank", self.markov_rank, 0)
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise unless this draft can read the target's embedding, head and last-layer K/V."""

@@ -9,27 +9,30 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from longspec_jax.config.layers import (
-    LARGEST_FACTOR,
-    SMALLEST_FACTOR,
-    LayerConfig,
-    QueryScaling,
-    Rotary,
-)
+from longspec_jax.config.layers import LayerConfig, QueryScaling
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.gemma import (
+    CAPS,
     GLOBAL_HEADS,
+    gemma2_dialect,
     gemma4_dialect,
     raw_gemma,
     raw_gemma4,
     read_gemma,
-    read_gemma2,
     read_gemma4,
 )
-from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.recurrent import raw_recurrences, raw_sparse_recurrences, read_recurrences
-from longspec_jax.weights.rope import raw_rope, rope_entry
-from longspec_jax.weights.sparse import raw_experts, raw_gpt_oss, read_experts, read_gpt_oss
+from longspec_jax.weights.json_files import JsonObject, Keys
+from longspec_jax.weights.layer_kinds import (
+    described,
+    raw_experts,
+    raw_gpt_oss,
+    raw_recurrences,
+    raw_sparse_recurrences,
+    read_experts,
+    read_gpt_oss,
+    read_recurrences,
+)
+from longspec_jax.weights.rope import raw_rope, rope_entry, rotary_of
 
 Fields = Mapping[str, Any]
 """Fields of a :class:`TargetConfig` by name."""
@@ -67,6 +70,10 @@ def _nothing(*_: object) -> dict[str, Any]:
     return {}
 
 
+def _as_it_is(raw: JsonObject) -> JsonObject:
+    return raw
+
+
 @dataclass(frozen=True)
 class Family:
     """What a Hugging Face class fixes beyond the numbers in its ``config.json``."""
@@ -74,10 +81,12 @@ class Family:
     model_type: str
     fixed: Fields = field(default_factory=dict)
     """Fields that are always so."""
+    keys: Keys = field(default_factory=dict)
+    """Fields beyond those of all families, and where a file has them."""
     read: Callable[[JsonObject, Fields], Fields] = _nothing
-    """Fields of its own keys, given the file and the fields that are known."""
+    """Fields that are no single key, given the file and the fields that are known."""
     write: Callable[[TargetConfig], dict[str, Any]] = _nothing
-    """The inverse: keys of its own, which replace those that all families have."""
+    """The inverse of ``read``: keys that replace those that all families have."""
     accepts: frozenset[str] = frozenset()
     """Keys that are refused of other families, and computed of this one; those that stand in the
     entry of the rotary scaling as well."""
@@ -99,17 +108,15 @@ class Family:
     full_heads: Mapping[str, str] = field(default_factory=dict)
     """Keys of the heads of layers without a window, by those of the others'; empty where all have
     the same."""
-    dialect: Callable[[JsonObject], JsonObject] = lambda raw: raw
+    dialect: Callable[[JsonObject], JsonObject] = _as_it_is
     """A file of the family in the form that is read."""
     names: Names = Names()
 
 
-def _bias(raw: JsonObject, known: Fields) -> Fields:
-    return {"qkv_bias": raw.flag("attention_bias", False)}
-
-
-def _raw_bias(config: TargetConfig) -> dict[str, Any]:
-    return {"attention_bias": config.qkv_bias}
+_QUERY_SCALING: Keys = {
+    "beta": "llama_4_scaling_beta",
+    "original_max_positions": "original_max_position_embeddings",
+}
 
 
 def _query_scaling(raw: JsonObject, known: Fields) -> Fields:
@@ -117,8 +124,7 @@ def _query_scaling(raw: JsonObject, known: Fields) -> Fields:
     entry = rope_entry(raw)
     if not entry.has("llama_4_scaling_beta"):
         return {}
-    beta, original = "llama_4_scaling_beta", "original_max_position_embeddings"
-    return {"query_scaling": QueryScaling(entry.number(beta), entry.whole(original))}
+    return {"query_scaling": entry.made(QueryScaling, _QUERY_SCALING)}
 
 
 def _raw_query_scaling(config: TargetConfig) -> dict[str, Any]:
@@ -149,29 +155,16 @@ def _layers_with_rotation(rotated: tuple[bool, ...], known: Fields) -> Fields:
     """Layers of full attention, of which some have a rotation."""
     if all(rotated):
         return {}
-    rotary = Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
-    kinds = (LayerConfig(rotary), LayerConfig()) if any(rotated) else (LayerConfig(),)
-    return {"kinds": kinds, "pattern": tuple(len(kinds) - 1 - each for each in rotated)}
+    rotary = rotary_of(known)
+    return described([LayerConfig(rotary if each else None) for each in rotated])
 
 
-_MULTIPLIERS = {
-    "embedding_factor": "embedding_multiplier",
-    "residual_factor": "residual_multiplier",
-    "attention_scale": "attention_multiplier",
-    "logits_divisor": "logits_scaling",
+_MULTIPLIERS: Keys = {
+    "embedding_factor": ("embedding_multiplier", 1.0),
+    "residual_factor": ("residual_multiplier", 1.0),
+    "attention_scale": ("attention_multiplier", 1.0),
+    "logits_divisor": ("logits_scaling", 1.0),
 }
-
-
-def _multipliers(raw: JsonObject, known: Fields) -> Fields:
-    limits = SMALLEST_FACTOR, LARGEST_FACTOR
-    return {field: raw.number(key, 1.0, *limits) for field, key in _MULTIPLIERS.items()}
-
-
-def _raw_multipliers(config: TargetConfig) -> dict[str, Any]:
-    factors = {key: getattr(config, field) for field, key in _MULTIPLIERS.items()}
-    if config.attention_scale is None:
-        factors["attention_multiplier"] = config.head_width**-0.5
-    return factors
 
 
 def _attention_alone(raw: JsonObject, known: Fields) -> Fields:
@@ -186,14 +179,12 @@ def _attention_alone(raw: JsonObject, known: Fields) -> Fields:
         raise raw.error("num_local_experts", "is not supported, only 0", "load a dense model")
     if (kind := raw.text("position_embedding_type", "")) not in ("", "rope"):
         raise raw.error("position_embedding_type", "must be rope or null", "load another model")
-    rotated = (kind == "rope",) * known["num_layers"]
-    return {**_multipliers(raw, known), **_layers_with_rotation(rotated, known)}
+    return _layers_with_rotation((kind == "rope",) * known["num_layers"], known)
 
 
 def _raw_attention_alone(config: TargetConfig) -> dict[str, Any]:
     rotated = config.layer(config.read_layer).rotary is not None
     return {
-        **_raw_multipliers(config),
         "layer_types": ["attention"] * config.num_layers,
         "num_local_experts": 0,
         "shared_intermediate_size": config.mlp_width,
@@ -220,7 +211,9 @@ _GEMMA2 = Family(
     "gemma2",
     fixed=_GEMMA_FIXED,
     accepts=frozenset({"hidden_act"}),
-    read=read_gemma2,
+    keys=CAPS,
+    read=read_gemma,
+    dialect=gemma2_dialect,
     defaults=_GEMMA_DEFAULTS,
     windows=lambda raw, index: index % 2 == 0,
     write=raw_gemma,
@@ -323,6 +316,7 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(
         "gpt_oss",
         fixed={"attention_sinks": True},
+        keys={"qkv_bias": ("attention_bias", True)},
         read=read_gpt_oss,
         write=raw_gpt_oss,
         accepts=frozenset({"attention_bias"}),
@@ -366,9 +360,10 @@ FAMILIES: dict[str, Family] = {
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
         window_switch="use_sliding_window",
     ),
-    "GraniteForCausalLM": Family("granite", read=_multipliers, write=_raw_multipliers),
+    "GraniteForCausalLM": Family("granite", keys=_MULTIPLIERS),
     "GraniteMoeHybridForCausalLM": Family(
         "granitemoehybrid",
+        keys=_MULTIPLIERS,
         read=_attention_alone,
         write=_raw_attention_alone,
         mlp_width="shared_intermediate_size",
@@ -393,7 +388,7 @@ FAMILIES: dict[str, Family] = {
         model_type="gemma3_text",
         fixed=_GEMMA_FIXED | {"qk_norm": True},
         accepts=frozenset({"hidden_act", "rope_local_base_freq"}),
-        read=read_gemma,
+        dialect=_as_it_is,
         # Files of models that also see leave out what is as in Hugging Face's class.
         defaults=_GEMMA_DEFAULTS
         | {
@@ -417,8 +412,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4ForCausalLM": Family(
         "glm4",
         fixed={"post_norms": True},
-        read=_bias,
-        write=_raw_bias,
+        keys={"qkv_bias": ("attention_bias", False)},
         accepts=frozenset({"attention_bias", "partial_rotary_factor"}),
         defaults={
             "attention_bias": True,

@@ -12,18 +12,21 @@ from typing import Any
 
 from longspec_jax.config.layers import ExpertsConfig, LayerConfig
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.json_files import JsonObject, Keys, as_raw
+from longspec_jax.weights.layer_kinds import described
 from longspec_jax.weights.rope import FULL, SLIDING
-from longspec_jax.weights.sparse import described
 
 _GELU = "gelu_pytorch_tanh"
-_CAPS = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+CAPS: Keys = {
+    "attention_cap": ("attn_logit_softcapping", None),
+    "logit_cap": ("final_logit_softcapping", None),
+}
 GLOBAL_HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """The keys of all layers' heads, and those of layers without a window alone (Gemma 4)."""
 
 
 def _embedding(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Embeddings times the root of their width, and the soft caps.
+    """Embeddings times the root of their width.
 
     Hugging Face rounds the root to the dtype of the weights before it multiplies.
     """
@@ -34,8 +37,7 @@ def _embedding(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
     import jax.numpy as jnp
 
     root = jnp.dtype(known["dtype"]).type(math.sqrt(known["model_width"]))
-    caps = {field: raw.number(key) for field, key in _CAPS.items() if raw.has(key)}
-    return {"embedding_factor": float(root), **caps}
+    return {"embedding_factor": float(root)}
 
 
 def read_gemma(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,10 +48,10 @@ def read_gemma(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
     return _embedding(raw, known) | {"attention_scale": scale}
 
 
-def read_gemma2(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
+def gemma2_dialect(raw: JsonObject) -> JsonObject:
     """Null is no cap, and absent is a cap of 50 on scores and of 30 on logits."""
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    return read_gemma(JsonObject({**caps, **raw.values}, raw.origin), known)
+    return JsonObject({**caps, **raw.values}, raw.origin)
 
 
 def raw_gemma(config: TargetConfig) -> dict[str, Any]:
@@ -59,10 +61,14 @@ def raw_gemma(config: TargetConfig) -> dict[str, Any]:
         "hidden_act": _GELU,
         "hidden_activation": _GELU,
         "query_pre_attn_scalar": round(scale**-2),
-        **{key: getattr(config, field) for field, key in _CAPS.items()},
     }
 
 
+_EXPERTS: Keys = {
+    "count": "num_experts",
+    "chosen": "top_k_experts",
+    "width": "moe_intermediate_size",
+}
 _ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -112,10 +118,7 @@ def read_gemma4(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
     if raw.flag("attention_k_eq_v", False):
         layers = [replace(each, keys_are_values=each.window is None) for each in layers]
     if raw.flag("enable_moe_block", False):
-        count = raw.whole("num_experts")
-        chosen = raw.whole("top_k_experts", most=count)
-        width = raw.whole("moe_intermediate_size")
-        experts = ExpertsConfig(count, chosen, width, beside=True)
+        experts = raw.made(ExpertsConfig, _EXPERTS, {"beside": True})
         layers = [replace(each, experts=experts) for each in layers]
     inputs = raw.whole("hidden_size_per_layer_input", 0, 0) or None
     if inputs and raw.whole("vocab_size_per_layer_input", 262144) != known["vocab_size"]:
@@ -144,26 +147,16 @@ def raw_gemma4(config: TargetConfig) -> dict[str, Any]:
     """The inverse of :func:`read_gemma4`, in the form of the published files."""
     near, full = (config.layer(index) for index in (0, config.read_layer))
     own, others, experts = config.heads(near), config.heads(full), near.experts
-    sparse = (
-        {}
-        if experts is None
-        else {
-            "num_experts": experts.count,
-            "top_k_experts": experts.chosen,
-            "moe_intermediate_size": experts.width,
-        }
-    )
     return {
         "hidden_act": _GELU,
         "hidden_activation": _GELU,
-        "final_logit_softcapping": config.logit_cap,
         "head_dim": own.head_width,
         "num_key_value_heads": own.num_kv_heads,
         "global_head_dim": others.head_width,
         "num_global_key_value_heads": others.num_kv_heads,
         "attention_k_eq_v": full.keys_are_values,
         "enable_moe_block": experts is not None,
-        **sparse,
+        **({} if experts is None else as_raw(experts, _EXPERTS)),
         "hidden_size_per_layer_input": config.layer_inputs or 0,
         "vocab_size_per_layer_input": config.vocab_size,
         "num_kv_shared_layers": sum(each.keys_of is not None for each in config.layers),

@@ -7,15 +7,15 @@ because both versions read it. What a class fixes beyond its file is an entry of
 authors is refused, never approximated: each refusal names the values, the rule and what to do.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 from longspec_jax.checks import LARGEST_WHOLE, whole_number
 from longspec_jax.config.layers import LinearRopeScaling, RopeScaling, YarnRopeScaling
-from longspec_jax.config.target import MAX_LAYERS, SMALLEST_EPS, TargetConfig
+from longspec_jax.config.target import SMALLEST_EPS, TargetConfig
 from longspec_jax.weights.families import FAMILIES, NOT_COMPUTED, WRAPPERS
-from longspec_jax.weights.json_files import QUANTISATION, JsonObject
+from longspec_jax.weights.json_files import QUANTISATION, JsonObject, Keys, as_raw
 from longspec_jax.weights.rope import (
     INTERLEAVED,
     hoisted,
@@ -27,18 +27,17 @@ from longspec_jax.weights.rope import (
 )
 from longspec_jax.weights.windows import raw_windows, window_kinds, without_windows
 
-C = TypeVar("C")
-
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-_WIDTHS = {
-    "vocab_size": "vocab_size",
+_WHOLE: Keys = {"vocab_size": "vocab_size", "num_layers": "num_hidden_layers"}
+LAYER: Keys = {
     "model_width": "hidden_size",
-    "num_layers": "num_hidden_layers",
+    "mlp_width": "intermediate_size",
     "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+    "norm_eps": "rms_norm_eps",
 }
-"""Our field to the key that must be in every ``config.json``."""
+"""The sizes of a layer, of a target or of a draft like it, and where every file has them."""
 
 
 def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
@@ -55,12 +54,12 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     raw = family.dialect(raw)
-    widths = _WIDTHS | {"mlp_width": family.mlp_width}
     # Of the newer dialect a file has all of its scaling.
     said = {"rope_scaling"} if raw.has("rope_parameters") else set()
     assumed = {key: value for key, value in family.defaults.items() if key not in said}
     whole, raw = raw.assuming(assumed), hoisted(without_windows(raw, family)).assuming(assumed)
-    raw.require((*widths.values(), "max_position_embeddings"), architecture)
+    sizes = "hidden_size", "num_hidden_layers", "num_attention_heads", family.mlp_width
+    raw.require(("vocab_size", *sizes, "max_position_embeddings"), architecture)
     check_refused(raw, REFUSED_TARGET, family.accepts)
     paired = family.interleaved, "a family has one pairing of the dimensions it rotates", REMEDY
     check_refused(raw, dict.fromkeys(INTERLEAVED, paired))
@@ -75,22 +74,13 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
             raise raw.error("quantization_config", rule, OTHER_FORMAT)
     _check_model_type(raw, architecture)
     scaling = rope_scaling(raw, (*family.accepts, *INTERLEAVED))
-    max_positions = _max_positions(raw, scaling)
-    limits = {"num_hidden_layers": MAX_LAYERS}
-    sizes = {
-        field: raw.whole(key, most=limits.get(key, LARGEST_WHOLE)) for field, key in widths.items()
-    }
-    width, heads = sizes["model_width"], sizes["num_heads"]
-    head = head_width(raw, width, heads, None)
-    known: dict[str, Any] = sizes | dict(
+    known = raw.fields(TargetConfig, _WHOLE) | layer_fields(raw, mlp_width=family.mlp_width)
+    known |= raw.fields(TargetConfig, family.keys) | dict(
         architecture=architecture,
-        num_kv_heads=raw.whole("num_key_value_heads", heads),
-        head_width=head,
-        max_positions=max_positions,
+        max_positions=_max_positions(raw, scaling),
         rope_theta=rope_theta(raw),
         rope_scaling=scaling,
-        rotary_width=rotary_width(raw, head),
-        norm_eps=norm_eps(raw, 1e-6),
+        rotary_width=rotary_width(raw, known["head_width"]),
         tied_embeddings=raw.flag("tie_word_embeddings", False),
         dtype=_dtype(raw, dtype),
     )
@@ -98,7 +88,7 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     own = family.read(raw, known | windows)
     if windows and _windows(own, windows) != _windows(windows):
         raise raw.error("sliding_window", "is not supported beside layers without positions")
-    return build(raw, TargetConfig, **{**known, **family.fixed, **windows, **own})
+    return raw.build(TargetConfig, {**known, **family.fixed, **windows, **own}, LAYER)
 
 
 def _windows(fields: Mapping[str, Any], others: Mapping[str, Any] = {}) -> list[int | None]:
@@ -148,6 +138,7 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[s
         **raw_rope(config.rotary, config.head_width),
         **_raw_positions(config),
         **raw_windows(config, family),
+        **as_raw(config, family.keys),
         **family.write(config),
     }
     _check_written(raw, config)
@@ -175,15 +166,7 @@ def _differs(name: str, one: TargetConfig, other: TargetConfig) -> bool:
 
 def raw_layer(config: Any) -> dict[str, Any]:
     """What a ``config.json`` says of a layer, of a target's configuration or of a draft's."""
-    return {
-        "hidden_size": config.model_width,
-        "intermediate_size": config.mlp_width,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-    }
+    return as_raw(config, LAYER) | {"hidden_act": "silu"}
 
 
 def stop_tokens(raw: JsonObject, generation: JsonObject | None = None) -> tuple[int, ...]:
@@ -226,17 +209,31 @@ def _max_positions(raw: JsonObject, scaling: RopeScaling) -> int:
     return named if named > base else scaled
 
 
-def head_width(raw: JsonObject, width: int, heads: int, default: int | None) -> int:
-    """The head width that the file names, or the default, or model width / heads."""
-    if not raw.has("head_dim") and default is None and width % heads:
+def layer_fields(
+    raw: JsonObject, like: TargetConfig | None = None, mlp_width: str = "intermediate_size"
+) -> dict[str, Any]:
+    """The fields of :data:`LAYER`.
+
+    Args:
+      raw: the file.
+      like: what keys that are absent follow, of a draft that has the shape of its target.
+      mlp_width: the key of the MLP's width.
+    """
+    usual = {} if like is None else {name: getattr(like, name) for name in LAYER}
+    width = raw.whole("hidden_size", usual.get("model_width"))
+    heads = raw.whole("num_attention_heads", usual.get("num_heads"))
+    head = None if raw.has("hidden_size") else usual.get("head_width")
+    if not raw.has("head_dim") and head is None and width % heads:
         rule = f"must divide hidden_size={width} where head_dim is not given"
         raise raw.error("num_attention_heads", rule)
-    return raw.whole("head_dim", default or width // heads)
-
-
-def norm_eps(raw: JsonObject, default: float) -> float:
-    """The epsilon of the norms."""
-    return raw.number("rms_norm_eps", default, SMALLEST_EPS, 1)
+    return {
+        "model_width": width,
+        "mlp_width": raw.whole(mlp_width, usual.get("mlp_width")),
+        "num_heads": heads,
+        "num_kv_heads": raw.whole("num_key_value_heads", usual.get("num_kv_heads", heads)),
+        "head_width": raw.whole("head_dim", head or width // heads),
+        "norm_eps": raw.number("rms_norm_eps", usual.get("norm_eps", 1e-6), SMALLEST_EPS, 1),
+    }
 
 
 def _raw_positions(config: TargetConfig) -> dict[str, int]:
@@ -312,17 +309,6 @@ def check_refused(
     for key, (supported, rule, remedy) in refused.items():
         if key not in accepted and raw.has(key) and raw.values[key] != supported:
             raise raw.error(key, f"is not supported, only {key}={supported!r}: {rule}", remedy)
-
-
-def build(raw: JsonObject, make: Callable[..., C], **fields: Any) -> C:
-    """A configuration; where it refuses how its fields fit together, file and keys are named."""
-    try:
-        return make(**fields)
-    except ValueError as error:
-        raise ValueError(
-            f"{raw.origin}: {error}; heads are num_attention_heads and num_key_value_heads, and "
-            "head_width is head_dim or hidden_size / num_attention_heads"
-        ) from error
 
 
 def _dtype(raw: JsonObject, dtype: str | None) -> str:

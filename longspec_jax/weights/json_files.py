@@ -1,27 +1,35 @@
 """A JSON object of a file: every value is checked where it is read, and an error names it.
 
 A size is never a string, an epsilon never NaN, and a number never ``true``. Null and absent mean
-the same, as in transformers.
+the same, as in transformers. A configuration's fields have their rules where they are declared:
+:data:`Keys` say where a file has them, for reading and for writing.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from longspec_jax.checks import (
     LARGEST_NUMBER,
     LARGEST_WHOLE,
+    Real,
+    Rule,
+    Whole,
     finite_number,
     is_whole,
     shown,
-    whole_number,
 )
+from longspec_jax.schema import REQUIRED, rules
 
 T = TypeVar("T")
+C = TypeVar("C")
+Keys: TypeAlias = Mapping[str, str | tuple[str, object]]
+"""Our fields by name, and the key of each in a file; with a default for files without it."""
 
 REMEDY = "use the file that was saved with the weights, or correct it"
 _AGAIN = "correct what was changed in it, or download it again"
@@ -51,13 +59,13 @@ class JsonObject:
         self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST_WHOLE
     ) -> int:
         """A whole number; required if there is no default."""
-        return self._number(whole_number, key, default, least, most)
+        return self.ruled(Whole(least, most), key, REQUIRED if default is None else default)
 
     def number(
         self, key: str, default: float | None = None, least: float = 0, most: float = LARGEST_NUMBER
     ) -> float:
         """A finite number; required if there is no default."""
-        return self._number(finite_number, key, default, least, most)
+        return self.ruled(Real(least, most), key, REQUIRED if default is None else default)
 
     def numbers(self, key: str, least: float, most: float) -> tuple[float, ...]:
         """A list of finite numbers."""
@@ -88,6 +96,57 @@ class JsonObject:
             raise self.error(key, "must be a list of texts")
         return found
 
+    def ruled(self, rule: Rule, key: str, default: object = REQUIRED) -> Any:
+        """A value that keeps a rule, or the default."""
+        if default is REQUIRED:
+            self.require((key,), "the file")
+        given = self.values[key] if self.has(key) else default
+        try:
+            found = rule.read(f"{self.origin}: {key}", given)
+        except ValueError as error:
+            raise ValueError(f"{error}; {REMEDY}") from None
+        return tuple(found) if isinstance(found, list) else found
+
+    def fields(self, kind: type[Any], keys: Keys, who: str = "the file") -> dict[str, Any]:
+        """Fields of a dataclass, each by the rule that it declares.
+
+        Args:
+          kind: the dataclass.
+          keys: of the fields; all that have no default are required.
+          who: lacks them, for the message.
+        """
+        self.require(tuple(key for key in keys.values() if isinstance(key, str)), who)
+        of = rules(kind)
+        return {
+            name: self.ruled(of[name], *key)
+            if isinstance(key, tuple)
+            else self.ruled(of[name], key)
+            for name, key in keys.items()
+        }
+
+    def made(
+        self, kind: type[C], keys: Keys, more: Mapping[str, object] = {}, who: str = "the file"
+    ) -> C:
+        """A dataclass of the fields that the file has, as of :meth:`fields`, and of more."""
+        return self.build(kind, {**self.fields(kind, keys, who), **more}, keys)
+
+    def build(self, make: Callable[..., C], fields: Mapping[str, object], keys: Keys) -> C:
+        """A dataclass; where it refuses how its fields fit together, file and keys are named."""
+        try:
+            return make(**fields)
+        except ValueError as error:
+            named = zip(keys, keys_of(keys), strict=True)
+            said = [f"{ours} is {theirs}" for ours, theirs in named if ours in str(error)]
+            raise ValueError("; ".join([f"{self.origin}: {error}", *said])) from error
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Name the file in front of every ValueError that is raised inside."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self.origin}: {error}") from error
+
     def part(self, key: str) -> "JsonObject":
         """An object inside this one; empty if absent."""
         values = self._typed(key, {}, dict, "an object")
@@ -102,22 +161,23 @@ class JsonObject:
         """What is wrong with a value, to be raised."""
         return ValueError(f"{self.origin}: {key}={shown(self.values.get(key))} {rule}; {remedy}")
 
-    def _number(self, check: Callable[..., T], key: str, default: T | None, *limits: T) -> T:
-        """A value that passes a check of numbers, or the default."""
-        if default is None:
-            self.require((key,), "the file")
-        found = self.values[key] if self.has(key) else default
-        try:
-            return check(f"{self.origin}: {key}", found, *limits)
-        except ValueError as error:
-            raise ValueError(f"{error}; {REMEDY}") from None
-
     def _typed(self, key: str, default: T, kind: type, rule: str) -> T:
         """A value of a type, or the default."""
         found = self.values[key] if self.has(key) else default
         if not isinstance(found, kind):
             raise self.error(key, f"must be {rule}")
         return found
+
+
+def keys_of(keys: Keys) -> tuple[str, ...]:
+    """The keys themselves, in the order of the fields."""
+    return tuple(key[0] if isinstance(key, tuple) else key for key in keys.values())
+
+
+def as_raw(config: object, keys: Keys) -> dict[str, Any]:
+    """The inverse of :meth:`JsonObject.fields`: a file's keys, with a configuration's values."""
+    values = {key: getattr(config, name) for name, key in zip(keys, keys_of(keys), strict=True)}
+    return {key: list(one) if isinstance(one, tuple) else one for key, one in values.items()}
 
 
 def read_json(path: Path) -> JsonObject:

@@ -8,7 +8,7 @@ written, because both versions read it.
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from longspec_jax.checks import shown
@@ -24,7 +24,8 @@ from longspec_jax.config.layers import (
     YarnRopeScaling,
     yarn_magnitude,
 )
-from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.config.target import TargetConfig
+from longspec_jax.weights.json_files import JsonObject, Keys, as_raw, keys_of
 
 ROPE_KEYS = (
     "rope_theta",
@@ -37,30 +38,78 @@ ROPE_KEYS = (
 INTERLEAVED = "rope_interleaved", "rope_interleave", "rope_traditional"
 """What files call a rotation of neighbours; a family says whether it has one."""
 
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _ORIGINAL = "original_max_position_embeddings"
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""The types of layers, and the keys of their parts of ``rope_parameters``."""
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""The types of layers; the first two are the keys of their parts of ``rope_parameters``."""
 OF_ALL_TYPES = "rope_theta", "partial_rotary_factor"
 """Keys that stand in the entry of the scaling or beside it."""
-_USED = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": _LLAMA3_KEYS,
-    "yarn": (
-        *("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow"),
-        *("mscale", "mscale_all_dim", "truncate"),
+SCALINGS: Mapping[str, tuple[type[Any], Keys]] = {
+    "linear": (LinearRopeScaling, {"factor": "factor"}),
+    "llama3": (
+        Llama3RopeScaling,
+        {
+            "factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            "original_max_positions": _ORIGINAL,
+        },
     ),
-    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
-    "proportional": (),
+    "yarn": (
+        YarnRopeScaling,
+        {
+            "factor": "factor",
+            "original_max_positions": _ORIGINAL,
+            "attention_factor": "attention_factor",
+            "beta_fast": ("beta_fast", 32.0),
+            "beta_slow": ("beta_slow", 1.0),
+            "truncate": ("truncate", True),
+        },
+    ),
+    "longrope": (
+        LongRopeScaling,
+        {
+            "short": "short_factor",
+            "long": "long_factor",
+            "original_max_positions": _ORIGINAL,
+            "attention_factor": "attention_factor",
+        },
+    ),
+    "proportional": (ProportionalRopeScaling, {}),
 }
-"""The types that are computed, and the keys of their entries."""
+"""The types that are computed, and where an entry has their numbers."""
+_BESIDE = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}
+"""Keys that make one of these numbers where it is absent."""
 _OF_PICTURES = "mrope_section", "mrope_interleaved"
 """Keys of an entry that change nothing for text: its three positions are one."""
 _ROTARY = re.compile("rope|rotary|ntk|yarn")
 """What names of keys about the rotary embedding hold, whoever made them up."""
 _OTHER = "load another model"
 _UNUSED = "remove the entry if the model is computed without it, or load another model"
+
+
+def layer_types(raw: JsonObject, usual: Sequence[str], other: str) -> list[str]:
+    """The type of every layer.
+
+    Args:
+      raw: the file, which may have ``layer_types``.
+      usual: of a file that has none.
+      other: what a layer may be beside one of full attention.
+    """
+    types = raw.texts("layer_types") or [*usual]
+    if len(types) != len(usual) or {*types} - {FULL, other}:
+        rule = f"must be {FULL} or {other} for each of the {len(usual)} layers"
+        raise raw.error("layer_types", rule)
+    return types
+
+
+def sliding_types(config: TargetConfig) -> list[str]:
+    """The inverse, of layers of which some have a window."""
+    return [FULL if kind.window is None else SLIDING for kind in config.layers]
+
+
+def rotary_of(known: Mapping[str, Any]) -> Rotary:
+    """The rotation that fields of a :class:`TargetConfig` describe."""
+    return Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
 
 
 def rope_theta(raw: JsonObject) -> float:
@@ -112,20 +161,10 @@ def rope_scaling(raw: JsonObject, accepted: Collection[str] = ()) -> RopeScaling
     condense = raw.number("rope_condense_ratio", 1.0, 1, LARGEST_FACTOR)
     if kind == "default":
         return None if condense == 1 else LinearRopeScaling(condense)
-    if kind == "linear":
-        entry.require(("factor",), "linear rope scaling")
-        factor = entry.number("factor", least=1, most=LARGEST_FACTOR)
-        if condense in (1, factor):
-            return LinearRopeScaling(factor)
-    if condense == 1:
-        if kind == "longrope":
-            return _longrope(raw, entry)
-        if kind == "yarn":
-            return _yarn(raw, entry)
-        if kind == "llama3":
-            return _llama3(raw, entry)
-        if kind == "proportional":
-            return ProportionalRopeScaling()
+    if kind in SCALINGS:
+        scaling = _scaling(kind, raw, entry)
+        if condense == 1 or scaling == LinearRopeScaling(condense):
+            return scaling
     raise ValueError(
         f"{entry.origin}: the type {kind!r} in {shown(dict(entry.values))} with "
         f"rope_condense_ratio={condense:g} is not supported; supported are the types default, "
@@ -158,8 +197,9 @@ def scaling_entry(raw: JsonObject, accepted: Collection[str] = ()) -> tuple[str,
     for key, part in entry.values.items():
         if isinstance(part, dict):
             raise entry.error(key, "is not supported: all layers rotate alike, by numbers", _OTHER)
-    if kind in _USED:
-        used = {"rope_type", "type", *OF_ALL_TYPES, *_USED[kind], *_OF_PICTURES, *accepted}
+    if kind == "default" or kind in SCALINGS:
+        own = (*keys_of(SCALINGS[kind][1]), *_BESIDE.get(kind, ())) if kind in SCALINGS else ()
+        used = {"rope_type", "type", *OF_ALL_TYPES, *own, *_OF_PICTURES, *accepted}
         check_used(entry, used, f"a rotary embedding of rope_type {kind!r}")
     check_rotary_keys(raw, (*ROPE_KEYS, *accepted), "the rotary embedding of this model")
     return kind, entry
@@ -204,17 +244,16 @@ def rope_entry(raw: JsonObject) -> JsonObject:
     return five
 
 
-def _llama3(raw: JsonObject, entry: JsonObject) -> Llama3RopeScaling:
-    """Llama 3.1's scaling."""
-    entry = _with_original(raw, entry)
-    entry.require(_LLAMA3_KEYS, "llama3 rope scaling")
-    factor, low, high, original = _LLAMA3_KEYS
-    slow = entry.number(low, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
-    fast = entry.number(high, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
-    if fast <= slow:
-        raise entry.error(high, f"must be above {low}={slow:g}")
-    stretch = entry.number(factor, least=1, most=LARGEST_FACTOR)
-    return Llama3RopeScaling(stretch, slow, fast, entry.whole(original))
+def _scaling(kind: str, raw: JsonObject, entry: JsonObject) -> RopeScaling:
+    """A scaling of a type that is computed."""
+    entry, (made, keys) = _with_original(raw, entry), SCALINGS[kind]
+    beyond: dict[str, bool] = {}
+    if kind in _BESIDE:
+        entry = _as_transformers(kind, raw, entry)
+    if kind == "longrope":
+        original = entry.whole(_ORIGINAL)
+        beyond["beyond"] = raw.whole("max_position_embeddings", original) > original
+    return entry.made(made, keys, beyond, f"{kind} rope scaling")
 
 
 def _with_original(raw: JsonObject, entry: JsonObject) -> JsonObject:
@@ -227,65 +266,31 @@ def _with_original(raw: JsonObject, entry: JsonObject) -> JsonObject:
     return entry.assuming({_ORIGINAL: raw.values[_ORIGINAL]})
 
 
-def _original(raw: JsonObject, entry: JsonObject) -> int:
-    """The range before scaling: beside the entry, in it, or the model's."""
-    entry, most = _with_original(raw, entry), "max_position_embeddings"
-    return entry.whole(_ORIGINAL, least=2) if entry.has(_ORIGINAL) else raw.whole(most, least=2)
+def _as_transformers(kind: str, raw: JsonObject, entry: JsonObject) -> JsonObject:
+    """An entry of YaRN or LongRoPE with what transformers takes for its absent numbers.
 
-
-def _stretch(raw: JsonObject, entry: JsonObject, original: int) -> float:
-    """The factor of an entry, or that of the two ranges."""
-    if entry.has("factor"):
-        return entry.number("factor", least=1, most=LARGEST_FACTOR)
-    return max(1.0, raw.whole("max_position_embeddings", original) / original)
-
-
-def _yarn(raw: JsonObject, entry: JsonObject) -> YarnRopeScaling:
-    """YaRN, with the attention factor that transformers takes."""
-    original = _original(raw, entry)
-    factor = _stretch(raw, entry, original)
-    scales = [entry.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
-    magnitude = yarn_magnitude(factor)
-    if all(scales):
-        over, under = (yarn_magnitude(factor, scale) for scale in scales)
-        magnitude = over / under
-    elif scales[0] not in (0, 1) and not entry.has("attention_factor"):
-        rule = "is not used without mscale_all_dim, and 1 is meant then"
-        raise entry.error("mscale", rule, "give attention_factor, the factor itself, instead")
-    return YarnRopeScaling(
-        factor,
-        original,
-        entry.number("attention_factor", magnitude, SMALLEST_FACTOR, LARGEST_FACTOR),
-        _turns(entry, "beta_fast", 32.0),
-        _turns(entry, "beta_slow", 1.0),
-        entry.flag("truncate", True),
-    )
-
-
-def _turns(entry: JsonObject, key: str, default: float) -> float:
-    """A number of turns; zero means absent, as in transformers."""
-    absent = entry.values.get(key) == 0
-    return default if absent else entry.number(key, default, SMALLEST_FACTOR, LARGEST_FACTOR)
-
-
-def _longrope(raw: JsonObject, entry: JsonObject) -> LongRopeScaling:
-    """LongRoPE; the long factors where the model's range is beyond the original one."""
-    entry.require(("short_factor", "long_factor"), "longrope rope scaling")
-    original = _original(raw, entry)
-    factor = _stretch(raw, entry, original)
-    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    short, long = (
-        entry.numbers(key, SMALLEST_FACTOR, LARGEST_FACTOR)
-        for key in ("short_factor", "long_factor")
-    )
-    if len(short) != len(long):
-        raise entry.error("short_factor", f"must be as many numbers as long_factor, {len(long)}")
-    return LongRopeScaling(
-        short,
-        long,
-        original,
-        entry.number("attention_factor", usual, SMALLEST_FACTOR, LARGEST_FACTOR),
-        beyond=raw.whole("max_position_embeddings", original) > original,
+    The range before scaling is the model's then, the factor that of the two ranges, and a number of
+    turns that is zero is absent.
+    """
+    most = "max_position_embeddings"
+    original = entry.whole(_ORIGINAL, least=2) if entry.has(_ORIGINAL) else raw.whole(most, least=2)
+    ranges = 1.0 if entry.has("factor") else raw.whole(most, original) / original
+    factor = entry.number("factor", max(1.0, ranges), 1, LARGEST_FACTOR)
+    if kind == "longrope":
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    else:
+        magnitude = yarn_magnitude(factor)
+        scales = [entry.number(key, 0.0) for key in _BESIDE["yarn"]]
+        if all(scales):
+            over, under = (yarn_magnitude(factor, scale) for scale in scales)
+            magnitude = over / under
+        elif scales[0] not in (0, 1) and not entry.has("attention_factor"):
+            rule = "is not used without mscale_all_dim, and 1 is meant then"
+            raise entry.error("mscale", rule, "give attention_factor, the factor itself, instead")
+    turns = "beta_fast", "beta_slow"
+    said = {key: one for key, one in entry.values.items() if key not in turns or one != 0}
+    return JsonObject(said, entry.origin).assuming(
+        {_ORIGINAL: original, "factor": factor, "attention_factor": magnitude}
     )
 
 
@@ -296,39 +301,17 @@ def raw_rope(rotary: Rotary, head_width: int) -> dict[str, Any]:
         share = rotary.width / head_width
         exact = int(head_width * share) == rotary.width
         raw["partial_rotary_factor"] = share if exact else math.nextafter(share, 1)
-    match rotary.scaling:
-        case None:
-            entry = None
-        case LinearRopeScaling(factor):
-            # Exactly these two keys: transformers before 4.43 accepts no others.
-            entry = {"type": "linear", "factor": factor}
-        case Llama3RopeScaling() as llama3:
-            numbers = (
-                llama3.factor,
-                llama3.low_freq_factor,
-                llama3.high_freq_factor,
-                llama3.original_max_positions,
-            )
-            entry = {"rope_type": "llama3", **dict(zip(_LLAMA3_KEYS, numbers, strict=True))}
-        case YarnRopeScaling() as yarn:
-            entry = {
-                "rope_type": "yarn",
-                "factor": yarn.factor,
-                _ORIGINAL: yarn.original_max_positions,
-                "attention_factor": yarn.attention_factor,
-                "beta_fast": yarn.beta_fast,
-                "beta_slow": yarn.beta_slow,
-                "truncate": yarn.truncate,
-            }
-        case LongRopeScaling() as long:
-            entry = {
-                "rope_type": "longrope",
-                "short_factor": list(long.short),
-                "long_factor": list(long.long),
-                "attention_factor": long.attention_factor,
-            }
-            raw[_ORIGINAL] = long.original_max_positions
-        case ProportionalRopeScaling():
-            # transformers 4 does not know it: there is the newer dialect alone.
-            return raw | {"rope_parameters": {"rope_type": "proportional", **raw}}
-    return raw | {"rope_scaling": entry}
+    scaling = rotary.scaling
+    if scaling is None:
+        return raw | {"rope_scaling": None}
+    kind = next(name for name, (made, _) in SCALINGS.items() if type(scaling) is made)
+    entry = as_raw(scaling, SCALINGS[kind][1])
+    if kind == "linear":
+        # Exactly these two keys: transformers before 4.43 accepts no others.
+        return raw | {"rope_scaling": {"type": kind, **entry}}
+    if kind == "longrope":
+        raw[_ORIGINAL] = entry.pop(_ORIGINAL)
+    if kind == "proportional":
+        # transformers 4 does not know it: there is the newer dialect alone.
+        return raw | {"rope_parameters": {"rope_type": kind, **raw}}
+    return raw | {"rope_scaling": {"rope_type": kind, **entry}}

@@ -13,7 +13,16 @@ from longspec_jax.config.layers import HeadsConfig, LayerConfig, Rotary
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.weights.families import Family
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.rope import FULL, OF_ALL_TYPES, SLIDING, check_used, raw_rope
+from longspec_jax.weights.rope import (
+    FULL,
+    OF_ALL_TYPES,
+    SLIDING,
+    check_used,
+    layer_types,
+    raw_rope,
+    rotary_of,
+    sliding_types,
+)
 
 SWITCH = "sliding_window"
 """The window, and the key that turns it on where a family has no other."""
@@ -54,16 +63,12 @@ def window_kinds(raw: JsonObject, family: Family, known: Mapping[str, Any]) -> d
     window = _window(raw, family)
     if window is None:
         return {}
-    layers = known["num_layers"]
-    types = raw.texts("layer_types")
-    if not types:
-        types = [SLIDING if family.windows(raw, index) else FULL for index in range(layers)]
-    if len(types) != layers or {*types} - {FULL, SLIDING}:
-        rule = f"must be {FULL} or {SLIDING} for each of the {layers} layers"
-        raise raw.error("layer_types", rule)
+    layers = range(known["num_layers"])
+    usual = [SLIDING if family.windows(raw, index) else FULL for index in layers]
+    types = layer_types(raw, usual, SLIDING)
     if SLIDING not in types:
         return {}
-    far = Rotary(known["rope_theta"], known["rope_scaling"], known["rotary_width"])
+    far = rotary_of(known)
     near = far if family.local_theta is None else _local(raw, family.local_theta, far)
     heads = _local_heads(raw, family, known)
     if window >= known["max_positions"] and near == far and heads is None:
@@ -103,14 +108,13 @@ def raw_windows(config: TargetConfig, family: Family) -> dict[str, Any]:
     """The inverse, which transformers 4 and 5 read."""
     if family.window_switch is None:
         return {}
-    layers = [config.layer(index) for index in range(config.num_layers)]
-    near = next((layer for layer in layers if layer.window is not None), None)
+    near = next((layer for layer in config.layers if layer.window is not None), None)
     if near is None:
         # Absent, transformers may assume a window.
         return {SWITCH: None} if family.window_switch == SWITCH else {}
     raw: dict[str, Any] = {family.window_switch: True, SWITCH: near.window}
-    if any(layer.window is None for layer in layers):
-        raw["layer_types"] = [SLIDING if layer.window else FULL for layer in layers]
+    if FULL in (types := sliding_types(config)):
+        raw["layer_types"] = types
     if family.local_theta is not None and near.rotary is not None:
         far = raw_rope(config.rotary, config.head_width)
         given = far.get("rope_scaling") or far.get("rope_parameters")

@@ -117,7 +117,7 @@ def test_layers_may_be_dense(overrides, layers):
         (dict(mlp_only_layers=[1.5]), "mlp_only_layers"),
         (dict(num_experts=4), "num_experts_per_tok"),
         (dict(norm_topk_prob=1), "norm_topk_prob"),
-        (dict(num_experts=10**6), "experts: count"),
+        (dict(num_experts=10**6), "num_experts=1000000 must be a whole number from 1 to 4096"),
     ],
 )
 def test_what_is_no_mixture_is_refused(overrides, message):

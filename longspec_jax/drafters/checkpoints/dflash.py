@@ -40,7 +40,7 @@ from longspec_jax.drafters.dflash import (
 from longspec_jax.drafters.dflash2 import Convolution, Selector
 from longspec_jax.drafters.draft import Target, pays_in_int8
 from longspec_jax.weights.folder import open_folder
-from longspec_jax.weights.hf_config import REFUSED, build, check_refused, hf_config, target_config
+from longspec_jax.weights.hf_config import REFUSED, check_refused, hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.params import write_model
 from longspec_jax.weights.rope import inner_layers
@@ -190,9 +190,7 @@ def draft_config(
     both = own.assuming({key: raw.values[key] for key in _DFLASH2 if raw.has(key)})
     markov = _markov(own, dspark)
     confident = own.flag("enable_confidence_head", dspark and dialect is SPECULATORS)
-    return build(
-        raw,
-        DFlashConfig,
+    found = dict(
         trunk=trunk,
         target_width=part.whole(
             "target_hidden_size", raw.whole("target_hidden_size", trunk.model_width)
@@ -214,6 +212,7 @@ def draft_config(
         else None,
         selector=Selector(both.whole(_DFLASH2[2]), both.whole(_DFLASH2[3])) if dflash2 else None,
     )
+    return raw.build(DFlashConfig, found, {})
 
 
 def _trunk(part: JsonObject, dtype: str) -> TargetConfig:

@@ -20,7 +20,7 @@ from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle import EagleConfig, EagleDraft, EagleOptions, EagleParams
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.folder import open_folder
-from longspec_jax.weights.hf_config import REFUSED, build, check_refused, head_width, norm_eps
+from longspec_jax.weights.hf_config import LAYER, REFUSED, check_refused, layer_fields
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import rope_scaling
 from longspec_jax.weights.tables import ROTARY, Rule, Table, bind, layer_sizes
@@ -72,26 +72,19 @@ def _config(
     check_refused(raw, REFUSED)
     if raw.whole("num_hidden_layers", 1) != 1:
         raise raw.error("num_hidden_layers", "is not supported: one layer is", "load another draft")
-    width, heads = raw.whole("hidden_size"), raw.whole("num_attention_heads")
-    vocabulary, scaling = raw.whole("vocab_size"), rope_scaling(raw)
-    return build(
-        raw,
-        EagleConfig,
-        model_width=width,
-        target_width=width,
-        mlp_width=raw.whole("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=raw.whole("num_key_value_heads", heads),
-        head_width=head_width(raw, width, heads, None),
+    found, scaling = layer_fields(raw), rope_scaling(raw)
+    vocabulary = raw.whole("vocab_size")
+    found |= dict(
+        target_width=found["model_width"],
         vocab_size=vocabulary,
         proposable=vocabulary,
         features=(target.num_layers,),
         max_positions=raw.whole("max_position_embeddings", USUAL_POSITIONS),
         rope_theta=authors_base(raw, scaling) if theta is None else theta,
         rope_scaling=scaling,
-        norm_eps=norm_eps(raw, 1e-6),
         dtype=target.dtype,
         qkv_bias=f"{FIRST_LAYER}self_attn.q_proj.bias" in tensors,
         normed_head=False,
         fuse_bias="fc.bias" in tensors,
     )
+    return raw.build(EagleConfig, found, LAYER)

@@ -51,11 +51,10 @@ from longspec_jax.drafters.eagle3 import (
 )
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import (
+    LAYER,
     REFUSED,
-    build,
     check_refused,
-    head_width,
-    norm_eps,
+    layer_fields,
     raw_layer,
 )
 from longspec_jax.weights.json_files import JsonObject
@@ -176,7 +175,7 @@ def draft_config(
         raise part.error(
             "mlp_bias", "is not supported: no biases are added in the MLP", "load another"
         )
-    width, heads = part.whole("hidden_size"), part.whole("num_attention_heads")
+    found = layer_fields(part)
     vocab_size = part.whole("vocab_size")
     scaling = _scaling(part, dialect)
     if theta is None:
@@ -189,22 +188,14 @@ def draft_config(
     fed_back = raw.part("eagle_config").flag(_FED_BACK, normed and feeds)
     kind = part.text("model_type", "")
     head_norm = f"{dialect.layer}self_attn.q_norm.weight" in tensors
-    return build(
-        part,
-        Eagle3Config,
-        model_width=width,
-        target_width=raw.whole("target_hidden_size", width),
-        mlp_width=part.whole("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=part.whole("num_key_value_heads", heads),
-        head_width=head_width(part, width, heads, None),
+    found |= dict(
+        target_width=raw.whole("target_hidden_size", found["model_width"]),
         vocab_size=vocab_size,
         proposable=raw.whole("draft_vocab_size", vocab_size),
         features=layers or _features(raw, dialect, target.num_layers),
         max_positions=positions,
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=norm_eps(part, 1e-6),
         dtype=target.dtype,
         window=_window(part),
         qkv_bias=f"{dialect.layer}self_attn.q_proj.bias" in tensors,
@@ -216,6 +207,7 @@ def draft_config(
         normed_feedback=fed_back,
         normed_head=normed or feeds,
     )
+    return part.build(Eagle3Config, found, LAYER)
 
 
 def authors_base(raw: JsonObject, scaling: RopeScaling) -> float:

@@ -1,7 +1,7 @@
 """LongSpec drafts in the format of the release: ``config.json``, 20 tensors, in and out."""
 
-import functools
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,12 @@ from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import (
+    LAYER,
     PARTIAL,
     REFUSED,
-    build,
     check_dtype,
     check_refused,
-    head_width,
-    norm_eps,
+    layer_fields,
     raw_layer,
 )
 from longspec_jax.weights.json_files import JsonObject
@@ -157,28 +156,15 @@ def layer_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
     """The layer that a draft's ``config.json`` describes; arguments and errors as above."""
     # The release's drafts have biases, though their file may say that the target has none.
     check_refused(raw, REFUSED, (PARTIAL,))
-    width = raw.whole("hidden_size", target.model_width)
-    heads = raw.whole("num_attention_heads", target.num_heads)
     # The published drafts divide width by heads; ours may name a head width, as Qwen3 needs.
-    inherited = None if raw.has("hidden_size") else target.head_width
-    head = head_width(raw, width, heads, inherited)
-    has_rope = any(raw.has(key) for key in ROPE_KEYS)
+    found = layer_fields(raw, target)
     scaling = rope_scaling(raw, _OF_TARGETS)
-    return build(
-        raw,
-        functools.partial(replace, DraftConfig.for_target(target)),
-        model_width=width,
-        mlp_width=raw.whole("intermediate_size", target.mlp_width),
-        num_heads=heads,
-        num_kv_heads=raw.whole("num_key_value_heads", target.num_kv_heads),
-        head_width=head,
-        rope_theta=rope_theta(raw) if has_rope else target.rope_theta,
-        rope_scaling=scaling if has_rope else target.rope_scaling,
-        rotary_width=rotary_width(raw, head) if has_rope else target.rotary_width,
-        norm_eps=norm_eps(raw, target.norm_eps),
-        dtype=check_dtype(dtype or target.dtype),
-        window=raw.whole("longspec_window", WINDOW),
-    )
+    if any(map(raw.has, ROPE_KEYS)):
+        found |= {"rope_theta": rope_theta(raw), "rope_scaling": scaling}
+        found |= {"rotary_width": rotary_width(raw, found["head_width"])}
+    found |= {"dtype": check_dtype(dtype or target.dtype)}
+    found |= {"window": raw.whole("longspec_window", WINDOW)}
+    return raw.build(partial(replace, DraftConfig.for_target(target)), found, LAYER)
 
 
 def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> dict[str, Any]:

@@ -15,13 +15,18 @@ from longspec_jax.drafters.checkpoints.longspec import LAYER_RULES, hf_draft_con
 from longspec_jax.drafters.draft import Target, pays_in_int8
 from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
 from longspec_jax.weights.folder import open_folder
-from longspec_jax.weights.hf_config import build
-from longspec_jax.weights.json_files import JsonObject
+from longspec_jax.weights.json_files import JsonObject, Keys, as_raw
 from longspec_jax.weights.params import write_model
 from longspec_jax.weights.tables import MARKOV, ROTARY, Rule, Table, bind, layer_sizes
 
 ARCHITECTURE = "LongSpecParallelDraft"
 
+_KEYS: Keys = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "block": "longspec_block",
+    "markov_rank": "longspec_markov_rank",
+}
 _BLOCK = (
     Rule("slots", "S D", (("slot_embeddings.weight", "S D"),)),
     Rule("final_norm/scale", "D", (("norm.weight", "D"),)),
@@ -70,30 +75,16 @@ def save_draft(
       params: its parameters, as :func:`load_draft` returns them, of any sharding.
       target: its target; recorded, so that loading it with another vocabulary is refused.
     """
-    raw = hf_draft_config(config.layer, target) | {
-        "architectures": [ARCHITECTURE],
-        "num_hidden_layers": config.num_layers,
-        "longspec_block": config.block,
-        "longspec_markov_rank": config.markov_rank,
-    }
+    raw = hf_draft_config(config.layer, target) | {"architectures": [ARCHITECTURE]}
+    raw |= as_raw(config, _KEYS)
     write_model(Path(folder).expanduser(), draft_table(config), params, config.layer.dtype, raw)
 
 
 def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None) -> ParallelConfig:
     """The draft that a ``config.json`` describes; raises ValueError if it fits another target."""
-    config = build(
-        raw,
-        ParallelConfig,
-        layer=layer_config(raw, target, dtype),
-        vocab_size=raw.whole("vocab_size"),
-        num_layers=raw.whole("num_hidden_layers"),
-        block=raw.whole("longspec_block"),
-        markov_rank=raw.whole("longspec_markov_rank", least=0),
-    )
-    try:
+    config = raw.made(ParallelConfig, _KEYS, {"layer": layer_config(raw, target, dtype)})
+    with raw.named():
         config.check_fits(target)
-    except ValueError as error:
-        raise ValueError(f"{raw.origin}: {error}") from error
     return config
 
 
