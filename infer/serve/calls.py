@@ -14,6 +14,7 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.generation.chat import check_no_open_thought, open_thought
 
 from .fields import Prompt, Refused, read
+from .gemma import turns_with_responses
 from .harmony import turn_with_thinking
 from .markup import READ, Markup, grammar_of
 from .messages import Reading
@@ -322,6 +323,8 @@ def _encoded(
     encode, turns = require_template(model), [one.turn for one in messages]
     if model.markup.channels is not None:
         turns = [*map(turn_with_thinking, turns)]
+    if model.markup.names("tool_responses"):
+        turns = _made(lambda: turns_with_responses(turns), "messages")
     if call is None:
         return _made(lambda: encode(turns, [], {}), "messages")
     effort = {} if call.reasoning_effort is None else {"reasoning_effort": call.reasoning_effort}

@@ -9,6 +9,7 @@ OpenAI's protocol asks of them.
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from longspec_jax.generation.grammar import check_schema
@@ -21,6 +22,27 @@ LONGEST_VALUE = 10_000
 """Largest ``maxLength`` of a text between tags that the grammar counts."""
 CONSTANTS = {"None": None, "True": True, "False": False}
 """What models write like Python."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """What stands around reasoning, calls and texts, where a form has it."""
+
+    thought: tuple[str, str] = ("<think>", "</think>")
+    """Around reasoning."""
+    head: str = ""
+    """Behind what opens it."""
+    call: tuple[str, str] = ("<tool_call>", "</tool_call>")
+    """Around a call."""
+    between: str = "\n"
+    """Two calls."""
+    quote: str = ""
+    """On both sides of a text in a call, if that is a token. All of these are then needed."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All marks."""
+        return *self.thought, *self.call, *filter(None, [self.quote])
 
 
 class CallReader(Protocol):
@@ -64,6 +86,9 @@ class CallRules(Protocol):
 class CallForm(CallRules, Protocol):
     """How a call is written between its marks."""
 
+    around: ClassVar[Around]
+    """Its marks, and those of the reasoning beside it."""
+
     def reader(self, functions: Mapping[str, Function]) -> CallReader:
         """What reads a call of one of these functions."""
         ...
@@ -73,6 +98,7 @@ class Hermes:
     """One JSON object with name and arguments."""
 
     name: ClassVar[str] = "Hermes (<tool_call> with a JSON object)"
+    around: ClassVar[Around] = Around()
 
     def rule(self, index: int, function: Function) -> Iterator[str]:
         """The arguments by their schema."""
@@ -158,6 +184,7 @@ class Tags:
     """
 
     name: ClassVar[str] = "Qwen3-Coder (<tool_call> with <function=NAME>)"
+    around: ClassVar[Around] = Around()
 
     def rule(self, index: int, function: Function) -> Iterator[str]:
         """Parameters in the order of the schema."""

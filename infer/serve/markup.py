@@ -2,8 +2,9 @@
 
 The chat template shows which form a model was trained on: that of Hermes (Qwen2.5, Qwen3), a JSON
 object between ``<tool_call>`` and ``</tool_call>``, the tags of Qwen3-Coder and Qwen3.5 between the
-same marks, or the messages of gpt-oss (:mod:`infer.serve.harmony`). Reasoning stands between
-``<think>`` and ``</think>`` but for the last.
+same marks, what Gemma 4 writes (:mod:`infer.serve.gemma`), or the messages of gpt-oss
+(:mod:`infer.serve.harmony`). Reasoning stands between ``<think>`` and ``</think>`` but for the last
+two.
 
 A mark is a token where the tokenizer has one: the same letters in other tokens mean nothing. Only
 marks of calls may also be plain text, as with a template that was written for another tokenizer.
@@ -20,13 +21,16 @@ from typing import Any
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.generation.grammar import LONGEST
 
-from .forms import CallForm, CallRules, Hermes, Tags, json_rule, literal
+from .forms import Around, CallForm, CallRules, Hermes, Tags, json_rule, literal
+from .gemma import Gemma
 from .harmony import Channels, channels_of
 from .tools import AUTO, NONE, NamedTool, Tool
 
-THOUGHT = "<think>", "</think>"
-CALL = "<tool_call>", "</tool_call>"
-FORMS: Mapping[str, CallForm] = {"<function=": Tags(), CALL[0]: Hermes()}
+FORMS: Mapping[str, CallForm] = {
+    "<|tool_call>": Gemma(),
+    "<function=": Tags(),
+    "<tool_call>": Hermes(),
+}
 """Between the marks of a call, by what a template that has it contains; the first one counts."""
 READ = *(form.name for form in reversed(FORMS.values())), Channels.name
 """Names of all forms of calls that are read."""
@@ -66,8 +70,10 @@ class Markup:
     """The chat template's text."""
     thought: Marks | None = None
     """Around reasoning; None where the tokenizer has no such tokens."""
-    call: Marks = Marks(*map(Mark, CALL))
+    call: Marks = Marks(*map(Mark, Around().call))
     """Around a call."""
+    quote: Mark | None = None
+    """On both sides of a text in a call, where that is a token."""
     form: CallForm | None = None
     """Of calls between marks; None where the template has none that is known."""
     channels: Channels | None = None
@@ -94,8 +100,13 @@ class Markup:
             return self.channels.thought
         if self.thought is None:
             return None
-        begin = "" if begun else f"{self.thought.open.rule} "
+        begin = "" if begun else f"{self.thought.open.rule} {literal(self.around.head)} "
         return f"{begin}ANY {self.thought.close.rule} /\\n{{0,2}}/"
+
+    @property
+    def around(self) -> Around:
+        """The texts of marks, and what stands beside them."""
+        return Around() if self.form is None else self.form.around
 
 
 def markup_of(template: str, added: Mapping[str, int], special: Collection[int] = ()) -> Markup:
@@ -109,16 +120,23 @@ def markup_of(template: str, added: Mapping[str, int], special: Collection[int] 
     if (channels := channels_of(template, added)) is not None:
         return Markup(template, channels=channels)
 
+    form = next((form for sign, form in FORMS.items() if sign in template), None)
+    around = Around() if form is None else form.around
+    if around.quote and not {*around.texts} <= {*added}:
+        return Markup(template)
+
+    def mark(text: str) -> Mark:
+        return Mark(text, added[text], added[text] in special)
+
     def marks(texts: tuple[str, str]) -> Marks | None:
-        if not {*texts} <= {*added}:
-            return None
-        return Marks(*(Mark(text, added[text], added[text] in special) for text in texts))
+        return Marks(*map(mark, texts)) if {*texts} <= {*added} else None
 
     return Markup(
         template=template,
-        thought=marks(THOUGHT),
-        call=marks(CALL) or Marks(*map(Mark, CALL)),
-        form=next((form for sign, form in FORMS.items() if sign in template), None),
+        thought=marks(around.thought),
+        call=marks(around.call) or Marks(*map(Mark, around.call)),
+        quote=mark(around.quote) if around.quote else None,
+        form=form,
     )
 
 
@@ -156,12 +174,13 @@ def grammar_of(
         return dict(form)
     lines, length = list[str](), 0
     begin = "" if markup.channels is None else f"{markup.channels.text} "
-    more = ' ("\\n" call)*' if parallel else ""
+    more = f" ({literal(markup.around.between)} call)*" if parallel else ""
     if chosen and markup.calls is not None:
         calls = " | ".join(f"inside_{index}" for index in range(len(chosen)))
         if markup.channels is None:
             lines += [f"calls: call{more}", f"call: {markup.call.open.rule} inside"]
             lines += [f"inside: ({calls}) {markup.call.close.rule}"]
+            lines += [] if markup.quote is None else [f"quote: {markup.quote.rule}"]
         else:
             lines += [f"calls: {calls}"]
         for index, tool in enumerate(chosen):

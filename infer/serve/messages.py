@@ -89,9 +89,12 @@ class ByMarks:
         """Begin before the first token."""
         self._speech, self._functions = speech, functions
         self._thought, self._marks, self._form = markup.thought, markup.call, markup.form
+        self._quote, self._around = markup.quote, markup.around
         self._by_text = functions is not None and self._marks.open.token == NO_TOKEN
         self._begun = ""
-        """Of a mark that is a text."""
+        """Of a mark that is a text, or of what stands behind the one that opens reasoning."""
+        self._head = ""
+        """What stands there, until it has come."""
         self._call: CallReader | None = None
         self._raw = ""
         """Of an open call, from its mark on, while it names no tool."""
@@ -105,6 +108,9 @@ class ByMarks:
             self._text(text)
             return
         self._text(text.removesuffix(mark.text))
+        if mark is self._quote:
+            self._text(mark.text)
+            return
         closes = mark is self._marks.close
         if closes and self._tail is not None:
             self._tail = None
@@ -115,11 +121,13 @@ class ByMarks:
             self._leave()
         elif self._speech.part is Part.REASONING:
             self._speech.begin(Part.TEXT)
+            self._head = self._begun = ""
         else:
             self._leave()
             self._tail = None
             if self._thought is not None and mark is self._thought.open:
                 self._speech.begin(Part.REASONING)
+                self._head = self._around.head
             else:
                 self._open(self._form)
 
@@ -137,6 +145,8 @@ class ByMarks:
         if self._functions is not None:
             if token == self._marks.open.token:
                 return self._marks.open
+            if self._call is not None and self._quote and token == self._quote.token:
+                return self._quote
             if token == self._marks.close.token and (self._call or self._tail is not None):
                 return self._marks.close
         return None
@@ -149,8 +159,18 @@ class ByMarks:
             self._behind(self._tail + text)
         elif self._by_text and self._speech.part is Part.TEXT:
             self._find_opening(text)
+        elif self._head:
+            self._pass_head(self._begun + text)
         else:
             self._speech.say(text)
+
+    def _pass_head(self, text: str) -> None:
+        """The beginning of reasoning, which names it."""
+        head, self._begun = self._head, text
+        if head.startswith(text) and head != text:
+            return
+        self._head = self._begun = ""
+        self._speech.say(text.removeprefix(head))
 
     def _find_opening(self, text: str) -> None:
         mark, text = self._marks.open.text, self._begun + text

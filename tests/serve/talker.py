@@ -40,6 +40,33 @@ HARMONY = (
     "<|end|>{% endfor %}<|start|>assistant"
 )
 """As gpt-oss's does."""
+GEMMA_MARKS = "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'
+GEMMA = (
+    """{%- macro said(value) -%}
+    {%- if value is string -%}<|"|>{{ value }}<|"|>
+    {%- elif value is boolean -%}{{ 'true' if value else 'false' }}
+    {%- elif value is mapping -%}{ {{- fields(value) -}} }
+    {%- elif value is sequence -%}[
+    {%- for one in value -%}{{ said(one) }}{{ ',' if not loop.last }}{%- endfor -%}]
+    {%- else -%}{{ value }}{%- endif -%}
+    {%- endmacro -%}"""
+    """{%- macro fields(value) -%}
+    {%- for key, one in value | dictsort -%}{{ key }}:{{ said(one) }}{{ ',' if not loop.last }}
+    {%- endfor -%}
+    {%- endmacro -%}"""
+    "{%- for tool in tools or [] %}<|tool>{{ tool.function.name }}<tool|>{% endfor -%}"
+    "{%- for turn in messages if turn.role != 'tool' -%}"
+    "<|turn>{{ 'model' if turn.role == 'assistant' else turn.role }}\n{%- if turn.reasoning -%}"
+    "<|channel>thought\n{{ turn.reasoning }}<channel|>{%- endif -%}"
+    "{%- for call in turn.tool_calls or [] -%}<|tool_call>call:{{ call.function.name }}"
+    "{ {{- fields(call.function.arguments) -}} }<tool_call|>{%- endfor -%}"
+    "{%- for one in turn.tool_responses or [] -%}<|tool_response>response:{{ one.name }}"
+    "{value:{{ said(one.response) }}}<tool_response|>{%- endfor -%}"
+    "{{ turn.content }}{%- if not turn.tool_responses -%}<turn|>\n{%- endif -%}{%- endfor -%}"
+    "{%- if not messages[-1].tool_responses -%}<|turn>model\n{%- endif -%}"
+    "{%- if not enable_thinking -%}<|channel>thought\n<channel|>{%- endif -%}"
+)
+"""As Gemma 4's does; what tools say belongs to the message that has called them."""
 CITY = {
     "type": "object",
     "properties": {
