@@ -10,7 +10,7 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.copies import copy_prefix, read_chunk, write_chunk
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.prefill import concerns, most_reusable, run_again
-from longspec_jax.decoding.prefixes import Match, chunk_names
+from longspec_jax.decoding.prefixes import HostChunks, Match, chunk_names
 from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NOTHING, Needs, NoDraft, Params
@@ -80,6 +80,22 @@ def test_a_name_stands_for_all_tokens_up_to_the_end_of_its_chunk() -> None:
     # Chunks of another size round differently; the same tokens elsewhere are other tokens.
     assert not set(chunk_names(A, 4)) & set(names)
     assert not set(chunk_names(A[8:], CHUNK)) & set(names)
+
+
+def test_the_hosts_memory_is_bounded_and_drops_what_was_used_longest_ago() -> None:
+    host = HostChunks(10)
+    for name in (b"a", b"b", b"c"):
+        host.put(name, name.decode(), 3)
+    assert host.find([b"a", b"b"]) == ["a", "b"] and host.bytes == 9
+    host.put(b"d", "d", 4)
+    assert b"c" not in host and host.bytes == 10
+    host.put(b"e", "e", 3)
+    # Without the first chunk those behind it are of no use, so it goes last.
+    assert b"b" not in host and host.find([b"a", b"b", b"d"]) == ["a"]
+    host.put(b"f", "f", 11)
+    assert b"f" not in host and host.bytes == 10
+    host.put(b"a", "again", 2)
+    assert host.find([b"a"]) == ["again"] and host.bytes == 9
 
 
 def test_what_a_draft_needs_bounds_what_is_reused() -> None:
