@@ -67,21 +67,6 @@ def test_every_prefix_and_file_kind(tmp_path, loaded, prefix, kind):
     jax.tree.map(np.testing.assert_array_equal, params, loaded)
 
 
-def test_fused_layout(loaded):
-    """By hand: head ``n`` of the queries reads key/value head ``n // G`` (here 6 heads over 2)."""
-    kernel = np.asarray(loaded["self_qkv"]["fused"]["kernel"])
-    queries = STATE["self_attn.q_proj.weight"].reshape(2, 3, 6, 36)
-    for head in range(6):
-        np.testing.assert_array_equal(
-            kernel[:, head // 3, head % 3], queries[head // 3, head % 3].T
-        )
-    for slot, name in ((3, "k"), (4, "v")):
-        rows = STATE[f"self_attn.{name}_proj.weight"].reshape(2, 6, 36)
-        np.testing.assert_array_equal(kernel[:, 1, slot], rows[1].T)
-        bias = STATE[f"self_attn.{name}_proj.bias"].reshape(2, 6)
-        np.testing.assert_array_equal(loaded["self_qkv"]["fused"]["bias"][:, slot], bias)
-
-
 def test_export_is_bit_exact(tmp_path, loaded):
     """Live tensors come back as they were, dead ones as zeros, and the export loads again."""
     save_draft(tmp_path, DRAFT, loaded, target=TARGET)
