@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from longspec_jax.arguments import ARGUMENTS, as_tree, check_gap, refuse_picklin
 from longspec_jax.checks import Refused, Truth, Whole, check
 from longspec_jax.config.loading import OPTIONS as LOADING
 from longspec_jax.drafters.draft import Draft, Target
-from longspec_jax.drafters.registry import LONGSPEC, SMALL_LM, options_of
+from longspec_jax.drafters.registry import SMALL_LM, options_of
 from longspec_jax.embedded import DRAFTS
 from longspec_jax.loading import choose_drafts
 from tests.infer.toys import rebound, toy_spec, toy_tokenizer
@@ -160,52 +159,38 @@ def test_a_draft_vocabulary_is_a_list_of_tokens(tokens) -> None:
         rebound(toy_spec(), vocabulary=tokens)
 
 
-OPTIONS = {
-    "unknown option 'int4' for no/draft; did you mean 'int8'?": {"int4": True},
-    "int8=1 must be True or False": {"int8": 1},
-    "int8='yes' must be True or False": {"int8": "yes"},
-    "vocabulary=True must be a whole number": {"vocabulary": True},
-    "vocabulary=2.5 must be a whole number": {"vocabulary": 2.5},
-}
+OPTIONS = [
+    ("demo", {"int4": True}, r"unknown option 'int4' for .*; did you mean 'int8'\?"),
+    ("demo", {"int8": 1}, "int8=1 must be True or False"),
+    ("demo", {"int8": "yes"}, "int8='yes' must be True or False"),
+    ("demo", {"vocabulary": True}, "vocabulary=True must be a whole number"),
+    ("demo", {"vocabulary": 2.5}, "vocabulary=2.5 must be a whole number"),
+    ("demo", {"vocabulary": "x"}, "vocabulary='x' must be a whole number"),
+    ("demo_small_lm", {"dtype": 3}, "dtype=3 must be text, or left out"),
+    ("demo_small_lm", {"context": 0}, "context=0 must be at least 1"),
+    ("ngram", {"int8": True}, "unknown option 'int8' for ngram; it has retrieve"),
+    ("streaming", {"recent": 2.5}, "recent=2.5 must be a whole number"),
+    ("streaming", {"recent": None}, "recent=None must be a whole number"),
+    ("streaming", {"recent": 0}, "sinks=32 must be at least 0 and recent=0 at least 1"),
+    ("streaming", {"sinks": -1}, "sinks=-1 must be a whole number from 0"),
+    ("streaming", {"retrieve": 7}, "retrieve=7: 7 slots"),
+    ("streaming", {"name": "other"}, "unknown option 'name' for streaming; it has sinks, recent, "),
+    (["demo", "ngram"], {"folded": True}, "unknown option 'folded' for .*; it has"),
+]
 
 
-@each_row(("message", "options"), OPTIONS.items())
-def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
-    with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):
-        options_of(LONGSPEC, options, "no/draft")
-
-
-@each_row(
-    ("options", "message"),
-    [
-        ({"recent": 2.5}, "recent=2.5 must be a whole number"),
-        ({"recent": None}, "recent=None must be a whole number"),
-        ({"recent": 0}, "sinks=32 must be at least 0 and recent=0 at least 1"),
-        ({"sinks": -1}, "sinks=-1 must be a whole number from 0"),
-        (
-            {"name": "other"},
-            "unknown option 'name' for streaming; it has sinks, recent, ",
-        ),
-    ],
-)
-def test_options_of_a_draft_without_weights(options, message) -> None:
-    with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):
-        choose_drafts(["streaming"], options)
-
-
-def test_options_of_a_draft_are_checked_before_weights_are_read(monkeypatch, tmp_path) -> None:
+@each_row(("draft", "options", "message"), OPTIONS)
+def test_options_of_a_draft_are_checked_before_weights_are_read(
+    draft, options, message, monkeypatch
+) -> None:
     monkeypatch.setattr(
         "longspec_jax.api.load_with_tokenizer", lambda *_, **__: pytest.fail("read")
     )
-    for draft, options, message in (
-        ("ngram", {"int8": True}, "unknown option 'int8' for ngram"),
-        ("streaming", {"recent": 0}, "sinks=32 must be at least 0 and recent=0"),
-        ("streaming", {"retrieve": 7}, "retrieve=7: 7 slots"),
-        ("demo", {"vocabulary": "x"}, "vocabulary='x' must be a whole number"),
-        (["demo", "ngram"], {"folded": True}, "unknown option 'folded' for .*; it has"),
-    ):
-        with pytest.raises(ValueError, match=f"^draft_options: {message}"):
-            LongSpec.demo(draft=draft, draft_options=options)
+    with pytest.raises(ValueError, match=f"^draft_options: {message}"):
+        LongSpec.demo(draft=draft, draft_options=options)
+
+
+def test_a_folder_of_a_draft_that_is_missing(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         LongSpec.demo(draft=tmp_path / "missing")
 
@@ -220,12 +205,8 @@ def test_the_demo_takes_the_names_that_the_command_takes(monkeypatch) -> None:
     assert named == [own, [small, "ngram"], [own], None, 3, own]
 
 
-def test_options_of_a_small_model() -> None:
+def test_what_is_left_out_of_a_drafts_options_has_its_default() -> None:
     assert options_of(SMALL_LM, {"context": 8, "dtype": None}, "no/draft").context == 8
-    with pytest.raises(ValueError, match="^draft_options: dtype=3 must be text, or left out"):
-        options_of(SMALL_LM, {"dtype": 3}, "no/draft")
-    with pytest.raises(ValueError, match="^draft_options: context=0 must be at least 1"):
-        options_of(SMALL_LM, {"context": 0}, "no/draft")
 
 
 def test_drafts_without_weights_are_named() -> None:
@@ -233,8 +214,6 @@ def test_drafts_without_weights_are_named() -> None:
     draft = chosen.load(Target(tiny_target_config(), None))
     assert draft.name == "ngram" and isinstance(draft, Draft)
     assert made(draft=draft).drafts == (draft,)
-    with pytest.raises(ValueError, match="unknown option 'int8' for ngram; it has retrieve"):
-        choose_drafts(["ngram"], {"int8": True})
     with pytest.raises(ValueError, match="two of the kind ngram"):
         made(draft=[draft, draft])
     for named in ((), ("ngram",)):

@@ -30,35 +30,44 @@ def test_trees_of_any_sequence(widths) -> None:
 
 
 WHOLE = "must be whole numbers, one per level, such as"
+BUDGET = "budget.* must be whole and at least 1 node.*leave it out"
+THRESHOLD = "threshold.*from 0.001 to 1, got .*leave it out"
+CHAIN = "must be a number of first levels of width 1"
 
 
 @each_row(
-    "widths, message",
+    ("fields", "message"),
     [
-        ("4,16", f"{WHOLE}.*got '4,16'"),
-        (5, f"{WHOLE}.*got 5"),
-        ({4, 16}, WHOLE),
-        ((4, 1.5), f"{WHOLE}.*1.5"),
-        ((4, True), WHOLE),
-        ([[4], [16]], WHOLE),
-        ((4, 0), "must be positive, got .4, 0."),
-        ((-1,), "must be positive"),
-        ((1,) * 200, f"200 levels is too deep.*largest number that is taken is {MAX_TREE_LEVELS}"),
-        ((2**70,), "at most 256"),
-        ((256,), "257 nodes with its root.*at most 256"),
+        (dict(widths="4,16"), f"{WHOLE}.*got '4,16'"),
+        (dict(widths=5), f"{WHOLE}.*got 5"),
+        (dict(widths={4, 16}), WHOLE),
+        (dict(widths=(4, 1.5)), f"{WHOLE}.*1.5"),
+        (dict(widths=(4, True)), WHOLE),
+        (dict(widths=[[4], [16]]), WHOLE),
+        (dict(widths=(4, 0)), "must be positive, got .4, 0."),
+        (dict(widths=(-1,)), "must be positive"),
+        (
+            dict(widths=(1,) * 200),
+            f"200 levels is too deep.*largest number that is taken is {MAX_TREE_LEVELS}",
+        ),
+        (dict(widths=(2**70,)), "at most 256"),
+        (dict(widths=(256,)), "257 nodes with its root.*at most 256"),
+        *((dict(budget=value), BUDGET) for value in (0, -1, 1.5, True, "8", [8], math.nan)),
+        *(
+            (dict(threshold=value), THRESHOLD)
+            for value in (0, -0.5, 1.5, True, "0.7", math.nan, 1e-9)
+        ),
+        (dict(widths=(1, 2), chain=2), f"chain=2 {CHAIN}"),
+        (dict(widths=(1, 1), chain=3), f"chain=3 {CHAIN}"),
+        (dict(widths=(1, 1), chain=-1), f"chain=-1 {CHAIN}"),
+        (dict(widths=(1, 1), chain=True), f"chain=True {CHAIN}"),
+        (dict(widths=(1, 1, 2), budget=2, chain=2), "budget of 2 leaves no node.*at least 4"),
+        (dict(widths=(1, 1, 2), budget=3, chain=2), "budget of 3 leaves no node.*at least 4"),
     ],
 )
-def test_trees_that_are_none(widths, message) -> None:
+def test_trees_that_are_none(fields, message) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        TreeConfig(widths)
-
-
-@each_row("budget", [0, -1, 1.5, True, "8", [8], math.nan])
-def test_budgets_that_are_none(budget) -> None:
-    with pytest.raises(
-        ValueError, match="budget.* must be whole and at least 1 node.*leave it out"
-    ):
-        TreeConfig(budget=budget)
+        TreeConfig(**fields)
 
 
 @each_row("text", ["4,16@1", "chain:3@1"])
@@ -69,12 +78,6 @@ def test_a_budget_of_the_root_alone(text) -> None:
     with pytest.raises(ValueError, match="verifies the root alone"):
         TreeConfig(shape.widths, budget=1)
     assert TreeConfig(shape.widths, budget=2).num_nodes == 2 and PLAIN == TreeConfig(())
-
-
-@each_row("threshold", [0, -0.5, 1.5, True, "0.7", math.nan, 1e-9])
-def test_thresholds_that_are_none(threshold) -> None:
-    with pytest.raises(ValueError, match="threshold.*from 0.001 to 1, got .*leave it out"):
-        TreeConfig(threshold=threshold)
 
 
 TEXTS = {
@@ -112,22 +115,6 @@ def test_a_chain_with_a_tree_at_its_end() -> None:
     assert (tree.num_levels, tree.num_grown, tree.num_nodes) == (18, 29, 24)
     assert tree.end == TreeConfig((4, 8), 8, 0.7) and tree.end.num_nodes + 16 == tree.num_nodes
     assert TreeConfig.parse("chain:16/4,8").varies and not TreeConfig.parse("chain:0/4,8").varies
-
-
-@each_row(
-    ("tree", "message"),
-    [
-        (dict(widths=(1, 2), chain=2), "chain=2 must be a number of first levels of width 1"),
-        (dict(widths=(1, 1), chain=3), "chain=3 must be a number of first levels of width 1"),
-        (dict(widths=(1, 1), chain=-1), "chain=-1 must be a number of first levels"),
-        (dict(widths=(1, 1), chain=True), "chain=True must be a number of first levels"),
-        (dict(widths=(1, 1, 2), budget=2, chain=2), "budget of 2 leaves no node.*at least 4"),
-        (dict(widths=(1, 1, 2), budget=3, chain=2), "budget of 3 leaves no node.*at least 4"),
-    ],
-)
-def test_chains_that_a_tree_does_not_begin_with(tree, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        TreeConfig(**tree)
 
 
 @each_row(

@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -19,12 +18,11 @@ from longspec_jax.loading import check_weights_fit, load_tokenizer, load_with_to
 from longspec_jax.models.target import Target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
-from tests.children import environment
+from tests.children import ran
 from tests.kit import each_row
 from tests.vicuna import save_sentences
 from train.data.tokens import load_tokenizer as load_for_training
 
-ROOT = Path(__file__).parents[1]
 ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 LOADERS = pytest.mark.parametrize("load", [load_tokenizer, load_for_training])
@@ -64,13 +62,8 @@ def test_a_process_loads_its_first_tokenizer_without_torch(
 ) -> None:
     monkeypatch.delenv(ADVICE, raising=False)  # The commands, which other tests run, keep it.
     head = f"from longspec_jax.loading import load_tokenizer\nfolder = {str(folder)!r}\n"
-    done = subprocess.run(
-        [sys.executable, "-c", head + script],
-        env=environment(ROOT, TRANSFORMERS_VERBOSITY="warning"),
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == f"{printed}\n" and "PyTorch" not in done.stderr, done.stderr
+    ended = ran("-c", head + script, TRANSFORMERS_VERBOSITY="warning")
+    assert ended.printed == f"{printed}\n" and "PyTorch" not in ended.errors, ended
 
 
 def test_weights_are_read_while_the_tokenizer_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -33,10 +32,10 @@ from longspec_jax.embedded import DEMO
 from longspec_jax.generation.activity import Compiling, TreeTiming, Tuned
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.loading import load_tokenizer
+from tests.children import ran
 from tests.infer.test_screen import Terminal
 from tests.infer.toys import save_toy, toy_tokenizer
 
-ROOT = Path(__file__).parents[2]
 REQUIRED = {
     *("acceptance_length", "acceptance_histogram", "new_tokens", "target_passes", "decode_seconds"),
     *("tokens_per_second", "plain_tokens_per_second", "identical_to_plain", "draft_state_bytes"),
@@ -255,14 +254,8 @@ def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> No
 @pytest.mark.multiproc
 def test_command_line_exit_status() -> None:
     """The module as a program: no traceback, and status 2."""
-    command = [sys.executable, "-m", "infer.decode"]
-    options = dict(
-        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
-    )
-    found = subprocess.run([*command, "--prompt=a", "--tree=0"], **options)
-    assert found.returncode == 2 and found.stderr.startswith("error: --tree: tree widths"), (
-        found.stderr
-    )
+    ended = ran("-m", "infer.decode", "--prompt=a", "--tree=0")
+    assert ended.status == 2 and ended.errors.startswith("error: --tree: tree widths"), ended
 
 
 def test_color_only_on_terminals(monkeypatch) -> None:

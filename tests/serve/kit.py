@@ -5,7 +5,6 @@ import http.client
 import json
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +25,9 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation.requests import RequestOutput
 from longspec_jax.generation.result import TreeUse
-from tests.children import environment
+from tests.children import opened
 from tests.infer.toys import save_toy
 
-ROOT = Path(__file__).parents[2]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_LEN = 64
 LEVELS = 3
@@ -314,14 +312,7 @@ def child(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], 
     """
     target, draft = save_toy(folder)
     given = [f"--target={target}", f"--draft={draft}", "--tree=1", "--prefill_chunk=32"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infer.serve", *given, "--max_model_len=256", "--port=0", *options],
-        cwd=ROOT,
-        env=environment(ROOT),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = opened("-m", "infer.serve", *given, "--max_model_len=256", "--port=0", *options)
     errors, lines = list[str](), list[str]()
     reading = threading.Thread(target=lambda: errors.extend(process.stderr or ()))
     reading.start()

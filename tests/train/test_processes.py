@@ -4,18 +4,16 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.children import environment
+from tests.children import finish, opened
 from tests.kit import relative_error
-from tests.train.tiny import ROOT, arguments, command, records, write_documents
+from tests.train.tiny import arguments, command, records, write_documents
 from train.loop import TRY_AGAIN
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
@@ -27,44 +25,14 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start(given: list[str], cache: Path) -> list[subprocess.Popen]:
+def start(given: list[str], cache: Path) -> list[subprocess.Popen[str]]:
     """Both processes of a run, with two devices each."""
     kept = {"HF_DATASETS_CACHE": str(cache)}
     join = [f"--coordinator=127.0.0.1:{free_port()}", "--processes=2"]
     return [
-        opened(["-m", "train.run", *given, *join, f"--process={index}"], devices=2, **kept)
+        opened("-m", "train.run", *given, *join, f"--process={index}", devices=2, **kept)
         for index in range(2)
     ]
-
-
-def opened(given: list[str], *, devices: int, **variables: str) -> subprocess.Popen:
-    """Another Python, with a number of devices."""
-    return subprocess.Popen(
-        [sys.executable, *given],
-        cwd=ROOT,
-        env=environment(devices=devices, **variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-class Ended(NamedTuple):
-    """What is left of a process."""
-
-    status: int
-    printed: str
-    errors: str
-
-
-def finish(both: list[subprocess.Popen]) -> list[Ended]:
-    """Waits for the end of all, and leaves none behind."""
-    try:
-        texts = [process.communicate(timeout=300) for process in both]
-        return [Ended(each.returncode, *text) for each, text in zip(both, texts, strict=True)]
-    finally:
-        for process in both:
-            process.kill()
 
 
 def test_two_processes_train_like_one_and_stop_together(
@@ -85,11 +53,11 @@ def test_two_processes_train_like_one_and_stop_together(
             both[1].send_signal(signal.SIGTERM)
             break
         time.sleep(0.02)
-    for status, _, error in finish(both):
+    for status, _, error in finish(*both):
         assert status == TRY_AGAIN and "the same command resumes it" in error, error
     assert not (shared / "draft").exists()
 
-    for status, _, error in finish(start(given, datasets_cache)):
+    for status, _, error in finish(*start(given, datasets_cache)):
         assert status == 0, error
     one, two = (
         [record for record in records(folder) if "loss" in record] for folder in (alone, shared)
@@ -149,7 +117,7 @@ def test_processes_that_srun_started_find_each_other() -> None:
     port = str(free_port())
     both = [
         opened(
-            ["-c", JOINING],
+            *("-c", JOINING),
             devices=2,
             JAX_COORDINATOR_PORT=port,
             **step,
@@ -158,7 +126,7 @@ def test_processes_that_srun_started_find_each_other() -> None:
         )
         for process in range(2)
     ]
-    for process, ended in enumerate(finish(both)):
+    for process, ended in enumerate(finish(*both)):
         # Collectives say something, too, also in the midst of another line.
         said = re.sub(r"\[Gloo\] Rank \d is connected to .* ranks is : 1", "", ended.printed)
         assert f"{process} 2 4" in " ".join(said.split()), ended
@@ -167,11 +135,8 @@ def test_processes_that_srun_started_find_each_other() -> None:
 @pytest.mark.parametrize(("failing", "how"), [(0, "error"), (1, "error"), (1, "killed")])
 def test_what_ends_one_process_ends_the_other(failing: int, how: str) -> None:
     address = f"127.0.0.1:{free_port()}"
-    both = [
-        opened(["-c", FAILING, address, str(process), str(failing), how], devices=1)
-        for process in range(2)
-    ]
-    ended = finish(both)
+    both = [opened("-c", FAILING, address, str(process), str(failing), how) for process in range(2)]
+    ended = finish(*both)
     began = min(float(each.printed.split()[-1]) for each in ended)
     assert time.time() - began < 30
     other = 1 - failing

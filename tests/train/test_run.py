@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ import pytest
 from longspec_jax import cli, files
 from longspec_jax.drafters.checkpoints.longspec import load_draft
 from longspec_jax.weights.hf import load_target
+from tests.children import ran
 from tests.train.tiny import (
     ROOT,
     arguments,
@@ -297,16 +297,9 @@ def test_data_and_model_that_do_not_fit_are_refused(
 
 @pytest.mark.multiproc
 def test_the_shell_sees_one_line_and_a_status() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "train.run", "--config=configs/demo.py", "--config.sed=1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == cli.BAD_INPUT and not ended.stdout
-    assert ended.stderr.splitlines() == [
-        "error: --config: unknown option 'sed'; did you mean 'seed'?"
-    ]
+    said = "error: --config: unknown option 'sed'; did you mean 'seed'?\n"
+    given = "-m", "train.run", "--config=configs/demo.py", "--config.sed=1"
+    assert ran(*given) == (cli.BAD_INPUT, "", said)
 
 
 HELP = """
@@ -320,11 +313,9 @@ runpy.run_module("train.run", run_name="__main__")
 @pytest.mark.multiproc
 @pytest.mark.parametrize("missing", ["ml_collections", "absl,orbax"])
 def test_without_the_extra_the_shell_sees_what_to_type(missing: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", HELP, missing], cwd=ROOT, capture_output=True, text=True
-    )
-    assert ended.returncode == cli.BAD_INPUT and not ended.stdout
-    [sentence] = ended.stderr.splitlines()
+    ended = ran("-c", HELP, missing)
+    assert ended.status == cli.BAD_INPUT and not ended.printed
+    [sentence] = ended.errors.splitlines()
     names = missing.replace(",", ", ")
     assert sentence.startswith(
         f"error: training needs packages that are not installed ({names}): pip install "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from longspec_jax import files
 from tests.infer.toys import save_toy, toy_spec
 
 NEW = 24
+GREEDY = "--temperature=0"
+PAIRS = "--temperature=1", "--samples=2", "--batch=2"
 PROMPTS = ["ab cd gh \u00e9", "gh ab cd ab cd ab", "h"]
 
 
@@ -28,7 +31,7 @@ def options(tmp_path_factory) -> list[str]:
     return [
         *("--task=jsonl", f"--data={data}", f"--target={target}", f"--draft={draft}"),
         *("--method=longspec-tree=4,5", f"--max_new_tokens={NEW}", "--prefill_chunk=32"),
-        *("--temperature=0", "--temperature=1", "--seed=7"),
+        "--seed=7",
     ]
 
 
@@ -36,9 +39,7 @@ def options(tmp_path_factory) -> list[str]:
 def made(options: list[str], tmp_path_factory) -> Path:
     """A run with everything that can be asked for, two rows together, at temperature 1."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    drawn = [option for option in options if option != "--temperature=0"]
-    more = ["--samples=2", "--batch=2"]
-    assert command.main([*drawn, *more, f"--out={folder}"]) == 0
+    assert command.main([*options, *PAIRS, f"--out={folder}"]) == 0
     return folder
 
 
@@ -77,7 +78,7 @@ def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypat
         calls.append(self.name)
         return decode(self, *arguments)
 
-    greedy = [*(option for option in options if option != "--temperature=1"), f"--out={tmp_path}"]
+    greedy = [*options, GREEDY, f"--out={tmp_path}"]
     monkeypatch.setattr(Decoder, "decode", counted)
     assert command.main(greedy) == 1
     path = tmp_path / SAMPLES
@@ -103,15 +104,14 @@ def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypat
 
 
 def test_a_call_of_several_rows_that_was_kept_in_part_is_not_counted_twice(
-    options: list[str], tmp_path: Path
+    options: list[str], made: Path, tmp_path: Path
 ) -> None:
-    drawn = [option for option in options if option != "--temperature=0"]
-    given = [*drawn, "--samples=2", "--batch=2", f"--out={tmp_path}"]  # The programs of ``made``.
-    assert command.main(given) == 0
-    path, whole = tmp_path / SAMPLES, read(tmp_path)
+    folder = shutil.copytree(made, tmp_path / "cut")
+    given = [*options, *PAIRS, f"--out={folder}"]
+    path, whole = folder / SAMPLES, read(folder)
     path.write_bytes(path.read_bytes()[:-20])
     assert command.main(given) == 0
-    again = read(tmp_path)
+    again = read(folder)
     assert [record.key for record in again.samples] == [record.key for record in whole.samples]
     assert command.main(given) == 0, "what is there can still be read"
 
@@ -127,9 +127,8 @@ def test_of_several_runs_the_one_of_median_seconds_is_kept(
         return dataclasses.replace(found, stats=stats)
 
     monkeypatch.setattr(Decoder, "decode", timed)
-    greedy = [option for option in options if option != "--temperature=1"]
     more = ["--samples=1", "--repetitions=3", f"--out={tmp_path}"]
-    assert command.main([*greedy, *more]) == 0
+    assert command.main([*options, GREEDY, *more]) == 0
     assert [record.decode_s for record in read(tmp_path).samples] == [2.0, 2.0]
 
 
@@ -162,14 +161,10 @@ def test_a_run_that_another_process_writes_is_refused(options: list[str], tmp_pa
     assert not [*tmp_path.iterdir()]
 
 
-def test_python_measures_what_the_command_does(
-    options: list[str], made: Path, tmp_path: Path
-) -> None:
+def test_python_measures_what_the_command_does(options: list[str], made: Path) -> None:
     """The run of the command is complete, so that nothing is measured again."""
-    drawn = [option for option in options if option != "--temperature=0"]
-    more = ["--samples=2", "--batch=2"]
     before = read(made)
-    config = config_of([*drawn, *more, f"--out={made}"])
+    config = config_of([*options, *PAIRS, f"--out={made}"])
     again = run_lib.evaluate(config)
     assert again.samples == before.samples
     assert len(again.header.continued) == len(before.header.continued) + 1
@@ -191,8 +186,7 @@ def test_another_text_is_told_with_its_gap(options: list[str], tmp_path, monkeyp
         return dataclasses.replace(found, sequences=(tokens, same))
 
     monkeypatch.setattr(Decoder, "decode", changed)
-    one = [option for option in options if option != "--temperature=0"]
-    assert command.main([*one, "--samples=2", "--batch=2", f"--out={tmp_path}"]) == 0
+    assert command.main([*options, *PAIRS, f"--out={tmp_path}"]) == 0
     plain, _, other, same = read(tmp_path).samples
     assert (
         same.identical_to_plain
@@ -220,7 +214,8 @@ def test_ctrl_c_keeps_what_has_ended(options: list[str], tmp_path, monkeypatch, 
 
     monkeypatch.setattr(run_lib.EvalRun, "_keep", interrupted)
     ended: list[int] = []
-    greedy = [option for option in options if option != "--temperature=1"]
-    assert command.main([*greedy, f"--out={tmp_path}"], ended.append) == 130 and ended == [130]
+    assert command.main([*options, GREEDY, f"--out={tmp_path}"], ended.append) == 130 and ended == [
+        130
+    ]
     assert "keeps the results so far (2)" in capsys.readouterr().err
     assert len(read(tmp_path).samples) == 2

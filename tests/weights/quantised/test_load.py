@@ -23,11 +23,16 @@ from tests.kit import each_row
 from tests.weights.quantised.files import CONFIG, GROUP, KINDS, compressed, packed, write
 
 
+@jax.jit
+def kernel_of(matrix: QuantisedMatrix) -> jax.Array:
+    return matrix.kernel(jnp.float32)
+
+
 def dequantised(params: Any) -> Any:
     """The parameters, their quantised kernels as whole ones."""
 
     def whole(path: tuple, leaf: Any) -> Any:
-        return leaf.kernel(jnp.float32) if isinstance(leaf, QuantisedMatrix) else leaf
+        return kernel_of(leaf) if isinstance(leaf, QuantisedMatrix) else leaf
 
     return jax.tree_util.tree_map_with_path(
         whole, params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix)
