@@ -8,7 +8,6 @@ from longspec_jax.config.layers import (
     LayerConfig,
     LinearRopeScaling,
     Llama3RopeScaling,
-    LongRopeScaling,
     ProportionalRopeScaling,
     QueryScaling,
     RecurrenceConfig,
@@ -39,51 +38,18 @@ MINISTRAL3_8B = TargetConfig(
     rope_scaling=YarnRopeScaling(16.0, 16384, 1.0),
     query_scaling=QueryScaling(0.1, 16384),
 )
-PHI4_MINI = TargetConfig(
-    **shape("Phi3", 200064, (3072, 8192), 32, (24, 8)),
-    max_positions=131072,
-    # Not the factors of the file, which change no time.
-    rope_scaling=LongRopeScaling((1.0,) * 48, (8.0,) * 48, 4096, 1.19, beyond=True),
-    rotary_width=96,
-    tied_embeddings=True,
-)
-SMOLLM3_3B = TargetConfig(
-    **shape("SmolLM3", 128256, (2048, 11008), 36, (16, 4)),
+_OLMO3_FAR = Rotary(5e5, YarnRopeScaling.usual(8.0, 8192))
+OLMO3_7B = TargetConfig(
+    **shape("Olmo3", 100278, (4096, 11008), 32, (32, 32)),
     max_positions=65536,
-    rope_theta=5e6,
-    kinds=(LayerConfig(Rotary(5e6)), LayerConfig()),
-    pattern=(0, 0, 0, 1) * 9,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-)
-GRANITE33_8B = TargetConfig(
-    **shape("Granite", 49159, (4096, 12800), 40, (32, 8)),
-    max_positions=131072,
-    rope_theta=1e7,
-    attention_scale=0.0078125,
-    embedding_factor=12.0,
-    residual_factor=0.22,
-    logits_divisor=16.0,
-    tied_embeddings=True,
-)
-OLMO2_7B = TargetConfig(
-    **shape("Olmo2", 100352, (4096, 11008), 32, (32, 32)),
-    max_positions=4096,
     rope_theta=5e5,
+    rope_scaling=_OLMO3_FAR.scaling,
+    kinds=(LayerConfig(Rotary(5e5), 4096), LayerConfig(_OLMO3_FAR)),
+    pattern=(0, 0, 0, 1) * 8,
     norm_eps=1e-6,
     wide_qk_norm=True,
     pre_norms=False,
     post_norms=True,
-)
-_OLMO3_FAR = Rotary(5e5, YarnRopeScaling.usual(8.0, 8192))
-OLMO3_7B = dataclasses.replace(
-    OLMO2_7B,
-    architecture="Olmo3ForCausalLM",
-    vocab_size=100278,
-    max_positions=65536,
-    rope_scaling=_OLMO3_FAR.scaling,
-    kinds=(LayerConfig(Rotary(5e5), 4096), LayerConfig(_OLMO3_FAR)),
-    pattern=(0, 0, 0, 1) * 8,
 )
 _GEMMA3_FAR = Rotary(1e6, LinearRopeScaling(8.0))
 GEMMA3_12B = TargetConfig(
@@ -101,23 +67,6 @@ GEMMA3_12B = TargetConfig(
     gelu=True,
     embedding_factor=62.0,
     attention_scale=0.0625,
-)
-GEMMA2_9B = dataclasses.replace(
-    GEMMA3_12B,
-    architecture="Gemma2ForCausalLM",
-    vocab_size=256000,
-    model_width=3584,
-    mlp_width=14336,
-    num_layers=42,
-    max_positions=8192,
-    rope_theta=1e4,
-    rope_scaling=None,
-    kinds=(LayerConfig(Rotary(1e4), 4096), LayerConfig(Rotary(1e4))),
-    pattern=(0, 1) * 21,
-    qk_norm=False,
-    embedding_factor=59.75,
-    attention_cap=50.0,
-    logit_cap=30.0,
 )
 _GEMMA4_FAR = Rotary(1e6, ProportionalRopeScaling(), 128)
 GEMMA4_31B = TargetConfig(
@@ -141,13 +90,6 @@ GEMMA4_31B = TargetConfig(
     embedding_factor=73.5,
     attention_scale=1.0,
     logit_cap=30.0,
-)
-GLM4_9B = TargetConfig(
-    **shape("Glm4", 151552, (4096, 13696), 40, (32, 2)),
-    max_positions=32768,
-    rotary_width=64,
-    qkv_bias=True,
-    post_norms=True,
 )
 QWEN35_4B = TargetConfig(
     **shape("Qwen3_5", 248320, (2560, 9216), 32, (16, 4), 256),
@@ -188,20 +130,10 @@ SHAPES: dict[str, TargetConfig] = {
         rope_scaling=None,
     ),
     "qwen25-1.5b": _qwen("Qwen2", (1536, 8960), 28, (12, 2), True),
-    "qwen25-3b": _qwen("Qwen2", (2048, 11008), 36, (16, 2), True),
     "qwen25-7b": _qwen("Qwen2", (3584, 18944), 28, (28, 4), False),
-    "qwen25-14b": _qwen("Qwen2", (5120, 13824), 48, (40, 8), False),
-    "qwen3-1.7b": _qwen("Qwen3", (2048, 6144), 28, (16, 8), True),
     "qwen3-14b": _qwen("Qwen3", (5120, 17408), 40, (40, 8), False),
-    "qwen3-32b": _qwen("Qwen3", (5120, 25600), 64, (64, 8), False),
     "qwen3-8b-yarn": QWEN3_8B_YARN,
     "ministral3-8b": MINISTRAL3_8B,
-    "phi4-mini": PHI4_MINI,
-    "smollm3-3b": SMOLLM3_3B,
-    "granite33-8b": GRANITE33_8B,
-    "olmo2-7b": OLMO2_7B,
-    "glm4-9b": GLM4_9B,
-    "gemma2-9b": GEMMA2_9B,
     "gemma3-12b": GEMMA3_12B,
     "gemma4-31b": GEMMA4_31B,
     "olmo3-7b": OLMO3_7B,

@@ -240,11 +240,12 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
     if len(trees) < 2:
         return
     yield "trees               chosen by tokens/s as the run went"
-    yield f"  {'draft':10}  {'tree':20}  rounds  tokens  ms/round"
+    wide = max(len(name) for name in ("draft", *(use["draft"] for use in trees)))
+    yield f"  {'draft':{wide}}  {'tree':20}  rounds  tokens  ms/round"
     for use in trees:
         pace = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""
         shape = str(tree_of(use))
-        yield f"  {use['draft']:10}  {shape:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
+        yield f"  {use['draft']:{wide}}  {shape:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
 
 
 def memory_plan_line(plan: MemoryPlan) -> str:

@@ -10,7 +10,7 @@ ERASE = "\r\x1b[2K"
 TICK = 1.0
 """Seconds between two updates of the clock on a terminal."""
 EVERY = 5.0
-"""Seconds between two lines in a pipe or a file; what is shorter is not mentioned there."""
+"""Seconds to the first line in a pipe or a file; what is shorter is not mentioned there."""
 NARROWEST = 10
 """Columns of the line on terminals that are narrower, or do not say."""
 
@@ -71,8 +71,8 @@ class StatusLine:
                     continue
                 if self.visible:
                     self._draw()
-                elif time.monotonic() - self._written >= EVERY:
-                    self._written = time.monotonic()
+                elif is_due(self._since, self._written, now := time.monotonic()):
+                    self._written = now
                     self._write(f"... {self._words()}\n")
 
     def _words(self) -> str:
@@ -90,3 +90,11 @@ class StatusLine:
             self._stream.flush()
         except (OSError, ValueError):  # The stream is gone; the run need not be.
             self._closed.set()
+
+
+def is_due(since: float, written: float, now: float) -> bool:
+    """Whether a pipe gets a line about what began and was written of so long ago, in seconds.
+
+    Each line waits as long as all before it, so that minutes of one work are a few lines.
+    """
+    return now - written >= max(EVERY, written - since)

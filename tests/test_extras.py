@@ -22,7 +22,6 @@ NETWORK = "LONGSPEC_TEST_NETWORK"
 DISTRIBUTION = "longspec_jax["
 KNOWN_GOOD = sorted((ROOT / "constraints").glob("jax-*.txt"))
 DISTRIBUTIONS = {
-    "ray": "ray[serve]",
     "absl": "absl-py",
     "orbax": "orbax-checkpoint",
     "prometheus_client": "prometheus-client",

@@ -3,8 +3,8 @@
     python -m infer.report runs/demo
     python -m infer.report runs/h200 runs/h200_batch8 --out=results/h200.html
 
-Writes one self-contained HTML page with tables and charts, and the tables as Markdown
-and CSV. This entry point only parses; the parts import from a notebook.
+Writes one self-contained HTML page with tables and charts, and all figures as CSV. This entry point
+only parses; the parts import from a notebook.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         type=cli.word,
         metavar="FOLDER_OR_FILE",
-        help="where to write: a folder for report.html, report.md and report.csv, or one file by "
+        help="where to write: a folder for report.html and report.csv, or one file by "
         "its ending; the folder of the first run if absent",
     )
     cli.add_traceback(options)

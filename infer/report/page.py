@@ -1,4 +1,4 @@
-"""A report as files: one HTML page that needs nothing else, Markdown, and CSV.
+"""A report as files: one HTML page that needs nothing else, and CSV.
 
 The page runs no script. Names from files are escaped.
 """
@@ -10,7 +10,6 @@ The page runs no script. Names from files are escaped.
 import base64
 import dataclasses
 import io
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,6 @@ ABSENT = "–"
 """Stands where there is no figure."""
 DANGEROUS = ("=", "+", "-", "@", "\t", "\r")
 """Beginnings of texts that a spreadsheet would compute."""
-SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
-"""What Markdown, or HTML within it, would read as more than itself."""
 PLAIN_STYLE = ("#7d8590", "o")
 COLOURS = "#2f81d8 #d9622b #2a9d4f #a855c7 #b08800 #1292a8 #e0405e".split()
 """Of the other methods."""
@@ -188,36 +185,6 @@ def html(report: Report) -> str:
     return template.render(report=report, definitions=DEFINITIONS)
 
 
-def markdown(report: Report) -> str:
-    """All tables; charts are in the page alone."""
-    return "\n".join(_markdown_lines(report)) + "\n"
-
-
-def _markdown_lines(report: Report) -> Iterator[str]:
-    yield f"# {_plain(report.title)}"
-    yield ""
-    yield from (f"- **{_plain(name)}**: {_plain(text)}." for name, text in DEFINITIONS.items())
-    for table in report.tables:
-        columns = [*table.texts.columns]
-        yield from ("", f"## {_plain(table.title)}", "", _row(["task", "method", *columns]))
-        yield f"| --- | --- |{' ---: |' * len(columns)}"
-        yield from (_row([*row]) for row in table.texts.reset_index().itertuples(index=False))
-    yield from ("", "## What is missing", "")
-    yield from (f"- {_plain(sentence)}" for sentence in report.missing or ("Nothing.",))
-    for name, facts in report.sources.items():
-        yield from ("", f"## Where {_plain(name)} is from", "")
-        yield from (f"- {_plain(fact)}: {_plain(str(value))}" for fact, value in facts.items())
-
-
-def _row(texts: Sequence[object]) -> str:
-    return f"| {' | '.join(_plain(str(text)) for text in texts)} |"
-
-
-def _plain(text: str) -> str:
-    """A text that reads as itself, on one line."""
-    return SPECIAL.sub(r"\\\1", " ".join(text.split()))
-
-
 def csv_text(report: Report) -> str:
     """All figures of all tables, one a line."""
     cells = report.cells.astype({"block": str, "task": str, "method": str, "samples": "Int64"})
@@ -233,7 +200,6 @@ def _harmless(text: object) -> object:
 
 FORMATS: Mapping[str, Callable[[Report], str]] = {
     ".html": html,
-    ".md": markdown,
     ".csv": csv_text,
 }
 """By the end of a file's name."""

@@ -65,14 +65,14 @@ class Service:
     def __init__(
         self,
         arguments: argparse.Namespace,
-        listener: socket.socket | None,
+        listener: socket.socket,
         keys: tuple[str, ...] = (),
     ):
         """Begin with nothing loaded.
 
         Args:
           arguments: of the command, settled.
-          listener: has the address; None where others listen.
+          listener: has the address.
           keys: of which clients must send one, if there are any.
         """
         self._arguments, self._listener, self._keys = arguments, listener, keys
@@ -141,7 +141,6 @@ class Service:
 
     def serve(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
-        assert self._listener is not None, "given where this command listens"
         served = self.served()
         log_to_stderr()
         # What was loaded and compiled stays. Python's collector would go through all of it again
@@ -170,7 +169,6 @@ class Service:
 
     def _announce(self) -> None:
         """One line with the address, one to type, one with the page."""
-        assert self._listener is not None, "it listens"
         address, port = self._listener.getsockname()[:2]
         host = f"[{address}]" if ":" in address else address
         base, key = f"http://{host}:{port}", self._keys[0] if self._keys else None

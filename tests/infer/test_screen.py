@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from infer import results
+from infer.output import tree_fields
 from infer.screen import GREEN, RESET, Screen, described
 from longspec_jax import TreeConfig, status_line
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling, Tuned
@@ -159,3 +161,19 @@ def test_a_line_is_ended_once(color) -> None:
 
 def test_the_legend_shows_its_colour() -> None:
     assert Screen(True, io.StringIO()).legend() == f"{GREEN}green{RESET}: accepted draft tokens"
+
+
+def test_a_pipe_is_told_ever_more_rarely_of_one_work() -> None:
+    written = [0]
+    for second in range(200):
+        if status_line.is_due(0, written[-1], second):
+            written.append(second)
+    assert written == [0, 5, 10, 20, 40, 80, 160]
+
+
+def test_columns_of_trees_are_as_wide_as_their_names() -> None:
+    """Drafters that propose into one tree have a long one."""
+    use = {**tree_fields(TreeConfig((4, 8))), "rounds": 27, "tokens": 134, "seconds": 1.0}
+    lines = [*results._tree_lines([{**use, "draft": "longspec+ngram"}, {**use, "draft": "ngram"}])]
+    assert len({line.index("4,8") for line in lines[2:]}) == 1
+    assert lines[1].index("tree") == lines[2].index("4,8")
