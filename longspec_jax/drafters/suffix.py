@@ -111,7 +111,7 @@ class SuffixDraft(Draft):
     @property
     def default_trees(self) -> DefaultTrees:
         """Deep ones, for long passages; few nodes of them are verified where nodes cost time."""
-        few, some = TreeConfig((8,) * 5, 6), TreeConfig((8,) * 15, 16)
+        few, some = TreeConfig((8,) * 7, 8), TreeConfig((8,) * 15, 16)
         return DefaultTrees((few,), (some,), (TreeConfig((8,) * 16, 64),))
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> SuffixDrafter:

@@ -17,14 +17,21 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.adjustments import ADJUSTMENT_BYTES
 from longspec_jax.decoding.cache import layer_slots, slot_bytes, states_bytes
 from longspec_jax.decoding.rows import RowShardings
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.models import Models
+from longspec_jax.ops.attention.attention_xla import BLOCK
+from longspec_jax.ops.hardware import HOPPER, compute_capability
 from longspec_jax.ops.matmul.experts import computed_rows
 from longspec_jax.ops.matmul.quantised_weights import has_unpacked, quantised_matrices
 from longspec_jax.ops.placement import tree_bytes
-from longspec_jax.ops.recurrence.delta_rule import BLOCK
+from longspec_jax.ops.recurrence import delta_rule
 from longspec_jax.ops.recurrence.recurrence import SEGMENT
 
+WIDEST_KERNEL = 256
+"""Width of heads above which every GPU's attention is XLA's."""
+ROW_TILE = 64
+"""Rows of queries that a kernel without Hopper's instructions takes together."""
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable: how much of the host's memory jax uses for a GPU, in GiB."""
 PINNED_GIB = 64
@@ -93,7 +100,9 @@ def plan_memory(
         {name: part for name, part in params.items() if name != "head" or has_unpacked(part)}
     )
     widened = 4 * max((math.prod(each.out_axes) * each.inputs for each in matrices), default=0)
-    working_row = max(chunk_bytes, 4 * copies * nodes * config.vocab_size) + tables
+    chunk_bytes += score_bytes(target, chunk, capacity)
+    verified = 4 * copies * nodes * config.vocab_size + split_bytes(target, nodes)
+    working_row = max(chunk_bytes, verified) + tables
     cache = host = state = rings = saved = 0
     # The kernel of an LM head takes a copy with rows in whole groups of 8.
     vocabulary = config.vocab_size // target.width_shares
@@ -142,7 +151,7 @@ def _layer_numbers(config: TargetConfig, tokens: int) -> int:
         most = max(most, 3 * (kind.mlp_width or 0) * tokens)
         if (recurrence := kind.recurrence) is not None:
             # Twice what the convolution sees, and in float32 what the blocks of a chunk solve.
-            heads, block = recurrence.value_heads, 2 * BLOCK
+            heads, block = recurrence.value_heads, 2 * delta_rule.BLOCK
             solved = 4 * (recurrence.key_width + recurrence.value_width) + block
             own = 4 * recurrence.key_heads * recurrence.inputs_width + 2 * heads * solved
             most = max(most, own * min(tokens, SEGMENT))
@@ -152,6 +161,34 @@ def _layer_numbers(config: TargetConfig, tokens: int) -> int:
             own += 3 * tokens * (experts.shared or 0)
             most = max(most, own)
     return most + (6 * width + given) * tokens
+
+
+def score_bytes(target: TargetModel, tokens: int, capacity: int) -> int:
+    """Scores that XLA's attention of a prefill chunk holds at once, in float32.
+
+    The chunk's queries meet a block of the cache, and then the chunk itself. Kernels hold none.
+    """
+    config = target.config
+    widest = max(config.heads(config.layer(layer)).head_width for layer in range(config.num_layers))
+    by_name = target.attention in ("xla", "reference")
+    if jax.default_backend() == "gpu" and not by_name and widest <= WIDEST_KERNEL:
+        return 0
+    return 4 * config.num_heads * tokens * max(min(BLOCK, capacity), tokens)
+
+
+def split_bytes(target: TargetModel, nodes: int) -> int:
+    """What the splits of a row's prefix leave behind, where kernels without Hopper's add them up.
+
+    Of every split a partial result of each node's heads, and its maximum and sum.
+    """
+    config = target.config
+    if not target.batch_invariant or (compute_capability() or HOPPER)[0] == HOPPER[0]:
+        return 0
+    from longspec_jax.ops.attention import path_ampere
+
+    rows = -(-nodes * config.num_heads // config.num_kv_heads // ROW_TILE) * ROW_TILE
+    splits = path_ampere.splits_of(config.num_kv_heads)
+    return 4 * splits * config.num_kv_heads * rows * (config.head_width + 2)
 
 
 def device_bytes(tree: PyTree) -> int:

@@ -1,10 +1,14 @@
 """What a call that does not fit is told: only what can be done."""
 
+from dataclasses import replace
+
 import pytest
 
 from infer.results import memory_plan_line
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.generation import memory
 from longspec_jax.generation.memory import MemoryPlan, check_fits
+from longspec_jax.ops.attention.path_ampere import splits_of
 from tests.kit import each_row, tiny_target_config
 
 CONFIG = tiny_target_config()
@@ -58,3 +62,20 @@ def test_a_cache_that_the_host_cannot_hold_is_refused(monkeypatch) -> None:
     check_fits(plan, offload=True)
     with pytest.raises(MemoryError, match="^offload: 2 .* need 8.00 GB of .* some 2048 tokens per"):
         check_fits(plan, offload=True)
+
+
+def test_scores_and_splits_are_counted(monkeypatch) -> None:
+    """What XLA's attention holds of a chunk, and what the kernels before Hopper leave of a tree."""
+    config = replace(tiny_target_config(), num_heads=32, num_kv_heads=8, head_width=128)
+    target = TargetModel(config, batch_invariant=True)
+    assert memory.score_bytes(target, 2048, 65_536) == 4 * 32 * 2048**2, "0.5 GB"
+    assert memory.score_bytes(target, 64, 8192) == 4 * 32 * 64 * 1024, "a block of the cache"
+    assert memory.split_bytes(target, 64) == 0, "a CPU has no such kernels"
+    monkeypatch.setattr(memory.jax, "default_backend", lambda: "gpu")
+    assert memory.score_bytes(target, 2048, 65_536) == 0
+    for other in (TargetModel(config, "xla"), TargetModel(replace(config, head_width=512))):
+        assert memory.score_bytes(other, 2048, 65_536) == 4 * 32 * 2048**2
+    for capability, row in (((8, 0), 4 * splits_of(8) * 8 * 256 * 130), ((9, 0), 0)):
+        monkeypatch.setattr(memory, "compute_capability", lambda found=capability: found)
+        assert memory.split_bytes(target, 64) == row
+        assert memory.split_bytes(TargetModel(config), 64) == 0

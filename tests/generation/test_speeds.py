@@ -139,18 +139,22 @@ def test_a_policy_begins_with_what_is_known(spec) -> None:
     assert policy is not None and policy.choose().candidate == 0, "at this context it does not pay"
 
 
+# Nobody trained the toy's draft, and the call may begin with it.
+@pytest.mark.filterwarnings("ignore:at most 0")
 def test_lookup_alone_weighs_its_trees_by_the_seconds_of_the_warm_up(spec) -> None:
     joined = dataclasses.replace(spec, draft=with_lookup(spec.drafts))
     plan = planned(joined)
     settled = settle(plan, spec._speeds, streams=False, identical=True)
-    assert [str(each.tree) for each in settled.plan.drafters] == ["none", "chain:3@6~5", "none@8~7"]
+    assert [str(each.tree) for each in settled.plan.drafters] == ["none", "chain:3@8~7", "none@8~7"]
     assert settled.plan.signature != plan.signature
     times = RoundTimes((1.0, 2.5, 1.5), unverified=(1.0, 2.5, 1.125))
     warm, ready = settled.plan, settled.weighing(times)
     assert np.asarray(warm.params.costs).tolist() == [1.0, 0.0], "the warm-up runs whole trees"
     assert np.asarray(ready.params.costs).tolist() == [1.125, 1.5]
-    # What nobody has seen is guessed: of three levels two tokens.
-    for model, unverified, first in ((2.5, 1.125, 2), (1.2, 1.125, 1), (2.5, 1.25, 0)):
+    # What nobody has seen is guessed: of three levels two tokens, and 2.6 of a chain with lookup,
+    # whose rounds take 2.4 plain ones of SmolLM2 on two processors.
+    rows = (2.7, 1.125, 2), (1.2, 1.125, 1), (2.7, 1.25, 0), (2.4, 1.125, 1), (2.4, 1.25, 1)
+    for model, unverified, first in rows:
         times = RoundTimes((1.0, model, 1.5), unverified=(1.0, model, unverified))
         policy: Any = settled.policy(times)
         assert policy.leader == first
