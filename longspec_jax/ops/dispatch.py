@@ -105,7 +105,9 @@ class Op(Generic[Given, R]):
 def op(definition: Callable[Given, R]) -> Op[Given, R]:
     """The op that this function defines."""
     name = definition.__name__.removesuffix(f"_{DEFINITION}")
-    return functools.update_wrapper(Op(name, {DEFINITION: definition}), definition)
+    made: Op[Given, R] = Op(name, {DEFINITION: definition})
+    functools.update_wrapper(made, definition)
+    return made
 
 
 def differentiable_op(static: int) -> Callable[[Callable[Given, R]], Op[Given, R]]:
@@ -119,14 +121,16 @@ def differentiable_op(static: int) -> Callable[[Callable[Given, R]], Op[Given, R
         made = op(definition)
         count = len(inspect.signature(definition).parameters)
         fixed = tuple(range(count - static, count))
-        run = functools.wraps(definition)(lambda *operands: made._first(*operands))
-        made._run = jax.custom_jvp(run, nondiff_argnums=fixed)
+        first: Any = functools.wraps(definition)(lambda *operands: made._first(*operands))
+        run = jax.custom_jvp(first, nondiff_argnums=fixed)
 
-        @made._run.defjvp
+        @run.defjvp
         def _(*given: Any) -> Any:
-            *static, primals, tangents = given
-            return jax.jvp(lambda *operands: definition(*operands, *static), primals, tangents)
+            *others, primals, tangents = given
+            define: Any = definition
+            return jax.jvp(lambda *operands: define(*operands, *others), primals, tangents)
 
+        made._run = run
         return made
 
     return decorate
