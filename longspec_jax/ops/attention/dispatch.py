@@ -35,13 +35,6 @@ class _Options(TypedDict, total=False):
 
     scale: float | None
     cap: float | None
-    interpret: bool
-
-
-class _HopperOptions(_Options, total=False):
-    """The same where there is a kernel for Hopper, which is then asked for."""
-
-    hopper: bool
 
 
 class _PartialOptions(_Options, total=False):
@@ -50,22 +43,31 @@ class _PartialOptions(_Options, total=False):
     dtype: DTypeLike
 
 
-class _HopperPartialOptions(_HopperOptions, _PartialOptions, total=False):
+class _TritonOptions(_Options, total=False):
+    """The same where Triton's kernels run, interpreted, or Hopper's if they are asked for."""
+
+    interpret: bool
+    hopper: bool
+
+
+class _TritonPartialOptions(_TritonOptions, _PartialOptions, total=False):
     """Both."""
 
 
 def _prefix_kernels(
-    q: Queries, prefix: Prefix, **options: Unpack[_HopperPartialOptions]
+    q: Queries, prefix: Prefix, **options: Unpack[_TritonPartialOptions]
 ) -> Partial:
     from longspec_jax.ops.attention import kernels
 
     return kernels.prefix_attention(q, prefix, **options)
 
 
-def _tree_kernel(q: Queries, fresh: Fresh, **options: Unpack[_PartialOptions]) -> Partial:
+def _tree_kernel(
+    q: Queries, fresh: Fresh, interpret: bool = False, **options: Unpack[_PartialOptions]
+) -> Partial:
     from longspec_jax.ops.attention import fresh_pallas
 
-    return fresh_pallas.tree_attention(q, fresh, **options)
+    return fresh_pallas.tree_attention(q, fresh, interpret=interpret, **options)
 
 
 def _speculative_kernels(
@@ -73,7 +75,7 @@ def _speculative_kernels(
     prefix: Prefix,
     fresh: Fresh,
     sinks: Sinks | None = None,
-    **options: Unpack[_HopperOptions],
+    **options: Unpack[_TritonOptions],
 ) -> Array:
     from longspec_jax.ops.attention import kernels
 

@@ -105,9 +105,10 @@ def _to_prefix(q: Queries, prefix: Prefix, factor: float) -> Partial:
 
 def _to_fresh(q: Queries, fresh: Fresh, factor: float) -> Partial:
     """Packed partial results of fresh tokens under their mask, or of a chunk."""
-    rows, groups = (fresh.keys, fresh.values), q.shape[2] // fresh.keys.shape[2]
+    groups = q.shape[2] // fresh.keys.shape[2]
     if fresh.mask is None:
-        return _attend(q, *_as_slots(*rows), _all(q, q.shape[1]), factor, causal=groups)
+        k, v = _as_slots(fresh.keys, fresh.values)
+        return _attend(q, k, v, _all(q, q.shape[1]), factor, causal=groups)
     tokens, keys = fresh.mask.shape[1:]
     if tokens * keys > MOST_MASKED:
         raise NotImplementedError(
@@ -116,7 +117,8 @@ def _to_fresh(q: Queries, fresh: Fresh, factor: float) -> Partial:
         )
     bias = jnp.where(jnp.repeat(fresh.mask, groups, axis=1), 0.0, -jnp.inf)
     bias = jnp.pad(bias, ((0, 0), (0, -bias.shape[1] % WARPGROUP_ROWS), (0, -keys % SLOTS)))
-    return _attend(q, *_as_slots(*rows), _all(q, keys), factor, bias=bias)
+    k, v = _as_slots(fresh.keys, fresh.values)
+    return _attend(q, k, v, _all(q, keys), factor, bias=bias)
 
 
 def _as_slots(*rows: TreeRows) -> list[CacheSlots]:
