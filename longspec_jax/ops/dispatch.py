@@ -11,8 +11,11 @@ kernel's backend, and a CPU need not spend the time.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from longspec_jax.ops import hardware
 
 Implementation = Callable[..., Any]
 
@@ -59,6 +62,18 @@ class Op:
         raise NotImplementedError(
             f"no implementation of {self.name} takes this call. " + "; ".join(refusals)
         )
+
+
+def where_triton_is_not_first(kernel: Implementation) -> Implementation:
+    """A kernel for Mosaic that is refused where Triton's is to be taken, which is listed next."""
+
+    @functools.wraps(kernel)
+    def call(*operands: Any, **options: Any) -> Any:
+        if hardware.triton_comes_first():
+            raise NotImplementedError("Triton's kernel is taken where this jax has it")
+        return kernel(*operands, **options)
+
+    return call
 
 
 def _run(

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.caches import put_tokens
-from longspec_jax.ops.dispatch import Op
-from longspec_jax.ops.hardware import require_decode_step
+from longspec_jax.ops.dispatch import Op, where_triton_is_not_first
+from longspec_jax.ops.hardware import require_decode_step, require_mosaic
 from longspec_jax.ops.slicing import along
 
 MAX_WIDTH = 16384
@@ -245,7 +245,7 @@ def _residual_norm_kernel(
     x: Array, partials: Array | None, scale: Array, eps: float, *, mosaic: bool
 ) -> tuple[Array, Array]:
     rows = x.size // x.shape[-1]
-    require_decode_step("the norm's kernel", rows, x.dtype, mosaic=mosaic)
+    require_decode_step("the norm's kernel", rows, x.dtype)
     if x.shape[-1] > MAX_WIDTH:
         raise NotImplementedError(f"the norm's kernel takes widths up to {MAX_WIDTH}")
     return _kernels(mosaic).residual_norm(x, partials, scale, eps=eps)
@@ -273,7 +273,7 @@ def _split_into_kernel(
 
 def _require_heads(qkv: Array, mosaic: bool) -> None:
     rows = qkv.shape[0] * qkv.shape[1]
-    require_decode_step("the kernel that splits heads", rows, qkv.dtype, mosaic=mosaic)
+    require_decode_step("the kernel that splits heads", rows, qkv.dtype)
     if mosaic and qkv.shape[-1] % 16:
         raise NotImplementedError(f"heads of {qkv.shape[-1]} numbers are no multiple of 16")
 
@@ -291,7 +291,7 @@ def _append_rows_kernel(
     dtype, width = caches[0].dtype, caches[0].shape[3]
     # Fresh rows have the dtype of the cache: the kernel copies.
     dtype = jnp.bfloat16 if dtype == CODES else dtype
-    require_decode_step("the kernel that appends rows", path.size, dtype, mosaic=mosaic)
+    require_decode_step("the kernel that appends rows", path.size, dtype)
     if mosaic and width % 8:
         raise NotImplementedError(f"heads of {width} numbers are no multiple of 8")
     return _kernels(mosaic).append_rows(caches, fresh, path, length, cache_rows, ring=ring)
@@ -300,6 +300,7 @@ def _append_rows_kernel(
 def _kernels(mosaic: bool) -> Any:
     """The module of the kernels: this jax may lack the backend of either."""
     if mosaic:
+        require_mosaic("the small ops' kernels without Triton")
         from longspec_jax.ops import layer_ampere
 
         return layer_ampere
@@ -309,8 +310,9 @@ def _kernels(mosaic: bool) -> Any:
 
 
 def _op(name: str, kernel: Callable[..., Any], xla: Callable[..., Any]) -> Op:
-    kernels = {"pallas": partial(kernel, mosaic=False), "mosaic": partial(kernel, mosaic=True)}
-    return Op(name, {**kernels, "xla": xla})
+    mosaic, pallas = partial(kernel, mosaic=True), partial(kernel, mosaic=False)
+    first = where_triton_is_not_first(mosaic)
+    return Op(name, {"mosaic": first, "pallas": pallas, "xla": xla}, {"mosaic": mosaic})
 
 
 RESIDUAL_NORM = _op("residual_norm", _residual_norm_kernel, residual_norm_xla)

@@ -94,7 +94,8 @@ def chunk_attention(
     """One softmax over the prefix and, causally, the chunk."""
     factor = _factor(q, scale, cap)
     heads = q.shape[2] // keys.shape[2]
-    own = _attend(q, *_as_slots(keys, values), _all(q, q.shape[1]), factor, causal=heads)
+    slots = _as_slots(keys), _as_slots(values), _all(q, q.shape[1])
+    own = _attend(q, slots, factor, causal=heads)
     found = merge(_to_prefix(q, prefix, factor), own)
     return with_sinks(_usual(found, q), sinks).out.astype(q.dtype)
 
@@ -120,8 +121,8 @@ def _to_prefix(q: Queries, prefix: Prefix, factor: float) -> Partial:
             f"that is seen from its first one on, not {slots} slots in {prefix.keys.dtype}"
         )
     length = jnp.minimum(prefix.length.astype(jnp.int32), slots)
-    rows = prefix.cache_rows
-    return _attend(q, prefix.keys, prefix.values, length, factor, rows=rows)
+    cached = prefix.keys, prefix.values, length
+    return _attend(q, cached, factor, rows=prefix.cache_rows)
 
 
 def _to_fresh(q: Queries, fresh: Fresh, factor: float) -> Partial:
@@ -135,14 +136,14 @@ def _to_fresh(q: Queries, fresh: Fresh, factor: float) -> Partial:
     groups = q.shape[2] // fresh.keys.shape[2]
     bias = jnp.where(jnp.repeat(fresh.mask, groups, axis=1), 0.0, -jnp.inf)
     bias = jnp.pad(bias, ((0, 0), (0, -bias.shape[1] % WARPGROUP_ROWS), (0, -keys % SLOTS)))
-    return _attend(q, *_as_slots(fresh.keys, fresh.values), _all(q, keys), factor, bias=bias)
+    slots = _as_slots(fresh.keys), _as_slots(fresh.values), _all(q, keys)
+    return _attend(q, slots, factor, bias=bias)
 
 
-def _as_slots(*rows: TreeRows) -> list[CacheSlots]:
+def _as_slots(rows: TreeRows) -> CacheSlots:
     """Fresh tokens as slots of a cache, whole steps of them."""
-    missing = -rows[0].shape[1] % SLOTS
-    wider = (0, 0), (0, 0), (0, missing), (0, 0)
-    return [jnp.pad(each.transpose(0, 2, 1, 3), wider) for each in rows]
+    wider = (0, 0), (0, 0), (0, -rows.shape[1] % SLOTS), (0, 0)
+    return jnp.pad(rows.transpose(0, 2, 1, 3), wider)
 
 
 def _all(q: Queries, count: int) -> Lengths:
@@ -151,16 +152,15 @@ def _all(q: Queries, count: int) -> Lengths:
 
 def _attend(
     q: Queries,
-    keys: CacheSlots,
-    values: CacheSlots,
-    length: Lengths,
+    slots: tuple[CacheSlots, CacheSlots, Lengths],
     factor: float,
     *,
     rows: Lengths | None = None,
     bias: Float[Array, "B R S"] | None = None,
     causal: int = 0,
 ) -> Partial:
-    """Packed partial results of the first slots: as many splits as multiprocessors can take."""
+    """Packed partial results of keys and values: as many splits as multiprocessors can take."""
+    keys, values, length = slots
     kv_heads = keys.shape[1]
     if q.shape[2] // kv_heads > MAX_GROUP:
         raise NotImplementedError(
