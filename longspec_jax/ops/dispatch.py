@@ -22,6 +22,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
+from longspec_jax.ops import hardware
+
 Given = ParamSpec("Given")
 R = TypeVar("R")
 Implementation = Callable[..., Any]
@@ -66,6 +68,12 @@ class Op(Generic[Given, R]):
             return function
 
         return decorate
+
+    def without_triton(self, function: Implementation) -> Implementation:
+        """List the decorated function as ``mosaic``: first where Triton is not, or by name."""
+        self.by_name["mosaic"] = function
+        self.kernel("mosaic")(where_triton_is_not_first(function))
+        return function
 
     def __call__(self, *operands: Given.args, **options: Given.kwargs) -> R:
         """Run the first automatic implementation that does not refuse.
@@ -134,6 +142,18 @@ def differentiable_op(static: int) -> Callable[[Callable[Given, R]], Op[Given, R
         return made
 
     return decorate
+
+
+def where_triton_is_not_first(kernel: Implementation) -> Implementation:
+    """A kernel for Mosaic that is refused where Triton's is to be taken, which is listed next."""
+
+    @functools.wraps(kernel)
+    def call(*operands: Any, **options: Any) -> Any:
+        if hardware.triton_comes_first():
+            raise NotImplementedError("Triton's kernel is taken where this jax has it")
+        return kernel(*operands, **options)
+
+    return call
 
 
 def _run(implementation: Implementation, *operands: Any, **options: Any) -> Any:
