@@ -179,6 +179,15 @@ def view_of(pending: jax.Array, length: jax.Array, keys: jax.Array, values: jax.
     return View(target, None, cache, pending, length, length, jnp.zeros(len(pending), bool))
 
 
+def ancestors(parents: Sequence[int]) -> np.ndarray:
+    """Which nodes of a tree are a node or above it, as a mask; nobody is above -1."""
+    mask = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
 def greedy_beliefs(rows: int, levels: int) -> RoundNoise:
     """SamplingNoise about draws at temperature 0: scores are a draft's logits."""
     return RoundNoise(jnp.zeros((rows, levels + 1, 1)), Sampling.greedy(rows))

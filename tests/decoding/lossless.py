@@ -1,7 +1,7 @@
 """What is decoded to compare speculation with plain decoding: three unlike rows of tiny models."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,15 @@ from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.slots import StepOutput
-from longspec_jax.drafters.base import Drafter
+from longspec_jax.decoding.target import TargetModel
+from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.models.target import Target, sinks_of
 from longspec_jax.ops.attention.reference import causal_attention
-from tests.kit import tiny_target_config
-from tests.lookup import random_table
+from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.lookup import LookupTarget, random_table
 
 VOCABULARY = 13
 TREES = [
@@ -211,6 +212,58 @@ def assert_lossless(target, drafter, params, tokens, lengths, req, plain, **opti
     return state
 
 
+@dataclass(frozen=True, eq=False)
+class Prompted:
+    """A target with prompts, whose text no drafter may change."""
+
+    target: Any
+    params: Any
+    """The target's."""
+    tokens: np.ndarray
+    lengths: np.ndarray = field(default_factory=lambda: LENGTHS)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Capacity and chunk, where they are not the usual ones."""
+    _known: dict[bytes, list[np.ndarray]] = field(default_factory=dict)
+
+    def run(
+        self, drafter: Drafter, draft: Any, req: Request, **options: Any
+    ) -> tuple[list[np.ndarray], Decoded]:
+        """Emitted tokens of every row, and the end of the run; ``draft`` may hold both models."""
+        params = draft if isinstance(draft, Params) else Params(self.params, draft)
+        given = self.target, drafter, params, self.tokens, self.lengths, req
+        return generate(*given, **{**self.sizes, **options})
+
+    def plain(self, req: Request) -> list[np.ndarray]:
+        """The text of plain decoding, which is decoded once."""
+        own = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(req))
+        if own not in self._known:
+            self._known[own] = self.run(NoDraft(), (), req)[0]
+        return self._known[own]
+
+    def same(
+        self, drafter: Drafter, draft: Any, requests: Sequence[Request], **options: Any
+    ) -> list[Decoded]:
+        """The ends of the runs, whose text is that of plain decoding."""
+        states = []
+        for req in requests:
+            rows, state = self.run(drafter, draft, req, **options)
+            assert_same(rows, self.plain(req))
+            states.append(state)
+        return states
+
+    def drafted(
+        self, drafter: Drafter, draft: Any, requests: Sequence[Request], **options: Any
+    ) -> list[Decoded]:
+        """The same; and in each of the runs draft tokens were accepted."""
+        states = self.same(drafter, draft, requests, **options)
+        assert all(emitted_in_rounds(state) > 0 for state in states)
+        return states
+
+    def text(self, row: int, req: Request) -> list[int]:
+        """What the cache holds of a row at its end: not the last token."""
+        return [*self.tokens[row, : self.lengths[row]], *self.plain(req)[row][:-1]]
+
+
 @partial(jax.jit, static_argnames=("config", "recur"))
 def dense(config: TargetConfig, params: Any, tokens: jax.Array, recur: Any = None) -> jax.Array:
     """Logits of whole texts ``[B, T]``, whose windows are masks of positions."""
@@ -265,3 +318,10 @@ EVERY = [
 def emitted_in_rounds(state: Decoded) -> int:
     """Accepted draft tokens, but for a row's last round, which its budget may cut."""
     return int((state.record.emitted - 1 - state.record.rounds).sum())
+
+
+LOOKUP = Prompted(LookupTarget(VOCABULARY), TABLE, prompts(VOCABULARY))
+"""A lookup table as target."""
+TRANSFORMER = Prompted(TargetModel(CONFIG), random_target(CONFIG), prompts(CONFIG.vocab_size))
+LONGSPEC = draft_params(random_draft(DRAFT), TRANSFORMER.params)
+"""The transformer's draft, of which part is the target's own taste."""

@@ -12,7 +12,6 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from longspec_jax.config.sampling import rule
-from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments, adjust
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.round_noise import RoundNoise
@@ -21,7 +20,6 @@ from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind, draw
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import NoDraft, Params
-from longspec_jax.drafters.tree import branch, grow, plant, tree_paths
 from tests.decoding.lossless import (
     DRAFT_TABLES,
     LENGTHS,
@@ -105,38 +103,6 @@ def test_adjusted_text_is_that_of_plain_decoding_and_of_transformers(options: An
 
 
 NEUTRAL = ((1.0,) * 3, (0.0,) * 3, (0.0,) * 3, [NO_BIAS] * 3)
-
-
-def tree_with_a_path_of_repeats() -> Any:
-    """Below the pending token 4: the tokens 6 and 2; below 6 again 6; below 2 a 4."""
-    tree = plant(jnp.asarray([4]), TreeConfig((2, 2)))
-    tree = grow(tree, 1, jnp.asarray([[6, 2]]), jnp.asarray([[0, 0]]))
-    return grow(tree, 3, jnp.asarray([[6, 4]]), jnp.asarray([[1, 2]]))
-
-
-def test_a_node_counts_the_tokens_of_its_own_path() -> None:
-    tree = tree_with_a_path_of_repeats()
-    paths = jax.jit(tree_paths, static_argnums=1)(tree, 2)
-    np.testing.assert_array_equal(paths[0], [[-1, -1], [6, -1], [2, -1], [6, 6], [2, 4]])
-    options = AdjustmentOptions.of([1.5], [0.4], [0.25], [{1: 2.0}])
-    state = Adjustments.of_prompts(options, np.asarray([[1, 3, 9, 9]]), np.asarray([3]), 10)
-    emitted = jnp.asarray([[4, 5]]), jnp.asarray([1])
-    logits = jax.random.normal(jax.random.key(0), (1, 5, 10))
-    found = np.asarray(jax.jit(lambda each: adjust(logits, each.behind(*emitted), paths))(state))[0]
-    for node, path in enumerate(([4], [4, 6], [4, 2], [4, 6, 6], [4, 2, 4])):
-        counts = np.bincount(path, minlength=10)
-        expected = np.array(logits[0, node]) + 2.0 * (np.arange(10) == 1)
-        seen = np.isin(np.arange(10), [1, 3, 9, *path])
-        scaled = np.where(expected > 0, expected / 1.5, expected * 1.5)
-        expected = np.where(seen, scaled, expected) - 0.25 * counts - 0.4 * (counts > 0)
-        np.testing.assert_allclose(found[node], expected, rtol=1e-6, atol=1e-6)
-
-
-def test_a_branch_has_the_paths_of_plain_decoding() -> None:
-    tree = branch(jnp.asarray([4]), jnp.asarray([[6, 2, 6]]))
-    expected = [[-1, -1, -1], [6, -1, -1], [6, 2, -1], [6, 2, 6]]
-    np.testing.assert_array_equal(tree_paths(tree, 3)[0], expected)
-    assert tree_paths(plant(jnp.asarray([4]), TreeConfig(())), 0).shape == (1, 1, 0)
 
 
 def test_a_draft_of_some_tokens_sees_their_adjustments_alone() -> None:

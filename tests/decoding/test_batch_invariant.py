@@ -23,7 +23,14 @@ from longspec_jax.generation.models import likely_trees
 from longspec_jax.ops import hardware
 from longspec_jax.ops.hardware import AMPERE
 from longspec_jax.sharding import make_mesh
-from tests.kit import draft_params, each_row, random_draft, random_target, tiny_target_config
+from tests.kit import (
+    draft_params,
+    each_row,
+    lowered,
+    random_draft,
+    random_target,
+    tiny_target_config,
+)
 from tests.ops import gpus
 
 WIDE = TargetModel(tiny_target_config())
@@ -41,59 +48,92 @@ def test_16_bits_are_identical_where_the_kernels_are_taken() -> None:
     assert batch_invariant.is_identical(dataclasses.replace(HALF, batch_invariant=True))
 
 
-def test_the_kernels_serve_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"head_width": 64, "model_width": 128, "mlp_width": 192, "vocab_size": 104}
-    target = TargetModel(tiny_target_config(dtype="bfloat16", **sizes))
-    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
-        batch_invariant.choose_kernels(target, True)
-    assert not batch_invariant.choose_kernels(target, None).batch_invariant
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose as on a Hopper GPU, with a jax that has its kernels."""
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: True)
-    assert batch_invariant.choose_kernels(target, True) == batch_invariant.choose_kernels(
-        target, None
-    )
-    assert batch_invariant.choose_kernels(target, None).batch_invariant
-    assert not batch_invariant.choose_kernels(target, False).batch_invariant
-    odd = dataclasses.replace(target.config, vocab_size=101)
-    assert batch_invariant.choose_kernels(
-        dataclasses.replace(target, config=odd), None
-    ).batch_invariant
-    narrow = dataclasses.replace(target, config=dataclasses.replace(target.config, kv_dtype="fp8"))
-    assert batch_invariant.choose_kernels(narrow, None).batch_invariant
-    broad = dataclasses.replace(target, config=dataclasses.replace(target.config, head_width=256))
-    assert batch_invariant.choose_kernels(broad, True).batch_invariant
-    assert not batch_invariant.choose_kernels(broad, None).batch_invariant  # Not compared yet.
-    assert not batch_invariant.choose_kernels(WIDE, True).batch_invariant
-    for other in (
-        dataclasses.replace(target, offload=True),
-        dataclasses.replace(target, attention="xla"),
-    ):
-        with pytest.raises(
-            NotImplementedError, match="batch_invariant needs the cache on the device"
-        ):
-            batch_invariant.choose_kernels(other, True)
-        assert not batch_invariant.choose_kernels(other, None).batch_invariant
-    for uneven, reason in (
-        ({"head_width": 96}, "head width 96 is none of 64, 128, 256"),
-        ({"head_width": 256, "kv_dtype": "fp8"}, "256 is none of 64, 128, which .* in 8 bits"),
-        ({"mlp_width": 200}, "weights in multiples of 32, not 200"),
-        ({"model_width": 160}, "weights in multiples of 64, not 160"),
-    ):
-        config = dataclasses.replace(target.config, **uneven)
-        with pytest.raises(NotImplementedError, match=reason):
-            batch_invariant.choose_kernels(dataclasses.replace(target, config=config), True)
+
+
+SIZES = dict(
+    dtype="bfloat16", head_width=64, model_width=128, mlp_width=192, vocab_size=104, num_layers=2
+)
+
+
+def with_fields(**fields: Any) -> TargetModel:
+    """A target whose sizes the kernels take, but for these fields."""
+    return TargetModel(tiny_target_config(**{**SIZES, **fields}))
+
+
+def is_chosen(target: TargetModel, wanted: bool | None) -> bool:
+    return batch_invariant.choose_kernels(target, wanted).batch_invariant
+
+
+def assert_refused(target: TargetModel, words: str) -> None:
+    """By name, with the reason; and never chosen without being named."""
+    with pytest.raises(NotImplementedError, match=words):
+        batch_invariant.choose_kernels(target, True)
+    assert not is_chosen(target, None)
+
+
+def experts(**fields: Any) -> dict[str, Any]:
+    """Fields of a target whose layers are experts."""
+    mixture = dataclasses.replace(ExpertsConfig(count=8, chosen=2, width=64), **fields)
+    return dict(kinds=(LayerConfig(Rotary(), experts=mixture),), pattern=(0, 0))
+
+
+def test_a_cpu_has_no_kernels_of_one_order() -> None:
+    assert_refused(with_fields(), "needs an NVIDIA GPU")
+
+
+@each_row("fields", [{}, dict(vocab_size=101), dict(kv_dtype="fp8"), experts()])
+def test_the_kernels_serve_one_gpu(fields: dict[str, Any], hopper: None) -> None:
+    target = with_fields(**fields)
+    assert [is_chosen(target, wanted) for wanted in (True, None, False)] == [True, True, False]
+
+
+def test_what_was_not_compared_yet_is_taken_by_name_alone(hopper: None) -> None:
+    for target in (with_fields(head_width=256), TargetModel(QWEN35)):
+        assert is_chosen(target, True) and not is_chosen(target, None)
+    assert not is_chosen(WIDE, True), "float32 is the same everywhere"
+
+
+@each_row(
+    ("fields", "reason"),
+    [
+        (dict(head_width=96), "head width 96 is none of 64, 128, 256"),
+        (dict(head_width=256, kv_dtype="fp8"), "256 is none of 64, 128, which .* in 8 bits"),
+        (dict(mlp_width=200), "weights in multiples of 32, not 200"),
+        (dict(model_width=160), "weights in multiples of 64, not 160"),
+        (experts(shared=64), "no kernel for a shared expert"),
+        (experts(renormalised=False), "whose weights do not add up to 1"),
+        (experts(width=20), "weights in multiples of 64, not 20"),
+        (experts(count=12), "vocabularies in multiples of 8, not 12"),
+        (dict(attention_sinks=True), "attention sinks"),
+        (dict(kinds=(LayerConfig(Rotary(), 7),), pattern=(0, 0)), "layers with a window"),
+    ],
+)
+def test_layers_that_the_kernels_do_not_serve(
+    fields: dict[str, Any], reason: str, hopper: None
+) -> None:
+    assert_refused(with_fields(**fields), reason)
+
+
+@each_row("where", [dict(offload=True), dict(attention="xla")])
+def test_the_kernels_read_a_cache_on_the_device(where: dict[str, Any], hopper: None) -> None:
+    target = dataclasses.replace(with_fields(), **where)
+    assert_refused(target, "batch_invariant needs the cache on the device")
+
+
+def test_other_gpus_take_them_by_name(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, narrow, sparse = with_fields(), with_fields(kv_dtype="fp8"), with_fields(**experts())
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         monkeypatch.setattr(hardware, "compute_capability", lambda: capability)  # noqa: B023
-        assert not batch_invariant.choose_kernels(target, None).batch_invariant
-        assert batch_invariant.choose_kernels(target, True).batch_invariant
-    experts = LayerConfig(experts=ExpertsConfig(count=8, chosen=2, width=64))
-    sparse = dataclasses.replace(target.config, kinds=(experts,), pattern=(0, 0))
-    for config in (narrow.config, sparse):
-        with pytest.raises(NotImplementedError, match="a cache in 8 bits on Hopper GPUs alone"):
-            batch_invariant.choose_kernels(dataclasses.replace(target, config=config), True)
+        assert is_chosen(target, True) and not is_chosen(target, None)
+    for other in (narrow, sparse):
+        assert_refused(other, "a cache in 8 bits on Hopper GPUs alone")
     monkeypatch.setattr(hardware, "compute_capability", lambda: (7, 5))
-    with pytest.raises(NotImplementedError, match=r"needs compute capability 8\.0 or newer"):
-        batch_invariant.choose_kernels(target, True)
+    assert_refused(target, r"needs compute capability 8\.0 or newer")
 
 
 def test_a_jax_without_the_kernels_of_the_gpu_is_warned_of_once(
@@ -111,28 +151,19 @@ def test_a_jax_without_the_kernels_of_the_gpu_is_warned_of_once(
     assert len(warned) == 1
 
 
-def test_the_kernels_serve_meshes_of_hopper_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: True)
-    sizes = {"head_width": 64, "model_width": 128, "mlp_width": 192, "vocab_size": 104}
-    config = tiny_target_config(dtype="bfloat16", **sizes)
-
-    def chosen(axes: dict[str, int], wanted: bool | None = True, **other: Any) -> TargetModel:
+def test_the_kernels_serve_meshes_of_hopper_gpus(hopper: None) -> None:
+    def on(axes: dict[str, int], **fields: Any) -> TargetModel:
         mesh = make_mesh(**axes).abstract_mesh
-        target = TargetModel(dataclasses.replace(config, **other), mesh=mesh)
-        return batch_invariant.choose_kernels(target, wanted)
+        return dataclasses.replace(with_fields(**fields), mesh=mesh)
 
     for axes in ({"data": 2}, {"tp": 2}, {"data": 2, "fsdp": 2, "tp": 2}):
-        assert chosen(axes, wanted=None).batch_invariant
-    with pytest.raises(NotImplementedError, match="weights in multiples of 32, not 48"):
-        chosen({"tp": 4})
-    experts = LayerConfig(experts=ExpertsConfig(count=8, chosen=2, width=64))
-    assert chosen({"tp": 2}, kinds=(experts,), pattern=(0, 0)).batch_invariant
-    with pytest.raises(NotImplementedError, match="no kernel for a bias behind attention"):
-        chosen({"data": 2}, out_bias=True)
+        assert is_chosen(on(axes), None)
+    assert is_chosen(on({"tp": 2}, **experts()), True)
+    assert_refused(on({"tp": 4}), "weights in multiples of 32, not 48")
+    assert_refused(on({"data": 2}, out_bias=True), "no kernel for a bias behind attention")
 
 
-SIZES = RecurrenceConfig(key_heads=16, value_heads=32, key_width=128, value_width=128)
+STATES = RecurrenceConfig(key_heads=16, value_heads=32, key_width=128, value_width=128)
 QWEN35 = tiny_target_config(
     dtype="bfloat16",
     vocab_size=104,
@@ -144,37 +175,30 @@ QWEN35 = tiny_target_config(
     qk_norm=True,
     offset_norms=True,
     gated_attention=True,
-    kinds=(LayerConfig(recurrence=SIZES), LayerConfig(Rotary(width=64))),
+    kinds=(LayerConfig(recurrence=STATES), LayerConfig(Rotary(width=64))),
     pattern=(0, 1),
     rotary_width=64,
 )
 """Heads and states of Qwen3.5-4B."""
 
 
-def test_the_kernels_serve_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: True)
-    target = TargetModel(QWEN35)
-    assert batch_invariant.choose_kernels(target, True).batch_invariant
-    assert not batch_invariant.choose_kernels(target, None).batch_invariant  # Not compared yet.
-
-    def with_sizes(*sizes: RecurrenceConfig) -> TargetModel:
+def test_the_kernels_serve_recurrent_layers_of_one_shape(hopper: None) -> None:
+    def with_states(*sizes: RecurrenceConfig) -> TargetModel:
         kinds = [LayerConfig(recurrence=each) for each in sizes] + [QWEN35.kinds[1]]
         config = dataclasses.replace(
             QWEN35, kinds=(*kinds,), pattern=(*range(len(kinds)),), num_layers=len(kinds)
         )
         return TargetModel(config)
 
-    refused = (
-        (with_sizes(dataclasses.replace(SIZES, key_width=512)), "keys of up to 256 numbers"),
-        (with_sizes(dataclasses.replace(SIZES, key_heads=4, value_heads=4)), "not 8"),
-        (with_sizes(SIZES, dataclasses.replace(SIZES, value_heads=16)), "of one shape"),
-        (dataclasses.replace(target, mesh=make_mesh(tp=2).abstract_mesh), "on one device"),
+    wide, few, other = (
+        dataclasses.replace(STATES, **fields)
+        for fields in (dict(key_width=512), dict(key_heads=4, value_heads=4), dict(value_heads=16))
     )
-    for other, words in refused:
-        with pytest.raises(NotImplementedError, match=words):
-            batch_invariant.choose_kernels(other, True)
-        assert not batch_invariant.choose_kernels(other, None).batch_invariant
+    meshed = dataclasses.replace(TargetModel(QWEN35), mesh=make_mesh(tp=2).abstract_mesh)
+    assert_refused(with_states(wide), "keys of up to 256 numbers")
+    assert_refused(with_states(few), "not 8")
+    assert_refused(with_states(STATES, other), "of one shape")
+    assert_refused(meshed, "on one device")
 
 
 @pytest.mark.slow
@@ -237,3 +261,15 @@ def test_one_order_needs_no_triton() -> None:
     for name in ("residual_norm", "split_heads", "append_rows", "top_by_rank", "recent_tokens"):
         assert name in texts[0], name
     assert "prefix_splits" in texts[1]
+
+
+@pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
+def test_a_layer_of_experts_is_kernels_alone(hopper: None) -> None:
+    """Queries, attention and its output, router, experts and the LM head."""
+    fields = experts() | dict(pattern=(0,), num_layers=1, mlp_width=100)
+    model = batch_invariant.choose_kernels(with_fields(**fields), True)
+    params, cache = random_target(model.config), model.allocate(1, 4096)
+    tokens, mask = jnp.zeros((1, 64), jnp.int32), jnp.ones((1, 64, 64), bool)
+    operands = params, cache, tokens, tokens, mask, jnp.full(1, 2000)
+    text = lowered(lambda *each: model.verify(*each, levels=5).logits, *operands)
+    assert text.count("custom_call @mosaic_gpu") == 8

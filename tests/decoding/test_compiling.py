@@ -64,15 +64,6 @@ def test_the_first_call_finds_what_was_compiled() -> None:
     assert [float(result.sum()) for result in results] == [3, 6, 9, 12, 15]
 
 
-def test_shapes_and_places_will_do() -> None:
-    [device] = jax.devices()[:1]
-    x, function = jax.device_put(jnp.ones(7), device), added(1)
-    compile_side_by_side([function.lower(jax.ShapeDtypeStruct((7,), x.dtype, sharding=x.sharding))])
-    with compiled() as found:
-        function(x)
-    assert not found
-
-
 def test_lowering_stays_in_the_callers_thread() -> None:
     threads = []
 

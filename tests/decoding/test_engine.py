@@ -11,13 +11,10 @@ import pytest
 from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.launches import launch_sizes
 from longspec_jax.decoding.policy import candidates
-from longspec_jax.decoding.prompts import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.rows import RowShardings, insert
-from longspec_jax.decoding.runner import chunk_of, chunk_sizes
 from longspec_jax.decoding.sampling import SamplingKind
-from longspec_jax.decoding.slots import Slots, StepOutput
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.base import Params
 from tests.decoding.engines import (
     CONFIG,
     EVERY_SWITCH,
@@ -41,7 +38,6 @@ from tests.decoding.engines import (
 from tests.decoding.lossless import assert_same, outputs_of, texts_of
 from tests.decoding.lossless import request as requested
 from tests.kit import (
-    each_row,
     in_tiers,
     prefill,
 )
@@ -84,19 +80,6 @@ def test_chunks_of_prompts_that_are_prefilled_alone_follow_from_their_own_length
     assert_same(shown, alone(TARGET, TABLE, rows, VOCABULARY))
 
 
-def test_chunk_sizes_are_few() -> None:
-    sizes = chunk_sizes
-    assert [sizes(largest) for largest in (2048, 8192, 256, 512, 100)] == [
-        (128, 512, 2048),
-        (128, 512, 2048, 8192),
-        (256,),
-        (128, 512),
-        (100,),
-    ]
-    chunk = [chunk_of(length, sizes(2048)) for length in (1, 128, 129, 513, 5000)]
-    assert chunk == [128, 128, 512, 2048, 2048]
-
-
 def test_requests_take_the_slots_in_turn() -> None:
     """Also where the first one has ended before the second has a slot."""
     engine = open_engine(slots=3)
@@ -130,14 +113,6 @@ def test_sizes_of_launches_are_few_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert [*map(launch_sizes, (1, 2, 6, 8))] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
 
 
-def test_a_launch_is_of_the_live_rows_and_the_first_others() -> None:
-    slots = Slots(8)
-    slots.held = [None, 3, None, None, 5, None, 4, None]
-    assert slots.of_launch((1, 2, 4, 8)) == [0, 1, 4, 6]
-    assert slots.of_launch((3, 8)) == [1, 4, 6]
-    assert slots.of_launch((2, 8)) == [*range(8)]
-
-
 def test_neither_order_policy_nor_prefills_at_once_change_a_token(single: list[np.ndarray]) -> None:
     drafter, draft = KINDS["longspec"]
     models = TargetModel(CONFIG), candidates([drafter]), Params(TABLES, draft)
@@ -145,17 +120,6 @@ def test_neither_order_policy_nor_prefills_at_once_change_a_token(single: list[n
     shown, _ = serve(engine, (6, 0, 4, 2, 5, 1, 3), CONFIG.vocab_size)
     assert_same(shown, single)
     assert all(total.rounds for total in engine.totals)
-
-
-def test_a_short_prompt_overtakes_a_long_one_where_several_are_prefilled() -> None:
-    for prefills, first in ((1, 0), (2, 1)):
-        engine = open_engine(TARGET, [NoDraft()], Params(TABLE, ()), prefills=prefills)
-        engine.submit(np.ones(40, np.int32), endless(3))
-        engine.submit(np.ones(5, np.int32), endless(3))
-        outputs: list[StepOutput] = []
-        while not outputs:
-            outputs = engine.step()
-        assert outputs[0].id == first
 
 
 def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
@@ -234,28 +198,3 @@ def test_rows_that_are_done_read_nothing_of_their_cache() -> None:
     while engine.live != (0,):
         engine.step()
     assert engine.rows.attended.tolist()[1:] == [0, 0] and engine.rows.attended[0] > 0
-
-
-TWO = (Queued(), Queued())
-
-
-def under_way(*left: int | None) -> tuple[Prompt, ...]:
-    """Prefills with these numbers of chunks left."""
-    return tuple(map(Prompt, left))
-
-
-@each_row(
-    ("now", "expected"),
-    [
-        (Snapshot(TWO, (), 1, 2, False, 1), Plan((0,), None, None)),
-        (Snapshot(TWO, under_way(3), 0, 2, False, 1), Plan((), 0, None)),
-        (Snapshot(TWO, under_way(3, 1), 0, 2, False, 3), Plan((0,), 1, None)),
-        (Snapshot((), under_way(None, 2), 0, 2, False, 2), Plan((), 1, None)),
-        (Snapshot((), under_way(2, None), 1, 2, False, 2), Plan((), 0, 1)),
-        (Snapshot(TWO, (), 3, 3, True, 1), Plan((), None, None)),
-        (Snapshot((Queued(),) * 3, (), 3, 3, True, 1), Plan((0, 1, 2), None, None)),
-        (Snapshot((), under_way(None), 2, 3, True, 1), Plan((), None, None)),
-    ],
-)
-def test_the_plan_of_a_step(now: Snapshot, expected: Plan) -> None:
-    assert plan(now) == expected

@@ -1,6 +1,6 @@
 """A cache in 8 bits: plain decoding defined with it, and text that speculation does not change."""
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,31 +33,26 @@ from tests.decoding.lossless import (
     DRAFT,
     EVERY,
     LENGTHS,
+    LONGSPEC,
     MIXED,
     SHORT,
+    TRANSFORMER,
     TREES,
-    assert_lossless,
     assert_rows_come_and_go,
-    assert_same,
     emitted_in_rounds,
     generate,
-    prompts,
     request,
 )
-from tests.kit import draft_params, each_row, in_tiers, random_draft, random_target
+from tests.kit import each_row, in_tiers, random_target
 
-UNSCALED = dataclasses.replace(CONFIG, kv_dtype="fp8")
+UNSCALED = replace(CONFIG, kv_dtype="fp8")
 SCALES = HeadScales((0.25,), (0.03125,)), HeadScales((0.03, 0.05), (0.011, 0.02))
-SCALED = dataclasses.replace(UNSCALED, kv_scales=SCALES)
+SCALED = replace(UNSCALED, kv_scales=SCALES)
 SOME = BlockBudget(slots=20, sinks=4, recent=8, block=4)
-TOKENS = prompts(CONFIG.vocab_size)
-
-
-@pytest.fixture(scope="module")
-def models() -> Params:
-    """A random target, and a draft of which part is the target's own taste."""
-    target = random_target(CONFIG)
-    return Params(target, draft_params(random_draft(DRAFT), target))
+ROUNDED = {
+    config: replace(TRANSFORMER, target=TargetModel(config), _known={})
+    for config in (UNSCALED, SCALED)
+}
 
 
 def quest(config: Any) -> Hierarchy:
@@ -70,22 +65,17 @@ def working(config: Any) -> LongSpecDrafter:
 
 
 @pytest.mark.parametrize("config", in_tiers([UNSCALED, SCALED], SCALED), ids=["unscaled", "scaled"])
-def test_speculation_changes_no_token(models: Params, config: Any) -> None:
+def test_speculation_changes_no_token(config: Any) -> None:
     """Greedy and sampled; nodes see each other's keys as they will be cached."""
-    target, itself = TargetModel(config), Params(models.target, models.target)
-    near = SmallLMDrafter(CONFIG, TreeConfig((2, 2, 1, 1)))
-    """The target without its rounding: most of what it proposes is accepted."""
-    drafters = (near, itself), (LongSpecDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9)), models)
-    whole, _ = generate(TargetModel(CONFIG), NoDraft(), models, TOKENS, LENGTHS, EVERY[-1])
-    for requests in EVERY:
-        plain, state = generate(target, NoDraft(), models, TOKENS, LENGTHS, requests)
-        dtypes = {leaf.dtype for leaf in (*state.rows.cache.keys, *state.rows.cache.values)}
-        assert dtypes == {jnp.dtype(CODES)}
-        for drafter, params in drafters:
-            rows, state = generate(target, drafter, params, TOKENS, LENGTHS, requests)
-            assert_same(rows, plain)
-            if drafter is near:
-                assert emitted_in_rounds(state) > int(state.record.emitted.sum()) // 2
+    rounded, near = ROUNDED[config], SmallLMDrafter(CONFIG, TreeConfig((2, 2, 1, 1)))
+    _, state = rounded.run(NoDraft(), (), EVERY[0])
+    dtypes = {leaf.dtype for leaf in (*state.rows.cache.keys, *state.rows.cache.values)}
+    assert dtypes == {jnp.dtype(CODES)}
+    # The target without its rounding: most of what it proposes is accepted.
+    for state in rounded.same(near, TRANSFORMER.params, EVERY):
+        assert emitted_in_rounds(state) > int(state.record.emitted.sum()) // 2
+    rounded.same(LongSpecDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9)), LONGSPEC, EVERY[:1])
+    plain, whole = rounded.plain(EVERY[-1]), TRANSFORMER.plain(EVERY[-1])
     assert any(not np.array_equal(a, b) for a, b in zip(plain, whole, strict=True))
 
 
@@ -101,30 +91,26 @@ PARTIAL = {
 
 
 @pytest.mark.parametrize("name", in_tiers(PARTIAL, "quest"))
-def test_whatever_reads_the_cache_changes_no_token(models: Params, name: str) -> None:
+def test_whatever_reads_the_cache_changes_no_token(name: str) -> None:
     """Selections, copies of blocks, and drafts that read part of it."""
-    target, drafter = TargetModel(SCALED), PARTIAL[name](SCALED)
-    plain, _ = generate(target, NoDraft(), models, TOKENS, LENGTHS, EVERY[0])
-    assert_lossless(target, drafter, models, TOKENS, LENGTHS, EVERY[0], plain)
+    ROUNDED[SCALED].drafted(PARTIAL[name](SCALED), LONGSPEC, EVERY[:1])
 
 
 @pytest.mark.full
-def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params) -> None:
+def test_a_cache_in_the_hosts_memory_changes_no_token() -> None:
     """Of which blocks are gathered."""
     req = request(**MIXED)
-    plain, _ = generate(TargetModel(SCALED), NoDraft(), models, TOKENS, LENGTHS, req)
-    target = TargetModel(SCALED, offload=True)
-    rows, state = generate(target, quest(SCALED), models, TOKENS, LENGTHS, req)
-    assert_same(rows, plain)
-    cache = state.rows.cache
-    kinds = [(leaf.sharding.memory_kind, leaf.dtype.name) for leaf in cache.keys]
+    ROUNDED[SCALED].plain(req)
+    offloaded = replace(ROUNDED[SCALED], target=TargetModel(SCALED, offload=True))
+    [state] = offloaded.same(quest(SCALED), LONGSPEC, [req])
+    kinds = [(leaf.sharding.memory_kind, leaf.dtype.name) for leaf in state.rows.cache.keys]
     assert kinds == [("pinned_host", "uint8"), ("device", "uint8")]
 
 
 @pytest.mark.full
 def test_layers_with_windows_slots_and_prefixes_change_no_token() -> None:
     """Two prompts return, with chunks that the host kept."""
-    config = dataclasses.replace(WINDOWS.config, kv_dtype="fp8")
+    config = replace(WINDOWS.config, kv_dtype="fp8")
     params = random_target(config)
     models, target = Params(params, ()), TargetModel(config)
     drafter, given = NgramDrafter(TreeConfig((3, 2))), WINDOWS.given
@@ -132,11 +118,11 @@ def test_layers_with_windows_slots_and_prefixes_change_no_token() -> None:
     assert_rows_come_and_go(target, drafter, models, *given, plain)
 
 
-def test_cached_decoding_equals_running_the_whole_text_again(models: Params) -> None:
+def test_cached_decoding_equals_running_the_whole_text_again() -> None:
     """The oracle without a cache: one causal pass whose keys and values NumPy's rounding made."""
-    config, model = SCALED, Target(CONFIG)
+    model = Target(CONFIG)
     drafter = LongSpecDrafter(DRAFT, TREES[0])
-    rows, _ = generate(TargetModel(config), drafter, models, TOKENS, LENGTHS, request())
+    rows, _ = ROUNDED[SCALED].run(drafter, LONGSPEC, request())
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         each = SCALES[layer].keys, SCALES[layer].values
@@ -153,22 +139,26 @@ def test_cached_decoding_equals_running_the_whole_text_again(models: Params) -> 
         return causal_attention(q, k, v)
 
     for b, row in [*enumerate(rows)][1:2]:  # Not compiled, so a row is enough.
-        text = np.asarray([*TOKENS[b, : LENGTHS[b]], *row[:-1]])[None]
+        text = np.asarray([*TRANSFORMER.tokens[b, : LENGTHS[b]], *row[:-1]])[None]
         positions = np.arange(text.shape[1])[None]
-        variables = {"params": models.target}
+        variables = {"params": TRANSFORMER.params}
         output: Any = model.apply(variables, text, positions, attend)  # NumPy rounds.
         logits: Any = model.apply(variables, output.hidden, method="unembed")
         np.testing.assert_array_equal(logits[0, LENGTHS[b] - 1 :].argmax(axis=1), row)
 
 
 def test_nodes_that_saw_each_other_unrounded_would_change_logits(
-    models: Params, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control, and what a chain's logits are: those of plain steps."""
-    target, params = TargetModel(UNSCALED), models.target
+    target, params = TargetModel(UNSCALED), TRANSFORMER.params
     length, chain = jnp.asarray([19]), jnp.asarray([[7, 3, 50, 9, 1]])
     _, cache, *_ = jax.jit(target.prefill_chunk)(
-        params, target.allocate(1, 64), jnp.asarray(TOKENS[:1]), jnp.zeros(1, int), length - 1
+        params,
+        target.allocate(1, 64),
+        jnp.asarray(TRANSFORMER.tokens[:1]),
+        jnp.zeros(1, int),
+        length - 1,
     )
 
     def verify(cache: Any, tokens: jax.Array, length: jax.Array) -> Any:
@@ -193,7 +183,7 @@ def test_nodes_that_saw_each_other_unrounded_would_change_logits(
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_round_writes_to_the_cache_in_place(batch: int) -> None:
     """XLA would convert all of an array of 8-bit floats to 16 bits and back."""
-    config = dataclasses.replace(compiled.CONFIG, kv_dtype="fp8")
+    config = replace(compiled.CONFIG, kv_dtype="fp8")
     program = compiled.compiled_loop(batch, config=config, plain=True)
     compiled.assert_nothing_grows(program, batch, config=config)
 
@@ -222,4 +212,4 @@ def test_a_cache_takes_a_quarter_of_the_bytes_of_float32(offload: bool) -> None:
 )
 def test_what_is_no_cache_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        dataclasses.replace(CONFIG, **fields)
+        replace(CONFIG, **fields)

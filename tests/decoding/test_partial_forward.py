@@ -4,6 +4,7 @@ The reference runs the whole text at once: committed tokens see all before them,
 cached; the tokens of the partial pass see what was selected, and what their mask says.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import pytest
 
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import NOTHING, Features, Needs, PartialForward, View
+from longspec_jax.drafters.base import Features, Needs, PartialForward, View
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.operands import Fresh
@@ -145,9 +146,19 @@ def test_a_partial_forward_over_everything_is_a_verification(setting: Setting) -
     )
 
 
-@pytest.mark.parametrize("selection", [SinksAndRecent(2, 4), SinksAndRecent(0, 3)], ids=str)
+def several(length: jax.Array) -> Spans:
+    """An empty one among them."""
+    start = jnp.array([[0, 4, 9], [1, 1, 5], [0, 0, 0]])
+    return Spans(start, jnp.array([[2, 5, 14], [1, 3, 6], [1, 0, 0]]))
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [SinksAndRecent(2, 4), SinksAndRecent(0, 3), several],
+    ids=["both", "recent", "several spans"],
+)
 def test_a_partial_forward_sees_what_is_selected_and_no_more(
-    setting: Setting, selection: SinksAndRecent
+    setting: Setting, selection: Callable[[jax.Array], Spans]
 ) -> None:
     """In rows that are longer than the selection, about as long, and shorter."""
     spans = selection(setting.view.length)
@@ -159,16 +170,6 @@ def test_a_partial_forward_sees_what_is_selected_and_no_more(
         assert jax.tree.all(jax.tree.map(lambda a, b: relative_error(a, b) < 1e-5, mine, features))
     everything, _ = expected(setting, 0, np.ones(32, bool), DEPTHS, MASK)
     assert relative_error(found.logits[0], everything) > 0.01  # So the selection matters.
-
-
-def test_the_spans_of_a_selection_may_be_several(setting: Setting) -> None:
-    """An empty one among them."""
-    start = jnp.array([[0, 4, 9], [1, 1, 5], [0, 0, 0]])
-    spans = Spans(start, jnp.array([[2, 5, 14], [1, 3, 6], [1, 0, 0]]))
-    found = partial_forward(setting, spans)
-    for row in range(3):
-        logits, _ = expected(setting, row, chosen(spans, row), DEPTHS, MASK)
-        assert relative_error(found.logits[row], logits) == close(0)
 
 
 def test_levels_that_are_run_one_by_one_are_one_tree(setting: Setting) -> None:
@@ -225,16 +226,3 @@ def test_a_view_from_further_on_sees_the_tokens_between(setting: Setting) -> Non
         depths = np.concatenate([np.arange(chain), chain + DEPTHS])
         logits, _ = expected(setting, row, chosen(spans, row), depths, own)
         assert relative_error(found.logits[row], logits[chain:]) == close(0)
-
-
-def test_what_is_asked_for_is_found_and_nothing_else(setting: Setting) -> None:
-    """Of a prompt that comes in chunks; of verified and glanced nodes see above."""
-    for row, length in enumerate(LENGTHS):
-        positions, mask = np.arange(length), np.tri(length, dtype=bool)
-        _, features = dense(setting.params, setting.tokens[row, :length], positions, mask)
-        assert set(setting.features.hidden) == {0, 1} and set(setting.features.queries) == {1}
-        mine = jax.tree.map(lambda f, row=row, n=length: f[row, :n], setting.features)
-        assert jax.tree.all(jax.tree.map(lambda a, b: relative_error(a, b) < 1e-5, mine, features))
-    spans = SinksAndRecent(2, 4)(setting.view.length)
-    found = partial_forward(setting, spans, NOTHING)
-    assert jax.tree.leaves(found.features) == []

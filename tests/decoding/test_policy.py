@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.decoding.policy import Choice, Estimate, FastestWithinBudget, Measurement
+from tests.kit import in_tiers
 
 PLAIN, NARROW, TREE = range(3)
 UNIT = 0.05
@@ -118,13 +119,6 @@ def test_a_short_launch_that_met_a_pause_hides_no_lead() -> None:
         assert each < after.round_seconds(index) < each + 0.4e-3
 
 
-def test_a_good_draft_is_used() -> None:
-    elapsed, choices = simulate([1, 1.15, 1.3], good, 2000)
-    alone = 2000 / 3.5 * 1.3
-    assert elapsed <= 1.05 * alone
-    assert rounds_of(choices, TREE) > 20 * rounds_of(choices, PLAIN)
-
-
 def test_a_short_completion_is_hardly_slowed() -> None:
     elapsed, _ = simulate([1, 1.15, 1.3], useless, 64)
     assert elapsed <= 1.10 * 64
@@ -159,16 +153,7 @@ def test_a_tree_that_began_badly_is_tried_again(wait: float) -> None:
     assert elapsed <= 1.15 * 256 / 3.1 * costs[TREE]
 
 
-def test_the_cheaper_of_two_useful_trees_wins() -> None:
-    def shallow(index: int, emitted: int) -> float:
-        return (1.0, 2.4, 2.6)[index]
-
-    elapsed, choices = simulate([1, 1.1, 1.7], shallow, 4000)
-    assert rounds_of(choices, NARROW) > 5 * rounds_of(choices, TREE)
-    assert elapsed <= 1.05 * 4000 / 2.4 * 1.1
-
-
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", in_tiers(range(30), *range(10)))
 def test_never_much_slower_whatever_a_round_costs(seed: int) -> None:
     """Random costs, acceptances, jitter, batch sizes: near plain at worst, mostly near the best.
 
@@ -189,7 +174,7 @@ def test_never_much_slower_whatever_a_round_costs(seed: int) -> None:
     assert elapsed <= 1.08 * 2000 * best
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", in_tiers(range(10), *range(4)))
 def test_pauses_mislead_nobody(seed: int) -> None:
     """A machine that stops now and then: choices stay those of a quiet one."""
     _, choices = simulate([1, 1.15, 1.3], good, 2000, seed, pause=0.004)

@@ -4,15 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.copies import copy_prefix, read_chunk, write_chunk
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.prefill import concerns, most_reusable, run_again
-from longspec_jax.decoding.prefixes import HostChunks, Match, SlotPrefixes, chunk_names
+from longspec_jax.decoding.prefixes import HostChunks, Match, chunk_names
 from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NOTHING, Needs, NoDraft, Params
@@ -35,7 +33,6 @@ from tests.decoding.engines import (
 from tests.decoding.lossless import assert_same, generate, outputs_of, texts_of
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.kit import random_target, tiny_target_config
-from tests.lookup import LookupDrafter
 
 CHUNK, CAPACITY = 8, 48
 A, B = (np.random.default_rng(seed).integers(0, VOCABULARY, 40).astype(np.int32) for seed in (1, 2))
@@ -83,34 +80,6 @@ def test_a_name_stands_for_all_tokens_up_to_the_end_of_its_chunk() -> None:
     # Chunks of another size round differently; the same tokens elsewhere are other tokens.
     assert not set(chunk_names(A, 4)) & set(names)
     assert not set(chunk_names(A[8:], CHUNK)) & set(names)
-
-
-def test_the_longest_prefix_is_found_in_the_slot_used_last() -> None:
-    slots, names, other = SlotPrefixes(3), chunk_names(A, CHUNK), chunk_names(B, CHUNK)
-    assert slots.find(names) == Match(0, None) and slots.find(()) == Match(0, None)
-    slots.put(0, names[:2])
-    slots.put(1, names[:4])
-    slots.put(2, names[:2])
-    assert slots.find(names) == Match(4, 1)
-    assert slots.find(names[:2]) == Match(2, 2)
-    slots.touch(0)
-    assert slots.find(names[:2]) == Match(2, 0)
-    slots.put(1, other)
-    assert slots.find(names) == Match(2, 0) and slots.find(other) == Match(5, 1)
-
-
-def test_a_prompt_takes_the_slot_with_nothing_to_lose_or_the_one_used_longest_ago() -> None:
-    slots, a, b = SlotPrefixes(4), chunk_names(A, CHUNK), chunk_names(B, CHUNK)
-    assert slots.to_overwrite([2, 3, 0], a) == 2, "empty ones in the order given"
-    slots.put(0, a[:2])
-    slots.put(1, b[:3])
-    slots.put(2, b[:2])
-    assert slots.to_overwrite([0, 1], ()) == 0
-    slots.touch(0)
-    assert slots.to_overwrite([0, 1], ()) == 1
-    assert slots.to_overwrite([1, 0], a) == 0, "the prompt goes on from what the slot holds"
-    assert slots.to_overwrite([0, 1, 2], ()) == 2, "another slot holds the same"
-    assert slots.to_overwrite([0, 1, 3], ()) == 3
 
 
 def test_the_hosts_memory_is_bounded_and_drops_what_was_used_longest_ago() -> None:
@@ -277,20 +246,3 @@ def test_a_slot_of_a_mesh_is_copied_without_what_lies_behind() -> None:
     moved, _ = write_chunk(row, 4, copy, jax.device_put(part, row.cache), np.int32(8))
     for mine, layer in zip(jax.tree.leaves(moved), layers, strict=True):
         np.testing.assert_array_equal(mine[0, :, 8:12], layer[2, :, 4:8])
-
-
-@pytest.mark.full
-def test_warm_text_is_cold_text_on_a_mesh_that_spreads_rows() -> None:
-    mesh = make_mesh(data=2)
-    table = jax.device_put(TABLE, NamedSharding(mesh, P()))
-    engine = open_engine(
-        *(TARGET, [LookupDrafter(TreeConfig((3, 2)))], Params(table, table)),
-        slots=4,
-        prefixes=True,
-        host_bytes=1 << 20,
-    )
-    assert engine.rows.cache.keys[0].sharding.shard_shape((4, 1, 48, 2))[0] == 2
-    prompts = [begin((A, 26)), begin((A, 16), (B, 9)), begin((A, 26))]
-    texts, cached = serve_in_turn(engine, prompts)
-    assert_same(texts, cold(prompts))
-    assert cached == [0, 16, 24]

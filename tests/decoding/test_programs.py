@@ -28,16 +28,6 @@ def test_the_least_recently_used_entry_drops_out() -> None:
     assert recent.keeps({"a", "b"}) and not recent.keeps({"a", "c"})
 
 
-def test_renewed_entries_stay_longest() -> None:
-    recent = Recent(2)
-    for key in "ab":
-        recent.get(key, key.upper)
-    assert recent.renew({"a"})
-    recent.get("c", str)
-    assert recent.keeps({"a", "c"})
-    assert not recent.renew({"a", "b"})
-
-
 def test_keys_are_noted_and_the_limit_lowered_for_a_while() -> None:
     recent = Recent(3)
     recent.get("a", str)
@@ -51,14 +41,6 @@ def test_keys_are_noted_and_the_limit_lowered_for_a_while() -> None:
     for key in "ab":
         recent.get(key, str)
     assert recent.keeps({"a", "b", "c"})
-
-
-def test_an_entry_that_lost_what_it_holds_is_not_kept() -> None:
-    recent = Recent(2, whole=bool)
-    entry = recent.get("a", lambda: [1])
-    assert recent.keeps({"a"}) and recent.renew({"a"})
-    entry.clear()
-    assert not recent.keeps({"a"}) and not recent.renew({"a"})
 
 
 def scaled(factor: int, x: jax.Array, y: dict[str, jax.Array]) -> jax.Array:

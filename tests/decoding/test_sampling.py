@@ -14,7 +14,6 @@ from transformers import (
 )
 
 from longspec_jax.decoding import sampling as sampling_lib
-from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import NO_TOKEN, Sampling
 from tests.decoding.lossless import kind_of
 from tests.kit import each_row
@@ -98,23 +97,6 @@ def test_temperature_zero_is_the_argmax_with_ties_to_the_lowest_token() -> None:
     logits = jnp.array([[[1.0, 3.0, 3.0, 2.0]]])
     s = sampling(1, 0.0)
     assert int(draw(logits, noise(s, jnp.array([[0]]), 4), s)[0, 0]) == 1
-
-
-def test_rows_of_both_kinds_share_a_batch() -> None:
-    s = sampling(2, 1.0).replace(temperature=jnp.array([0.0, 1.0]))
-    logits = jax.random.normal(jax.random.key(0), (2, 1, VOCABULARY))
-    gumbel = noise(s, jnp.array([[5], [5]]), VOCABULARY)
-    np.testing.assert_array_equal(perturb(logits, gumbel, s)[0], logits[0])
-    below_the_best = logits[1] - logits[1].max()
-    np.testing.assert_allclose(perturb(logits, gumbel, s)[1], below_the_best + gumbel[1], rtol=1e-6)
-
-
-def test_a_perfect_draft_ranks_the_draw_first() -> None:
-    s = sampling(50, 0.8, top_p=0.9)
-    logits = jax.random.normal(jax.random.key(1), (50, 1, VOCABULARY))
-    gumbel = noise(s, jnp.arange(50)[:, None], VOCABULARY)
-    scores = jax.jit(lambda logits: RoundNoise(gumbel, s).scores(logits, 0))(logits)
-    np.testing.assert_array_equal(scores.argmax(axis=-1), draw(logits, gumbel, s))
 
 
 def test_noise_has_its_tail() -> None:

@@ -35,6 +35,7 @@ from tests.decoding.engines import (
     prompt,
 )
 from tests.decoding.lossless import outputs_of, texts_of
+from tests.kit import each_row
 from tests.lookup import LookupDrafter
 
 # The pure plan of a step.
@@ -43,6 +44,31 @@ from tests.lookup import LookupDrafter
 def seen(queued: Sequence[Queued] = (), prefilling: Sequence[Prompt] = (), **more: Any) -> Plan:
     now = {"free": 0, "slots": 2, "together": False, "most_prefills": 2, **more}
     return plan(Snapshot(queued, prefilling, **now))
+
+
+TWO = (Queued(), Queued())
+
+
+def under_way(*left: int | None) -> tuple[Prompt, ...]:
+    """Prefills with these numbers of chunks left."""
+    return tuple(map(Prompt, left))
+
+
+@each_row(
+    ("now", "expected"),
+    [
+        (Snapshot(TWO, (), 1, 2, False, 1), Plan((0,), None, None)),
+        (Snapshot(TWO, under_way(3), 0, 2, False, 1), Plan((), 0, None)),
+        (Snapshot(TWO, under_way(3, 1), 0, 2, False, 3), Plan((0,), 1, None)),
+        (Snapshot((), under_way(None, 2), 0, 2, False, 2), Plan((), 1, None)),
+        (Snapshot((), under_way(2, None), 1, 2, False, 2), Plan((), 0, 1)),
+        (Snapshot(TWO, (), 3, 3, True, 1), Plan((), None, None)),
+        (Snapshot((Queued(),) * 3, (), 3, 3, True, 1), Plan((0, 1, 2), None, None)),
+        (Snapshot((), under_way(None), 2, 3, True, 1), Plan((), None, None)),
+    ],
+)
+def test_the_plan_of_a_step(now: Snapshot, expected: Plan) -> None:
+    assert plan(now) == expected
 
 
 def test_a_lower_priority_goes_first_at_every_stage() -> None:
@@ -109,23 +135,6 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(prefixes: bool) 
     # The best one, which came last, was done before those that had waited for a slot.
     order = [out.id for out in outputs if out.finish]
     assert order.index(ids[-1]) < order.index(ids[2])
-
-
-def test_who_lost_a_slot_knows_how_many_of_its_tokens_were_emitted() -> None:
-    engine = open_engine(slots=1, readmits=True)
-    id = engine.submit(prompt(3), endless(20), priority=1)
-    shown: list[StepOutput] = []
-    while sum(len(out.tokens) for out in shown) < 5:
-        shown += engine.step()
-    engine.submit(prompt(0), endless(2))
-    while not engine.prompts.queue or engine.prompts.queue[0].id != id:
-        shown += engine.step()
-    [again] = engine.prompts.queue
-    emitted = np.concatenate([out.tokens for out in shown if out.id == id])
-    assert again.emitted == len(emitted) and again.priority == 1
-    np.testing.assert_array_equal(again.tokens, np.concatenate([prompt(3), emitted]))
-    assert again.request.max_new_tokens.tolist() == [20 - len(emitted)]
-    assert len(collected(engine, shown)[id]) == 20
 
 
 # Faults.
@@ -259,17 +268,6 @@ def test_a_row_without_finite_logits_ends_alone() -> None:
     for id, text in zip(ids, expected, strict=True):
         np.testing.assert_array_equal(texts[id], text)
         assert (text[-1] == -1) == (id in failed)
-
-
-def test_a_cancelled_row_is_free_at_once_and_ends_on_the_device_with_the_next_round() -> None:
-    engine = open_engine(slots=1, readmits=True)
-    first = engine.submit(prompt(1), endless(15))
-    while not engine.live:
-        engine.step()
-    engine.cancel(first)
-    assert not engine.live and engine.rows.done.all() and not engine._slots.active
-    second = engine.submit(prompt(2), endless(3))
-    assert set(collected(engine, [])) == {second}
 
 
 # Trees by load.

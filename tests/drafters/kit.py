@@ -13,10 +13,20 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.drafters.base import Committed, Features, Params, SamplingNoise
+from longspec_jax.decoding.rows import Request
+from longspec_jax.drafters.base import (
+    Committed,
+    Drafter,
+    Features,
+    Params,
+    SamplingNoise,
+    View,
+)
 from longspec_jax.drafters.tables import TableParams
+from longspec_jax.drafters.tree import Tree
 from longspec_jax.sharding import partition_spec, path_name
 from longspec_jax.weights.tables import Table
+from tests.decoding.lossless import LOOKUP, TABLE
 from tests.kit import view_of
 
 T = TypeVar("T", bound=TableParams)
@@ -165,6 +175,8 @@ class Listening(Given):
 def extended(drafter: Any, params: Any, state: Any, block: Any) -> Any:
     """A draft's state behind a block: tokens, start, count, and the target's hidden states."""
     tokens, start, count, *hidden = block
+    if not hidden:
+        return drafter.extend(params, state, Committed(tokens, start, count))
     features = Features(dict(zip(drafter.config.features, hidden, strict=True)))
     return drafter.extend(params, state, Committed(tokens, start, count, features))
 
@@ -182,23 +194,34 @@ def proposed(
     return tree, noise.heard
 
 
-def assert_any_blocks_make_the_state(
-    drafter: Any, draft: Any, tokens: np.ndarray, hidden: list[np.ndarray], counts: Any
-) -> None:
-    """Blocks of five tokens, of which rows own some, and one block of the whole text ``[2, 16]``.
+def proposed_from(
+    drafter: Any, params: Params, state: Any, view: View
+) -> tuple[Tree, list[jax.Array]]:
+    """A drafter's tree, and the logits that it scored at the nodes of every level."""
 
-    What lies behind a count is garbage.
-    """
-    params, begun = Params(None, draft), drafter.begin(Params(None, draft), 2, 16)
-    at, total = np.zeros(2, np.int32), np.sum(counts, axis=0, dtype=np.int32)
-    whole = extended(drafter, params, begun, (tokens, at, total, *hidden))
-    state = begun
-    for count in np.array(counts, np.int32):
-        index = np.minimum(at[:, None] + np.arange(5), 15)
-        garbage = np.arange(5) >= count[:, None]
-        beside = [each[np.arange(2)[:, None], index] for each in hidden]
-        states = [np.where(garbage[..., None], 99.0, each) for each in beside]
-        fresh = np.where(garbage, 7, np.take_along_axis(tokens, index, axis=1))
-        state = extended(drafter, params, state, (fresh, at, count, *states))
-        at = at + count  # A new one: the program may still read the old.
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), state, whole)
+    def propose(params: Params, state: Any) -> tuple[Tree, list[jax.Array]]:
+        noise = Listening(None, [])
+        return drafter.propose(params, state, view, noise), noise.heard
+
+    return jax.jit(propose)(params, state)
+
+
+def paths(tree: Any, row: int) -> dict[tuple[int, ...], int]:
+    """Tokens below the root on the path to every node that a walk can come to, and the node."""
+    tokens, parents = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row])
+    names: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, len(tokens)):
+        if int(parents[node]) in names:
+            names[node] = (*names[int(parents[node])], int(tokens[node]))
+    return {path: node for node, path in names.items()}
+
+
+def histogram(drafter: Drafter, requests: Request, draft: Any = TABLE) -> np.ndarray:
+    """Rounds by accepted tokens, on the lookup model."""
+    _, state = LOOKUP.run(drafter, draft, requests)
+    return np.asarray(state.record.histogram).sum(axis=0)
+
+
+def is_perfect(found: np.ndarray) -> bool:
+    """All but the last rounds of the three rows, which their budgets may cut, accept everything."""
+    return bool(found[-1] >= found.sum() - 3)

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
@@ -22,10 +21,10 @@ from longspec_jax.drafters.joined import Joined, JoinedDraft
 from longspec_jax.drafters.ngram import NgramDraft, NgramDrafter
 from longspec_jax.drafters.streaming import StreamingDraft
 from longspec_jax.drafters.suffix import SuffixDraft
-from longspec_jax.drafters.tree import Tree, beam_search, best_nodes, subtree
+from longspec_jax.drafters.tree import Tree, beam_search
 from longspec_jax.generation.models import drafters_for
 from longspec_jax.loading import with_lookup
-from tests.drafters.test_ngram import paths
+from tests.drafters.kit import paths
 from tests.kit import each_row
 
 SHAPE = TreeConfig((3, 4, 2))
@@ -81,7 +80,8 @@ def test_a_union_is_the_best_paths_of_all_trees(nodes: int) -> None:
         for row in range(3):
             first, second = worth_by_path(one, row), worth_by_path(other, row)
             worth = {p: max(first.get(p, -9e9), second.get(p, -9e9)) for p in {*first, *second}}
-            kept = paths(tree, row)
+            nodes_of = paths(tree, row)
+            kept = nodes_of.keys()
             assert len(kept) == min(nodes, len(worth))
             least = min(worth[path] for path in kept)
             assert all(value <= least for path, value in worth.items() if path not in kept)
@@ -103,44 +103,7 @@ def test_a_union_is_the_best_paths_of_all_trees(nodes: int) -> None:
                     assert depths[row, node] == depths[row, parents[node]] + 1
                     assert parents[node] < node
             for path in kept - {()}:
-                node = next(n for n in range(nodes) if there[n] and path_of(tree, row, n) == path)
-                assert bits[node] == (path in first) + 4 * (path in second)
-
-
-def path_of(tree: Tree, row: int, node: int) -> tuple[int, ...]:
-    """The tokens down to a node."""
-    path: list[int] = []
-    while node > 0:
-        path.insert(0, int(tree.tokens[row, node]))
-        node = int(tree.parents[row, node])
-    return tuple(path)
-
-
-@each_row("nodes", [6, 10])
-def test_what_is_worth_nothing_leaves_the_other_tree_as_it_is(nodes: int) -> None:
-    one, other = model_tree(1), looked_up(1)
-    nothing = jnp.where(jnp.arange(other.tokens.shape[1]) == 0, 0.0, -jnp.inf)
-    weightless = other.replace(totals=jnp.broadcast_to(nothing, other.tokens.shape))  # pyright: ignore
-    tree = union({0: one, 1: weightless}, LEVELS, nodes)
-    assert one.totals is not None
-    alone = subtree(one, best_nodes(one.totals, nodes))
-    for ours, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(alone), strict=False):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_classes_of_what_is_looked_up() -> None:
-    #                      three places, of which two agree for two tokens
-    tokens = jnp.asarray([[[1, 2, 3], [1, 2, 4], [5, 6, 7]]])
-    known = jnp.ones((1, 3, 3), bool).at[0, 2, 2].set(False)
-    found = classified(tokens, known, jnp.asarray([[4, 2, 1]]), jnp.zeros(1, jnp.int32))
-    agreed, single, leads, trails = np.arange(4) * SHARES.shape[1]
-    #          1, 2, 3, 4-5, 6-7, 8-15 and 16 tokens that match before a token
-    expected = [[leads + 3, agreed + 3, leads + 4], [leads + 3, agreed + 3, trails + 3]]
-    expected += [[trails + 0, single + 1, -1]]
-    np.testing.assert_array_equal(found.classes[0], expected)
-    np.testing.assert_array_equal(
-        found.distinct[0], [[True] * 3, [False, False, True], [True, True, False]]
-    )
+                assert bits[nodes_of[path]] == (path in first) + 4 * (path in second)
 
 
 def test_counts_say_what_was_right_of_a_row_s_own_text() -> None:
@@ -185,21 +148,6 @@ def test_chances_under_known_noise_have_the_chance_as_their_mean() -> None:
         sampling.of_kind(SamplingKind.GREEDY), jnp.zeros(batch, jnp.int32), 2, vocabulary
     )
     assert (greedy.chances(jnp.full(tokens.shape, 0.3), tokens) == 0.3).all()
-
-
-def test_what_a_tree_s_text_says_of_lookup() -> None:
-    for text in ("4,16,16,16,16@64~8", "none@16~8", "4,4,4@9+0.7~12", "chain:3@6~8"):
-        tree = TreeConfig.parse(text)
-        assert str(tree) == text and tree.num_levels == max(len(tree.widths), tree.lookup or 0)
-        assert tree.varies and tree.num_nodes == tree.budget
-    assert TreeConfig.parse("4,4~8").num_nodes == 9
-    for text, words in (
-        ("chain:4/2,2~8", "does not join a tree at the end of a chain"),
-        ("none~8", "needs its number of nodes"),
-        ("4~99", "from 1 to 31"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            TreeConfig.parse(text)
 
 
 def test_who_proposes_to_which_tree() -> None:

@@ -13,28 +13,23 @@ import pytest
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters import draft as draft_module
-from longspec_jax.drafters.base import Committed, Params, SamplingNoise
+from longspec_jax.drafters.base import Params, SamplingNoise
 from longspec_jax.drafters.checkpoints import longspec as checkpoints
 from longspec_jax.drafters.checkpoints.longspec import load, save_draft
 from longspec_jax.drafters.draft import Target, is_large
 from longspec_jax.drafters.longspec import (
     DraftConfig,
     LongSpecDrafter,
-    LongSpecLayer,
     LongSpecOptions,
     LongSpecParams,
     ring_mask,
     ring_positions,
 )
 from longspec_jax.drafters.retrieval.selection import WorkingSet, everything
-from longspec_jax.drafters.tree import Tree
-from longspec_jax.models.target import head_logits
-from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
 from longspec_jax.ops.matmul.quantised import quantised_matmul
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.sharding import make_mesh, param_shardings
-from tests.drafters.kit import Listening
+from tests.drafters.kit import proposed_from
 from tests.kit import (
     after_prompts,
     draft_params,
@@ -81,128 +76,45 @@ def _setup(lengths: np.ndarray, seed: int = 0):
     return Params(target, params), view, tokens.astype(np.int32)
 
 
-LONGEST_PATH = 24
-"""Tokens that every path is padded to: one compiled pass serves all."""
+VOCABULARY = jnp.asarray([90, 5, 7, 33, 61, 2, 71])
 
 
-def _path_logits(params, view, tokens, b: int, path: list[int]) -> np.ndarray:
-    """Draft logits at the end of a path, from one dense pass over prompt and path, no ring."""
-    length = int(view.length[b])
-    text = [*tokens[b, :length], int(view.pending[b]), *path]
-    padded = np.asarray(text + [0] * (LONGEST_PATH - len(text)), np.int32)
-    past = (leaf[b : b + 1] for leaf in (view.cache.keys[-1], view.cache.values[-1], view.length))
-    return np.asarray(_dense_logits(params.draft, *past, padded, np.int32(len(text) - 1)))
-
-
-@jax.jit
-def _dense_logits(params, keys, values, length, text, last):
-    distance = jnp.arange(LONGEST_PATH)[:, None] - jnp.arange(LONGEST_PATH)
-    window = ((distance >= 0) & (distance <= WINDOW))[None]
-    prefix = Prefix(keys, values, length)
-    output = LongSpecLayer(CONFIG).apply(
-        {"params": params.layer},
-        params.embedding[text][None],
-        jnp.arange(LONGEST_PATH)[None],
-        lambda q, k, v: tree_attention(q, Fresh(k, v, window)).out,
-        lambda q: prefix_attention(q, prefix).out,
-    )
-    return head_logits(params.head, output.hidden[0, last])
-
-
-def _proposed(drafter, params, state, view) -> tuple[Tree, list[jax.Array]]:
-    """A drafter's tree, and the logits it scored at every level."""
-
-    def propose(params, state):
-        seen: list[jax.Array] = []
-        return drafter.propose(params, state, view, Listening(None, seen)), seen
-
-    return jax.jit(propose)(params, state)
-
-
-def test_trees_hold_the_best_paths_of_the_draft() -> None:
-    """Every proposed token and score agrees with the draft run over the whole path."""
+@pytest.mark.parametrize("own", [False, True])
+def test_a_restricted_draft_proposes_the_best_of_what_it_may(own: bool) -> None:
+    """As if the logits of all tokens were -inf but its vocabulary's and those of a row's text."""
     lengths = np.array([17, 3], np.int32)
     params, view, tokens = _setup(lengths)
-    drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
-    state = after_prompts(drafter, params, tokens, lengths)
-    tree, seen = _proposed(drafter, params, state, view)
-    for b in range(2):
-        nodes, parents = np.asarray(tree.tokens[b]), np.asarray(tree.parents[b])
-        for node in range(1 + 3 + 4):  # The last level is never run.
-            path, at = [], node
-            while at > 0:
-                path.insert(0, int(nodes[at]))
-                at = int(parents[at])
-            level, first = next((i, f) for i, f in ((2, 4), (1, 1), (0, 0)) if node >= f)
-            expected = _path_logits(params, view, tokens, b, path)
-            np.testing.assert_allclose(seen[level][b, node - first], expected, atol=2e-4)
-    top = np.argsort(-np.asarray(seen[0][0, 0]))[:3]
-    np.testing.assert_array_equal(tree.tokens[0, 1:4], top)
-
-
-def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
-    """As if the other tokens' logits were -inf; the ids it names are the whole vocabulary's."""
-    lengths = np.array([17, 3], np.int32)
-    params, view, tokens = _setup(lengths)
-    vocabulary = jnp.asarray([90, 5, 7, 33, 61, 2, 71])
-    drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
-    state = after_prompts(drafter, params, tokens, lengths)
-    outside = jnp.ones(TARGET.vocab_size, bool).at[vocabulary].set(False)
-
-    class Masked(SamplingNoise):
-        def scores(self, logits: jax.Array, depth: int) -> jax.Array:
-            return jnp.where(outside, -jnp.inf, logits)
-
-    class Restricted(SamplingNoise):
-        def among(self, tokens: jax.Array) -> "Among":
-            np.testing.assert_array_equal(tokens, vocabulary)
-            return Among()
-
-    class Among(SamplingNoise):
-        def scores(self, logits: jax.Array, depth: int) -> jax.Array:
-            assert logits.shape[-1] == len(vocabulary)
-            return logits
-
-    expected = jax.jit(lambda *models: drafter.propose(*models, view, Masked()))(params, state)
-    fewer = params.replace(draft=params.draft.restricted(vocabulary))
-    tree = jax.jit(lambda: drafter.propose(fewer, state, view, Restricted()))()
-    for name in ("tokens", "parents", "mask"):
-        np.testing.assert_array_equal(getattr(tree, name), getattr(expected, name))
-    # The estimates of nodes are sums of another matmul's logits.
-    np.testing.assert_allclose(tree.totals, expected.totals, rtol=1e-6)
-
-
-def test_a_restricted_draft_proposes_the_best_of_each_rows_own_text() -> None:
-    """Beside its vocabulary, as if the logits of all other tokens were -inf in that row."""
-    lengths = np.array([17, 3], np.int32)
-    params, view, tokens = _setup(lengths)
-    vocabulary = jnp.asarray([90, 5, 7, 33, 61, 2, 71])
     possible = np.zeros((2, TARGET.vocab_size), bool)
-    possible[:, vocabulary] = True
-    for row, length in enumerate(lengths):
-        possible[row, np.asarray(tokens)[row, :length]] = True
-    assert possible.sum(axis=1).min() > len(vocabulary) and (possible[0] != possible[1]).any()
+    possible[:, VOCABULARY] = True
+    if own:
+        for row, length in enumerate(lengths):
+            possible[row, tokens[row, :length]] = True
+        assert (possible[0] != possible[1]).any()
 
     class Masked(SamplingNoise):
         def scores(self, logits: jax.Array, depth: int) -> jax.Array:
             return jnp.where(possible[:, None], logits, -jnp.inf)
 
-    class AsTheyAre(SamplingNoise):
-        def among(self, tokens: jax.Array) -> "AsTheyAre":
+    class Among(SamplingNoise):
+        def among(self, tokens: jax.Array) -> "Among":
+            if not own:
+                np.testing.assert_array_equal(tokens, VOCABULARY)
             return self
 
         def scores(self, logits: jax.Array, depth: int) -> jax.Array:
+            assert own or logits.shape[-1] == len(VOCABULARY)
             return logits
 
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
     state = after_prompts(drafter, params, tokens, lengths)
     expected = jax.jit(lambda *models: drafter.propose(*models, view, Masked()))(params, state)
-    fewer = params.replace(draft=params.draft.restricted(vocabulary, own_tokens=True))
-    drafter = replace(drafter, own_tokens=True)
+    fewer = params.replace(draft=params.draft.restricted(VOCABULARY, own_tokens=own))
+    drafter = replace(drafter, own_tokens=own)
     state = after_prompts(drafter, fewer, tokens, lengths)
-    tree = jax.jit(lambda *models: drafter.propose(*models, view, AsTheyAre()))(fewer, state)
+    tree = jax.jit(lambda: drafter.propose(fewer, state, view, Among()))()
     for name in ("tokens", "parents", "mask"):
         np.testing.assert_array_equal(getattr(tree, name), getattr(expected, name))
+    # The estimates of nodes are sums of another matmul's logits.
     np.testing.assert_allclose(tree.totals, expected.totals, rtol=1e-5)
 
 
@@ -234,50 +146,12 @@ def test_a_draft_in_8_bits_proposes_what_its_rounded_weights_do() -> None:
     stood_for = params.replace(draft=whole.replace(head=table, layer=layer))
     same = after_prompts(drafter, stood_for, tokens, lengths)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), state, same)
-    tree, seen = _proposed(drafter, rounded, state, view)
-    expected, wanted = _proposed(drafter, stood_for, state, view)
+    tree, seen = proposed_from(drafter, rounded, state, view)
+    expected, wanted = proposed_from(drafter, stood_for, state, view)
     np.testing.assert_array_equal(tree.tokens, expected.tokens)
     assert len(seen) == 3
     for ours, theirs in zip(seen, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
-
-
-def test_committing_equals_prefilling_the_longer_text() -> None:
-    lengths = np.array([9, 2, 13], np.int32)
-    params, _, tokens = _setup(lengths)
-    drafter = LongSpecDrafter(CONFIG, TreeConfig((2, 2, 2)))
-    state = after_prompts(drafter, params, tokens, lengths)
-    counts = np.array([4, 1, 0], np.int32)
-    block = np.stack([tokens[b, n : n + 4] for b, n in enumerate(lengths)])
-    joined = Committed(jnp.asarray(block), jnp.asarray(lengths), jnp.asarray(counts))
-    committed = jax.jit(drafter.extend)(params, state, joined)
-    fresh = after_prompts(drafter, params, tokens, lengths + counts)
-    for ours, theirs in zip(jax.tree.leaves(committed), jax.tree.leaves(fresh), strict=True):
-        present = np.asarray(ring_positions(jnp.asarray(lengths + counts), WINDOW)) >= 0
-        np.testing.assert_allclose(
-            np.asarray(ours)[present], np.asarray(theirs)[present], atol=1e-5
-        )
-
-
-def test_a_prompt_in_chunks_equals_a_prompt_at_once() -> None:
-    """Chunks longer and shorter than the window, of rows that end in different chunks."""
-    lengths = np.array([29, 2, 11, 16], np.int32)
-    params, _, tokens = _setup(lengths)
-    drafter = LongSpecDrafter(CONFIG, TreeConfig((2, 2, 2)))
-    whole = after_prompts(drafter, params, tokens, lengths)
-    present = np.asarray(ring_positions(jnp.asarray(lengths), WINDOW)) >= 0
-    extend = jax.jit(drafter.extend)
-    for chunk in (16, 8, 4):
-        state = drafter.begin(params, len(lengths), 32)
-        for offset in range(0, 32, chunk):
-            count = np.clip(lengths - offset, 0, chunk)
-            block = jnp.asarray(tokens[:, offset : offset + chunk])
-            start = jnp.full_like(jnp.asarray(count), offset)
-            state = extend(params, state, Committed(block, start, jnp.asarray(count)))
-        for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
-            np.testing.assert_allclose(
-                np.asarray(ours)[present], np.asarray(theirs)[present], atol=1e-5
-            )
 
 
 def test_of_what_was_selected_a_draft_reads_that_alone() -> None:
@@ -296,31 +170,16 @@ def test_of_what_was_selected_a_draft_reads_that_alone() -> None:
     within = view.within(WorkingSet((keys,), (values,), count))
     spread = view.within(everything(view.length))
     found, wanted, whole, all_ = (
-        _proposed(drafter, params, state, seen) for seen in (within, alone, spread, view)
+        proposed_from(drafter, params, state, seen) for seen in (within, alone, spread, view)
     )
     jax.tree.map(np.testing.assert_array_equal, (found, whole), (wanted, all_))
     assert np.abs(found[1][0] - all_[1][0]).max() > 1e-3
-
-
-VOCABULARY = jnp.asarray([90, 5, 7, 33, 61, 2, 71])
 
 
 @pytest.fixture(scope="module")
 def params() -> LongSpecParams:
     layer = random_draft(DraftConfig.for_target(TARGET, window=5))
     return draft_params(layer, random_target(TARGET))
-
-
-def test_a_restricted_head_has_the_rows_of_the_whole_one(params: LongSpecParams) -> None:
-    last = params.restricted(VOCABULARY).in_int8()
-    hidden = jax.random.normal(jax.random.key(0), (3, 36))
-    whole = params.in_int8().logits(hidden)
-    np.testing.assert_allclose(last.logits(hidden), whole[:, VOCABULARY], rtol=1e-5, atol=1e-5)
-
-
-def test_a_draft_is_rounded_once(params: LongSpecParams) -> None:
-    with pytest.raises(ValueError, match="in 8 bits already"):
-        params.in_int8().in_int8()
 
 
 def test_own_leaves_out_what_the_target_has(params: LongSpecParams) -> None:

@@ -31,36 +31,9 @@ def _safetensors(folder, state):
     save_file(state, folder / "model.safetensors")
 
 
-def _sharded_safetensors(folder, state):
-    names = sorted(state)
-    shards = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
-    for file, names in shards.items():
-        save_file({name: state[name] for name in names}, folder / file)
-    weight_map = {name: file for file, names in shards.items() for name in names}
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def _torch_state(state):
     torch = pytest.importorskip("torch", reason="writes the pickles of the release")
     return torch, {name: torch.from_numpy(value.copy()) for name, value in state.items()}
-
-
-def _bin(folder, state):
-    torch, state = _torch_state(state)
-    torch.save(state, folder / "pytorch_model.bin")
-
-
-def _sharded_bin(folder, state):
-    torch, state = _torch_state(state)
-    names = sorted(state)
-    weight_map = {
-        name: f"pytorch_model-0000{i % 2 + 1}-of-00002.bin" for i, name in enumerate(names)
-    }
-    for file in set(weight_map.values()):
-        torch.save({n: state[n] for n in names if weight_map[n] == file}, folder / file)
-    index = {"weight_map": weight_map}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
 def _pth(folder, state):
@@ -70,13 +43,7 @@ def _pth(folder, state):
     torch.save(state, folder / "draft_model_weights.pth")
 
 
-KINDS = {
-    "safetensors": _safetensors,
-    "sharded safetensors": _sharded_safetensors,
-    "bin": _bin,
-    "sharded bin": _sharded_bin,
-    "pth": _pth,
-}
+KINDS = {"safetensors": _safetensors, "pth": _pth}
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +65,6 @@ def test_every_prefix_and_file_kind(tmp_path, loaded, prefix, kind):
     config, params = load_draft(tmp_path, TARGET)
     assert config == DRAFT
     jax.tree.map(np.testing.assert_array_equal, params, loaded)
-
-
-def test_fused_layout(loaded):
-    """By hand: head ``n`` of the queries reads key/value head ``n // G`` (here 6 heads over 2)."""
-    kernel = np.asarray(loaded["self_qkv"]["fused"]["kernel"])
-    queries = STATE["self_attn.q_proj.weight"].reshape(2, 3, 6, 36)
-    for head in range(6):
-        np.testing.assert_array_equal(
-            kernel[:, head // 3, head % 3], queries[head // 3, head % 3].T
-        )
-    for slot, name in ((3, "k"), (4, "v")):
-        rows = STATE[f"self_attn.{name}_proj.weight"].reshape(2, 6, 36)
-        np.testing.assert_array_equal(kernel[:, 1, slot], rows[1].T)
-        bias = STATE[f"self_attn.{name}_proj.bias"].reshape(2, 6)
-        np.testing.assert_array_equal(loaded["self_qkv"]["fused"]["bias"][:, slot], bias)
 
 
 def test_export_is_bit_exact(tmp_path, loaded):
@@ -140,16 +92,6 @@ def test_half_precision_is_bit_exact(tmp_path, dtype):
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
-def test_bfloat16_pickle(tmp_path, loaded):
-    torch, state = _torch_state(STATE)
-    _write_config(tmp_path)
-    halves = {name: value.bfloat16() for name, value in state.items()}
-    torch.save(halves, tmp_path / "pytorch_model.bin")
-    _, params = load_draft(tmp_path, TARGET, dtype="bfloat16")
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), loaded)
-    jax.tree.map(np.testing.assert_array_equal, params, rounded)
-
-
 def test_the_draft_follows_its_targets_dtype(tmp_path):
     _write_config(tmp_path, torch_dtype="float16")
     _safetensors(tmp_path, {name: value.astype(np.float16) for name, value in STATE.items()})
@@ -157,28 +99,6 @@ def test_the_draft_follows_its_targets_dtype(tmp_path):
     assert config.dtype == "float32" and params["mlp"]["down"]["kernel"].dtype == jnp.float32
     config, params = load_draft(tmp_path, TARGET, dtype="bfloat16")
     assert config.dtype == "bfloat16" and params["mlp"]["down"]["kernel"].dtype == jnp.bfloat16
-
-
-def _renamed(state):
-    state["self_attn.qproj.weight"] = state.pop("self_attn.q_proj.weight")
-    state["cross_attn.o_proj.weight"] = state["cross_attn.o_proj.weight"][:-1]
-    state["cross_attn.k_proj.bias"] = np.zeros(5, np.float32)
-
-
-def test_strictness(tmp_path):
-    _write_config(tmp_path)
-    state = dict(STATE)
-    _renamed(state)
-    _safetensors(tmp_path, {f"glide.{name}": value for name, value in state.items()})
-    with pytest.raises(ValueError) as error:
-        load_draft(tmp_path, TARGET)
-    for line in (
-        "missing self_attn.q_proj.weight (36, 36)",
-        "unexpected self_attn.qproj.weight (36, 36)",
-        "cross_attn.o_proj.weight is (35, 36), must be (36, 36)",
-        "cross_attn.k_proj.bias is (5,), must be (12,)",
-    ):
-        assert line in str(error.value)
 
 
 def test_tensors_beside_the_draft_are_unexpected(tmp_path):
@@ -245,29 +165,13 @@ def test_a_draft_of_two_layers_is_refused(tmp_path):
     assert load_draft(tmp_path, TARGET)[0] == DRAFT
 
 
-def test_missing_config(tmp_path):
-    _safetensors(tmp_path, STATE)
-    with pytest.raises(FileNotFoundError, match="has no config.json"):
-        load_draft(tmp_path, TARGET)
-
-
-class _Trap:
-    """Code that a pickle would run on loading."""
-
-    def __reduce__(self):
-        return print, ("this pickle ran code",)
-
-
-@each_row("kind", ["code", "truncated", "text", "nested", "list"])
-def test_strange_pickles_are_refused(tmp_path, capsys, kind):
+@each_row("kind", ["text", "nested", "list"])
+def test_strange_pickles_are_refused(tmp_path, kind):
     torch, state = _torch_state(STATE)
     _write_config(tmp_path)
     path = tmp_path / "pytorch_model.bin"
-    torch.save({"code": _Trap(), "nested": {"model": state}, "list": [1]}.get(kind, state), path)
-    if kind == "truncated":
-        path.write_bytes(path.read_bytes()[:2000])
+    torch.save({"nested": {"model": state}, "list": [1]}.get(kind, state), path)
     if kind == "text":
         path.write_text("not a pickle")
     with pytest.raises(ValueError, match="pytorch_model.bin .*(safetensors|flat dictionary)"):
         load_draft(tmp_path, TARGET)
-    assert "ran code" not in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """Published kinds of drafts change no token, and load by the name of their folder."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,12 @@ import pytest
 from contrib import tokenswift
 from contrib.medusa import MedusaConfig
 from longspec_jax import LongSpec
+from longspec_jax.cli import as_options, draft_option
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.base import Drafter, Needs, Params
+from longspec_jax.drafters.checkpoints import dflash as dflash_files
 from longspec_jax.drafters.checkpoints import eagle, mtp
+from longspec_jax.drafters.checkpoints.parallel import save_draft as save_parallel
 from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.ngram import NgramDrafter
@@ -31,76 +32,56 @@ from tests.decoding.lossless import (
     CONFIG,
     EVERY,
     LENGTHS,
+    TRANSFORMER,
     Decoded,
     assert_lossless,
-    assert_same,
     emitted_in_rounds,
-    generate,
     prompts,
 )
 from tests.drafters import test_eagle, test_mtp
 from tests.drafters.dflash import test_drafter as test_dflash
+from tests.drafters.dflash import toys as dflash
+from tests.drafters.kit import without_tables
 from tests.drafters.parallel import test_drafter as test_parallel
 from tests.infer.toys import save_toy, toy_spec
-from tests.kit import random_target
 
 pytestmark = pytest.mark.full
-MODEL = random_target(CONFIG)
+MODEL = TRANSFORMER.params
 TREE = TreeConfig((4, 5, 3), budget=9)
 TOGETHER = TreeConfig((2,), budget=14, lookup=4)
 HEADS = test_medusa.DRAFTS["own"]
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[list[np.ndarray]]:
-    """What plain decoding emits for every request."""
-    run = partial(generate, TargetModel(CONFIG), NoDraft(), Params(MODEL, ()))
-    return [run(prompts(CONFIG.vocab_size), LENGTHS, req)[0] for req in EVERY]
+def decoded(drafter: Drafter, draft: Any) -> Decoded:
+    """The end of the last of all requests, after every one was compared; and lookup joined."""
+    states = TRANSFORMER.same(drafter, draft, EVERY)
+    assert sum(map(emitted_in_rounds, states)) > 0
+    members = with_tree(drafter, PLAIN), NgramDrafter(PLAIN)
+    joined = Joined(members, replace(TOGETHER, widths=drafter.tree.widths))
+    TRANSFORMER.same(joined, (draft, ()), EVERY[:1])
+    return states[-1]
 
 
-def decoded(drafter: Drafter, draft: Any, plain: list[list[np.ndarray]]) -> tuple[Any, Decoded]:
-    """The last of all requests, after every one was compared; and once with lookup joined."""
-    run = partial(generate, TargetModel(CONFIG), drafter, Params(MODEL, draft))
-    runs = [run(prompts(CONFIG.vocab_size), LENGTHS, req) for req in EVERY]
-    for (rows, _), expected in zip(runs, plain, strict=True):
-        assert_same(rows, expected)
-    assert sum(emitted_in_rounds(state) for _, state in runs) > 0
-    joined = Joined(
-        (with_tree(drafter, PLAIN), NgramDrafter(PLAIN)),
-        replace(TOGETHER, widths=drafter.tree.widths),
-    )
-    both = Params(MODEL, (draft, ()))
-    rows, _ = generate(
-        TargetModel(CONFIG), joined, both, prompts(CONFIG.vocab_size), LENGTHS, EVERY[0]
-    )
-    assert_same(rows, plain[0])
-    return runs[-1]
+TEXTS = EVERY[-1]
+"""Of the requests at whose end the states are."""
 
 
-def texts_of(rows: list[np.ndarray]) -> list[list[int]]:
-    """What the cache holds of every row."""
-    starts = zip(prompts(CONFIG.vocab_size), LENGTHS, rows, strict=True)
-    return [[*prompt[:length], *row[:-1]] for prompt, length, row in starts]
-
-
-def test_eagle_changes_no_token(plain: list[list[np.ndarray]], tmp_path: Path) -> None:
+def test_eagle_changes_no_token(tmp_path: Path) -> None:
     """With a window that wraps, and sinks."""
     test_eagle.published(tmp_path)
     draft = eagle.load(tmp_path, test_eagle.TARGET, eagle.EagleOptions(window=6, sinks=2))
-    decoded(draft.drafter(TREE), draft.params, plain)
+    decoded(draft.drafter(TREE), draft.params)
 
 
 @pytest.mark.parametrize(("name", "window"), [("mimo", 6), ("qwen3.5-moe", None)])
-def test_an_mtp_layer_changes_no_token(
-    name: str, window: int | None, plain: list[list[np.ndarray]], tmp_path: Path
-) -> None:
+def test_an_mtp_layer_changes_no_token(name: str, window: int | None, tmp_path: Path) -> None:
     """With a window that wraps, and sinks; and over all entries, with experts and a gate."""
     test_mtp.published(tmp_path, name)
     sinks = {} if window is None else {"window": window, "sinks": 2}
     options = eagle.EagleOptions(**sinks)
     draft = mtp.load(tmp_path, test_mtp.GIVEN[name], options)
     # Another model of the same shape, whose tables these are not.
-    decoded(draft.drafter(TREE), replace(draft.params, embedding=MODEL["embedding"]), plain)
+    decoded(draft.drafter(TREE), replace(draft.params, embedding=MODEL["embedding"]))
 
 
 def test_the_layer_of_a_recurrent_target_changes_no_token() -> None:
@@ -121,32 +102,32 @@ def test_the_layer_of_a_recurrent_target_changes_no_token() -> None:
         assert_lossless(family.target, drafter, both, *family.given, family.plain)
 
 
-def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+def test_dflash_changes_no_token() -> None:
     """With a window that wraps, sinks, and heads of DSpark."""
     window = test_dflash.WINDOW
     drafter = replace(window, tree=replace(window.tree, budget=9))
-    decoded(drafter, test_dflash.random_params(window.config, test_dflash.KNOWN), plain)
+    decoded(drafter, test_dflash.random_params(window.config, test_dflash.KNOWN))
 
 
 @pytest.mark.parametrize(
     "config", [test_dflash.CAUSAL, test_dflash.DFLASH2], ids=["jetspec", "dflash2"]
 )
-def test_its_successors_change_no_token(config: Any, plain: list[list[np.ndarray]]) -> None:
+def test_its_successors_change_no_token(config: Any) -> None:
     """JetSpec's causal block of 16 slots and DFlash 2, with windows that wrap, and sinks."""
     drafter = replace(test_dflash.WINDOW, config=config, tree=TREE)
-    decoded(drafter, test_dflash.random_params(config), plain)
+    decoded(drafter, test_dflash.random_params(config))
 
 
-def test_a_parallel_draft_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+def test_a_parallel_draft_changes_no_token() -> None:
     """With a window that wraps, and a tree as deep as its block."""
     drafter = replace(test_parallel.DRAFTER, tree=TreeConfig((3, 7, 7, 2), budget=12))
-    decoded(drafter, ParallelParams.beside(MODEL, test_parallel.TREE), plain)
+    decoded(drafter, ParallelParams.beside(MODEL, test_parallel.TREE))
 
 
-def test_medusa_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+def test_medusa_changes_no_token() -> None:
     """And what a row keeps is the last token's hidden state behind the final norm."""
-    rows, state = decoded(HEADS.drafter(TREE), HEADS.params, plain)
-    texts = texts_of(rows)
+    state = decoded(HEADS.drafter(TREE), HEADS.params)
+    texts = [TRANSFORMER.text(row, TEXTS) for row in range(3)]
     padded = np.zeros((3, max(map(len, texts))), np.int32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
@@ -165,35 +146,38 @@ def test_medusa_changes_no_token(plain: list[list[np.ndarray]]) -> None:
         np.testing.assert_allclose(kept, whole[b, len(text) - 1], atol=1e-4)
 
 
-def test_medusa_heads_of_some_tokens_change_no_token(plain: list[list[np.ndarray]]) -> None:
+def test_medusa_heads_of_some_tokens_change_no_token() -> None:
     draft = test_medusa.OF_VLLM["token_map"]
-    decoded(draft.drafter(TreeConfig((4, 5), budget=9)), draft.params, plain)
+    decoded(draft.drafter(TreeConfig((4, 5), budget=9)), draft.params)
 
 
-def test_tokenswift_changes_no_token(plain: list[list[np.ndarray]], tmp_path: Path) -> None:
+def test_tokenswift_changes_no_token(tmp_path: Path) -> None:
     """Where its forward sees the whole cache, the first level is what the target draws."""
     test_tokenswift.published(tmp_path)
     draft = tokenswift.load(tmp_path, test_tokenswift.TARGET)
     drafter = replace(draft.drafter(TREE), selector=Quest(CONFIG, BlockBudget(64, 4, 8, 4)))
-    rows, state = decoded(drafter, draft.params, plain)
+    state = decoded(drafter, draft.params)
     assert int(state.record.histogram[:, 0].sum()) <= 3, "rounds that a budget cut"
-    for kept, text in zip(np.asarray(state.rows.draft.row.tokens), texts_of(rows), strict=True):
+    for row, kept in enumerate(np.asarray(state.rows.draft.row.tokens)):
+        text = TRANSFORMER.text(row, TEXTS)
         np.testing.assert_array_equal(kept[: len(text)], text)
 
 
-def test_suffix_decoding_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+def test_suffix_decoding_changes_no_token() -> None:
     """Of rows that know each other's texts; and what another row has emitted is drafted."""
     drafter = SuffixDrafter(TreeConfig((6,) * 4, budget=12))
-    rows, state = decoded(drafter, (), plain)
-    for kept, text in zip(np.asarray(state.rows.draft.tokens), texts_of(rows), strict=True):
+    state = decoded(drafter, ())
+    for row, kept in enumerate(np.asarray(state.rows.draft.tokens)):
+        text = TRANSFORMER.text(row, TEXTS)
         np.testing.assert_array_equal(kept[: len(text)], text)
     # The last row of the first requests is sampled at temperature 1.
     tokens, lengths = np.pad(prompts(CONFIG.vocab_size), ((0, 0), (0, 8))), LENGTHS.copy()
-    answered = [*tokens[2, :1], *plain[0][2]]
+    [*_, last] = TRANSFORMER.plain(EVERY[0])
+    answered = [*tokens[2, :1], *last]
     tokens[1, : len(answered)], lengths[1] = answered, len(answered)
-    params = Params(MODEL, ())
-    rows, again = generate(TargetModel(CONFIG), drafter, params, tokens, lengths, EVERY[0])
-    np.testing.assert_array_equal(rows[2], plain[0][2])
+    told = replace(TRANSFORMER, tokens=tokens, lengths=lengths)
+    rows, again = told.run(drafter, (), EVERY[0])
+    np.testing.assert_array_equal(rows[2], last)
     assert int(again.record.rounds[2]) <= 5
     assert emitted_in_rounds(again) > 11
 
@@ -208,5 +192,16 @@ def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     drafts = [tmp_path / "eagle", f"contrib.medusa:{tmp_path / 'medusa'}", "suffix"]
     found = LongSpec.from_pretrained(target, drafts).drafts
     assert [each.name for each in found] == ["eagle", "medusa", "suffix"]
+    draft = dflash.config_for(config, features=(-1, 0, 0))
+    dflash_files.save_draft(tmp_path / "dflash", draft, without_tables(dflash.random_params(draft)))
+    options = as_options([draft_option("window=16"), draft_option("sinks=0")])
+    spec = LongSpec.from_pretrained(target, [tmp_path / "dflash", "ngram"], draft_options=options)
+    own, _ = spec.drafts
+    assert own.seen == (16, 0) and own.params.embedding is spec.target_params["embedding"]
+    assert own.drafter(PLAIN).needs == Needs(hidden=(-1, 0), recent=16)
+    layers = test_parallel.config_for(config)
+    save_parallel(tmp_path / "parallel", layers, test_parallel.random_tree(layers), target=config)
+    spec = LongSpec.from_pretrained(target, tmp_path / "parallel", draft_options={"int8": True})
+    assert spec.drafts[0].name == "parallel" and spec.drafts[0].params.int8
     with pytest.raises(ValueError, match="unknown option 'window' for .*medusa; it has retrieve"):
         LongSpec.from_pretrained(target, drafts[1], draft_options={"window": 16})

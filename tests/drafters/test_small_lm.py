@@ -1,6 +1,5 @@
 """A small model as drafter: its cache, its trees, and equality with running whole texts again."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,9 +13,8 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise, View
 from longspec_jax.drafters.small_lm import SPARE, SmallLMDrafter, SmallLMState, allocate, append
 from longspec_jax.drafters.tree import Tree
-from longspec_jax.models.target import Target
-from longspec_jax.ops.attention.reference import causal_attention
-from tests.drafters.kit import Listening
+from tests.decoding.lossless import dense
+from tests.drafters.kit import paths, proposed_from
 from tests.kit import after_prompts, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(
@@ -37,42 +35,17 @@ def view_at(position: Any, length: Any = None) -> View:
     return View(TargetModel(CONFIG), None, KVCache((), ()), PENDING, position, length, length < 0)
 
 
-def proposed(drafter: SmallLMDrafter, state: SmallLMState, view: View) -> tuple[Tree, list[Any]]:
-    """A drafter's tree, and the logits it scored at every level."""
-
-    def propose(params: Params, state: SmallLMState) -> tuple[Tree, list[jax.Array]]:
-        heard: list[jax.Array] = []
-        return drafter.propose(params, state, view, Listening(None, heard)), heard
-
-    return jax.jit(propose)(PARAMS, state)
-
-
 @jax.jit
 def dense_logits(text: jax.Array) -> jax.Array:
     """The small model's logits at every token of a text, from one causal pass without a cache."""
-    model, variables = Target(CONFIG), {"params": SMALL}
-    positions = jnp.arange(len(text))[None]
-    output: Any = model.apply(
-        variables, text[None], positions, lambda layer, q, k, v: causal_attention(q, k, v)
-    )
-    logits: Any = model.apply(variables, output.hidden, method="unembed")
-    return logits[0]
+    return dense(CONFIG, SMALL, text[None])[0]
 
 
-def path_logits(row: int, length: int, path: list[int]) -> np.ndarray:
+def path_logits(row: int, length: int, path: tuple[int, ...]) -> np.ndarray:
     """Logits behind a path below a row's pending token."""
     text = [*TOKENS[row, :length], int(PENDING[row]), *path]
     padded = jnp.asarray(text + [0] * (24 - len(text)), jnp.int32)
     return np.asarray(dense_logits(padded)[len(text) - 1])
-
-
-def path_to(tree: Tree, row: int, node: int) -> list[int]:
-    """Tokens from below the root to a node."""
-    tokens, parents, path = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row]), []
-    while node > 0:
-        path.insert(0, int(tokens[node]))
-        node = int(parents[node])
-    return path
 
 
 def assert_committed_slots_equal(ours: SmallLMState, theirs: SmallLMState, lengths: Any) -> None:
@@ -101,32 +74,20 @@ def test_the_tree_holds_the_best_paths() -> None:
     """Every score is that of the small model run over the whole path, without cache or tree."""
     drafter = SmallLMDrafter(CONFIG, TREE)
     state = after_prompts(drafter, PARAMS, TOKENS, LENGTHS)
-    tree, heard = proposed(drafter, state, view_at(LENGTHS))
+    tree, heard = proposed_from(drafter, PARAMS, state, view_at(LENGTHS))
     for row, length in enumerate(LENGTHS):
-        best = {(): 0.0}
+        nodes, best = paths(tree, row), {(): 0.0}
         for level, first in enumerate((0, 1, 4)):
-            width, paths = len(best), {}
-            for node in range(first, first + width):
-                path = path_to(tree, row, node)
-                expected = path_logits(row, length, path)
-                np.testing.assert_allclose(heard[level][row, node - first], expected, atol=2e-4)
-                scores = np.asarray(jax.nn.log_softmax(expected)) + best[tuple(path)]
-                paths |= {(*path, token): float(s) for token, s in enumerate(scores)}
-            kept = sorted(paths, key=lambda path: -paths[path])[: TREE.widths[level]]
-            best = {path: paths[path] for path in kept}
-            after = range(first + width, first + width + TREE.widths[level])
-            assert {tuple(path_to(tree, row, node)) for node in after} == set(best)
-
-
-def test_a_budget_keeps_the_best_of_the_grown_nodes() -> None:
-    whole = SmallLMDrafter(CONFIG, TREE)
-    state = after_prompts(whole, PARAMS, TOKENS, LENGTHS)
-    grown, _ = proposed(whole, state, view_at(LENGTHS))
-    few, _ = proposed(replace(whole, tree=TreeConfig(TREE.widths, 6)), state, view_at(LENGTHS))
-    assert few.tokens.shape == (2, 6)
-    for row in range(2):
-        every = {tuple(path_to(grown, row, node)) for node in range(TREE.num_grown)}
-        assert {tuple(path_to(few, row, node)) for node in range(6)} < every
+            grown = {}
+            for path, node in nodes.items():
+                if len(path) == level:
+                    expected = path_logits(row, length, path)
+                    np.testing.assert_allclose(heard[level][row, node - first], expected, atol=2e-4)
+                    scores = np.asarray(jax.nn.log_softmax(expected)) + best[path]
+                    grown |= {(*path, token): float(s) for token, s in enumerate(scores)}
+            kept = sorted(grown, key=lambda path: -grown[path])[: TREE.widths[level]]
+            best = {path: grown[path] for path in kept}
+            assert {path for path in nodes if len(path) == level + 1} == set(best)
 
 
 @pytest.mark.parametrize("sizes", [[8] * 4, [4] * 8, [1, 2, 29], [128], [32, 96]])
@@ -136,19 +97,6 @@ def test_a_prompt_in_chunks_equals_a_prompt_at_once(sizes: list[int]) -> None:
     whole = after_prompts(SmallLMDrafter(CONFIG, TREE), PARAMS, TOKENS, lengths)
     assert (max(sizes) > SPARE) == (sizes in ([128], [32, 96]))
     assert_committed_slots_equal(in_chunks(lengths, sizes), whole, lengths)
-
-
-def test_committing_a_path_equals_prefilling_the_longer_text() -> None:
-    """Rows of different lengths and counts, one of which does not advance."""
-    tokens = np.concatenate([TOKENS, TOKENS[:1] + 1 - TOKENS[:1] // 96])
-    lengths, counts = np.array([9, 2, 13], np.int32), np.array([4, 1, 0], np.int32)
-    drafter = SmallLMDrafter(CONFIG, TREE)
-    state = after_prompts(drafter, PARAMS, tokens, lengths)
-    block = np.stack([tokens[b, n : n + 4] for b, n in enumerate(lengths)])
-    committed = Committed(jnp.asarray(block), jnp.asarray(lengths), jnp.asarray(counts))
-    extended = jax.jit(drafter.extend)(PARAMS, state, committed)
-    longer = after_prompts(drafter, PARAMS, tokens, lengths + counts)
-    assert_committed_slots_equal(extended, longer, lengths + counts)
 
 
 STARTS = [0, 7, 28, 30, 31, 32, 31 + SPARE, 4000]
@@ -185,19 +133,10 @@ def test_it_goes_on_from_where_its_own_cache_ends() -> None:
     """Inside another drafter that is ahead of the target's cache."""
     drafter = SmallLMDrafter(CONFIG, TREE)
     state = after_prompts(drafter, PARAMS, TOKENS, LENGTHS)
-    plain, _ = proposed(drafter, state, view_at(LENGTHS))
-    ahead, _ = proposed(drafter, state, view_at(LENGTHS, LENGTHS - 3))
+    plain, _ = proposed_from(drafter, PARAMS, state, view_at(LENGTHS))
+    ahead, _ = proposed_from(drafter, PARAMS, state, view_at(LENGTHS, LENGTHS - 3))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(ahead), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_the_state_is_its_own_cache_in_bytes() -> None:
-    slot = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_width * 4
-    for rows, capacity in ((1, 128), (3, 640)):
-        drafter = SmallLMDrafter(CONFIG, TREE)
-        state = jax.eval_shape(lambda d=drafter, b=rows, c=capacity: d.begin(PARAMS, b, c))
-        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
-        assert sum(sizes) == rows * (capacity + SPARE) * slot
 
 
 def test_a_token_that_only_the_target_has_is_harmless() -> None:

@@ -5,32 +5,18 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import NOTHING, Drafter, Params, View
+from longspec_jax.drafters.base import NOTHING, View
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
-from tests.decoding.lossless import LENGTHS, TABLE, VOCABULARY, generate, prompts
 from tests.decoding.lossless import request as requested
-from tests.lookup import LookupTarget
+from tests.drafters.kit import histogram, is_perfect
 
 CHAIN = TreeConfig((1, 1, 1))
 ALL = SinksAndRecent(2, 1000)
 GREEDY, MIXED = requested(), requested((0.0, 0.7, 1.0))
-
-
-def histogram(drafter: Drafter, request=GREEDY) -> np.ndarray:
-    """Rounds by accepted tokens, on the lookup model."""
-    tokens, params = prompts(VOCABULARY), Params(TABLE, None)
-    _, state = generate(LookupTarget(VOCABULARY), drafter, params, tokens, LENGTHS, request)
-    return np.asarray(state.record.histogram).sum(axis=0)
-
-
-def is_perfect(histogram: np.ndarray) -> bool:
-    """All but the last rounds of the three rows, which their budgets may cut, accept everything."""
-    return bool(histogram[-1] >= histogram.sum() - 3)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +28,7 @@ def is_perfect(histogram: np.ndarray) -> bool:
     ids=["greedy", "both", "sinks", "recent"],
 )
 def test_a_chain_that_sees_everything_is_perfect(selection: SinksAndRecent, request_) -> None:
-    assert is_perfect(histogram(StreamingDrafter(CHAIN, selection), request_))
+    assert is_perfect(histogram(StreamingDrafter(CHAIN, selection), request_, None))
 
 
 class Overlapping(SinksAndRecent):
@@ -87,15 +73,8 @@ class Orphaned(StreamingDrafter):
 )
 def test_a_mistake_lowers_what_is_accepted(broken: StreamingDrafter) -> None:
     """Negative control: the perfection above tells a right pass from a wrong one."""
-    found = histogram(broken)
+    found = histogram(broken, GREEDY, None)
     assert found[-1] < found.sum() / 2
-
-
-def test_there_is_no_state() -> None:
-    drafter = StreamingDrafter(CHAIN)
-    assert jax.tree.leaves(drafter.begin(Params(None, None), 3, 1 << 20)) == []
-    assert drafter.needs == NOTHING
-    assert isinstance(drafter, Drafter)
 
 
 def test_what_a_pass_sees_can_be_chosen() -> None:

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.small_lm import SmallLMDrafter
-from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.drafters.tree import (
     Tree,
     at_end,
@@ -26,37 +21,8 @@ from longspec_jax.drafters.tree import (
     subtree,
     within_budget,
 )
-from tests.decoding import lossless
-from tests.kit import draft_params, each_row, in_tiers, random_draft, random_target
-
-
-def test_ancestor_masks_by_hand() -> None:
-    @jax.jit
-    def by_hand() -> Tree:
-        tree = plant(jnp.array([7, 8]), TreeConfig((2, 3)))
-        tree = grow(tree, 1, jnp.array([[1, 2], [3, 4]]), jnp.array([[0, 0], [0, 0]]))
-        return grow(tree, 3, jnp.array([[5, 6, 7], [8, 9, 1]]), jnp.array([[1, 2, 1], [2, 2, 2]]))
-
-    tree = by_hand()
-    np.testing.assert_array_equal(tree.tokens, [[7, 1, 2, 5, 6, 7], [8, 3, 4, 8, 9, 1]])
-    np.testing.assert_array_equal(tree.parents, [[-1, 0, 0, 1, 2, 1], [-1, 0, 0, 2, 2, 2]])
-    first = [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [1, 0, 1, 0, 1, 0],
-        [1, 1, 0, 0, 0, 1],
-    ]
-    second = [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0],
-        [1, 0, 1, 1, 0, 0],
-        [1, 0, 1, 0, 1, 0],
-        [1, 0, 1, 0, 0, 1],
-    ]
-    np.testing.assert_array_equal(tree.mask, np.array([first, second], bool))
+from tests.drafters.kit import paths
+from tests.kit import each_row
 
 
 def test_a_tree_hangs_where_its_row_s_chain_ends() -> None:
@@ -81,16 +47,6 @@ def test_a_tree_hangs_where_its_row_s_chain_ends() -> None:
     np.testing.assert_array_equal(tree.mask, np.array(masks, bool))
     depths = np.asarray(node_depths(tree, TreeConfig((1, 1, 2, 1), chain=2)))
     np.testing.assert_array_equal(depths[:2], [[0, 1, 2, 3, 3, 4], [0, 1, 2, 2, 2, 3]])
-
-
-def test_tree_shapes() -> None:
-    paper = TreeConfig()
-    assert paper.num_nodes == 69 and paper.num_levels == 5
-    assert paper.depths[:6] == (0, 1, 1, 1, 1, 2)
-    assert TreeConfig(()).num_nodes == 1
-    for widths in ((4, 0), (-1,), (200, 100)):
-        with pytest.raises(ValueError):
-            TreeConfig(widths)
 
 
 GROWN = (3, 5, 4)
@@ -139,32 +95,11 @@ def best_nodes_of(tree: Tree, scores: np.ndarray, count: int) -> list[dict[int, 
     return rows
 
 
-def paths_by_parents(tree: Tree, row: int) -> list[tuple[int, ...]]:
-    """Tokens on the path to every node, following its parents."""
-    paths: list[tuple[int, ...]] = []
-    for node, parent in enumerate(np.asarray(tree.parents[row]).tolist()):
-        assert parent == -1 if node == 0 else 0 <= parent < node
-        above = paths[parent] if parent >= 0 else ()
-        paths.append((*above, int(tree.tokens[row, node])))
-    return paths
-
-
-def test_a_budget_by_hand() -> None:
-    @jax.jit
-    def by_hand() -> Tree:
-        tree = plant(jnp.array([9]), TreeConfig((2, 3)))
-        tree = grow(tree, 1, jnp.array([[1, 2]]), jnp.array([[0, 0]]))
-        tree = grow(tree, 3, jnp.array([[5, 6, 7]]), jnp.array([[1, 2, 1]]))
-        totals = [jnp.array([[-1.0, -3.0]]), jnp.array([[-2.0, -3.5, -2.5]])]
-        return within_budget(tree, totals, TreeConfig((2, 3), budget=4))
-
-    kept = by_hand()
-    # Node 2 and its child 4 are the worst; 3 and 5 move up behind node 1.
-    np.testing.assert_array_equal(kept.tokens, [[9, 1, 5, 7]])
-    np.testing.assert_array_equal(kept.parents, [[-1, 0, 1, 1]])
-    mask = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
-    np.testing.assert_array_equal(kept.mask, np.array([mask], bool))
-    np.testing.assert_array_equal(node_depths(kept, TreeConfig((2, 3), budget=4)), [[0, 1, 2, 2]])
+def paths_by_node(tree: Tree, row: int) -> list[tuple[int, ...]]:
+    """Tokens on the path to every node, the root's own first."""
+    root = int(tree.tokens[row, 0])
+    nodes = {node: path for path, node in paths(tree, row).items()}
+    return [(root, *nodes[node]) for node in sorted(nodes)]
 
 
 @each_row(("seed", "count"), [(0, 2), (1, 6), (2, 11)])
@@ -179,13 +114,13 @@ def test_the_best_nodes_with_their_paths(seed: int, count: int) -> None:
     assert kept.tokens.shape == (4, count) and kept.mask.shape == (4, count, count)
     depths = np.broadcast_to(node_depths(kept, config), kept.tokens.shape)
     for b in range(4):
-        paths = paths_by_parents(kept, b)
-        assert paths == list(expected[b].values())
-        assert depths[b].tolist() == [len(path) - 1 for path in paths]
+        found = paths_by_node(kept, b)
+        assert found == list(expected[b].values())
+        assert depths[b].tolist() == [len(path) - 1 for path in found]
         seen = [
             tuple(np.asarray(kept.tokens[b])[mask].tolist()) for mask in np.asarray(kept.mask[b])
         ]
-        assert seen == paths
+        assert seen == found
     if count == 6:
         assert len({tuple(nodes) for nodes in expected}) > 1, "rows should differ"
 
@@ -197,7 +132,7 @@ def test_ties_keep_ancestors(belief: float) -> None:
     for count in (2, 4, 12):
         kept = budgeted(tree, totals, TreeConfig(GROWN, budget=count))
         for b in range(2):
-            paths_by_parents(kept, b)
+            assert len(paths_by_node(kept, b)) == count, "no node is without its parent"
 
 
 def test_the_root_is_kept_whatever_the_scores() -> None:
@@ -218,15 +153,6 @@ def test_a_budget_for_all_nodes_changes_nothing(budget: int | None) -> None:
     config = TreeConfig(GROWN, budget)
     assert within_budget(tree, totals, config) is tree and not config.selective
     np.testing.assert_array_equal(node_depths(tree, config), [config.depths])
-
-
-def test_sizes_and_refusals() -> None:
-    config = TreeConfig(budget=64)
-    assert (config.num_grown, config.num_nodes, config.num_levels) == (69, 64, 5)
-    assert TreeConfig((2, 3), budget=64).num_nodes == 6
-    for budget in (0, -3):
-        with pytest.raises(ValueError, match=f"at least 1 node, got {budget}; leave it out"):
-            TreeConfig(budget=budget)
 
 
 WIDTHS, BUDGET, THRESHOLD = (3, 4, 4, 2), 8, 0.5
@@ -253,18 +179,6 @@ def searched(belief: jax.Array, config: TreeConfig) -> Tree:
         return memory + 1, level + jnp.where(memory == depth, 0.0, -jnp.inf)
 
     return beam_search(jnp.zeros(len(belief), jnp.int32), config, score, jnp.int32(0))
-
-
-def paths(tree: Tree, row: int) -> dict[tuple[int, ...], int]:
-    """Tokens below the root on the path to every node that has one, and the node."""
-    found = {(): 0}
-    tokens, parents = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row])
-    names = {0: ()}
-    for node in range(1, len(tokens)):
-        if parents[node] >= 0:
-            names[node] = (*names[parents[node]], int(tokens[node]))
-            found[names[node]] = node
-    return found
 
 
 def oracle(belief: jax.Array, row: int) -> tuple[set[tuple[int, ...]], int]:
@@ -326,43 +240,6 @@ def test_a_tree_does_not_depend_on_its_neighbours() -> None:
                 np.testing.assert_array_equal(ours[row], theirs[0])
 
 
-def test_a_threshold_that_all_levels_exceed_changes_nothing() -> None:
-    certain = jnp.log(jnp.eye(VOCABULARY)[jnp.asarray([[2, 3, 5, 1]])] + 1e-9)
-    with_it, without = (searched(certain, TreeConfig(WIDTHS, 6, each)) for each in (0.9, None))
-    for ours, theirs in zip(jax.tree.leaves(with_it), jax.tree.leaves(without), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-DYNAMIC = TreeConfig((3, 4, 2), budget=6, threshold=0.4)
-SMALL = lossless.SMALL_LM.config
-
-
-DEEP: dict[str, Drafter] = {
-    "longspec": LongSpecDrafter(lossless.DRAFT, DYNAMIC),
-    "small_lm": SmallLMDrafter(SMALL, DYNAMIC, narrower=True),
-    "streaming": StreamingDrafter(DYNAMIC, lossless.SHORT),
-}
-
-
-@pytest.mark.parametrize("name", in_tiers(DEEP, "longspec"))
-def test_trees_of_any_depth_change_no_token(name: str) -> None:
-    """Rows at temperatures 0, 0.7 and 1."""
-    drafter = DEEP[name]
-    target_params = random_target(lossless.CONFIG)
-    draft = {
-        "longspec": lambda: draft_params(random_draft(lossless.DRAFT), target_params),
-        "small_lm": lambda: random_target(SMALL, seed=5),
-        "streaming": lambda: None,
-    }[name]()
-    target, tokens = TargetModel(lossless.CONFIG), lossless.prompts(101)
-    params = Params(target_params, draft)
-    rest = tokens, lossless.LENGTHS, lossless.request(**lossless.MIXED)
-    plain, _ = lossless.generate(target, NoDraft(), params, *rest)
-    rows, state = lossless.generate(target, drafter, params, *rest)
-    lossless.assert_same(rows, plain)
-    assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
-
-
 def test_what_has_no_probabilities_takes_no_threshold() -> None:
     with pytest.raises(ValueError, match="ngram has no probabilities.*write 3,4,2@6$"):
-        NgramDrafter(DYNAMIC)
+        NgramDrafter(TreeConfig((3, 4, 2), budget=6, threshold=0.4))

@@ -4,7 +4,6 @@ The templates state each family's format in our words; their markers are those o
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,14 @@ _ALTERNATE = (
     "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/...') }}{% endif %}"
 )
-GEMMA_2 = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}"
+WITHOUT_SYSTEM = (
+    "{% if messages[0].role == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
     + _TURN
     + _ALTERNATE
-    + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' "
-    "+ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    + "{% endfor %}"
 )
+"""As Gemma 2's and others'."""
 GEMMA_3 = (
     "{{ bos_token }}{% set first = '' %}{% set turns = messages %}"
     "{% if messages[0].role == 'system' %}"
@@ -45,18 +43,6 @@ GEMMA_3 = (
     "{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}"
     "{{ '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-QWEN_3 = (
-    "{% set ns = namespace(last=0) %}"
-    "{% for m in messages[::-1] %}{% if m.role == 'user' and not ns.last %}"
-    "{% set ns.last = messages | length - 1 - loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% set said = m.content %}"
-    "{% if m.role == 'assistant' and '</think>' in said and loop.index0 < ns.last %}"
-    "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{{ '<|im_start|>' + m.role + '\n' + said + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-    "{% if enable_thinking is defined and enable_thinking is false %}"
-    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
 QWEN_3_8 = (
     "{% set effort = reasoning_effort | default('xhigh') %}"
@@ -99,72 +85,11 @@ HARMONY = (
     "{%- else %}{{- opening(m.role) + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"
 )
-MISTRAL = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set s = messages[0].content %}"
-    "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}"
-    "{% for m in turns %}"
-    + _ALTERNATE
-    + "{% if m.role == 'user' %}{{ '[INST] ' + (s + '\n\n' if loop.last and s is defined else '') "
-    "+ m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
-)
-
-
-@dataclass(frozen=True)
-class Family:
-    """A template, and what it makes of a conversation of four messages."""
-
-    template: str
-    text: str
-    """Without the system message where it is refused."""
-    refuses: str = ""
-    """What it says of a system message."""
-
-
 FAMILIES = {
-    "gemma2": Family(
-        GEMMA_2,
-        "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n<think>x</think>\n\nHello"
-        "<end_of_turn>\n<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n",
-        refuses="System role not supported",
-    ),
-    "gemma3": Family(
-        GEMMA_3,
-        "<s><start_of_turn>user\nBe brief. /no_think\n\nHi<end_of_turn>\n<start_of_turn>model\n"
-        "<think>x</think>\n\nHello<end_of_turn>\n<start_of_turn>user\nBye<end_of_turn>\n"
-        "<start_of_turn>model\n",
-    ),
-    "qwen3": Family(
-        QWEN_3,
-        "<|im_start|>system\nBe brief. /no_think<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
-        "<|im_start|>assistant\n",
-    ),
-    "qwen3.8": Family(
-        QWEN_3_8,
-        "<|im_start|>system\nEffort: xhigh\n\nBe brief. /no_think<|im_end|>\n<|im_start|>user\n"
-        "Hi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n<think>x</think>\n\nHello"
-        "<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<think>\n",
-    ),
-    "smollm3": Family(
-        SMOLLM_3,
-        "<|im_start|>system\nReasoning Mode: /no_think\n\nBe brief.<|im_end|>\n<|im_start|>user\n"
-        "Hi<|im_end|>\n<|im_start|>assistant\n<think>x</think>\n\nHello<|im_end|>\n"
-        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n",
-    ),
-    "gpt-oss": Family(
-        HARMONY,
-        "<|start|>system<|message|>Current date: 10\nReasoning: medium\n"
-        "# Valid channels: analysis, commentary, final.<|end|>"
-        "<|start|>developer<|message|># Instructions\n\nBe brief. /no_think<|end|>"
-        "<|start|>user<|message|>Hi<|end|>"
-        "<|start|>assistant<|channel|>final<|message|><think>x</think>\n\nHello<|end|>"
-        "<|start|>user<|message|>Bye<|end|><|start|>assistant",
-    ),
-    "mistral": Family(
-        MISTRAL,
-        "<s>[INST] Hi[/INST] <think>x</think>\n\nHello<|reserved|>"
-        "[INST] Be brief. /no_think\n\nBye[/INST]",
-    ),
+    "gemma3": GEMMA_3,
+    "qwen3.8": QWEN_3_8,
+    "smollm3": SMOLLM_3,
+    "gpt-oss": HARMONY,
 }
 CHAT = [
     {"role": "system", "content": "Be brief. /no_think"},
@@ -175,18 +100,14 @@ CHAT = [
 
 
 @each_row("name", FAMILIES)
-def test_a_template_of_every_family_is_rendered(name: str) -> None:
-    """To the text that its model was trained on, and as transformers does."""
-    family = FAMILIES[name]
-    tokenizer = with_template(family.template)
-    given = CHAT[1:] if family.refuses else CHAT
-    assert render_chat(tokenizer, given) == family.text
-    theirs = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
-    assert theirs == family.text
+def test_a_template_of_every_family_is_rendered_as_transformers_does(name: str) -> None:
+    tokenizer = with_template(FAMILIES[name])
+    theirs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert render_chat(tokenizer, CHAT) == theirs and "Hello" in theirs and "Bye" in theirs
 
 
 def test_a_system_message_that_a_family_lacks_is_explained() -> None:
-    tokenizer = with_template(GEMMA_2)
+    tokenizer = with_template(WITHOUT_SYSTEM)
     with pytest.raises(ValueError, match="System role not supported .*; write the system message"):
         render_chat(tokenizer, CHAT)
     with pytest.raises(ValueError, match="roles must alternate .*; pass another one") as error:

@@ -111,6 +111,7 @@ def test_a_constraint_that_raises_ends_its_row_alone(engine, method) -> None:
     assert engine.status.recoveries == 0
 
 
+@pytest.mark.full
 def test_random_grammars_change_no_text_with_any_tree() -> None:
     """``python -m tests.generation.grammars 1000`` is the same at length."""
     found = fuzz(int(os.environ.get("LONGSPEC_GRAMMARS", "40")), seed=3, trees=SOME)

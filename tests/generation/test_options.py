@@ -113,58 +113,52 @@ def test_generation_config_values() -> None:
     rows(GenerationConfig(repetition_penalty=1.0, num_beams=1))
 
 
-@each_row(
-    ("options", "error", "message"),
-    [
-        (dict(temperature=[0.5]), ValueError, "temperature has 1 values for 2 prompts"),
-        (dict(do_sample=False, temperature=0.5), ValueError, "drop one of the two"),
-        (dict(do_sample=True, temperature=0), ValueError, "needs a temperature above 0"),
-        (
-            dict(max_new_tokens=[4, 0]),
-            ValueError,
-            "max_new_tokens=0 of row 1 must be a whole number",
+REFUSED: dict[type[Exception], dict[str, dict[str, Any]]] = {
+    ValueError: {
+        "temperature has 1 values for 2 prompts": dict(temperature=[0.5]),
+        "drop one of the two": dict(do_sample=False, temperature=0.5),
+        "needs a temperature above 0": dict(do_sample=True, temperature=0),
+        "max_new_tokens=0 of row 1 must be a whole number": dict(max_new_tokens=[4, 0]),
+        "1 stop sets for 2 prompts": dict(eos_token_id=[[1]]),
+        r"pass eos_token_id=\[\]": dict(eos_token_id=-1),
+        "^logit_bias=3 must be a mapping of token ids": dict(logit_bias=3),
+        "^logit_bias has 1 mappings for 2 prompts": dict(logit_bias=[{3: 1.0}]),
+        "^logit_bias has the token 17 of row 0, .* 0 to 16": dict(logit_bias={17: 1}),
+        "^logit_bias has the token '3' of row 0": dict(logit_bias={"3": 1}),
+        r"^logit_bias\[3\]=101 of row 0 must be a num": dict(logit_bias={3: 101}),
+        "^logprobs=21 must be a whole number from 0 to 20": dict(logprobs=21),
+        "^logprobs=True must be a whole number": dict(logprobs=True),
+        "^prompt_logprobs has 1 values for 2 prompts": dict(prompt_logprobs=[True]),
+        "^max_length=6 must exceed the 7 tokens .* of row 1": dict(max_length=6),
+        "max_length=6 must .* 7 .* of row 1": dict(config=GenerationConfig(max_length=6)),
+        "or pass max_new_tokens$": dict(config=GenerationConfig(max_length=7)),
+    },
+    TypeError: {
+        "'temprature'; did you mean 'temperature'": dict(temprature=1),
+        "'max_tokens'; did you mean 'max_new_tokens'": dict(max_tokens=9),
+        "'frobnicate'; known are max_new_tokens, do_sample": dict(frobnicate=None),
+    },
+    NotImplementedError: {
+        "^stop= is not .* as stop_strings=, .*eos_token_id=": dict(stop="a"),
+        "pass the ids of stop tokens as eos_token": dict(stop_token_ids=[3]),
+        "what the tokenizer returned": dict(attention_mask=[1]),
+        "^num_beams=2: not supported by": dict(num_beams=2),
+        "^output_scores=True: .*generate.. itself": dict(output_scores=True),
+        "^typical_p=0.5: not supported by": dict(typical_p=0.5),
+        "not supported": dict(no_repeat_ngram_size=np.asarray([0, 0])),
+        "^generation_config.typical_p=0.5: not supported by speculative decoding": dict(
+            config=GenerationConfig(typical_p=0.5)
         ),
-        (dict(eos_token_id=[[1]]), ValueError, "1 stop sets for 2 prompts"),
-        (dict(eos_token_id=-1), ValueError, r"pass eos_token_id=\[\]"),
-        (dict(temprature=1), TypeError, "'temprature'; did you mean 'temperature'"),
-        (dict(max_tokens=9), TypeError, "'max_tokens'; did you mean 'max_new_tokens'"),
-        (dict(frobnicate=None), TypeError, "'frobnicate'; known are max_new_tokens, do_sample"),
-        (dict(stop="a"), NotImplementedError, "^stop= is not .* as stop_strings=, .*eos_token_id="),
-        (dict(stop_token_ids=[3]), NotImplementedError, "pass the ids of stop tokens as eos_token"),
-        (dict(attention_mask=[1]), NotImplementedError, "what the tokenizer returned"),
-        (dict(num_beams=2), NotImplementedError, "^num_beams=2: not supported by"),
-        (dict(logit_bias=3), ValueError, "^logit_bias=3 must be a mapping of token ids"),
-        (dict(logit_bias=[{3: 1.0}]), ValueError, "^logit_bias has 1 mappings for 2 prompts"),
-        (dict(logit_bias={17: 1}), ValueError, "^logit_bias has the token 17 of row 0, .* 0 to 16"),
-        (dict(logit_bias={"3": 1}), ValueError, "^logit_bias has the token '3' of row 0"),
-        (
-            dict(logit_bias={3: 101}),
-            ValueError,
-            r"^logit_bias\[3\]=101 of row 0 must be a num",
-        ),
-        (dict(logprobs=21), ValueError, "^logprobs=21 must be a whole number from 0 to 20"),
-        (dict(logprobs=True), ValueError, "^logprobs=True must be a whole number"),
-        (dict(prompt_logprobs=[True]), ValueError, "^prompt_logprobs has 1 values for 2 prompts"),
-        (dict(output_scores=True), NotImplementedError, "^output_scores=True: .*generate.. itself"),
-        (dict(typical_p=0.5), NotImplementedError, "^typical_p=0.5: not supported by"),
-        (dict(no_repeat_ngram_size=np.asarray([0, 0])), NotImplementedError, "not supported"),
-        (
-            dict(config=GenerationConfig(typical_p=0.5)),
-            NotImplementedError,
-            "^generation_config.typical_p=0.5: not supported by speculative decoding",
-        ),
-        (dict(max_length=6), ValueError, "^max_length=6 must exceed the 7 tokens .* of row 1"),
-        (
-            dict(config=GenerationConfig(max_length=6)),
-            ValueError,
-            "max_length=6 must .* 7 .* of row 1",
-        ),
-        (dict(config=GenerationConfig(max_length=7)), ValueError, "or pass max_new_tokens$"),
-    ],
-)
-def test_refusals(options, error, message) -> None:
-    with pytest.raises(error, match=message):
-        rows(**options)
+    },
+}
+"""Options, by the refusal and its words."""
+
+
+@each_row("error", REFUSED)
+def test_refusals(error: type[Exception]) -> None:
+    for message, options in REFUSED[error].items():
+        with pytest.raises(error, match=message):
+            rows(**options)
 
 
 def test_keywords_of_transformers_without_effect_here() -> None:

@@ -12,16 +12,14 @@ from longspec_jax import PLAIN, LongSpec
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.drafters.checkpoints.longspec import save_draft
 from longspec_jax.generation import run as run_lib
-from longspec_jax.generation import warm
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
-from longspec_jax.generation.call import Shape, plan_call
-from longspec_jax.generation.inputs import read_batch
+from longspec_jax.generation.call import Shape
 from longspec_jax.generation.run import Run
 from longspec_jax.ops.partitioned import one_device, use_mesh
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights import hf
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
-from tests.kit import compilations, in_tiers, prefill_alone
+from tests.kit import compilations, in_tiers
 
 PROMPT = [3 + position % 11 for position in range(75)]
 """Three chunks of 32."""
@@ -99,43 +97,6 @@ def test_the_chunks_of_prompts_that_are_prefilled_alone() -> None:
     assert shape.capacity >= 2048
     short = Shape.for_call(100, 6, 3, 2048, alone=True)
     assert short.chunk == 128 and short.chunk_of(100) == shape.chunk_of(100)
-
-
-@pytest.mark.full
-def test_a_batch_of_prompts_that_are_prefilled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = dataclasses.replace(toy_spec(max_positions=1024), prefill_chunk=512)
-    long = [3 + position * position % 11 for position in range(300)]
-    prompts, options = [long[:90], long[:1], long], dict(max_new_tokens=[9, 1, 7], eos_token_id=[])
-    together = spec.generate(prompts, **options)
-    plan = spec.check(prompts, **options)
-    prefill_alone(monkeypatch)
-    assert spec.check(prompts, **options).cache_bytes > plan.cache_bytes, "one row more"
-    told = []
-    first = spec.generate(prompts, **options, on_activity=told.append)
-    assert first.sequences == together.sequences
-    prefill = [(one.done, one.total) for one in told if isinstance(one, Prefilling)]
-    assert prefill == sorted(set(prefill)) and prefill[-1] == (91, 391)
-    with compilations() as found:
-        assert spec.generate(prompts, **options).sequences == together.sequences
-        spec.generate([long[:128], long[:50], long[:200]], **options)
-    assert not found, "other lengths of the same chunks are the same programs"
-    # Of another capacity no program is there yet.
-    for size in ({"expected_tokens": 600}, {"expected_tokens": 1000, "max_num_seqs": 2}):
-        each = dataclasses.replace(spec, **size)
-        warm.rehearse(plan_call(each, read_batch(each, prompts, None, options)), False, True)
-        with compilations() as found:
-            assert each.generate(prompts, **options).sequences == together.sequences
-        assert not found, "a rehearsal takes all chunk sizes"
-    with spec.engine(max_num_seqs=2, max_model_len=512) as engine:
-        ids = [
-            engine.submit(prompt, max_new_tokens=new, eos_token_id=[])
-            for prompt, new in zip(prompts, options["max_new_tokens"], strict=True)
-        ]
-        said = {id: () for id in ids}
-        while engine.busy:
-            for output in engine.step():
-                said[output.id] += output.tokens
-    assert tuple(said.values()) == together.sequences
 
 
 def test_calls_shorter_than_expected_share_a_shape() -> None:

@@ -16,6 +16,7 @@ FOR_THE_TOY = {
 }
 
 
+@pytest.mark.full
 def test_the_script_serves_what_calls_of_their_own_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = toy_spec()
     monkeypatch.setattr(LongSpec, "demo", lambda: spec)

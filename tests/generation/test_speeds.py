@@ -316,6 +316,7 @@ def test_machines_have_their_default_tree(monkeypatch) -> None:
     assert [str(tree) for tree in chains] == ["chain:3", "none"]
 
 
+@pytest.mark.full
 def test_several_rows_of_a_large_target_have_smaller_trees(spec, monkeypatch) -> None:
     """Three rows run the default tree; rows that wait for a slot are not decoded together."""
     defaults = dataclasses.replace(

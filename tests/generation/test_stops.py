@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import GenerationConfig, StopStringCriteria
 
-from longspec_jax import make_mesh
 from longspec_jax.decoding.slots import StepOutput, until
 from longspec_jax.generation.inputs import read_batch
 from longspec_jax.generation.options import given_option
@@ -194,28 +193,6 @@ def test_every_call_ends_rows_where_transformers_does(whole) -> None:
     assert found.sequences[0] == result.sequences[0] and found.text[0] == result.text[0]
 
 
-def test_requests_end_at_stop_strings_and_leave_their_slots(whole) -> None:
-    spec, stops = toy_spec(), chosen_stops(whole.text)
-    alone = spec.generate(PROMPTS, **OPTIONS, stop_strings=stops)
-    options = {key: OPTIONS[key] for key in ("max_new_tokens", "temperature", "eos_token_id")}
-    with spec.engine(max_num_seqs=1, max_model_len=64, tree=OPTIONS["tree"]) as engine:
-        ids = [
-            engine.submit(prompt, **options, seed=seed, stop_strings=strings)
-            for prompt, seed, strings in zip(PROMPTS, OPTIONS["seed"], stops, strict=True)
-        ]
-        outputs: dict[int, list[Any]] = {id: [] for id in ids}
-        while engine.busy:
-            for output in engine.step():
-                outputs[output.id].append(output)
-    for row, parts in enumerate(outputs.values()):
-        assert sum((part.tokens for part in parts), ()) == alone.sequences[row]
-        assert "".join(part.text for part in parts) == alone.text[row]
-        assert [part.finish for part in parts] == [None] * (len(parts) - 1) + ["stop"]
-        accepted = sum(sum(part.rounds) for part in parts)
-        assert accepted == sum(alone.drafted[row])
-        assert sum(len(part.rounds) for part in parts) == alone.stats.target_passes[row]
-
-
 def test_the_first_token_can_complete_a_stop_string(whole) -> None:
     firsts = [toy_tokenizer().decode(row[:1]) for row in whole.sequences]
     [ended, *_] = [row for row, text in enumerate(firsts) if text != "\ufffd"]
@@ -224,15 +201,6 @@ def test_the_first_token_can_complete_a_stop_string(whole) -> None:
     for row, text in enumerate(result.text):
         assert text == ("" if row == ended else whole.text[row])
     assert result.stats.new_tokens[ended] == 1 and result.stats.target_passes[ended] == 0
-
-
-@pytest.mark.full
-def test_rows_end_on_a_mesh(whole) -> None:
-    spec, stops = toy_spec(), chosen_stops(whole.text)
-    meshed = dataclasses.replace(spec, mesh=make_mesh(data=2))
-    options = {**OPTIONS, "seed": [3, 4]}
-    result = meshed.generate(PROMPTS[:2], **options, stop_strings=stops[:2])
-    assert result.sequences == tuple(map(by_transformers, whole.sequences[:2], stops[:2]))
 
 
 def test_several_sequences_of_a_prompt(whole) -> None:

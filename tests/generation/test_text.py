@@ -47,14 +47,6 @@ def test_special_tokens_have_no_text() -> None:
     assert deltas(toy_tokenizer(), tokens) == ["a", "b", "", ""]
 
 
-@each_row("seed", range(20))
-def test_deltas_add_up_for_any_bytes(seed) -> None:
-    tokens = random.Random(seed).choices(range(15), k=60)
-    whole = toy_tokenizer().decode(tokens, skip_special_tokens=True)
-    assert continuation(toy_tokenizer(), (), tokens) == whole
-    assert "".join(deltas(toy_tokenizer(), tokens)) == whole
-
-
 def test_a_continuation_keeps_its_leading_space() -> None:
     """SentencePiece-style decoding drops the space before the first word of what it decodes."""
     vocabulary = {"▁one": 0, "▁two": 1, "▁three": 2}

@@ -18,8 +18,6 @@ from longspec_jax.ops.attention.operands import Fresh
 from tests.kit import after_prompts, greedy_beliefs, tiny_target_config, view_of
 from tests.models.draft_oracle import DraftOracle, Shape, random_state
 
-pytestmark = pytest.mark.full
-
 LENGTH = 19
 
 
@@ -60,6 +58,7 @@ def _ours(config, params, embedded, positions, keys, values, shift):
     return apply(params, *rows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kv_heads, window, shift", [(6, 512, 1), (2, 512, 1), (1, 512, 1), (2, 3, 2), (2, 1, 4)]
 )
@@ -94,23 +93,6 @@ def test_dead_tensors_do_not_matter(tmp_path):
     (tmp_path / "live").mkdir()
     _, live = _load(tmp_path / "live", shape, without)
     jax.tree.map(np.testing.assert_array_equal, params, live)
-
-
-def test_keys_and_values_depend_on_token_and_position_alone(tmp_path):
-    """What makes a constant draft state possible."""
-    shape = Shape()
-    config, params = _load(tmp_path, shape, random_state(shape))
-    embedded, keys, values = _inputs(shape)
-    positions = np.arange(LENGTH)
-    output = _ours(config, params, embedded, positions, keys, values, shift=1)
-    alone = LongSpecLayer(config).apply(
-        {"params": params},
-        jnp.asarray(embedded)[None, 11:12],
-        jnp.asarray([[11]]),
-        method="keys_values",
-    )
-    np.testing.assert_allclose(alone[0], output.keys[:, 11:12], atol=1e-6)
-    np.testing.assert_allclose(alone[1], output.values[:, 11:12], atol=1e-6)
 
 
 def test_proposed_tree(tmp_path):

@@ -21,7 +21,7 @@ from longspec_jax.weights.hf import load_target, save_target
 from longspec_jax.weights.params import assemble
 from longspec_jax.weights.tables import target_table
 from tests.decoding.lossless import generate, request
-from tests.kit import random_draft, relative_error
+from tests.kit import ancestors, random_draft, relative_error
 from tests.models.families import CASES, load, torch, transformers
 from train.drafts.kinds import LongSpecSettings
 from train.drafts.longspec import Draws, LongSpecObjective
@@ -43,9 +43,7 @@ UNTRAINED = COVERED | {"llama-linear", "llama3", "mistral", "qwen2-yarn", "qwen3
 """Of these the pass of training is that of other cases."""
 PARENTS = (-1, 0, 0, 1, 1, 2, 3, 5, 6)
 DEPTHS = np.array([0, 1, 1, 2, 2, 2, 3, 3, 4])
-MASK = np.eye(len(PARENTS), dtype=bool)
-for node, parent in enumerate(PARENTS[1:], 1):
-    MASK[node] |= MASK[parent]
+MASK = ancestors(PARENTS)
 
 
 @pytest.fixture(scope="module", params=CASES)

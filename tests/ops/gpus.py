@@ -29,6 +29,7 @@ from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.recurrence.operands import RecurrentState, RecurrentTokens
 from longspec_jax.ops.recurrence.recurrence import chunk_recurrence, tree_recurrence
 from longspec_jax.ops.selection.continuations import best_continuations
+from tests.ops.shapes import real, truth, whole
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "gpus.md"
 SECTION = r"(<!-- kernels: {} -->\n).*?(<!-- end -->)"
@@ -57,9 +58,6 @@ SHARED_KILOBYTES: dict[Capability, tuple[int, int]] = {
 HEADS, KV_HEADS, WIDTH, MODEL_WIDTH, MLP_WIDTH, VOCABULARY = 32, 8, 128, 4096, 14336, 128256
 """Of the target: Llama-3-8B."""
 SLOTS, NODES, WINDOW, CHUNK = 16384, 64, 512, 2048
-real = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-whole = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-truth = partial(jax.ShapeDtypeStruct, dtype=jnp.bool_)
 
 
 class Call(NamedTuple):

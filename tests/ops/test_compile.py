@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,13 @@ from longspec_jax.ops.matmul.packed import pack
 from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.partitioned import use_mesh
-from longspec_jax.ops.selection import continuations, continuations_pallas, gather_pallas
+from longspec_jax.ops.selection import continuations_pallas, gather_pallas
 from tests.kit import each_row, hopper_mesh, lowered
 from tests.ops import gpus
 from tests.ops.attention.oracle import HEADS, TOKENS
 from tests.ops.matmul.published import PUBLISHED, SHARES, Weights
 from tests.ops.matmul.test_packed import LARGE, Case
+from tests.ops.shapes import codes, half, real, truth, whole
 
 
 def shipped() -> list:
@@ -75,10 +77,10 @@ def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, pre
         operand((2, tokens, heads, width)),
         cache,
         cache,
-        jax.ShapeDtypeStruct((2,), jnp.int32),
+        whole((2,)),
         rows,
         rows,
-        jax.ShapeDtypeStruct((2, tokens, tokens), jnp.bool_),
+        truth((2, tokens, tokens)),
     )
     assert text.count("custom_call @") >= 2
 
@@ -89,17 +91,15 @@ def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, pre
 )
 def test_both_widths_of_gemma_4_lower_for_cuda(kv_heads: int, width: int, taken: str) -> None:
     """A layer with a window by the kernels; the wider heads of a full one, by XLA."""
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    cache, nodes = operand((1, kv_heads, 1064, width)), operand((1, 16, kv_heads, width))
-    integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    cache, nodes = half((1, kv_heads, 1064, width)), half((1, 16, kv_heads, width))
 
     def step(q, cache, length, positions, nodes, mask, implementation):
         prefix = Prefix(cache, cache, length).within(1024 if width == 256 else None, positions)
         given = q, prefix, Fresh(nodes, nodes, mask)
         return dispatch.speculative_attention(*given, scale=1.0, implementation=implementation)
 
-    given = operand((1, 16, 32, width)), cache, integers((1,)), integers((1, 16)), nodes
-    mask = jax.ShapeDtypeStruct((1, 16, 16), jnp.bool_)
+    given = half((1, 16, 32, width)), cache, whole((1,)), whole((1, 16)), nodes
+    mask = truth((1, 16, 16))
     with gpus.pretended(hardware.HOPPER):
         chosen = gpus.lowered(
             gpus.Call(functools.partial(step, implementation=None), (*given, mask))
@@ -116,9 +116,8 @@ def test_a_kernel_is_kept_under_one_text(tmp_path) -> None:
     """Whatever was traced before it: the next process finds it among the programs that are kept."""
     options = "jax_traceback_in_locations_limit", "jax_compilation_cache_dir"
     before = {name: jax.config.values[name] for name in options}
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    q, cache, length = operand((1, 4, 2, 64)), operand((1, 2, 256, 64)), jnp.zeros(1, jnp.int32)
-    mask = jax.ShapeDtypeStruct((1, 4, 4), bool)
+    q, cache, length = half((1, 4, 2, 64)), half((1, 2, 256, 64)), jnp.zeros(1, jnp.int32)
+    mask = truth((1, 4, 4))
 
     def tree(q, fresh, mask):
         tile = TreeTile(16, 16, 4, 4, 2)
@@ -142,15 +141,29 @@ def test_a_kernel_is_kept_under_one_text(tmp_path) -> None:
             jax.config.update(name, value)
 
 
-@each_row("devices", [1, 2])
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each kernel that is lowered apart, as on a Hopper GPU."""
+    found: list[None] = []
+    export = launchers.export.export
+
+    def noted(*operands: Any, **options: Any) -> Any:
+        found.append(None)
+        return export(*operands, **options)
+
+    monkeypatch.setattr(launchers, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(launchers.export, "export", noted)
+    return found
+
+
+@pytest.mark.parametrize("devices", [1, 2])
 def test_a_kernel_is_lowered_once_for_all_programs(
-    devices: int, monkeypatch: pytest.MonkeyPatch
+    devices: int, exports: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On two devices each has one of two rows."""
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     width = 64 * (2 + devices)  # A device's share would be known if it had the other case's shape.
-    x, scale = operand((devices, 3, width)), operand((width,))
-    partials, mesh = operand((2, devices, 3, width)), hopper_mesh(data=devices, fsdp=1, tp=1)
+    x, scale = half((devices, 3, width)), half((width,))
+    partials, mesh = half((2, devices, 3, width)), hopper_mesh(data=devices, fsdp=1, tp=1)
 
     def twice(x, partials, scale):
         total, normed = layer_pallas.residual_norm(x, partials, scale, eps=1e-6)
@@ -165,12 +178,6 @@ def test_a_kernel_is_lowered_once_for_all_programs(
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         return set(re.findall(r'custom_call @.* ir = "(.*?)"', text))
 
-    exports: list[None] = []
-    export = launchers.export.export
-    monkeypatch.setattr(launchers, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(
-        launchers.export, "export", lambda *a, **k: (exports.append(None), export(*a, **k))[1]
-    )
     found = [kernels_of(program) for program in (twice, other)]
     assert found[0] == found[1] and len(found[0]) == 1 and len(exports) == 1
     monkeypatch.setattr(launchers, "compute_capability", lambda: None)
@@ -178,37 +185,32 @@ def test_a_kernel_is_lowered_once_for_all_programs(
 
 
 def norm() -> tuple:
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     options = {"eps": 1e-6}
     return (
         layer_pallas.residual_norm,
         ("eps",),
         options,
-        (operand((1, 2, 96)), None, operand((96,))),
+        (half((1, 2, 96)), None, half((96,))),
     )
 
 
 def tree_part() -> tuple:
     """Its results are a class of their own."""
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    q, rows = operand((1, 8, 4, 64)), operand((1, 8, 2, 64))
-    fresh = Fresh(rows, rows, jax.ShapeDtypeStruct((1, 8, 8), bool))
+    q, rows = half((1, 8, 4, 64)), half((1, 8, 2, 64))
+    fresh = Fresh(rows, rows, truth((1, 8, 8)))
     options = {"tile": TreeTile(16, 16, 4, 4, 2)}
     return fresh_pallas.tree_attention, ("tile", "dtype"), options, (q, fresh)
 
 
-@each_row("launched", [norm, tree_part])
+@pytest.mark.parametrize("launched", [norm, tree_part])
 def test_a_kernel_is_kept_for_other_processes(
-    launched: Callable[[], tuple], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launched: Callable[[], tuple],
+    exports: list[None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the programs, under all that it follows from; what is damaged is made again."""
     op, static, options, operands = launched()
-    exports: list[None] = []
-    export = launchers.export.export
-    monkeypatch.setattr(launchers, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(
-        launchers.export, "export", lambda *a, **k: (exports.append(None), export(*a, **k))[1]
-    )
 
     def text() -> str:
         """That of a process which has met no kernel yet."""
@@ -241,7 +243,7 @@ def test_a_kernel_is_kept_for_other_processes(
 def test_chunks_lower_for_cuda(heads, tokens, width, dtype) -> None:
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     q, rows = operand((1, tokens, heads[0], width)), operand((1, tokens, heads[1], width))
-    cache, length = operand((1, heads[1], 8192, width)), jax.ShapeDtypeStruct((1,), jnp.int32)
+    cache, length = operand((1, heads[1], 8192, width)), whole((1,))
     sizes = (tokens, *heads, width)
     prefix = tiles.triton_prefix_tile(*sizes, 8192, q.dtype.itemsize, (8, 0))
 
@@ -255,10 +257,9 @@ def test_chunks_lower_for_cuda(heads, tokens, width, dtype) -> None:
 @each_row("tokens", [1, 64])
 def test_windows_and_caps_lower_for_cuda(tokens: int) -> None:
     """One kernel of few rows, two of more, and a chunk's two."""
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    q, rows, ring = operand((2, tokens, 16, 128)), operand((2, tokens, 8, 128)), (2, 8, 1064, 128)
-    numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2,), (2, tokens))]
-    mask = jax.ShapeDtypeStruct((2, tokens, tokens), bool)
+    q, rows, ring = half((2, tokens, 16, 128)), half((2, tokens, 8, 128)), (2, 8, 1064, 128)
+    numbers = [whole(shape) for shape in ((2,), (2, tokens))]
+    mask = truth((2, tokens, tokens))
     tile = tiles.triton_prefix_tile(tokens, 16, 8, 128, 1064, 2, (9, 0))
 
     def call(q, k, v, length, oldest, keys, values, mask):
@@ -268,43 +269,8 @@ def test_windows_and_caps_lower_for_cuda(tokens: int) -> None:
             kernels.speculative_attention(q, prefix, Fresh(keys, values), **options),
         )
 
-    text = lowered(call, q, operand(ring), operand(ring), *numbers, rows, rows, mask)
+    text = lowered(call, q, half(ring), half(ring), *numbers, rows, rows, mask)
     assert text.count("custom_call @") == (3 if tokens == 1 else 4)
-
-
-def test_layer_ops_lower_for_cuda() -> None:
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    angles = jax.ShapeDtypeStruct((1, 69, 64), jnp.float32)
-    rows, caches = operand((1, 69, 8, 128)), operand((1, 8, 4096, 128))
-    path = jax.ShapeDtypeStruct((1, 6), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-
-    def call(x, scale, qkv, cos, sin, rows, caches, path, length):
-        return (
-            layer_pallas.residual_norm(x, x[None], scale, eps=1e-5),
-            layer_pallas.residual_norm(x, None, scale, eps=1e-5),
-            layer_pallas.split_heads(qkv, cos, sin),
-            layer_pallas.split_heads(qkv, cos, sin, (scale[:128], scale[:128]), eps=1e-6),
-            layer_pallas.append_rows(caches, rows, path, length),
-        )
-
-    arguments = (
-        operand((1, 69, 5120)),
-        operand((5120,)),
-        operand((1, 69, 8, 6, 128)),
-        angles,
-        angles,
-    )
-    assert lowered(call, *arguments, [rows] * 65, [caches] * 65, *path).count("custom_call @") == 6
-
-
-@each_row("dtype", ["float32", "bfloat16"])
-@each_row(("nodes", "vocabulary", "count"), [(1, 32000, 4), (16, 128256, 16), (3, 5000, 64)])
-def test_continuations_lower_for_cuda(nodes, vocabulary, count, dtype) -> None:
-    block = continuations.block_size(vocabulary)
-    call = functools.partial(continuations_pallas.best_continuations, count=count, block=block)
-    scores = jax.ShapeDtypeStruct((2, nodes, vocabulary), jnp.dtype(dtype))
-    totals = jax.ShapeDtypeStruct((2, nodes), jnp.float32)
-    assert lowered(call, scores, totals).count("custom_call @") == 3
 
 
 def matmuls_of_one_order() -> list:
@@ -322,16 +288,15 @@ def matmuls_of_one_order() -> list:
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
 @each_row(("rows", "weights"), matmuls_of_one_order())
 def test_matmuls_of_one_order_lower_for_cuda(rows: int, weights: Weights) -> None:
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    x, sizes = operand((rows, weights.contracted)), (weights.contracted, weights.columns)
+    x, sizes = half((rows, weights.contracted)), (weights.contracted, weights.columns)
     tile = weights.tile
     if weights.head:
-        call, operands = ordered_mosaic.head_matmul, (x, operand(sizes[::-1]))
+        call, operands = ordered_mosaic.head_matmul, (x, half(sizes[::-1]))
     elif weights.gated:
-        call, operands = ordered_mosaic.matmul, (x, operand((sizes[0], 2, sizes[1])))
+        call, operands = ordered_mosaic.matmul, (x, half((sizes[0], 2, sizes[1])))
     else:
-        bias = () if weights.split else (operand(sizes[1:]),)
-        call, operands = ordered_mosaic.matmul, (x, operand(sizes), *bias)
+        bias = () if weights.split else (half(sizes[1:]),)
+        call, operands = ordered_mosaic.matmul, (x, half(sizes), *bias)
     text = lowered(functools.partial(call, tile=tile), *operands)
     assert text.count("custom_call @mosaic_gpu") == 1
     # Rows and columns that do not exist are the copy engine's affair.
@@ -375,8 +340,6 @@ def test_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Case) -> N
 )
 @each_row("stored", ["bfloat16", "uint8"])
 def test_path_attention_lowers_for_cuda(stored, batch, nodes, heads, kv_heads, width) -> None:
-    half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("int32"))
     cache = jax.ShapeDtypeStruct((batch + 3, kv_heads, 4096, width), jnp.dtype(stored))
     rows = half((batch, nodes, kv_heads, width))
     if stored == "uint8" and width == 256:
@@ -386,7 +349,7 @@ def test_path_attention_lowers_for_cuda(stored, batch, nodes, heads, kv_heads, w
         tree, prefix = Fresh(tree_k, tree_v, mask), Prefix(k, v, length, cache_rows=length % 3)
         return path_kernels.path_attention(q, prefix, tree, depth)
 
-    mask = jax.ShapeDtypeStruct((batch, nodes, nodes), jnp.bool_)
+    mask = truth((batch, nodes, nodes))
     operands = half((batch, nodes, heads, width)), cache, cache, whole((batch,)), rows, rows
     text = lowered(call, *operands, mask, whole((batch, nodes)))
     assert text.count("custom_call @mosaic_gpu") == 2
@@ -402,20 +365,6 @@ def test_tritons_matmuls_of_quantised_weights_lower_for_cuda(rows: int, case: Ca
     if not (case.gated or case.split):
         operands += (jax.ShapeDtypeStruct((math.prod(case.outputs),), dtype),)
     assert lowered(call, *operands).count("custom_call @") == 1
-
-
-@pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
-@each_row(("tokens", "heads"), [(16, 8), (69, 8), (33, 32)])
-def test_the_hopper_kernel_lowers_with_a_cache_in_8_bits(tokens: int, heads: int) -> None:
-    q = jax.ShapeDtypeStruct((2, tokens, heads, 128), jnp.bfloat16)
-    cache = jax.ShapeDtypeStruct((2, 8, 4096, 128), jnp.uint8)
-    tile = tiles.mosaic_prefix_tile(tokens, heads, 8, 128, 4096)
-
-    def call(q, k, v, length):
-        return kernels.prefix_attention(q, Prefix(k, v, length), tile=tile)
-
-    text = lowered(call, q, cache, cache, jax.ShapeDtypeStruct((2,), jnp.int32))
-    assert text.count("custom_call @mosaic_gpu") == 1
 
 
 def offsets(text: str, elements: str) -> set[str]:
@@ -442,10 +391,9 @@ FAR = 139264
 
 def far_prefix(rows: int, tokens: int) -> Callable[[], str]:
     """Attention to a cache in 8 bits."""
-    half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    cache = jax.ShapeDtypeStruct((rows, 4, FAR, 256), jnp.uint8)
+    cache = codes((rows, 4, FAR, 256))
     tile = tiles.triton_prefix_tile(tokens, 8, 4, 256, FAR, 2, (9, 0))
-    length = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    length = whole((rows,))
 
     def call(q, k, v, length):
         return kernels.prefix_attention(q, Prefix(k, v, length), tile=tile)
@@ -454,30 +402,27 @@ def far_prefix(rows: int, tokens: int) -> Callable[[], str]:
 
 
 def far_append(rows: int) -> Callable[[], str]:
-    fresh = jax.ShapeDtypeStruct((rows, 3, 4, 256), jnp.uint8)
-    cache = jax.ShapeDtypeStruct((rows, 4, FAR, 256), jnp.uint8)
-    numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 3), (rows,)))
+    fresh = codes((rows, 3, 4, 256))
+    cache = codes((rows, 4, FAR, 256))
+    numbers = (whole(shape) for shape in ((rows, 3), (rows,)))
     return functools.partial(lowered, layer_pallas.append_rows, [cache], [fresh], *numbers)
 
 
 def far_gather(rows: int) -> Callable[[], str]:
-    whole = jax.ShapeDtypeStruct((rows, 4, FAR // 64, 64, 256), jnp.uint8)
-    blocks = jax.ShapeDtypeStruct((rows, 4, 2), jnp.int32)
-    return functools.partial(lowered, gather_pallas.gather, whole, blocks)
+    cache = codes((rows, 4, FAR // 64, 64, 256))
+    return functools.partial(lowered, gather_pallas.gather, cache, whole((rows, 4, 2)))
 
 
 def far_weights(outputs: int) -> Callable[[], str]:
-    codes = jax.ShapeDtypeStruct((outputs, 4096), jnp.int8)
-    matrix = QuantisedMatrix(codes, jax.ShapeDtypeStruct((outputs, 1), jnp.float32))
+    matrix = QuantisedMatrix(jax.ShapeDtypeStruct((outputs, 4096), jnp.int8), real((outputs, 1)))
     tile = quantised_pallas.triton_tile(16, matrix)
     call = functools.partial(quantised_pallas.matmul, tile=tile, dtype=jnp.bfloat16)
-    return lambda: lowered(call, jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16), matrix)
+    return lambda: lowered(call, half((16, 4096)), matrix)
 
 
 def far_mask(keys: int) -> Callable[[], str]:
     """A mask is of one byte an element, too."""
-    half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    mask = jax.ShapeDtypeStruct((1, 2048, keys), jnp.bool_)
+    mask = truth((1, 2048, keys))
     rows = half((1, keys, 1, 64))
     call = functools.partial(fresh_pallas.tree_attention, tile=TreeTile(16, 64, 4, 4, 2))
     return lambda: lowered(
@@ -511,8 +456,8 @@ def test_offsets_of_wider_elements_are_wide_in_time() -> None:
     """Logits: 2^31 of 16 bits are 2^32 bytes."""
     call = functools.partial(continuations_pallas.best_continuations, count=4, block=256)
     for rows, found in ((2**9, "i32"), (2**9 + 1, "i64")):
-        scores = jax.ShapeDtypeStruct((rows, 16, 2**18), jnp.bfloat16)
-        text = lowered(call, scores, jax.ShapeDtypeStruct((rows, 16), jnp.float32))
+        scores = half((rows, 16, 2**18))
+        text = lowered(call, scores, real((rows, 16)))
         assert offsets(text, "bf16") == {found}
 
 
@@ -523,10 +468,9 @@ def test_a_cache_beyond_offsets_is_for_the_copy_engine_or_xla(
     """The Hopper kernel reads it where it takes codes of the heads' width; XLA writes to it."""
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     rows = 21
-    cache = jax.ShapeDtypeStruct((rows, 1024 // width, FAR, width), jnp.uint8)
-    fresh = jax.ShapeDtypeStruct((rows, 1, *cache.shape[1::2]), jnp.uint8)
-    half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    length, mask = jax.ShapeDtypeStruct((rows,), jnp.int32), jnp.ones((rows, 1, 1), bool)
+    cache = codes((rows, 1024 // width, FAR, width))
+    fresh = codes((rows, 1, *cache.shape[1::2]))
+    length, mask = whole((rows,)), jnp.ones((rows, 1, 1), bool)
 
     def attend(q, k, v, length, fresh):
         return dispatch.speculative_attention(q, Prefix(k, v, length), Fresh(fresh, fresh, mask))
@@ -536,7 +480,7 @@ def test_a_cache_beyond_offsets_is_for_the_copy_engine_or_xla(
     mosaic = width == 128 and mosaic_is_supported()
     assert text.count("custom_call @mosaic_gpu") == mosaic
     assert text.count("custom_call @__gpu") == mosaic  # The tree's kernel.
-    path = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    path = whole((rows, 1))
     text = lowered(layer.append_rows, [cache], [fresh], path, length)
     assert "custom_call @__gpu" not in text
 

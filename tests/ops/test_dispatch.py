@@ -20,10 +20,7 @@ from longspec_jax.ops.matmul.packed import pack
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.selection.continuations import best_continuations
 from tests.kit import each_row
-
-half = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-real = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-whole = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+from tests.ops.shapes import half, real, whole
 
 
 def takes(x: int, *, more: int = 0) -> int:

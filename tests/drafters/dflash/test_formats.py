@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax import LongSpec
-from longspec_jax.cli import as_options, draft_option
 from longspec_jax.config.layers import Llama3RopeScaling
 from longspec_jax.config.tree import PLAIN
-from longspec_jax.drafters.base import Needs
 from longspec_jax.drafters.checkpoints.dflash import (
     DEEPSPEC,
     SPECULATORS,
@@ -39,8 +36,7 @@ from longspec_jax.drafters.registry import DFLASH
 from longspec_jax.loading import choose_drafts
 from longspec_jax.weights.json_files import JsonObject
 from tests.drafters.dflash.toys import config_for, random_params
-from tests.drafters.kit import assert_same_tensors, edit, without_tables
-from tests.infer.toys import save_toy, toy_spec
+from tests.drafters.kit import assert_same_tensors, edit
 from tests.kit import each_row, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=8)
@@ -149,191 +145,112 @@ def test_files_of_speculators_come_back_with_the_same_tensors(tmp_path: Path) ->
         assert again == draft
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "hidden size": (
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "target of hidden_size=48, the target has hidden_size=36": (
         "speculators",
         dict(target_hidden_size=48),
-        "target of hidden_size=48, the target has hidden_size=36",
     ),
-    "vocabulary": (
-        "z-lab",
-        dict(vocab_size=103),
-        "target of vocab_size=103, the target has vocab_size=101",
-    ),
-    "layers": (
-        "z-lab",
-        dict(num_target_layers=36),
-        "num_target_layers=36, the target has 8 layers",
-    ),
-    "outputs out of range": (
-        "DeepSpec, DSpark",
-        dict(target_layer_ids=[1, 4, 8]),
-        "[1, 4, 8] must be layers of the target, -1 to 7: it has 8 layers, and DeepSpec counts the "
-        "hidden states that leave",
-    ),
-    "inputs out of range": (
-        "speculators",
-        dict(aux_hidden_state_layer_ids=[1, 9]),
-        "[1, 9] must be layers of the target, 0 to 8: it has 8 layers, and speculators counts the "
-        "hidden states that enter",
-    ),
-    "another kind": (
+    "num_target_layers=36, the target has 8 layers": ("z-lab", dict(num_target_layers=36)),
+    "[1, 4, 8] must be layers of the target, -1 to 7: it has 8 layers, and DeepSpec counts the "
+    "hidden states that leave": ("DeepSpec, DSpark", dict(target_layer_ids=[1, 4, 8])),
+    "speculators_model_type='mtp' must be 'dflash', 'dspark' or 'dflash2'": (
         "speculators",
         dict(speculators_model_type="mtp"),
-        "speculators_model_type='mtp' must be 'dflash', 'dspark' or 'dflash2'",
     ),
-    "the name of DFlash 2": (
+    "the file has DFlash2DraftModel, which drafts of DFlash 2 have, and lacks "
+    "conv_kernel_size, conv_group_size, selector_rank, selector_top_k": (
         "z-lab",
         dict(architectures=["DFlash2DraftModel"]),
-        "the file has DFlash2DraftModel, which drafts of DFlash 2 have, and lacks "
-        "conv_kernel_size, conv_group_size, selector_rank, selector_top_k",
     ),
-    "a key of DFlash 2": (
+    "the file has selector_rank, which drafts of DFlash 2 have, and lacks conv_kernel_size": (
         "z-lab",
         dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], selector_rank=256)),
-        "the file has selector_rank, which drafts of DFlash 2 have, and lacks conv_kernel_size",
     ),
-    "the keys of DFlash 2 alone": (
+    "missing layers.0.attention_conv.base_kernel (2, 2, 36)": (
         "z-lab",
         dict(conv_kernel_size=2, conv_group_size=4, selector_rank=5, selector_top_k=7),
-        "missing layers.0.attention_conv.base_kernel (2, 2, 36)",
     ),
-    "groups that do not divide": (
+    "conv_group_size=16 a divisor of hidden_size=36": (
         "speculators, DFlash 2",
         dict(conv_group_size=16),
-        "conv_group_size=16 a divisor of hidden_size=36",
     ),
-    "more taps than slots": (
+    "conv_kernel_size=5 must be at most block_size=4": (
         "speculators, DFlash 2",
         dict(conv_kernel_size=5),
-        "conv_kernel_size=5 must be at most block_size=4",
     ),
-    "more candidates than tokens": (
-        "speculators, DFlash 2",
-        dict(selector_top_k=102),
-        "selector_top_k=102 must be a whole number from 1 to 101",
-    ),
-    "a selector of some tokens": (
-        "speculators, DFlash 2",
-        dict(draft_vocab_size=60),
-        "a selector is not used with",
-    ),
-    "JetSpec's key beside the others": (
-        "z-lab",
-        dict(causal_head=True),
-        "causal_head=True is not supported outside of dflash_config",
-    ),
-    "JetSpec's key in another dialect": (
-        "speculators",
-        dict(causal_head=True),
-        "causal_head=True is not supported outside of dflash_config",
-    ),
-    "JetSpec's key as a number": (
+    "a selector is not used with": ("speculators, DFlash 2", dict(draft_vocab_size=60)),
+    "causal_head=True is not supported outside of dflash_config": ("z-lab", dict(causal_head=True)),
+    "causal_head=1 must be true or false": (
         "z-lab",
         dict(dflash_config=dict(mask_token_id=5, causal_head=1)),
-        "causal_head=1 must be true or false",
     ),
-    "both kinds of blocks": (
+    "causal=False contradicts causal_head=True of the same file": (
         "z-lab",
         dict(dflash_config=dict(mask_token_id=5, causal_head=True, causal=False)),
-        "causal=False contradicts causal_head=True of the same file",
     ),
-    "both kinds of blocks in two places": (
+    "is_causal=False contradicts causal_head=True of the same file": (
         "JetSpec",
         dict(is_causal=False),
-        "is_causal=False contradicts causal_head=True of the same file",
     ),
-    "a factor": ("z-lab", dict(output_multiplier=0.19), "output_multiplier=0.19 is not supported"),
-    "a factor on embeddings": (
+    "output_multiplier=0.19 is not supported": ("z-lab", dict(output_multiplier=0.19)),
+    "input_embedding_scale=60.0 is not supported": (
         "z-lab",
         dict(dflash_config=dict(mask_token_id=5, input_embedding_scale=60.0)),
-        "input_embedding_scale=60.0 is not supported",
     ),
-    "a base beside the layers": (
-        "speculators",
-        dict(rope_theta=5e5),
-        "rope_theta=500000.0 is not used by a file whose layers are in transformer_layer_config",
-    ),
-    "another projector": (
+    "projector_type='domino' must be dflash or dspark": (
         "z-lab",
         dict(dflash_config=dict(mask_token_id=5, projector_type="domino")),
-        "projector_type='domino' must be dflash or dspark",
     ),
-    "a mask that is no token": ("DeepSpec, DSpark", dict(mask_token_id=101), "mask_token_id"),
-    "no block": ("z-lab", dict(block_size=None), "the file lacks block_size"),
-    "a head without its tensors": (
-        "DeepSpec, DFlash",
-        dict(markov_rank=4),
-        "missing markov_head.markov_w1.weight (101, 4)",
-    ),
-    "tensors without their head": (
+    "mask_token_id": ("DeepSpec, DSpark", dict(mask_token_id=101)),
+    "the file lacks block_size": ("z-lab", dict(block_size=None)),
+    "missing markov_head.markov_w1.weight (101, 4)": ("DeepSpec, DFlash", dict(markov_rank=4)),
+    "unexpected confidence_head.proj.weight (1, 40)": (
         "DeepSpec, DSpark",
         dict(enable_confidence_head=False),
-        "unexpected confidence_head.proj.weight (1, 40)",
     ),
-    "another Markov head": (
-        "DeepSpec, DSpark",
-        dict(markov_head_type="lstm"),
-        "must be one of vanilla, gated, rnn",
-    ),
-    "biases": ("z-lab", dict(attention_bias=True), "attention_bias=True is not supported"),
-    "a scaling": (
-        "z-lab",
-        dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
-        "the type 'dynamic'",
-    ),
+    "must be one of vanilla, gated, rnn": ("DeepSpec, DSpark", dict(markov_head_type="lstm")),
+    "attention_bias=True is not supported": ("z-lab", dict(attention_bias=True)),
 }
+"""Words of the refusal, the draft, and the keys of its file that are changed."""
 
 
-@each_row("case", REFUSED)
-def test_refusals(case: str, tmp_path: Path) -> None:
-    name, changes, words = REFUSED[case]
+@each_row("words", REFUSED)
+def test_refusals(words: str, tmp_path: Path) -> None:
+    name, changes = REFUSED[words]
     folder = _saved(tmp_path, name, **changes)
     with pytest.raises(ValueError, match=re.escape(words)):
         load(folder, TARGET)
 
 
-@each_row(
-    ("name", "kind"),
-    {
-        "refiner_head.mixer.weight": "XPress",
-        "hidden_dim_adapter.weight": "JetSpec",
-    }.items(),
-)
-@each_row("dialect", ["z-lab", "speculators"])
-def test_other_drafts_are_recognised_by_their_tensors(
-    tmp_path: Path, name: str, kind: str, dialect: str
-) -> None:
-    """Whatever the file calls itself, and though it has none of the keys."""
-    folder = _saved(tmp_path, dialect)
-    file = folder / "model.safetensors"
+def beside(folder: Path, dialect: str, name: str) -> Path:
+    """A draft's folder with one tensor more."""
+    file = _saved(folder, dialect) / "model.safetensors"
     save_file(load_file(file) | {name: np.ones(3, np.float32)}, file)
-    words = (
-        f"hold {re.escape(name)}, which drafts of {kind}.* not supported yet; load another draft"
-    )
-    with pytest.raises(ValueError, match=words):
-        load(folder, TARGET)
+    return folder
+
+
+DFLASH_2 = "the file has {name}, which drafts of DFlash 2 have, and lacks conv_kernel"
+OTHERS = "hold {name}, which drafts of {kind}.* not supported yet; load another draft"
 
 
 @each_row(
-    "name",
+    ("name", "words"),
     [
-        "layers.0.attention_conv.base_kernel",
-        "layers.1.mlp_conv.kernel_projection.weight",
-        "candidate_selector.predecessor_codebook",
+        ("refiner_head.mixer.weight", OTHERS.replace("{kind}", "XPress")),
+        ("hidden_dim_adapter.weight", OTHERS.replace("{kind}", "JetSpec")),
+        # It would draft without them: whatever the file calls itself, it must say their sizes.
+        ("layers.0.attention_conv.base_kernel", DFLASH_2),
+        ("layers.1.mlp_conv.kernel_projection.weight", DFLASH_2),
+        ("candidate_selector.predecessor_codebook", DFLASH_2),
     ],
 )
 @each_row("dialect", ["z-lab", "speculators"])
-def test_a_draft_of_dflash_2_is_recognised_by_its_tensors(
-    tmp_path: Path, name: str, dialect: str
+def test_other_drafts_are_recognised_by_their_tensors(
+    tmp_path: Path, name: str, words: str, dialect: str
 ) -> None:
-    """It would draft without them: whatever the file calls itself, it must say their sizes."""
-    folder = _saved(tmp_path, dialect)
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | {name: np.ones(3, np.float32)}, file)
-    words = f"the file has {re.escape(name)}, which drafts of DFlash 2 have, and lacks conv_kernel"
-    with pytest.raises(ValueError, match=words):
-        load(folder, TARGET)
+    """Whatever the file calls itself, and though it has none of the keys."""
+    with pytest.raises(ValueError, match=words.format(name=re.escape(name))):
+        load(beside(tmp_path, dialect, name), TARGET)
 
 
 def test_a_draft_of_dflash_2_under_another_name(tmp_path: Path) -> None:
@@ -413,18 +330,3 @@ def test_blocks_that_no_file_describes_are_refused(causal: tuple[bool, bool]) ->
     """Else they would be saved as others."""
     with pytest.raises(ValueError, match=r"must be true of all layers, .* no file says more"):
         config_for(CONFIG, causal=causal)
-
-
-def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
-    """With the options of the commands."""
-    target, _ = save_toy(tmp_path)
-    config = config_for(toy_spec().target_config, features=(-1, 0, 0))
-    folder = tmp_path / "dflash"
-    save_draft(folder, config, without_tables(random_params(config)))
-    options = as_options([draft_option("window=16"), draft_option("sinks=0")])
-    spec = LongSpec.from_pretrained(target, [folder, "ngram"], draft_options=options)
-    draft, _ = spec.drafts
-    assert isinstance(draft, DFlashDraft) and draft.seen == (16, 0)
-    assert draft.params.embedding is spec.target_params["embedding"]
-    assert draft.own_params[1:] == (None, None, None, None, None, None)
-    assert draft.drafter(PLAIN).needs == Needs(hidden=(-1, 0), recent=16)

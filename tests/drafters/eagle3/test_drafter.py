@@ -10,43 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config.layers import YarnRopeScaling
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
-from longspec_jax.models.layers import yarn_ramp
 from longspec_jax.ops.selection.blocks import BlockBudget
-from tests.decoding.lossless import (
-    CONFIG,
-    EVERY,
-    LENGTHS,
-    assert_same,
-    emitted_in_rounds,
-    generate,
-    prompts,
-)
+from tests.decoding.lossless import CONFIG, EVERY, LENGTHS, TRANSFORMER
 from tests.drafters.eagle3.toys import config_for, random_params
-from tests.drafters.kit import (
-    assert_any_blocks_make_the_state,
-    assert_partitioned,
-    proposed,
-)
-from tests.kit import normal, random_target, relative_error
+from tests.drafters.kit import proposed
+from tests.kit import normal
 
-TARGET = TargetModel(CONFIG)
-MODEL = random_target(CONFIG)
-TEXT = prompts(CONFIG.vocab_size)
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
 DRAFT = config_for(CONFIG, proposable=len(KNOWN))
-
-
-@pytest.fixture(scope="module")
-def plain() -> list[list[np.ndarray]]:
-    """What plain decoding emits for every request."""
-    none = Params(MODEL, ())
-    return [generate(TARGET, NoDraft(), none, TEXT, LENGTHS, req)[0] for req in EVERY]
 
 
 WHOLE = Eagle3Drafter(DRAFT, TreeConfig((4, 5, 3), budget=9))
@@ -54,28 +29,23 @@ WINDOW = Eagle3Drafter(DRAFT, TreeConfig((2, 3, 1)), window=6, sinks=2)
 """Fewer entries than most rows have, so that the ring wraps."""
 
 
-def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
+def test_no_token_changes() -> None:
     """And what rounds commit is what a prefill of the whole text would have made."""
-    params = Params(MODEL, random_params(DRAFT, KNOWN))
+    draft = random_params(DRAFT, KNOWN)
     # Which of its rows stands for which token does not matter: each is scored with its own noise.
     order = np.random.default_rng(1).permutation(len(KNOWN))
-    turned = replace(
-        params.draft, head=params.draft.head[order], vocabulary=jnp.asarray(KNOWN[order])
-    )
-    runs = [generate(TARGET, WHOLE, params, TEXT, LENGTHS, req) for req in EVERY]
-    for req, expected, (found, state) in zip(EVERY, plain, runs, strict=True):
-        assert_same(found, expected)
-        assert emitted_in_rounds(state) > 0
-        _, other = generate(TARGET, WHOLE, replace(params, draft=turned), TEXT, LENGTHS, req)
+    turned = replace(draft, head=draft.head[order], vocabulary=jnp.asarray(KNOWN[order]))
+    states, others = (TRANSFORMER.drafted(WHOLE, each, EVERY) for each in (draft, turned))
+    for state, other in zip(states, others, strict=True):
         np.testing.assert_array_equal(other.record.histogram, state.record.histogram)
-    rows, state = runs[-1]
-    texts = [[*TEXT[b, : LENGTHS[b]], *row[:-1]] for b, row in enumerate(rows)]
+    texts = [TRANSFORMER.text(row, EVERY[-1]) for row in range(3)]
     lengths = np.array([len(text) for text in texts], np.int32)
     padded = np.zeros((3, lengths.max()), np.int32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
     single = replace(EVERY[-1], max_new_tokens=jnp.ones(3, jnp.int32))
-    _, whole = generate(TARGET, WHOLE, params, padded, lengths, single)
+    _, whole = replace(TRANSFORMER, tokens=padded, lengths=lengths).run(WHOLE, draft, single)
+    state = states[-1]
     np.testing.assert_array_equal(state.rows.length, lengths)
     ours, theirs = state.rows.draft, whole.rows.draft
     np.testing.assert_allclose(ours.feature, theirs.feature, atol=1e-4)
@@ -87,14 +57,12 @@ def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
             np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-4)
 
 
-def test_a_working_cache_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+def test_a_working_cache_changes_no_token() -> None:
     """Nor, where it holds all tokens, a round; they are chosen again in every second one."""
-    params = Params(MODEL, random_params(DRAFT, KNOWN))
+    draft = random_params(DRAFT, KNOWN)
     drafter = replace(WHOLE, working=WorkingCache(BlockBudget(64, 8, 8, 8), 2, CONFIG))
-    found, state = generate(TARGET, drafter, params, TEXT, LENGTHS, EVERY[0])
-    assert_same(found, plain[0])
+    [state], [all_read] = (TRANSFORMER.same(each, draft, EVERY[:1]) for each in (drafter, WHOLE))
     assert state.rows.draft.choice.length.max() > LENGTHS.max()
-    _, all_read = generate(TARGET, WHOLE, params, TEXT, LENGTHS, EVERY[0])
     np.testing.assert_array_equal(state.record.histogram, all_read.record.histogram)
 
 
@@ -126,14 +94,6 @@ def text() -> tuple[np.ndarray, list[jax.Array]]:
     """Tokens ``[2, 16]`` and the target's hidden states at them."""
     tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
     return tokens, [normal(seed, 2, 16, CONFIG.model_width) for seed in range(3)]
-
-
-def test_blocks_of_any_count_make_the_same_state(text: tuple[np.ndarray, list[jax.Array]]) -> None:
-    """Paths that were accepted in part, with garbage behind them, and rows that stand still."""
-    tokens, hidden = text[0], [np.asarray(each) for each in text[1]]
-    counts = [[5, 1], [0, 3], [2, 0], [5, 4], [3, 3], [1, 0]]
-    draft = random_params(DRAFT, KNOWN)
-    assert_any_blocks_make_the_state(WINDOW, draft, tokens, hidden, counts)
 
 
 def test_sinks_and_ring_are_the_text_without_what_lies_between(
@@ -169,36 +129,3 @@ def test_sinks_and_ring_are_the_text_without_what_lies_between(
     np.testing.assert_allclose(np.asarray(heard[1])[rows, paths[:, 0] - 1], expected[1], atol=1e-4)
     np.testing.assert_allclose(np.asarray(heard[2])[rows, paths[:, 1] - 3], expected[2], atol=1e-4)
     assert len({*map(int, paths[:3, 0])} | {*map(int, paths[3:, 0])}) == 2, "both are parents"
-
-
-def test_yarn_by_hand() -> None:
-    """Three settings of models in use: where the ramp begins and ends, and the factor."""
-    for width, base, factor, original, (low, high), magnitude in (
-        (128, 1e4, 32.0, 2048, (16, 41), 1.34657),
-        (128, 1e6, 4.0, 32768, (23, 40), 1.13863),
-        (128, 5e5, 8.0, 8192, (18, 35), 1.20794),
-    ):
-        yarn = YarnRopeScaling.usual(factor, original)
-        ramp = yarn_ramp(width, base, yarn)
-        assert np.flatnonzero(ramp > 0)[0] == low + 1 and np.flatnonzero(ramp == 1)[0] == high
-        assert yarn.attention_factor == pytest.approx(magnitude, abs=1e-5)
-
-
-@pytest.mark.full
-def test_8_bits_and_meshes(text: tuple[np.ndarray, list[jax.Array]]) -> None:
-    """Rounded weights compute nearly the same, and every parameter has a rule of partition."""
-    params = random_params(DRAFT, KNOWN)
-    rounded = params.in_int8()
-    with pytest.raises(ValueError, match="in 8 bits already"):
-        rounded.in_int8()
-    # Of the shapes of the test above, whose program serves again.
-    tokens, *hidden = (np.repeat(np.asarray(each)[:, :9], 3, 0) for each in (text[0], *text[1]))
-    block = tokens, np.zeros(6, np.int32), np.full(6, 9, np.int32), *hidden
-    pending, following = KNOWN[:6].astype(np.int32), np.zeros((6, 3), np.int64)
-    chain = Eagle3Drafter(DRAFT, TreeConfig((1, 1, 1)))
-    (_, exact), (_, near) = (
-        proposed(chain, Params(None, each), block, pending, following) for each in (params, rounded)
-    )
-    assert 0 < relative_error(near[2], exact[2]) < 0.05
-    for each in (params, rounded):
-        assert_partitioned([each.layer, {"head": each.head, "embedding": each.embedding}])

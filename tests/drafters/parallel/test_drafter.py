@@ -5,7 +5,6 @@ That it changes no token is in :mod:`tests.drafters.test_published`.
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from longspec_jax import LongSpec
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import Committed, Needs, Params
+from longspec_jax.drafters.base import Needs, Params
 from longspec_jax.drafters.checkpoints.parallel import draft_table, load_draft, save_draft
 from longspec_jax.drafters.parallel import (
-    ParallelConfig,
     ParallelDraft,
     ParallelDrafter,
     ParallelLayers,
     ParallelParams,
 )
 from tests.decoding.lossless import CONFIG
-from tests.drafters.kit import Listening, assert_partitioned
+from tests.drafters.kit import assert_partitioned, extended, proposed_from
 from tests.drafters.parallel.toys import config_for, random_tree
-from tests.infer.toys import save_toy, toy_spec
 from tests.kit import each_row, normal, random_target, relative_error, view_of
 
 DRAFT = config_for(CONFIG)
@@ -42,47 +38,24 @@ TOKENS = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (5, 20)).astype
 KEYS, VALUES = (normal(seed, 5, CONFIG.num_kv_heads, 24, CONFIG.head_width) for seed in (5, 6))
 
 
-@partial(jax.jit, static_argnums=0)
-def _extended(drafter: ParallelDrafter, params: Any, state: Any, *given: Any) -> Any:
-    return drafter.extend(params, state, Committed(*given))
-
-
-@partial(jax.jit, static_argnums=0)
-def _proposed(drafter: ParallelDrafter, params: Any, state: Any, keys: Any, values: Any) -> Any:
+def _proposed(drafter: ParallelDrafter, params: Any, state: Any) -> Any:
     """The tree behind every row, and the logits at the nodes of every level."""
-    lengths = jnp.asarray(LENGTHS)
-    pending = jnp.take_along_axis(jnp.asarray(TOKENS), lengths[:, None], axis=1)[:, 0]
-    noise = Listening(None, [])
-    tree = drafter.propose(params, state, view_of(pending, lengths, keys, values), noise)
-    return tree, noise.heard
+    pending = jnp.take_along_axis(jnp.asarray(TOKENS), jnp.asarray(LENGTHS)[:, None], axis=1)[:, 0]
+    view = view_of(pending, jnp.asarray(LENGTHS), KEYS, VALUES)
+    return jax.device_get(proposed_from(drafter, params, state, view))
 
 
-def _bound(tree: Any = TREE) -> Params:
+def bound(tree: Any = TREE) -> Params:
     return Params(None, ParallelParams.beside(MODEL, tree))
 
 
 @pytest.fixture(scope="module")
 def state() -> Any:
     """After prompts that came as one chunk, longer than the window."""
-    params = _bound()
+    params = bound()
     begun = DRAFTER.begin(params, 5, 64)
-    return _extended(DRAFTER, params, begun, TOKENS, np.zeros(5, np.int32), LENGTHS)
-
-
-def test_chunks_of_any_count_make_the_same_state(state: Any) -> None:
-    """Paths that were accepted in part, with garbage behind them, and rows that stand still."""
-    params, at = _bound(), np.zeros(5, np.int32)
-    pieces, rest = DRAFTER.begin(params, 5, 64), LENGTHS
-    for most in ([4, 1, 0, 5, 5], [5, 0, 3, 1, 0], [0, 5, 5, 0, 0], [5] * 5, [5] * 5):
-        count = np.minimum(rest, most).astype(np.int32)
-        index = np.minimum(at[:, None] + np.arange(5), 19)
-        fresh = np.take_along_axis(TOKENS, index, axis=1)
-        fresh = np.where(np.arange(5) < count[:, None], fresh, 7)
-        pieces = _extended(DRAFTER, params, pieces, fresh, at, count)
-        at, rest = at + count, rest - count
-    np.testing.assert_array_equal(at, LENGTHS)
-    assert pieces.cache.keys[0].shape[2] == 8, "a ring of 7 entries, whatever the capacity"
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), pieces, state)
+    assert begun.cache.keys[0].shape[2] == 8, "a ring of 7 entries, whatever the capacity"
+    return extended(DRAFTER, params, begun, (TOKENS, np.zeros(5, np.int32), LENGTHS))
 
 
 def test_logits_at_every_node_are_those_of_the_definition(state: Any, tmp_path: Path) -> None:
@@ -97,7 +70,7 @@ def test_logits_at_every_node_are_those_of_the_definition(state: Any, tmp_path: 
         *(DRAFT.num_layers, layer.num_heads, layer.num_kv_heads, layer.window),
         *(layer.norm_eps, layer.rope_theta),
     )
-    tree, heard = jax.device_get(_proposed(DRAFTER, _bound(), state, KEYS, VALUES))
+    tree, heard = _proposed(DRAFTER, bound(), state)
     embedding, head = (torch.from_numpy(np.array(MODEL[name])) for name in ("embedding", "head"))
     keys, values = (torch.from_numpy(np.array(each)) for each in (KEYS, VALUES))
     first = np.array([0, 1, 3, 6])
@@ -132,7 +105,7 @@ def test_a_targets_factors_are_applied_once() -> None:
 def test_a_tree_holds_the_best_paths(state: Any) -> None:
     """By the sum of log-probabilities, the correction by the token before included."""
     drafter = ParallelDrafter(DRAFT, TreeConfig((CONFIG.vocab_size, 9)))
-    tree, heard = jax.device_get(_proposed(drafter, _bound(), state, KEYS, VALUES))
+    tree, heard = _proposed(drafter, bound(), state)
     logs = [np.asarray(jax.nn.log_softmax(np.float64(each))) for each in heard]
     for b in range(5):
         above = tree.tokens[b, 1 : 1 + CONFIG.vocab_size]
@@ -154,16 +127,13 @@ def test_what_is_needed_and_what_cannot_be() -> None:
 @pytest.mark.full
 def test_8_bits_and_meshes(state: Any) -> None:
     """Rounded weights compute nearly the same, and every parameter has a rule of partition."""
-    bound = _bound().draft
+    whole = bound().draft
     rounded = ParallelDraft.bind(DRAFT, TREE, MODEL, int8=True).params
     with pytest.raises(ValueError, match="in 8 bits already"):
         rounded.in_int8()
-    exact, near = (
-        _proposed(DRAFTER, Params(None, each), state, KEYS, VALUES)[1][0]
-        for each in (bound, rounded)
-    )
+    exact, near = (_proposed(DRAFTER, Params(None, each), state)[1][0] for each in (whole, rounded))
     assert 0 < relative_error(near, exact) < 0.05
-    for each in (bound, rounded):
+    for each in (whole, rounded):
         assert_partitioned({name: getattr(each, name) for name in ("layer", "head", "markov")})
 
 
@@ -197,14 +167,3 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="longspec_block"):
         load_draft(tmp_path, CONFIG)
-
-
-def test_a_users_folder_loads_by_its_architecture(tmp_path: Path) -> None:
-    target, _ = save_toy(tmp_path)
-    config: ParallelConfig = config_for(toy_spec().target_config)
-    save_draft(tmp_path / "parallel", config, random_tree(config), target=toy_spec().target_config)
-    spec = LongSpec.from_pretrained(target, tmp_path / "parallel", draft_options={"int8": True})
-    draft, _ = spec.drafts
-    assert draft.name == "parallel" and draft.params.int8
-    with pytest.raises(ValueError, match="unknown option 'window' for .*parallel; it has int8"):
-        LongSpec.from_pretrained(target, tmp_path / "parallel", draft_options={"window": 16})

@@ -12,7 +12,7 @@ import pytest
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Committed, Features, NoDraft, Params, View
+from longspec_jax.drafters.base import Committed, Features, View
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import (
     AttentionRetriever,
@@ -25,19 +25,11 @@ from longspec_jax.drafters.retrieval.selection import (
 )
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.selection.blocks import BlockBudget
-from tests.decoding.lossless import (
-    CONFIG,
-    LENGTHS,
-    TABLE,
-    VOCABULARY,
-    assert_same,
-    generate,
-    prompts,
-)
+from tests.decoding.lossless import CONFIG, TRANSFORMER
 from tests.decoding.lossless import request as requested
-from tests.drafters.test_streaming import is_perfect
-from tests.kit import each_row, random_target, tiny_target_config
-from tests.lookup import LookupDrafter, LookupTarget
+from tests.drafters.kit import histogram, is_perfect
+from tests.kit import each_row, tiny_target_config
+from tests.lookup import LookupDrafter
 from tests.ops.selection import oracle
 
 LOOKUP = tiny_target_config(num_layers=1, num_heads=1, num_kv_heads=1, head_width=2)
@@ -47,6 +39,12 @@ ROOMY = BlockBudget(slots=64, sinks=4, recent=8, block=4)
 TIGHT = BlockBudget(slots=16, sinks=4, recent=8, block=4)
 MIXED = requested((0.0, 0.7, 1.0))
 CHAIN = TreeConfig((1,) * 6)
+
+
+def view_at(cache: KVCache, *length: int) -> View:
+    """What a selector sees of rows that are so long."""
+    at = jnp.asarray(length)
+    return View(TargetModel(CONFIG), None, cache, 0 * at, at, at, at < 0)
 
 
 def over(selector: Selector) -> Hierarchy:
@@ -61,37 +59,30 @@ def over(selector: Selector) -> Hierarchy:
 )
 def test_what_sees_every_token_once_is_perfect(kind: Any, budget: BlockBudget) -> None:
     """In rows that have fewer blocks than could be read: one token twice would be another hash."""
-    drafter, params = over(kind(LOOKUP, budget)), Params(TABLE, TABLE)
-    tokens, target = prompts(VOCABULARY), LookupTarget(VOCABULARY)
-    _, state = generate(target, drafter, params, tokens, LENGTHS, MIXED)
-    assert is_perfect(np.asarray(state.record.histogram).sum(axis=0))
+    assert is_perfect(histogram(over(kind(LOOKUP, budget)), MIXED))
 
 
-class Twice(Quest):
+class Longer(Quest):
     """The last block is read twice."""
 
+    more = 1
+
     def choose(self, state: Any, view: Any) -> WorkingSet:
         found = super().choose(state, view)
         assert isinstance(found, WorkingSet)
-        return replace(found, length=found.length + 1)
+        return replace(found, length=found.length + self.more)
 
 
-class Late(Quest):
+class Shorter(Longer):
     """Tokens are missing at the end."""
 
-    def choose(self, state: Any, view: Any) -> WorkingSet:
-        found = super().choose(state, view)
-        assert isinstance(found, WorkingSet)
-        return replace(found, length=found.length - 1)
+    more = -1
 
 
-@pytest.mark.parametrize("kind", [Twice, Late])
+@pytest.mark.parametrize("kind", [Longer, Shorter])
 def test_a_mistake_lowers_what_is_accepted(kind: Any) -> None:
     """Negative control: the perfection above tells a right reading from a wrong one."""
-    drafter, params = over(kind(LOOKUP, ROOMY)), Params(TABLE, TABLE)
-    tokens, target = prompts(VOCABULARY), LookupTarget(VOCABULARY)
-    _, state = generate(target, drafter, params, tokens, LENGTHS, MIXED)
-    found = np.asarray(state.record.histogram).sum(axis=0)
+    found = histogram(over(kind(LOOKUP, ROOMY)), MIXED)
     assert found[-1] < found.sum() / 2
 
 
@@ -100,12 +91,7 @@ def test_summaries_after_decoding_are_those_of_the_cache(chunk: int) -> None:
     """Of prompts in chunks and of accepted paths; the queries are the last ones' too."""
     quest = Quest(CONFIG, TIGHT, queries=3)
     drafter = Hierarchy(StreamingDrafter(TreeConfig((2, 2))), quest, CHAIN)
-    params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
-    rows, state = generate(
-        TargetModel(CONFIG), drafter, params, tokens, LENGTHS, MIXED, chunk=chunk
-    )
-    plain, _ = generate(TargetModel(CONFIG), NoDraft(), params, tokens, LENGTHS, MIXED)
-    assert_same(rows, plain)
+    [state] = TRANSFORMER.same(drafter, None, [MIXED], chunk=chunk)
     found, length = state.rows.draft.selector, state.rows.length
     assert len({*np.asarray(length).tolist()}) == 3
     for layer, keys in enumerate(state.rows.cache.keys):
@@ -145,7 +131,7 @@ def test_the_last_queries_ask_and_rows_that_stand_still_keep_theirs() -> None:
 
 def test_every_head_of_every_layer_reads_the_block_that_its_query_wants() -> None:
     """A key along the last query, planted in a block of its own for every layer and head."""
-    quest, slots = Quest(CONFIG, BlockBudget(16, 4, 8, 4)), 48
+    quest, slots = Quest(CONFIG, TIGHT), 48
     told = committed(CONFIG, slots, [slots])
     layers, heads = range(CONFIG.num_layers), range(CONFIG.num_kv_heads)
     keys = {layer: 0.1 * np.asarray(told.features.keys[layer]) for layer in layers}
@@ -160,8 +146,7 @@ def test_every_head_of_every_layer_reads_the_block_that_its_query_wants() -> Non
     state = quest.begin(1, slots)
     state = jax.jit(quest.extend)(state, told._replace(features=Features({}, queries, keys)))
     cache = tuple(keys[layer].swapaxes(1, 2) for layer in layers)
-    at = jnp.array([0]), jnp.array([slots]), jnp.array([slots]), jnp.array([False])
-    view = View(TargetModel(CONFIG), None, KVCache(cache, cache), *at)
+    view = view_at(KVCache(cache, cache), slots)
     found = jax.jit(lambda state: quest.choose(state, view))(state)
     assert isinstance(found, WorkingSet) and int(found.length[0]) == 16
     for (layer, head), block in wanted.items():
@@ -182,11 +167,8 @@ def test_rows_of_a_larger_cache_choose_and_read_as_alone() -> None:
         KVCache((*layers[:2],), (*layers[2:],)),
         KVCache((*larger[:2],), (*larger[2:],), rows),
     )
-    length = jnp.array([41, 30])
-    at = jnp.array([0, 0]), length, length, jnp.array([False, False])
     own, among = (
-        AttentionRetriever(CONFIG, TIGHT).choose(state, View(TargetModel(CONFIG), None, cache, *at))
-        for cache in caches
+        AttentionRetriever(CONFIG, TIGHT).choose(state, view_at(cache, 41, 30)) for cache in caches
     )
     assert isinstance(own, WorkingSet)
     jax.tree.map(np.testing.assert_array_equal, among, own)
@@ -215,18 +197,13 @@ def test_it_is_a_selector_and_refuses_what_cannot_be(kind: Any) -> None:
 def test_it_says_how_much_of_the_cache_it_copies() -> None:
     selector = Quest(CONFIG, TIGHT)
     for capacity in (16, 64):
-        cache = TargetModel(CONFIG).allocate(1, capacity)
-        at = jnp.array([0]), jnp.array([9]), jnp.array([9]), jnp.array([False])
-        found = selector.choose(
-            selector.begin(1, capacity), View(TargetModel(CONFIG), None, cache, *at)
-        )
+        view = view_at(TargetModel(CONFIG).allocate(1, capacity), 9)
+        found = selector.choose(selector.begin(1, capacity), view)
         copied = found.keys[0].shape[2] if isinstance(found, WorkingSet) else 0
         assert selector.gathered_slots(capacity) == copied
 
 
 def test_a_cache_within_the_budget_is_read_where_it_lies() -> None:
     quest = Quest(CONFIG, BlockBudget(32, 4, 8, 4))
-    cache = TargetModel(CONFIG).allocate(1, 32)
-    at = jnp.array([0]), jnp.array([9]), jnp.array([9]), jnp.array([False])
-    view = View(TargetModel(CONFIG), None, cache, *at)
+    view = view_at(TargetModel(CONFIG).allocate(1, 32), 9)
     assert isinstance(quest.choose(quest.begin(1, 32), view), Spans)

@@ -116,8 +116,3 @@ def test_a_target_that_it_was_not_made_for_is_refused() -> None:
     draft.check_fits(CONFIG)
     with pytest.raises(ValueError, match="made for a target of another shape"):
         draft.check_fits(tiny_target_config(num_layers=3))
-
-
-def test_a_call_with_a_tree_that_is_no_chain_is_refused() -> None:
-    with pytest.raises(ValueError, match="tree 4,4 must be a chain"):
-        loaded(retrieve=1024).drafter(TreeConfig((4, 4)))

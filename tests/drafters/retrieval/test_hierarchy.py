@@ -1,6 +1,6 @@
 """Rounds inside a proposal: how long the chains are, and what the inner drafter is told."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -21,98 +21,89 @@ from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
-from tests.decoding.lossless import (
-    CONFIG,
-    DRAFT_TABLES,
-    LENGTHS,
-    TABLE,
-    VOCABULARY,
-    assert_same,
-    generate,
-    prompts,
-)
+from tests.decoding.lossless import CONFIG, DRAFT_TABLES, LENGTHS, LOOKUP, TABLE, prompts
 from tests.decoding.lossless import request as requested
-from tests.drafters.test_streaming import is_perfect
+from tests.drafters.kit import histogram, is_perfect
 from tests.kit import each_row, prefill, random_target
-from tests.lookup import LookupDrafter, LookupTarget
+from tests.lookup import LookupDrafter
 
 ALL = SinksAndRecent(3, 1000)
 CHAIN, LONG = TreeConfig((1,) * 4), TreeConfig((1,) * 9)
 GREEDY, MIXED = requested(), requested((0.0, 0.7, 1.0))
 
 
-def histogram(drafter: Drafter, request=GREEDY, draft: Any = TABLE) -> np.ndarray:
-    """Rounds by accepted tokens, on the lookup model."""
-    tokens, params = prompts(VOCABULARY), Params(TABLE, draft)
-    _, state = generate(LookupTarget(VOCABULARY), drafter, params, tokens, LENGTHS, request)
-    return np.asarray(state.record.histogram).sum(axis=0)
+def over_all(inner: Drafter, tree: str) -> Hierarchy:
+    """Rounds checked over all of the context."""
+    return Hierarchy(inner, ALL, TreeConfig.parse(tree))
+
+
+OWN, PLAIN = LookupDrafter(TreeConfig((1, 1))), LookupDrafter(TreeConfig(()))
+TREES, THREE = LookupDrafter(TreeConfig((2, 3))), LookupDrafter(TreeConfig((1, 1, 1)))
+TARGETS = StreamingDrafter(TreeConfig(()), ALL)
+TWICE = over_all(PLAIN, "chain:2")
+PERFECT: dict[str, tuple[Hierarchy, Any]] = {
+    # The last draw of the last round counts, too: three rounds of two levels are nine tokens.
+    "own": (over_all(OWN, "chain:9"), MIXED),
+    "streaming": (over_all(StreamingDrafter(TreeConfig((1, 1)), ALL), "chain:9"), MIXED),
+    "hierarchy": (over_all(over_all(TARGETS, "chain:3"), "chain:12"), MIXED),
+    # Two rounds of two levels, and two levels that the target verifies.
+    "a tree at the end": (over_all(OWN, "chain:6/chain:2"), GREEDY),
+    "a tree at the end of hierarchies": (over_all(TWICE, "chain:6/chain:2"), MIXED),
+    "a chain shorter than a round": (over_all(THREE, "chain:2"), MIXED),
+}
+
+
+@pytest.mark.parametrize("name", PERFECT)
+def test_all_is_accepted_of_a_perfect_drafter(name: str) -> None:
+    assert is_perfect(histogram(*PERFECT[name]))
 
 
 @pytest.mark.parametrize(
-    ("inner", "request_"),
+    ("drafter", "request_"),
     [
-        (LookupDrafter(TreeConfig((1, 1))), MIXED),
-        (StreamingDrafter(TreeConfig((1, 1)), ALL), MIXED),
-        (Hierarchy(StreamingDrafter(TreeConfig(()), ALL), ALL, TreeConfig((1, 1, 1))), MIXED),
+        (over_all(OWN, "chain:7/chain:2"), GREEDY),
+        (over_all(TWICE, "chain:7/chain:2"), MIXED),
+        # A round yields more than the chain holds: what follows does not follow its last node.
+        (over_all(THREE, "chain:2/2"), GREEDY),
     ],
-    ids=["own", "streaming", "hierarchy"],
+    ids=["one", "two", "cut"],
 )
-def test_whole_chains_are_accepted_of_a_perfect_drafter(inner: Drafter, request_) -> None:
-    """The last draw of the last round too: three rounds of two levels are nine tokens."""
-    levels = 3 * (inner.tree.num_levels + 1)
-    drafter = Hierarchy(inner, ALL, TreeConfig((1,) * levels))
-    assert is_perfect(histogram(drafter, request_))
-
-
-END = TreeConfig.parse("chain:6/chain:2")
-"""Two rounds of two levels, and two levels that the target verifies."""
-
-
-@pytest.mark.parametrize(("levels", "request_"), [(1, GREEDY), (2, MIXED)], ids=["one", "two"])
-def test_a_tree_at_the_end_is_walked_into(levels: int, request_) -> None:
-    """Where the drafter inside is perfect, to its end; also that of hierarchies inside."""
-    inner: Drafter = LookupDrafter(TreeConfig((1, 1)))
-    if levels == 2:
-        inner = Hierarchy(LookupDrafter(TreeConfig(())), ALL, TreeConfig((1, 1)))
-    assert is_perfect(histogram(Hierarchy(inner, ALL, END), request_))
-    # A chain that is no whole number of rounds ends before its last node.
-    odd = histogram(Hierarchy(inner, ALL, TreeConfig.parse("chain:7/chain:2")), request_)
-    assert is_perfect(odd[:-1]) and odd[-1] == 0
+def test_a_chain_that_is_no_whole_number_of_rounds_ends_before(drafter: Drafter, request_) -> None:
+    """Its last node."""
+    found = histogram(drafter, request_)
+    assert is_perfect(found[:-1]) and found[-1] == 0
 
 
 def test_a_bad_draft_s_tree_at_the_end_gains_nothing() -> None:
     """Negative control: the chain is confirmed, the tree behind it is not."""
-    inner, bad = LookupDrafter(TreeConfig((1, 1))), DRAFT_TABLES["adversarial"]
-    found = histogram(Hierarchy(inner, ALL, END), GREEDY, bad)
+    found = histogram(PERFECT["a tree at the end"][0], GREEDY, DRAFT_TABLES["adversarial"])
     # Its rounds yield one token each, and after four there is no room for three more.
     assert is_perfect(found[:5]) and found[5:].sum() == 0
 
 
-def test_a_chain_of_none_is_one_level() -> None:
-    """The inner drafter's trees, as it would propose them alone."""
-    inner, near = LookupDrafter(TreeConfig((2, 3))), DRAFT_TABLES["near"]
-    hierarchy = Hierarchy(inner, SinksAndRecent(2, 5), TreeConfig((2, 3), chain=0))
-    wanted = histogram(inner, MIXED, near)
+@pytest.mark.parametrize(
+    ("hierarchy", "alone"),
+    [
+        # A chain of none is one level: the inner drafter's trees, as it would propose them alone.
+        (Hierarchy(TREES, SinksAndRecent(2, 5), TreeConfig((2, 3), chain=0)), TREES),
+        # Without a drafter inside each round draws one token, by partial passes of the target.
+        (Hierarchy(NoDraft(), ALL, CHAIN), StreamingDrafter(CHAIN, ALL)),
+        (
+            Hierarchy(NoDraft(), SinksAndRecent(2, 5), CHAIN),
+            StreamingDrafter(CHAIN, SinksAndRecent(2, 5)),
+        ),
+    ],
+    ids=["no chain", "no drafter", "no drafter, short"],
+)
+def test_what_is_left_of_a_hierarchy_is_its_part(hierarchy: Drafter, alone: Drafter) -> None:
+    near = DRAFT_TABLES["near"]
+    wanted = histogram(alone, MIXED, near)
     np.testing.assert_array_equal(histogram(hierarchy, MIXED, near), wanted)
-
-
-def test_a_tree_behind_a_chain_that_is_cut_is_not_walked_to() -> None:
-    """A round yields more than the chain holds: what follows does not follow its last node."""
-    drafter = Hierarchy(LookupDrafter(TreeConfig((1, 1, 1))), ALL, TreeConfig((1, 1, 2), chain=2))
-    assert is_perfect(histogram(drafter)[:-1])
-
-
-@pytest.mark.parametrize("selection", [ALL, SinksAndRecent(2, 5)], ids=["all", "short"])
-def test_without_a_drafter_inside_it_is_streaming(selection: SinksAndRecent) -> None:
-    """Each round draws one token: a chain of the target's partial passes."""
-    found = histogram(Hierarchy(NoDraft(), selection, CHAIN), MIXED)
-    chain = StreamingDrafter(CHAIN, selection)
-    np.testing.assert_array_equal(found, histogram(chain, MIXED))
 
 
 def test_every_round_advances_however_bad_the_drafter() -> None:
     """A check over everything yields at least its own draw, which the full one confirms."""
-    drafter = Hierarchy(LookupDrafter(TreeConfig((2, 3))), ALL, TreeConfig((1,) * 6))
+    drafter = over_all(TREES, "chain:6")
     bad = histogram(drafter, MIXED, DRAFT_TABLES["adversarial"])
     near = histogram(drafter, MIXED, DRAFT_TABLES["near"])
     # Rows may be cut in their last rounds.
@@ -148,10 +139,10 @@ class Stale(Hierarchy):
 @pytest.mark.parametrize("broken", ["selection", "noise"])
 def test_a_mistake_lowers_what_is_accepted(broken: str) -> None:
     """Negative control: the perfection above tells a right check from a wrong one."""
-    inner, request = LookupDrafter(TreeConfig((1, 1))), requested((1.0, 0.7, 1.0))
+    request = requested((1.0, 0.7, 1.0))
     drafter = {
-        "selection": Hierarchy(inner, Blind(3, 1000), LONG),
-        "noise": Stale(inner, ALL, LONG),
+        "selection": Hierarchy(OWN, Blind(3, 1000), LONG),
+        "noise": Stale(OWN, ALL, LONG),
     }[broken]
     found = histogram(drafter, request)
     assert found[-1] < found.sum() / 2
@@ -257,24 +248,9 @@ def test_a_tree_that_is_no_chain_is_refused(text: str) -> None:
         Hierarchy(NoDraft(), ALL, TreeConfig.parse(text))
 
 
-def test_it_is_a_drafter_with_the_needs_and_the_state_of_the_inner_one() -> None:
-    inner = Diarist()
-    drafter = Hierarchy(inner)
-    assert isinstance(drafter, Drafter) and drafter.needs == inner.needs
-    found = drafter.begin(Params(None, None), 2, 7), inner.begin(Params(None, None), 2, 7)
-    assert jax.tree.map(jnp.shape, found[0].inner) == jax.tree.map(jnp.shape, found[1])
-
-
 def test_without_levels_it_is_plain_decoding() -> None:
     """And goes on to learn, as adaptive decoding wants it."""
-    drafter = Hierarchy(LookupDrafter(TreeConfig((1,))), ALL, TreeConfig(()))
-    assert histogram(drafter).shape == (1,)
-
-
-def test_a_chain_shorter_than_a_round_is_one_round() -> None:
-    """Of which it takes what it has room for."""
-    drafter = Hierarchy(LookupDrafter(TreeConfig((1, 1, 1))), ALL, TreeConfig((1, 1)))
-    assert is_perfect(histogram(drafter, MIXED))
+    assert histogram(over_all(OWN, "none"), GREEDY).shape == (1,)
 
 
 def test_rows_that_are_done_keep_nobody_waiting() -> None:
@@ -288,13 +264,9 @@ def test_rows_that_are_done_keep_nobody_waiting() -> None:
 
 def test_logits_that_are_not_finite_end_a_row_as_they_end_plain_decoding() -> None:
     """They draw a token that is none, which must not become a candidate."""
-    target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
-    params = Params(TABLE.at[::9].set(jnp.nan), None)
-    plain, _ = generate(target, NoDraft(), params, tokens, LENGTHS, GREEDY)
-    rows, state = generate(
-        target, Hierarchy(NoDraft(), ALL, CHAIN), params, tokens, LENGTHS, GREEDY
-    )
-    assert any(row[-1] == NO_TOKEN for row in plain)
-    assert_same(rows, plain)
+    spoiled = replace(LOOKUP, params=TABLE.at[::9].set(jnp.nan), _known={})
+    [state] = spoiled.same(Hierarchy(NoDraft(), ALL, CHAIN), None, [GREEDY])
+    rows = spoiled.plain(GREEDY)
+    assert any(row[-1] == NO_TOKEN for row in rows)
     for b, row in enumerate(rows):
         assert not np.asarray(state.record.drafted)[b, : len(row)][row == NO_TOKEN].any()

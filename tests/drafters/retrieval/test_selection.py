@@ -16,13 +16,6 @@ def counted(selection: SinksAndRecent, length: int, capacity: int = 16) -> list[
     return inside.sum(axis=1).tolist()
 
 
-def test_by_hand() -> None:
-    chosen = SinksAndRecent(2, 3)
-    assert counted(chosen, 8, 9) == [1, 1, 0, 0, 0, 1, 1, 1, 0]
-    assert counted(chosen, 4, 5) == [1, 1, 1, 1, 0]  # The window reaches into the sinks.
-    assert counted(chosen, 1, 3) == [1, 0, 0]
-
-
 @each_row(("sinks", "recent"), [(0, 3), (2, 3), (5, 1), (7, 9)])
 def test_no_slot_is_seen_twice_and_none_beyond_the_length(sinks: int, recent: int) -> None:
     """Twice would give it twice its weight."""

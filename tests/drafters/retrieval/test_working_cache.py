@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Committed, Drafter, Features, NoDraft, Params
+from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecOptions
 from longspec_jax.drafters.ngram import NgramDrafter
@@ -23,15 +22,12 @@ from longspec_jax.drafters.retrieval.working_cache import (
     WorkingCacheOptions,
 )
 from longspec_jax.drafters.small_lm import SmallLMDrafter, SmallLMOptions
-from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
+from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding import lossless
 from tests.kit import (
-    draft_params,
     each_row,
     in_tiers,
-    random_draft,
     random_target,
     tiny_target_config,
     view_of,
@@ -134,43 +130,6 @@ def test_without_a_choice_sinks_and_the_last_chunks_are_read(refresh: int) -> No
         ]
 
 
-def test_attention_to_a_working_cache_is_attention_to_its_slots() -> None:
-    cache, length = working(), np.array([203, 77])
-    choice = attending(cache, length, [101, 17])
-    draw = np.random.default_rng(0)
-    keys, values = (jnp.asarray(draw.normal(size=(2, 2, SLOTS, 6)), jnp.float32) for _ in range(2))
-    q = jnp.asarray(draw.normal(size=(2, 3, 6, 6)), jnp.float32)
-    # Behind the tokens there may be anything.
-    behind = (jnp.arange(SLOTS) >= jnp.asarray(length)[:, None])[:, None, :, None]
-    keys, values = (jnp.where(behind, jnp.nan, rows) for rows in (keys, values))
-    table = cache.table(choice, jnp.asarray(length), SLOTS)
-    prefix = cache.read(Prefix(keys, values, table.length), table)
-    found = prefix_attention(q, prefix)
-    seen = np.zeros((2, 3, SLOTS), bool)
-    for row, slots in enumerate(slots_read(cache, choice, length)):
-        seen[row, :, slots] = True
-    fresh = Fresh(keys.swapaxes(1, 2), values.swapaxes(1, 2), jnp.asarray(seen))
-    expected = tree_attention(q, fresh)
-    np.testing.assert_allclose(found.out, expected.out, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found.lse, expected.lse, rtol=1e-5)
-
-
-def test_the_query_of_the_last_token_that_joined_is_kept() -> None:
-    cache = working()
-    old = cache.begin(3)
-    assert old is not None
-    queries = jax.random.normal(jax.random.key(0), (3, 4, 6, 6))
-    count = jnp.asarray([4, 0, 2])
-    committed = Committed(
-        jnp.zeros((3, 4), jnp.int32), jnp.zeros(3, jnp.int32), count, Features({}, {0: queries})
-    )
-    new = cache.extend(old, committed)
-    assert new is not None
-    np.testing.assert_array_equal(new.retriever.query[0], queries[0, 3])
-    np.testing.assert_array_equal(new.retriever.query[1], old.retriever.query[1])
-    np.testing.assert_array_equal(new.retriever.query[2], queries[2, 1])
-
-
 def test_a_choice_is_of_one_size_whatever_the_capacity() -> None:
     """The small model's whole cache grows, to choose from; a LongSpec draft's state does not."""
 
@@ -186,73 +145,50 @@ def test_a_choice_is_of_one_size_whatever_the_capacity() -> None:
 
 
 LENGTHS = np.array([131, 70, 3], np.int32)
+MIXED = lossless.request(**lossless.MIXED)
+LONG = replace(
+    lossless.TRANSFORMER,
+    tokens=lossless.prompts(101, LENGTHS),
+    lengths=LENGTHS,
+    sizes={"capacity": SLOTS, "chunk": 72},
+    _known={},
+)
+"""Two of whose prompts are far longer than what is read."""
 TREE = TreeConfig((3, 2), budget=5)
 CHAIN = TreeConfig((1, 1, 1))
 CHOSEN, SINKS_AND_RECENT = working(lossless.CONFIG), working(lossless.CONFIG, refresh=0)
 SMALL = lossless.SMALL
-DRAFTERS: dict[str, Drafter] = {
-    "small_lm": SmallLMDrafter(SMALL, TREE, None, True, SINKS_AND_RECENT),
-    "longspec": LongSpecDrafter(lossless.DRAFT, TREE, None, CHOSEN),
-    "triforce": Hierarchy(
-        SmallLMDrafter(SMALL, TreeConfig((1, 1)), None, True, CHOSEN), tree=TreeConfig((1,) * 6)
+OF_SMALL = random_target(SMALL, seed=5)
+DRAFTERS: dict[str, tuple[Drafter, Any]] = {
+    "small_lm": (SmallLMDrafter(SMALL, TREE, None, True, SINKS_AND_RECENT), OF_SMALL),
+    "longspec": (LongSpecDrafter(lossless.DRAFT, TREE, None, CHOSEN), lossless.LONGSPEC),
+    "triforce": (
+        Hierarchy(
+            SmallLMDrafter(SMALL, TreeConfig((1, 1)), None, True, CHOSEN),
+            tree=TreeConfig((1,) * 6),
+        ),
+        OF_SMALL,
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def plain() -> tuple[Any, list[np.ndarray], Any]:
-    """A target, what it says to prompts of which two are far longer than what is read, and more."""
-    params = random_target(lossless.CONFIG)
-    request = lossless.request(**lossless.MIXED)
-    rows, _ = lossless.generate(
-        TargetModel(lossless.CONFIG),
-        NoDraft(),
-        Params(params, None),
-        *(lossless.prompts(101, LENGTHS), LENGTHS, request),
-        **{"capacity": SLOTS, "chunk": 72},
-    )
-    return params, rows, request
-
-
 @pytest.mark.parametrize("name", in_tiers(DRAFTERS, "longspec"))
-def test_a_working_cache_changes_no_token(name: str, plain: Any) -> None:
+def test_a_working_cache_changes_no_token(name: str) -> None:
     """Rows at temperatures 0, 0.7 and 1, of different lengths."""
-    drafter, (target_params, expected, request) = DRAFTERS[name], plain
-    draft = (
-        draft_params(random_draft(lossless.DRAFT), target_params)
-        if drafter.name == "longspec"
-        else random_target(SMALL, seed=5)
-    )
-    rows, state = lossless.generate(
-        TargetModel(lossless.CONFIG),
-        drafter,
-        Params(target_params, draft),
-        *(lossless.prompts(101, LENGTHS), LENGTHS, request),
-        **{"capacity": SLOTS, "chunk": 72},
-    )
-    lossless.assert_same(rows, expected)
+    drafter, draft = DRAFTERS[name]
+    [state] = LONG.drafted(drafter, draft, [MIXED])
     if drafter.needs.queries:
-        inner = getattr(state.rows.draft, "inner", state.rows.draft)
-        choice = inner.choice
+        choice = getattr(state.rows.draft, "inner", state.rows.draft).choice
         # The rows that end before it read nothing any more.
         assert choice.length[0] > LENGTHS[0], "the longest row chose again while it went on"
-    assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
 
 
 @pytest.mark.parametrize("budget", [64, SLOTS])
-def test_a_working_cache_of_everything_is_as_good_as_the_whole(budget: int, plain: Any) -> None:
+def test_a_working_cache_of_everything_is_as_good_as_the_whole(budget: int) -> None:
     """The target drafts for itself: it is always right where it sees all, and not where less."""
-    target_params, expected, request = plain
     cache = working(lossless.CONFIG, budget)
     drafter = SmallLMDrafter(lossless.CONFIG, CHAIN, working=cache)
-    rows, state = lossless.generate(
-        TargetModel(lossless.CONFIG),
-        drafter,
-        Params(target_params, target_params),
-        *(lossless.prompts(101, LENGTHS), LENGTHS, request),
-        **{"capacity": SLOTS, "chunk": 72},
-    )
-    lossless.assert_same(rows, expected)
+    [state] = LONG.same(drafter, LONG.params, [MIXED])
     best = -(-(lossless.NEW - 1) // 4)
     rounds = np.asarray(state.record.rounds)
     assert (rounds == best).all() if budget == SLOTS else (rounds > best)[0]

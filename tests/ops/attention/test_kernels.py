@@ -8,30 +8,14 @@ import numpy as np
 import pytest
 
 from longspec_jax.ops import hardware
-from longspec_jax.ops.attention import dispatch, fresh_pallas, kernels, prefix_pallas
+from longspec_jax.ops.attention import dispatch, fresh_pallas, kernels
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.packing import pack, unpack
 from longspec_jax.ops.attention.tiles import PrefixTile, TreeTile
 from tests.kit import ALL_PASSES, COMPILED, TOLERANCE, relative_error
 from tests.ops.attention import oracle
 from tests.ops.attention.oracle import Shape, inputs
-
-
-def test_hopper_with_an_older_jax_takes_the_triton_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not XLA, which is several times slower, although the Hopper kernel would be the fastest."""
-    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: False)
-    calls = []
-    real = prefix_pallas.split_attention
-    monkeypatch.setattr(
-        prefix_pallas,
-        "split_attention",
-        lambda *operands: calls.append(operands[2]) or real(*operands),
-    )
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    cache, length = operand((1, 1, 4096, 128)), jax.ShapeDtypeStruct((1,), jnp.int32)
-    jax.eval_shape(kernels.prefix_attention, operand((1, 69, 2, 128)), Prefix(cache, cache, length))
-    assert [tile.total_rows for tile in calls] == [128]
+from tests.ops.shapes import half, truth, whole
 
 
 def test_the_hopper_kernel_by_name_refuses_other_machines() -> None:
@@ -96,12 +80,11 @@ def test_fresh_keys_are_split_over_programs(interpret: bool) -> None:
 
 def test_a_plain_step_is_one_kernel() -> None:
     def launches(tokens: int) -> int:
-        operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-        cache, length = operand((1, 2, 4096, 128)), jax.ShapeDtypeStruct((1,), jnp.int32)
-        rows, mask = operand((1, tokens, 2, 128)), jax.ShapeDtypeStruct((1, tokens, tokens), bool)
+        cache, length = half((1, 2, 4096, 128)), whole((1,))
+        rows, mask = half((1, tokens, 2, 128)), truth((1, tokens, tokens))
         call = functools.partial(kernels.speculative_attention, interpret=True)
         operands = Prefix(cache, cache, length), Fresh(rows, rows, mask)
-        jaxpr = jax.make_jaxpr(call)(operand((1, tokens, 8, 128)), *operands)
+        jaxpr = jax.make_jaxpr(call)(half((1, tokens, 8, 128)), *operands)
         return str(jaxpr).count("pallas_call[")
 
     assert [launches(tokens) for tokens in (1, 4, 5)] == [1, 1, 2]

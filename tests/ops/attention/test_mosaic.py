@@ -11,7 +11,7 @@ import pytest
 from longspec_jax.ops.attention import float8, path, path_kernels, reference, widening
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.hardware import mosaic_is_supported
-from tests.kit import TOLERANCE, each_row, relative_error
+from tests.kit import TOLERANCE, ancestors, each_row, relative_error
 from tests.ops.attention.test_path import Text
 
 MOSAIC = pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
@@ -60,12 +60,11 @@ def operands(case: Case, slots: int = 448) -> tuple[Any, ...]:
         return jnp.asarray(rng.standard_normal(shape), case.dtype)
 
     batch, nodes, kv_heads, width = case.batch, case.nodes, case.kv_heads, case.width
-    parents, depth, mask = [-1], np.zeros(nodes, int), np.eye(nodes, dtype=bool)
+    parents, depth = [-1], np.zeros(nodes, int)
     for node in range(1, nodes):
         any_other = rng.choice([n for n in range(node) if depth[n] < 5])
         parents.append(node - 1 if node < case.chain else int(any_other))
         depth[node] = depth[parents[node]] + 1
-        mask[node] |= mask[parents[node]]
     lengths = np.asarray([case.length, 40][:batch])
     unseen = np.arange(slots) >= lengths[:, None]
     keys, values = (
@@ -80,7 +79,7 @@ def operands(case: Case, slots: int = 448) -> tuple[Any, ...]:
     return (
         normal(batch, nodes, case.heads, width),
         Prefix(keys, values, jnp.asarray(lengths, jnp.int32)),
-        Fresh(*tree, jnp.broadcast_to(mask, (batch, nodes, nodes))),
+        Fresh(*tree, jnp.broadcast_to(ancestors(parents), (batch, nodes, nodes))),
         jnp.broadcast_to(jnp.asarray(depth, jnp.int32), (batch, nodes)),
     )
 

@@ -14,7 +14,7 @@ from longspec_jax.ops.attention import dispatch, path, reference, tiles
 from longspec_jax.ops.attention.float8 import codes, rounded
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import RowTiles
-from tests.kit import each_row, hopper_or_skip, normal
+from tests.kit import ancestors, each_row, hopper_or_skip, normal
 
 HEADS = [
     (32, 32, 128),
@@ -158,9 +158,7 @@ class Text(NamedTuple):
         for node in range(1, nodes):
             parents.append(int(rng.choice([n for n in range(node) if depth[n] < levels])))
             depth.append(depth[parents[-1]] + 1)
-        mask = np.eye(nodes, dtype=bool)
-        for node in range(1, nodes):
-            mask[node] |= mask[parents[node]]
+        mask = ancestors(parents)
         leaf = int(np.argmax(depth))
         along = [node for node in range(nodes) if mask[leaf, node]]
         at = length + np.arange(len(along))

@@ -93,15 +93,6 @@ def test_rows_of_their_own_bounds_and_splits() -> None:
     assert all(part[3] == 0 for part in parts[3:])
 
 
-def test_items_of_a_split_are_neighbours() -> None:
-    """Five groups of rows are two row tiles, and one that two splits share."""
-    _, found = items(2, 5, 3 * SPLIT, [3 * SPLIT])
-    assert [(int(item.first.split), int(item.row), bool(item.light)) for item in found[:8]] == [
-        *((0, 0, False), (0, 128, False), (0, 256, True), (1, 0, False), (1, 128, False)),
-        *((2, 0, False), (2, 128, False), (2, 256, True)),
-    ]
-
-
 @each_row("length", [0, 1, 128, 129, 256, 257, 384, 500, 512])
 def test_the_ring_has_a_place_for_every_step_in_the_order_of_fetching(length: int) -> None:
     _, found = items(2, 3, 2 * SPLIT, [length])

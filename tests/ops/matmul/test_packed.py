@@ -13,7 +13,7 @@ from longspec_jax.ops.matmul import ordered_tiles, quantised
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
 from longspec_jax.ops.matmul.packed import PackedMatrix, pack
 from longspec_jax.ops.matmul.packed_shares import packed_params
-from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, quantised_tile, row_groups
+from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, quantised_tile
 from longspec_jax.ops.matmul.quantised_weights import FINE, UNIT, QuantisedMatrix
 from tests.kit import TOLERANCE, each_row, hopper_or_skip, normal, relative_error
 from tests.ops.matmul.published import PUBLISHED
@@ -189,36 +189,6 @@ def test_parameters_are_packed_where_the_kernel_runs(monkeypatch: pytest.MonkeyP
     x, matrix, bias = case.operands()
     out, right = (quantised.quantised_matmul(x, each, bias) for each in (packed, matrix))
     np.testing.assert_array_equal(np.float32(out), np.float32(right))
-
-
-def test_rows_in_groups_of_eight_at_most() -> None:
-    """Of as many rows each, or padded: with at most 8 columns more than padding would have."""
-    found = {rows: row_groups(rows) for rows in range(1, 129)}
-    for rows, groups in found.items():
-        assert rows % groups == 0
-        if groups > 1:
-            assert rows // groups <= 8 and 8 * groups <= min(128, rows + -rows % 8 + 8)
-    assert [found[rows] for rows in (7, 10, 12, 16, 20, 33, 60)] == [1, 2, 2, 1, 4, 1, 1]
-
-
-def test_warpgroups_share_the_sums_of_a_program() -> None:
-    """By 64 outputs, gate, and part of the contraction; of many tokens each has two."""
-    for columns, parts, bits, shares in (
-        (128, 2, 8, (2, 2, 1)),
-        (128, 1, 8, (2, 1, 2)),
-        (64, 2, 8, (1, 2, 2)),
-        (64, 1, 8, (1, 1, 2)),
-        (128, 1, 4, (2, 1, 1)),
-    ):
-        tile = MatmulTile(columns, 1, 128)
-        few, many = (
-            QuantisedWork(rows, 512, 512, tile, parts, bits=bits, group=128) for rows in (64, 65)
-        )
-        assert (few.halves, few.parts, few.ways) == shares
-        assert (few.warpgroups, few.held) == (math.prod(shares), 1)
-        assert many.ways == few.ways and many.warpgroups == 2
-        assert many.held == math.prod(shares) // 2
-        assert few.handed == few.warpgroups - few.halves
 
 
 @each_row("shares", [1, 2, 4, 8])

@@ -20,7 +20,7 @@ from longspec_jax.ops.recurrence.operands import (
 )
 from longspec_jax.ops.recurrence.recurrence import commit_paths, gated_norm, tree_recurrence
 from longspec_jax.ops.recurrence.visits import ANEW, CHILD, SIBLING, visits
-from tests.kit import COMPILED, TOLERANCE, each_row, normal, relative_error
+from tests.kit import COMPILED, TOLERANCE, ancestors, each_row, normal, relative_error
 
 ODD = RecurrenceConfig(key_heads=2, value_heads=6, key_width=5, value_width=11, taps=4)
 EVEN = RecurrenceConfig(key_heads=3, value_heads=3, key_width=16, value_width=8, taps=2)
@@ -33,15 +33,6 @@ TREES = {
     "nodes that see themselves alone": (-1, 0, 0, 1, 2, -1, -1, -1),
 }
 ROWS = 2
-
-
-def mask_of(parents: tuple[int, ...]) -> np.ndarray:
-    """Which nodes are a node or its ancestors."""
-    mask = np.eye(len(parents), dtype=bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return mask
 
 
 def drawn(sizes: RecurrenceConfig, nodes: int, dtype: str) -> tuple:
@@ -79,7 +70,7 @@ commit = jax.jit(kernels.commit_paths, static_argnames="interpret")
 
 @each_row("parents", TREES.values())
 def test_a_node_comes_behind_its_parent_or_its_sibling_or_anew(parents: tuple[int, ...]) -> None:
-    mask = mask_of(parents)
+    mask = ancestors(parents)
     tree = visits(jnp.asarray(mask)[None], levels=len(mask) - 1)
     found = jax.tree.map(lambda each: np.asarray(each[0]), tree)
     assert sorted(found.order) == [*range(len(parents))]
@@ -103,7 +94,7 @@ def test_a_tree_is_the_ops_and_has_the_bits_of_plain_steps(
     name: str, sizes: RecurrenceConfig, dtype: str, interpret: bool
 ) -> None:
     """Along every path: what is read and written, and the state behind it."""
-    parents, mask = TREES[name], mask_of(TREES[name])
+    parents, mask = TREES[name], ancestors(TREES[name])
     tokens, taps, state = drawn(sizes, len(mask), dtype)
     masks, depth = jnp.tile(mask, (ROWS, 1, 1)), jnp.tile(mask.sum(axis=1) - 1, (ROWS, 1))
     rows, out = run(tokens, taps, state, masks, interpret)
@@ -138,7 +129,7 @@ def test_a_tree_is_the_ops_and_has_the_bits_of_plain_steps(
 def test_a_commit_is_that_of_the_op(interpret: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several launches, to some rows of a larger cache; the others keep theirs."""
     monkeypatch.setattr(kernels, "LAYERS", 2)
-    mask, layers = mask_of(TREES["branches"]), range(3)
+    mask, layers = ancestors(TREES["branches"]), range(3)
     path = jnp.asarray([np.flatnonzero(mask[10]), [0, 2, 5, 7, 7, 7, 7]])
     count, held = jnp.asarray([7, 3]), jnp.asarray([3, 1])
     states, rows = [], []

@@ -14,7 +14,7 @@ import pytest
 from longspec_jax.config.layers import RecurrenceConfig
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.ops.recurrence import recurrence as op
-from longspec_jax.ops.recurrence.delta_rule import BLOCK, Operands, delta_rule_reference
+from longspec_jax.ops.recurrence.delta_rule import BLOCK
 from longspec_jax.ops.recurrence.operands import (
     RecurrentRows,
     RecurrentState,
@@ -29,16 +29,14 @@ from longspec_jax.ops.recurrence.recurrence import (
     continued_recurrence,
     tree_recurrence,
 )
-from tests.kit import TOLERANCE, each_row, normal, relative_error
+from tests.kit import TOLERANCE, ancestors, each_row, normal, relative_error
 
 SHAPE = RecurrenceConfig(key_heads=2, value_heads=6, key_width=5, value_width=7, taps=4)
 TAPS = 0.6 * normal(9, SHAPE.key_heads, SHAPE.inputs_width, SHAPE.taps)
 PARENTS = (-1, 0, 0, 1, 1, 2, 3, 5, 6, 8, 9)
 """Deeper than the convolution sees, with nodes whose ancestors are all committed tokens."""
 NODES = len(PARENTS)
-MASK = np.eye(NODES, dtype=bool)
-for _node, _parent in enumerate(PARENTS[1:], 1):
-    MASK[_node] |= MASK[_parent]
+MASK = ancestors(PARENTS)
 DEPTH = MASK.sum(axis=1) - 1
 
 
@@ -119,22 +117,6 @@ def test_what_stands_behind_a_rows_own_tokens_changes_no_bit() -> None:
     again, others = run(other, TAPS, state, count)
     jax.tree.map(np.testing.assert_array_equal, after, again)
     np.testing.assert_array_equal(out[0, :30], others[0, :30])
-
-
-def test_the_definition_is_the_recurrence_too() -> None:
-    """Behind the convolution, which is written twice alone."""
-    c, tokens, state = SHAPE, tokens_of(0, 1, 9), state_of(5, 1)
-    taps = jnp.zeros_like(TAPS).at[:, :, -1].set(1.0)
-    q, k, v = jnp.split(jax.nn.silu(tokens.inputs), [c.key_width, 2 * c.key_width], axis=3)
-    q, k = (x / jnp.sqrt((x * x).sum(axis=3, keepdims=True) + 1e-6) for x in (q, k))
-    given = Operands(
-        *(q / np.sqrt(c.key_width), k, v.reshape(1, 9, c.key_heads, c.shared, -1)),
-        *(tokens.log_decay, tokens.strength),
-    )
-    memory, reads = jax.jit(delta_rule_reference)(state.memory, given)
-    after, out = jax.jit(chunk_recurrence)(tokens, taps, state, jnp.asarray([9]))
-    close(after.memory, memory)
-    close(out, reads)
 
 
 def tree(tokens: RecurrentTokens, state: RecurrentState) -> tuple[RecurrentRows, jax.Array]:

@@ -10,7 +10,7 @@ import pytest
 
 from longspec_jax.ops import hardware
 from longspec_jax.ops.selection import continuations, continuations_pallas
-from longspec_jax.ops.selection.continuations import SMALL_VOCABULARY, block_size, top_by_rank
+from longspec_jax.ops.selection.continuations import SMALL_VOCABULARY, block_size
 from tests.ops.interpreted_ampere import interpret
 from tests.ops.selection import oracle
 
@@ -197,20 +197,6 @@ def test_kernels_are_used_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> N
     assert not uses((1, 1, 5000), 41), "there are only 40 blocks"
 
 
-def test_blocks_are_about_as_many_as_their_tokens() -> None:
-    sizes = {vocabulary: block_size(vocabulary) for vocabulary in (4097, 32000, 128256, 152064)}
-    assert sizes == {4097: 128, 32000: 256, 128256: 512, 152064: 512}
-
-
-def test_ranks_of_ties_follow_the_order_that_is_given() -> None:
-    values = jnp.asarray([[1.0, 3.0, 3.0, -INF, 3.0], [2.0, 2.0, 0.0, 2.0, 2.0]])
-    best, index = top_by_rank(values, 3)
-    np.testing.assert_array_equal(index, [[1, 2, 4], [0, 1, 3]])
-    np.testing.assert_array_equal(best, [[3, 3, 3], [2, 2, 2]])
-    _, index = top_by_rank(values, 4, jnp.asarray([[0, 9, 2, 3, 1], [4, 3, 2, 1, 0]]))
-    np.testing.assert_array_equal(index, [[4, 2, 1, 0], [4, 3, 1, 0]])
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [32000, 128256])
 @pytest.mark.parametrize(("nodes", "count"), [(1, 4), (4, 16), (16, 16)])
@@ -230,7 +216,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged blocks, ties, impossible tokens, and fewer possible ones than are wanted."""
     interpret(monkeypatch)
     monkeypatch.setattr(continuations, "require_decode_step", lambda *_, **__: None)
-    op = continuations.CONTINUATIONS.implementations["mosaic"]
+    op = continuations.chosen_continuations.named("mosaic")
     scores, totals = drawn(7, 2, 3, 4100)
     scores[0, 0, 256:384] += 3.0
     scores[0, 1] = np.round(scores[0, 0])
