@@ -126,9 +126,12 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
     for kind in config.kinds or (LayerConfig(),):
         _require_mlp_kernels(config, kind.experts, target.width_shares)
     ordered_tiles.refuse_uneven(config.model_width)
-    if not hardware.has_kernels(dtype):
+    if not hardware.triton_is_supported() and (
+        narrow or config.head_width > 128 or config.recurrent_layers
+    ):
         raise NotImplementedError(
-            "batch_invariant needs the kernel of norms, and this jax lacks Pallas' Triton backend"
+            "batch_invariant has kernels for Triton alone for recurrent layers, for prompts in a "
+            "cache in 8 bits and for those of heads of 256 numbers, and this jax lacks them"
         )
     return hopper and config.head_width <= 128 and not config.recurrent_layers
 

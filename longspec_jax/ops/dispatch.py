@@ -22,6 +22,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
+from longspec_jax.ops import hardware
+
 Given = ParamSpec("Given")
 R = TypeVar("R")
 Implementation = Callable[..., Any]
@@ -67,6 +69,12 @@ class Op(Generic[Given, R]):
 
         return decorate
 
+    def without_triton(self, function: Implementation) -> Implementation:
+        """List the decorated function as ``mosaic``: first where Triton is not, or by name."""
+        self.by_name["mosaic"] = function
+        self.kernel("mosaic")(where_triton_is_not_first(function))
+        return function
+
     def __call__(self, *operands: Given.args, **options: Given.kwargs) -> R:
         """Run the first automatic implementation that does not refuse.
 
@@ -105,7 +113,9 @@ class Op(Generic[Given, R]):
 def op(definition: Callable[Given, R]) -> Op[Given, R]:
     """The op that this function defines."""
     name = definition.__name__.removesuffix(f"_{DEFINITION}")
-    return functools.update_wrapper(Op(name, {DEFINITION: definition}), definition)
+    made: Op[Given, R] = Op(name, {DEFINITION: definition})
+    functools.update_wrapper(made, definition)
+    return made
 
 
 def differentiable_op(static: int) -> Callable[[Callable[Given, R]], Op[Given, R]]:
@@ -119,17 +129,31 @@ def differentiable_op(static: int) -> Callable[[Callable[Given, R]], Op[Given, R
         made = op(definition)
         count = len(inspect.signature(definition).parameters)
         fixed = tuple(range(count - static, count))
-        run = functools.wraps(definition)(lambda *operands: made._first(*operands))
-        made._run = jax.custom_jvp(run, nondiff_argnums=fixed)
+        first: Any = functools.wraps(definition)(lambda *operands: made._first(*operands))
+        run = jax.custom_jvp(first, nondiff_argnums=fixed)
 
-        @made._run.defjvp
+        @run.defjvp
         def _(*given: Any) -> Any:
-            *static, primals, tangents = given
-            return jax.jvp(lambda *operands: definition(*operands, *static), primals, tangents)
+            *others, primals, tangents = given
+            define: Any = definition
+            return jax.jvp(lambda *operands: define(*operands, *others), primals, tangents)
 
+        made._run = run
         return made
 
     return decorate
+
+
+def where_triton_is_not_first(kernel: Implementation) -> Implementation:
+    """A kernel for Mosaic that is refused where Triton's is to be taken, which is listed next."""
+
+    @functools.wraps(kernel)
+    def call(*operands: Any, **options: Any) -> Any:
+        if hardware.triton_comes_first():
+            raise NotImplementedError("Triton's kernel is taken where this jax has it")
+        return kernel(*operands, **options)
+
+    return call
 
 
 def _run(implementation: Implementation, *operands: Any, **options: Any) -> Any:

@@ -37,27 +37,11 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def triton_comes_first() -> bool:
-    """Whether Triton's kernels are taken where Mosaic has one for the same op from 8.0 on.
+    """Whether Triton's kernels are taken where Mosaic has one, too, that serves from 8.0 on.
 
     They are while this jax has them, as no GPU has run the others: that is to be changed here.
     """
-    return _triton_is_supported()
-
-
-def hopper_comes_first() -> bool:
-    """Whether Mosaic's attention is Hopper's, whose partial results Triton merges."""
-    found = compute_capability()
-    return found is None or (found[0] == HOPPER[0] and triton_comes_first())
-
-
-def require_triton(kernel: str) -> tuple[int, int]:
-    """Return the compute capability; refuse machines, and a jax, without kernels for Triton."""
-    found = require_ampere(kernel)
-    if not triton_comes_first():
-        raise NotImplementedError(
-            f"{kernel} is written for Pallas' Triton backend, and this jax lacks it; choose another"
-        )
-    return found
+    return triton_is_supported()
 
 
 def require_mosaic(kernel: str) -> tuple[int, int]:
@@ -118,7 +102,7 @@ def missing_kernels() -> str | None:
             "XLA computes everything, best in float16. Kernels need a GPU of "
             f"{AMPERE[0]}.{AMPERE[1]} or newer"
         )
-    if not _triton_is_supported():
+    if not triton_is_supported():
         return (
             f"jax {jax.__version__} lacks Pallas' Triton backend: quantised weights, recurrent "
             "layers, windows and caches in 8 bits are slower. Install jax 0.12"
@@ -132,22 +116,16 @@ def missing_kernels() -> str | None:
     return None
 
 
-def require_decode_step(kernel: str, rows: int, dtype: DTypeLike, *, mosaic: bool = False) -> None:
-    """Refuse ops over more rows than a decode step has, and where Triton, or Mosaic, is missing."""
-    (require_mosaic if mosaic else require_triton)(kernel)
+def require_decode_step(kernel: str, rows: int, dtype: DTypeLike) -> None:
+    """Refuse machines without our kernels, and ops over more rows than a decode step has."""
+    require_ampere(kernel)
     if dtype not in KERNEL_DTYPES:
         raise NotImplementedError(f"{kernel} takes bfloat16, float16 and float32, not {dtype}")
     if rows > DECODE_ROWS:
         raise NotImplementedError(f"{kernel} takes up to {DECODE_ROWS} rows, not {rows}")
 
 
-def has_kernels(dtype: DTypeLike) -> bool:
-    """Whether this is a GPU that our kernels of small ops serve, in this dtype."""
-    served = dtype in KERNEL_DTYPES and (compute_capability() or (0, 0)) >= AMPERE
-    return served and (_triton_is_supported() or mosaic_is_supported())
-
-
-def _triton_is_supported() -> bool:
+def triton_is_supported() -> bool:
     """Whether this jax has the Triton interface that most kernels are written for."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 

@@ -17,7 +17,7 @@ from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.caches import put_tokens
 from longspec_jax.ops.dispatch import Implementation, Op, differentiable_op, op
-from longspec_jax.ops.hardware import require_decode_step
+from longspec_jax.ops.hardware import require_decode_step, require_mosaic
 from longspec_jax.ops.slicing import along
 
 MAX_WIDTH = 16384
@@ -30,8 +30,8 @@ def _kernel_of(listing: Op) -> Callable[[Implementation], Implementation]:
     """List the decorated function for Triton, and for Mosaic where this jax lacks Triton."""
 
     def decorate(function: Implementation) -> Implementation:
+        listing.without_triton(partial(function, mosaic=True))
         listing.kernel("pallas")(partial(function, mosaic=False))
-        listing.kernel("mosaic")(partial(function, mosaic=True))
         return function
 
     return decorate
@@ -40,6 +40,7 @@ def _kernel_of(listing: Op) -> Callable[[Implementation], Implementation]:
 def _kernels(mosaic: bool) -> Any:
     """The module of the kernels: this jax may lack the backend of either."""
     if mosaic:
+        require_mosaic("the small ops' kernels without Triton")
         from longspec_jax.ops import layer_ampere
 
         return layer_ampere
@@ -76,7 +77,7 @@ def _residual_norm_kernel(
     x: Array, partials: Array | None, scale: Array, eps: float, *, mosaic: bool
 ) -> tuple[Array, Array]:
     rows = x.size // x.shape[-1]
-    require_decode_step("the norm's kernel", rows, x.dtype, mosaic=mosaic)
+    require_decode_step("the norm's kernel", rows, x.dtype)
     if x.shape[-1] > MAX_WIDTH:
         raise NotImplementedError(f"the norm's kernel takes widths up to {MAX_WIDTH}")
     return _kernels(mosaic).residual_norm(x, partials, scale, eps=eps)
@@ -182,7 +183,7 @@ def _split_into_kernel(
 
 def _require_heads(qkv: Array, mosaic: bool) -> None:
     rows = qkv.shape[0] * qkv.shape[1]
-    require_decode_step("the kernel that splits heads", rows, qkv.dtype, mosaic=mosaic)
+    require_decode_step("the kernel that splits heads", rows, qkv.dtype)
     if mosaic and qkv.shape[-1] % 16:
         raise NotImplementedError(f"heads of {qkv.shape[-1]} numbers are no multiple of 16")
 
@@ -274,7 +275,7 @@ def _append_rows_kernel(
     dtype, width = caches[0].dtype, caches[0].shape[3]
     # Fresh rows have the dtype of the cache: the kernel copies.
     dtype = jnp.bfloat16 if dtype == CODES else dtype
-    require_decode_step("the kernel that appends rows", path.size, dtype, mosaic=mosaic)
+    require_decode_step("the kernel that appends rows", path.size, dtype)
     if mosaic and width % 8:
         raise NotImplementedError(f"heads of {width} numbers are no multiple of 8")
     return _kernels(mosaic).append_rows(caches, fresh, path, length, cache_rows, ring=ring)

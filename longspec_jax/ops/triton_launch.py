@@ -34,9 +34,10 @@ def triton_call(
 ) -> Callable[..., Any]:
     """``pl.pallas_call`` of a kernel that is written for Triton.
 
-    It chooses Triton by name, and silences the warning about its announced removal. The successor
-    for that day is :mod:`longspec_jax.ops.attention.prefix_triton`. It refuses operands and results
-    that are not :func:`reached <is_reached>`: a kernel would read, and write, 2 GiB before them.
+    It chooses Triton by name, and silences the warning about its announced removal. For that day
+    there are kernels of Mosaic (:func:`longspec_jax.ops.hardware.triton_comes_first`). It refuses
+    operands and results that are not :func:`reached <is_reached>`: a kernel would read, and write,
+    2 GiB before them.
 
     Args:
       kernel: the body of a program.

@@ -12,12 +12,25 @@ import pytest
 from longspec_jax.config.layers import ExpertsConfig, LayerConfig, RecurrenceConfig, Rotary
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import batch_invariant
+from longspec_jax.decoding.prefill import vacant
+from longspec_jax.decoding.round import one_round
+from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import TargetModel
+from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.draft import DefaultTrees
+from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.generation.candidates import likely_trees
 from longspec_jax.ops import hardware
+from longspec_jax.ops.hardware import AMPERE
 from longspec_jax.sharding import make_mesh
-from tests.kit import each_row, lowered, random_target, tiny_target_config
+from tests.kit import (
+    draft_params,
+    each_row,
+    lowered,
+    random_draft,
+    random_target,
+    tiny_target_config,
+)
 from tests.ops import gpus
 
 WIDE = TargetModel(tiny_target_config())
@@ -219,6 +232,35 @@ def test_trees_that_the_kernels_cannot_verify_are_not_chosen_and_are_refused_by_
     serves = partial(batch_invariant.serves_tree, target)
     defaults = DefaultTrees((deep,), (deep, PLAIN), (deep, TreeConfig((1,) * 8)))
     assert likely_trees(defaults, True, None, serves=serves) == (TreeConfig((1,) * 8),)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
+def test_one_order_needs_no_triton() -> None:
+    """Neither do the draft nor a prompt: with a jax that lacks it, all kernels are Mosaic's."""
+    sizes = {"head_width": 64, "model_width": 128, "mlp_width": 192, "vocab_size": 5000}
+    config = tiny_target_config(dtype="bfloat16", **sizes)
+    draft = DraftConfig.for_target(config, window=64)
+    table = random_target(config)
+    params = Params(table, draft_params(random_draft(draft), table))
+    given = jax.eval_shape(lambda: params)
+    whole = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    with gpus.pretended(AMPERE, triton=False):
+        target = batch_invariant.choose_kernels(TargetModel(config), True)
+        drafter = LongSpecDrafter(draft, TreeConfig((4, 8, 3)))
+        empty = partial(vacant, target, drafter, params, batch=1, capacity=1024, stop_width=1)
+        rows = jax.eval_shape(empty)
+        calls = (
+            one_round.trace(target, drafter, SamplingKind.GREEDY, given, rows),
+            jax.jit(target.prefill_chunk).trace(
+                given.target, rows.cache, whole((1, 256)), whole((1,)), whole((1,))
+            ),
+        )
+        texts = [each.lower(lowering_platforms=("cuda",)).as_text() for each in calls]
+    assert [gpus.kernels(text, AMPERE) for text in texts] == ["Ampere"] * 2
+    for name in ("residual_norm", "split_heads", "append_rows", "top_by_rank", "recent_tokens"):
+        assert name in texts[0], name
+    assert "prefix_splits" in texts[1]
 
 
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")

@@ -57,7 +57,7 @@ PROMPT = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
 
 def interpret_layer_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the small ops of a layer as interpreted kernels too."""
-    monkeypatch.setattr(layer, "require_decode_step", lambda kernel, rows, dtype, mosaic: None)
+    monkeypatch.setattr(layer, "require_decode_step", lambda kernel, rows, dtype: None)
     for name in ("append_rows", "residual_norm", "split_heads"):
         interpreted = functools.partial(getattr(layer_pallas, name), interpret=True)
         monkeypatch.setattr(layer_pallas, name, interpreted)

@@ -68,14 +68,19 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def pretended(capability: Capability) -> Iterator[None]:
+def pretended(capability: Capability, *, triton: bool = True) -> Iterator[None]:
     """Choose kernels, and lower them, as on a GPU of this compute capability.
+
+    Without ``triton`` Mosaic's come first, as where this jax lacked the other backend.
 
     What was traced for another one is forgotten. jax does not forget that of a function which was
     jitted within a trace, so the modules of kernels are imported before.
     """
     jax.clear_caches()
-    with patch.object(hardware, "compute_capability", lambda: capability):
+    with (
+        patch.object(hardware, "compute_capability", lambda: capability),
+        patch.object(hardware, "triton_comes_first", lambda: triton),
+    ):
         if jax.__version_info__ < (0, 11):  # It lowers for any GPU alike.
             yield
             return
@@ -245,11 +250,14 @@ def assembled(call: Call, capability: Capability) -> None:
 
 
 def assemble_all(capability: Capability) -> None:
-    """Compile every call that takes a kernel on this GPU."""
-    with pretended(capability):
-        for name, call in calls().items():
-            if taken(capability)[name] not in ("–", "XLA"):
-                assembled(call, capability)
+    """Compile every call that takes a kernel on this GPU, with Triton and without."""
+    usual = taken(capability)
+    for triton in (True, False):
+        found = taken(capability, triton=triton)
+        with pretended(capability, triton=triton):
+            for name, call in calls().items():
+                if found[name] not in ("–", "XLA") and (triton or found[name] != usual[name]):
+                    assembled(call, capability)
 
 
 def _target(capability: Capability) -> str:
@@ -293,10 +301,10 @@ def kernels(text: str, capability: Capability) -> str:
 
 
 @functools.cache
-def taken(capability: Capability) -> Mapping[str, str]:
+def taken(capability: Capability, *, triton: bool = True) -> Mapping[str, str]:
     """The kernels of every call on a GPU; a dash where it is refused."""
     found = {}
-    with pretended(capability):
+    with pretended(capability, triton=triton):
         for name, call in calls().items():
             try:
                 found[name] = kernels(lowered(call).as_text(), capability)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from longspec_jax.decoding import batch_invariant
@@ -18,6 +17,18 @@ PLUGIN = any(
     importlib.util.find_spec(name) is not None
     for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")
 )
+WITHOUT_TRITON = {
+    "attention, a plain step",
+    "attention, a tree",
+    "attention, a prompt's chunk",
+    "draft: its window",
+    "draft: the target's cache",
+    "norms",
+    "heads and rotary",
+    "appending to the cache",
+    "choosing continuations",
+}
+"""What other kernels serve where this jax lacks Triton's."""
 IN_ONE_ORDER = {"attention, a tree, in one order", "matmuls in one order", "LM head in one order"}
 
 
@@ -44,6 +55,16 @@ def test_what_is_chosen_can_run(capability: gpus.Capability) -> None:
     assert len(attends) == 9
     for name in attends:
         assert (taken[name] != "XLA") == (capability >= AMPERE or taken[name] == "–"), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not mosaic_is_supported(), reason="needs jax 0.11 or newer")
+def test_what_needs_no_triton() -> None:
+    usual, found = gpus.taken((8, 9)), gpus.taken((8, 9), triton=False)
+    changed = {name for name, kernels in found.items() if kernels != usual[name]}
+    assert changed == WITHOUT_TRITON
+    assert {found[name] for name in changed} == {"Ampere"}
+    assert {usual[name] for name in changed} == {"Triton"}
 
 
 @pytest.mark.slow
@@ -97,7 +118,7 @@ def test_what_is_slow_is_said_once(
 
 def test_a_jax_without_triton_is_said_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "compute_capability", lambda: (8, 0))
-    assert hardware.has_kernels(jnp.bfloat16)
+    assert hardware.triton_comes_first()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert hardware.has_kernels(jnp.bfloat16) == mosaic_is_supported()
+    assert not hardware.triton_comes_first()
     assert "lacks Pallas' Triton backend" in (hardware.missing_kernels() or "")

@@ -63,8 +63,8 @@ def test_heads(dtype: str, kv_heads: int, groups: int, width: int) -> None:
     )
     same = cos[:, :1], sin[:, :1]
     ours = layer_ampere.split_heads(qkv, *same, None, rows, first=4)
-    repeated = (jnp.broadcast_to(each, cos.shape) for each in same)
-    plain = layer.split_into.definition(qkv, *repeated, rows, 4)
+    repeated = [jnp.broadcast_to(each, cos.shape) for each in same]
+    plain = layer.split_into.definition(qkv, repeated[0], repeated[1], rows, 4)
     for mine, exact in zip(ours, plain, strict=True):
         assert relative_error(mine, np.float64(exact)) <= TOLERANCE[dtype]
     np.testing.assert_array_equal(ours[2], plain[2])

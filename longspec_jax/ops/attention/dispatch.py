@@ -20,12 +20,11 @@ from longspec_jax.axes import Array, Queries, Sinks, TreeRows
 from longspec_jax.ops.attention import attention_xla, path, reference
 from longspec_jax.ops.attention.float8 import CODES, scaled
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import Implementation, Op, where_triton_is_not_first
 from longspec_jax.ops.hardware import (
     AMPERE,
     HOPPER,
     compute_capability,
-    hopper_comes_first,
     require_ampere,
 )
 
@@ -35,10 +34,15 @@ class _Options(TypedDict, total=False):
 
     scale: float | None
     cap: float | None
+
+
+class _InterpretedOptions(_Options, total=False):
+    """The same of kernels for Triton."""
+
     interpret: bool
 
 
-class _HopperOptions(_Options, total=False):
+class _HopperOptions(_InterpretedOptions, total=False):
     """The same where there is a kernel for Hopper, which is then asked for."""
 
     hopper: bool
@@ -50,8 +54,12 @@ class _PartialOptions(_Options, total=False):
     dtype: DTypeLike
 
 
-class _HopperPartialOptions(_HopperOptions, _PartialOptions, total=False):
+class _TreeOptions(_InterpretedOptions, _PartialOptions, total=False):
     """Both."""
+
+
+class _HopperPartialOptions(_HopperOptions, _PartialOptions, total=False):
+    """Both, and Hopper's."""
 
 
 def _prefix_kernels(
@@ -62,7 +70,7 @@ def _prefix_kernels(
     return kernels.prefix_attention(q, prefix, **options)
 
 
-def _tree_kernel(q: Queries, fresh: Fresh, **options: Unpack[_PartialOptions]) -> Partial:
+def _tree_kernel(q: Queries, fresh: Fresh, **options: Unpack[_TreeOptions]) -> Partial:
     from longspec_jax.ops.attention import fresh_pallas
 
     return fresh_pallas.tree_attention(q, fresh, **options)
@@ -80,34 +88,38 @@ def _speculative_kernels(
     return kernels.speculative_attention(q, prefix, fresh, sinks, **options)
 
 
-def _prefix_mosaic(q: Queries, prefix: Prefix, **options: Unpack[_PartialOptions]) -> Partial:
-    if hopper_comes_first():
-        return _prefix_kernels(q, prefix, hopper=True, **options)
+def _prefix_ampere(q: Queries, prefix: Prefix, **options: Unpack[_PartialOptions]) -> Partial:
     from longspec_jax.ops.attention import kernels_ampere
 
     return kernels_ampere.prefix_attention(q, prefix, **options)
 
 
-def _tree_mosaic(q: Queries, fresh: Fresh, **options: Unpack[_PartialOptions]) -> Partial:
-    if hopper_comes_first():
-        return _tree_kernel(q, fresh, **options)
+def _tree_ampere(q: Queries, fresh: Fresh, **options: Unpack[_PartialOptions]) -> Partial:
     from longspec_jax.ops.attention import kernels_ampere
 
     return kernels_ampere.tree_attention(q, fresh, **options)
 
 
-def _speculative_mosaic(
+def _speculative_ampere(
     q: Queries,
     prefix: Prefix,
     fresh: Fresh,
     sinks: Sinks | None = None,
     **options: Unpack[_Options],
 ) -> Array:
-    if hopper_comes_first():
-        return _speculative_kernels(q, prefix, fresh, sinks, hopper=True, **options)
     from longspec_jax.ops.attention import kernels_ampere
 
     return kernels_ampere.speculative_attention(q, prefix, fresh, sinks, **options)
+
+
+def _of_generation(hopper: Implementation, other: Implementation) -> Implementation:
+    """The kernel for Hopper there, and what refuses where there is no GPU; the other elsewhere."""
+
+    def call(*operands: Any, **options: Any) -> Any:
+        found = compute_capability() or HOPPER
+        return (hopper if found[0] == HOPPER[0] else other)(*operands, **options)
+
+    return call
 
 
 def _path_kernel(*operands: Any, levels: int, scale: float | None) -> Array:
@@ -158,11 +170,12 @@ CUDNN_WIDTH = 128
 PREFIX = Op(
     "prefix_attention",
     automatic={
+        "mosaic": where_triton_is_not_first(_prefix_ampere),
         "pallas": _prefix_kernels,
-        "mosaic": _prefix_mosaic,
         "xla": attention_xla.prefix_attention,
     },
     by_name={
+        "mosaic": _of_generation(partial(_prefix_kernels, hopper=True), _prefix_ampere),
         "triton": _prefix_triton,
         "reference": reference.prefix_attention,
         "interpret": partial(_prefix_kernels, interpret=True),
@@ -170,8 +183,13 @@ PREFIX = Op(
 )
 TREE = Op(
     "tree_attention",
-    automatic={"pallas": _tree_kernel, "mosaic": _tree_mosaic, "xla": attention_xla.tree_attention},
+    automatic={
+        "mosaic": where_triton_is_not_first(_tree_ampere),
+        "pallas": _tree_kernel,
+        "xla": attention_xla.tree_attention,
+    },
     by_name={
+        "mosaic": _of_generation(_tree_kernel, _tree_ampere),
         "triton": _tree_kernel,
         "reference": reference.tree_attention,
         "interpret": partial(_tree_kernel, interpret=True),
@@ -180,11 +198,12 @@ TREE = Op(
 SPECULATIVE = Op(
     "speculative_attention",
     automatic={
+        "mosaic": where_triton_is_not_first(_speculative_ampere),
         "pallas": _speculative_kernels,
-        "mosaic": _speculative_mosaic,
         "xla": attention_xla.speculative_attention,
     },
     by_name={
+        "mosaic": _of_generation(partial(_speculative_kernels, hopper=True), _speculative_ampere),
         "triton": partial(attention_xla.speculative_attention, attend=_prefix_triton),
         "reference": reference.speculative_attention,
         "interpret": partial(_speculative_kernels, interpret=True),

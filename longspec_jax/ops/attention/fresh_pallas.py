@@ -40,7 +40,7 @@ from longspec_jax.ops.attention.splits import (
     reached_splits,
 )
 from longspec_jax.ops.attention.tiles import TreeTile, chunk_tile, tree_tile
-from longspec_jax.ops.hardware import require_triton
+from longspec_jax.ops.hardware import require_ampere
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.triton_launch import triton_call
@@ -63,7 +63,7 @@ def tree_attention(
     refuse_unsupported(q, kv_heads)
     batch, tokens, heads, width = q.shape
     if not interpret and tile is None:
-        require_triton("the Pallas-Triton tree kernel")
+        require_ampere("the Pallas-Triton tree kernel")
     tile = tile or tree_tile(tokens, heads, kv_heads, width, keys, q.dtype.itemsize)
     problem = Problem.of(q, kv_heads, scale, slots=0, split=0, interpret=interpret, cap=cap)
     out, lse = attend_to_tree(q, fresh, (), tile, problem, dtype)

@@ -117,7 +117,7 @@ def _choose_tile(
     if hopper:
         hardware.require_hopper("the Mosaic GPU kernel")
         return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, width, slots)
-    capability = hardware.AMPERE if interpret else hardware.require_triton("the Pallas kernels")
+    capability = hardware.AMPERE if interpret else hardware.require_ampere("the Pallas kernels")
     sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
     plain = prefix.start is None and prefix.oldest is None and cap is None
     if not plain or interpret or not hardware.mosaic_is_supported():

@@ -99,15 +99,16 @@ def _to_prefix(q: Queries, prefix: Prefix, factor: float) -> Partial:
             f"that is seen from its first one on, not {slots} slots in {prefix.keys.dtype}"
         )
     length = jnp.minimum(prefix.length.astype(jnp.int32), slots)
-    rows = prefix.cache_rows
-    return _attend(q, prefix.keys, prefix.values, length, factor, rows=rows)
+    cached = prefix.keys, prefix.values, length
+    return _attend(q, cached, factor, rows=prefix.cache_rows)
 
 
 def _to_fresh(q: Queries, fresh: Fresh, factor: float) -> Partial:
     """Packed partial results of fresh tokens under their mask, or of a chunk."""
-    rows, groups = (fresh.keys, fresh.values), q.shape[2] // fresh.keys.shape[2]
+    groups = q.shape[2] // fresh.keys.shape[2]
     if fresh.mask is None:
-        return _attend(q, *_as_slots(*rows), _all(q, q.shape[1]), factor, causal=groups)
+        slots = _as_slots(fresh.keys), _as_slots(fresh.values), _all(q, q.shape[1])
+        return _attend(q, slots, factor, causal=groups)
     tokens, keys = fresh.mask.shape[1:]
     if tokens * keys > MOST_MASKED:
         raise NotImplementedError(
@@ -116,14 +117,14 @@ def _to_fresh(q: Queries, fresh: Fresh, factor: float) -> Partial:
         )
     bias = jnp.where(jnp.repeat(fresh.mask, groups, axis=1), 0.0, -jnp.inf)
     bias = jnp.pad(bias, ((0, 0), (0, -bias.shape[1] % WARPGROUP_ROWS), (0, -keys % SLOTS)))
-    return _attend(q, *_as_slots(*rows), _all(q, keys), factor, bias=bias)
+    slots = _as_slots(fresh.keys), _as_slots(fresh.values), _all(q, keys)
+    return _attend(q, slots, factor, bias=bias)
 
 
-def _as_slots(*rows: TreeRows) -> list[CacheSlots]:
+def _as_slots(rows: TreeRows) -> CacheSlots:
     """Fresh tokens as slots of a cache, whole steps of them."""
-    missing = -rows[0].shape[1] % SLOTS
-    wider = (0, 0), (0, 0), (0, missing), (0, 0)
-    return [jnp.pad(each.transpose(0, 2, 1, 3), wider) for each in rows]
+    wider = (0, 0), (0, 0), (0, -rows.shape[1] % SLOTS), (0, 0)
+    return jnp.pad(rows.transpose(0, 2, 1, 3), wider)
 
 
 def _all(q: Queries, count: int) -> Lengths:
@@ -132,16 +133,15 @@ def _all(q: Queries, count: int) -> Lengths:
 
 def _attend(
     q: Queries,
-    keys: CacheSlots,
-    values: CacheSlots,
-    length: Lengths,
+    slots: tuple[CacheSlots, CacheSlots, Lengths],
     factor: float,
     *,
     rows: Lengths | None = None,
     bias: Float[Array, "B R S"] | None = None,
     causal: int = 0,
 ) -> Partial:
-    """Packed partial results of the first slots: as many splits as multiprocessors can take."""
+    """Packed partial results of keys and values: as many splits as multiprocessors can take."""
+    keys, values, length = slots
     kv_heads = keys.shape[1]
     if q.shape[2] // kv_heads > MAX_GROUP:
         raise NotImplementedError(

@@ -109,7 +109,7 @@ def _recent(
     wanted = depth[:, :, None] - RECENT + place
     position = length[:, None, None] + wanted
     seen = (position >= 0) & (place <= RECENT)
-    on_path = fresh.mask[:, :, None] & (depth[:, None, None] == wanted[:, :, :, None])
+    on_path = fresh.seen(prefix)[:, :, None] & (depth[:, None, None] == wanted[:, :, :, None])
     node = jnp.argmax(on_path, axis=3)
     head = jnp.arange(prefix.keys.shape[1])[:, None]
     slot = jnp.clip(position, 0, prefix.keys.shape[2] - 1)[:, :, None]

@@ -94,7 +94,7 @@ def path_attention(
         missing = 0
     else:
         packed = packed.reshape(batch, kv_heads, tokens, groups, width)
-    mask = jnp.pad(fresh.mask, ((0, 0), (0, missing), (0, -tokens % SEGMENT)))
+    mask = jnp.pad(fresh.seen(prefix), ((0, 0), (0, missing), (0, -tokens % SEGMENT)))
     node_depth = jnp.pad(depth, ((0, 0), (0, -tokens % WARPGROUP_ROWS)), constant_values=-1)
     depth = jnp.pad(depth, ((0, 0), (0, missing)))
     limit = jnp.clip(length[:, None] + depth - RECENT, 0, slots)

@@ -139,7 +139,7 @@ def joined_attention(
     splits, row_tiles = pl.cdiv(slots, tile.split), pl.cdiv(problem.packed, tile.total_rows)
     operands = [*row_operands(prefix), pack(q, kv_heads), prefix.keys, prefix.values]
     if fresh is not None:
-        operands += [fresh.keys, fresh.values, fresh.mask]
+        operands += [fresh.keys, fresh.values, fresh.seen(prefix)]
     kernel = functools.partial(_joined_kernel, tile=tile, problem=problem)
     arrived = counters(batch, kv_heads, row_tiles)
     out, lse, *_ = triton_call(

@@ -235,7 +235,7 @@ class _Experts(Program):
         if len(parts) == 1:
             return parts[0]
         if self.limit is None:
-            return gated(*parts, self.x.dtype)
+            return gated(parts, self.x.dtype)
         # Rounded as the two matmuls are where they are matmuls of their own.
         first, second = (each.astype(self.x.dtype).astype(jnp.float32) for each in parts)
         first = jnp.minimum(first, self.limit)

@@ -184,7 +184,7 @@ class _Matmul(Program):
     def finished(self, unit: Unit, out: Array, *up: Array) -> Array:
         """The result with its gate, or its bias."""
         if up:
-            out = gated(out, *up, self.x.dtype)
+            out = gated((out, *up), self.x.dtype)
         if self.bias is not None:
             row = load(self.bias.at[self.columns(unit)], plgpu.Layout.WGMMA.reduce(0))
             out += jax.lax.broadcast_in_dim(row.astype(jnp.float32), out.shape, [1])

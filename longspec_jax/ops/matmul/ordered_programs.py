@@ -160,9 +160,9 @@ class Program:
         return pl.ds(unit.strip * self.work.tile.columns, self.work.tile.columns)
 
 
-def gated(gate: jax.Array, factor: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """``silu(gate) * factor``, both rounded as where they are the results of matmuls."""
-    gate, factor = (each.astype(dtype).astype(jnp.float32) for each in (gate, factor))
+def gated(parts: Sequence[jax.Array], dtype: DTypeLike) -> jax.Array:
+    """``silu`` of the first times the second, rounded as where they are results of matmuls."""
+    gate, factor = (each.astype(dtype).astype(jnp.float32) for each in parts)
     return gate / (1.0 + jnp.exp(-gate)) * factor
 
 

@@ -474,7 +474,7 @@ class _Quantised(Program):
         ]
         out, *up = parts
         if up:
-            out = gated(out, *up, self.x.dtype)
+            out = gated((out, *up), self.x.dtype)
         if last["bias"] is not None:
             out += self.across(last["bias"], self.work.height).astype(jnp.float32)
         return out

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.ops.dispatch import differentiable_op, op
-from longspec_jax.ops.hardware import require_decode_step, require_triton
+from longspec_jax.ops.hardware import require_ampere, require_decode_step
 from longspec_jax.ops.layer import rms_norm
 from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.recurrence.delta_rule import (
@@ -99,7 +99,7 @@ def delta_rule(
 def _delta_rule_pallas(
     memory: Array, mixed: Array, log_decay: Array, strength: Array
 ) -> tuple[Array, Array]:
-    require_triton("the kernel of recurrent layers' chunks")
+    require_ampere("the kernel of recurrent layers' chunks")
     (width, value), length = memory.shape[3:], mixed.shape[1]
     even = width in (16, 32, 64, 128) and value % 32 == 0 and length >= BLOCK
     if mixed.dtype != jnp.bfloat16 or not even:

@@ -419,7 +419,8 @@ def _behind(
 def _written(memory: Array, decay: Array, k: Array, update: Array, interpret: bool) -> Array:
     """A state behind a token: ``S decay``, rounded, and ``k u`` added, rounded once."""
     parts = memory, decay[None], k[:, None], update[None]
-    return _sum(*(jnp.broadcast_to(part, memory.shape) for part in parts), interpret)
+    one, by, other, times = (jnp.broadcast_to(part, memory.shape) for part in parts)
+    return _sum(one, by, other, times, interpret)
 
 
 def _update(v: Array, decay: Array, known: Array, strength: Array, interpret: bool) -> Array:

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int, Num
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
 from longspec_jax.ops.attention.float8 import CODES, widened
 from longspec_jax.ops.dispatch import op
-from longspec_jax.ops.hardware import KERNEL_DTYPES, require_triton
+from longspec_jax.ops.hardware import KERNEL_DTYPES, require_ampere
 from longspec_jax.ops.placement import on_host, to_device, to_host
 from longspec_jax.ops.slicing import along
 
@@ -306,7 +306,7 @@ def gather(whole: Num[Array, "B K n b H"], blocks: Int[Array, "B K k"]) -> Num[A
 def _gather_pallas(whole: Array, blocks: Array) -> Array:
     if not on_host(whole):
         raise NotImplementedError("XLA gathers as fast from the device's memory")
-    require_triton("the kernel that gathers blocks")
+    require_ampere("the kernel that gathers blocks")
     if whole.dtype not in (*KERNEL_DTYPES, CODES):
         raise NotImplementedError(f"the kernel that gathers blocks takes no {whole.dtype}")
     from longspec_jax.ops.selection import gather_pallas

@@ -3,7 +3,7 @@
 The best entries lie in the blocks of neighbouring tokens with the best maxima. So only a few
 thousand of ``w * V`` continuations are compared, and the rest are read once. XLA makes some twenty
 kernels of it, whose launches take a third of a draft's level on a GPU. There our Pallas kernels do
-it in three.
+it in three; without Triton XLA computes the numbers and a kernel chooses among them, twice.
 """
 
 import math
@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.dispatch import op
-from longspec_jax.ops.hardware import require_decode_step
+from longspec_jax.ops.hardware import require_decode_step, require_mosaic
 from longspec_jax.ops.partitioned import one_device
 
 SMALL_VOCABULARY = 4096
@@ -107,20 +107,30 @@ def best_in_blocks(
     What remains is a few thousand numbers.
     """
     batch, nodes, vocabulary = values.shape
-    ragged = -vocabulary % block
-    if ragged:
-        values = jnp.pad(values, ((0, 0), (0, 0), (0, ragged)), constant_values=-jnp.inf)
-    blocks = values.reshape(batch, nodes, -1, block)
+    blocks, padded = _in_blocks(values, block), vocabulary - vocabulary % -block
     _, node, column = _best_per_row(blocks.max(axis=3), count, top_by_rank)
     chosen = (node * blocks.shape[2] + column)[:, :, None]
     found = jnp.take_along_axis(blocks.reshape(batch, -1, block), chosen, axis=1)
     survivors, inside = top_by_rank(found, min(count, block))
-    place, padded = (chosen * block + inside).reshape(batch, -1), vocabulary + ragged
-    # The padding is behind all tokens, impossible ones too.
-    order = jnp.where(place % padded < vocabulary, place, place + nodes * padded)
+    place = (chosen * block + inside).reshape(batch, -1)
+    order = _padding_last(place, nodes, vocabulary, padded)
     best, at = top_by_rank(survivors.reshape(batch, -1), count, order)
     place = jnp.take_along_axis(place, at, axis=1)
     return best, place // padded, place % padded
+
+
+def _in_blocks(values: Float[Array, "B w V"], block: int) -> Float[Array, "B w n b"]:
+    """Numbers of every node in whole blocks of tokens; -inf behind the last token."""
+    batch, nodes, vocabulary = values.shape
+    ragged = -vocabulary % block
+    if ragged:
+        values = jnp.pad(values, ((0, 0), (0, 0), (0, ragged)), constant_values=-jnp.inf)
+    return values.reshape(batch, nodes, -1, block)
+
+
+def _padding_last(place: Array, nodes: int, vocabulary: int, padded: int) -> Array:
+    """Places in which the padding is behind all tokens, impossible ones too."""
+    return jnp.where(place % padded < vocabulary, place, place + nodes * padded)
 
 
 def top_by_rank(
@@ -146,8 +156,38 @@ def top_by_rank(
     return jnp.take_along_axis(values, index, axis=-1), index
 
 
+@chosen_continuations.without_triton
+def _ranked(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Array]:
+    """Choose as many blocks, then among their tokens: none other reaches the least of these."""
+    block = _require_kernels(scores, count)
+    require_mosaic("the kernel that ranks continuations")
+    from longspec_jax.ops.selection import rank_ampere
+
+    batch, nodes, vocabulary = scores.shape
+    blocks = _in_blocks(cumulative(scores, totals), block).reshape(batch, -1, block)
+    maxima = blocks.max(axis=2)
+    places = jnp.broadcast_to(jnp.arange(maxima.shape[1]), maxima.shape)
+    none = jnp.full(batch, -jnp.inf)
+    edges, chosen = rank_ampere.top_by_rank(maxima, places, none, count=count)
+    found = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(batch, -1)
+    place = (chosen[:, :, None] * block + jnp.arange(block)).reshape(batch, -1)
+    padded = vocabulary - vocabulary % -block
+    order = _padding_last(place, nodes, vocabulary, padded)
+    best, at = rank_ampere.top_by_rank(found, order, edges[:, -1], count=count)
+    place = jnp.take_along_axis(place, at, axis=1)
+    return best, place // padded, place % padded
+
+
 @chosen_continuations.kernel("pallas")
 def _kernels(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Array]:
+    block = _require_kernels(scores, count)
+    from longspec_jax.ops.selection import continuations_pallas
+
+    return continuations_pallas.best_continuations(scores, totals, count=count, block=block)
+
+
+def _require_kernels(scores: Array, count: int) -> int:
+    """Tokens of a block; refuse what the kernels do not serve."""
     batch, nodes, vocabulary = scores.shape
     block = block_size(vocabulary)
     require_decode_step("the kernels that choose continuations", batch * nodes, scores.dtype)
@@ -160,6 +200,4 @@ def _kernels(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Ar
         )
     if not one_device():
         raise NotImplementedError("the kernels run on one device")
-    from longspec_jax.ops.selection import continuations_pallas
-
-    return continuations_pallas.best_continuations(scores, totals, count=count, block=block)
+    return block

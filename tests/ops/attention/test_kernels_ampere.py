@@ -1,5 +1,8 @@
 """Attention without Triton, interpreted: against the dense definition in float32."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +38,7 @@ def test_against_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
         check(ours.out, exact.out)
         np.testing.assert_allclose(ours.lse, exact.lse, atol=0.01)
 
-    def wide(given: Prefix | Fresh) -> Prefix | Fresh:
+    def wide(given: Any) -> Any:
         def exact(leaf: Array) -> Array:
             return jnp.nan_to_num(leaf.astype(jnp.float32)) if leaf.dtype == q.dtype else leaf
 
@@ -52,15 +55,16 @@ def test_against_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ours.lse[0] == -jnp.inf).all()
 
     mask = jax.random.bernoulli(jax.random.key(3), 0.3, (2, 5, 70)).at[0, 1].set(False)
-    fresh = Fresh(*(drawn(seed, 2, 70, KV_HEADS, WIDTH) for seed in (4, 5)), mask)
+    rows = drawn(4, 2, 70, KV_HEADS, WIDTH), drawn(5, 2, 70, KV_HEADS, WIDTH)
+    fresh = Fresh(rows[0], rows[1], mask)
     ours = kernels_ampere.tree_attention(q, fresh)
     check_partial(ours, reference.tree_attention(q.astype(jnp.float32), wide(fresh)))
     sinks = normal(6, HEADS)
-    mask = mask.at[0, 1, 3].set(True)
+    fresh = dataclasses.replace(fresh, mask=mask.at[0, 1, 3].set(True))
     for more in (None, sinks):
-        out = kernels_ampere.speculative_attention(q, prefix, fresh.replace(mask=mask), more)
+        out = kernels_ampere.speculative_attention(q, prefix, fresh, more)
         assert out.dtype == q.dtype
-        exact = q.astype(jnp.float32), wide(prefix), wide(fresh.replace(mask=mask)), more
+        exact = q.astype(jnp.float32), wide(prefix), wide(fresh), more
         check(out, reference.speculative_attention(*exact))
 
     chunk = [drawn(seed, 2, 45, heads, WIDTH) for seed, heads in ((7, HEADS), (8, 2), (9, 2))]

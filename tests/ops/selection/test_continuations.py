@@ -11,6 +11,7 @@ import pytest
 from longspec_jax.ops import hardware
 from longspec_jax.ops.selection import continuations, continuations_pallas
 from longspec_jax.ops.selection.continuations import SMALL_VOCABULARY, block_size
+from tests.ops.interpreted_ampere import interpret
 from tests.ops.selection import oracle
 
 Op = Callable[[jax.Array, jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
@@ -208,3 +209,18 @@ def test_kernels_at_the_sizes_of_a_draft(nodes: int, count: int, vocabulary: int
         check(plain, scores, totals, count)
     lowered = op.lower(jnp.asarray(scores), jnp.asarray(totals), count).as_text()
     assert lowered.count("choose_continuations") >= 1
+
+
+@pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged blocks, ties, impossible tokens, and fewer possible ones than are wanted."""
+    interpret(monkeypatch)
+    monkeypatch.setattr(continuations, "require_decode_step", lambda *_, **__: None)
+    op = continuations.chosen_continuations.named("mosaic")
+    scores, totals = drawn(7, 2, 3, 4100)
+    scores[0, 0, 256:384] += 3.0
+    scores[0, 1] = np.round(scores[0, 0])
+    scores[0, 2, [3, 70, 700]] = 99.0
+    scores[1] = np.where(np.isin(np.arange(4100), [4090, 4095, 17]), scores[1], -INF)
+    scores[1, 0, 17] = np.nan
+    check(op, scores, totals, 11)
