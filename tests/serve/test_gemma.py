@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from infer.serve.command import chat_markup
@@ -9,9 +10,25 @@ from infer.serve.gemma import turns_with_responses
 from infer.serve.markup import grammar_of
 from infer.serve.messages import Reading
 from infer.serve.tools import Tool, named
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.runner import ModelRunner
+from longspec_jax.drafters.base import Params
+from longspec_jax.generation.grammar import compile_grammar, vocabulary_of
 from longspec_jax.generation.template import render
-from tests.serve.talker import GEMMA, GEMMA_MARKS, talking_tokenizer
-from tests.serve.test_tools import JSON, KNOWN, NAMED, NESTED, STRICT, Told, allows, read_out
+from tests.lookup import LookupDrafter, LookupTarget, random_table
+from tests.serve.talker import GEMMA, GEMMA_MARKS, STOP, talking_tokenizer
+from tests.serve.test_tools import (
+    JSON,
+    KNOWN,
+    NAMED,
+    NESTED,
+    STRICT,
+    TREES,
+    Told,
+    allows,
+    drawn,
+    read_out,
+)
 
 TOKENIZER = talking_tokenizer(special=True, names=GEMMA_MARKS)
 MARKUP = chat_markup(TOKENIZER, GEMMA)
@@ -189,6 +206,31 @@ def test_what_is_written_is_what_the_template_shows() -> None:
     assert shown.endswith(f"{written}{answer}<|channel>thought\n<channel|>")
     with pytest.raises(ValueError, match="must follow the message that calls"):
         turns_with_responses(turns[::2])
+
+
+def test_required_calls_parse_with_trees_also_where_the_reasoning_ends_in_a_draft() -> None:
+    """Draws at T = 1, as of the other forms; the marks have a text of their own, as in GGUF."""
+    tokenizer = talking_tokenizer(names=GEMMA_MARKS)
+    size, likely = len(tokenizer), tokenizer.encode("{}:, aC", add_special_tokens=False)
+    bias = np.full(size, -2.0, np.float32)
+    bias[[*tokenizer.get_added_vocab().values()]], bias[likely] = 2.5, 1.0
+    table = random_table(3, 97, size) + bias
+    params = Params(table, table + random_table(4, 97, size, 0.5))
+    models = LookupTarget(size), tuple(map(LookupDrafter, TREES)), params
+    runner = ModelRunner(*models, slots=4, capacity=512, stop_width=1)
+    engine = Engine(runner, chunk=8, readmits=True)
+    markup = chat_markup(tokenizer, GEMMA)
+    source = grammar_of(markup, {}, KNOWN, "required", parallel=False, thinking=None)
+    grammar = compile_grammar(vocabulary_of(tokenizer, size, (STOP,)), **source)
+    plain, _ = drawn(engine, grammar, 0)
+    texts, accepted = drawn(engine, grammar, 1)
+    engine.close()
+    assert texts == plain
+    for tokens, finish in texts:
+        content, _, calls, _ = read_out([*tokens], Reading(markup, named(KNOWN)), tokenizer)
+        assert (finish, content, len(calls)) == ("stop", "", 1)
+    closing = tokenizer.get_added_vocab()["<channel|>"]
+    assert any(closing in row for row in accepted)
 
 
 def test_a_tokenizer_without_the_tokens_has_no_calls() -> None:

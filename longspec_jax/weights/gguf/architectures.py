@@ -9,7 +9,7 @@ Source: llama.cpp's ``conversion/*.py``, which write these files, and its ``src/
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -78,6 +78,8 @@ class Metadata:
     """What its own keys begin with, and a full stop."""
     factors: Mapping[str, np.ndarray]
     """Tensors that divide the frequencies of the rotation, by name."""
+    tensors: Collection[str]
+    """Names of all tensors of the file."""
 
     def has(self, key: str) -> bool:
         """Whether the file gives a value of the architecture's."""
@@ -127,7 +129,11 @@ class Architecture:
     """Hugging Face's class."""
     keys: tuple[str, ...] = ()
     """Keys of its own that ``read`` asks for."""
+    by_layer: tuple[str, ...] = ()
+    """Those of :data:`KEYS` that ``read`` asks for: they may differ among layers."""
     read: Reader = _no_more
+    model: Mapping[str, str] = field(default_factory=lambda: MODEL)
+    """Tensors that are no layer's."""
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     """The tensors of a layer, in the file and in Hugging Face's folder."""
     changes: Mapping[str, Change] = field(default_factory=dict)
@@ -230,6 +236,85 @@ def _pattern(metadata: Metadata, layers: int) -> Raw:
     if len(pattern) != layers or not all(isinstance(each, bool) for each in pattern):
         raise metadata.error(key, f"must be true or false for each of the {layers} layers")
     return {"layer_types": [f"{'sliding' if each else 'full'}_attention" for each in pattern]}
+
+
+def _gemma4(metadata: Metadata, known: Raw) -> Raw:
+    """Layers with a window have heads of another width and number, and another base.
+
+    The share of a head that turns is told by divisors, which are 1 or without a measure.
+    """
+    pattern = _pattern(metadata, known["num_hidden_layers"])
+    if "layer_types" not in pattern:
+        rule = "must be true or false for each layer"
+        raise metadata.error("attention.sliding_window_pattern", rule)
+    near = [kind == "sliding_attention" for kind in pattern["layer_types"]]
+    shared = metadata.whole("attention.shared_kv_layers", 0)
+    width, full_width = metadata.whole("attention.key_length_swa", least=1), known["head_dim"]
+    metadata.only("attention.value_length_swa", width)
+    metadata.only("rope.dimension_count_swa", width)
+    factors = metadata.factors.get("rope_freqs")
+    turning = 0 if factors is None else int((factors == 1).sum())
+    if factors is None or {*factors[:turning]} != {1.0} or (factors[turning:] < 1e30).any():
+        raise ValueError(
+            f"{metadata.file.origin}: rope_freqs.weight must be numbers of 1, and then of 1e30, by "
+            "which layers without a window divide their frequencies; load another file"
+        )
+    kv_heads = _by_kind(metadata, "attention.head_count_kv", near)
+    last = [index >= len(near) - shared for index in range(len(near))]
+    mlps = _by_kind(metadata, "feed_forward_length", last)
+    if mlps[True] not in (mlps[False], 2 * mlps[False]):
+        rule = "must be the same of all layers, or twice as much of those that share keys"
+        raise metadata.error("feed_forward_length", rule)
+    own = (
+        f"blk.{index}.attn_v.weight"
+        for index in range(len(near))
+        if not (near[index] or last[index])
+    )
+    raw = pattern | {
+        "head_dim": width,
+        "num_key_value_heads": kv_heads[True],
+        "global_head_dim": full_width,
+        "num_global_key_value_heads": kv_heads[False],
+        "attention_k_eq_v": not any(name in metadata.tensors for name in own),
+        "intermediate_size": mlps[False],
+        "use_double_wide_mlp": mlps[True] != mlps[False],
+        "num_kv_shared_layers": shared,
+        "sliding_window": metadata.whole("attention.sliding_window", least=1),
+        "hidden_size_per_layer_input": metadata.whole("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": known["vocab_size"],
+        "rope_parameters": {
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": metadata.number("rope.freq_base_swa", 10000.0),
+            },
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": metadata.number("rope.freq_base"),
+                "partial_rotary_factor": turning / len(factors),
+            },
+        },
+    }
+    if metadata.has("final_logit_softcapping"):
+        raw["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
+    if metadata.whole("expert_count", 0):
+        raw |= {
+            "enable_moe_block": True,
+            "num_experts": metadata.whole("expert_count"),
+            "top_k_experts": metadata.whole("expert_used_count", least=1),
+            "moe_intermediate_size": metadata.whole("expert_feed_forward_length", least=1),
+        }
+    return raw
+
+
+def _by_kind(metadata: Metadata, key: str, kinds: Sequence[bool]) -> dict[bool, int]:
+    """A number of all layers, or of each, and then the same of all of a kind."""
+    value = metadata.value(key)
+    if not isinstance(value, list):
+        return dict.fromkeys((True, False), metadata.whole(key, least=1))
+    found = dict(zip(kinds, value, strict=False))
+    if len(value) != len(kinds) or [found[kind] for kind in kinds] != value:
+        raise metadata.error(key, "must be a number for each layer, the same of all of a kind")
+    return {kind: found.get(kind, value[0]) for kind in (True, False)}
 
 
 def _olmo(metadata: Metadata, known: Raw) -> Raw:
@@ -416,6 +501,48 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         read=_gemma3,
     ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        keys=(
+            "attention.key_length_swa",
+            "attention.value_length_swa",
+            "attention.shared_kv_layers",
+            "attention.sliding_window",
+            "attention.sliding_window_pattern",
+            "embedding_length_per_layer_input",
+            "expert_count",
+            "expert_used_count",
+            "expert_feed_forward_length",
+            "final_logit_softcapping",
+            "rope.dimension_count_swa",
+            "rope.freq_base_swa",
+        ),
+        by_layer=("attention.head_count_kv", "feed_forward_length"),
+        read=_gemma4,
+        model=MODEL
+        | {
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        layer=_GEMMA2.layer
+        | {
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "layer_output_scale": "layer_scalar",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps": "experts.gate_up_proj",
+            "ffn_down_exps": "experts.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+        unnamed=frozenset({"layer_output_scale", "ffn_gate_up_exps", "ffn_down_exps"}),
+        factors=("rope_freqs",),
+    ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         keys=("attention.sliding_window", "rope.scaling.attn_factor"),
@@ -531,6 +658,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 """The architectures that are read, by llama.cpp's names."""
 NOT_TARGETS = {
     "clip": "what a model sees with (mmproj), without a language model; name the other file",
+    "gemma4-assistant": "a draft that reads its target's keys and values, in a format that is not "
+    "read",
     "eagle3": "a draft without its target, in a format that is not read; take its safetensors "
     "checkpoint",
     "dflash": "a draft without its target, in a format that is not read; take its safetensors "

@@ -18,7 +18,6 @@ from longspec_jax.weights.families import FAMILIES
 from longspec_jax.weights.gguf.architectures import (
     ARCHITECTURES,
     KEYS,
-    MODEL,
     NOT_TARGETS,
     SHAPES,
     Architecture,
@@ -48,9 +47,10 @@ def gguf_config(path: Path) -> JsonObject:
     _check_keys(file, name, architecture)
     factors = {stem: _values(file, f"{stem}.weight") for stem in architecture.factors}
     present = {stem: values for stem, values in factors.items() if values is not None}
-    metadata = Metadata(file.metadata, f"{name}.", present)
+    metadata = Metadata(file.metadata, f"{name}.", present, file.tensors)
     raw: Raw = {"architectures": [architecture.name], "dtype": "float32"}
-    raw |= {ours: _of_all_layers(metadata, key) for key, ours in KEYS.items() if metadata.has(key)}
+    alike = (key for key in KEYS if key not in architecture.by_layer and metadata.has(key))
+    raw |= {KEYS[key]: _of_all_layers(metadata, key) for key in alike}
     raw |= _shapes(file, metadata)
     raw |= architecture.read(metadata, raw)
     raw["model_type"] = FAMILIES[raw["architectures"][0]].model_type
@@ -124,7 +124,7 @@ def _places(
             stem, kind = name, ""
         if stem in architecture.factors:
             continue
-        prefix, names, changes = "", MODEL, architecture.changes
+        prefix, names, changes = "", architecture.model, architecture.changes
         if match := _BLOCK.fullmatch(stem):
             index, stem = int(match[1]), match[2]
             prefix, names = f"model.layers.{index}.", architecture.layer

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 SPACE = "▁"
 """What sentencepiece writes for a space."""
-_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
+_BYTE_LEVEL, _SENTENCEPIECE, _LISTED = "gpt2", "llama", "gemma4"
+"""The last one is the second whose merges are listed, as those of the first are."""
 _CHAT = "tokenizer.chat_template"
 _KNOWN = (
     *("model", "pre", "tokens", "scores", "token_type", "merges"),
@@ -111,7 +112,11 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         return None
     _check_keys(file)
     kind = file.metadata.text(f"{PREFIX}model", "")
-    makers = {_BYTE_LEVEL: _byte_level, _SENTENCEPIECE: _sentencepiece}
+    makers = {
+        _BYTE_LEVEL: _byte_level,
+        _SENTENCEPIECE: _sentencepiece,
+        _LISTED: _sentencepiece,
+    }
     if kind not in makers:
         raise file.metadata.error(
             f"{PREFIX}model",
@@ -164,8 +169,7 @@ def _byte_level(vocab: Vocabulary, architecture: str) -> tuple[Any, bool]:
             "load the tokenizer yourself and pass tokenizer=",
         )
     split = SPLITS[pre]
-    merges = [_merge(vocab, text) for text in vocab.raw.texts(f"{PREFIX}merges")]
-    tokenizer = Tokenizer(_model(vocab, merges, ignore_merges=split.whole))
+    tokenizer = Tokenizer(_model(vocab, _merges(vocab), ignore_merges=split.whole))
     if split.composed:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] * split.digits
@@ -176,6 +180,11 @@ def _byte_level(vocab: Vocabulary, architecture: str) -> tuple[Any, bool]:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, split.begins
+
+
+def _merges(vocab: Vocabulary) -> list[tuple[str, str]]:
+    """The pairs that are joined, the first first, as a file lists them."""
+    return [_merge(vocab, text) for text in vocab.raw.texts(f"{PREFIX}merges")]
 
 
 def _merge(vocab: Vocabulary, text: str) -> tuple[str, str]:
@@ -189,13 +198,19 @@ def _merge(vocab: Vocabulary, text: str) -> tuple[str, str]:
 
 
 def _sentencepiece(vocab: Vocabulary, architecture: str) -> tuple[Any, bool]:
-    """Sentencepiece's BPE, whose merges follow from scores; a text begins with the first token."""
+    """Sentencepiece's BPE, whose merges are listed, or follow from scores.
+
+    A text begins with the first token.
+    """
     from tokenizers import Tokenizer, decoders, normalizers
 
-    apart = {CONTROL, USER_DEFINED, UNUSED}
-    whole = zip(vocab.tokens, vocab.types, scores(vocab), strict=True)
-    pieces = {text: score for text, kind, score in whole if kind not in apart}
-    merges = [*_merges_of_runs(vocab), *merges_of(pieces)]
+    if vocab.raw.text(f"{PREFIX}model", "") == _LISTED:
+        merges = _merges(vocab)
+    else:
+        apart = {CONTROL, USER_DEFINED, UNUSED}
+        whole = zip(vocab.tokens, vocab.types, scores(vocab), strict=True)
+        pieces = {text: score for text, kind, score in whole if kind not in apart}
+        merges = [*_merges_of_runs(vocab), *merges_of(pieces)]
     unknown = vocab.named("unknown")
     bpe = _model(vocab, merges, byte_fallback=True, unknown=unknown)
     tokenizer = Tokenizer(bpe)

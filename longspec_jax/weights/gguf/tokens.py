@@ -16,9 +16,13 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of tokens."""
 ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
-    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<|eom_id|>", "<eos>"),
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<|eom_id|>", "<eos>", "<turn|>"),
+    (_ANSWER := "<|tool_response>"),
 )
-"""Texts of control tokens that end a text or a turn; a file names only one of them by its id."""
+"""Texts of control tokens that end a text or a turn; a file names only one of them by its id.
+
+The last one is a token of the user: behind Gemma 4's calls it asks for what the tools say.
+"""
 _ENDING = "eos_token_id", "eot_token_id", "eom_token_id"
 _HARMONY = "<|return|>", "<|end|>"
 """Where the first is a token, the second ends a message of several, and not the text."""
@@ -96,7 +100,7 @@ def stop_tokens(file: GgufFile) -> tuple[int, ...]:
     control = {
         text: token
         for token, (text, kind) in enumerate(zip(vocab.tokens, vocab.types, strict=True))
-        if kind == CONTROL
+        if kind == CONTROL or text == _ANSWER
     }
     if all(text in control for text in _HARMONY):
         del control[_HARMONY[1]]

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "Olmo3": "olmo2",
     "Gemma2": "gemma2",
     "Gemma3Text": "gemma3",
+    "Gemma4Text": "gemma4",
     "GptOss": "gpt-oss",
     "Qwen3_5Text": "qwen35",
 }
@@ -61,6 +62,21 @@ _NAMES = {
     "linear_attn.out_proj": "ssm_out",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    "layer_scalar": "layer_output_scale.weight",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 _DRAFT = {
     "mtp.fc": "eh_proj",
@@ -68,7 +84,7 @@ _DRAFT = {
     "mtp.pre_fc_norm_hidden": "hnorm",
     "mtp.norm": "shared_head_norm",
 }
-_AFTER = {"gemma2", "gemma3", "olmo2", "gpt-oss", "qwen35"}
+_AFTER = {"gemma2", "gemma3", "gemma4", "olmo2", "gpt-oss", "qwen35"}
 """Where the norm behind attention has a name of its own."""
 
 
@@ -206,6 +222,28 @@ def keys_of(config: Any, architecture: str) -> dict[str, Any]:
             del keys["rope.freq_base"]  # Its converter leaves the base out.
         case "gemma3":
             keys |= {"attention.sliding_window": window, "attention.sliding_window_pattern": types}
+        case "gemma4":
+            full = next(iter(config.to_dict()["per_layer_config"].values()))
+            width, others = full["head_dim"], full.get("num_key_value_heads")
+            shared = config.num_kv_shared_layers
+            keys |= {"attention.key_length": width, "attention.key_length_swa": head}
+            keys |= {"attention.value_length": width, "attention.value_length_swa": head}
+            keys |= {"rope.dimension_count": width, "rope.dimension_count_swa": head}
+            keys |= {"attention.sliding_window": window, "attention.sliding_window_pattern": types}
+            keys["attention.shared_kv_layers"] = shared
+            keys["embedding_length_per_layer_input"] = config.hidden_size_per_layer_input
+            keys["final_logit_softcapping"] = config.final_logit_softcapping
+            if others is not None:
+                own = config.num_key_value_heads
+                keys["attention.head_count_kv"] = [own if kind else others for kind in types]
+            if config.use_double_wide_mlp:
+                mlp = config.intermediate_size
+                wide = [mlp] * (len(types) - shared) + [2 * mlp] * shared
+                keys["feed_forward_length"] = wide
+            if config.enable_moe_block:
+                keys["expert_count"] = config.num_experts
+                keys["expert_used_count"] = config.top_k_experts
+                keys["expert_feed_forward_length"] = config.moe_intermediate_size
         case "olmo2" if any(types):
             keys |= {"attention.sliding_window": window, "attention.sliding_window_pattern": types}
             keys.pop("rope.freq_base_swa", None)
@@ -240,6 +278,11 @@ def factors_of(config: Any, architecture: str) -> Iterator[tuple[str, np.ndarray
     if architecture == "phi3" and rope.get("rope_type") == "longrope":
         for kind in ("long", "short"):
             yield f"rope_factors_{kind}.weight", np.asarray(rope[f"{kind}_factor"], np.float32)
+    if architecture == "gemma4":
+        full = next(iter(config.to_dict()["per_layer_config"].values()))["head_dim"]
+        turning = int(full * rope["full_attention"]["partial_rotary_factor"] / 2)
+        still = full // 2 - turning
+        yield "rope_freqs.weight", np.asarray([1.0] * turning + [1e30] * still, np.float32)
     if architecture == "llama" and rope.get("rope_type") == "llama3":
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         frequencies = 1 / rope["rope_theta"] ** (np.arange(0, head, 2) / head)
@@ -323,6 +366,7 @@ def write_model(path: Path, model: Any, case: str, types: Types = floats, **toke
     """Write a transformers model; ``case`` is the name of its class without the ending."""
     architecture = ARCHITECTURES[case]
     config = model.config
+    config.allow_global_per_layer_attribute_access = True  # Of Gemma 4's layers with a window.
     tensors = [*factors_of(config, architecture), *tensors_of(model, architecture)]
     write_gguf(
         path, architecture, keys_of(config, architecture), iter(tensors), types, tokenizer or None

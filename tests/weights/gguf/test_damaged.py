@@ -35,6 +35,8 @@ SHAPES = {
     "blk.0.ffn_down": (32, 32),
 }
 
+GEMMA4 = {"attention.sliding_window_pattern": [False], "attention.key_length_swa": 16}
+
 NONE: dict = {}
 
 
@@ -60,6 +62,9 @@ def file(tmp_path):
         (dict(architecture="qwen1"), "the architecture 'qwen1' is not read from GGUF files; llama"),
         (dict(architecture="clip"), "what a model sees with .mmproj., without a language model"),
         (dict(architecture="eagle3"), "a draft without its target"),
+        (dict(architecture="gemma4-assistant"), "a draft that reads its target's keys"),
+        (dict(architecture="gemma4"), "pattern=None must be true or false for each layer"),
+        (dict(architecture="gemma4", keys=GEMMA4), "rope_freqs.weight must be numbers of 1, and"),
         (dict(tensors={"token_embd": None}), "without embeddings or .*: a part of a model"),
         (dict(keys={"attention.clamp_kqv": 8.0}), "llama.attention.clamp_kqv=8.0 is a key of the"),
         (dict(keys={"expert_count": 8}), "expert_count=8 is not supported, only 0"),

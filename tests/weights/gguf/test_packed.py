@@ -17,6 +17,7 @@ from tests.weights.gguf.test_load import OVERRIDES
 
 MIXED = "Q4_K", "Q6_K", "Q4_1", "Q8_0", "Q5_0", "IQ4_NL", "Q4_0", "Q5_K", "F16"
 WIDE = dict(hidden_size=256, intermediate_size=256, head_dim=64, vocab_size=128)
+_FULL = dict(global_head_dim=128)  # Of Gemma 4.
 
 
 def written(path, case, family, **overrides):
@@ -28,7 +29,8 @@ def written(path, case, family, **overrides):
             return "F32"
         return "Q6_K" if name == "output.weight" else next(kinds)
 
-    model = make_model(case, **{**OVERRIDES.get(case, {}), **WIDE, **overrides})
+    own = _FULL if family == "Gemma4Text" else {}
+    model = make_model(case, **{**OVERRIDES.get(case, {}), **WIDE, **own, **overrides})
     write_model(path, model, family, types)
     return path
 
@@ -39,7 +41,13 @@ def is_matrix(leaf):
 
 @pytest.mark.parametrize(
     ("case", "family"),
-    [("llama3", "Llama"), ("qwen2-yarn", "Qwen2"), ("phi3", "Phi3"), ("gemma3", "Gemma3Text")],
+    [
+        ("llama3", "Llama"),
+        ("qwen2-yarn", "Qwen2"),
+        ("phi3", "Phi3"),
+        ("gemma3", "Gemma3Text"),
+        ("gemma4", "Gemma4Text"),
+    ],
 )
 def test_packed_weights_are_the_dequantised_ones(tmp_path, case, family):
     """Bit for bit in float32: rows of llama's pairs, mixed types that are multiplied together."""

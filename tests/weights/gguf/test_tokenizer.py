@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from longspec_jax.loading import load_tokenizer
-from longspec_jax.weights.gguf.file import read_gguf
-from longspec_jax.weights.gguf.tokenizer import SPLITS
+from longspec_jax.weights.gguf.tokenizer import SPLITS, merges_of
 from longspec_jax.weights.hf import load_stop_tokens
 from tests.kit import each_row
 from tests.weights.gguf.test_damaged import SHAPES, write
@@ -124,6 +123,10 @@ def test_stop_tokens(tmp_path):
     assert load_stop_tokens(write_with(tmp_path, keys)) == (1, 2)
     harmony = ["<|return|>", "<|end|>", "<|call|>"]
     assert load_stop_tokens(write_with(tmp_path, renamed(keys, harmony))) == (1, 0, 2)
+    gemma = renamed(keys, ["<turn|>", "<|tool_response>", "<eos>"])
+    types = [CONTROL, USER, *gemma["tokenizer.ggml.token_type"][2:]]
+    gemma |= {"tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": 2}
+    assert load_stop_tokens(write_with(tmp_path, gemma)) == (2, 0, 1)
     phi = ["<|user|>", "<|end|>", "</s>"]
     assert load_stop_tokens(write_with(tmp_path, renamed(keys, phi))) == (1, 2)
 
@@ -191,12 +194,17 @@ def sentencepiece_keys(prefix: bool) -> dict:
     }
 
 
-@each_row("prefix", [False, True])
-def test_sentencepiece(tmp_path, prefix):
-    keys = sentencepiece_keys(prefix)
+@each_row(("prefix", "listed"), [(False, False), (True, False), (True, True)])
+def test_sentencepiece(tmp_path, prefix, listed):
+    """Merges follow from scores, or are listed, as Gemma 4's are."""
+    keys = values = sentencepiece_keys(prefix)
+    if listed:
+        keys = {**values, "tokenizer.ggml.model": "gemma4"}
+        tokens, scores = keys["tokenizer.ggml.tokens"], keys.pop("tokenizer.ggml.scores")
+        pieces = {text: one for text, one in zip(tokens, scores, strict=True) if "<" not in text}
+        keys["tokenizer.ggml.merges"] = [*map(" ".join, merges_of(pieces))]
     tokenizer = load_tokenizer(write_with(tmp_path, keys))
     texts = [*SENTENCES, "a</s>b", "x    y", " " * 9 + "z"]
-    values = read_gguf(tmp_path / "model.gguf").metadata.values
     for text, expected in zip(texts, joined_by_scores(values, texts), strict=True):
         assert tokenizer(text)["input_ids"] == [1, *expected], text
         # Where texts begin with a space, so does what is behind a token that is cut out.
