@@ -27,7 +27,7 @@ from .made import HOSTILE, record, run, write
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with hostile names, and its report."""
+    """A run with hostile names."""
     rows = [
         record(method, sample, (1,) * 4 if method == "plain" else (2, 3), task=task)
         for method in ("plain", "longspec-tree")
@@ -35,9 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for task in ("copying", HOSTILE)
     ]
     named = run(rows, provenance={"device": HOSTILE, "commit": "1", "date": "now"})
-    made = write(named, tmp_path_factory.mktemp("hostile") / "run")
-    assert main([str(made)]) == 0
-    return made
+    return write(named, tmp_path_factory.mktemp("hostile") / "run")
 
 
 class Reader(html.parser.HTMLParser):
@@ -64,13 +62,18 @@ class Reader(html.parser.HTMLParser):
         self.texts.append(data)
 
 
-@pytest.fixture(scope="module")
-def page(folder: Path) -> Reader:
+def page_of(folder: Path) -> Reader:
+    assert main([str(folder), f"--out={folder / 'page.html'}"]) == 0
     reader = Reader()
-    reader.feed((folder / "report.html").read_text())
+    reader.feed((folder / "page.html").read_text())
     reader.close()
     assert reader.open == []  # Every element is closed, none is closed that was not opened.
     return reader
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Reader:
+    return page_of(folder)
 
 
 def test_the_page_needs_nothing_else_and_runs_nothing(page: Reader) -> None:
@@ -103,7 +106,9 @@ def test_the_page_can_be_read_by_screen_readers(page: Reader) -> None:
 def test_three_files_lie_in_the_folder_and_are_replaced(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main([str(folder)]) == 0
     files = [folder / f"report.{end}" for end in ("html", "md", "csv")]
+    assert capsys.readouterr().out.split() == [str(file) for file in files]
     before = [file.read_text() for file in files]
     for text in before[:2]:  # The page explains each figure once, not under every table.
         assert text.count("95% bootstrap") == text.count("bootstrap") == 1
@@ -111,12 +116,12 @@ def test_three_files_lie_in_the_folder_and_are_replaced(
     for file in files:
         file.write_text(file.read_text()[: len(file.read_text()) // 2])
     assert main([str(folder)]) == 0
-    assert capsys.readouterr().out.split() == [str(file) for file in files]
     assert [file.read_text() for file in files] == before
 
 
-def test_markdown_has_every_table(folder: Path, page: Reader) -> None:
-    tables = [tag for tag, _ in page.elements].count("table")
+def test_markdown_has_every_table(folder: Path) -> None:
+    tables = [tag for tag, _ in page_of(folder).elements].count("table")
+    main([str(folder)])
     text = (folder / "report.md").read_text()
     assert text.count("\n| ---") == tables
     assert "<script>" not in text.replace("\\<script\\>", "")
@@ -127,6 +132,7 @@ def test_markdown_has_every_table(folder: Path, page: Reader) -> None:
 def test_a_spreadsheet_computes_nothing(tmp_path: Path) -> None:
     folder, out = write(run([record(task="=1+1")]), tmp_path / "run"), tmp_path / "report.csv"
     main([str(folder), f"--out={out}"])
+    assert not [*folder.glob("report.*")]
     rows = [*csv.reader(io.StringIO(out.read_text()))]
     assert any("'=1+1" in row for row in rows) and not any("=1+1" in row for row in rows)
 
