@@ -35,7 +35,7 @@ CEILINGS: dict[str, int] = {
     "token lines of infer": 7_493,
     "token lines of train": 5_380,
     "token lines of configs": 330,
-    "token lines of tests": 40_414,
+    "token lines of tests": 40_413,
     "token lines of benchmarks and contrib": 4_356,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.

@@ -25,8 +25,8 @@ from tests.kit import each_row
 from .made import HOSTILE, record, run, write
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     """A run with hostile names."""
     rows = [
         record(method, sample, (1,) * 4 if method == "plain" else (2, 3), task=task)
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for task in ("copying", HOSTILE)
     ]
     named = run(rows, provenance={"device": HOSTILE, "commit": "1", "date": "now"})
-    return write(named, tmp_path_factory.mktemp("hostile") / "run")
+    return write(named, tmp_path / "run")
 
 
 class Reader(html.parser.HTMLParser):
@@ -71,28 +71,26 @@ def page_of(folder: Path) -> Reader:
     return reader
 
 
-@pytest.fixture(scope="module")
-def page(folder: Path) -> Reader:
-    return page_of(folder)
-
-
-def test_the_page_needs_nothing_else_and_runs_nothing(page: Reader) -> None:
-    assert "script" not in [tag for tag, _ in page.elements]
-    names = [given["id"] for _, given in page.elements if "id" in given]
+def test_the_page_needs_nothing_else_and_runs_nothing(folder: Path) -> None:
+    reader = page_of(folder)
+    kinds = [tag for tag, _ in reader.elements]
+    assert "script" not in kinds and not (folder / "report.html").exists()
+    names = [given["id"] for _, given in reader.elements if "id" in given]
     assert len(names) == len(set(names))
-    for _, given in page.elements:
+    for _, given in reader.elements:
         assert not any(name.startswith("on") for name in given)
         for name in ("src", "href", "xlink:href", "action", "data"):
             value = given.get(name) or "data:"
             assert value.startswith("data:") or value[1:] in names, value
 
 
-def test_texts_of_models_are_text(page: Reader) -> None:
-    assert "".join(page.texts).count(HOSTILE) > 5  # As a task and a device.
+def test_texts_of_models_are_text(folder: Path) -> None:
+    told = page_of(folder).texts
+    assert "".join(told).count(HOSTILE) > 5  # As a task and a device.
 
 
-def test_the_page_can_be_read_by_screen_readers(page: Reader) -> None:
-    elements = page.elements
+def test_the_page_can_be_read_by_screen_readers(folder: Path) -> None:
+    elements = page_of(folder).elements
     kinds = [tag for tag, _ in elements]
     tables = [given for tag, given in elements if tag == "table"]
     names = {given.get("id") for tag, given in elements if tag == "h2"}
@@ -130,10 +128,9 @@ def test_markdown_has_every_table(folder: Path) -> None:
 
 
 def test_a_spreadsheet_computes_nothing(tmp_path: Path) -> None:
-    folder, out = write(run([record(task="=1+1")]), tmp_path / "run"), tmp_path / "report.csv"
-    main([str(folder), f"--out={out}"])
-    assert not [*folder.glob("report.*")]
-    rows = [*csv.reader(io.StringIO(out.read_text()))]
+    folder = write(run([record(task="=1+1")]), tmp_path / "run")
+    main([str(folder)])
+    rows = [*csv.reader(io.StringIO((folder / "report.csv").read_text()))]
     assert any("'=1+1" in row for row in rows) and not any("=1+1" in row for row in rows)
 
 
@@ -147,11 +144,11 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert "monday/demo" in text and "tuesday/demo" in text
 
 
-def test_what_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line cut short, and scores whose package is missing."""
     monkeypatch.setitem(sys.modules, "rapidfuzz", None)
     rows = [record(task=task, references=("word",)) for task in ("lcc", "needle")]
-    scored = write(run(rows), tmp_path / "scored")
+    scored = write(run(rows), folder.parent / "scored")
     with (scored / "samples.jsonl").open("a") as file:
         file.write('{"task": "cop')
     assert main([str(scored)]) == 0
