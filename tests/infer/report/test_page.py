@@ -63,7 +63,8 @@ class Reader(html.parser.HTMLParser):
         self.texts.append(data)
 
 
-def page_of(folder: Path) -> Reader:
+def read_page(folder: Path) -> Reader:
+    """The page of a report in a folder."""
     reader = Reader()
     reader.feed((folder / "report.html").read_text())
     reader.close()
@@ -73,7 +74,7 @@ def page_of(folder: Path) -> Reader:
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Reader:
-    return page_of(folder)
+    return read_page(folder)
 
 
 def test_the_page_needs_nothing_else_and_runs_nothing(page: Reader) -> None:
@@ -143,7 +144,7 @@ def test_what_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with (scored / "samples.jsonl").open("a") as file:
         file.write('{"task": "cop')
     assert main([str(scored)]) == 0
-    text = " | ".join(filter(str.strip, page_of(scored).texts))
+    text = " | ".join(filter(str.strip, read_page(scored).texts))
     assert "cut short in writing (13 bytes)" in text
     assert "lcc has no score: scores need packages that are not" in text
     assert "lcc | plain | 1.00 | 4.0 | 1.00 | 1000 | 5 | 2.000 | 1.000 | 1 | –" in text

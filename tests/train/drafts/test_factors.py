@@ -40,9 +40,9 @@ def test_factors_are_those_of_tables_multiplied(kind: str) -> None:
         given = Given(target, params, (STAGE,), 3, "float32", make_mesh(), counts)
         begun = begin(settings, given)
         objective = begun.trainer.objective(STAGE, 30, 0)
-        draft = objective.initialize(jax.random.key(1))
-        draws = objective.draw(jax.random.key(2), (1, 2), STAGE.seq_len)
-        draws = jax.tree.map(lambda leaf: leaf[0], draws)
+        draft = jax.jit(objective.initialize)(jax.random.key(1))
+        draw = jax.jit(objective.draw, static_argnums=(1, 2))
+        draws = jax.tree.map(lambda leaf: leaf[0], draw(jax.random.key(2), (1, 2), STAGE.seq_len))
 
         def loss(draft: Any) -> Any:
             return objective.sums(draft, begun.frozen, batch, draws)["loss"]
