@@ -24,9 +24,9 @@ from tests.kit import each_row
 from .made import HOSTILE, record, run, write
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A run with hostile names."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with hostile names, and its report."""
     rows = [
         record(method, sample, (1,) * 4 if method == "plain" else (2, 3), task=task)
         for method in ("plain", "longspec-tree")
@@ -34,7 +34,9 @@ def folder(tmp_path: Path) -> Path:
         for task in ("copying", HOSTILE)
     ]
     named = run(rows, provenance={"device": HOSTILE, "commit": "1", "date": "now"})
-    return write(named, tmp_path / "run")
+    made = write(named, tmp_path_factory.mktemp("hostile") / "run")
+    assert main([str(made)]) == 0
+    return made
 
 
 class Reader(html.parser.HTMLParser):
@@ -61,35 +63,37 @@ class Reader(html.parser.HTMLParser):
         self.texts.append(data)
 
 
-def page_of(folder: Path) -> Reader:
-    assert main([str(folder), f"--out={folder / 'page.html'}"]) == 0
+def read_page(folder: Path) -> Reader:
+    """The page of a report in a folder."""
     reader = Reader()
-    reader.feed((folder / "page.html").read_text())
+    reader.feed((folder / "report.html").read_text())
     reader.close()
     assert reader.open == []  # Every element is closed, none is closed that was not opened.
     return reader
 
 
-def test_the_page_needs_nothing_else_and_runs_nothing(folder: Path) -> None:
-    reader = page_of(folder)
-    kinds = [tag for tag, _ in reader.elements]
-    assert "script" not in kinds and not (folder / "report.html").exists()
-    names = [given["id"] for _, given in reader.elements if "id" in given]
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Reader:
+    return read_page(folder)
+
+
+def test_the_page_needs_nothing_else_and_runs_nothing(page: Reader) -> None:
+    assert "script" not in [tag for tag, _ in page.elements]
+    names = [given["id"] for _, given in page.elements if "id" in given]
     assert len(names) == len(set(names))
-    for _, given in reader.elements:
+    for _, given in page.elements:
         assert not any(name.startswith("on") for name in given)
         for name in ("src", "href", "xlink:href", "action", "data"):
             value = given.get(name) or "data:"
             assert value.startswith("data:") or value[1:] in names, value
 
 
-def test_texts_of_models_are_text(folder: Path) -> None:
-    told = page_of(folder).texts
-    assert "".join(told).count(HOSTILE) > 5  # As a task and a device.
+def test_texts_of_models_are_text(page: Reader) -> None:
+    assert "".join(page.texts).count(HOSTILE) > 5  # As a task and a device.
 
 
-def test_the_page_can_be_read_by_screen_readers(folder: Path) -> None:
-    elements = page_of(folder).elements
+def test_the_page_can_be_read_by_screen_readers(page: Reader) -> None:
+    elements = page.elements
     kinds = [tag for tag, _ in elements]
     tables = [given for tag, given in elements if tag == "table"]
     names = {given.get("id") for tag, given in elements if tag == "h2"}
@@ -103,9 +107,7 @@ def test_the_page_can_be_read_by_screen_readers(folder: Path) -> None:
 def test_page_and_figures_lie_in_the_folder_and_are_replaced(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(folder)]) == 0
     files = [folder / f"report.{end}" for end in ("html", "csv")]
-    assert capsys.readouterr().out.split() == [str(file) for file in files]
     before = [file.read_text() for file in files]
     page = before[0]  # It explains each figure once, not under every table.
     assert page.count("95% bootstrap") == page.count("bootstrap") == 1
@@ -113,13 +115,14 @@ def test_page_and_figures_lie_in_the_folder_and_are_replaced(
     for file in files:
         file.write_text(file.read_text()[: len(file.read_text()) // 2])
     assert main([str(folder)]) == 0
+    assert capsys.readouterr().out.split() == [str(file) for file in files]
     assert [file.read_text() for file in files] == before
 
 
 def test_a_spreadsheet_computes_nothing(tmp_path: Path) -> None:
-    folder = write(run([record(task="=1+1")]), tmp_path / "run")
-    main([str(folder)])
-    rows = [*csv.reader(io.StringIO((folder / "report.csv").read_text()))]
+    folder, out = write(run([record(task="=1+1")]), tmp_path / "run"), tmp_path / "report.csv"
+    main([str(folder), f"--out={out}"])
+    rows = [*csv.reader(io.StringIO(out.read_text()))]
     assert any("'=1+1" in row for row in rows) and not any("=1+1" in row for row in rows)
 
 
@@ -133,14 +136,15 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert "monday/demo" in text and "tuesday/demo" in text
 
 
-def test_what_is_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line cut short, and scores whose package is missing."""
     monkeypatch.setitem(sys.modules, "rapidfuzz", None)
     rows = [record(task=task, references=("word",)) for task in ("lcc", "needle")]
-    scored = write(run(rows), folder.parent / "scored")
+    scored = write(run(rows), tmp_path / "scored")
     with (scored / "samples.jsonl").open("a") as file:
         file.write('{"task": "cop')
-    text = " | ".join(filter(str.strip, page_of(scored).texts))
+    assert main([str(scored)]) == 0
+    text = " | ".join(filter(str.strip, read_page(scored).texts))
     assert "cut short in writing (13 bytes)" in text
     assert "lcc has no score: scores need packages that are not" in text
     assert "lcc | plain | 1.00 | 4.0 | 1.00 | 1000 | 5 | 2.000 | 1.000 | 1 | –" in text
