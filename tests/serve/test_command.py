@@ -151,6 +151,8 @@ def test_a_server_that_does_not_fit_says_which_option_to_lower(
 def test_the_command_that_is_printed_says_where_the_key_goes() -> None:
     typed = curl("http://127.0.0.1:1", "secret")
     assert "secret" not in typed and typed.endswith('-H "Authorization: Bearer $API_KEY"')
+    typed = curl("http://127.0.0.1:1", "secret", "my keys")  # Typed as it is, it works.
+    assert typed.endswith("""-H "Authorization: Bearer $(grep -m1 . 'my keys')\"""")
 
 
 def test_what_was_compiled_is_not_collected_while_it_serves(
