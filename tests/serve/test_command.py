@@ -236,3 +236,8 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
         child.kill()
         child.wait()
         reading.join()
+
+
+def test_a_port_is_taken_while_its_server_compiles() -> None:
+    with bound("127.0.0.1", 0) as listener, pytest.raises(OSError, match="cannot be used"):
+        bound("127.0.0.1", listener.getsockname()[1])
