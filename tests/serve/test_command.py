@@ -78,6 +78,11 @@ def test_a_bound_port_does_not_answer_yet() -> None:
         socket.create_connection(listener.getsockname())
 
 
+def test_a_port_is_taken_while_its_server_compiles() -> None:
+    with bound("127.0.0.1", 0) as listener, pytest.raises(OSError, match="cannot be used"):
+        bound("127.0.0.1", listener.getsockname()[1])
+
+
 def test_keys_and_templates_are_read(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("  secret\n")
@@ -236,8 +241,3 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
         child.kill()
         child.wait()
         reading.join()
-
-
-def test_a_port_is_taken_while_its_server_compiles() -> None:
-    with bound("127.0.0.1", 0) as listener, pytest.raises(OSError, match="cannot be used"):
-        bound("127.0.0.1", listener.getsockname()[1])
