@@ -27,9 +27,9 @@ from longspec_jax.drafters.registry import (
     Kind,
 )
 from longspec_jax.embedded import DEMO, DEMO_NAME
-from longspec_jax.recipes import DRAFTS
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
+from train.drafts.kinds import KINDS as TRAINED
 
 from . import shapes
 
@@ -278,7 +278,7 @@ TEXTS: Options = {
 TRAIN: Options = {
     "shape": SHAPE | {"default": ByMachine(["vicuna7b"], ["tiny"])},
     "draft": {
-        "choices": [*DRAFTS],
+        "choices": [*TRAINED],
         "default": "longspec",
         "help": "kind of draft that is trained",
     },

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from longspec_jax.recipes import code_corpus
+from longspec_jax.recipes import HELD_OUT
 
 from .arguments import CHAT, CODE, KINDS_OF_TEXT, PROSE
 
@@ -133,7 +133,7 @@ def _documents(kind: str, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 def _held_out() -> Iterator[tuple[Path, str]]:
     """Source files that drafts of the recipes have not been trained on."""
-    names, found = code_corpus(0)["held_out"], dict[str, Path]()
+    names, found = HELD_OUT, dict[str, Path]()
     for name in names:
         try:
             listed = importlib.metadata.distribution(name).files or ()

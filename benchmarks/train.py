@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from longspec_jax import cli
 from longspec_jax.cli import settled
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.recipes import DRAFTS, base_config, stage
+from longspec_jax.recipes import base_config, stage
 from longspec_jax.sharding import make_mesh
 from train.arguments import from_config
 from train.config import RunConfig
@@ -119,10 +119,10 @@ def measure(
 
 def _run_config(kind: str, target: TargetConfig, length: int) -> RunConfig:
     """A kind's usual settings; short rows of a LongSpec draft are at positions of long ones."""
-    short = length <= 1024 and DRAFTS[kind].get("anchor_offset")
+    short = length <= 1024 and getattr(KINDS[kind].settings, "anchor_offset", False)
     offset = max(0, min(15_000, target.max_positions - length)) if short else 0
     values = base_config()
-    values.draft = DRAFTS[kind]
+    values.draft = dict(kind=kind)
     values.update(
         target="random",
         data=dict(files="random"),

@@ -31,7 +31,7 @@ about 6 minutes on one H200, an estimate.
 
 from ml_collections import ConfigDict
 
-from longspec_jax.recipes import DRAFTS, base_config, code_corpus, miniature, small_llama, stage
+from longspec_jax.recipes import base_config, code_corpus, miniature, small_llama, stage
 
 CONTEXT = 16384
 
@@ -99,7 +99,7 @@ def _draft(config: ConfigDict) -> None:
 def _eagle3(config: ConfigDict) -> None:
     """An EAGLE-3 draft for the target that is there."""
     _draft(config)
-    config.draft = {**DRAFTS["eagle3"], "vocabulary": 2048}
+    config.draft = dict(kind="eagle3", vocabulary=2048)
     config.stages.short.max_offset = 0
 
 
@@ -113,7 +113,7 @@ def _eagle3_cpu(config: ConfigDict) -> None:
 def _dflash(config: ConfigDict) -> None:
     """A DFlash draft for the target that is there."""
     _draft(config)
-    config.draft = {**DRAFTS["dflash"], "layers": 2, "block": 8, "decay": 4.0, "mask_token": 2}
+    config.draft = dict(kind="dflash", layers=2, block=8, decay=4.0, mask_token=2)
     config.stages.short.max_offset = 0
 
 
@@ -132,7 +132,7 @@ def _on_a_cpu(config: ConfigDict) -> None:
 def _parallel(config: ConfigDict) -> None:
     """A parallel LongSpec draft for the target that is there."""
     _draft(config)
-    config.draft = DRAFTS["parallel"]
+    config.draft = dict(kind="parallel")
 
 
 def _smoke(config: ConfigDict) -> None:
@@ -151,8 +151,7 @@ def _tiny(config: ConfigDict) -> None:
 def _small_lm(config: ConfigDict) -> None:
     """A small language model of the same vocabulary, for the target that is there."""
     _draft(config)
-    sizes = dict(layers=2, width=128, mlp_width=704, heads=4, kv_heads=2)
-    config.draft = {**DRAFTS["small_lm"], **sizes}
+    config.draft = dict(kind="small_lm", layers=2, width=128, mlp_width=704, heads=4, kv_heads=2)
     config.stages = dict(
         short=stage(2048, 128, 4e-3, max_seconds=150.0),
         long=stage(CONTEXT, 16, 2e-3, max_seconds=60.0),

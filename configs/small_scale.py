@@ -20,7 +20,7 @@ Hardware: two H200s for the target, about 8 minutes; one for a draft, 1 to 3 min
 
 from ml_collections import ConfigDict
 
-from longspec_jax.recipes import DRAFTS, base_config, code_corpus, miniature, small_llama, stage
+from longspec_jax.recipes import base_config, code_corpus, miniature, small_llama, stage
 
 CONTEXT = 16384
 SHORT_STEPS, LONG_STEPS = 120, 50
@@ -106,18 +106,19 @@ def _long_only(config: ConfigDict) -> None:
 
 
 def _parallel(config: ConfigDict) -> None:
-    config.draft = DRAFTS["parallel"]
+    config.draft = dict(kind="parallel")
     config.stages.short.steps, config.stages.long.steps = PARALLEL_STEPS
 
 
 def _eagle3(config: ConfigDict) -> None:
-    config.draft = {**DRAFTS["eagle3"], "vocabulary": 8192, "steps": 5}
+    config.draft = dict(kind="eagle3", vocabulary=8192, steps=5)
     del config.stages.long
     config.stages.short.update(steps=EAGLE3_STEPS, max_offset=0)
 
 
 def _small_lm(config: ConfigDict) -> None:
-    sizes = dict(layers=2, width=256, mlp_width=704, heads=4, kv_heads=2, distillation=1.0)
-    config.draft = {**DRAFTS["small_lm"], **sizes}
+    config.draft = dict(
+        kind="small_lm", layers=2, width=256, mlp_width=704, heads=4, kv_heads=2, distillation=1.0
+    )
     config.stages.short.update(steps=SMALL_LM_STEPS[0], max_offset=0)
     config.stages.long.steps = SMALL_LM_STEPS[1]

@@ -240,7 +240,7 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
     if len(trees) < 2:
         return
     yield "trees               chosen by tokens/s as the run went"
-    wide = max(len(name) for name in ("draft", *(use["draft"] for use in trees)))
+    wide = max(10, *(len(use["draft"]) for use in trees))
     yield f"  {'draft':{wide}}  {'tree':20}  rounds  tokens  ms/round"
     for use in trees:
         pace = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""

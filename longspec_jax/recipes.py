@@ -1,4 +1,4 @@
-"""What training configurations are built from: the common fields, and the stages of the paper.
+"""What training configurations are built from: turns, data, and the stages of the paper.
 
 A configuration is a Python file anywhere with a function ``get_config([variant])``;
 ``train/config.py`` documents each field, and unknown ones are refused. A whole one for a
@@ -60,105 +60,17 @@ CHAT_DATA, CHAT_SPLIT = "HuggingFaceH4/ultrachat_200k", "train_sft"
 """Conversations, a part of what EAGLE-3 was trained on."""
 
 SEED = 42
+HELD_OUT = "attrs", "jinja2", "networkx"
+"""Distributions of installed text that no recipe trains on."""
 STAGES = ("short", "long", "sft")
-
-DRAFTS: dict[str, dict[str, Any]] = {
-    "longspec": dict(
-        kind="longspec",
-        init="",
-        window=512,
-        anchor_offset=True,
-        max_sinks=4,
-        max_shift=4,
-        distillation=0.0,
-    ),
-    "eagle3": dict(kind="eagle3", init="", layers="", vocabulary=32_000, steps=7, decay=0.8),
-    "dflash": dict(
-        kind="dflash",
-        init="",
-        layers=5,
-        features="",
-        block=16,
-        mask_token=-1,
-        anchor_every=8,
-        decay=7.0,
-    ),
-    "parallel": dict(
-        kind="parallel",
-        init="",
-        window=512,
-        layers=3,
-        block=6,
-        markov_rank=64,
-        anchor_every=8,
-        decay=4.0,
-        anchor_offset=True,
-        max_sinks=4,
-        distillation=0.9,
-    ),
-    "small_lm": dict(
-        kind="small_lm",
-        init="",
-        layers=4,
-        width=1024,
-        mlp_width=2816,
-        heads=16,
-        kv_heads=4,
-        distillation=0.9,
-    ),
-}
-"""The section ``draft`` of every kind that can be trained, with its usual values."""
 
 
 def base_config() -> "ConfigDict":
-    """All fields but the target's own, with the paper's optimiser and transforms."""
+    """The sections of a configuration for a LongSpec draft; `train.config` has their values."""
     from ml_collections import ConfigDict
 
-    return ConfigDict(
-        dict(
-            seed=SEED,
-            target="",
-            revision="",
-            dtype="bfloat16",
-            export="",
-            loss_chunk=0,
-            mlp_chunk=0,
-            log_every=1,
-            save_every=200,
-            accept_every=100,
-            accept_rows=8,
-            accept_seq_len=0,
-            max_to_keep=2,
-            log=dict(tensorboard=False, wandb=""),
-            features=dict(folder=""),
-            mesh=dict(data=1, fsdp=-1, tp=1),
-            data=dict(
-                files="",
-                hub="",
-                split="train",
-                pack=False,
-                mask_prompts=False,
-                answer_room=1024,
-                turn=LLAMA_TURN,
-                max_bad_rows=0,
-                begin_rows=False,
-                buckets=1,
-                stream=False,
-            ),
-            draft=DRAFTS["longspec"],
-            optimizer=dict(
-                b1=0.9,
-                b2=0.95,
-                eps=1e-6,
-                clip=1.0,
-                weight_decay=0.1,
-                decay_all=False,
-                warmup=0.1,
-                floor=1e-4,
-            ),
-            stages=dict(),
-        )
-    )
+    sections = {name: {} for name in ("log", "features", "mesh", "optimizer", "stages")}
+    return ConfigDict({**sections, "data": dict(turn=LLAMA_TURN), "draft": dict(kind="longspec")})
 
 
 def stage(
@@ -196,15 +108,7 @@ def code_corpus(vocab_size: int, folder: str = "") -> dict[str, Any]:
       vocab_size: of the tokenizer that is trained on a part of it.
       folder: where it is kept for several runs; that of the run if empty.
     """
-    return dict(
-        held_out=("attrs", "jinja2", "networkx"),
-        vocab_size=vocab_size,
-        max_bytes=0,
-        max_distribution_bytes=25_000_000,
-        tokenizer_bytes=40_000_000,
-        tokenizer="",
-        folder=folder,
-    )
+    return dict(held_out=HELD_OUT, vocab_size=vocab_size, folder=folder)
 
 
 def installed_text_config(
@@ -287,7 +191,7 @@ def miniature(config: Any) -> None:
         max_distribution_bytes=100_000,
         tokenizer_bytes=400_000,
     )
-    if "window" in config.draft:
+    if config.draft.kind in ("longspec", "parallel"):
         config.draft.window = 16
     sections = [config.stages]
     if config.get("pretraining"):
@@ -344,7 +248,7 @@ def paper_config(
     config = base_config()
     config.update(target=target, data=data, seed=seed)
     if variant in (*_ON_CHATS, "small_lm"):
-        config.draft = DRAFTS[variant]
+        config.draft = dict(kind=variant)
         turn = chat_turn or config.to_dict()["data"]["turn"]
         if variant == "small_lm":
             return _on_text_and_chats(config, turn)
@@ -369,7 +273,7 @@ def paper_config(
             stages[each].update(data={**config.to_dict()["data"], **own})
         config.update(stages=stages)
         if variant == "parallel":
-            config.draft = DRAFTS[variant]
+            config.draft = dict(kind=variant)
         return config
     config.update(data=sources[variant], stages={variant: stages[variant]})
     if variant != "short":

@@ -1,8 +1,9 @@
 """What a training run is, as frozen dataclasses with the range of every number.
 
-Each field is declared here once; :mod:`longspec_jax.recipes` holds the values and the config files
-override them. :func:`longspec_jax.schema.build` checks types and ranges; rules that concern several
-fields are checked by the dataclasses themselves.
+Each field is declared here once, with the value it has where nothing else is said: the paper's, if
+the paper has one. :mod:`longspec_jax.recipes` and the config files say what differs.
+:func:`longspec_jax.schema.build` checks types and ranges; rules that concern several fields are
+checked by the dataclasses themselves.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from longspec_jax import cli
 from longspec_jax.checks import LARGEST_NUMBER, OneOf, Real, Rule, That, Whole
 from longspec_jax.config import loading
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.recipes import LLAMA_TURN, SEED
 from longspec_jax.schema import build
 
 if TYPE_CHECKING:
@@ -74,9 +76,9 @@ Template = Annotated[
 class MeshConfig:
     """Devices along each axis; -1 once: all that are left."""
 
-    data: AxisSize
-    fsdp: AxisSize
-    tp: AxisSize
+    data: AxisSize = 1
+    fsdp: AxisSize = -1
+    tp: AxisSize = 1
 
     def resolve(self, devices: int) -> tuple[int, int, int]:
         """Sizes whose product is the device count where an axis is -1."""
@@ -98,11 +100,11 @@ class CorpusConfig:
     """Distributions kept out of training; those that are installed give the held-out documents."""
     vocab_size: Annotated[int, Whole(SMALLEST_VOCABULARY)]
     """Entries of the byte-level BPE tokenizer trained on it."""
-    max_bytes: ZeroOrMore
+    max_bytes: ZeroOrMore = 0
     """Most bytes of training text; 0 for all there is."""
-    max_distribution_bytes: AtLeastOne
+    max_distribution_bytes: AtLeastOne = 25_000_000
     """Most bytes from one distribution, so that no project dominates."""
-    tokenizer_bytes: AtLeastOne
+    tokenizer_bytes: AtLeastOne = 40_000_000
     """Bytes of text the tokenizer is trained on."""
     tokenizer: str = ""
     """Folder or hub id of a model whose tokenizer is used; one is trained if empty."""
@@ -118,23 +120,23 @@ class CorpusConfig:
 class DataConfig:
     """Where rows come from: files, the hub, or a corpus."""
 
-    files: Annotated[str, FREE]
+    files: Annotated[str, FREE] = ""
     """Comma-separated paths or patterns of json, jsonl, text or parquet files; instead of
     ``hub``."""
-    hub: Annotated[str, FREE]
+    hub: Annotated[str, FREE] = ""
     """A dataset on the Hugging Face hub, ``owner/name``, or one file of it, ``owner/name/file``."""
-    split: Annotated[str, FREE]
+    split: Annotated[str, FREE] = "train"
     """The split of a whole hub dataset."""
-    pack: bool
+    pack: bool = False
     """Concatenate documents and cut rows of full length, masks and all; otherwise one truncated
     document per row."""
-    mask_prompts: bool
+    mask_prompts: bool = False
     """Learn answers only (the paper's last stage); otherwise all text but the system prompt."""
-    answer_room: ZeroOrMore
+    answer_room: ZeroOrMore = 1024
     """Tokens left for the answer when a masked prompt is shortened; packed ones are not."""
-    turn: Template
+    turn: Template = LLAMA_TURN
     """How a conversation's turn is written, with ``{role}`` and ``{content}``."""
-    max_bad_rows: Annotated[ZeroOrMore, FREE]
+    max_bad_rows: Annotated[ZeroOrMore, FREE] = 0
     """Rows of files or hub that may be skipped because they hold no document; 0 refuses the first
     one."""
     begin_rows: bool = False
@@ -152,8 +154,7 @@ class DataConfig:
     @classmethod
     def whole(cls, options: argparse.Namespace) -> "DataConfig":
         """Documents as they are, for commands that make no rows of them."""
-        given = (options.files or "", options.hub or "", options.split)
-        return cls(*given, pack=True, mask_prompts=False, answer_room=0, turn="", max_bad_rows=0)
+        return cls(options.files or "", options.hub or "", options.split, pack=True)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -198,17 +199,17 @@ def add_documents(parser: argparse.ArgumentParser) -> None:
 class OptimizerConfig:
     """AdamW with clipping."""
 
-    b1: BelowOne
-    b2: BelowOne
-    eps: Positive
-    clip: Positive
+    b1: BelowOne = 0.9
+    b2: BelowOne = 0.95
+    eps: Positive = 1e-6
+    clip: Positive = 1.0
     """Largest global norm of a gradient."""
-    weight_decay: Amount
-    decay_all: bool
+    weight_decay: Amount = 0.1
+    decay_all: bool = False
     """Decay norms and biases too, as the published trainer does."""
-    warmup: Share
+    warmup: Share = 0.1
     """Fraction of a stage that warms up."""
-    floor: Share
+    floor: Share = 1e-4
     """Last learning rate, as a fraction of the peak."""
 
 
@@ -218,7 +219,7 @@ class DraftSettings:
 
     kind: str
     """The kind of draft that is trained."""
-    init: Annotated[str, FREE]
+    init: Annotated[str, FREE] = ""
     """Folder or hub id of a draft to start from; fresh if empty."""
 
 
@@ -354,42 +355,42 @@ class PretrainingConfig:
     stages: Stages
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole training run."""
 
-    seed: ZeroOrMore
-    target: Annotated[str, FREE]
+    seed: ZeroOrMore = SEED
+    target: Annotated[str, FREE] = ""
     """Folder or hub id of the frozen target; empty where pretraining makes one."""
-    revision: Annotated[str, FREE]
+    revision: Annotated[str, FREE] = ""
     """Revision of a hub target; the newest if empty."""
     dtype: Annotated[
         str, OneOf(("bfloat16", "float32"), "; gradients vanish in float16 without a scaled loss")
-    ]
+    ] = "bfloat16"
     """Parameters and activations of the step; masters and optimiser are float32."""
-    export: Annotated[str, FREE]
+    export: Annotated[str, FREE] = ""
     """Folder for the draft in the released format; ``workdir/draft`` if empty."""
-    loss_chunk: Annotated[ZeroOrMore, FREE]
+    loss_chunk: Annotated[ZeroOrMore, FREE] = 0
     """Most tokens of a device whose logits exist at once; 0: as many as take a gigabyte."""
-    mlp_chunk: Annotated[ZeroOrMore, FREE]
+    mlp_chunk: Annotated[ZeroOrMore, FREE] = 0
     """Most tokens of a device whose MLP activations exist at once; 0: all of up to 16384, 8192 of
     more. The draft's MLP, which has a backward pass, goes in chunks of half as many."""
-    log_every: Annotated[AtLeastOne, FREE]
+    log_every: Annotated[AtLeastOne, FREE] = 1
     """Steps from one record of the metrics to the next."""
-    save_every: Annotated[ZeroOrMore, FREE]
+    save_every: Annotated[ZeroOrMore, FREE] = 200
     """Steps between checkpoints; 0 saves at the end of a stage and on a signal only."""
-    accept_every: Annotated[ZeroOrMore, FREE]
+    accept_every: Annotated[ZeroOrMore, FREE] = 100
     """Steps between measurements of simulated acceptance; 0 for the end of a stage only."""
-    accept_rows: Annotated[AtLeastOne, FREE]
+    accept_rows: Annotated[AtLeastOne, FREE] = 8
     """Rows one such measurement reads."""
-    accept_seq_len: Annotated[ZeroOrMore, FREE]
+    accept_seq_len: Annotated[ZeroOrMore, FREE] = 0
     """Tokens of those rows; 0 for the stage's own length."""
-    max_to_keep: Annotated[AtLeastOne, FREE]
+    max_to_keep: Annotated[AtLeastOne, FREE] = 2
     """Intact checkpoints of a stage that are kept."""
-    mesh: Annotated[MeshConfig, FREE]
-    data: DataConfig
+    mesh: Annotated[MeshConfig, FREE] = MeshConfig()
+    data: DataConfig = DataConfig()
     draft: DraftSettings
-    optimizer: OptimizerConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
     stages: Annotated[Stages, FREE]
     """Run from short to long sequences."""
     pretraining: Annotated[PretrainingConfig | None, FREE] = None

@@ -172,7 +172,8 @@ class Service:
         address, port = self._listener.getsockname()[:2]
         host = f"[{address}]" if ":" in address else address
         base, key = f"http://{host}:{port}", self._keys[0] if self._keys else None
-        for line in (f"ready: {base}/v1", f"try:   {curl(base, key)}", f"page:  {base}/"):
+        ask = curl(base, key, self._arguments.api_key_file)
+        for line in (f"ready: {base}/v1", f"try:   {ask}", f"page:  {base}/"):
             print(line, flush=True)
         if warning := open_to_all(address, key):
             cli.say(warning)
@@ -217,12 +218,15 @@ def server_words() -> Iterator[None]:
         raise type(error)(words) from error
 
 
-def curl(base: str, key: str | None) -> str:
-    """A command that asks the server for a text."""
+def curl(base: str, key: str | None, file: str | None = None) -> str:
+    """A command that asks the server for a text, with the key from its file if that is known."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": 32})
     words = ["curl", "-s", f"{base}/v1/completions", "-H", "Content-Type: application/json"]
     typed = shlex.join([*words, "-d", body])
-    return typed if key is None else f'{typed} -H "Authorization: Bearer $API_KEY"'
+    if key is None:
+        return typed
+    read = "$API_KEY" if file is None else f"$(grep -m1 . {shlex.quote(file)})"
+    return f'{typed} -H "Authorization: Bearer {read}"'
 
 
 def planned_engine(

@@ -57,6 +57,8 @@ def bound(host: str, port: int) -> socket.socket:
             f"--host={host} --port={port} cannot be used: {error.strerror}; name another --port (0 "
             "for any free one) or --host"
         ) from None
+    # Else a second server could bind it, too, while this one compiles and does not listen yet.
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return found
 
 
@@ -180,6 +182,8 @@ class HttpServer:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._loop.add_signal_handler(number, self._signalled)
         self._thread.start()
+        # For the next server: connections inherit it, and outlive this one by a minute.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         try:
             while not (self._server.started or serving.done()):

@@ -71,6 +71,11 @@ def test_a_bound_port_does_not_answer_yet() -> None:
         socket.create_connection(listener.getsockname())
 
 
+def test_a_port_is_taken_while_its_server_compiles() -> None:
+    with bound("127.0.0.1", 0) as listener, pytest.raises(OSError, match="cannot be used"):
+        bound("127.0.0.1", listener.getsockname()[1])
+
+
 def test_keys_and_templates_are_read(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("  secret\n")
@@ -144,6 +149,8 @@ def test_a_server_that_does_not_fit_says_which_option_to_lower(
 def test_the_command_that_is_printed_says_where_the_key_goes() -> None:
     typed = curl("http://127.0.0.1:1", "secret")
     assert "secret" not in typed and typed.endswith('-H "Authorization: Bearer $API_KEY"')
+    typed = curl("http://127.0.0.1:1", "secret", "my keys")  # Typed as it is, it works.
+    assert typed.endswith("""-H "Authorization: Bearer $(grep -m1 . 'my keys')\"""")
 
 
 def test_what_was_compiled_is_not_collected_while_it_serves(

@@ -100,8 +100,8 @@ def test_a_value_that_breaks_the_rule_of_its_field(path: str) -> None:
 
 def test_a_missing_field_is_named() -> None:
     whole = values()
-    del whole["draft"]["window"], whole["draft"]["init"]
-    with pytest.raises(ValueError, match="config.draft lacks init, window"):
+    del whole["stages"]["short"]["seq_len"], whole["stages"]["short"]["batch"]
+    with pytest.raises(ValueError, match="config.stages.short lacks seq_len, batch"):
         from_config(whole)
 
 

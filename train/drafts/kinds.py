@@ -1,8 +1,8 @@
 """The kinds of draft that can be trained, by their names in ``--config.draft.kind``.
 
 A kind is a file here, its settings and an entry in :data:`KINDS`; :mod:`.base` says what it brings.
-Each of its parameters needs one rule of :data:`longspec_jax.sharding.RULES`, and
-:data:`longspec_jax.recipes.DRAFTS` has its usual settings. This file imports no jax.
+Each of its parameters needs one rule of :data:`longspec_jax.sharding.RULES`. This file imports no
+jax.
 """
 
 import importlib
@@ -23,13 +23,13 @@ MOST_STEPS = 32
 class LongSpecSettings(DraftSettings):
     """The draft and its random transforms."""
 
-    window: AtLeastOne
+    window: AtLeastOne = 512
     """Past tokens its self-attention sees."""
-    anchor_offset: bool
+    anchor_offset: bool = True
     """Use anchor-offset positions in the stages that set a ``max_offset``."""
-    max_sinks: ZeroOrMore
+    max_sinks: ZeroOrMore = 4
     """Most positions that stay in place."""
-    max_shift: AtLeastOne
+    max_shift: AtLeastOne = 4
     """Most tokens the draft runs ahead of the target's keys."""
     distillation: Share = 0.0
     """Share of the divergence from the target's own distribution in the loss, 0 to 1. The rest is
@@ -40,15 +40,15 @@ class LongSpecSettings(DraftSettings):
 class Eagle3Settings(DraftSettings):
     """The draft and its training-time test (arXiv 2503.01840)."""
 
-    layers: LayerNumbers
+    layers: LayerNumbers = ""
     """Layers of the target after which a fresh draft takes the hidden states, counted from 0; an
     early, a middle and a late one if empty, as published."""
-    vocabulary: ZeroOrMore
+    vocabulary: ZeroOrMore = 32_000
     """Tokens that a fresh draft can propose: those that are to be predicted most often in the data;
     0 for all of the target's."""
-    steps: Annotated[int, Whole(1, MOST_STEPS, ": each is another pass of the draft")]
+    steps: Annotated[int, Whole(1, MOST_STEPS, ": each is another pass of the draft")] = 7
     """Passes of a training step, each on the output of the one before, as when drafting."""
-    decay: Share
+    decay: Share = 0.8
     """Weight of a pass in the loss, relative to that of the one before it."""
 
 
@@ -59,19 +59,19 @@ class DFlashSettings(DraftSettings):
     The first four, and ``causal``, are a fresh draft's.
     """
 
-    layers: Annotated[int, Whole(1, 32)]
+    layers: Annotated[int, Whole(1, 32)] = 5
     """Layers of the draft."""
-    features: LayerNumbers
+    features: LayerNumbers = ""
     """Layers of the target after which it takes the hidden states, counted from 0; as
     many as it has layers, evenly spread, if empty."""
-    block: Annotated[int, Whole(2, 64)]
+    block: Annotated[int, Whole(2, 64)] = 16
     """Slots of a block, the pending token's included; one token less is proposed."""
-    mask_token: Annotated[int, Whole(-1)]
+    mask_token: Annotated[int, Whole(-1)] = -1
     """The target's token that stands in the slots to be filled; -1 for the last of its vocabulary,
     which is mostly padding."""
-    anchor_every: AtLeastOne
+    anchor_every: AtLeastOne = 8
     """Tokens of a row for each block. The block begins at a random one of them."""
-    decay: Positive
+    decay: Positive = 7.0
     """Slot ``j`` weighs ``exp(-(j - 1) / decay)``: the first ones decide how much is accepted. A
     large one weighs all alike."""
     causal: bool = False
@@ -85,22 +85,22 @@ class DFlashSettings(DraftSettings):
 class ParallelSettings(DraftSettings):
     """The draft and its blocks."""
 
-    window: AtLeastOne
+    window: AtLeastOne = 512
     """Tokens before a block that the first layer sees."""
-    layers: Annotated[int, Whole(1, 3)]
-    block: Annotated[int, Whole(2, 16)]
+    layers: Annotated[int, Whole(1, 3)] = 3
+    block: Annotated[int, Whole(2, 16)] = 6
     """Slots of a block, the pending token's included; as many tokens are proposed."""
-    markov_rank: ZeroOrMore
+    markov_rank: ZeroOrMore = 64
     """Rank of the correction by the token before a slot; 0 for none."""
-    anchor_every: AtLeastOne
+    anchor_every: AtLeastOne = 8
     """Tokens of a row for each block. The block begins at a random one of them."""
-    decay: Positive
+    decay: Positive = 4.0
     """Slot ``j`` weighs ``exp(-j / decay)``: the first ones decide how much is accepted."""
-    anchor_offset: bool
+    anchor_offset: bool = True
     """Use anchor-offset positions in the stages that set a ``max_offset``."""
-    max_sinks: ZeroOrMore
+    max_sinks: ZeroOrMore = 4
     """Most positions that stay in place."""
-    distillation: Share
+    distillation: Share = 0.9
     """Share of the distance to the target's own distribution in the loss, 0 to 1. The rest is the
     cross-entropy of the text."""
 
@@ -109,14 +109,14 @@ class ParallelSettings(DraftSettings):
 class SmallLMSettings(DraftSettings):
     """The model: Llama's layers over the target's vocabulary. Sizes are a fresh one's."""
 
-    layers: Annotated[int, Whole(1, 64)]
-    width: AtLeastOne
+    layers: Annotated[int, Whole(1, 64)] = 4
+    width: AtLeastOne = 1024
     """Of its hidden states; ``heads`` of equal and even width divide it."""
-    mlp_width: AtLeastOne
-    heads: AtLeastOne
-    kv_heads: AtLeastOne
+    mlp_width: AtLeastOne = 2816
+    heads: AtLeastOne = 16
+    kv_heads: AtLeastOne = 4
     """Heads of keys and values, a divisor of ``heads``."""
-    distillation: Share
+    distillation: Share = 0.9
     """Share of the divergence from the target's own distribution in the loss, 0 to 1. The rest is
     the cross-entropy of the text. At 0 the target never runs, but where rows are measured."""
 
