@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "models",
         "drafters",
         "decoding",
+        "provenance",
         "schema",
     },
 }
