@@ -261,9 +261,6 @@ class LongSpec(Models):
             streamer=streamer,
             on_round=on_round,
             on_activity=on_activity,
-        )
-        check(
-            ARGUMENTS,
             output_scores=output_scores,
             output_logits=output_logits,
             return_trees=return_trees,

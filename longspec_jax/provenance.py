@@ -36,11 +36,11 @@ def provenance(device: str) -> dict[str, Any]:
     """
     named = os.environ.get("LONGSPEC_COMMIT")
     commit, dirty = (named, None) if named else _checked_out()
-    found = {package: _version(package) for package in (*PACKAGES, *CUDA_PACKAGES)}
-    versions = {name: version for name, version in found.items() if version or name in PACKAGES}
+    found = {package: version(package) for package in (*PACKAGES, *CUDA_PACKAGES)}
+    versions = {name: one for name, one in found.items() if one or name in PACKAGES}
     return {
         "device": device,
-        "cpu": _processors(),
+        "cpu": f"{processor_model()}, {os.cpu_count()} processors",
         "driver": _driver(),
         "versions": {"python": platform.python_version(), **versions},
         "commit": commit or "unknown",
@@ -49,7 +49,7 @@ def provenance(device: str) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     """The installed version; None if there is none."""
     try:
         return importlib.metadata.version(package)
@@ -57,10 +57,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _processors() -> str:
-    """The processor's model and how many there are, such as ``AMD EPYC 9654, 16 processors``."""
+def processor_model() -> str:
+    """The processor's model, such as ``AMD EPYC 9654``."""
     model = re.search(r"^model name\s*:\s*(.+)$", _text(PROCESSORS), re.MULTILINE)
-    return f"{model[1] if model else platform.machine()}, {os.cpu_count()} processors"
+    return model[1] if model else platform.machine()
 
 
 def _driver() -> str | None:

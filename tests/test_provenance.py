@@ -55,7 +55,7 @@ def test_what_is_unknown_is_null(tree: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_machine_and_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"flax": "0.12.8", "nvidia-cudnn-cu13": "9.20.0.48", "jax-cuda13-plugin": "0.12.0.1"}
-    monkeypatch.setattr(head, "_version", versions.get)
+    monkeypatch.setattr(head, "version", versions.get)
     monkeypatch.setattr(head, "PROCESSORS", tmp_path / "cpuinfo")
     monkeypatch.setattr(head, "DRIVER", tmp_path / "version")
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: AMD EPYC 9654\nflags : fpu\n")

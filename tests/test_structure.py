@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "models",
         "drafters",
         "decoding",
+        "provenance",
         "schema",
     },
 }

@@ -194,8 +194,7 @@ class Chooser:
                 f"{jax.process_count()} processes would each choose by their own clock and run "
                 "different programs; decode with one fixed tree instead"
             )
-        several = policies if candidates > 1 else ()
-        self._by_load = [LateChoices(policy, candidates) for policy in several]
+        self._by_load = [LateChoices(policy, candidates) for policy in policies]
         self._load = 0
         self.totals = (Measurement(),) * candidates
         """What every candidate has done, as far as it was read."""

@@ -492,10 +492,12 @@ class Engine:
         self._launches.add(begun, first, read, tuple(self._slots.held))
 
     def _launch_rounds(self, begun: float) -> None:
-        if self._slots.constraints:
+        constraints = self._slots.constraints
+        if constraints:
             # What may follow depends on all that was emitted.
             while self._launches:
                 self._launches.land()
+            constraints = self._slots.constraints
         runner = self.runner
         held, live = tuple(self._slots.held), self._slots.live
         if not any(self._may_go_on(id) for id in live):
@@ -509,11 +511,11 @@ class Engine:
         else:
             choice, watch = self._choices.next(self._launches.choices, most, len(live))
         kind = max(self._slots.active[id].waiting.request.sampling.kind for id in live)
-        if constraints := self._slots.constraints:
+        if constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY
         slots = self._slots.of_launch(self.launch_sizes)
         self._rows, packed = self._launch(choice, kind, slots, constraints, watch)
-        tree, contents = runner.drafters[choice.candidate].tree, runner.reported(kind)
+        tree, contents = runner.drafters[choice.candidate].tree, runner.reported[kind]
 
         def read(packed: np.ndarray, seconds: float) -> None:
             report = Report.of(packed, tree, contents)

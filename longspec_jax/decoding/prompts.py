@@ -74,6 +74,8 @@ class Prefill:
         """
         self.ids = tuple(one.id for one in waiting)
         self.waiting, self.chunk = waiting, chunk
+        self.priority = min(one.priority for one in waiting)
+        """The best of its requests'."""
         self.left = count
         """Chunks to launch."""
         self.cached = cached
@@ -87,11 +89,6 @@ class Prefill:
         self.logprobs: list[np.ndarray] = []
         """``[B, C, m]`` of every chunk that was read, packed; empty where nobody asks."""
         self._chunks = chunks
-
-    @property
-    def priority(self) -> int:
-        """The best of its requests'."""
-        return min(one.priority for one in self.waiting)
 
     def launch(self) -> ChunkLaunch:
         """Launch the next chunk; behind the last one there are :attr:`rows`."""

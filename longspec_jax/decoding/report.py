@@ -19,7 +19,6 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.logprobs import TokenLogprob, packed_width, unpacked_logprobs
 from longspec_jax.decoding.rows import Rows
-from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import AcceptedPath, Tree, node_depths
 from longspec_jax.ops.slicing import along
@@ -34,10 +33,6 @@ class Contents(NamedTuple):
     """Whether it holds the tree of every round."""
     candidates: tuple[Drafter, ...] = ()
     """Drafters of which it says what they would have emitted."""
-
-    def of_kind(self, kind: SamplingKind) -> "Contents":
-        """The same in launches of a kind: rows that ask for log-probabilities are of any kind."""
-        return self if kind is SamplingKind.ANY else self._replace(logprobs=None)
 
 
 TOKENS = Contents()

@@ -181,12 +181,12 @@ class ModelRunner:
         if constraints:
             placed = {slots.index(slot): constraint for slot, constraint in constraints.items()}
             models = self.target, drafter, self.params, rows
-            contents = self.reported(SamplingKind.ANY)
+            contents = self.reported[SamplingKind.ANY]
             return constrained_round(*models, placed, contents, *self.some(slots))
         models = self.target, drafter, kind, self.params, rows
         launch = one_round if self.streams else many_rounds
         args = models if self.streams else (*models, watch or self.limit(choice.rounds))
-        args = *args, self.reported(kind), *self.some(slots)
+        args = *args, self.reported[kind], *self.some(slots)
         # Looking a program up takes as long as a small model's round.
         key = choice.candidate, kind, len(slots)
         if (known := self._programs.get(key)) is None:
@@ -198,10 +198,15 @@ class ModelRunner:
         several = len(self.drafters) > 1
         return Watch.of(rounds, len(self.drafters)) if several else np.int32(rounds)
 
-    def reported(self, kind: SamplingKind) -> Contents:
-        """What launches of a kind report; beside other candidates what those would have emitted."""
-        several = self.drafters if len(self.drafters) > 1 else ()
-        return self.contents.of_kind(kind)._replace(candidates=several)
+    @cached_property
+    def reported(self) -> Mapping[SamplingKind, Contents]:
+        """What launches report; beside other candidates what those would have emitted."""
+        whole = self.contents._replace(candidates=self.drafters if len(self.drafters) > 1 else ())
+        # Rows that ask for log-probabilities are of any kind.
+        return {
+            kind: whole if kind is SamplingKind.ANY else whole._replace(logprobs=None)
+            for kind in SamplingKind
+        }
 
     def some(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
         """The last argument of a launch of these slots; none where they are all."""

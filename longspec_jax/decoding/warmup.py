@@ -109,11 +109,11 @@ def programs(
     for drafter, size in product(slowest_first if rounds else (), reversed(engine.launch_sizes)):
         round_of, some = (runner.target, drafter, runner.params, rows), runner.some(range(size))
         if constrained:
-            contents = runner.reported(SamplingKind.ANY)
+            contents = runner.reported[SamplingKind.ANY]
             yield from constrained_programs(*round_of, contents, *some)
         for kind in kinds:
             launched = runner.target, drafter, kind, runner.params, rows
-            contents = runner.reported(kind)
+            contents = runner.reported[kind]
             if runner.streams:
                 yield one_round.lower(*launched, contents, *some)
             else:

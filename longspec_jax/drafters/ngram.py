@@ -176,12 +176,8 @@ class NgramDraft(Draft):
         repeats itself yields 12.75 tokens a round by 15 levels, 8.23 by 8, and code 3.70 and 3.36
         (``docs/results/default_choice_h100.json``).
         """
-        few, some, many = (
-            TreeConfig((8,) * 8, 8),
-            TreeConfig((8,) * 15, 16),
-            TreeConfig((8,) * 16, 64),
-        )
-        return DefaultTrees((few,), (some,), (many,))
+        few, some, many = (8,) * 8, (8,) * 15, (8,) * 16
+        return DefaultTrees((TreeConfig(few, 8),), (TreeConfig(some, 16),), (TreeConfig(many, 64),))
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> NgramDrafter:
         """The drafter that fills this tree."""

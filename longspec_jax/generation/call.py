@@ -1,14 +1,10 @@
 """The plan of a call: all that is static, on which its programs depend. Its rows are data."""
 
-import contextlib
 import hashlib
-import importlib.metadata
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,6 +33,7 @@ from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.memory import MemoryPlan, plan_memory
 from longspec_jax.generation.models import Models
 from longspec_jax.ops.matmul.quantised_weights import quantised_matrices
+from longspec_jax.provenance import processor_model, version
 
 FEW = 32
 """New tokens below which a call has one candidate: the others would be compiled for nothing."""
@@ -126,12 +123,12 @@ class Plan:
     open: bool
     """Whether the call names no tree, so that the clock may choose."""
 
-    @property
+    @cached_property
     def waits(self) -> bool:
         """Whether rows wait for a slot."""
         return self.slots < self.rows
 
-    @property
+    @cached_property
     def together(self) -> bool:
         """Whether all prompts are prefilled as one batch."""
         return not (self.waits or self.shape.alone)
@@ -168,8 +165,9 @@ class Plan:
         """A hash of everything that the speeds of its candidates depend on, coarsely."""
         facts = {
             "device": jax.devices()[0].device_kind,
-            "processors": _processors(),
-            "versions": [jax.__version__, _own_version()],
+            "processors": [processors(), processor_model()],
+            # Other kernels have other timings.
+            "versions": [jax.__version__, version("longspec_jax")],
             "target": repr(self.target),
             "drafters": [repr(drafter) for drafter in self.drafters],
             **_quantised(self.params.target),
@@ -291,7 +289,8 @@ def shape_for(
     expected: int = 0,
 ) -> Shape:
     """The static sizes of rows that these drafters decode; arguments as of :class:`Shape`'s."""
-    levels, alone = tallest(drafters).tree.num_levels, models.target.batch_invariant
+    levels = max(drafter.tree.num_levels for drafter in drafters)
+    alone = models.target.batch_invariant
     chunk = models.prefill_chunk
     return Shape.for_call(longest, new_tokens, levels, chunk, expected=expected, alone=alone)
 
@@ -300,22 +299,6 @@ def _quantised(target: PyTree) -> dict[str, Any]:
     """The kinds of quantised weights; nothing of a whole target."""
     labels = sorted({matrix.label for matrix in quantised_matrices(target)})
     return {"weights": labels} if labels else {}
-
-
-def _processors() -> list[Any]:
-    """What a CPU's rounds depend on: its model, and how many of it this process may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        model = platform.processor()
-    return [processors(), model]
-
-
-def _own_version() -> str | None:
-    """The library's version: other kernels have other timings."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("longspec_jax")
 
 
 def _fingerprint(draft: PyTree) -> str:

@@ -21,7 +21,7 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.models import Models
 from longspec_jax.ops.attention.attention_xla import BLOCK
-from longspec_jax.ops.hardware import HOPPER, compute_capability
+from longspec_jax.ops.hardware import HOPPER, WARPGROUP_ROWS, compute_capability
 from longspec_jax.ops.matmul.experts import computed_rows
 from longspec_jax.ops.matmul.quantised_weights import has_unpacked, quantised_matrices
 from longspec_jax.ops.placement import tree_bytes
@@ -30,8 +30,6 @@ from longspec_jax.ops.recurrence.recurrence import SEGMENT
 
 WIDEST_KERNEL = 256
 """Width of heads above which every GPU's attention is XLA's."""
-ROW_TILE = 64
-"""Rows of queries that a kernel without Hopper's instructions takes together."""
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable: how much of the host's memory jax uses for a GPU, in GiB."""
 PINNED_GIB = 64
@@ -186,7 +184,7 @@ def split_bytes(target: TargetModel, nodes: int) -> int:
         return 0
     from longspec_jax.ops.attention import path_ampere
 
-    rows = -(-nodes * config.num_heads // config.num_kv_heads // ROW_TILE) * ROW_TILE
+    rows = -(-nodes * config.num_groups // WARPGROUP_ROWS) * WARPGROUP_ROWS
     splits = path_ampere.splits_of(config.num_kv_heads)
     return 4 * splits * config.num_kv_heads * rows * (config.head_width + 2)
 

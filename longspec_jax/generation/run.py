@@ -185,11 +185,11 @@ class Run:
 
     def prefill(self) -> "Run":
         """Run the prompts of a call whose rows all have a slot, to their first tokens."""
-        told, lengths = -1, list(map(len, self.batch.prompts))
+        engine, told, lengths = self.engine, -1, list(map(len, self.batch.prompts))
         total = max(lengths) if self.plan.together else sum(lengths)
-        while self.engine.prefilling:
-            if self.engine.prefilled > told:
-                told = self.engine.prefilled
+        while engine.prefilling:
+            if engine.prefilled > told:
+                told = engine.prefilled
                 self.on_activity(Prefilling(told, total))
             for output in self.requests.step(decode=False):
                 self._add(output)

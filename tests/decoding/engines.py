@@ -76,9 +76,8 @@ def lookup_engine(req: Request, policy: Policy | None = None, **options: Any) ->
     """An engine over the lookup model; its candidates are none, a chain and the tree."""
     drafters = candidates([DRAFTER]) if policy else [DRAFTER]
     tokens = prompts(VOCABULARY)
-    return engine_of(
-        *(TARGET, drafters, PARAMS, tokens, LENGTHS, req, TIGHT), policy=policy, **options
-    )
+    models = TARGET, drafters, PARAMS
+    return engine_of(*models, tokens, LENGTHS, req, TIGHT, policy=policy, **options)
 
 
 def plainly(req: Request) -> list[np.ndarray]:

@@ -136,12 +136,8 @@ def test_the_draft_misses_nothing_while_candidates_switch() -> None:
     drafter, draft = KINDS["longspec"]
     tokens, req, states = prompts(CONFIG.vocab_size), requested(MIXED), []
     for cycle in ((Choice(2, 100),), EVERY_SWITCH.cycle, (Choice(0, 100),)):
-        engine = engine_of(
-            *(TargetModel(CONFIG), candidates([drafter]), Params(TABLES, draft), tokens, LENGTHS),
-            *(req, TIGHT),
-            policy=Cycle(cycle),
-            ahead=False,
-        )
+        models = TargetModel(CONFIG), candidates([drafter]), Params(TABLES, draft)
+        engine = engine_of(*models, tokens, LENGTHS, req, TIGHT, policy=Cycle(cycle), ahead=False)
         run(engine)
         states.append(jax.device_get(engine.rows.draft))
     for state in states[1:]:

@@ -277,24 +277,20 @@ def test_candidates_by_load_are_none_a_small_tree_and_the_default_one() -> None:
     def trees(*drafters: Any) -> list[str]:
         return [f"{drafter.name} {drafter.tree}" for drafter in candidates_by_load(drafters)]
 
-    assert trees(LookupDrafter(TreeConfig(budget=64)), LookupDrafter(TreeConfig((2,)))) == [
-        *("lookup none", "lookup 4,16,16,16,16@16", "lookup 4,16,16,16,16@64")
-    ]
+    wide = trees(LookupDrafter(TreeConfig(budget=64)), LookupDrafter(TreeConfig((2,))))
+    assert wide == ["lookup none", "lookup 4,16,16,16,16@16", "lookup 4,16,16,16,16@64"]
     assert trees(LookupDrafter(TreeConfig((3, 2, 2)))) == ["lookup none", "lookup 3,2,2"]
     two = LookupDrafter(TreeConfig((8,) * 4)), NgramDrafter(TreeConfig((8,) * 4, 20))
     assert trees(*two) == [
-        *(
-            "lookup none",
-            "lookup 8,8,8,8@16",
-            "ngram 8,8,8,8@16",
-            "ngram 8,8,8,8@20",
-            "lookup 8,8,8,8",
-        )
+        "lookup none",
+        "lookup 8,8,8,8@16",
+        "ngram 8,8,8,8@16",
+        "ngram 8,8,8,8@20",
+        "lookup 8,8,8,8",
     ]
     chain = Hierarchy(StreamingDrafter(TreeConfig((1,))), tree=TreeConfig((1,) * 20))
-    assert [str(each.tree) for each in candidates_by_load([chain])] == [
-        *("none", "chain:10", "chain:20")
-    ]
+    by_load = [str(each.tree) for each in candidates_by_load([chain])]
+    assert by_load == ["none", "chain:10", "chain:20"]
 
 
 def simulated(

@@ -78,4 +78,3 @@ def test_scores_and_splits_are_counted(monkeypatch) -> None:
     for capability, row in (((8, 0), 4 * splits_of(8) * 8 * 256 * 130), ((9, 0), 0)):
         monkeypatch.setattr(memory, "compute_capability", lambda found=capability: found)
         assert memory.split_bytes(target, 64) == row
-        assert memory.split_bytes(TargetModel(config), 64) == 0
