@@ -191,9 +191,8 @@ def clocked(
     streams: bool = False,
     drafters: Sequence[Drafter] | None = None,
     params: Params = PARAMS,
-    new: int = 31,
     rounds: list[int] | None = None,
-) -> tuple[Engine, float, list[np.ndarray]]:
+) -> tuple[Engine, float]:
     """A run whose device is a clock: rounds take what they take, one after the other.
 
     Args:
@@ -203,16 +202,15 @@ def clocked(
       streams: whether a launch is one round.
       drafters: the candidates.
       params: of both models.
-      new: tokens of each row.
       rounds: takes those of every launch.
 
     Returns:
-      The engine, the clock at its end, and the tokens.
+      The engine, and the clock at its end.
     """
     now, free = [0.0], [0.0]
     engine = engine_of(
         *(TARGET, drafters or candidates([DRAFTER]), params, prompts(VOCABULARY), LENGTHS),
-        *(requested(new=(new,) * 3), 19 + new + slack_slots(TREE.num_levels)),
+        *(requested(new=(31,) * 3), 50 + slack_slots(TREE.num_levels)),
         policy=policy,
         streams=streams,
         ahead=streams,
@@ -244,19 +242,17 @@ def clocked(
         return land()
 
     launches.land = landed  # type: ignore[method-assign]
-    tokens: list[list[int]] = [[] for _ in LENGTHS]
     while engine.busy:
-        for out in engine.step():
-            tokens[out.id] += out.tokens
+        engine.step()
         now[0] += hold
     engine.finish()
-    return engine, now[0], [np.asarray(row) for row in tokens]
+    return engine, now[0]
 
 
 @each_row("hold", [0.0, 0.3, 50.0])
 def test_seconds_are_the_devices_whatever_the_consumer_takes(hold: float) -> None:
     policy = Cycle((Choice(2, 3), Choice(0, 2)))
-    engine, end, _ = clocked((1.0, 2.0, 3.0), policy, hold, streams=True)
+    engine, end = clocked((1.0, 2.0, 3.0), policy, hold, streams=True)
     for total, each in zip(engine.totals, (1.0, 2.0, 3.0), strict=True):
         assert total.seconds == pytest.approx(each * total.rounds)
     if hold < 1:
@@ -268,10 +264,10 @@ def test_seconds_are_the_devices_whatever_the_consumer_takes(hold: float) -> Non
 @each_row("streams", [True, False])
 def test_the_clock_decides_what_runs(streams: bool) -> None:
     policy = FastestWithinBudget.over(3)
-    engine, _, _ = clocked((1.0, 7.0, 9.0), policy, 0.1, streams=streams)
+    engine, _ = clocked((1.0, 7.0, 9.0), policy, 0.1, streams=streams)
     plain, _, tree = (total.rounds for total in engine.totals)
     assert plain > 2 * tree
-    engine, _, _ = clocked((1.0, 3.0, 1.1), policy, 0.1, streams=streams)
+    engine, _ = clocked((1.0, 3.0, 1.1), policy, 0.1, streams=streams)
     plain, _, tree = (total.rounds for total in engine.totals)
     assert plain <= 4 and tree >= plain
 

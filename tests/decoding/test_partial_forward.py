@@ -34,12 +34,11 @@ close = partial(pytest.approx, abs=TOLERANCE["float32"])
 
 
 class Setting(NamedTuple):
-    """Prompts in a cache, with what the target's passes over their chunks found."""
+    """Prompts in a cache."""
 
     params: Any
     tokens: np.ndarray
     view: View
-    features: Features
     nodes: jax.Array
 
 
@@ -47,17 +46,15 @@ class Setting(NamedTuple):
 def setting() -> Setting:
     params, random = random_target(CONFIG), np.random.default_rng(3)
     tokens = random.integers(0, CONFIG.vocab_size, (3, 20)).astype(np.int32)
-    cache, found, last = TARGET.allocate(3, 32), [], jnp.zeros(3, jnp.int32)
-    run_chunk = jax.jit(partial(TARGET.prefill_chunk, needs=NEEDS))
+    cache, last = TARGET.allocate(3, 32), jnp.zeros(3, jnp.int32)
+    run_chunk = jax.jit(TARGET.prefill_chunk)
     for offset in range(0, 20, CHUNK):
         chunk = jnp.asarray(tokens[:, offset : offset + CHUNK])
-        _, cache, features, _ = run_chunk(params, cache, chunk, jnp.full(3, offset), last)
-        found.append(features)
-    features = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *found)
+        _, cache, *_ = run_chunk(params, cache, chunk, jnp.full(3, offset), last)
     nodes = jnp.asarray(random.integers(0, CONFIG.vocab_size, (3, 7)), jnp.int32)
     length = jnp.asarray(LENGTHS)
     view = View(TARGET, params, cache, nodes[:, 0], length, length, length < 0)
-    return Setting(params, tokens, view, features, nodes)
+    return Setting(params, tokens, view, nodes)
 
 
 def dense(

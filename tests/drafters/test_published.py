@@ -11,12 +11,9 @@ import pytest
 from contrib import tokenswift
 from contrib.medusa import MedusaConfig
 from longspec_jax import LongSpec
-from longspec_jax.cli import as_options, draft_option
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.drafters.base import Drafter, Needs, Params
-from longspec_jax.drafters.checkpoints import dflash as dflash_files
+from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.checkpoints import eagle, mtp
-from longspec_jax.drafters.checkpoints.parallel import save_draft as save_parallel
 from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.ngram import NgramDrafter
@@ -40,8 +37,6 @@ from tests.decoding.lossless import (
 )
 from tests.drafters import test_eagle, test_mtp
 from tests.drafters.dflash import test_drafter as test_dflash
-from tests.drafters.dflash import toys as dflash
-from tests.drafters.kit import without_tables
 from tests.drafters.parallel import test_drafter as test_parallel
 from tests.infer.toys import save_toy, toy_spec
 
@@ -192,16 +187,5 @@ def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     drafts = [tmp_path / "eagle", f"contrib.medusa:{tmp_path / 'medusa'}", "suffix"]
     found = LongSpec.from_pretrained(target, drafts).drafts
     assert [each.name for each in found] == ["eagle", "medusa", "suffix"]
-    draft = dflash.config_for(config, features=(-1, 0, 0))
-    dflash_files.save_draft(tmp_path / "dflash", draft, without_tables(dflash.random_params(draft)))
-    options = as_options([draft_option("window=16"), draft_option("sinks=0")])
-    spec = LongSpec.from_pretrained(target, [tmp_path / "dflash", "ngram"], draft_options=options)
-    own, _ = spec.drafts
-    assert own.seen == (16, 0) and own.params.embedding is spec.target_params["embedding"]
-    assert own.drafter(PLAIN).needs == Needs(hidden=(-1, 0), recent=16)
-    layers = test_parallel.config_for(config)
-    save_parallel(tmp_path / "parallel", layers, test_parallel.random_tree(layers), target=config)
-    spec = LongSpec.from_pretrained(target, tmp_path / "parallel", draft_options={"int8": True})
-    assert spec.drafts[0].name == "parallel" and spec.drafts[0].params.int8
     with pytest.raises(ValueError, match="unknown option 'window' for .*medusa; it has retrieve"):
         LongSpec.from_pretrained(target, drafts[1], draft_options={"window": 16})

@@ -10,9 +10,8 @@ import pytest
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Committed, Params, SamplingNoise, View
+from longspec_jax.drafters.base import Committed, Params, View
 from longspec_jax.drafters.small_lm import SPARE, SmallLMDrafter, SmallLMState, allocate, append
-from longspec_jax.drafters.tree import Tree
 from tests.decoding.lossless import dense
 from tests.drafters.kit import paths, proposed_from
 from tests.kit import after_prompts, random_target, tiny_target_config
@@ -137,33 +136,3 @@ def test_it_goes_on_from_where_its_own_cache_ends() -> None:
     ahead, _ = proposed_from(drafter, PARAMS, state, view_at(LENGTHS, LENGTHS - 3))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(ahead), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_a_token_that_only_the_target_has_is_harmless() -> None:
-    """It is read as some token, and nothing beyond the small model's own is proposed."""
-    drafter = SmallLMDrafter(CONFIG, TREE, narrower=True)
-    tokens = np.array(TOKENS)
-    tokens[0, 4] = 100  # Of the target's 101.
-    state = after_prompts(drafter, PARAMS, tokens, LENGTHS)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
-
-    among: list[jax.Array] = []
-
-    class Wide(SamplingNoise):
-        def among(self, tokens: jax.Array) -> "Among":
-            among.append(tokens)
-            return Among()
-
-    class Among(SamplingNoise):
-        def scores(self, logits: jax.Array, depth: int) -> jax.Array:
-            assert logits.shape[-1] == 97
-            return logits
-
-    @jax.jit
-    def propose(params: Params, state: SmallLMState) -> tuple[Tree, list[jax.Array]]:
-        among.clear()
-        return drafter.propose(params, state, view_at(LENGTHS), Wide()), [*among]
-
-    tree, [candidates] = propose(PARAMS, state)
-    np.testing.assert_array_equal(candidates, np.arange(97))
-    assert int(tree.tokens.max()) < 97

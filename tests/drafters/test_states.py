@@ -1,14 +1,19 @@
 """What holds of every kind of draft: its state follows from the text, and 8 bits serve as well."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
-from longspec_jax.config.tree import TreeConfig
-from longspec_jax.drafters.base import Params
+from longspec_jax import LongSpec
+from longspec_jax.cli import as_options, draft_option
+from longspec_jax.config.tree import PLAIN, TreeConfig
+from longspec_jax.drafters.base import Needs, Params
+from longspec_jax.drafters.checkpoints import dflash as files
+from longspec_jax.drafters.checkpoints.parallel import save_draft as save_parallel
 from longspec_jax.drafters.dflash import DFlashDrafter
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
@@ -16,9 +21,10 @@ from longspec_jax.drafters.small_lm import SmallLMDrafter
 from tests.decoding.lossless import CONFIG, LONGSPEC, SMALL, TRANSFORMER
 from tests.drafters.dflash import test_drafter as dflash
 from tests.drafters.eagle3 import test_drafter as eagle3
-from tests.drafters.kit import assert_partitioned, extended, proposed
+from tests.drafters.kit import assert_partitioned, extended, proposed, without_tables
 from tests.drafters.parallel import test_drafter as parallel
-from tests.kit import normal, random_target, relative_error
+from tests.infer.toys import save_toy, toy_spec
+from tests.kit import in_tiers, normal, random_target, relative_error
 
 TOKENS = np.random.default_rng(2).integers(0, SMALL.vocab_size, (2, 16)).astype(np.int32)
 HIDDEN = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
@@ -92,8 +98,7 @@ ROUNDED = {
 PARAMETERS = "layer", "head", "embedding", "markov", "confidence", "selector"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", in_tiers(ROUNDED, "dspark"))
 def test_8_bits_and_meshes(name: str) -> None:
     """Rounded weights compute nearly the same, and every parameter has a rule of partition."""
     drafter, params = ROUNDED[name]
@@ -113,3 +118,20 @@ def test_8_bits_and_meshes(name: str) -> None:
     assert 0 < relative_error(np.asarray(near[-1])[both], np.asarray(exact[-1])[both]) < 0.05
     for each in (params, rounded):
         assert_partitioned({part: getattr(each, part, None) for part in PARAMETERS})
+
+
+def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
+    """With the options of the commands."""
+    target, _ = save_toy(tmp_path)
+    config = toy_spec().target_config
+    draft = dflash.config_for(config, features=(-1, 0, 0))
+    files.save_draft(tmp_path / "dflash", draft, without_tables(dflash.random_params(draft)))
+    options = as_options([draft_option("window=16"), draft_option("sinks=0")])
+    spec = LongSpec.from_pretrained(target, [tmp_path / "dflash", "ngram"], draft_options=options)
+    own, _ = spec.drafts
+    assert own.seen == (16, 0) and own.params.embedding is spec.target_params["embedding"]
+    assert own.drafter(PLAIN).needs == Needs(hidden=(-1, 0), recent=16)
+    layers = parallel.config_for(config)
+    save_parallel(tmp_path / "parallel", layers, parallel.random_tree(layers), target=config)
+    spec = LongSpec.from_pretrained(target, tmp_path / "parallel", draft_options={"int8": True})
+    assert spec.drafts[0].name == "parallel" and spec.drafts[0].params.int8

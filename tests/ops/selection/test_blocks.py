@@ -113,15 +113,6 @@ def test_summaries_that_grow_are_those_of_the_whole(block: int, seed: int) -> No
     assert len({*done}) > 1 and done.max() > SLOTS // 2
 
 
-def test_keys_that_do_not_join_leave_no_trace() -> None:
-    """Rows at the end of their cache, and rows that do not advance."""
-    none = blocks.no_extremes(2, 3, 1, 1, 2, jnp.float32)
-    keys, at = jnp.ones((2, 6, 1, 1, 2)), jnp.array([11, 4])
-    found = blocks.extend_extremes(none, keys, at, jnp.array([1, 0]), 4)
-    assert (found.highest[0, 2] == 1).all() and jnp.isneginf(found.highest[0, :2]).all()
-    assert jnp.isneginf(found.highest[1]).all() and jnp.isposinf(found.lowest[1]).all()
-
-
 def test_scores_are_the_average_bounds_of_the_queries() -> None:
     """Of one query and one block the bound is by hand; rows have 5, 1, 3 and no queries."""
     keys = caches()
