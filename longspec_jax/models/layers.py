@@ -180,7 +180,7 @@ class OrderedProjection(Projection):
 
 def multiply(
     x: Array,
-    kernel: Any,
+    kernel: Array | OutputsFirst | QuantisedWeights,
     bias: Array | None = None,
     *,
     ordered: bool,

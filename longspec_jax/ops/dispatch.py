@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
+from jaxtyping import PyTree
 
 from longspec_jax.ops import hardware
 
@@ -98,7 +99,7 @@ class Op(Generic[Given, R]):
             )
         return functools.partial(_run, self.implementations[implementation])
 
-    def _first(self, *operands: Any, **options: Any) -> Any:
+    def _first(self, *operands: Given.args, **options: Given.kwargs) -> R:
         refusals = []
         for name, candidate in self.automatic.items():
             try:
@@ -129,13 +130,14 @@ def differentiable_op(static: int) -> Callable[[Callable[Given, R]], Op[Given, R
         made = op(definition)
         count = len(inspect.signature(definition).parameters)
         fixed = tuple(range(count - static, count))
-        first: Any = functools.wraps(definition)(lambda *operands: made._first(*operands))
-        run = jax.custom_jvp(first, nondiff_argnums=fixed)
+        first: Implementation = made._first
+        define: Implementation = definition
+        wrapped = functools.wraps(definition)(lambda *operands: first(*operands))
+        run = jax.custom_jvp(wrapped, nondiff_argnums=fixed)
 
         @run.defjvp
-        def _(*given: Any) -> Any:
+        def _(*given: PyTree) -> PyTree:
             *others, primals, tangents = given
-            define: Any = definition
             return jax.jvp(lambda *operands: define(*operands, *others), primals, tangents)
 
         made._run = run
@@ -144,11 +146,11 @@ def differentiable_op(static: int) -> Callable[[Callable[Given, R]], Op[Given, R
     return decorate
 
 
-def where_triton_is_not_first(kernel: Implementation) -> Implementation:
+def where_triton_is_not_first(kernel: Callable[Given, R]) -> Callable[Given, R]:
     """A kernel for Mosaic that is refused where Triton's is to be taken, which is listed next."""
 
     @functools.wraps(kernel)
-    def call(*operands: Any, **options: Any) -> Any:
+    def call(*operands: Given.args, **options: Given.kwargs) -> R:
         if hardware.triton_comes_first():
             raise NotImplementedError("Triton's kernel is taken where this jax has it")
         return kernel(*operands, **options)
@@ -156,7 +158,7 @@ def where_triton_is_not_first(kernel: Implementation) -> Implementation:
     return call
 
 
-def _run(implementation: Implementation, *operands: Any, **options: Any) -> Any:
+def _run(implementation: Callable[Given, R], *operands: Given.args, **options: Given.kwargs) -> R:
     """Run an implementation; a backend that cannot be imported is a refusal."""
     try:
         return implementation(*operands, **options)

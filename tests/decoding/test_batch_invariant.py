@@ -260,7 +260,8 @@ def test_one_order_needs_no_triton() -> None:
     assert [gpus.kernels(text, AMPERE) for text in texts] == ["Ampere"] * 2
     for name in ("residual_norm", "split_heads", "append_rows", "top_by_rank", "recent_tokens"):
         assert name in texts[0], name
-    assert "prefix_splits" in texts[1]
+    for name in ("prefix_splits", "merge_splits"):
+        assert name in texts[0] and name in texts[1], name
 
 
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")

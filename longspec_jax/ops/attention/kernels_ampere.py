@@ -1,17 +1,24 @@
-"""Attention without Triton, from compute capability 8.0 on: splits of ``mma.sync``, merged by XLA.
+"""Attention without Triton, from compute capability 8.0 on: splits of ``mma.sync`` and their merge.
 
 A prefix, a tree's nodes under their mask and a prompt's chunk, whose tokens see those before them,
 are all read by the kernel of :mod:`longspec_jax.ops.attention.path_ampere`, 64 packed rows at a
-time. What it finds is merged outside: few numbers for the rows of a tree, and for a chunk, of which
-there is one split, two for each that is written.
+time. Another one merges what it found, of a prefix and of fresh tokens, in ascending order.
 """
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Bool, Float
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, Sinks, TreeRows
-from longspec_jax.ops.attention import path_ampere
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, Ref, Sinks, TreeRows
+from longspec_jax.ops import ampere
 from longspec_jax.ops.attention.operands import (
     PREFIX_AXES,
     SPECULATIVE_AXES,
@@ -19,18 +26,26 @@ from longspec_jax.ops.attention.operands import (
     Fresh,
     Partial,
     Prefix,
-    merge,
     with_sinks,
 )
-from longspec_jax.ops.attention.packing import LOG2_E, MAX_GROUP, pack, unpack
-from longspec_jax.ops.attention.path_ampere import SLOTS
+from longspec_jax.ops.attention.packing import LOG2_E, MAX_GROUP, pack
+from longspec_jax.ops.attention.path_ampere import SLOTS, Splits, attend_in_splits
 from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS, require_mosaic
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
 
 _MOST_SPLITS = 32
+MERGED_ROWS, AT_ONCE = 16, 4
+"""Packed rows of a program that merges, and splits that it reads together."""
 MOST_MASKED = 1 << 18
 """Places of a mask, which is spread to a number for every packed row."""
+
+
+class _Part(NamedTuple):
+    """What was found among some keys."""
+
+    bounds: Int[Array, "B 3"]
+    splits: Splits
 
 
 @partitioned(PREFIX_AXES)
@@ -44,7 +59,7 @@ def prefix_attention(
     dtype: DTypeLike = jnp.float32,
 ) -> Partial:
     """Attend to the slots below every row's length."""
-    return _usual(_to_prefix(q, prefix, _factor(q, scale, cap)), q).in_dtype(dtype)
+    return _merged([_to_prefix(q, prefix, _factor(q, scale, cap))], q, dtype)
 
 
 @partitioned(TREE_AXES)
@@ -58,7 +73,7 @@ def tree_attention(
     dtype: DTypeLike = jnp.float32,
 ) -> Partial:
     """Attend where the mask is true."""
-    return _usual(_to_fresh(q, fresh, _factor(q, scale, cap)), q).in_dtype(dtype)
+    return _merged([_to_fresh(q, fresh, _factor(q, scale, cap))], q, dtype)
 
 
 @partitioned(SPECULATIVE_AXES)
@@ -74,8 +89,13 @@ def speculative_attention(
 ) -> Float[Array, "B T N H"]:
     """One softmax over the prefix and, masked, the fresh tokens."""
     factor = _factor(q, scale, cap)
-    found = merge(_to_prefix(q, prefix, factor), _to_fresh(q, fresh, factor))
-    return with_sinks(_usual(found, q), sinks).out.astype(q.dtype)
+    return _finished([_to_prefix(q, prefix, factor), _to_fresh(q, fresh, factor)], sinks, q)
+
+
+def _finished(parts: Sequence[_Part], sinks: Sinks | None, q: Queries) -> Queries:
+    """The merged output, of which sinks are part."""
+    found = _merged(parts, q, q.dtype if sinks is None else jnp.float32)
+    return with_sinks(found, sinks).out.astype(q.dtype)
 
 
 def _factor(q: Queries, scale: float | None, cap: float | None) -> float:
@@ -89,7 +109,7 @@ def _factor(q: Queries, scale: float | None, cap: float | None) -> float:
     return (q.shape[3] ** -0.5 if scale is None else scale) * LOG2_E
 
 
-def _to_prefix(q: Queries, prefix: Prefix, factor: float) -> Partial:
+def _to_prefix(q: Queries, prefix: Prefix, factor: float) -> _Part:
     """Packed partial results of the cached tokens."""
     slots = prefix.keys.shape[2]
     bounded = prefix.start is not None or prefix.oldest is not None
@@ -103,7 +123,7 @@ def _to_prefix(q: Queries, prefix: Prefix, factor: float) -> Partial:
     return _attend(q, cached, factor, rows=prefix.cache_rows)
 
 
-def _to_fresh(q: Queries, fresh: Fresh, factor: float) -> Partial:
+def _to_fresh(q: Queries, fresh: Fresh, factor: float) -> _Part:
     """Packed partial results of fresh tokens under their mask, or of a chunk."""
     groups = q.shape[2] // fresh.keys.shape[2]
     if fresh.mask is None:
@@ -139,7 +159,7 @@ def _attend(
     rows: Lengths | None = None,
     bias: Float[Array, "B R S"] | None = None,
     causal: int = 0,
-) -> Partial:
+) -> _Part:
     """Packed partial results of keys and values: as many splits as multiprocessors can take."""
     keys, values, length = slots
     kv_heads = keys.shape[1]
@@ -151,36 +171,94 @@ def _attend(
     missing = -packed.shape[2] % WARPGROUP_ROWS
     packed = jnp.pad(packed, ((0, 0), (0, 0), (0, missing), (0, 0)))
     tiles = packed.shape[2] // WARPGROUP_ROWS * kv_heads * len(q)
-    count = max(1, min(_MOST_SPLITS, MULTIPROCESSORS // tiles, keys.shape[2] // SLOTS))
+    # The first tokens of a chunk would leave nothing of a second split, which the merge reads.
+    most = 1 if causal else min(_MOST_SPLITS, keys.shape[2] // SLOTS)
+    count = max(1, min(most, MULTIPROCESSORS // tiles))
     split = -(-length // (SLOTS * count)) * SLOTS
     cache_row = jnp.arange(len(q)) if rows is None else rows
     bounds = jnp.stack([cache_row.astype(jnp.int32), length, jnp.maximum(split, 1)], axis=1)
-    limit = jnp.broadcast_to(length[:, None], (len(q), packed.shape[2]))
-    if causal:
-        limit = jnp.minimum(limit, jnp.arange(packed.shape[2]) // causal + 1)
-    splits = path_ampere.attend_in_splits(
-        bounds, limit, packed, keys, values, bias, scale=factor, count=count, causal=causal
+    splits = attend_in_splits(
+        bounds, packed, keys, values, None, bias, scale=factor, count=count, causal=causal
     )
-    reached = jnp.arange(count) * split[:, None] < length[:, None]
-    return _merged(splits, reached)
+    return _Part(bounds, splits)
 
 
-def _merged(splits: path_ampere.Splits, reached: Bool[Array, "B P"]) -> Partial:
-    """Partial results of all splits that were written."""
-    there = reached[:, :, None, None]
-    tops = jnp.where(there, splits.top, -jnp.inf)
-    top = tops.max(axis=1)
-    weight = jnp.exp2(tops - jnp.where(jnp.isneginf(top), 0.0, top)[:, None])
-    total = jnp.where(there, splits.total * weight, 0.0).sum(axis=1)
-    out = jnp.where(there[..., None], splits.out * weight[..., None], 0.0).sum(axis=1)
-    seen = total > 0
-    total = jnp.where(seen, total, 1.0)
-    lse = jnp.where(seen, (top + jnp.log2(total)) / LOG2_E, -jnp.inf)
-    return Partial(out / total[..., None], lse)
+def _merged(parts: Sequence[_Part], q: Queries, dtype: DTypeLike) -> Partial:
+    """Outputs of this type and natural log-sum-exps, from all splits of all parts."""
+    batch, tokens, heads, width = q.shape
+    kv_heads = parts[0].splits.top.shape[2]
+    groups = heads // kv_heads
+    kernel = plgpu.kernel(
+        functools.partial(_merge_kernel, parts=len(parts), groups=groups),
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+        ),
+        grid=(pl.cdiv(tokens * groups, MERGED_ROWS), kv_heads, batch),
+        grid_names=("block", "kv_head", "batch"),
+        compiler_params=ampere.compiler_params(),
+        kernel_name="merge_splits",
+    )
+    out, lse = kernel(*[each for part in parts for each in (part.bounds, *part.splits)])
+    return Partial(out, lse)
 
 
-def _usual(packed: Partial, q: Queries) -> Partial:
-    """Partial results of the queries, in their usual shape."""
-    rows = q.shape[1] * q.shape[2] // packed.out.shape[1]
-    out, lse = packed.out[:, :, :rows], packed.lse[:, :, :rows, None]
-    return Partial(unpack(out, q.shape[1]), unpack(lse, q.shape[1])[..., 0])
+def _merge_kernel(*refs: Ref, parts: int, groups: int) -> None:
+    """Merge the splits of 16 packed rows of a key/value head, in ascending order."""
+    *refs, merged, sums = refs
+    block, kv_head, batch = (jax.lax.axis_index(name) for name in ("block", "kv_head", "batch"))
+    shape = MERGED_ROWS, merged.shape[3]
+    layout = ampere.rows_layout(shape[1])
+    one = layout.reduce(1)
+    row = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=one) + block * MERGED_ROWS
+    there = row < merged.shape[1] * groups
+    row = jnp.where(there, row, 0)
+    h = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+
+    def spread(numbers: Array) -> Array:
+        return ampere.along_rows(numbers, shape, layout)
+
+    def numbers(value: float, shape: tuple[int, ...], layout: ampere.Layout) -> Array:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    state = numbers(-math.inf, shape[:1], one), numbers(0.0, shape[:1], one)
+    state = *state, numbers(0.0, shape, layout)
+    for first in range(0, 4 * parts, 4):
+        bounds, out, top, total = refs[first : first + 4]
+        length, split = bounds[batch, 1], bounds[batch, 2]
+        reached = jax.lax.div(length + split - 1, split)
+
+        def visit(
+            step: jax.Array,
+            state: tuple[Array, ...],
+            refs: tuple[Ref, ...] = (out, top, total),
+            reached: jax.Array = reached,
+        ) -> tuple[Array, ...]:
+            # Unrolled, so that all reads are in flight before the first is used.
+            for ahead in range(AT_ONCE):
+                index = step * AT_ONCE + ahead
+                known, exists = jnp.minimum(index, refs[0].shape[1] - 1), index < reached
+                at = batch, known, kv_head
+                more = ampere.gather(refs[0], (*at, spread(row), h), layout)
+                highest, added = (ampere.gather(ref, (*at, row), one) for ref in refs[1:])
+                highest = jnp.where(exists, highest, -math.inf)
+                before, weight, acc = state
+                new = jnp.maximum(before, highest)
+                shift = jnp.where(new == -math.inf, 0.0, new)
+                keep, share = jnp.exp2(before - shift), jnp.exp2(highest - shift)
+                acc = acc * spread(keep) + jnp.where(exists, more, 0.0) * spread(share)
+                weight = weight * keep + jnp.where(exists, added, 0.0) * share
+                state = new, weight, acc
+            return state
+
+        steps = jax.lax.div(reached + AT_ONCE - 1, jnp.int32(AT_ONCE))
+        state = jax.lax.fori_loop(0, steps, visit, state)
+    highest, weight, acc = state
+    seen = weight > 0
+    weight = jnp.where(seen, weight, 1.0)
+    head = kv_head * groups + jax.lax.rem(row, jnp.int32(groups))
+    at = batch, jax.lax.div(row, jnp.int32(groups)), head
+    lse = jnp.where(seen, highest / LOG2_E + jnp.log(weight), -math.inf)
+    ampere.scatter(sums, at, lse, there, one)
+    at = batch, spread(at[1]), spread(head), h
+    ampere.scatter(merged, at, acc / spread(weight), spread(there), layout)

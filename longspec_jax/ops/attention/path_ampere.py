@@ -86,7 +86,7 @@ def path_attention(
     limit = jnp.pad(jnp.repeat(limit, groups, axis=1), ((0, 0), (0, missing)))
     count = splits_of(kv_heads)
     cached = prefix.keys, prefix.values
-    splits = attend_in_splits(bounds, limit, rows, *cached, scale=factor, count=count)
+    splits = attend_in_splits(bounds, rows, *cached, limit, scale=factor, count=count)
     each = q.reshape(batch, tokens, kv_heads, groups, width)
     # A copy takes four groups of eight rows and 64 columns, and more.
     missing = MAX_GROUP * (2 if width == 64 else 1) - groups
@@ -127,10 +127,10 @@ def _recent(
 
 def attend_in_splits(
     bounds: Int[Array, "B 3"],
-    limit: Int[Array, "B R"],
     q: Float[Array, "B K R H"],
     k: CacheSlots,
     v: CacheSlots,
+    limit: Int[Array, "B R"] | None = None,
     bias: Float[Array, "B R S"] | None = None,
     *,
     scale: float,
@@ -141,10 +141,10 @@ def attend_in_splits(
 
     Args:
       bounds: of every batch row, its row of the cache, its greatest limit, the slots of a split.
-      limit: how many slots each packed row sees.
       q: packed queries, whole warpgroups of rows.
       k: cached keys, whole steps of slots.
       v: cached values.
+      limit: how many slots each packed row sees; the greatest limit if absent.
       bias: is added to the scores, in base 2, if there is one.
       scale: factor on the scores, in base 2.
       count: the most splits of a row.
@@ -159,7 +159,13 @@ def attend_in_splits(
     held = 2 * WARPGROUP_ROWS * width
     stages = min(4, (ampere.SHARED_BYTES - held - 1024) // (4 * SLOTS * width))
     kernel = plgpu.kernel(
-        functools.partial(_split_kernel, scale=scale, stages=stages, causal=causal),
+        functools.partial(
+            _split_kernel,
+            scale=scale,
+            stages=stages,
+            causal=causal,
+            limited=limit is not None,
+        ),
         out_type=(
             jax.ShapeDtypeStruct((*shape, width), jnp.float32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -176,13 +182,13 @@ def attend_in_splits(
         compiler_params=ampere.compiler_params(),
         kernel_name="prefix_splits",
     )
-    out, top, total = kernel(bounds, limit, q, k, v, *([] if bias is None else [bias]))
+    more = [each for each in (limit, bias) if each is not None]
+    out, top, total = kernel(bounds, q, k, v, *more)
     return Splits(out, top, total)
 
 
 def _split_kernel(
     bounds: Ref,
-    limit: Ref,
     q: Ref,
     k: Ref,
     v: Ref,
@@ -193,9 +199,10 @@ def _split_kernel(
     scale: float,
     stages: int,
     causal: int,
+    limited: bool,
 ) -> None:
     """64 packed rows of a key/value head over one split."""
-    *bias, out, top, total = refs
+    *bias, out, top, total = refs[limited:]
     batch, kv_head = jax.lax.axis_index("batch"), jax.lax.axis_index("kv_head")
     split, row_tile = jax.lax.axis_index("split"), jax.lax.axis_index("row_tile")
     cache_row, most, size = (bounds[batch, at] for at in range(3))
@@ -207,7 +214,14 @@ def _split_kernel(
     width, dtype = q.shape[-1], q.dtype
     rows = pl.ds(row_tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
     layout = ampere.accumulator(dtype, WARPGROUP_ROWS)
-    seen = load(limit.at[batch, rows], layout.reduce(1))
+    seen = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=layout.reduce(1))
+    if limited:
+        seen = load(refs[0].at[batch, rows], layout.reduce(1))
+    elif causal:
+        seen = jax.lax.div(seen + row_tile * WARPGROUP_ROWS, jnp.int32(causal)) + 1
+        seen = jnp.minimum(seen, most)
+    else:
+        seen = seen * 0 + most
 
     def fetch(step: jax.Array) -> None:
         """Bring a block's keys and values."""

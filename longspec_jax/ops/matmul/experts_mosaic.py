@@ -123,7 +123,7 @@ def _kernel(
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
     *given, out = refs
     kind = _PackedExperts if work.packed else _Experts
-    kind(
+    program = kind(
         work=work,
         warpgroup=jax.lax.axis_index("warpgroup"),
         limit=limit,
@@ -133,7 +133,8 @@ def _kernel(
         out=out,
         **dict(zip(names, given, strict=True)),
         **memory,
-    ).run()
+    )
+    program.run(program.multiply, program.fetch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,7 +119,7 @@ def _launch(
 def _kernel(*refs: Ref, work: Work, has_bias: bool, **memory: Ref) -> None:
     """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
     x, weights, *bias, out = refs
-    _Matmul(
+    program = _Matmul(
         work=work,
         x=x,
         weights=weights,
@@ -127,7 +127,8 @@ def _kernel(*refs: Ref, work: Work, has_bias: bool, **memory: Ref) -> None:
         out=out,
         warpgroup=jax.lax.axis_index("warpgroup"),
         **memory,
-    ).run()
+    )
+    program.run(program.multiply, program.fetch)
 
 
 @dataclasses.dataclass(frozen=True)

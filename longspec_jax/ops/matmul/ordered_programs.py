@@ -34,7 +34,7 @@ class Unit:
     steps: jax.Array
 
 
-_Visit = Callable[[Any, jax.Array], None]
+_Visit = Callable[[Unit, jax.Array], None]
 """Of a unit, and of the number of blocks before it."""
 
 
@@ -50,28 +50,25 @@ class Program:
     ready: Ref
     free: Ref
 
-    def fetch(self, unit: Any, past: jax.Array) -> None:
-        """Bring the blocks of a unit, as soon as there is room in the ring."""
-        raise NotImplementedError
+    def run(self, multiply: _Visit, fetch: _Visit) -> None:
+        """Fetch in the last warpgroup and multiply in the others, unit after unit.
 
-    def multiply(self, unit: Any, past: jax.Array) -> None:
-        """Multiply this warpgroup's part of a unit's blocks, and write the result."""
-        raise NotImplementedError
-
-    def run(self) -> None:
-        """Fetch in the last warpgroup and multiply in the others, unit after unit."""
+        Args:
+          multiply: multiplies this warpgroup's part of a unit's blocks and writes the result.
+          fetch: brings the blocks of a unit.
+        """
         multiplying, fetching = _REGISTERS[self.work.warpgroups]
 
         @pl.when(self.warpgroup < self.work.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(multiplying, action="increase")
-            self.each_unit(self.multiply)
+            self.each_unit(multiply)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(self.warpgroup == self.work.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(fetching, action="decrease")
-            total = self.each_unit(self.fetch)
+            total = self.each_unit(fetch)
 
             # Every phase of a barrier is seen before the barrier ends with the program.
             @pl.loop(jnp.maximum(total - self.work.stages, 0), total)
@@ -97,7 +94,7 @@ class Program:
         return jax.lax.fori_loop(0, 1 if work.turns == 1 else turns, turn, jnp.int32(0))
 
     def each_block(
-        self, steps: Any, past: jax.Array, bring: Callable[[jax.Array, jax.Array], None]
+        self, steps: jax.Array | int, past: jax.Array, bring: Callable[[jax.Array, jax.Array], None]
     ) -> None:
         """Call ``bring(step, stage)`` for each block of a unit, once its place is free."""
 
@@ -110,7 +107,7 @@ class Program:
 
     def accumulate(
         self,
-        steps: Any,
+        steps: jax.Array | int,
         past: jax.Array,
         operands: Callable[[jax.Array, int], tuple[Ref, Ref]],
         *accumulators: Ref,
@@ -129,7 +126,9 @@ class Program:
 
         return self.results(steps, past, accumulators)
 
-    def results(self, steps: Any, past: jax.Array, accumulators: Sequence[Ref]) -> list[jax.Array]:
+    def results(
+        self, steps: jax.Array | int, past: jax.Array, accumulators: Sequence[Ref]
+    ) -> list[jax.Array]:
         """What was accumulated of a unit's blocks; gives back the last one."""
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free.at[self.stage(past + steps - 1)])

@@ -182,7 +182,7 @@ def _kernel(
 ) -> None:
     """A program: a warpgroup that fetches, and others that multiply, unit after unit."""
     *given, out = refs
-    _Quantised(
+    program = _Quantised(
         work=work,
         warpgroup=jax.lax.axis_index("warpgroup"),
         stored=stored,
@@ -190,7 +190,8 @@ def _kernel(
         out=out,
         **dict(zip(names, given, strict=True)),
         **memory,
-    ).run()
+    )
+    program.run(program.multiply, program.fetch)
 
 
 @dataclasses.dataclass(frozen=True)

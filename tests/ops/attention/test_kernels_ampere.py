@@ -25,7 +25,7 @@ def test_against_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
 
     interpret(monkeypatch)
     monkeypatch.setattr(kernels_ampere, "require_mosaic", lambda _: None)
-    monkeypatch.setattr(kernels_ampere, "MULTIPROCESSORS", 12)
+    monkeypatch.setattr(kernels_ampere, "MULTIPROCESSORS", 48)
 
     def drawn(seed: int, *shape: int) -> Array:
         return normal(seed, *shape, dtype="bfloat16")
@@ -67,7 +67,7 @@ def test_against_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
         exact = q.astype(jnp.float32), wide(prefix), wide(fresh), more
         check(out, reference.speculative_attention(*exact))
 
-    chunk = [drawn(seed, 2, 45, heads, WIDTH) for seed, heads in ((7, HEADS), (8, 2), (9, 2))]
+    chunk = [drawn(seed, 2, 70, heads, WIDTH) for seed, heads in ((7, HEADS), (8, 2), (9, 2))]
     out = kernels_ampere.speculative_attention(chunk[0], prefix, Fresh(*chunk[1:]))
     exact = [each.astype(jnp.float32) for each in chunk]
     check(out, reference.speculative_attention(exact[0], wide(prefix), Fresh(*exact[1:])))

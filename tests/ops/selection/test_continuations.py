@@ -215,7 +215,8 @@ def test_kernels_at_the_sizes_of_a_draft(nodes: int, count: int, vocabulary: int
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged blocks, ties, impossible tokens, and fewer possible ones than are wanted."""
     interpret(monkeypatch)
-    monkeypatch.setattr(continuations, "require_decode_step", lambda *_, **__: None)
+    monkeypatch.setattr(continuations, "require_decode_step", lambda *_: None)
+    monkeypatch.setattr(continuations, "require_mosaic", lambda _: None)
     op = continuations.chosen_continuations.named("mosaic")
     scores, totals = drawn(7, 2, 3, 4100)
     scores[0, 0, 256:384] += 3.0
