@@ -10,23 +10,22 @@ z-lab's files with one key more, :data:`CAUSAL`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.features import (
+    BLOCK_HEADS,
     DROPPED,
     LAYER_CONFIG,
+    Described,
+    Dialect,
+    FeatureFiles,
     features_of,
     own_tables,
-    stored_params,
-    vocabulary_of,
-    vocabulary_tensors,
-    warn_of_window,
     without_prefix,
 )
 from longspec_jax.drafters.dflash import (
@@ -38,11 +37,9 @@ from longspec_jax.drafters.dflash import (
     Markov,
 )
 from longspec_jax.drafters.dflash2 import Convolution, Selector
-from longspec_jax.drafters.draft import Target, pays_in_int8
-from longspec_jax.weights.folder import open_folder
+from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.hf_config import REFUSED, check_refused, hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.params import write_model
 from longspec_jax.weights.rope import inner_layers
 from longspec_jax.weights.tables import MARKOV, ROTARY, Rule, Table, bind, layer_rules, layer_sizes
 
@@ -70,15 +67,6 @@ _OF_OTHERS = {
     "hidden_dim_adapter": "JetSpec with an adapter of widths",
 }
 """Parts of tensors' names, and the drafts that alone have them, whatever their file says."""
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """How a family of trainers writes these drafts."""
-
-    name: str
-    entering: bool = False
-    """Whether layers are counted by the hidden states that enter them, not by those that leave."""
 
 
 ZLAB = Dialect("z-lab and SpecForge")
@@ -230,7 +218,7 @@ def hidden_layers(
     key = "aux_hidden_state_layer_ids" if dialect is SPECULATORS else "target_layer_ids"
     if not own.has(key):
         return evenly(target_layers, draft_layers)
-    return features_of(own, key, target_layers, dialect.name, entering=dialect.entering)
+    return features_of(own, key, target_layers, dialect)
 
 
 def evenly(target_layers: int, draft_layers: int) -> tuple[int, ...]:
@@ -396,81 +384,36 @@ def draft_table(config: DFlashConfig, *, embedding: bool, head: bool) -> Table:
     return Table(tuple(leaves), ROTARY | DROPPED)
 
 
-def load_draft(
-    source: str | Path,
+def _described(
+    raw: JsonObject, tensors: Tensors, target: TargetConfig, options: DFlashOptions
+) -> Described[DFlashConfig]:
+    tensors = without_prefix(tensors)
+    dialect, dflash2 = dialect_of(raw, tensors), is_dflash2(raw, tensors)
+    config = draft_config(raw, dialect, target, dflash2=dflash2, layers=options.features)
+    embedding, head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
+    return Described(config, draft_table(config, embedding=embedding, head=head), tensors)
+
+
+def _bound(
+    layer: dict[str, Any],
+    config: DFlashConfig,
     target: TargetConfig,
     target_params: PyTree,
-    *,
-    layers: tuple[int, ...] | None = None,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> tuple[DFlashConfig, DFlashParams]:
-    """Load a draft in any of the published dialects.
-
-    Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.eagle3.load_draft`.
-    """
-    with open_folder(source, mesh, revision) as folder:
-        tensors = without_prefix(folder.tensors)
-        dialect = dialect_of(folder.raw, tensors)
-        dflash2 = is_dflash2(folder.raw, tensors)
-        config = draft_config(folder.raw, dialect, target, dflash2=dflash2, layers=layers)
-        with folder.named():
-            config.check_fits(target)
-            vocabulary = vocabulary_of(tensors, config)
-        embedding, head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
-        table = draft_table(config, embedding=embedding, head=head)
-        layer = folder.params(table, tensors, config.trunk.dtype)
-    markov, confidence = layer.pop("markov", None), layer.pop("confidence", None)
-    selector = layer.pop("selector", None)
-    params = DFlashParams.bound(layer, config, target, target_params, vocabulary)
-    return config, replace(params, markov=markov, confidence=confidence, selector=selector)
+    vocabulary: ArrayLike | None,
+    tied: bool,
+) -> DFlashParams:
+    heads = {name: layer.pop(name, None) for name in BLOCK_HEADS}
+    return replace(DFlashParams.bound(layer, config, target, target_params, vocabulary), **heads)
 
 
-def save_draft(folder: str | Path, config: DFlashConfig, params: DFlashParams) -> None:
-    """Save a draft in z-lab's format, which SGLang and vLLM read, wherever it came from.
-
-    Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.eagle3.save_draft`.
-    """
-    stored = stored_params(params)
-    table = draft_table(config, embedding="embedding" in stored, head="head" in stored)
-    heads = {name: getattr(params, name) for name in ("markov", "confidence", "selector")}
-    stored |= {name: head for name, head in heads.items() if head is not None}
-    more = vocabulary_tensors(params.vocabulary, config.vocab_size)
-    where = Path(folder).expanduser()
-    write_model(where, table, stored, config.trunk.dtype, hf_draft_config(config), more)
-
-
-def load(
-    source: str | Path,
-    target: Target,
-    options: DFlashOptions = DFlashOptions(),  # noqa: B008 - frozen.
-    *,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> DFlashDraft:
-    """Load a DFlash or DSpark draft as its trainer stored it.
-
-    Args:
-      source: a folder or hub id.
-      target: what it was trained for.
-      options: its options.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
-
-    Raises:
-      FileNotFoundError: if the draft or one of its files is missing.
-      ValueError: if it does not belong to the target, or a file is damaged.
-    """
-    config, params = load_draft(
-        source,
-        target.config,
-        target.params,
-        layers=options.features,
-        mesh=mesh,
-        revision=revision,
-    )
-    int8 = pays_in_int8(target) if options.int8 is None else options.int8
-    draft = DFlashDraft.bind(config, params, target.config, options, int8=int8, mesh=mesh)
-    if draft.seen.window is not None and options.window is None and None in config.windows:
-        warn_of_window(source, draft.seen, draft.config.trunk.max_positions, target.config)
-    return draft
+FILES = FeatureFiles(
+    _described,
+    _bound,
+    DFlashDraft.bind,
+    DFlashOptions,
+    lambda config: config.trunk.max_positions if None in config.windows else None,
+    hf_draft_config,
+    lambda config, embedding, head: draft_table(config, embedding=embedding, head=head),
+)
+"""z-lab's dialect is written, which SGLang and vLLM read."""
+load, load_draft, save_draft = FILES.load, FILES.load_draft, FILES.save_draft
