@@ -130,7 +130,7 @@ class Architecture:
     only: Mapping[str, object] = field(default_factory=dict)
     """Keys of its own that have one value if they are there."""
     keys: tuple[str, ...] = ()
-    """Further ones, which ``read`` asks for."""
+    """Keys of its own that ``read`` asks for."""
     read: Reader = _no_more
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     """The tensors of a layer, in the file and in Hugging Face's folder."""
