@@ -39,14 +39,14 @@ from longspec_jax.drafters.dflash import (
 from longspec_jax.drafters.dflash2 import Convolution, Selector
 from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.hf_config import REFUSED, check_refused, hf_config, target_config
-from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.rope import inner_layers
+from longspec_jax.weights.json_files import JsonObject, Keys, as_raw, keys_of
+from longspec_jax.weights.rope import FULL, SLIDING, inner_layers, layer_types
 from longspec_jax.weights.tables import MARKOV, ROTARY, Rule, Table, bind, layer_rules, layer_sizes
 
 LAYERS = "Qwen3ForCausalLM"
 """The family whose layers all of these drafts have, whatever the target's."""
-HEADS = {"vanilla": {}, "gated": {"gated": True}, "rnn": {"recurrent": True}}
-"""Kinds of Markov heads, and the fields of :class:`Markov` for them."""
+HEADS = {"vanilla": (False, False), "gated": (True, False), "rnn": (False, True)}
+"""Kinds of Markov heads: whether they have a gate, and whether a state runs along them."""
 CAUSAL = "causal_head"
 """In ``dflash_config``: slots of every layer see none of the later ones (JetSpec)."""
 _REFUSED = {
@@ -58,7 +58,9 @@ _REFUSED = {
 }
 """Keys that change the arithmetic, and what they ask for. A 1 is a factor that changes nothing."""
 _FACTORS = "output_multiplier", "input_embedding_scale"
-_DFLASH2 = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
+_OF_CONVOLUTION: Keys = {"taps": "conv_kernel_size", "group": "conv_group_size"}
+_OF_SELECTOR: Keys = {"rank": "selector_rank", "candidates": "selector_top_k"}
+_DFLASH2 = keys_of(_OF_CONVOLUTION) + keys_of(_OF_SELECTOR)
 """Keys of DFlash 2, whose files have all of them."""
 _OF_DFLASH2 = "candidate_selector.", "attention_conv.", "mlp_conv."
 """Parts of the names of its tensors, by which a file is one whatever it says."""
@@ -195,10 +197,8 @@ def draft_config(
         confidence=Confidence(own.flag("confidence_head_with_markov", markov is not None))
         if confident
         else None,
-        convolution=Convolution(both.whole(_DFLASH2[0]), both.whole(_DFLASH2[1]))
-        if dflash2
-        else None,
-        selector=Selector(both.whole(_DFLASH2[2]), both.whole(_DFLASH2[3])) if dflash2 else None,
+        convolution=both.made(Convolution, _OF_CONVOLUTION) if dflash2 else None,
+        selector=both.made(Selector, _OF_SELECTOR) if dflash2 else None,
     )
     return raw.build(DFlashConfig, found, {})
 
@@ -231,14 +231,8 @@ def evenly(target_layers: int, draft_layers: int) -> tuple[int, ...]:
 
 def _windows(part: JsonObject, layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, if it has one."""
-    kinds = part.texts("layer_types") or ["full_attention"] * layers
-    if len(kinds) != layers or {*kinds} - {"full_attention", "sliding_attention"}:
-        raise part.error(
-            "layer_types", f"must say full_attention or sliding_attention for {layers} layers"
-        )
-    return tuple(
-        part.whole("sliding_window") if kind == "sliding_attention" else None for kind in kinds
-    )
+    kinds = layer_types(part, [FULL] * layers, SLIDING)
+    return tuple(part.whole("sliding_window") if kind == SLIDING else None for kind in kinds)
 
 
 def _causal(
@@ -269,7 +263,8 @@ def _markov(own: JsonObject, dspark: bool) -> Markov | None:
     kind = own.text("markov_head_type", "vanilla")
     if kind not in HEADS:
         raise own.error("markov_head_type", f"must be one of {', '.join(HEADS)}")
-    return Markov(rank, **HEADS[kind]) if rank else None
+    gated, recurrent = HEADS[kind]
+    return Markov(rank, gated, recurrent) if rank else None
 
 
 def hf_draft_config(config: DFlashConfig) -> dict[str, Any]:
@@ -286,9 +281,7 @@ def hf_draft_config(config: DFlashConfig) -> dict[str, Any]:
         own["projector_type"] = "dspark"
     raw = hf_config(config.trunk) | _raw_windows(config)
     if config.convolution is not None and config.selector is not None:
-        sizes = config.convolution, config.selector
-        numbers = sizes[0].taps, sizes[0].group, sizes[1].rank, sizes[1].candidates
-        own |= dict(zip(_DFLASH2, numbers, strict=True))
+        own |= as_raw(config.convolution, _OF_CONVOLUTION) | as_raw(config.selector, _OF_SELECTOR)
     raw |= {"architectures": [architecture], "block_size": config.block}
     raw["num_target_layers"] = config.target_layers  # Without it z-lab's class does not load.
     if config.from_pending != dspark:
@@ -301,7 +294,7 @@ def hf_draft_config(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _raw_windows(config: DFlashConfig) -> dict[str, Any]:
-    kinds = ["full_attention" if each is None else "sliding_attention" for each in config.windows]
+    kinds = [FULL if each is None else SLIDING for each in config.windows]
     windows = [each for each in config.windows if each is not None]
     slides = {"sliding_window": windows[0], "use_sliding_window": True} if windows else {}
     return {"layer_types": kinds, **slides}
@@ -313,9 +306,8 @@ def _raw_heads(config: DFlashConfig) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"markov_rank": 0, "enable_confidence_head": bool(config.confidence)}
     if config.markov is not None:
-        fields = {"gated": config.markov.gated, "recurrent": config.markov.recurrent}
-        chosen = {name: True for name, on in fields.items() if on}
-        kind = next(kind for kind, fields in HEADS.items() if fields == chosen)
+        switches = config.markov.gated, config.markov.recurrent
+        kind = next(kind for kind, each in HEADS.items() if each == switches)
         found |= {"markov_rank": config.markov.rank, "markov_head_type": kind}
     if config.confidence is not None:
         found["confidence_head_with_markov"] = config.confidence.with_markov
