@@ -12,47 +12,40 @@ their log-probabilities are those of a chain, and beam search finds the best pat
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.checks import whole_number
+from longspec_jax.checks import Whole
 from longspec_jax.models.layers import Projection
 from longspec_jax.models.target import Layer
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.layer import added
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.selection.continuations import best_continuations
+from longspec_jax.schema import Checked
 
 
 @dataclass(frozen=True)
-class Convolution:
+class Convolution(Checked):
     """Of every sublayer, before it and behind it."""
 
-    taps: int = 2
+    taps: Annotated[int, Whole()] = 2
     """Slots that it reads, the own one and those before it."""
-    group: int = 16
+    group: Annotated[int, Whole()] = 16
     """Neighbouring channels that share what the projection adds to their weights."""
-
-    def __post_init__(self) -> None:
-        whole_number("conv_kernel_size", self.taps)
-        whole_number("conv_group_size", self.group)
 
 
 @dataclass(frozen=True)
-class Selector:
+class Selector(Checked):
     """Scores of a slot's best tokens behind the token before."""
 
-    rank: int
-    candidates: int
+    rank: Annotated[int, Whole()]
+    candidates: Annotated[int, Whole()]
     """Tokens of a slot that are scored, the best by its logits."""
-
-    def __post_init__(self) -> None:
-        whole_number("selector_rank", self.rank)
-        whole_number("selector_top_k", self.candidates)
 
 
 class BlockConvolution(nn.Module):

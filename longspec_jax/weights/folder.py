@@ -35,14 +35,6 @@ class OpenFolder:
         """All that are stored; raises as :func:`.model_files.open_model` does."""
         return open_model(self.path, self.stack)
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Name ``config.json`` in front of every ValueError that is raised inside."""
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(f"{self.raw.origin}: {error}") from error
-
     def params(self, table: Table, tensors: Tensors, dtype: str) -> Any:
         """The parameters of a table; raises ValueError unless these tensors are its own."""
         check_tensors(table, tensors, str(self.source))

@@ -20,7 +20,7 @@ SWISH = 1.702
 """The slope of gpt-oss's gate, the only one that is computed."""
 _SHARED = "shared_expert_intermediate_size"
 _COUNT = "num_experts"
-_EXPERTS: Keys = {
+EXPERTS: Keys = {
     "count": (_COUNT, 128),
     "chosen": ("num_experts_per_tok", 8),
     "width": ("moe_intermediate_size", 768),
@@ -77,7 +77,7 @@ def layer_experts(raw: JsonObject, layers: int) -> list[ExpertsConfig | None]:
     ]
     if not any(sparse):
         return [None] * layers
-    experts = raw.made(ExpertsConfig, {**_EXPERTS, "count": (named, 128)})
+    experts = raw.made(ExpertsConfig, {**EXPERTS, "count": (named, 128)})
     return [experts if each else None for each in sparse]
 
 
@@ -88,7 +88,7 @@ def raw_experts(config: TargetConfig) -> dict[str, Any]:
     if experts is None:
         return {_COUNT: 0}
     return {
-        **as_raw(experts, _EXPERTS),
+        **as_raw(experts, EXPERTS),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [index for index, each in enumerate(layers) if each is None],
     }

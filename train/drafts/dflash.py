@@ -21,6 +21,7 @@ from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.dflash import LAYERS, evenly, load_draft, save_draft
 from longspec_jax.drafters.dflash import DFlashConfig, DFlashLayers, DFlashParams
+from longspec_jax.drafters.draft import Target
 from longspec_jax.models.target import head_of, scaled
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along
@@ -308,7 +309,7 @@ def _loaded(source: str, given: Given) -> tuple[DFlashConfig, PyTree]:
     Raises:
       ValueError: for one with more than the layers of DFlash.
     """
-    config, params = load_draft(source, given.target, given.params, mesh=given.mesh)
+    config, params = load_draft(source, Target(given.target, given.params), mesh=given.mesh)
     more = {
         "proposes from the pending token's slot": config.from_pending,
         "has a Markov head": config.markov is not None,

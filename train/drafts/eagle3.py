@@ -30,6 +30,7 @@ from jaxtyping import Float, PyTree
 from longspec_jax.axes import Array
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.eagle3 import load_draft, save_draft
+from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Layer, Eagle3Params, LevelOutput
 from longspec_jax.drafters.vocabulary import most_frequent
 from longspec_jax.models.layers import INITIAL_SCALE
@@ -380,7 +381,7 @@ def fresh_config(settings: Eagle3Settings, target: TargetConfig, longest: int) -
 
 def _loaded(source: str, given: Given) -> tuple[Eagle3Config, Eagle3Params]:
     """The draft to start from: its shape and its parameters."""
-    config, params = load_draft(source, given.target, given.params, mesh=given.mesh)
+    config, params = load_draft(source, Target(given.target, given.params), mesh=given.mesh)
     if params.own_embedding:
         raise ValueError(
             f"--config.draft.init={source}: the draft has an embedding of its own, and the "

@@ -10,23 +10,22 @@ z-lab's files with one key more, :data:`CAUSAL`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.features import (
+    BLOCK_HEADS,
     DROPPED,
     LAYER_CONFIG,
+    Described,
+    Dialect,
+    FeatureFiles,
     features_of,
     own_tables,
-    stored_params,
-    vocabulary_of,
-    vocabulary_tensors,
-    warn_of_window,
     without_prefix,
 )
 from longspec_jax.drafters.dflash import (
@@ -38,18 +37,16 @@ from longspec_jax.drafters.dflash import (
     Markov,
 )
 from longspec_jax.drafters.dflash2 import Convolution, Selector
-from longspec_jax.drafters.draft import Target, pays_in_int8
-from longspec_jax.weights.folder import open_folder
+from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.hf_config import REFUSED, check_refused, hf_config, target_config
-from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.params import write_model
-from longspec_jax.weights.rope import inner_layers
+from longspec_jax.weights.json_files import JsonObject, Keys, as_raw, keys_of
+from longspec_jax.weights.rope import FULL, SLIDING, inner_layers, layer_types
 from longspec_jax.weights.tables import MARKOV, ROTARY, Rule, Table, bind, layer_rules, layer_sizes
 
 LAYERS = "Qwen3ForCausalLM"
 """The family whose layers all of these drafts have, whatever the target's."""
-HEADS = {"vanilla": {}, "gated": {"gated": True}, "rnn": {"recurrent": True}}
-"""Kinds of Markov heads, and the fields of :class:`Markov` for them."""
+HEADS = {"vanilla": (False, False), "gated": (True, False), "rnn": (False, True)}
+"""Kinds of Markov heads: whether they have a gate, and whether a state runs along them."""
 CAUSAL = "causal_head"
 """In ``dflash_config``: slots of every layer see none of the later ones (JetSpec)."""
 _REFUSED = {
@@ -61,7 +58,9 @@ _REFUSED = {
 }
 """Keys that change the arithmetic, and what they ask for. A 1 is a factor that changes nothing."""
 _FACTORS = "output_multiplier", "input_embedding_scale"
-_DFLASH2 = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
+_OF_CONVOLUTION: Keys = {"taps": "conv_kernel_size", "group": "conv_group_size"}
+_OF_SELECTOR: Keys = {"rank": "selector_rank", "candidates": "selector_top_k"}
+_DFLASH2 = keys_of(_OF_CONVOLUTION) + keys_of(_OF_SELECTOR)
 """Keys of DFlash 2, whose files have all of them."""
 _OF_DFLASH2 = "candidate_selector.", "attention_conv.", "mlp_conv."
 """Parts of the names of its tensors, by which a file is one whatever it says."""
@@ -70,15 +69,6 @@ _OF_OTHERS = {
     "hidden_dim_adapter": "JetSpec with an adapter of widths",
 }
 """Parts of tensors' names, and the drafts that alone have them, whatever their file says."""
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """How a family of trainers writes these drafts."""
-
-    name: str
-    entering: bool = False
-    """Whether layers are counted by the hidden states that enter them, not by those that leave."""
 
 
 ZLAB = Dialect("z-lab and SpecForge")
@@ -207,10 +197,8 @@ def draft_config(
         confidence=Confidence(own.flag("confidence_head_with_markov", markov is not None))
         if confident
         else None,
-        convolution=Convolution(both.whole(_DFLASH2[0]), both.whole(_DFLASH2[1]))
-        if dflash2
-        else None,
-        selector=Selector(both.whole(_DFLASH2[2]), both.whole(_DFLASH2[3])) if dflash2 else None,
+        convolution=both.made(Convolution, _OF_CONVOLUTION) if dflash2 else None,
+        selector=both.made(Selector, _OF_SELECTOR) if dflash2 else None,
     )
     return raw.build(DFlashConfig, found, {})
 
@@ -230,7 +218,7 @@ def hidden_layers(
     key = "aux_hidden_state_layer_ids" if dialect is SPECULATORS else "target_layer_ids"
     if not own.has(key):
         return evenly(target_layers, draft_layers)
-    return features_of(own, key, target_layers, dialect.name, entering=dialect.entering)
+    return features_of(own, key, target_layers, dialect)
 
 
 def evenly(target_layers: int, draft_layers: int) -> tuple[int, ...]:
@@ -243,14 +231,8 @@ def evenly(target_layers: int, draft_layers: int) -> tuple[int, ...]:
 
 def _windows(part: JsonObject, layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, if it has one."""
-    kinds = part.texts("layer_types") or ["full_attention"] * layers
-    if len(kinds) != layers or {*kinds} - {"full_attention", "sliding_attention"}:
-        raise part.error(
-            "layer_types", f"must say full_attention or sliding_attention for {layers} layers"
-        )
-    return tuple(
-        part.whole("sliding_window") if kind == "sliding_attention" else None for kind in kinds
-    )
+    kinds = layer_types(part, [FULL] * layers, SLIDING)
+    return tuple(part.whole("sliding_window") if kind == SLIDING else None for kind in kinds)
 
 
 def _causal(
@@ -281,7 +263,8 @@ def _markov(own: JsonObject, dspark: bool) -> Markov | None:
     kind = own.text("markov_head_type", "vanilla")
     if kind not in HEADS:
         raise own.error("markov_head_type", f"must be one of {', '.join(HEADS)}")
-    return Markov(rank, **HEADS[kind]) if rank else None
+    gated, recurrent = HEADS[kind]
+    return Markov(rank, gated, recurrent) if rank else None
 
 
 def hf_draft_config(config: DFlashConfig) -> dict[str, Any]:
@@ -298,9 +281,7 @@ def hf_draft_config(config: DFlashConfig) -> dict[str, Any]:
         own["projector_type"] = "dspark"
     raw = hf_config(config.trunk) | _raw_windows(config)
     if config.convolution is not None and config.selector is not None:
-        sizes = config.convolution, config.selector
-        numbers = sizes[0].taps, sizes[0].group, sizes[1].rank, sizes[1].candidates
-        own |= dict(zip(_DFLASH2, numbers, strict=True))
+        own |= as_raw(config.convolution, _OF_CONVOLUTION) | as_raw(config.selector, _OF_SELECTOR)
     raw |= {"architectures": [architecture], "block_size": config.block}
     raw["num_target_layers"] = config.target_layers  # Without it z-lab's class does not load.
     if config.from_pending != dspark:
@@ -313,7 +294,7 @@ def hf_draft_config(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _raw_windows(config: DFlashConfig) -> dict[str, Any]:
-    kinds = ["full_attention" if each is None else "sliding_attention" for each in config.windows]
+    kinds = [FULL if each is None else SLIDING for each in config.windows]
     windows = [each for each in config.windows if each is not None]
     slides = {"sliding_window": windows[0], "use_sliding_window": True} if windows else {}
     return {"layer_types": kinds, **slides}
@@ -325,9 +306,8 @@ def _raw_heads(config: DFlashConfig) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"markov_rank": 0, "enable_confidence_head": bool(config.confidence)}
     if config.markov is not None:
-        fields = {"gated": config.markov.gated, "recurrent": config.markov.recurrent}
-        chosen = {name: True for name, on in fields.items() if on}
-        kind = next(kind for kind, fields in HEADS.items() if fields == chosen)
+        switches = config.markov.gated, config.markov.recurrent
+        kind = next(kind for kind, each in HEADS.items() if each == switches)
         found |= {"markov_rank": config.markov.rank, "markov_head_type": kind}
     if config.confidence is not None:
         found["confidence_head_with_markov"] = config.confidence.with_markov
@@ -396,81 +376,36 @@ def draft_table(config: DFlashConfig, *, embedding: bool, head: bool) -> Table:
     return Table(tuple(leaves), ROTARY | DROPPED)
 
 
-def load_draft(
-    source: str | Path,
+def _described(
+    raw: JsonObject, tensors: Tensors, target: TargetConfig, options: DFlashOptions
+) -> Described[DFlashConfig]:
+    tensors = without_prefix(tensors)
+    dialect, dflash2 = dialect_of(raw, tensors), is_dflash2(raw, tensors)
+    config = draft_config(raw, dialect, target, dflash2=dflash2, layers=options.features)
+    embedding, head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
+    return Described(config, draft_table(config, embedding=embedding, head=head), tensors)
+
+
+def _bound(
+    layer: dict[str, Any],
+    config: DFlashConfig,
     target: TargetConfig,
     target_params: PyTree,
-    *,
-    layers: tuple[int, ...] | None = None,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> tuple[DFlashConfig, DFlashParams]:
-    """Load a draft in any of the published dialects.
-
-    Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.eagle3.load_draft`.
-    """
-    with open_folder(source, mesh, revision) as folder:
-        tensors = without_prefix(folder.tensors)
-        dialect = dialect_of(folder.raw, tensors)
-        dflash2 = is_dflash2(folder.raw, tensors)
-        config = draft_config(folder.raw, dialect, target, dflash2=dflash2, layers=layers)
-        with folder.named():
-            config.check_fits(target)
-            vocabulary = vocabulary_of(tensors, config)
-        embedding, head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
-        table = draft_table(config, embedding=embedding, head=head)
-        layer = folder.params(table, tensors, config.trunk.dtype)
-    markov, confidence = layer.pop("markov", None), layer.pop("confidence", None)
-    selector = layer.pop("selector", None)
-    params = DFlashParams.bound(layer, config, target, target_params, vocabulary)
-    return config, replace(params, markov=markov, confidence=confidence, selector=selector)
+    vocabulary: ArrayLike | None,
+    tied: bool,
+) -> DFlashParams:
+    heads = {name: layer.pop(name, None) for name in BLOCK_HEADS}
+    return replace(DFlashParams.bound(layer, config, target, target_params, vocabulary), **heads)
 
 
-def save_draft(folder: str | Path, config: DFlashConfig, params: DFlashParams) -> None:
-    """Save a draft in z-lab's format, which SGLang and vLLM read, wherever it came from.
-
-    Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.eagle3.save_draft`.
-    """
-    stored = stored_params(params)
-    table = draft_table(config, embedding="embedding" in stored, head="head" in stored)
-    heads = {name: getattr(params, name) for name in ("markov", "confidence", "selector")}
-    stored |= {name: head for name, head in heads.items() if head is not None}
-    more = vocabulary_tensors(params.vocabulary, config.vocab_size)
-    where = Path(folder).expanduser()
-    write_model(where, table, stored, config.trunk.dtype, hf_draft_config(config), more)
-
-
-def load(
-    source: str | Path,
-    target: Target,
-    options: DFlashOptions = DFlashOptions(),  # noqa: B008 - frozen.
-    *,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> DFlashDraft:
-    """Load a DFlash or DSpark draft as its trainer stored it.
-
-    Args:
-      source: a folder or hub id.
-      target: what it was trained for.
-      options: its options.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
-
-    Raises:
-      FileNotFoundError: if the draft or one of its files is missing.
-      ValueError: if it does not belong to the target, or a file is damaged.
-    """
-    config, params = load_draft(
-        source,
-        target.config,
-        target.params,
-        layers=options.features,
-        mesh=mesh,
-        revision=revision,
-    )
-    int8 = pays_in_int8(target) if options.int8 is None else options.int8
-    draft = DFlashDraft.bind(config, params, target.config, options, int8=int8, mesh=mesh)
-    if draft.seen.window is not None and options.window is None and None in config.windows:
-        warn_of_window(source, draft.seen, draft.config.trunk.max_positions, target.config)
-    return draft
+FILES = FeatureFiles(
+    _described,
+    _bound,
+    DFlashDraft.bind,
+    DFlashOptions,
+    lambda config: config.trunk.max_positions if None in config.windows else None,
+    hf_draft_config,
+    lambda config, embedding, head: draft_table(config, embedding=embedding, head=head),
+)
+"""z-lab's dialect is written, which SGLang and vLLM read."""
+load, load_draft, save_draft = FILES.load, FILES.load_draft, FILES.save_draft

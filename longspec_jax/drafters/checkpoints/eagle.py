@@ -4,22 +4,23 @@
 and hidden state has one. What is stored in which shape says the rest.
 """
 
-from pathlib import Path
-
-from jax.sharding import Mesh
-
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.eagle3 import (
     FIRST_LAYER,
     USUAL_POSITIONS,
     authors_base,
-    bound,
+    made_for,
 )
-from longspec_jax.drafters.checkpoints.features import EMBEDDING, QKV, llama_rules, without_prefix
-from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.checkpoints.features import (
+    EMBEDDING,
+    QKV,
+    Described,
+    FeatureFiles,
+    llama_rules,
+    without_prefix,
+)
 from longspec_jax.drafters.eagle import EagleConfig, EagleDraft, EagleOptions, EagleParams
 from longspec_jax.weights.checkpoint import Tensors
-from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import LAYER, REFUSED, check_refused, layer_fields
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.rope import rope_scaling
@@ -27,31 +28,6 @@ from longspec_jax.weights.tables import ROTARY, Rule, Table, bind, layer_sizes
 
 _FUSE = (Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),)
 _FUSE_BIAS = (Rule("fuse/bias", "D", (("fc.bias", "D"),)),)
-
-
-def load(
-    source: str | Path,
-    target: Target,
-    options: EagleOptions = EagleOptions(),  # noqa: B008 - frozen.
-    *,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> EagleDraft:
-    """Load an EAGLE-1 or 2 draft.
-
-    Raises:
-      FileNotFoundError: if the draft or one of its files is missing.
-      ValueError: if it does not belong to the target, or a file is damaged.
-    """
-    with open_folder(source, mesh, revision) as folder:
-        tensors = without_prefix(folder.tensors)
-        config = _config(folder.raw, tensors, target.config, options.rope_theta)
-        with folder.named():
-            config.check_fits(target.config)
-        table = draft_table(config, embedding="embed_tokens.weight" in tensors)
-        layer = folder.params(table, tensors, config.dtype)
-    params = EagleParams.bound(layer, config, target.config, target.params)
-    return bound(source, config, params, target, options, mesh, EagleDraft)
 
 
 def draft_table(config: EagleConfig, *, embedding: bool) -> Table:
@@ -63,10 +39,10 @@ def draft_table(config: EagleConfig, *, embedding: bool) -> Table:
     return Table((*leaves, *(bind(rule, sizes) for rule in others)), ROTARY)
 
 
-def _config(
-    raw: JsonObject, tensors: Tensors, target: TargetConfig, theta: float | None
-) -> EagleConfig:
-    """The draft that a ``config.json`` and its tensors describe."""
+def _described(
+    raw: JsonObject, tensors: Tensors, target: TargetConfig, options: EagleOptions
+) -> Described[EagleConfig]:
+    tensors = without_prefix(tensors)
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     raw.require(sizes, "an EAGLE draft")
     check_refused(raw, REFUSED)
@@ -80,11 +56,16 @@ def _config(
         proposable=vocabulary,
         features=(target.num_layers,),
         max_positions=raw.whole("max_position_embeddings", USUAL_POSITIONS),
-        rope_theta=authors_base(raw, scaling) if theta is None else theta,
+        rope_theta=options.rope_theta or authors_base(raw, scaling),
         rope_scaling=scaling,
         dtype=target.dtype,
         qkv_bias=f"{FIRST_LAYER}self_attn.q_proj.bias" in tensors,
         normed_head=False,
         fuse_bias="fc.bias" in tensors,
     )
-    return raw.build(EagleConfig, found, LAYER)
+    config = raw.build(EagleConfig, found, LAYER)
+    table = draft_table(config, embedding="embed_tokens.weight" in tensors)
+    return Described(config, table, tensors)
+
+
+load = FeatureFiles(_described, EagleParams.bound, EagleDraft.bind, EagleOptions, made_for).load

@@ -11,45 +11,26 @@ marks of two is refused with both readings.
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-from jaxtyping import PyTree
-
 from longspec_jax.checks import is_whole, shown
-from longspec_jax.config.layers import (
-    LARGEST_FACTOR,
-    RopeScaling,
-    Rotary,
-    YarnRopeScaling,
-    yarn_magnitude,
-)
+from longspec_jax.config.layers import RopeScaling, YarnRopeScaling, yarn_magnitude
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.features import (
     DROPPED,
     LAYER_CONFIG,
     QKV,
+    Described,
+    Dialect,
+    FeatureFiles,
     counting,
     features_of,
     llama_rules,
     own_tables,
-    stored_params,
-    vocabulary_of,
-    vocabulary_tensors,
-    warn_of_window,
     without_prefix,
 )
-from longspec_jax.drafters.draft import Target, pays_in_int8
-from longspec_jax.drafters.eagle3 import (
-    D,
-    Eagle3Config,
-    Eagle3Draft,
-    Eagle3Options,
-    Eagle3Params,
-)
-from longspec_jax.weights.folder import open_folder
+from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Options, Eagle3Params
+from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.hf_config import (
     LAYER,
     REFUSED,
@@ -58,7 +39,6 @@ from longspec_jax.weights.hf_config import (
     raw_layer,
 )
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.params import write_model
 from longspec_jax.weights.rope import (
     inner_layers,
     raw_rope,
@@ -80,23 +60,10 @@ USUAL_POSITIONS = 2048
 """Positions of a draft whose file does not say: what the authors train on."""
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """How a family of trainers writes EAGLE-3 drafts."""
-
-    name: str
-    mark: str
-    """What its ``config.json`` is identified by, for messages."""
-    layer: str
-    """What the names of the layer's tensors begin with."""
-    entering: bool = False
-    """Whether layers are counted by the hidden states that enter them, not by those that leave."""
-
-
-AUTHORS = Dialect("the authors' code", "no architecture of its own", MIDLAYER)
-SPECFORGE = Dialect("SpecForge", "an architecture named Eagle3", MIDLAYER)
-SPECULATORS = Dialect("speculators", "speculators_model_type", FIRST_LAYER, entering=True)
-DEEPSPEC = Dialect("DeepSpec", "target_layer_ids", FIRST_LAYER)
+AUTHORS = Dialect("the authors' code", False, "no architecture of its own", MIDLAYER)
+SPECFORGE = Dialect("SpecForge", False, "an architecture named Eagle3", MIDLAYER)
+SPECULATORS = Dialect("speculators", True, "speculators_model_type", FIRST_LAYER)
+DEEPSPEC = Dialect("DeepSpec", False, "target_layer_ids", FIRST_LAYER)
 DIALECTS = (AUTHORS, SPECFORGE, SPECULATORS, DEEPSPEC)
 
 
@@ -144,9 +111,7 @@ def draft_config(
     dialect: Dialect,
     tensors: Iterable[str],
     target: TargetConfig,
-    *,
-    layers: tuple[int, ...] | None = None,
-    theta: float | None = None,
+    options: Eagle3Options,
 ) -> Eagle3Config:
     """The draft that a ``config.json`` describes.
 
@@ -155,8 +120,7 @@ def draft_config(
       dialect: whose it is.
       tensors: names of the tensors beside it, which show whether there are biases and head norms.
       target: the target that it will draft for.
-      layers: as ``features`` of the configuration; as the file says if absent.
-      theta: the rotary base; as the file says if absent.
+      options: of the draft, which may name layers and the rotary base instead of the file.
 
     Raises:
       ValueError: if the file describes what is not computed here, or can be read in two ways.
@@ -178,6 +142,7 @@ def draft_config(
     found = layer_fields(part)
     vocab_size = part.whole("vocab_size")
     scaling = _scaling(part, dialect)
+    theta = options.rope_theta
     if theta is None:
         theta = authors_base(part, scaling) if dialect is AUTHORS else rope_theta(part)
     positions = part.whole("max_position_embeddings", USUAL_POSITIONS)
@@ -192,7 +157,7 @@ def draft_config(
         target_width=raw.whole("target_hidden_size", found["model_width"]),
         vocab_size=vocab_size,
         proposable=raw.whole("draft_vocab_size", vocab_size),
-        features=layers or _features(raw, dialect, target.num_layers),
+        features=options.features or _features(raw, dialect, target.num_layers),
         max_positions=positions,
         rope_theta=theta,
         rope_scaling=scaling,
@@ -250,7 +215,7 @@ def _features(raw: JsonObject, dialect: Dialect, layers: int) -> tuple[int, ...]
         holder, key = raw, "target_layer_ids"
     if not holder.has(key):
         return 1, layers // 2 - 1, layers - 4
-    return features_of(holder, key, layers, dialect.name, entering=dialect.entering)
+    return features_of(holder, key, layers, dialect)
 
 
 def _ids(raw: JsonObject, key: str) -> tuple[int, ...]:
@@ -272,29 +237,22 @@ def _window(part: JsonObject) -> int | None:
 
 
 def _scaling(part: JsonObject, dialect: Dialect) -> RopeScaling:
-    """The rotary scaling."""
+    """The rotary scaling; that of YaRN is read as transformers does where speculators wrote it.
+
+    Others give the factor and the range, and take no single scale; SpecForge divides the two in any
+    case, where transformers does if neither is zero.
+    """
     kind, entry = scaling_entry(part)
-    if kind != "yarn":
+    if kind != "yarn" or dialect is SPECULATORS:
         return rope_scaling(part)
-    original = "original_max_position_embeddings"
-    holder = entry if entry.has(original) else part
-    if dialect is SPECULATORS and not holder.has(original):
-        holder, original = part, "max_position_embeddings"  # As transformers reads the file.
-    factor = entry.number("factor", least=1, most=LARGEST_FACTOR)
-    scales = tuple(entry.number(key, 0.0) for key in ("mscale", "mscale_all_dim"))
-    magnitude = entry.number("attention_factor") if entry.has("attention_factor") else None
-    # SpecForge divides the two scales in any case, transformers where neither is zero.
-    if magnitude is None and (all(scales) or dialect is SPECFORGE and any(scales)):
+    factor, original = entry.number("factor", least=1), "original_max_position_embeddings"
+    said = {**entry.values, original: (entry if entry.has(original) else part).whole(original)}
+    scales = [entry.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
+    if not entry.has("attention_factor"):
+        divides = all(scales) or (dialect is SPECFORGE and any(scales))
         over, under = (yarn_magnitude(factor, each) for each in scales)
-        magnitude = over / under
-    return YarnRopeScaling(
-        factor,
-        holder.whole(original),
-        yarn_magnitude(factor) if magnitude is None else magnitude,
-        entry.number("beta_fast", 32.0),
-        entry.number("beta_slow", 1.0),
-        entry.flag("truncate", True),
-    )
+        said["attention_factor"] = over / under if divides else yarn_magnitude(factor)
+    return rope_scaling(JsonObject({"rope_scaling": said | {"mscale": None}}, part.origin))
 
 
 def hf_draft_config(config: Eagle3Config) -> dict[str, Any]:
@@ -337,25 +295,15 @@ def _raw_window(config: Eagle3Config) -> Mapping[str, Any]:
 
 def _raw_rope(config: Eagle3Config) -> dict[str, Any]:
     """The rotary embedding, in the older dialect of transformers, which all read."""
-    scaling = config.rope_scaling
-    if not isinstance(scaling, YarnRopeScaling):
-        return raw_rope(Rotary(config.rope_theta, scaling), config.head_width)
-    entry = {
-        "rope_type": "yarn",
-        "type": "yarn",
-        "factor": float(scaling.factor),
-        "original_max_position_embeddings": scaling.original_max_positions,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "truncate": scaling.truncate,
-    }
-    usual = yarn_magnitude(scaling.factor)
-    if scaling.attention_factor != usual:
-        entry["attention_factor"] = scaling.attention_factor
-    # SpecForge's code reads these two, and asks for both.
-    scale = (scaling.attention_factor - 1) / (usual - 1 or 1)
-    entry |= {"mscale": scale, "mscale_all_dim": 0.0}
-    return {"rope_theta": config.rope_theta, "rope_scaling": entry}
+    raw, scaling = raw_rope(config.rotary, config.head_width), config.rope_scaling
+    if isinstance(scaling, YarnRopeScaling):
+        # SpecForge's code reads these, and asks for the two scales.
+        usual = yarn_magnitude(scaling.factor)
+        scale = (scaling.attention_factor - 1) / (usual - 1 or 1)
+        raw["rope_scaling"] |= {"type": "yarn", "mscale": scale, "mscale_all_dim": 0.0}
+        if scaling.attention_factor == usual:
+            del raw["rope_scaling"]["attention_factor"]
+    return raw
 
 
 _NORMS = (
@@ -403,108 +351,30 @@ def draft_table(
     return Table(tuple(leaves), ROTARY | DROPPED, dead)
 
 
-def load_draft(
-    source: str | Path,
-    target: TargetConfig,
-    target_params: PyTree,
-    *,
-    layers: tuple[int, ...] | None = None,
-    theta: float | None = None,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> tuple[Eagle3Config, Eagle3Params]:
-    """Load a draft in any of the published dialects.
-
-    Args:
-      source: a folder with ``config.json`` and weights, or a hub id.
-      target: the configuration of its target.
-      target_params: the target's parameters, of which the draft may share tables.
-      layers: layers of the target after which it takes the hidden states, -1 for the embedding; as
-        its file says if absent.
-      theta: its rotary base; as its file says if absent.
-      mesh: devices to shard over by the project's rules; the first device if absent.
-      revision: branch, tag or commit of a hub id.
-
-    Raises:
-      FileNotFoundError: if the draft or one of its files is missing.
-      ValueError: if the draft does not belong to the target, or its files are damaged, do not fit
-        together or can be read in two ways.
-    """
-    with open_folder(source, mesh, revision) as folder:
-        raw, tensors = folder.raw, without_prefix(folder.tensors)
-        dialect = dialect_of(raw, tensors)
-        config = draft_config(raw, dialect, tensors, target, layers=layers, theta=theta)
-        with folder.named():
-            config.check_fits(target)
-            vocabulary = vocabulary_of(tensors, config)
-        table = draft_table(
-            config,
-            embedding="embed_tokens.weight" in tensors,
-            head="lm_head.weight" in tensors,
-            layer=dialect.layer,
-        )
-        layer = folder.params(table, tensors, config.dtype)
-    tied = raw.flag("tie_word_embeddings", False)
-    return config, Eagle3Params.bound(layer, config, target, target_params, vocabulary, tied)
+def _described(
+    raw: JsonObject, tensors: Tensors, target: TargetConfig, options: Eagle3Options
+) -> Described[Eagle3Config]:
+    tensors = without_prefix(tensors)
+    dialect = dialect_of(raw, tensors)
+    config = draft_config(raw, dialect, tensors, target, options)
+    embedding, head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
+    table = draft_table(config, embedding=embedding, head=head, layer=dialect.layer)
+    return Described(config, table, tensors, raw.flag("tie_word_embeddings", False))
 
 
-def save_draft(folder: str | Path, config: Eagle3Config, params: Eagle3Params) -> None:
-    """Save a draft in SpecForge's format, which SGLang and vLLM read, wherever it came from.
-
-    Args:
-      folder: made if absent; weights in it are replaced, other files stay.
-      config: the draft's configuration.
-      params: its parameters, of any sharding; not in 8 bits. Tables of the target's are not stored.
-
-    Raises:
-      ValueError: for parameters in 8 bits.
-    """
-    stored = stored_params(params)
-    table = draft_table(config, embedding="embedding" in stored, head="head" in stored)
-    more = vocabulary_tensors(params.vocabulary, config.vocab_size)
-    where = Path(folder).expanduser()
-    write_model(where, table, stored, config.dtype, hf_draft_config(config), more)
+def made_for(config: Eagle3Config) -> int | None:
+    """As of :class:`FeatureFiles`."""
+    return None if config.window is not None else config.max_positions
 
 
-def load(
-    source: str | Path,
-    target: Target,
-    options: Eagle3Options = Eagle3Options(),  # noqa: B008 - frozen.
-    *,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> Eagle3Draft:
-    """Load an EAGLE-3 draft as its trainer stored it, from a folder or a hub id.
-
-    Raises:
-      FileNotFoundError: if the draft or one of its files is missing.
-      ValueError: if it does not belong to the target, or a file is damaged or can be read in two
-        ways.
-    """
-    config, params = load_draft(
-        source,
-        target.config,
-        target.params,
-        layers=options.features,
-        theta=options.rope_theta,
-        mesh=mesh,
-        revision=revision,
-    )
-    return bound(source, config, params, target, options, mesh, Eagle3Draft)
-
-
-def bound(
-    source: str | Path,
-    config: Eagle3Config,
-    params: Eagle3Params,
-    target: Target,
-    options: Eagle3Options,
-    mesh: Mesh | None,
-    make: type[D],
-) -> D:
-    """A loaded draft of this kind or one of its relatives; says what it sees if nobody named it."""
-    int8 = pays_in_int8(target) if options.int8 is None else options.int8
-    draft = make.bind(config, params, target.config, options, int8=int8, mesh=mesh)
-    if draft.seen.window is not None and options.window is None and config.window is None:
-        warn_of_window(source, draft.seen, draft.config.max_positions, target.config)
-    return draft
+FILES = FeatureFiles(
+    _described,
+    Eagle3Params.bound,
+    Eagle3Draft.bind,
+    Eagle3Options,
+    made_for,
+    hf_draft_config,
+    lambda config, embedding, head: draft_table(config, embedding=embedding, head=head),
+)
+"""SpecForge's dialect is written, which SGLang and vLLM read."""
+load, load_draft, save_draft = FILES.load, FILES.load_draft, FILES.save_draft

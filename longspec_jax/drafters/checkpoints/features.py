@@ -1,25 +1,32 @@
-"""What files of drafts have in common: the names of a layer's tensors, and tables of their own.
+"""How published drafts over the target's features are read and written, whatever their kind.
 
-Trainers of drafts over the target's features store a reduced vocabulary among the weights: ``d2t``
-holds what to add to each of the draft's ids.
+A kind is a :class:`FeatureFiles`: what its ``config.json`` describes, which tensors it has, and how
+both are bound to a target. Its trainers write it in dialects of their own. They store a reduced
+vocabulary among the weights: ``d2t`` holds what to add to each of the draft's ids.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from longspec_jax.checks import is_whole
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.tables import NOT_WHOLE, Sizes, TableParams
+from longspec_jax.drafters.draft import Target, pays_in_int8
+from longspec_jax.drafters.tables import NOT_WHOLE, FeatureOptions, Sizes, TableParams
 from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.drafters.window import Seen
 from longspec_jax.weights.checkpoint import Tensor, Tensors
+from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.json_files import JsonObject
-from longspec_jax.weights.tables import MLP, QKV_BIAS_PARTS, QKV_KERNEL, Rule
+from longspec_jax.weights.params import write_model
+from longspec_jax.weights.quantised.table import with_matrices
+from longspec_jax.weights.tables import MLP, QKV_BIAS_PARTS, QKV_KERNEL, Rule, Table
 
 LAYER_CONFIG = "transformer_layer_config"
 """Where files of speculators describe the layers."""
@@ -33,6 +40,8 @@ _QK_NORM = (
 )
 EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
 _HEAD = (Rule("head", "v D", (("lm_head.weight", "v D"),)),)
+BLOCK_HEADS = "markov", "confidence", "selector"
+"""Of drafts that propose a block, beside the layers."""
 OFFSETS, MEMBERS = "d2t", "t2d"
 """What to add to each of the draft's ids, and which of the target's tokens it knows."""
 DROPPED = {
@@ -42,6 +51,156 @@ DROPPED = {
 """Tensors that no draft over the target's features needs."""
 _PREFIX = "model."
 """Stands before all names in some files."""
+
+
+@runtime_checkable
+class FeatureConfig(Sizes, Protocol):
+    """A draft's configuration, as far as all kinds have it."""
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError unless this draft can read the target's features and tokens."""
+        ...
+
+
+@runtime_checkable
+class FeatureDraft(Protocol):
+    """A loaded draft, as far as all kinds have it."""
+
+    @property
+    def seen(self) -> Seen:
+        """Which tokens it sees."""
+        ...
+
+
+C = TypeVar("C", bound=FeatureConfig)
+P = TypeVar("P", bound=TableParams)
+D = TypeVar("D", bound=FeatureDraft)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a family of trainers writes drafts of a kind."""
+
+    name: str
+    entering: bool = False
+    """Whether layers are counted by the hidden states that enter them, not by those that leave."""
+    mark: str = ""
+    """What its ``config.json`` is identified by, for messages."""
+    layer: str = ""
+    """What the names of a single layer's tensors begin with."""
+
+
+@dataclass(frozen=True)
+class Described(Generic[C]):
+    """What the files of a draft hold."""
+
+    config: C
+    table: Table
+    """Of its tensors."""
+    tensors: Tensors
+    """Under the names of the table."""
+    tied: bool = False
+    """Whether an absent LM head is the draft's own embedding."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Inputs that share a scale, of every quantised kernel by path."""
+
+
+@dataclass(frozen=True)
+class FeatureFiles(Generic[C, P, D]):
+    """How the files of a kind of drafts are read and written."""
+
+    describe: Callable[[JsonObject, Tensors, TargetConfig, Any], Described[C]]
+    """What a ``config.json`` and the tensors beside it hold, for a target, with options."""
+    bound: Callable[..., P]
+    """The parameters, as :meth:`.TableParams.bound` makes them."""
+    bind: Callable[..., D]
+    """The draft with its options applied, as ``Eagle3Draft.bind`` makes it."""
+    options: type[FeatureOptions]
+    made_for: Callable[[C], int | None]
+    """Positions that it was made for; None if it was trained with a window."""
+    raw: Callable[[C], dict[str, Any]] | None = None
+    """A ``config.json`` that is read as a configuration; None for a kind that is not written."""
+    table: Callable[[C, bool, bool], Table] | None = None
+    """The tensors of a draft, given whether an embedding and an LM head are stored."""
+
+    def load_draft(
+        self,
+        source: str | Path,
+        target: Target,
+        options: FeatureOptions | None = None,
+        *,
+        mesh: Mesh | None = None,
+        revision: str | None = None,
+    ) -> tuple[C, P]:
+        """Load a draft in any of the published dialects: its configuration and its parameters.
+
+        Args:
+          source: a folder with ``config.json`` and weights, or a hub id.
+          target: what it drafts for, of which it may share tables.
+          options: of its kind; the usual ones if absent.
+          mesh: devices to shard over by the project's rules; the first device if absent.
+          revision: branch, tag or commit of a hub id.
+
+        Raises:
+          FileNotFoundError: if the draft or one of its files is missing.
+          ValueError: if the draft does not belong to the target, its layers are not computed here,
+            or its files are damaged, do not fit together or can be read in two ways.
+        """
+        config, given = target.config, options or self.options()
+        with open_folder(source, mesh, revision) as folder:
+            found = self.describe(folder.raw, folder.tensors, config, given)
+            with folder.raw.named():
+                found.config.check_fits(config)
+                vocabulary = vocabulary_of(found.tensors, found.config)
+            layer = folder.params(found.table, found.tensors, config.dtype)
+        layer = with_matrices(layer, found.groups)
+        return found.config, self.bound(
+            layer, found.config, config, target.params, vocabulary, found.tied
+        )
+
+    def load(
+        self,
+        source: str | Path,
+        target: Target,
+        options: FeatureOptions | None = None,
+        *,
+        mesh: Mesh | None = None,
+        revision: str | None = None,
+    ) -> D:
+        """The same bound to its target; says what it sees of a text if nobody named it."""
+        given = options or self.options()
+        config, params = self.load_draft(source, target, given, mesh=mesh, revision=revision)
+        int8 = pays_in_int8(target) if given.int8 is None else given.int8
+        draft = self.bind(config, params, target.config, given, int8=int8, mesh=mesh)
+        made_for = self.made_for(config)
+        if draft.seen.window is not None and given.window is None and made_for is not None:
+            warnings.warn(
+                f"{source}: the draft was made for {int(made_for * (given.yarn or 1))} positions "
+                f"and the target for "
+                f"{target.config.max_positions}, so it sees the first {draft.seen.sinks} and the "
+                f"last {draft.seen.window} tokens of a text; the draft option window=N changes "
+                "that",
+                stacklevel=2,
+            )
+        return draft
+
+    def save_draft(self, folder: str | Path, config: C, params: P) -> None:
+        """Save a draft in the dialect that is written, wherever it came from.
+
+        Args:
+          folder: made if absent; weights in it are replaced, other files stay.
+          config: the draft's configuration.
+          params: its parameters, of any sharding; not in 8 bits. Tables of the target's are not
+            stored.
+
+        Raises:
+          ValueError: for parameters in 8 bits.
+        """
+        assert self.raw is not None and self.table is not None
+        raw, stored = self.raw(config), stored_params(params)
+        table = self.table(config, "embedding" in stored, "head" in stored)
+        more = vocabulary_tensors(params.vocabulary, config.vocab_size)
+        write_model(Path(folder).expanduser(), table, stored, raw["torch_dtype"], raw, more)
 
 
 def llama_rules(config: Any) -> tuple[Rule, ...]:
@@ -60,37 +219,33 @@ def counting(*, entering: bool) -> str:
     return f"the hidden states that {'enter' if entering else 'leave'} the layers"
 
 
-def features_of(
-    raw: JsonObject, key: str, target_layers: int, trainer: str, *, entering: bool
-) -> tuple[int, ...]:
+def features_of(raw: JsonObject, key: str, target_layers: int, dialect: Dialect) -> tuple[int, ...]:
     """The layers after which a file says that hidden states are taken; -1 is the embedding.
 
     Args:
       raw: what holds the key.
       key: of a list of numbers.
       target_layers: how many layers the target has.
-      trainer: whose file it is, for the message.
-      entering: whether it counts what enters the layers. Else what leaves them, where the embedding
-        is -1.
+      dialect: how the file counts them.
 
     Raises:
       ValueError: if it is no list of such numbers.
     """
-    ids, least = raw.values[key], entering - 1
+    ids, least = raw.values[key], dialect.entering - 1
     most = least + target_layers
     listed = isinstance(ids, list) and bool(ids)
     if not listed or not all(is_whole(each) and least <= each <= most for each in ids):
         raise raw.error(
             key,
             f"must be layers of the target, {least} to {most}: it has {target_layers} layers, and "
-            f"{trainer} counts {counting(entering=entering)}",
+            f"{dialect.name} counts {counting(entering=dialect.entering)}",
             "load the draft that belongs to this target",
         )
-    return tuple(each - entering for each in ids)
+    return tuple(each - dialect.entering for each in ids)
 
 
 def stored_params(params: TableParams) -> dict[str, Any]:
-    """The layers, and the tables that the file has.
+    """The layers, the tables that the file has, and the heads of a draft that has some.
 
     Raises:
       ValueError: for parameters in 8 bits.
@@ -102,24 +257,8 @@ def stored_params(params: TableParams) -> dict[str, Any]:
         found["embedding"] = params.embedding
     if params.stores_head:
         found["head"] = params.head
-    return found
-
-
-def warn_of_window(source: str | Path, seen: Seen, made_for: int, target: TargetConfig) -> None:
-    """Say which tokens of a text a draft sees, where nobody named them.
-
-    Args:
-      source: its folder or hub id.
-      seen: which.
-      made_for: positions of the draft.
-      target: what it drafts for.
-    """
-    warnings.warn(
-        f"{source}: the draft was made for {made_for} positions and the target for "
-        f"{target.max_positions}, so it sees the first {seen.sinks} and the last {seen.window} "
-        "tokens of a text; the draft option window=N changes that",
-        stacklevel=4,
-    )
+    heads = {name: getattr(params, name, None) for name in BLOCK_HEADS}
+    return found | {name: head for name, head in heads.items() if head is not None}
 
 
 def vocabulary_of(tensors: Tensors, draft: Sizes) -> np.ndarray | None:

@@ -143,12 +143,11 @@ def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
       ValueError: if the file describes a draft for another vocabulary, or an unknown rotary
         scaling.
     """
-    vocab_size = raw.whole("vocab_size", target.vocab_size)
-    try:
-        check_vocab_size(vocab_size, target)
-    except ValueError as error:
-        raise ValueError(f"{raw.origin}: {error}") from error
-    _check_layers(raw, target)
+    with raw.named():
+        check_vocab_size(raw.whole("vocab_size", target.vocab_size), target)
+    copied = target.num_layers if ARCHITECTURE not in raw.texts("architectures") else 1
+    if raw.whole("num_hidden_layers", 1) not in (1, copied):
+        raise raw.error("num_hidden_layers", "must be 1: a LongSpec draft has one layer")
     return layer_config(raw, target, dtype)
 
 
@@ -185,15 +184,6 @@ def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> 
         "longspec_window": config.window,
         **raw_rope(config.rotary, config.head_width),
     }
-
-
-def _check_layers(raw: JsonObject, target: TargetConfig) -> None:
-    """Refuse a number of layers that is neither the draft's one nor that of its target's file."""
-    layers = raw.whole("num_hidden_layers", 1)
-    copied = target.num_layers if ARCHITECTURE not in raw.texts("architectures") else 1
-    if layers not in (1, copied):
-        rule = "must be 1: a LongSpec draft has one layer"
-        raise raw.error("num_hidden_layers", rule)
 
 
 def draft_table(config: DraftConfig) -> Table:

@@ -8,23 +8,25 @@ way.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from jax.sharding import Mesh
 
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.checkpoints.eagle3 import bound
-from longspec_jax.drafters.checkpoints.features import DROPPED, LAYER_CONFIG
-from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.checkpoints.eagle3 import made_for
+from longspec_jax.drafters.checkpoints.features import (
+    DROPPED,
+    LAYER_CONFIG,
+    Described,
+    FeatureFiles,
+)
 from longspec_jax.drafters.eagle import EagleOptions, MtpConfig, MtpDraft, MtpParams
 from longspec_jax.ops.matmul.packed_shares import packed_params
 from longspec_jax.weights.checkpoint import Tensors, each_expert
 from longspec_jax.weights.families import FAMILIES
-from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.hf_config import target_config, text_part
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.quantised.formats import quantisation
-from longspec_jax.weights.quantised.table import as_stored, with_matrices
+from longspec_jax.weights.quantised.table import as_stored
 from longspec_jax.weights.rope import inner_layers
 from longspec_jax.weights.tables import Rule, Table, bind, head_order, layer_rules, layer_sizes
 
@@ -80,38 +82,33 @@ _OWN = "mtp_layers.0."
 SPECULATORS = Dialect("", _OWN, _OWN, ("Qwen3ForCausalLM", "Qwen3_5ForCausalLM"))
 
 
-def load(
-    source: str | Path,
-    target: Target,
-    options: EagleOptions = EagleOptions(),  # noqa: B008 - frozen.
+def _described(
+    raw: JsonObject, tensors: Tensors, target: TargetConfig, options: EagleOptions
+) -> Described[MtpConfig]:
+    """Where the target's linears are quantised, so are those of its layer, and stay so."""
+    raw = text_part(raw)
+    dialect = _dialect_of(raw, tensors)
+    config = _config(raw, dialect, target, options.rope_theta)
+    if dialect.among:
+        tensors = {name: tensors[name] for name in tensors if name.startswith(dialect.among)}
+    tensors = each_expert(tensors)
+    table, quantised = dialect.table(config), quantisation(raw)
+    if quantised is None:
+        return Described(config, table, tensors)
+    table, tensors, groups = as_stored(table, tensors, quantised)
+    return Described(config, table, tensors, groups=groups)
+
+
+def _bind(
+    config: MtpConfig,
+    params: MtpParams,
+    target: TargetConfig,
+    options: EagleOptions,
     *,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
+    int8: bool,
+    mesh: Mesh | None,
 ) -> MtpDraft:
-    """Load an MTP layer, from the folder of its target or from one of its own.
-
-    Where the target's linears are quantised, so are those of its layer, and stay so.
-
-    Raises:
-      FileNotFoundError: if the folder or one of its files is missing.
-      ValueError: if it does not belong to the target, its layer is not computed here, or a file is
-        damaged.
-    """
-    with open_folder(source, mesh, revision) as folder:
-        raw, tensors = text_part(folder.raw), folder.tensors
-        dialect = _dialect_of(raw, tensors)
-        config = _config(raw, dialect, target.config, options.rope_theta)
-        with folder.named():
-            config.check_fits(target.config)
-        if dialect.among:
-            tensors = {name: tensors[name] for name in tensors if name.startswith(dialect.among)}
-        tensors = each_expert(tensors)
-        table, quantised, groups = dialect.table(config), quantisation(raw), {}
-        if quantised is not None:
-            table, tensors, groups = as_stored(table, tensors, quantised)
-        layer = with_matrices(folder.params(table, tensors, config.dtype), groups)
-    params = MtpParams.bound(layer, config, target.config, target.params)
-    draft = bound(source, config, params, target, options, mesh, MtpDraft)
+    draft = MtpDraft.bind(config, params, target, options, int8=int8, mesh=mesh)
     layer = packed_params(draft.params.layer, config.dtype)
     return replace(draft, params=replace(draft.params, layer=layer))
 
@@ -169,3 +166,6 @@ def _config(
         rope_theta=config.rope_theta if theta is None else theta,
         hidden_first=dialect.hidden_first,
     )
+
+
+load = FeatureFiles(_described, MtpParams.bound, _bind, EagleOptions, made_for).load

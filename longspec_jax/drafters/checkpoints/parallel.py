@@ -41,23 +41,9 @@ def load_draft(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> tuple[ParallelConfig, Any]:
-    """Load a parallel LongSpec draft.
+    """Load a parallel LongSpec draft: its configuration and a tree of its parameters.
 
-    Args:
-      source: a folder with ``config.json`` and weights, or a hub id.
-      target: the configuration of its target.
-      dtype: to which the weights are cast; the target's dtype if absent, because the draft computes
-        on the target's embeddings and keys.
-      mesh: devices to shard over by the project's rules; the first device if absent.
-      revision: branch, tag or commit of a hub id.
-
-    Returns:
-      Its configuration, and its parameters as a tree: the layers, and the Markov head beside them.
-
-    Raises:
-      FileNotFoundError: if the draft or one of its files is missing.
-      ValueError: if the draft does not belong to the target, or its files are damaged or do not fit
-        together.
+    Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.longspec.load_draft`.
     """
     with open_folder(source, mesh, revision) as folder:
         config = draft_config(folder.raw, target, dtype)
@@ -111,12 +97,7 @@ def load(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> ParallelDraft:
-    """Load a parallel LongSpec draft from a folder or a hub id.
-
-    Raises:
-      FileNotFoundError: if the draft or one of its files is missing.
-      ValueError: if it does not belong to the target, or a file is damaged.
-    """
+    """The same bound to its target, with its options applied."""
     config, params = load_draft(
         source, target.config, dtype=target.config.dtype, mesh=mesh, revision=revision
     )

@@ -127,6 +127,10 @@ class Architecture:
 
     name: str
     """Hugging Face's class."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Sizes of its own, and Hugging Face's names of them."""
+    only: Mapping[str, object] = field(default_factory=dict)
+    """Keys of its own that have one value if they are there."""
     keys: tuple[str, ...] = ()
     """Keys of its own that ``read`` asks for."""
     by_layer: tuple[str, ...] = ()
@@ -158,8 +162,6 @@ _HALVES: dict[str, Change] = {
 
 def _llama(metadata: Metadata, known: Raw) -> Raw:
     """Llama 3.1's scaling is a tensor of divisors; its numbers are found where they explain it."""
-    metadata.only("expert_count", 0)
-    metadata.only("expert_used_count", 0)
     factors = metadata.factors.get("rope_freqs")
     if factors is None or (factors == 1).all():
         return {}
@@ -206,22 +208,17 @@ def _gemma(metadata: Metadata, known: Raw) -> Raw:
     architecture = metadata.prefix.removesuffix(".")
     heads, width = known["num_attention_heads"], known["hidden_size"]
     is_27b = known["num_hidden_layers"] == _LAYERS_27B[architecture]
-    return {
-        "query_pre_attn_scalar": width // heads if is_27b else known["head_dim"],
-        "sliding_window": metadata.whole("attention.sliding_window", None, 1),
-    }
+    return {"query_pre_attn_scalar": width // heads if is_27b else known["head_dim"]}
 
 
 def _gemma2(metadata: Metadata, known: Raw) -> Raw:
     names = (f"{name}_logit_softcapping" for name in ("attn", "final"))
     caps = {name: metadata.number(name) if metadata.has(name) else None for name in names}
-    metadata.only("attention.sliding_window_pattern", 2)
     return _gemma(metadata, known) | caps
 
 
 def _gemma3(metadata: Metadata, known: Raw) -> Raw:
     """The local base and the pattern of layers are not in older files."""
-    metadata.only("final_logit_softcapping", 0.0)
     raw = _gemma(metadata, known)
     raw["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10000.0)
     return raw | _pattern(metadata, known["num_hidden_layers"])
@@ -341,49 +338,24 @@ def _mistral3(metadata: Metadata, known: Raw) -> Raw:
     return {"rope_scaling": scaling}
 
 
-def _softmax_experts(metadata: Metadata, known: Raw) -> Raw:
-    """The number of experts, and that the weights of the chosen ones are those of a softmax."""
-    metadata.only("expert_gating_func", 1)
-    metadata.only("expert_weights_scale", 1.0)
-    metadata.only("expert_shared_count", 0)
-    chosen = metadata.whole("expert_used_count", least=1)
-    return {"num_experts_per_tok": chosen}
-
-
 def _qwen3moe(metadata: Metadata, known: Raw) -> Raw:
     """llama.cpp always lets the weights of the chosen experts add up to 1."""
-    metadata.only("expert_weights_norm", True)
-    return _softmax_experts(metadata, known) | {
-        "num_experts": metadata.whole("expert_count", least=1),
-        "moe_intermediate_size": metadata.whole("expert_feed_forward_length", least=1),
-        "norm_topk_prob": True,
-    }
+    return {"norm_topk_prob": True}
 
 
 def _gpt_oss(metadata: Metadata, known: Raw) -> Raw:
-    metadata.only("expert_gating_func", 3)  # A softmax over the chosen ones.
+    """The ramp of the scaling begins and ends within a pair, which no key says."""
     scaling = known.get("rope_scaling")
-    return {
-        "num_local_experts": metadata.whole("expert_count", least=1),
-        "num_experts_per_tok": metadata.whole("expert_used_count", least=1),
-        "intermediate_size": metadata.whole("expert_feed_forward_length", least=1),
-        "sliding_window": metadata.whole("attention.sliding_window", least=1),
-        # The ramp begins and ends within a pair, which no key says.
-        "rope_scaling": {**scaling, "truncate": False} if scaling else None,
-    } | _pattern(metadata, known["num_hidden_layers"])
+    scaling = {**scaling, "truncate": False} if scaling else None
+    return {"rope_scaling": scaling} | _pattern(metadata, known["num_hidden_layers"])
 
 
 def _qwen35(metadata: Metadata, known: Raw) -> Raw:
     """Recurrent layers; the blocks that predict several tokens are counted among the layers."""
-    values = metadata.whole("ssm.time_step_rank", least=1)
-    drafts = metadata.whole("nextn_predict_layers", 0)
+    values, drafts = known["linear_num_value_heads"], metadata.whole("nextn_predict_layers", 0)
     return {
         "num_hidden_layers": known["num_hidden_layers"] - drafts,
         "full_attention_interval": metadata.whole("full_attention_interval", 4, 1),
-        "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel", least=1),
-        "linear_key_head_dim": metadata.whole("ssm.state_size", least=1),
-        "linear_num_key_heads": metadata.whole("ssm.group_count", least=1),
-        "linear_num_value_heads": values,
         "linear_value_head_dim": metadata.whole("ssm.inner_size", least=1) // values,
     }
 
@@ -433,14 +405,12 @@ def _offset(*names: str) -> dict[str, Change]:
     return dict.fromkeys((*names, "output_norm"), layouts.without_one)
 
 
+_WINDOW = {"attention.sliding_window": "sliding_window"}
 _GEMMA2 = Architecture(
     "Gemma2ForCausalLM",
-    keys=(
-        "attention.sliding_window",
-        "attention.sliding_window_pattern",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-    ),
+    renamed=_WINDOW,
+    only={"attention.sliding_window_pattern": 2},
+    keys=("attn_logit_softcapping", "final_logit_softcapping"),
     read=_gemma2,
     layer=_LAYER
     | _QK
@@ -459,17 +429,11 @@ _GEMMA2 = Architecture(
     ),
 )
 _EXPERTS = tuple(f"ffn_{name}_exps" for name in ("gate", "up", "down"))
-_EXPERT_KEYS = (
-    "expert_count",
-    "expert_used_count",
-    "expert_feed_forward_length",
-    "expert_gating_func",
-)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         "LlamaForCausalLM",
-        keys=("expert_count", "expert_used_count"),
+        only={"expert_count": 0, "expert_used_count": 0},
         read=_llama,
         changes=_HALVES,
         factors=("rope_freqs",),
@@ -478,12 +442,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("Qwen3ForCausalLM", layer=_LAYER | _QK),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM",
-        keys=(
-            *_EXPERT_KEYS,
-            "expert_weights_norm",
-            "expert_weights_scale",
-            "expert_shared_count",
-        ),
+        renamed={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        only={
+            "expert_gating_func": 1,  # A softmax over all.
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.0,
+            "expert_shared_count": 0,
+        },
         read=_qwen3moe,
         layer=_PRE | _ATTENTION | _QK | {"ffn_gate_inp": "mlp.gate"},
         experts=_EXPERTS,
@@ -493,12 +462,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": replace(
         _GEMMA2,
         name="Gemma3ForCausalLM",
-        keys=(
-            "attention.sliding_window",
-            "attention.sliding_window_pattern",
-            "final_logit_softcapping",
-            "rope.freq_base_swa",
-        ),
+        only={"final_logit_softcapping": 0.0},
+        keys=("attention.sliding_window_pattern", "rope.freq_base_swa"),
         read=_gemma3,
     ),
     "gemma4": Architecture(
@@ -576,11 +541,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
-        keys=(
-            *_EXPERT_KEYS,
-            "attention.sliding_window",
-            "attention.sliding_window_pattern",
-        ),
+        renamed=_WINDOW
+        | {
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        only={"expert_gating_func": 3},  # A softmax over the chosen ones.
+        keys=("attention.sliding_window_pattern",),
         read=_gpt_oss,
         layer=_ATTENTION
         | {
@@ -595,20 +563,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM",
+        renamed={
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+        },
         keys=(
             "full_attention_interval",
             "nextn_predict_layers",
             "rope.dimension_sections",
-            *(
-                f"ssm.{name}"
-                for name in (
-                    "conv_kernel",
-                    "state_size",
-                    "group_count",
-                    "time_step_rank",
-                    "inner_size",
-                )
-            ),
+            "ssm.inner_size",
         ),
         read=_qwen35,
         layer=_ATTENTION

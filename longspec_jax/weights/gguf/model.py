@@ -52,6 +52,10 @@ def gguf_config(path: Path) -> JsonObject:
     alike = (key for key in KEYS if key not in architecture.by_layer and metadata.has(key))
     raw |= {KEYS[key]: _of_all_layers(metadata, key) for key in alike}
     raw |= _shapes(file, metadata)
+    for key, value in architecture.only.items():
+        metadata.only(key, value)
+    sizes = architecture.renamed.items()
+    raw |= {ours: metadata.whole(key, least=1) for key, ours in sizes}
     raw |= architecture.read(metadata, raw)
     raw["model_type"] = FAMILIES[raw["architectures"][0]].model_type
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -177,7 +181,7 @@ def _architecture(file: GgufFile) -> tuple[str, Architecture]:
 
 def _check_keys(file: GgufFile, name: str, architecture: Architecture) -> None:
     """Refuse a key of the architecture's that no rule names."""
-    known = {*KEYS, *SHAPES, *architecture.keys}
+    known = {*KEYS, *SHAPES, *architecture.renamed, *architecture.only, *architecture.keys}
     own = (
         key.removeprefix(f"{name}.") for key in file.metadata.values if key.startswith(f"{name}.")
     )

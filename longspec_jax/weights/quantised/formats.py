@@ -9,7 +9,7 @@ Sources: compressed-tensors 0.20 (``quantization/quant_args.py``, ``quant_scheme
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,23 +66,11 @@ def quantisation(raw: JsonObject) -> Quantisation | None:
         return None
     part = raw.part(key)
     method = part.text("quant_method", "compressed-tensors" if key == QUANTISATION[1] else "")
-    readers = {
-        "compressed-tensors": _compressed_tensors,
-        "fp8": _fp8,
-        "gptq": _gptq,
-        "awq": _awq,
-        "mxfp4": _mxfp4,
-    }
-    if method not in readers:
-        raise part.error("quant_method", "is not read", _advice(part, method))
-    return readers[method](part)
-
-
-def _advice(part: JsonObject, method: str) -> str:
-    if method == "bitsandbytes":
+    if method not in METHODS:
         named = "checkpoints of bitsandbytes are made of unquantised ones, which load faster"
-        return f"{named}; {REMEDY}"
-    return REMEDY
+        advice = f"{named}; {REMEDY}" if method == "bitsandbytes" else REMEDY
+        raise part.error("quant_method", "is not read", advice)
+    return METHODS[method](part)
 
 
 def _compressed_tensors(part: JsonObject) -> Quantisation:
@@ -216,6 +204,16 @@ def _mxfp4(part: JsonObject) -> Quantisation:
     The stored tensors show which modules are not.
     """
     return Quantisation(part.origin, (), lambda name: True, experts=True)
+
+
+METHODS: Mapping[str, Callable[[JsonObject], Quantisation]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+}
+"""What reads each ``quant_method``."""
 
 
 def _all_of(part: JsonObject, format: Format) -> Quantisation:

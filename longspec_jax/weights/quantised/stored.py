@@ -159,12 +159,7 @@ class Packed:
         if self.ordered:
             order = _order(_named(tensors, name, "weight_g_idx", (WORD,), (inputs,)), name, group)
 
-        def read(rows: slice, columns: slice) -> np.ndarray:
-            first, last = columns.start // 4, -(-columns.stop // 4)
-            found = np.ascontiguousarray(words.read((rows, slice(first, last)))).view(np.uint8)
-            return found[:, columns.start - 4 * first : columns.stop - 4 * first]
-
-        return _integers(read, shape, words, scale, zero, order, group, self.bits)
+        return _integers(_bytes(words), shape, words, scale, zero, order, group, self.bits)
 
 
 @dataclass(frozen=True)
@@ -211,12 +206,7 @@ class Gptq:
         if f"{name}.g_idx" in tensors:
             order = _order(_named(tensors, name, "g_idx", (WORD,), (inputs,)), name, group)
 
-        def read(rows: slice, columns: slice) -> np.ndarray:
-            first, last = columns.start // 4, -(-columns.stop // 4)
-            found = np.ascontiguousarray(words.read((slice(first, last), rows)).T).view(np.uint8)
-            return found[:, columns.start - 4 * first : columns.stop - 4 * first]
-
-        scale = _transposed(scale)
+        read, scale = _bytes(_transposed(words)), _transposed(scale)
         return _integers(read, shape, words, scale, zero, order, group, self.bits)
 
 
@@ -258,6 +248,9 @@ class Awq:
         return _integers(read, shape, words, _transposed(scale), zero, None, group, 4)
 
 
+FORMATS: tuple[type[Format], ...] = Bytes, Packed, Gptq, Awq
+
+
 def _integers(
     read: Callable[[slice, slice], np.ndarray],
     shape: tuple[int, int],
@@ -294,6 +287,17 @@ def _integers(
     kind = "uint8" if bits == 4 else "int8"
     tensor = Tensor((out, inputs // each), kind, codes, words.file)
     return Stored(tensor, scale, zero, order, group)
+
+
+def _bytes(words: Tensor) -> Callable[[slice, slice], np.ndarray]:
+    """Reads words ``[out, words]`` as bytes, in the inputs' own order."""
+
+    def read(rows: slice, columns: slice) -> np.ndarray:
+        first, last = columns.start // 4, -(-columns.stop // 4)
+        found = np.ascontiguousarray(words.read((rows, slice(first, last)))).view(np.uint8)
+        return found[:, columns.start - 4 * first : columns.stop - 4 * first]
+
+    return read
 
 
 def _named(

@@ -20,12 +20,9 @@ from longspec_jax.weights.quantised import mxfp4
 from longspec_jax.weights.quantised.formats import REMEDY, Quantisation
 from longspec_jax.weights.quantised.stored import (
     FLOATS,
+    FORMATS,
     MISMATCH,
-    Awq,
-    Bytes,
     Format,
-    Gptq,
-    Packed,
     Stored,
 )
 from longspec_jax.weights.tables import Leaf, Part, Table
@@ -34,7 +31,7 @@ SCALE_DTYPE = "float32"
 KERNEL, HEAD, WEIGHT = "/kernel", "head", ".weight"
 EXPERTS = "mlp/expert_gate_up", "mlp/expert_down"
 RECURRENCE = "/recurrence/"
-MARKS = {mark for format in (Bytes, Packed, Gptq, Awq) for mark in format.marks}
+MARKS = {mark for format in FORMATS for mark in format.marks}
 """Tensors that only a quantised linear has."""
 DROPPED = {
     r".*\.(input_scale|activation_scale|input_zero_point)": "activations are not quantised",

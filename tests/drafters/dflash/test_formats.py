@@ -137,11 +137,11 @@ def test_every_dialect_is_read_and_one_is_written(name: str, tmp_path: Path) -> 
 def test_files_of_speculators_come_back_with_the_same_tensors(tmp_path: Path) -> None:
     config = tiny_target_config(vocab_size=37, model_width=16, max_positions=64)
     for folder in (Path(__file__).parent / "speculators").iterdir():
-        draft, params = load_draft(folder, config, random_target(config))
+        draft, params = load_draft(folder, Target(config, random_target(config)))
         assert not params.stores_embedding
         save_draft(tmp_path / folder.name, draft, params)
         assert_same_tensors(folder, tmp_path / folder.name)
-        again, _ = load_draft(tmp_path / folder.name, config, random_target(config))
+        again, _ = load_draft(tmp_path / folder.name, Target(config, random_target(config)))
         assert again == draft
 
 
