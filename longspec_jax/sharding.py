@@ -34,6 +34,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"layers_\d+/factor$", P()),  # [1]
     (r"input_(gate|projection)/kernel$", P()),  # [D, P], [P, D] and [D, L P]
     (r"fuse/kernel$", P(None, "fsdp")),  # [features D, D]
+    (r"(feedback|centroids)/kernel$", P("fsdp", None)),  # [D, D] and [D, C]
     (r"block_\d+/kernel$", P("fsdp", None)),  # [D, D]
     (r"block_\d+/bias$", P(None)),  # [D]
     (r"gate_up/kernel$", P("fsdp", None, "tp")),  # [D, 2, F]

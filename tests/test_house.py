@@ -31,11 +31,11 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 520,
     "files of a request and 4 steps": 15,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 30_898,
-    "token lines of infer": 7_765,
+    "token lines of longspec_jax": 31_176,
+    "token lines of infer": 7_766,
     "token lines of train": 5_380,
     "token lines of configs": 330,
-    "token lines of tests": 41_245,
+    "token lines of tests": 41_460,
     "token lines of benchmarks and contrib": 4_356,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.

@@ -60,6 +60,7 @@ METHODS = {
     "eagle3": Method("eagle3", "an EAGLE-3 draft"),
     "eagle": Method("eagle", "an EAGLE-1 or 2 draft"),
     "mtp": Method("mtp", "a layer of multi-token prediction"),
+    "assistant": Method("assistant", "an assistant of Gemma 4"),
     "medusa": Method("medusa", "Medusa heads"),
     "tokenswift": Method("tokenswift", "the target over a part of its cache, and heads behind it"),
     "dflash": Method("dflash", "a DFlash or DSpark draft"),

@@ -60,6 +60,7 @@ OWN = "mtp"
 """Names the MTP layer among the target's own tensors."""
 PARALLEL = Kind("parallel:ParallelOptions", "checkpoints.parallel:load")
 DFLASH = Kind("dflash:DFlashOptions", "checkpoints.dflash:load")
+ASSISTANT = Kind("assistant:AssistantOptions", "checkpoints.assistant:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
     "LongSpecParallelDraft": PARALLEL,
@@ -75,6 +76,8 @@ ARCHITECTURES = {
     "Qwen3DSparkModel": DFLASH,
     "Gemma4DSparkModel": DFLASH,
     "MTPDraftModel": MTP,
+    "Gemma4AssistantForCausalLM": ASSISTANT,
+    "Gemma4UnifiedAssistantForCausalLM": ASSISTANT,
 }
 """Kinds with weights. A whole model of a family that targets may have is a small language model.
 The published LongSpec drafts name no architecture of their own, so any other one means them."""

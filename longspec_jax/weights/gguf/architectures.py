@@ -490,8 +490,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "per_layer_model_proj": "model.per_layer_model_projection",
             "per_layer_proj_norm": "model.per_layer_projection_norm",
         },
-        layer=_GEMMA2.layer
-        | {
+        layer={
+            **_GEMMA2.layer,
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
             "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
