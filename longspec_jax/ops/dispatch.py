@@ -13,13 +13,11 @@ kernel's backend, and a CPU need not spend the time.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from longspec_jax.ops import hardware
 
 Implementation = Callable[..., Any]
-Given = ParamSpec("Given")
-R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +64,11 @@ class Op:
         )
 
 
-def where_triton_is_not_first(kernel: Callable[Given, R]) -> Callable[Given, R]:
+def where_triton_is_not_first(kernel: Implementation) -> Implementation:
     """A kernel for Mosaic that is refused where Triton's is to be taken, which is listed next."""
 
     @functools.wraps(kernel)
-    def call(*operands: Given.args, **options: Given.kwargs) -> R:
+    def call(*operands: Any, **options: Any) -> Any:
         if hardware.triton_comes_first():
             raise NotImplementedError("Triton's kernel is taken where this jax has it")
         return kernel(*operands, **options)

@@ -7,7 +7,6 @@ in an order of its sums that the tree does not change. ``chunk_attention`` serve
 computes, and :mod:`longspec_jax.ops.dispatch` chooses.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypedDict, Unpack
@@ -21,7 +20,7 @@ from longspec_jax.axes import Array, Queries, Sinks, TreeRows
 from longspec_jax.ops.attention import attention_xla, path, reference
 from longspec_jax.ops.attention.float8 import CODES, scaled
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
-from longspec_jax.ops.dispatch import Given, Implementation, Op, R, where_triton_is_not_first
+from longspec_jax.ops.dispatch import Implementation, Op, where_triton_is_not_first
 from longspec_jax.ops.hardware import (
     AMPERE,
     HOPPER,
@@ -139,10 +138,10 @@ def _chunk_ampere(
     return kernels_ampere.chunk_attention(q, prefix, keys, values, sinks, **options)
 
 
-def _of_generation(hopper: Implementation, other: Callable[Given, R]) -> Callable[Given, R]:
+def _of_generation(hopper: Implementation, other: Implementation) -> Implementation:
     """The kernel for Hopper there, and what refuses where there is no GPU; the other elsewhere."""
 
-    def call(*operands: Given.args, **options: Given.kwargs) -> R:
+    def call(*operands: Any, **options: Any) -> Any:
         found = compute_capability() or HOPPER
         return (hopper if found[0] == HOPPER[0] else other)(*operands, **options)
 
