@@ -5,7 +5,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,8 @@ def test_a_kernel_is_kept_under_one_text(tmp_path) -> None:
 
 
 @pytest.fixture
-def exports(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each kernel that is lowered apart, as on a Hopper GPU."""
+def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
+    """One entry for each kernel that is lowered apart, as on a Hopper GPU, and kept by nobody."""
     found: list[None] = []
     export = launchers.export.export
 
@@ -153,7 +153,12 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
     monkeypatch.setattr(launchers, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(launchers.export, "export", noted)
-    return found
+    kept = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        yield found
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

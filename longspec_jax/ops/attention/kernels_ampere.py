@@ -205,7 +205,7 @@ def _merged(parts: Sequence[_Part], q: Queries, dtype: DTypeLike) -> Partial:
 
 def _merge_kernel(*refs: Ref, parts: int, groups: int) -> None:
     """Merge the splits of 16 packed rows of a key/value head, in ascending order."""
-    *refs, merged, sums = refs
+    *given, merged, sums = refs
     block, kv_head, batch = (jax.lax.axis_index(name) for name in ("block", "kv_head", "batch"))
     shape = MERGED_ROWS, merged.shape[3]
     layout = ampere.rows_layout(shape[1])
@@ -224,7 +224,7 @@ def _merge_kernel(*refs: Ref, parts: int, groups: int) -> None:
     state = numbers(-math.inf, shape[:1], one), numbers(0.0, shape[:1], one)
     state = *state, numbers(0.0, shape, layout)
     for first in range(0, 4 * parts, 4):
-        bounds, out, top, total = refs[first : first + 4]
+        bounds, out, top, total = given[first : first + 4]
         length, split = bounds[batch, 1], bounds[batch, 2]
         reached = jax.lax.div(length + split - 1, split)
 
