@@ -125,6 +125,12 @@ def require_decode_step(kernel: str, rows: int, dtype: DTypeLike) -> None:
         raise NotImplementedError(f"{kernel} takes up to {DECODE_ROWS} rows, not {rows}")
 
 
+def has_kernels(dtype: DTypeLike) -> bool:
+    """Whether this is a GPU whose attention in this dtype is a kernel of ours."""
+    served = dtype in KERNEL_DTYPES and (compute_capability() or (0, 0)) >= AMPERE
+    return served and (triton_is_supported() or mosaic_is_supported())
+
+
 def triton_is_supported() -> bool:
     """Whether this jax has the Triton interface that most kernels are written for."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None

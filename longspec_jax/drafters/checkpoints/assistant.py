@@ -63,7 +63,7 @@ def load(
     """
     with open_folder(source, mesh, revision) as folder:
         tensors = folder.tensors
-        with folder.named():
+        with folder.raw.named():
             config = _config(folder.raw, tensors, target.config)
             config.check_fits(target.config)
         layer = folder.params(draft_table(config), tensors, config.own.dtype)
