@@ -6,13 +6,9 @@ import pytest
 
 from longspec_jax.config.known import PRESETS
 from longspec_jax.config.layers import ExpertsConfig
-from longspec_jax.config.target import TargetConfig
-from longspec_jax.schema import rules
-from longspec_jax.weights.families import FAMILIES
-from longspec_jax.weights.hf_config import LAYER, hf_config, target_config
+from longspec_jax.weights.hf_config import hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject, as_raw
 from longspec_jax.weights.layer_kinds import EXPERTS
-from longspec_jax.weights.rope import SCALINGS
 from tests.kit import each_row
 
 QWEN3_30B_A3B = dict(
@@ -167,16 +163,5 @@ def test_a_dense_architecture_cannot_say_that_there_are_experts():
 
 
 def test_a_table_of_keys_reads_what_it_writes():
-    """Each of its fields carries a rule, by which a value of a file is refused under its key."""
-    for family in FAMILIES.values():
-        assert {*family.keys, *LAYER} <= rules(TargetConfig).keys(), family.model_type
-    for kind, keys in SCALINGS.values():
-        assert {*keys} <= rules(kind).keys(), kind
     experts = ExpertsConfig(7, 2, 12, renormalised=False)
-    raw = as_raw(experts, EXPERTS)
-    assert JsonObject(raw).made(ExpertsConfig, EXPERTS) == experts
-    for key in raw:
-        with pytest.raises(ValueError, match=f"config.json: {key}=-1 must be"):
-            JsonObject(raw | {key: -1}).made(ExpertsConfig, EXPERTS)
-    with pytest.raises(ValueError, match="chosen=8 .*; chosen is num_experts_per_tok"):
-        JsonObject(raw | {"num_experts_per_tok": 8}).made(ExpertsConfig, EXPERTS)
+    assert JsonObject(as_raw(experts, EXPERTS)).made(ExpertsConfig, EXPERTS) == experts

@@ -394,8 +394,9 @@ def _bound(
     vocabulary: ArrayLike | None,
     tied: bool,
 ) -> DFlashParams:
-    heads = {name: layer.pop(name, None) for name in BLOCK_HEADS}
-    return replace(DFlashParams.bound(layer, config, target, target_params, vocabulary), **heads)
+    markov, confidence, selector = (layer.pop(name, None) for name in BLOCK_HEADS)
+    params = DFlashParams.bound(layer, config, target, target_params, vocabulary)
+    return replace(params, markov=markov, confidence=confidence, selector=selector)
 
 
 FILES = FeatureFiles(

@@ -149,7 +149,7 @@ class FeatureFiles(Generic[C, P, D]):
         config, given = target.config, options or self.options()
         with open_folder(source, mesh, revision) as folder:
             found = self.describe(folder.raw, folder.tensors, config, given)
-            with folder.raw.named():
+            with folder.named():
                 found.config.check_fits(config)
                 vocabulary = vocabulary_of(found.tensors, found.config)
             layer = folder.params(found.table, found.tensors, config.dtype)
@@ -176,10 +176,9 @@ class FeatureFiles(Generic[C, P, D]):
         if draft.seen.window is not None and given.window is None and made_for is not None:
             warnings.warn(
                 f"{source}: the draft was made for {int(made_for * (given.yarn or 1))} positions "
-                f"and the target for "
-                f"{target.config.max_positions}, so it sees the first {draft.seen.sinks} and the "
-                f"last {draft.seen.window} tokens of a text; the draft option window=N changes "
-                "that",
+                f"and the target for {target.config.max_positions}, so it sees the first "
+                f"{draft.seen.sinks} and the last {draft.seen.window} tokens of a text; the draft "
+                "option window=N changes that",
                 stacklevel=2,
             )
         return draft
