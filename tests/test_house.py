@@ -31,17 +31,17 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 520,
     "files of a request and 4 steps": 15,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 31_176,
-    "token lines of infer": 7_766,
-    "token lines of train": 5_380,
-    "token lines of configs": 330,
-    "token lines of tests": 41_460,
-    "token lines of benchmarks and contrib": 4_356,
+    "token lines of longspec_jax": 31_217,
+    "token lines of infer": 7_748,
+    "token lines of train": 5_378,
+    "token lines of configs": 322,
+    "token lines of tests": 39_440,
+    "token lines of benchmarks and contrib": 4_181,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 0,
     "** of a variable into calls": 18,
-    "lines with ': Any'": 89,
+    "lines with ': Any'": 85,
 }
 SOURCE = "longspec_jax", "infer", "train", "configs"
 BESIDE = "benchmarks", "contrib"
