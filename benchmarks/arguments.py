@@ -296,7 +296,7 @@ TRAIN: Options = {
     "accumulation": _of(COUNT, "micro-batches of a step", 4),
     "steps": _of(COUNT, "timed steps, after one warm-up step", 4),
 }
-PEERS = "ours", "ours-fastest", "vllm", "vllm-invariant", "jetspec", "transformers", "llama.cpp"
+PEERS = "ours", "ours-fastest", "vllm", "vllm-invariant", "transformers", "jetspec", "llama.cpp"
 """Engines that are measured beside one another (:mod:`benchmarks.peers`)."""
 PEER: Options = {
     "peer": _each(one_of(PEERS), f"any of {', '.join(PEERS)}", [*PEERS]),
