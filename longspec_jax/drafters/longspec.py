@@ -47,7 +47,8 @@ from longspec_jax.models.layers import (
     applied,
     rotary_angles,
 )
-from longspec_jax.models.target import HEADS, capped, scaled
+from longspec_jax.models.target import HEADS, scaled
+from longspec_jax.ops.attention.attention_xla import capped
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.layer import add, rotate, split_heads, split_into

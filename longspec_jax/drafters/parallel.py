@@ -37,7 +37,8 @@ from longspec_jax.drafters.tables import BlockParams
 from longspec_jax.drafters.tree import Tree, beam_search, plant
 from longspec_jax.drafters.window import Entries, Rows, Seen
 from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm, applied, parameter
-from longspec_jax.models.target import capped, scaled, stored_logits
+from longspec_jax.models.target import scaled, stored_logits
+from longspec_jax.ops.attention.attention_xla import capped
 from longspec_jax.ops.attention.dispatch import (
     prefix_attention,
     speculative_attention,

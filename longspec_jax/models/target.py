@@ -33,6 +33,7 @@ from longspec_jax.models.layers import (
     rotary_angles,
 )
 from longspec_jax.models.recurrence import Recur, Recurrence
+from longspec_jax.ops.attention.attention_xla import capped
 from longspec_jax.ops.embedding import look_up
 from longspec_jax.ops.layer import add, added, rms_norm, split_heads, wide_qk_norm
 from longspec_jax.ops.matmul.few_rows import head_matmul_xla
@@ -378,11 +379,6 @@ def scaled(x: Array, factor: float) -> Array:
 def target_logits(products: Array, divisor: float, cap: float | None) -> Array:
     """Logits of the products of hidden states with an LM head: divided, and softly bounded."""
     return capped(products if divisor == 1 else products / divisor, cap)
-
-
-def capped(logits: Array, cap: float | None) -> Array:
-    """``cap * tanh(logits / cap)``; without a cap the logits."""
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def sinks_of(params: PyTree, layer: int) -> Array | None:

@@ -105,7 +105,7 @@ def prefix_attention(
 
 
 def capped(scores: Array, cap: float | None) -> Array:
-    """Scores softly bounded by ``cap``, if there is one."""
+    """``cap * tanh(scores / cap)``, a soft bound; without a cap the scores."""
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
