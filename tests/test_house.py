@@ -31,7 +31,7 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 520,
     "files of a request and 4 steps": 15,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 31_217,
+    "token lines of longspec_jax": 31_218,
     "token lines of infer": 7_748,
     "token lines of train": 5_378,
     "token lines of configs": 322,
