@@ -1,7 +1,7 @@
 """What a training run is, as frozen dataclasses with the range of every number.
 
-Each field is declared here once, with the value it has where nothing else is said: the paper's, if
-the paper has one. :mod:`longspec_jax.recipes` and the config files say what differs.
+Each field is declared here once, with its default: the paper's, if the paper has one.
+:mod:`longspec_jax.recipes` and the config files say what differs.
 :func:`longspec_jax.schema.build` checks types and ranges; rules that concern several fields are
 checked by the dataclasses themselves.
 """

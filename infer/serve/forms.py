@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from longspec_jax.generation.grammar import check_schema
+from longspec_jax.generation.grammar import check_schema, referred
 
 from .tools import NAME, Function, object_of
 
@@ -426,10 +426,7 @@ def types_of(
         if reference == "#":  # All parameters.
             known[reference] = {"object"}
             return known[reference]
-        place, name = reference.removeprefix("#/").partition("/")[::2]
-        shared = root.get(place)
-        inner = shared.get(name) if isinstance(shared, Mapping) else None
-        known[reference] = types_of(inner, root, known, level + 1)
+        known[reference] = types_of(referred(root, reference), root, known, level + 1)
         return known[reference]
     own = schema.get("type")
     if isinstance(own, str):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from longspec_jax.generation.grammar import check_schema
+from longspec_jax.generation.grammar import check_schema, referred
 
 from .forms import LONGEST_VALUE, Around, CallReader, escaped, literal, properties_of, value_of
 from .tools import NAME, Function
@@ -181,15 +181,11 @@ def _constant(value: object) -> str:
 
 
 def _referred(root: Mapping[str, Any], reference: str) -> object:
-    place, _, name = reference.removeprefix("#").removeprefix("/").partition("/")
-    shared = root.get(place)
-    if reference == "#":
-        return root
-    if place not in ("$defs", "definitions") or not isinstance(shared, Mapping):
-        shared = {}
-    if name not in shared:
+    found = referred(root, reference)
+    shared = reference == "#" or reference.startswith(("#/$defs/", "#/definitions/"))
+    if found is None or not shared:
         raise ValueError(f"{reference} is no definition of the schema")
-    return shared[name]
+    return found
 
 
 class GemmaReader:
@@ -299,7 +295,8 @@ def turns_with_responses(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         calls = found[-1].get("tool_calls", []) if found else []
         if len(said) >= len(calls):
             raise ValueError("a tool's message must follow the message that calls the tool")
-        same = [call for call in calls if call["id"] == turn.get("tool_call_id", "")]
-        [name, *_] = [call["function"]["name"] for call in (*same, calls[len(said)])]
-        found[-1]["tool_responses"] = [*said, {"name": name, "response": turn["content"]}]
+        named = (call for call in calls if call["id"] == turn.get("tool_call_id", ""))
+        answered = next(named, calls[len(said)])
+        response = {"name": answered["function"]["name"], "response": turn["content"]}
+        found[-1]["tool_responses"] = [*said, response]
     return found

@@ -285,7 +285,7 @@ def check_schema(schema: object) -> None:
     while news:
         news = False
         for reference in [one for one, has in ends.items() if not has]:
-            ends[reference] = _ends(_referred(schema, reference), ends)
+            ends[reference] = _ends(referred(schema, reference), ends)
             news |= ends[reference]
     if not ends["#"]:
         endless = next((one for one, has in ends.items() if not has and one != "#"), "#")
@@ -302,9 +302,13 @@ def _check_length(source: str) -> None:
         )
 
 
-def _referred(schema: Mapping[str, Any], reference: str) -> object:
-    place, name = reference.removeprefix("#").removeprefix("/").partition("/")[::2]
-    return schema[place][name] if place else schema
+def referred(schema: Mapping[str, Any], reference: str) -> object:
+    """What a ``$ref`` within a JSON schema names; None if there is nothing of this name."""
+    if reference == "#":
+        return schema
+    place, _, name = reference.removeprefix("#/").partition("/")
+    shared = schema.get(place)
+    return shared.get(name) if isinstance(shared, Mapping) else None
 
 
 def _ends(schema: object, ends: Mapping[str, bool]) -> bool:

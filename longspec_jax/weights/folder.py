@@ -1,7 +1,7 @@
 """A draft's folder while it is open: its ``config.json``, and the tensors of a table."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,10 +34,6 @@ class OpenFolder:
     def tensors(self) -> Tensors:
         """All that are stored; raises as :func:`.model_files.open_model` does."""
         return open_model(self.path, self.stack)
-
-    def named(self) -> AbstractContextManager[None]:
-        """Name ``config.json`` in front of every ValueError that is raised inside."""
-        return self.raw.named()
 
     def params(self, table: Table, tensors: Tensors, dtype: str) -> Any:
         """The parameters of a table; raises ValueError unless these tensors are its own."""

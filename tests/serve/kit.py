@@ -308,7 +308,7 @@ def serving(
 def child(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """A server of the toy in a process of its own, and the lines that say it is ready.
 
-    Whoever asked for it ends it. It has to end well, and without a traceback.
+    The test has to end it. It must exit with status 0 and without a traceback.
     """
     target, draft = save_toy(folder)
     given = [f"--target={target}", f"--draft={draft}", "--tree=1", "--prefill_chunk=32"]

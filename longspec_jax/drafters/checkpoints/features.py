@@ -149,7 +149,7 @@ class FeatureFiles(Generic[C, P, D]):
         config, given = target.config, options or self.options()
         with open_folder(source, mesh, revision) as folder:
             found = self.describe(folder.raw, folder.tensors, config, given)
-            with folder.named():
+            with folder.raw.named():
                 found.config.check_fits(config)
                 vocabulary = vocabulary_of(found.tensors, found.config)
             layer = folder.params(found.table, found.tensors, config.dtype)

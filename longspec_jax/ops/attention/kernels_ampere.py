@@ -89,11 +89,7 @@ def speculative_attention(
 ) -> Float[Array, "B T N H"]:
     """One softmax over the prefix and, masked, the fresh tokens."""
     factor = _factor(q, scale, cap)
-    return _finished([_to_prefix(q, prefix, factor), _to_fresh(q, fresh, factor)], sinks, q)
-
-
-def _finished(parts: Sequence[_Part], sinks: Sinks | None, q: Queries) -> Queries:
-    """The merged output, of which sinks are part."""
+    parts = _to_prefix(q, prefix, factor), _to_fresh(q, fresh, factor)
     found = _merged(parts, q, q.dtype if sinks is None else jnp.float32)
     return with_sinks(found, sinks).out.astype(q.dtype)
 

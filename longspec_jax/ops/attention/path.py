@@ -88,7 +88,7 @@ def split_of(position: Lengths, kv_heads: int, groups: int, narrow: bool = False
 
 
 def whole_steps(position: Lengths, slots: int, splits: int) -> Lengths:
-    """The slots of each of so many splits, in whole steps, that reach a query at this position."""
+    """Slots of a split, in whole steps, if so many splits reach a query at this position."""
     shared = slots * splits
     return jax.lax.div(reach(position) + shared - 1, shared) * slots
 

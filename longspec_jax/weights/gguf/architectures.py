@@ -238,7 +238,8 @@ def _pattern(metadata: Metadata, layers: int) -> Raw:
 def _gemma4(metadata: Metadata, known: Raw) -> Raw:
     """Layers with a window have heads of another width and number, and another base.
 
-    The share of a head that turns is told by divisors, which are 1 or without a measure.
+    What the rotary frequencies are divided by says which share of a head rotates: 1 there, and 1e30
+    for the rest.
     """
     pattern = _pattern(metadata, known["num_hidden_layers"])
     if "layer_types" not in pattern:
