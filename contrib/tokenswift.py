@@ -322,7 +322,7 @@ def load(
         )
         sizes = raw.whole("hidden_size"), raw.whole("vocab_size"), theirs.num_layers
         tensors = {name: found[name] for name in found if name.startswith(_PREFIX)}
-        with folder.named():
+        with folder.raw.named():
             config = TokenSwiftConfig(
                 *(raw.whole("medusa_heads"), *sizes, theirs.norm_eps, theirs.dtype),
                 logits_divisor=theirs.logits_divisor,
