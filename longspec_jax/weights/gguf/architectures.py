@@ -9,22 +9,19 @@ Source: llama.cpp's ``conversion/*.py``, which write these files, and its ``src/
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from longspec_jax.config.layers import yarn_magnitude
 from longspec_jax.weights.checkpoint import Tensor
-from longspec_jax.weights.gguf import layouts
-from longspec_jax.weights.gguf.blocks import decoded, packed
+from longspec_jax.weights.gguf import gemma, layouts
+from longspec_jax.weights.gguf.experts import all_experts, each_expert
 from longspec_jax.weights.gguf.file import StoredTensor
 from longspec_jax.weights.gguf.layouts import Change
-from longspec_jax.weights.json_files import JsonObject
-
-Raw: TypeAlias = dict[str, Any]
-"""Keys of a ``config.json``."""
+from longspec_jax.weights.gguf.metadata import Metadata, Raw, Reader, window_pattern
 
 KEYS = {
     "block_count": "num_hidden_layers",
@@ -68,47 +65,6 @@ MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outpu
 """Tensors that are no layer's; the names are without ``.weight`` and ``.bias``."""
 
 
-@dataclass(frozen=True)
-class Metadata:
-    """The keys of an architecture, and what else a configuration is read from."""
-
-    file: JsonObject
-    """All keys of the file."""
-    prefix: str
-    """What its own keys begin with, and a full stop."""
-    factors: Mapping[str, np.ndarray]
-    """Tensors that divide the frequencies of the rotation, by name."""
-    tensors: Collection[str]
-    """Names of all tensors of the file."""
-
-    def has(self, key: str) -> bool:
-        """Whether the file gives a value of the architecture's."""
-        return self.file.has(self.prefix + key)
-
-    def whole(self, key: str, default: int | None = None, least: int = 0) -> int:
-        """A whole number of the architecture's."""
-        return self.file.whole(self.prefix + key, default, least)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number of the architecture's."""
-        return self.file.number(self.prefix + key, default)
-
-    def value(self, key: str) -> Any:
-        """Any value of the architecture's; None if absent."""
-        return self.file.values.get(self.prefix + key)
-
-    def error(self, key: str, rule: str) -> ValueError:
-        """What is wrong with a value, to be raised."""
-        return self.file.error(self.prefix + key, rule, "load another file")
-
-    def only(self, key: str, supported: object) -> None:
-        """Refuse any other value than the one that is computed."""
-        if self.has(key) and self.value(key) != supported:
-            raise self.error(key, f"is not supported, only {supported!r}")
-
-
-Reader: TypeAlias = Callable[[Metadata, Raw], Raw]
-"""Further keys of a ``config.json``, given the metadata and what is known of it."""
 Stacked: TypeAlias = Callable[[Mapping[str, StoredTensor]], dict[str, Tensor]]
 """The tensors of a layer's experts by Hugging Face's names, from those of the file's."""
 
@@ -199,129 +155,13 @@ def _phi3(metadata: Metadata, known: Raw) -> Raw:
     return {**raw, "rope_scaling": scaling, "original_max_position_embeddings": original}
 
 
-_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
-"""Those of Gemma whose scores are scaled by the width of all heads, not of one: by the number of
-layers, as llama.cpp tells them."""
-
-
-def _gemma(metadata: Metadata, known: Raw) -> Raw:
-    architecture = metadata.prefix.removesuffix(".")
-    heads, width = known["num_attention_heads"], known["hidden_size"]
-    is_27b = known["num_hidden_layers"] == _LAYERS_27B[architecture]
-    return {"query_pre_attn_scalar": width // heads if is_27b else known["head_dim"]}
-
-
-def _gemma2(metadata: Metadata, known: Raw) -> Raw:
-    names = (f"{name}_logit_softcapping" for name in ("attn", "final"))
-    caps = {name: metadata.number(name) if metadata.has(name) else None for name in names}
-    return _gemma(metadata, known) | caps
-
-
-def _gemma3(metadata: Metadata, known: Raw) -> Raw:
-    """The local base and the pattern of layers are not in older files."""
-    raw = _gemma(metadata, known)
-    raw["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10000.0)
-    return raw | _pattern(metadata, known["num_hidden_layers"])
-
-
-def _pattern(metadata: Metadata, layers: int) -> Raw:
-    """Which layers have the window: a list, or that every so many-th has none."""
-    key = "attention.sliding_window_pattern"
-    pattern = metadata.value(key)
-    if not isinstance(pattern, list):
-        return {} if pattern is None else {"sliding_window_pattern": metadata.whole(key, least=1)}
-    if len(pattern) != layers or not all(isinstance(each, bool) for each in pattern):
-        raise metadata.error(key, f"must be true or false for each of the {layers} layers")
-    return {"layer_types": [f"{'sliding' if each else 'full'}_attention" for each in pattern]}
-
-
-def _gemma4(metadata: Metadata, known: Raw) -> Raw:
-    """Layers with a window have heads of another width and number, and another base.
-
-    What the rotary frequencies are divided by says which share of a head rotates: 1 there, and 1e30
-    for the rest.
-    """
-    pattern = _pattern(metadata, known["num_hidden_layers"])
-    if "layer_types" not in pattern:
-        rule = "must be true or false for each layer"
-        raise metadata.error("attention.sliding_window_pattern", rule)
-    near = [kind == "sliding_attention" for kind in pattern["layer_types"]]
-    shared = metadata.whole("attention.shared_kv_layers", 0)
-    width, full_width = metadata.whole("attention.key_length_swa", least=1), known["head_dim"]
-    metadata.only("attention.value_length_swa", width)
-    metadata.only("rope.dimension_count_swa", width)
-    factors = metadata.factors.get("rope_freqs")
-    turning = 0 if factors is None else int((factors == 1).sum())
-    if factors is None or {*factors[:turning]} != {1.0} or (factors[turning:] < 1e30).any():
-        raise ValueError(
-            f"{metadata.file.origin}: rope_freqs.weight must be numbers of 1, and then of 1e30, by "
-            "which layers without a window divide their frequencies; load another file"
-        )
-    kv_heads = _by_kind(metadata, "attention.head_count_kv", near)
-    last = [index >= len(near) - shared for index in range(len(near))]
-    mlps = _by_kind(metadata, "feed_forward_length", last)
-    if mlps[True] not in (mlps[False], 2 * mlps[False]):
-        rule = "must be the same of all layers, or twice as much of those that share keys"
-        raise metadata.error("feed_forward_length", rule)
-    own = (
-        f"blk.{index}.attn_v.weight"
-        for index in range(len(near))
-        if not (near[index] or last[index])
-    )
-    raw = pattern | {
-        "head_dim": width,
-        "num_key_value_heads": kv_heads[True],
-        "global_head_dim": full_width,
-        "num_global_key_value_heads": kv_heads[False],
-        "attention_k_eq_v": not any(name in metadata.tensors for name in own),
-        "intermediate_size": mlps[False],
-        "use_double_wide_mlp": mlps[True] != mlps[False],
-        "num_kv_shared_layers": shared,
-        "sliding_window": metadata.whole("attention.sliding_window", least=1),
-        "hidden_size_per_layer_input": metadata.whole("embedding_length_per_layer_input", 0),
-        "vocab_size_per_layer_input": known["vocab_size"],
-        "rope_parameters": {
-            "sliding_attention": {
-                "rope_type": "default",
-                "rope_theta": metadata.number("rope.freq_base_swa", 10000.0),
-            },
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": metadata.number("rope.freq_base"),
-                "partial_rotary_factor": turning / len(factors),
-            },
-        },
-    }
-    if metadata.has("final_logit_softcapping"):
-        raw["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
-    if metadata.whole("expert_count", 0):
-        raw |= {
-            "enable_moe_block": True,
-            "num_experts": metadata.whole("expert_count"),
-            "top_k_experts": metadata.whole("expert_used_count", least=1),
-            "moe_intermediate_size": metadata.whole("expert_feed_forward_length", least=1),
-        }
-    return raw
-
-
-def _by_kind(metadata: Metadata, key: str, kinds: Sequence[bool]) -> dict[bool, int]:
-    """A number of all layers, or of each, and then the same of all of a kind."""
-    value = metadata.value(key)
-    if not isinstance(value, list):
-        return dict.fromkeys((True, False), metadata.whole(key, least=1))
-    found = dict(zip(kinds, value, strict=False))
-    if len(value) != len(kinds) or [found[kind] for kind in kinds] != value:
-        raise metadata.error(key, "must be a number for each layer, the same of all of a kind")
-    return {kind: found.get(kind, value[0]) for kind in (True, False)}
-
-
 def _olmo(metadata: Metadata, known: Raw) -> Raw:
     """OLMo 3 is written as OLMo 2 with a window."""
     if not metadata.has("attention.sliding_window"):
         return {}
     raw = {"architectures": ["Olmo3ForCausalLM"]}
     raw |= {"sliding_window": metadata.whole("attention.sliding_window", least=1)}
-    return raw | _pattern(metadata, known["num_hidden_layers"])
+    return raw | window_pattern(metadata, known["num_hidden_layers"])
 
 
 def _mistral3(metadata: Metadata, known: Raw) -> Raw:
@@ -348,7 +188,7 @@ def _gpt_oss(metadata: Metadata, known: Raw) -> Raw:
     """The ramp of the scaling begins and ends within a pair, which no key says."""
     scaling = known.get("rope_scaling")
     scaling = {**scaling, "truncate": False} if scaling else None
-    return {"rope_scaling": scaling} | _pattern(metadata, known["num_hidden_layers"])
+    return {"rope_scaling": scaling} | window_pattern(metadata, known["num_hidden_layers"])
 
 
 def _qwen35(metadata: Metadata, known: Raw) -> Raw:
@@ -361,47 +201,6 @@ def _qwen35(metadata: Metadata, known: Raw) -> Raw:
     }
 
 
-def _each_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Experts of Qwen's, which Hugging Face has one by one."""
-    return {
-        f"mlp.experts.{index}.{name}_proj.weight": layouts.part(decoded(stored), index)
-        for name in ("gate", "up", "down")
-        if (stored := tensors.get(f"ffn_{name}_exps.weight")) is not None
-        for index in range(stored.shape[0] if len(stored.shape) == 3 else 0)
-    }
-
-
-def _all_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """gpt-oss's experts, stacked, gate and up by turns; those of MXFP4 in their own bits."""
-    found: dict[str, Tensor] = {}
-    for kind, named in (("weight", ""), ("bias", "_bias")):
-        each = [tensors.get(f"ffn_{name}_exps.{kind}") for name in ("gate", "up", "down")]
-        if None in each:
-            continue  # Reported as missing.
-        gate, up, down = (stored for stored in each if stored is not None)
-        if gate.shape != up.shape:
-            continue
-        ours = f"mlp.experts.{{}}{named}".format
-        if kind == "weight" and is_mxfp4(tensors):
-            for change, suffix in ((layouts.blocks, "blocks"), (layouts.block_scales, "scales")):
-                halves = (change(packed(stored)) for stored in (gate, up))
-                found[f"{ours('gate_up_proj')}_{suffix}"] = layouts.by_turns(*halves, axis=1)
-                found[f"{ours('down_proj')}_{suffix}"] = change(packed(down))
-            continue
-        one, other, last = map(decoded, (gate, up, down))
-        if kind == "weight":
-            one, other, last = map(layouts.inputs_first, (one, other, last))
-        found[ours("gate_up_proj")] = layouts.by_turns(one, other, axis=-1)
-        found[ours("down_proj")] = last
-    return found
-
-
-def is_mxfp4(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether the matrices of all experts are of MXFP4, and there are some."""
-    kinds = {stored.type.name for name, stored in tensors.items() if name.endswith("_exps.weight")}
-    return kinds == {"MXFP4"}
-
-
 def _offset(*names: str) -> dict[str, Change]:
     return dict.fromkeys((*names, "output_norm"), layouts.without_one)
 
@@ -412,7 +211,7 @@ _GEMMA2 = Architecture(
     renamed=_WINDOW,
     only={"attention.sliding_window_pattern": 2},
     keys=("attn_logit_softcapping", "final_logit_softcapping"),
-    read=_gemma2,
+    read=gemma.read_gemma2,
     layer=_LAYER
     | _QK
     | {
@@ -457,7 +256,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         read=_qwen3moe,
         layer=_PRE | _ATTENTION | _QK | {"ffn_gate_inp": "mlp.gate"},
         experts=_EXPERTS,
-        stacked=_each_expert,
+        stacked=each_expert,
     ),
     "gemma2": _GEMMA2,
     "gemma3": replace(
@@ -465,7 +264,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         name="Gemma3ForCausalLM",
         only={"final_logit_softcapping": 0.0},
         keys=("attention.sliding_window_pattern", "rope.freq_base_swa"),
-        read=_gemma3,
+        read=gemma.read_gemma3,
     ),
     "gemma4": Architecture(
         "Gemma4ForCausalLM",
@@ -484,7 +283,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope.freq_base_swa",
         ),
         by_layer=("attention.head_count_kv", "feed_forward_length"),
-        read=_gemma4,
+        read=gemma.read_gemma4,
         model=MODEL
         | {
             "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -560,7 +359,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         unnamed=frozenset({"attn_sinks"}),
         experts=_EXPERTS,
-        stacked=_all_experts,
+        stacked=all_experts,
     ),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM",

@@ -15,7 +15,6 @@ Source: ggml's ``ggml-quants.c``; the package ``gguf`` dequantises the same way.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float16, Float32, Int8, Shaped, UInt8
 
@@ -122,31 +121,6 @@ class Type(NamedTuple):
     scale_unit: Callable[[Blocks], Unit] | None = None
     """What scales are multiples of; they are int8 then, and so are offsets."""
     offset_unit: Callable[[Blocks], Unit] | None = None
-
-
-def from_blocks(
-    rows: UInt8[np.ndarray, "*out bytes"], name: str, form: Form | None = None
-) -> QuantisedMatrix:
-    """A matrix of GGUF's blocks, exactly.
-
-    Its weights in float32 are those of the package ``gguf``; in 16 bits they are these rounded
-    once, as they are where a matrix is dequantised when it is loaded.
-
-    Args:
-      rows: of the tensor, or of some outputs of it, or of some whole blocks of every output.
-      name: of the type, such as ``Q4_K``.
-      form: wider than the type's own, where it is multiplied together with others
-        (:meth:`Form.of`).
-
-    Raises:
-      NotImplementedError: if the type has no packed form.
-      ValueError: if a row is no whole number of blocks.
-    """
-    form = form or Form.of([name])
-    blocks = as_blocks(rows, name)
-    fields = form.fields(blocks.shape[-2] * TYPES[name].inputs).items()
-    arrays = {key: jnp.asarray(field.of_blocks(blocks, name, form)) for key, field in fields}
-    return form.matrix(arrays)
 
 
 def dequantised(blocks: Blocks, name: str) -> Float32[np.ndarray, "*rows C"]:

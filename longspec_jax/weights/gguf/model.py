@@ -21,13 +21,12 @@ from longspec_jax.weights.gguf.architectures import (
     NOT_TARGETS,
     SHAPES,
     Architecture,
-    Metadata,
-    Raw,
-    is_mxfp4,
 )
 from longspec_jax.weights.gguf.blocks import decoded, packed
+from longspec_jax.weights.gguf.experts import is_mxfp4
 from longspec_jax.weights.gguf.file import GgufFile, StoredTensor, read_gguf
 from longspec_jax.weights.gguf.layouts import Change, moves_rows, same
+from longspec_jax.weights.gguf.metadata import Metadata, Raw
 from longspec_jax.weights.gguf.packed import Blocks
 from longspec_jax.weights.gguf.tokens import stop_tokens
 from longspec_jax.weights.json_files import JsonObject

@@ -4,12 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.weights.gguf.matrices import (
     TYPES,
     Form,
+    as_blocks,
     codes,
     dequantised,
-    from_blocks,
     offsets,
     scales,
 )
@@ -28,6 +29,15 @@ def blocks(name: str, *shape: int) -> np.ndarray:
     if name == "MXFP4":  # Powers of two of float32's normal numbers, and sums below infinity.
         found[..., 0] = found[..., 0] % 128 + 64
     return found.reshape(*shape[:-1], -1)
+
+
+def from_blocks(rows: np.ndarray, name: str, form: Form | None = None) -> QuantisedMatrix:
+    """A matrix of a tensor's rows, in the form of its type unless another is given."""
+    form, cut = form or Form.of([name]), as_blocks(rows, name)
+    fields = form.fields(cut.shape[-2] * TYPES[name].inputs).items()
+    return form.matrix(
+        {key: jnp.asarray(field.of_blocks(cut, name, form)) for key, field in fields}
+    )
 
 
 @each_row("name", TYPES)
