@@ -5,6 +5,7 @@ GPUs would take hours (:class:`longspec_jax.cli.ByMachine`).
 """
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,25 @@ def _draft_option(words: str) -> dict[str, Any]:
     return {**several(cli.draft_option), "metavar": "NAME[=VALUE]", "help": words}
 
 
+def drafting_tree(text: str) -> TreeConfig:
+    """A tree with nodes, for what measures a draft beside plain decoding."""
+    found = cli.tree(text)
+    if not found.num_levels:
+        raise argparse.ArgumentTypeError(
+            f"{text} drafts nothing, and plain decoding is measured beside every tree; name a tree "
+            "with nodes, such as chain:4"
+        )
+    return found
+
+
 def text_tree(text: str) -> TreeConfig | None:
     """A tree with nodes; None for the default choice."""
-    return None if text == DEFAULT else cli.drafting_tree(text)
+    return None if text == DEFAULT else drafting_tree(text)
+
+
+def mesh_text(axes: Mapping[str, int]) -> str:
+    """The argument that names these axes; empty for none."""
+    return ",".join(f"{axis}={size}" for axis, size in axes.items())
 
 
 def draft_source(text: str) -> str:
@@ -135,7 +152,7 @@ ACCEPTANCE = _of(
 SHAPE = _each(one_of([*SHAPES]), f"any of {', '.join(SHAPES)}", ByMachine(["vicuna7b"], ["demo"]))
 DTYPE = _of(one_of(DTYPES), f"one of {', '.join(DTYPES)}", ByMachine("bfloat16", "float32"))
 TREE_WORDS = f"what is verified in a round: {cli.TREE_GRAMMAR}"
-TREE = _of(cli.drafting_tree, TREE_WORDS, ByMachine(DEFAULT_TREE, CHAIN))
+TREE = _of(drafting_tree, TREE_WORDS, ByMachine(DEFAULT_TREE, CHAIN))
 STORED = {
     "choices": ("whole", *GROUPS, Q4_K_M, EXPERTS),
     "default": "whole",
@@ -210,7 +227,7 @@ MATCH: Options = {
         ["oracle", "ngram"],
     ),
     "tree": {
-        **several(cli.drafting_tree),
+        **several(drafting_tree),
         "help": TREE_WORDS,
         "default": ByMachine([*MATCHED_TREES], [MATCHED_TREES[-1]]),
     },

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from infer.output import tree_fields
 from infer.wording import command_words
-from longspec_jax import cli, make_mesh
+from longspec_jax import make_mesh
 from longspec_jax.cli import as_options, settled
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.cache import cache_bytes
@@ -37,7 +37,7 @@ from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.ops.placement import tree_bytes
 
-from .arguments import SHAPES
+from .arguments import SHAPES, mesh_text
 from .models import Model, check_memory, draft_options, draft_state, random_model
 from .report import Report, run_header
 from .rounds import PARTS, Bench, LoopTime, Setting, acceptance_edges
@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> None:
                 mesh=mesh,
             )
             for setting in of_shape:
-                row = {"mesh": cli.mesh_text(arguments.mesh or {}), "draft_options": options}
+                row = {"mesh": mesh_text(arguments.mesh or {}), "draft_options": options}
                 row |= measure(setting, model, roofline.bytes_per_s)
                 report.add(row)
             del model  # Before the next one is drawn.

@@ -34,7 +34,7 @@ from longspec_jax.drafters.tree import Tree, beam_search
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.loading import choose_drafts
 
-from .arguments import SHAPES
+from .arguments import SHAPES, mesh_text
 from .models import random_model
 from .report import Report, Row, run_header
 from .stored import refuse_experts
@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
         jax.devices()[0].device_kind,
         __doc__ or "",
         boundaries=list(arguments.context),
-        mesh=cli.mesh_text(arguments.mesh or {}),
+        mesh=mesh_text(arguments.mesh or {}),
         identical_promised=spec.identical,
     )
     prompts = prompts_of(spec, arguments.context)

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from longspec_jax import cli
 from longspec_jax.cli import settled
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.recipes import base_config, stage
@@ -29,7 +28,7 @@ from train.losses import tokens_at_once
 from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
 from train.target import mlp_tokens_at_once
 
-from .arguments import SHAPES
+from .arguments import SHAPES, mesh_text
 from .models import random_target
 from .report import Report, run_header
 from .timing import rounded
@@ -104,7 +103,7 @@ def measure(
         "stage": "short" if length <= 1024 else "long",
         "sequence": length,
         "gpus": mesh.size,
-        "layout": cli.mesh_text(axes) or "one",
+        "layout": mesh_text(axes) or "one",
         "rows": rows,
         "accumulation": arguments.accumulation,
         "loss_chunk": loss_chunk,

@@ -504,11 +504,6 @@ def mesh(text: str) -> dict[str, int]:
     return axes
 
 
-def mesh_text(axes: Mapping[str, int]) -> str:
-    """The argument that names these axes; empty for none."""
-    return ",".join(f"{axis}={size}" for axis, size in axes.items())
-
-
 def tree(text: str) -> TreeConfig:
     """A tree, every part of which has an effect."""
     try:
@@ -526,17 +521,6 @@ def tree(text: str) -> TreeConfig:
         raise argparse.ArgumentTypeError(
             f"+{found.threshold:g} chooses among the levels below the first, and the tree {shape} "
             f"has none; write {shape}, or a deeper tree"
-        )
-    return found
-
-
-def drafting_tree(text: str) -> TreeConfig:
-    """A tree with nodes, for what measures a draft beside plain decoding."""
-    found = tree(text)
-    if not found.num_levels:
-        raise argparse.ArgumentTypeError(
-            f"{text} drafts nothing, and plain decoding is measured beside every tree; name a tree "
-            "with nodes, such as chain:4"
         )
     return found
 

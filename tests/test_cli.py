@@ -86,8 +86,6 @@ def test_trees_have_parts_with_an_effect() -> None:
     for text, words in (("4@9", "more nodes"), ("4+0.5", "has none"), ("x", "must be the widths")):
         with pytest.raises(argparse.ArgumentTypeError, match=words):
             cli.tree(text)
-    with pytest.raises(argparse.ArgumentTypeError, match="drafts nothing"):
-        cli.drafting_tree("none")
 
 
 def test_names_are_suggested() -> None:
