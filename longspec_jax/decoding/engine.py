@@ -226,10 +226,9 @@ class Engine:
         longest = len(tokens) + int(request.max_new_tokens[0])
         sizes = runner.capacity, runner.slack
         self.prompts.check_fits(len(tokens), longest, *sizes, self._readmits)
-        asked = request.logprobs, request.prompt_logprobs
-        if request.logprobs is not None or request.prompt_logprobs is not None:
-            check_alternatives(runner.contents.logprobs, *asked)
-        alternatives, of_prompt = (-1 if each is None else int(each[0]) for each in asked)
+        shown, of_prompt = request.logprobs, request.prompt_logprobs
+        if shown is not None or of_prompt is not None:
+            check_alternatives(runner.contents.logprobs, shown, of_prompt)
         own = runner.request(request)
         id, self._next_id = self._next_id, self._next_id + 1
         waiting = Waiting(
@@ -240,8 +239,8 @@ class Engine:
             constraint=None if constraint is None else Guarded(constraint),
             candidate=candidate,
             cache_salt=cache_salt,
-            alternatives=alternatives,
-            prompt_alternatives=of_prompt,
+            alternatives=-1 if shown is None else int(shown[0]),
+            prompt_alternatives=-1 if of_prompt is None else int(of_prompt[0]),
         )
         self.prompts.add(waiting)
         return id
@@ -498,19 +497,23 @@ class Engine:
             while self._launches:
                 self._launches.land()
             constraints = self._slots.constraints
-        runner = self.runner
-        held, live = tuple(self._slots.held), self._slots.live
-        if not any(self._may_go_on(id) for id in live):
+        runner, held, under_way = self.runner, tuple(self._slots.held), self._launches.rounds
+        live = dict(self._slots.active)
+        # Each round that is under way emits a token at least.
+        if not any(active.left > under_way[id] for id, active in live.items()):
             return
         most = 1
         if not runner.streams:
             most = most_rounds(len(runner.drafters), self.round_seconds)
-        named, watch = {self._slots.active[id].waiting.candidate for id in live} - {None}, None
+        kind, named, watch = SamplingKind.GREEDY, list[int](), None
+        for active in live.values():
+            kind = max(kind, active.waiting.request.sampling.kind)
+            if (candidate := active.waiting.candidate) is not None:
+                named.append(candidate)
         if named:
-            choice = Choice(max(one for one in named if one is not None), most)
+            choice = Choice(max(named), most)
         else:
             choice, watch = self._choices.next(self._launches.choices, most, len(live))
-        kind = max(self._slots.active[id].waiting.request.sampling.kind for id in live)
         if constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY
         slots = self._slots.of_launch(self.launch_sizes)
@@ -525,7 +528,8 @@ class Engine:
             self._choices.record(choice.candidate, seen, len(live))
             if rounds:
                 self.round_seconds = seconds / rounds
-            for place, id in enumerate(held[slot] for slot in slots):
+            for place, slot in enumerate(slots):
+                id = held[slot]
                 if id is not None and id in self._slots.active and report.count[:, place].any():
                     self._report(id, partial(self._slots.rounds, report, place, id))
 
@@ -540,10 +544,6 @@ class Engine:
         self._outputs.append(output)
         if output.finish is not None and id in self._slots.active:  # It goes on on the device.
             self._release(id)
-
-    def _may_go_on(self, id: int) -> bool:
-        """Whether a request may need a round beyond those under way, each of at least a token."""
-        return self._slots.active[id].left > self._launches.rounds_of(id)
 
     def _launch(
         self,

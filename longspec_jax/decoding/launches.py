@@ -7,7 +7,7 @@ donated; an engine may go on behind one.
 import logging
 import math
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -103,13 +103,14 @@ class LaunchQueue:
         """The launches of rounds."""
         return [launch.choice for launch in self._launches if launch.choice is not None]
 
-    def rounds_of(self, id: int) -> int:
-        """Rounds under way in which a request takes part."""
-        return sum(
-            launch.choice.rounds
-            for launch in self._launches
-            if launch.choice is not None and id in launch.held
-        )
+    @property
+    def rounds(self) -> Counter[int | None]:
+        """How many rounds are under way, by the request that takes part in them."""
+        found: Counter[int | None] = Counter()
+        for launch in self._launches:
+            if launch.choice is not None:
+                found.update(dict.fromkeys(launch.held, launch.choice.rounds))
+        return found
 
     def add(
         self,

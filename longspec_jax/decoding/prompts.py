@@ -49,7 +49,6 @@ class Waiting(NamedTuple):
     prompt_alternatives: int = -1
     """The same of its prompt; -1 where it has emitted something, and they were reported."""
 
-    @property
     def rank(self) -> tuple[int, int]:
         """Its place in the queue."""
         return self.priority, self.id
@@ -176,21 +175,22 @@ def plan(now: Snapshot) -> Plan:
     eligible = [index for index, one in enumerate(now.queued) if not one.held_back]
     full = len(now.prefilling) >= now.most_prefills
     may_admit = len(eligible) >= size and not full
-    left = [
-        (one.priority, one.left, index)
-        for index, one in enumerate(now.prefilling)
-        if one.left is not None
-    ]
-    ready = [(one.priority, index) for index, one in enumerate(now.prefilling) if one.left is None]
+    left, ready, preempt = [], [], None
+    for index, one in enumerate(now.prefilling):
+        if one.left is None:
+            ready.append((one.priority, index))
+        else:
+            left.append((one.priority, one.left, index))
     best = min(ready, default=None)
-    worst = max(((priority, index) for index, priority in enumerate(now.live)), default=None)
-    preempt = best and worst and not now.free and best[0] < worst[0]
+    if best and now.live and not now.free:
+        worst, youngest = max((priority, index) for index, priority in enumerate(now.live))
+        preempt = youngest if best[0] < worst else None
     return Plan(
         admit=tuple(eligible[:size]) if may_admit else (),
         chunk=min(left)[2] if left else None,
         place=best[1] if best and now.free >= size else None,
         postpone=_to_postpone(now, eligible) if full and not now.together else None,
-        preempt=worst[1] if preempt and worst else None,
+        preempt=preempt,
     )
 
 
@@ -255,8 +255,9 @@ class Prompts:
           ValueError: says how many slots it takes.
         """
         most = max(longest - 1, prompt) if readmits else prompt
-        chunks = self.chunk_of(prompt), self.chunk_of(most)
-        needed = max(longest + slack, *(-(-most // chunk) * chunk for chunk in chunks))
+        needed = longest + slack
+        for chunk in {self.chunk_of(prompt), self.chunk_of(most)}:
+            needed = max(needed, -(-most // chunk) * chunk)
         if needed > capacity:
             raise ValueError(
                 f"a prompt of {prompt} tokens and max_new_tokens={longest - prompt} take {needed} "
@@ -274,7 +275,7 @@ class Prompts:
             chunk = self.chunk_of(len(waiting.tokens))
             names = chunk_names(waiting.tokens, chunk, waiting.cache_salt)
             waiting = waiting._replace(names=names)
-        bisect.insort(self.queue, waiting, key=lambda one: one.rank)
+        bisect.insort(self.queue, waiting, key=Waiting.rank)
 
     def cancel(self, id: int) -> bool:
         """Forget a request.
@@ -325,13 +326,15 @@ class Prompts:
           rows: of the slots, where chunks may be found; None before the first prompt.
         """
         runner, waiting = self._runner, [self.queue[index] for index in indices]
-        length = np.asarray([len(one.tokens) for one in waiting], np.int32)
-        tokens = np.zeros((len(waiting), longest := int(length.max())), np.int32)
-        for row, one in zip(tokens, waiting, strict=True):
-            row[: len(one.tokens)] = one.tokens
+        lengths, scored = [len(one.tokens) for one in waiting], False
+        tokens = np.zeros((len(waiting), longest := max(lengths)), np.int32)
+        emitted = np.zeros(len(waiting), np.int32)
+        for row, one in enumerate(waiting):
+            tokens[row, : lengths[row]] = one.tokens
+            emitted[row] = one.emitted
+            scored = scored or one.prompt_alternatives >= 0
         chunk = self.chunk if runner.together else self.chunk_of(longest)
         known = NONE_KNOWN
-        scored = any(one.prompt_alternatives >= 0 for one in waiting)
         if self._reuse and not scored:
             known = self._reuse.take(self._reusable(waiting[0]), longest, chunk, rows)
         allowed, constraints = None, [one.constraint for one in waiting]
@@ -344,21 +347,21 @@ class Prompts:
             runner.drafter,
             runner.params,
             tokens,
-            length,
+            np.asarray(lengths, np.int32),
             requests[0] if len(requests) == 1 else stack(requests),
             shardings=runner.shardings if runner.together else runner.row_shardings,
             capacity=runner.capacity,
             chunk=chunk,
             known=known,
-            emitted=np.asarray([one.emitted for one in waiting], np.int32),
+            emitted=emitted,
             logprobs=runner.contents.logprobs if scored else None,
             allowed=allowed,
         )
         count = -(-longest // chunk) - known.copied
         skipped = max(0, known.total - run_again(runner.drafter.needs, chunk)) * chunk
         self.under_way.append(Prefill(waiting, chunks, chunk, count, skipped))
-        ids = {one.id for one in waiting}
-        self.queue = [one for one in self.queue if one.id not in ids]
+        for index in sorted(indices, reverse=True):
+            del self.queue[index]
 
     def launch(self, prefill: Prefill) -> ChunkLaunch:
         """Launch the next chunk of a prefill under way."""

@@ -5,6 +5,7 @@ were donated to. Who is decoded in them is the engine's affair
 (:class:`longspec_jax.decoding.engine.Engine`).
 """
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -46,8 +47,12 @@ def chunk_sizes(largest: int) -> tuple[int, ...]:
 
 
 def chunk_of(length: int, sizes: Sequence[int]) -> int:
-    """Tokens of the chunks of a prompt: the smallest size that holds it, else the largest."""
-    return next((size for size in sizes if size >= length), sizes[-1])
+    """Tokens of the chunks of a prompt: the smallest size that holds it, else the largest.
+
+    Args:
+      sizes: ascending.
+    """
+    return sizes[min(bisect.bisect_left(sizes, length), len(sizes) - 1)]
 
 
 def bucket_capacity(slots: int) -> int:

@@ -1,5 +1,6 @@
 """Who holds which slot of an engine, how far each request is, and what a scheduler gets of it."""
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -178,8 +179,7 @@ class Slots:
         Args:
           sizes: rows of a launch, ascending; the last one is all slots.
         """
-        live = len(self.held) - self.held.count(None)
-        size = next(size for size in sizes if size >= live)
+        size = sizes[bisect.bisect_left(sizes, len(self.held) - self.held.count(None))]
         if size == len(self.held):
             return [*range(size)]
         by_need = sorted(range(len(self.held)), key=lambda slot: self.held[slot] is None)
