@@ -10,7 +10,7 @@ The output depends on target, prompt, options and seed. Draft and tree change th
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -269,8 +269,7 @@ class LongSpec(Models):
             plan, batch = self._prepare(
                 inputs, generation_config, options, adaptive, return_trees=return_trees
             )
-            asked = {"scores": output_scores, "logits": output_logits}
-            if wanted := [name for name, one in asked.items() if one]:
+            if wanted := ["scores"] * output_scores + ["logits"] * output_logits:
                 check_host(len(wanted), batch.request, plan.target.vocab_size)
             if streamer is not None:
                 on_round = stream_into(streamer, batch.prompts, on_round)
@@ -469,6 +468,6 @@ class LongSpec(Models):
         check_fits(plan.memory, self.mesh, offload=self.offload)
         return plan, batch
 
-    @property
+    @cached_property
     def _known(self) -> Known:
         return Known(self._warm, self._speeds, self._notices)

@@ -199,11 +199,13 @@ def device_bytes(tree: PyTree) -> int:
 def free_bytes(mesh: Mesh | None = None) -> int | None:
     """Bytes that each device of the mesh, or the default one, has left; None if unknown."""
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    if jax.default_backend() == "cpu":  # Its devices share the host's memory, and do not say.
+        free = free_host_bytes()
+        return None if free is None else free // len(devices)
     known = [device.memory_stats() or {} for device in devices]
-    if all("bytes_limit" in stats for stats in known):  # A CPU's does not say.
-        return min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in known)
-    free = free_host_bytes() if jax.default_backend() == "cpu" else None
-    return None if free is None else free // len(devices)
+    if not all("bytes_limit" in stats for stats in known):
+        return None
+    return min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in known)
 
 
 def free_pinned_bytes() -> int | None:
@@ -217,23 +219,27 @@ def free_pinned_bytes() -> int | None:
 
 def free_host_bytes() -> int | None:
     """Available bytes of main memory, by the system's estimate and the container's limit."""
-    bounds = []
+    bounds, group = [], Path("/sys/fs/cgroup")
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        [available] = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-        bounds.append(int(available) * 1024)
+        bounds.append(1024 * _entry(Path("/proc/meminfo"), "MemAvailable:"))
     except (OSError, ValueError):
         pass
-    group = Path("/sys/fs/cgroup")
     try:
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
         # Cached files count as used, but the system frees their memory when it is needed.
-        lines = (group / "memory.stat").read_text().splitlines()
-        [cached] = [line.split()[1] for line in lines if line.startswith("inactive_file ")]
-        bounds.append(limit - used + int(cached))
+        bounds.append(limit - used + _entry(group / "memory.stat", "inactive_file"))
     except (OSError, ValueError):
         pass  # No container, or one without a limit.
     return min(bounds) if bounds else None
+
+
+def _entry(file: Path, name: str) -> int:
+    """The number behind a name in a file of names and numbers, one a line."""
+    for line in file.read_text().splitlines():
+        if line.startswith(f"{name} "):
+            return int(line.split()[1])
+    raise ValueError(f"{file} has no {name}")
 
 
 def check_fits(plan: MemoryPlan, mesh: Mesh | None = None, *, offload: bool = False) -> None:

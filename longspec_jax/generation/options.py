@@ -92,11 +92,10 @@ def resolve(
         batch, or an option that has no effect.
       NotImplementedError: for an option of transformers that is not supported.
     """
-    _check_names(options)
-    given = {key: value for key, value in options.items() if value is not None}
-    given = _supported(given, prompt_lengths)
-    merged = {**_from_config(generation_config, prompt_lengths, given), **given}
-    rows = len(prompt_lengths)
+    given = _supported(_named(options), prompt_lengths)
+    rows, merged = len(prompt_lengths), given
+    if generation_config is not None:
+        merged = {**_from_config(generation_config, prompt_lengths, given), **given}
 
     def option(name: str, dtype: DTypeLike) -> Any:
         declared = OPTIONS[name]
@@ -111,7 +110,6 @@ def resolve(
     filters = {"top_k": top_k > 0, "top_p": top_p < 1, "min_p": min_p > 0}
     if not temperature.any():
         _check_no_filter(given, filters)
-    checked = vocab_size if "eos_token_id" in merged else None
     filtered = (temperature > 0) & np.any([*filters.values()], axis=0)
     with np.errstate(divide="ignore"):
         log_min_p = np.log(min_p).astype(np.float32)
@@ -126,6 +124,9 @@ def resolve(
         )
         adjustments = None if adjustments.neutral else adjustments
     logprobs = _alternatives("logprobs", merged.get("logprobs"), rows)
+    stops: Sequence[Sequence[int]] = [model_stop_tokens] * rows
+    if "eos_token_id" in merged:
+        stops = _stop_sets(merged["eos_token_id"], rows, vocab_size)
     if filtered.any() or adjustments is not None or logprobs is not None:
         kind = SamplingKind.ANY
     sampling = Sampling(
@@ -138,7 +139,7 @@ def resolve(
     )
     return Request(
         sampling,
-        _stop_tokens(merged.get("eos_token_id", model_stop_tokens), rows, checked),
+        _padded(stops),
         option("max_new_tokens", np.int32),
         adjustments=adjustments,
         logprobs=logprobs,
@@ -220,21 +221,26 @@ def sequences_per_prompt(value: object, request: Request) -> int:
     return count
 
 
-def _check_names(options: Mapping[str, Any]) -> None:
-    """Refuse a name that neither this library nor transformers knows, with the nearest one."""
+def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not None.
+
+    A name that neither this library nor transformers knows is refused, with the nearest one.
+    """
+    named = {}
     for name, value in options.items():
         if value is not None and name in _HINTS:
             raise NotImplementedError(f"{name}= is not supported: {_HINTS[name]}")
         if name not in {*OPTIONS, *_HINTS, *_NEUTRAL, "max_length"}:
             raise TypeError(unknown("generation option", name, OPTIONS))
+        if value is not None:
+            named[name] = value
+    return named
 
 
 def _from_config(
-    config: GenerationConfig | None, prompt_lengths: Sequence[int], given: Mapping[str, Any]
+    config: GenerationConfig, prompt_lengths: Sequence[int], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The options that a transformers GenerationConfig sets."""
-    if config is None:
-        return {}
     if isinstance(config, type) or not hasattr(config, "to_diff_dict"):
         raise ValueError(
             f"generation_config must be a transformers GenerationConfig, got {shown(config)}; pass "
@@ -255,14 +261,17 @@ def _supported(
     values: Mapping[str, Any], prompt_lengths: Sequence[int], owner: str = ""
 ) -> dict[str, Any]:
     """The options of this library among those of transformers; others must have no effect."""
-    found = {key: value for key, value in values.items() if key in OPTIONS}
+    found, refused = dict[str, Any](), list[str]()
+    for key, value in values.items():
+        if key in OPTIONS:
+            found[key] = value
+        elif key != "max_length" and _has_effect(key, value):
+            refused.append(key)
     if "max_length" in values and "max_new_tokens" not in values:
         name = f"{owner}max_length"
         found["max_new_tokens"] = _rest(name, values["max_length"], prompt_lengths)
-    others = values.keys() - OPTIONS.keys() - {"max_length"}
-    refused = [key for key in sorted(others) if _has_effect(key, values[key])]
     if refused:
-        named = ", ".join(f"{owner}{key}={shown(values[key])}" for key in refused)
+        named = ", ".join(f"{owner}{key}={shown(values[key])}" for key in sorted(refused))
         remedy = "leave out, or decode with transformers"
         if {"output_scores", "output_logits"} & {*refused}:
             remedy = "leave it out here; generate() itself takes output_scores= and output_logits="
@@ -296,9 +305,10 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
         OPTIONS["do_sample"].rule.read("do_sample", sample)
     if "temperature" in given and "do_sample" not in given:
         sample = None  # A temperature in the call decides alone whether to sample.
-    given_or_default = merged.get("temperature", 1.0 if sample else 0.0)
-    values = by_row("temperature", given_or_default, rows, OPTIONS["temperature"].rule)
-    array = np.asarray(values, np.float32)
+    array = np.full(rows, 1.0 if sample else 0.0, np.float32)
+    if "temperature" in merged:
+        values = by_row("temperature", merged["temperature"], rows, OPTIONS["temperature"].rule)
+        array = np.asarray(values, np.float32)
     if sample is None or (sample and array.all()):
         return array
     if sample:
@@ -321,8 +331,8 @@ def _check_no_filter(given: Mapping[str, Any], acts: Mapping[str, np.ndarray]) -
             )
 
 
-def _stop_tokens(value: object, rows: int, vocab_size: int | None) -> Any:
-    """``[B, n]`` stop tokens, padded with -1: from an id, a set for all rows, or one for each."""
+def _stop_sets(value: object, rows: int, vocab_size: int) -> list[list[int]]:
+    """The stop tokens of every row, from an id, a set for all rows, or one for each."""
     value = as_plain(value)
     items = [value] if is_whole(value) else _listed(value)
     nested = [_listed(item) for item in items if not is_whole(item)]
@@ -334,8 +344,6 @@ def _stop_tokens(value: object, rows: int, vocab_size: int | None) -> Any:
             f"eos_token_id has {len(sets)} stop sets for {rows} prompt{'s' * (rows != 1)}; pass "
             "one set, or one per prompt"
         )
-    width = -(-max(1, *map(len, sets)) // 4) * 4  # In steps, to compile less.
-    stops = np.full((rows, width), -1, np.int32)
     for row, ids in enumerate(sets):
         for token in ids:
             if not is_whole(token):
@@ -344,12 +352,20 @@ def _stop_tokens(value: object, rows: int, vocab_size: int | None) -> Any:
                 raise ValueError(
                     f"eos_token_id={ids} holds a negative id; pass eos_token_id=[] to never stop"
                 )
-            if vocab_size is not None and token >= vocab_size:
+            if token >= vocab_size:
                 raise ValueError(
                     f"eos_token_id={token}{in_row(row, rows)} is outside the target's vocabulary "
                     f"of {vocab_size}, so no row would ever end with it; pass an id below, or "
                     "eos_token_id=[] to never stop"
                 )
+    return sets
+
+
+def _padded(sets: Sequence[Sequence[int]]) -> Any:
+    """``[B, n]`` the stop tokens of every row, padded with -1."""
+    width = -(-max(1, *map(len, sets)) // 4) * 4  # In steps, to compile less.
+    stops = np.full((len(sets), width), -1, np.int32)
+    for row, ids in enumerate(sets):
         stops[row, : len(ids)] = ids
     return stops
 
