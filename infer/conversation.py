@@ -9,7 +9,7 @@ from typing import NamedTuple
 from longspec_jax import LongSpec
 from longspec_jax.cli import counted
 from longspec_jax.generation.inputs import encode_text
-from longspec_jax.generation.requests import RequestOutput
+from longspec_jax.generation.text import RequestOutput
 
 from .arguments import has_penalty, sampling_options
 from .prompts import check_text, encode

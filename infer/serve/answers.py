@@ -16,7 +16,7 @@ from typing import Any
 from longspec_jax.decoding.logprobs import PromptLogprobs, TokenLogprob
 from longspec_jax.decoding.report import RoundTree
 from longspec_jax.drafters.base import proposers
-from longspec_jax.generation.requests import RequestOutput
+from longspec_jax.generation.text import RequestOutput
 
 from .calls import Call
 from .messages import MessageReader

@@ -30,7 +30,8 @@ from functools import partial
 from typing import Any
 
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
-from longspec_jax.generation.requests import RequestEngine, RequestOutput
+from longspec_jax.generation.requests import RequestEngine
+from longspec_jax.generation.text import RequestOutput
 
 from .calls import Row
 from .fields import Refused, defect

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from longspec_jax.decoding.sampling import NO_TOKEN
-from longspec_jax.generation.requests import RequestOutput
+from longspec_jax.generation.text import RequestOutput
 
 from .forms import CallForm, CallReader, overlap
 from .harmony import ByChannels

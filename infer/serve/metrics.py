@@ -20,7 +20,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from longspec_jax.decoding.slots import EngineStatus
-from longspec_jax.generation.requests import RequestOutput
+from longspec_jax.generation.text import RequestOutput
 
 TYPE = CONTENT_TYPE_LATEST
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)

@@ -139,6 +139,11 @@ class Plan:
         return tallest(self.drafters)
 
     @cached_property
+    def lossless(self) -> bool:
+        """Whether every drafter leaves the target its own output."""
+        return all(drafter.lossless for drafter in self.drafters)
+
+    @cached_property
     def runners(self) -> dict[bool, ModelRunner]:
         """What its calls were decoded with so far, by whether rounds were followed."""
         return {}

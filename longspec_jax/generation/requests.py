@@ -12,7 +12,7 @@
 import sys
 import warnings
 from collections.abc import Hashable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Unpack
 
 import jax
@@ -23,7 +23,6 @@ from longspec_jax.config.serving import EngineOptions
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import warmup
 from longspec_jax.decoding.cache import cache_bytes
-from longspec_jax.decoding.constrained import reason_of
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.launches import launch_sizes
 from longspec_jax.decoding.prefill import most_reusable
@@ -32,8 +31,8 @@ from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.runner import ModelRunner
-from longspec_jax.decoding.slots import EngineStatus, StepOutput
-from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.decoding.slots import EngineStatus
+from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.call import shape_for
 from longspec_jax.generation.candidates import candidates_by_load, drafters_for
 from longspec_jax.generation.chat import check_no_open_thought
@@ -43,98 +42,12 @@ from longspec_jax.generation.memory import check_fits, plan_memory
 from longspec_jax.generation.models import Models
 from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
-from longspec_jax.generation.text import Piece, RowText
+from longspec_jax.generation.run import tree_uses
+from longspec_jax.generation.text import TextEngine
 from longspec_jax.schema import read
 
 STOP_WIDTH = 8
 """Most stop tokens of a request, unless the target itself has more."""
-
-
-@dataclass(frozen=True)
-class RequestOutput(StepOutput):
-    """The output of a request in a step: that of the engine, and its text.
-
-    The request is named as it was submitted, and ``finish`` is ``stop`` at
-    a stop string, too. Log-probabilities are of requests that ask with ``logprobs=`` and
-    ``prompt_logprobs=``, trees of an engine made with ``return_trees=True``.
-    """
-
-    text: str = ""
-    """Text that became complete; empty without a tokenizer, while a character is incomplete, and
-    while the text may be the beginning of a stop string."""
-    pieces: tuple[Piece, ...] = ()
-    """The text by the tokens that completed it, and whether each was an accepted draft token."""
-
-
-class TextEngine:
-    """An engine whose requests have texts: what calls, streams and servers step alike."""
-
-    def __init__(self, engine: Engine) -> None:
-        """Read no text yet.
-
-        Args:
-          engine: decodes the requests' tokens.
-        """
-        self.engine = engine
-        self._texts: dict[int, RowText] = {}
-
-    def read(self, id: int, text: RowText | None) -> None:
-        """Have the tokens of a submitted request read as they come; None for tokens alone."""
-        if text is not None:
-            self._texts[id] = text
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request waits or runs."""
-        return self.engine.busy
-
-    def step(self, *, decode: bool = True) -> list[RequestOutput]:
-        """Launch the next rounds and return new output; call it while :attr:`busy`.
-
-        Args:
-          decode: whether rounds are launched, not prompts alone.
-        """
-        outputs: list[RequestOutput] = []
-        stopped = set[int]()  # In this step; of others the engine reports no more.
-        for output in self.engine.step(decode=decode):
-            if output.id not in stopped:
-                outputs.append(self._output(output))
-                stopped |= {output.id} if outputs[-1].finish is not None else set()
-        return outputs
-
-    def cancel(self, id: int) -> None:
-        """End a request before its time; nothing more is reported of it."""
-        self.engine.cancel(id)
-        self._texts.pop(id, None)
-
-    def _output(self, output: StepOutput) -> RequestOutput:
-        pieces: tuple[Piece, ...] = ()
-        ended = output.finish is not None
-        if (own := self._texts.get(output.id)) is not None:
-            try:
-                output, pieces = own.take(output)
-            except Exception as error:  # The tokenizer's, and this request's alone.
-                output = replace(output, finish="error", reason=reason_of(error))
-            if output.finish is not None and not ended:
-                self.engine.cancel(output.id)
-        if output.finish is not None:
-            self._texts.pop(output.id, None)
-        text = "".join(piece.text for piece in pieces)
-        return RequestOutput(**vars(output), text=text, pieces=pieces)
-
-
-def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
-    """What every candidate of an engine has done so far; one without a tree decodes plainly."""
-    return tuple(
-        TreeUse(
-            drafter.name if drafter.tree.num_levels else NoDraft().name,
-            drafter.tree,
-            total.rounds,
-            total.tokens,
-            total.seconds,
-        )
-        for drafter, total in zip(engine.runner.drafters, engine.totals, strict=True)
-    )
 
 
 class RequestEngine(TextEngine):

@@ -18,7 +18,6 @@ from longspec_jax.drafters.base import NoDraft, proposers
 from longspec_jax.generation.activity import Activity, OnActivity, Prefilling, Tuned
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.inputs import Batch
-from longspec_jax.generation.requests import RequestOutput, TextEngine, tree_uses
 from longspec_jax.generation.result import (
     ROUNDS,
     GenerateResult,
@@ -26,9 +25,10 @@ from longspec_jax.generation.result import (
     OnRound,
     Stats,
     StreamRound,
+    TreeUse,
 )
 from longspec_jax.generation.speeds import KnownSpeeds, Settled, settle
-from longspec_jax.generation.text import Piece, continuation
+from longspec_jax.generation.text import Piece, RequestOutput, TextEngine, continuation
 from longspec_jax.generation.warm import WarmShapes, plan_engine
 
 
@@ -119,7 +119,7 @@ class Run:
             draft_state_bytes=engine.draft_bytes,
             memory=self.plan.memory,
             accepted_by_source={proposers(sources, bits): n for bits, n in accepted.items()},
-            lossless=all(drafter.lossless for drafter in self.plan.drafters),
+            lossless=self.plan.lossless,
         )
 
     def plainly(self, compile_seconds: float) -> "Run":
@@ -200,17 +200,18 @@ class Run:
 
         The time that the consumer takes is not counted. Close the iterator to stop early.
         """
-        engine = self.engine
+        engine, begun = self.engine, any(row.tokens for row in self.rows)
         try:
-            if any(row.tokens for row in self.rows):
+            if begun:
                 yield self
             while engine.busy:
                 outputs = self.requests.step()
                 for output in outputs:
                     self._add(output)
                 if outputs:
+                    begun = True
                     yield self
-                elif not any(row.tokens for row in self.rows):
+                elif not begun:
                     self.on_activity(Prefilling(engine.prefilled, len(self.batch.prompts[0])))
         finally:
             engine.finish()
@@ -241,7 +242,7 @@ def start(
     tell = on_activity or _nobody
     settled = Settled(plan)
     if plan.open:
-        identical = is_identical(plan.target) and all(one.lossless for one in plan.drafters)
+        identical = is_identical(plan.target) and plan.lossless
         settled = settle(plan, known.speeds, streams=streams, identical=identical, fixed=fixed)
         first = settled.plan.drafters[settled.first]
         name = first.name if first.tree.num_levels else NoDraft().name
@@ -274,12 +275,13 @@ def prefilled(
         policy, ready = settled.policy(times), settled.weighing(times)
     engine = plan_engine(ready, streams=streams, policy=policy)
     engine.round_seconds = known.warm.round_seconds(plan)
-    requests = TextEngine(engine)
+    requests, rows = TextEngine(engine), list[RowOutput]()
     for row in range(plan.rows):  # The rows' numbers are those of the requests.
         request = batch.request if plan.rows == 1 else batch.request.row(row)
         engine.submit(batch.prompts[row], request)
-        requests.read(row, batch.text(row) if streams else None)
-    rows = [RowOutput(_no_rounds(plan)) for _ in range(plan.rows)]
+        if streams:
+            requests.read(row, batch.text(row))
+        rows.append(RowOutput(_no_rounds(plan)))
     run = Run(
         plan,
         batch,
@@ -301,6 +303,20 @@ def reads_rounds(batch: Batch, on_round: OnRound | None) -> bool:
     many rounds, all behind the stop string would be lost time.
     """
     return on_round is not None or bool(batch.stop_strings)
+
+
+def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
+    """What every candidate of an engine has done so far; one without a tree decodes plainly."""
+    return tuple(
+        TreeUse(
+            drafter.name if drafter.tree.num_levels else NoDraft().name,
+            drafter.tree,
+            total.rounds,
+            total.tokens,
+            total.seconds,
+        )
+        for drafter, total in zip(engine.runner.drafters, engine.totals, strict=True)
+    )
 
 
 def learn(run: Run, stats: Stats) -> None:

@@ -12,6 +12,8 @@ Text is released once no later token can change it. Two kinds of text can still 
   together: one wrong byte turns every byte of the run into U+FFFD. A run is held until it ends.
 
 Decoding starts a few tokens back, never inside a run, so the time is linear in the tokens.
+
+:class:`TextEngine` is an engine whose requests are read so.
 """
 
 import functools
@@ -19,9 +21,12 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from longspec_jax.checks import Tokenizer
+from longspec_jax.decoding.constrained import reason_of
+from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.slots import StepOutput, until
 from longspec_jax.generation.stops import StopStrings
@@ -298,3 +303,76 @@ def loops(tokens: Sequence[int]) -> bool:
     last = len(tokens) - LOOP_TOKENS + 1
     counts = Counter(tuple(tokens[start : start + LOOP_TOKENS]) for start in range(last))
     return any(count > LOOP_TIMES for count in counts.values())
+
+
+@dataclass(frozen=True)
+class RequestOutput(StepOutput):
+    """The output of a request in a step: that of the engine, and its text.
+
+    The request is named as it was submitted, and ``finish`` is ``stop`` at
+    a stop string, too. Log-probabilities are of requests that ask with ``logprobs=`` and
+    ``prompt_logprobs=``, trees of an engine made with ``return_trees=True``.
+    """
+
+    text: str = ""
+    """Text that became complete; empty without a tokenizer, while a character is incomplete, and
+    while the text may be the beginning of a stop string."""
+    pieces: tuple[Piece, ...] = ()
+    """The text by the tokens that completed it, and whether each was an accepted draft token."""
+
+
+class TextEngine:
+    """An engine whose requests have texts: what calls, streams and servers step alike."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Read no text yet.
+
+        Args:
+          engine: decodes the requests' tokens.
+        """
+        self.engine = engine
+        self._texts: dict[int, RowText] = {}
+
+    def read(self, id: int, text: RowText | None) -> None:
+        """Have the tokens of a submitted request read as they come; None for tokens alone."""
+        if text is not None:
+            self._texts[id] = text
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return self.engine.busy
+
+    def step(self, *, decode: bool = True) -> list[RequestOutput]:
+        """Launch the next rounds and return new output; call it while :attr:`busy`.
+
+        Args:
+          decode: whether rounds are launched, not prompts alone.
+        """
+        outputs: list[RequestOutput] = []
+        stopped = set[int]()  # In this step; of others the engine reports no more.
+        for output in self.engine.step(decode=decode):
+            if output.id not in stopped:
+                outputs.append(self._output(output))
+                stopped |= {output.id} if outputs[-1].finish is not None else set()
+        return outputs
+
+    def cancel(self, id: int) -> None:
+        """End a request before its time; nothing more is reported of it."""
+        self.engine.cancel(id)
+        self._texts.pop(id, None)
+
+    def _output(self, output: StepOutput) -> RequestOutput:
+        pieces: tuple[Piece, ...] = ()
+        ended = output.finish is not None
+        if (own := self._texts.get(output.id)) is not None:
+            try:
+                output, pieces = own.take(output)
+            except Exception as error:  # The tokenizer's, and this request's alone.
+                output = replace(output, finish="error", reason=reason_of(error))
+            if output.finish is not None and not ended:
+                self.engine.cancel(output.id)
+        if output.finish is not None:
+            self._texts.pop(output.id, None)
+        text = "".join(piece.text for piece in pieces)
+        return RequestOutput(**vars(output), text=text, pieces=pieces)

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from longspec_jax.decoding.logprobs import PromptLogprobs, TokenLogprob
 from longspec_jax.generation import chat as chat_lib
 from longspec_jax.generation.grammar import Grammar
-from longspec_jax.generation.requests import RequestEngine, RequestOutput
+from longspec_jax.generation.requests import RequestEngine
 from longspec_jax.generation.result import StreamRound
+from longspec_jax.generation.text import RequestOutput
 from tests.generation.test_requests import finished
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import compilations

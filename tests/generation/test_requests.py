@@ -18,7 +18,8 @@ from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation import inputs as inputs_lib
 from longspec_jax.generation import requests as requests_lib
-from longspec_jax.generation.requests import RequestEngine, RequestOutput
+from longspec_jax.generation.requests import RequestEngine
+from longspec_jax.generation.text import RequestOutput
 from tests.infer.toys import STOP, toy_spec
 from tests.kit import compilations
 from tests.refusals import wrong

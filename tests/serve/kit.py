@@ -23,8 +23,8 @@ from infer.serve.metrics import Metrics
 from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.slots import EngineStatus
-from longspec_jax.generation.requests import RequestOutput
 from longspec_jax.generation.result import TreeUse
+from longspec_jax.generation.text import RequestOutput
 from tests.children import opened
 from tests.infer.toys import save_toy
 

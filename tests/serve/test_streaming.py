@@ -19,7 +19,7 @@ from infer.serve.protocol import Completion
 from infer.serve.streaming import Answer, RequestHandle, TokenTexts, token_text
 from longspec_jax.decoding import logprobs
 from longspec_jax.decoding.logprobs import unpacked_logprobs
-from longspec_jax.generation.requests import RequestOutput
+from longspec_jax.generation.text import RequestOutput
 from tests.serve.kit import Client, ScriptedEngine, serving
 
 

@@ -14,7 +14,7 @@ from infer.serve.engine_thread import EngineThread, State
 from infer.serve.fields import Refused
 from infer.serve.metrics import Metrics
 from infer.serve.streaming import RequestHandle
-from longspec_jax.generation.requests import RequestOutput
+from longspec_jax.generation.text import RequestOutput
 from tests.serve.kit import LEVELS, ScriptedEngine
 
 CLIENTS, CALLS = 3, 120

@@ -18,8 +18,7 @@ from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.grammar import Grammar, compile_grammar, vocabulary_of
-from longspec_jax.generation.requests import RequestOutput
-from longspec_jax.generation.text import RowText
+from longspec_jax.generation.text import RequestOutput, RowText
 from tests.generation.grammars import request
 from tests.lookup import LookupDrafter, LookupTarget, random_table
 from tests.serve.talker import (
