@@ -38,7 +38,7 @@ from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, Sampli
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.registry import Kind
 from longspec_jax.drafters.tables import NOT_WHOLE, check_sizes
-from longspec_jax.drafters.tree import Tree, plant, tree_of_levels
+from longspec_jax.drafters.tree import Tree, beam_search, plant
 from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.models.target import head_logits, head_of, target_logits
 from longspec_jax.ops.matmul.few_rows import matmul
@@ -166,11 +166,16 @@ class MedusaDrafter(Drafter):
         if draft.vocabulary is not None:
             noise = noise.among(draft.vocabulary)
 
-        def scores(depth: int) -> Array:
-            return noise.scores(logits[:, depth : depth + 1], depth)
+        def score(
+            memory: tuple[()], tree: Tree, nodes: slice, depth: int
+        ) -> tuple[tuple[()], Array]:
+            # All nodes of a level have the same continuations.
+            found = noise.scores(logits[:, depth : depth + 1], depth)
+            shape = (found.shape[0], nodes.stop - nodes.start, found.shape[2])
+            return memory, jnp.broadcast_to(found, shape)
 
-        return tree_of_levels(
-            view.pending, self.tree, scores, draft.vocabulary, implementation=self.attention
+        return beam_search(
+            view.pending, self.tree, score, (), draft.vocabulary, implementation=self.attention
         )
 
 

@@ -264,31 +264,6 @@ def beam_search(
     return within_budget(_with_seen_selves(tree, config), totals, config)
 
 
-def tree_of_levels(
-    pending: Int[Array, " B"],
-    config: TreeConfig,
-    scores: Callable[[int], Float[Array, "B 1 V"]],
-    vocabulary: Int[Array, " v"] | None = None,
-    implementation: str | None = None,
-) -> Tree:
-    """The tree of the best paths where all nodes of a level have the same continuations.
-
-    Args:
-      pending: the root of every row.
-      config: widths, budget and threshold.
-      scores: of the tokens after the nodes of a depth.
-      vocabulary: as of :func:`beam_search`, as is what follows.
-      implementation: as of :func:`beam_search`.
-    """
-
-    def score(memory: tuple[()], tree: Tree, nodes: slice, depth: int) -> tuple[tuple[()], Array]:
-        found = scores(depth)
-        shape = (found.shape[0], nodes.stop - nodes.start, found.shape[2])
-        return memory, jnp.broadcast_to(found, shape)
-
-    return beam_search(pending, config, score, (), vocabulary, implementation)
-
-
 def _deepen(
     score: Score[Memory],
     choose: Choose,
