@@ -62,7 +62,7 @@ _THIRTEEN_B = dict(
     hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40
 )
 _LLAMA_2 = dict(architectures=["LlamaForCausalLM"], vocab_size=32000, torch_dtype="bfloat16")
-_QWEN_3 = dict(
+QWEN_3 = dict(
     architectures=["Qwen3ForCausalLM"],
     attention_bias=False,
     head_dim=128,
@@ -132,9 +132,9 @@ RELEASED = {
         max_window_layers=64,
         torch_dtype="bfloat16",
     ),
-    "qwen3-8b": _QWEN_3 | dict(hidden_size=4096, intermediate_size=12288),
+    "qwen3-8b": QWEN_3 | dict(hidden_size=4096, intermediate_size=12288),
     # The heads together are wider than the model: 32 of 128 beside 2560.
-    "qwen3-4b": _QWEN_3 | dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True),
+    "qwen3-4b": QWEN_3 | dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True),
 }
 
 
