@@ -25,10 +25,10 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.ops.recurrence import recurrence
-from longspec_jax.ops.recurrence.delta_rule import delta_rule_reference
 from longspec_jax.ops.recurrence.operands import RecurrentTokens, empty_state
 from tests.decoding.lossless import generate, prompts, request
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.ops.recurrence.reference import delta_rule_reference
 
 LENGTHS = np.array([61, 30, 1], np.int32)
 """Of the prompts: beyond a ring of slots, beyond a window, and one token."""

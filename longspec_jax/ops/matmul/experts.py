@@ -23,7 +23,6 @@ kernel has one order of summation for any number of rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -185,23 +184,6 @@ def expert_mlp_partials(
         [parts] = with_sharding("s b t c d", _held_results(x, experts, held, weights, limit=limit))
         out = added(parts)
     return jnp.moveaxis(out * shares[..., None], 2, 0)
-
-
-def expert_mlp_reference(
-    x: Array, experts: Array, shares: Array, weights: ExpertWeights, limit: float | None = None
-) -> Array:
-    """:func:`expert_mlp` in float32, all experts of all rows, nothing sorted or gathered."""
-    weights = weights.plain().whole(x.astype(jnp.float32))
-    wide: Any = jax.tree.map(lambda each: each.astype(jnp.float32), weights)
-    dot = partial(jnp.einsum, precision="highest")
-    inner = dot("btd,eufd->bteuf", x.astype(jnp.float32), wide.gate_up)
-    if wide.gate_up_bias is not None:
-        inner += wide.gate_up_bias
-    out = dot("btef,edf->bted", _gated(inner, wide, limit), wide.down)
-    if wide.down_bias is not None:
-        out += wide.down_bias
-    chosen = jax.nn.one_hot(experts, wide.down.shape[0]) * shares[..., None]
-    return dot("btke,bted->btd", chosen, out).astype(x.dtype)
 
 
 @partitioned("b t d, b t c, b t c, e, e u w d, e d w, e u w, e d -> e b t d")

@@ -25,7 +25,7 @@ cores are the limit."""
 
 
 @dataclass(frozen=True)
-class RowTiles:
+class ExpertTiles:
     """Where the rows of every expert are, in tiles of one height."""
 
     expert: Int[Array, " tiles"]
@@ -38,7 +38,7 @@ class RowTiles:
     """The row of every place; None where every tile has all rows."""
 
 
-def row_tiles(experts: Int[Array, "R k"], held: int, height: int) -> RowTiles:
+def expert_tiles(experts: Int[Array, "R k"], held: int, height: int) -> ExpertTiles:
     """Group the pairs of rows and experts into tiles.
 
     Args:
@@ -51,7 +51,7 @@ def row_tiles(experts: Int[Array, "R k"], held: int, height: int) -> RowTiles:
     if rows == 1:
         # The experts' own order will do. A tile whose expert is absent is computed for nothing.
         count, first = jnp.full(1, chosen, jnp.int32), height * jnp.arange(chosen)
-        return RowTiles(jnp.minimum(experts[0], held - 1), count, first[None], None)
+        return ExpertTiles(jnp.minimum(experts[0], held - 1), count, first[None], None)
     flat, each = experts.reshape(-1), jnp.arange(held)
     loads = (flat == each[:, None]).sum(axis=1, dtype=jnp.int32)
     needed = -(-loads // height)
@@ -70,7 +70,7 @@ def row_tiles(experts: Int[Array, "R k"], held: int, height: int) -> RowTiles:
         source = jnp.zeros(tiles * height, jnp.int32)
         source = source.at[slot].set((pair // chosen).astype(jnp.int32), mode="drop")
     expert, count = jnp.minimum(owner, held - 1), last[-1:]
-    return RowTiles(expert, count, slot.reshape(experts.shape), source)
+    return ExpertTiles(expert, count, slot.reshape(experts.shape), source)
 
 
 def expert_mlps_mosaic(
@@ -86,7 +86,7 @@ def expert_mlps_mosaic(
 
     Args:
       x: rows.
-      experts: as for :func:`row_tiles`. What absent ones yield is 0, or of any expert.
+      experts: as for :func:`expert_tiles`. What absent ones yield is 0, or of any expert.
       weights: of all experts that are here, :class:`longspec_jax.ops.matmul.experts.ExpertWeights`.
       limit: of the gate.
       ordered: whether a row must have the same bits beside any number of others.
@@ -113,7 +113,7 @@ def expert_mlps_mosaic(
         expert_work(height, 1, *sizes, packed=packed)
     from longspec_jax.ops.matmul import experts_mosaic  # Older versions of jax lack its needs.
 
-    tiles = row_tiles(experts.astype(jnp.int32), held, height)
+    tiles = expert_tiles(experts.astype(jnp.int32), held, height)
     if tiles.source is not None:
         x = jnp.take(x, tiles.source, axis=0)
     operands = tiles.expert, tiles.count

@@ -5,13 +5,12 @@ what the state says of its key, times a strength (Gated DeltaNet, arXiv:2412.064
 
     S <- a S;  S <- S + k (beta (v - k S));  o = q S / sqrt(X)
 
-with queries and keys of length 1. :func:`delta_rule_reference` is this, token by token. What the
-tokens of a path write solves a triangular system (the WY form of section 3.3). The matrix relates a
-token to those it sees, so that a tree is a matter of its mask: of two nodes neither of which sees
-the other the entry is zero, and all nodes of a tree are solved at once from the one state before
-its root. A power of the matrix is zero, so its inverse is a product of a few powers. A prompt is
-cut into blocks, which are solved side by side; the state goes from block to block. The forms differ
-by the rounding of float32.
+with queries and keys of length 1. What the tokens of a path write solves a triangular system (the
+WY form of section 3.3). The matrix relates a token to those it sees, so that a tree is a matter of
+its mask: of two nodes neither of which sees the other the entry is zero, and all nodes of a tree
+are solved at once from the one state before its root. A power of the matrix is zero, so its inverse
+is a product of a few powers. A prompt is cut into blocks, which are solved side by side; the state
+goes from block to block. The forms differ by the rounding of float32.
 """
 
 from typing import NamedTuple
@@ -48,28 +47,8 @@ def normalised(x: Array) -> Array:
     return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + NORM_EPS)
 
 
-def delta_rule_reference(memory: Memory, tokens: Operands) -> tuple[Memory, Array]:
-    """The definition, token by token.
-
-    Returns:
-      The state behind the tokens, and what they read, ``[B, T, J, P, Y]``.
-    """
-
-    def step(memory: Array, token: Operands) -> tuple[Array, Array]:
-        q, k, v, log_decay, strength = token
-        memory = memory * jnp.exp(log_decay)[..., None, None]
-        known = _einsum("bjx,bjpxy->bjpy", k, memory)
-        update = (v - known) * strength[..., None]
-        memory = memory + _einsum("bjx,bjpy->bjpxy", k, update)
-        return memory, _einsum("bjx,bjpxy->bjpy", q, memory)
-
-    by_token = jax.tree.map(lambda part: jnp.moveaxis(part, 1, 0), tokens)
-    memory, out = jax.lax.scan(step, memory, by_token)
-    return memory, jnp.moveaxis(out, 0, 1)
-
-
 def delta_rule_chunk(memory: Memory, tokens: Operands) -> tuple[Memory, Array]:
-    """The same in blocks of :data:`BLOCK` tokens."""
+    """The rule over a chunk of a prompt, in blocks of :data:`BLOCK` tokens."""
     batch, length = tokens.keys.shape[:2]
     # Tokens of padding decay nothing and write nothing.
     whole = [whole_chunks(part, min(BLOCK, length)) for part in tokens]

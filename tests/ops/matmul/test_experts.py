@@ -15,12 +15,12 @@ from longspec_jax.ops.matmul.experts import (
     choose_experts,
     expert_mlp,
     expert_mlp_partials,
-    expert_mlp_reference,
 )
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import make_mesh, partition_spec
 from tests.kit import each_row
+from tests.ops.matmul.reference import expert_mlp_reference
 
 WIDTH, HIDDEN, EXPERTS, CHOSEN = 17, 8, 12, 3
 TOKENS = {"chosen": 1, "all": 5, "grouped": 97}

@@ -10,11 +10,12 @@ import pytest
 
 from longspec_jax.ops import hardware
 from longspec_jax.ops.matmul import experts_grouping, experts_tiles
-from longspec_jax.ops.matmul.experts import EXPERT_MLPS, ExpertWeights, expert_mlp_reference
-from longspec_jax.ops.matmul.experts_grouping import row_tiles
+from longspec_jax.ops.matmul.experts import EXPERT_MLPS, ExpertWeights
+from longspec_jax.ops.matmul.experts_grouping import expert_tiles
 from longspec_jax.ops.matmul.experts_tiles import expert_work, most_tiles, tile_height
 from longspec_jax.ops.matmul.packed import pack
 from tests.kit import TOLERANCE, each_row, hopper_or_skip, lowered, normal, relative_error
+from tests.ops.matmul.reference import expert_mlp_reference
 from tests.ops.matmul.test_experts import floats
 
 EXPERTS, CHOSEN = 4, 2
@@ -38,7 +39,7 @@ def test_every_pair_has_a_place_in_a_tile_of_its_expert(
 ) -> None:
     experts = np.minimum(chosen(rows, crowded=crowded), held)
     height = tile_height(rows, CHOSEN, held)
-    tiles = row_tiles(jnp.asarray(experts), held, height)
+    tiles = expert_tiles(jnp.asarray(experts), held, height)
     [count], places = np.asarray(tiles.count), np.asarray(tiles.slot)
     loads = np.bincount(experts.ravel(), minlength=held + 1)[:held]
     if rows > 1:

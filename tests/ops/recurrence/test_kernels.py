@@ -11,7 +11,6 @@ from longspec_jax.config.layers import RecurrenceConfig
 from longspec_jax.ops import hardware
 from longspec_jax.ops.recurrence import chunk_pallas, recurrence
 from longspec_jax.ops.recurrence import recurrence_pallas as kernels
-from longspec_jax.ops.recurrence.delta_rule import delta_rule_reference
 from longspec_jax.ops.recurrence.operands import (
     RecurrentRows,
     RecurrentState,
@@ -21,6 +20,7 @@ from longspec_jax.ops.recurrence.operands import (
 from longspec_jax.ops.recurrence.recurrence import commit_paths, gated_norm, tree_recurrence
 from longspec_jax.ops.recurrence.visits import ANEW, CHILD, SIBLING, visits
 from tests.kit import COMPILED, TOLERANCE, ancestors, each_row, normal, relative_error
+from tests.ops.recurrence.reference import delta_rule_reference
 
 ODD = RecurrenceConfig(key_heads=2, value_heads=6, key_width=5, value_width=11, taps=4)
 EVEN = RecurrenceConfig(key_heads=3, value_heads=3, key_width=16, value_width=8, taps=2)
