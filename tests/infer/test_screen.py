@@ -61,6 +61,15 @@ def test_the_line_does_not_erase_text(terminal) -> None:
     assert terminal.getvalue().endswith(f"10 tokens{ERASE}")
 
 
+def test_a_log_keeps_the_status_off_the_lines_of_text() -> None:
+    """Standard output and standard error may be one file."""
+    log = io.StringIO()
+    screen = Screen(False, log, StatusLine(log))
+    screen.dim("the end")
+    screen.activity(DecodingPlainly(0, 10))
+    assert log.getvalue() == "the end\n"
+
+
 def test_seconds_pass(terminal, monkeypatch) -> None:
     """Counted from when the work began, not from its last step."""
     monkeypatch.setattr(status_line, "TICK", 0.01)
