@@ -90,7 +90,7 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
         if reason := not_private(each):
             if folder is not None or os.environ.get(VARIABLE):
                 raise ValueError(_refusal(each, reason))
-            _say_once(f"longspec_jax: {_refusal(each, reason)}")
+            print(f"longspec_jax: {_refusal(each, reason)}", file=sys.stderr)
             return None
     path = folders[-1]
     made = path.is_dir()
@@ -112,17 +112,14 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
     return path
 
 
-def _cannot_keep(path: Path, reason: str) -> None:
-    _say_once(
-        f"longspec_jax cannot keep compiled programs in {path} ({reason}), so that every start "
-        f"compiles again; set {VARIABLE} to a folder that can be written to, or to off"
-    )
-
-
 @functools.cache
-def _say_once(text: str) -> None:
-    """A command looks for the folder when it starts, and its model does again."""
-    print(text, file=sys.stderr)
+def _cannot_keep(path: Path, reason: str) -> None:
+    """Said once: a command looks for the folder when it starts, and its model does again."""
+    print(
+        f"longspec_jax cannot keep compiled programs in {path} ({reason}), so that every start "
+        f"compiles again; set {VARIABLE} to a folder that can be written to, or to off",
+        file=sys.stderr,
+    )
 
 
 def _forget_lines() -> None:

@@ -281,8 +281,7 @@ class LayerConfig(Checked):
             )
         if self.heads is not None and self.window is None:
             raise ValueError(
-                "only a layer with a window may have heads of its own: drafts and retrieval read "
-                "the others alike"
+                "only layers with windows may have heads of their own: drafts read others alike"
             )
 
 
