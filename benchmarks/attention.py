@@ -92,7 +92,7 @@ class Case:
         return self.copies * self.turns
 
     def cache_shape(self, layout: str) -> tuple[int, ...]:
-        """Of the keys, or the values, of one cache."""
+        """Shape of the keys, or the values, of one cache."""
         sizes = (self.kv_heads, self.context)
         return (self.batch, *(sizes if layout == HEAD_MAJOR else sizes[::-1]), self.head_dim)
 

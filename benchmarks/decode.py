@@ -191,7 +191,7 @@ def describe(bench: Bench) -> dict[str, Any]:
 def _idle(config: TargetConfig, params: Any, rows: int) -> int:
     """Bytes of experts that no row of a plain step chooses, if choices are independent.
 
-    What is read of the others is a roof for a kernel that reads each of them once.
+    What is read of the others is the roofline of a kernel that reads each of them once.
     """
     idle = 0.0
     for index in range(config.num_layers):

@@ -1,4 +1,4 @@
-"""How fast the matrix products of a verification are, beside XLA's and the roof.
+"""How fast the matrix products of a verification are, beside XLA's and the roofline.
 
 The four products of a layer with random weights and few rows. One compiled program multiplies the
 same rows by many distinct weights, together larger than the GPU's second-level cache, and returns
@@ -11,7 +11,7 @@ and ``ours`` are the matmuls of ``batch_invariant`` with the LM head
 (``longspec_jax.ops.matmul.ordered``). ``int8`` are those of a
 draft in 8 bits and its LM head; ``fp8``, ``fp8-blocks`` and ``w4a16`` those of a quantised target,
 with a scale for each output, for 128 x 128 weights, and for 128 inputs of an output
-(``longspec_jax.ops.matmul.quantised``). The roof is the time of reading
+(``longspec_jax.ops.matmul.quantised``). The roofline is the time of reading
 weights and scales once at the bandwidth measured in this run.
 """
 

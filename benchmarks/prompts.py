@@ -36,7 +36,7 @@ class Reader(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """As transformers' are."""
+        """Called as transformers' tokenizers are."""
 
 
 class Prompt(NamedTuple):

@@ -90,5 +90,5 @@ def header_line(header: Row) -> str:
     packages = [f"{name} {version}" for name, version in versions.items() if version]
     roofs = {"roof_tb_per_s": "TB/s", "roof_tflop_per_s": "TFLOP/s"}
     measured = [f"{header[name]:.3g} {unit}" for name, unit in roofs.items() if name in header]
-    roof = [f"measured roofs {' and '.join(measured)}"] if measured else []
+    roof = [f"measured roofline {' and '.join(measured)}"] if measured else []
     return "; ".join(filter(None, [device, ", ".join(packages), *roof]))

@@ -249,7 +249,7 @@ class MedusaDraft(Draft):
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """As deep as there are heads, up to four: a deeper one is seldom right."""
+        """Trees as deep as there are heads, up to four: a deeper level is seldom right."""
         levels = min(self.config.heads, 4)
         chain, small = TreeConfig((1,) * min(levels, 3)), TreeConfig((2, 2)[:levels])
         narrow, wide = (TreeConfig((8, 16, 16, 16)[:levels], budget) for budget in (16, 64))

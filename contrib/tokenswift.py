@@ -153,7 +153,7 @@ class TokenSwiftDrafter(Drafter):
         return TokenSwiftState(chosen, state.row.extended(committed))
 
     def gathered_slots(self, capacity: int) -> int:
-        """Those that the selector copies."""
+        """The slots that the selector copies."""
         return self.selector.gathered_slots(capacity)
 
     def propose(

@@ -187,7 +187,11 @@ def _cell(column: str | Mapping[str, Any], line: Sequence[Row]) -> str:
 
 
 def _origin(rows: Sequence[Row], page: Path) -> Iterator[str]:
-    """For every raw file its link, device, and the dates and commits of the rows that are shown."""
+    """Links to the raw files, with device, and dates and commits of the rows that are shown.
+
+    Files of one device, date and commit share a line.
+    """
+    links: dict[str, list[str]] = {}
     for file in dict.fromkeys(row["file"] for row in rows):
         days: dict[str, dict[str, None]] = {}
         devices: dict[str, list[int]] = {}
@@ -202,7 +206,9 @@ def _origin(rows: Sequence[Row], page: Path) -> Iterator[str]:
         ]
         when = "; ".join(f"{day} at {', '.join(commits)}" for day, commits in days.items())
         link = os.path.relpath(RESULTS / f"{file}.json", page.parent)
-        source = f"Raw: [{file}.json]({link}), {', '.join(named)}, {when}."
+        links.setdefault(f"{', '.join(named)}, {when}", []).append(f"[{file}.json]({link})")
+    for where, files in links.items():
+        source = f"Raw: {', '.join(files)}, {where}."
         yield textwrap.fill(source, 100, break_long_words=False, break_on_hyphens=False)
 
 

@@ -1,6 +1,7 @@
 """The options of ``python -m infer.decode``: declared, checked against each other, and read."""
 
 import argparse
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -38,19 +39,21 @@ from .prompts import (
 Options = argparse._ActionsContainer
 """A parser, or a group of its options."""
 DRAFT_HELP = (
-    "Several propose into one tree, which prompt lookup joins by itself; a --tree has it where it "
-    "says so, as in 4,16x4@64~8. Plain decoding if absent"
+    "Several propose into one tree, and prompt lookup with them; a --tree has lookup only with ~, "
+    "as in 4,16x4@64~8. Plain decoding if absent"
 )
 NO_FILTER = neutral(FILTERS)
 NO_PENALTY = neutral(PENALTIES)
+BATCH_LINE = (
+    "A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids "
+    f"and any of {', '.join(ROW_OPTIONS)} for its row."
+)
 EPILOG = f"""\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
 
 A file named - is standard input. An option that takes several values is repeated for each.
 
-A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any
-of {", ".join(ROW_OPTIONS)}
-for its row.
+{textwrap.fill(BATCH_LINE, 100)}
 
 Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 after Ctrl-C,
 143 after SIGTERM, 129 after SIGHUP: --json has the prompts that were finished until then.
@@ -96,7 +99,7 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Options:
         "--draft_option",
         **cli.several(cli.draft_option),
         metavar="NAME[=VALUE]",
-        help="an option of the draft (docs/guides/drafts.md). LongSpec drafts: int8 (weights "
+        help="an option of the draft (docs/guides/decoding.md). LongSpec drafts: int8 (weights "
         "and LM head in 8 bits), vocabulary=N (propose the N most frequent tokens only), working=N "
         "(read N tokens of a long cache). Small language models: working=N. EAGLE and DFlash "
         "drafts: int8, window=N (see the last N tokens). suffix: shared=true (a server's requests "

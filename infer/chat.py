@@ -41,9 +41,7 @@ Without a terminal every line of standard input is a turn, and standard output i
 Exit status: 0, 2 for a request or a line that cannot be met, 1 for a failure while running, 130
 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 """
-DRAFT_HELP = (
-    "Several propose into one tree, which prompt lookup joins by itself. Plain decoding if absent"
-)
+DRAFT_HELP = "Several propose into one tree, and prompt lookup with them. Plain decoding if absent"
 PROMPT = "> "
 
 
@@ -75,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     models = arguments_lib.add_models(result, DRAFT_HELP)
     arguments_lib.add_trees(models, "the first draft's default tree")
     group = result.add_argument_group("conversation")
-    group.add_argument("--system", type=cli.any_text, help="what the model is told beforehand")
+    group.add_argument("--system", type=cli.any_text, help="the system message")
     arguments_lib.add_style(group)
     length = replace(
         OPTIONS["max_model_len"],

@@ -243,9 +243,9 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
     wide = max(10, *(len(use["draft"]) for use in trees))
     yield f"  {'draft':{wide}}  {'tree':20}  rounds  tokens  ms/round"
     for use in trees:
-        pace = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""
+        each = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""
         shape = str(tree_of(use))
-        yield f"  {use['draft']:{wide}}  {shape:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
+        yield f"  {use['draft']:{wide}}  {shape:20}  {use['rounds']:6}  {use['tokens']:6}  {each}"
 
 
 def memory_plan_line(plan: MemoryPlan) -> str:

@@ -68,6 +68,8 @@ class Screen:
     def activity(self, activity: Activity) -> None:
         """Say what the library is doing, if that takes time."""
         words = described(activity)
+        if isinstance(activity, DecodingPlainly):
+            self.end_line()  # The text is complete; a log may take the status on the same line.
         if words is not None:
             self.status(*words)
 

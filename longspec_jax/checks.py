@@ -45,7 +45,7 @@ if TYPE_CHECKING:
             ...
 
         def get_added_vocab(self) -> Mapping[str, int]:
-            """Those that are cut out of a text first."""
+            """The tokens that are cut out of a text first, and their numbers."""
             ...
 
         def convert_ids_to_tokens(self, ids: int) -> str | None:
@@ -240,7 +240,7 @@ class Real(Rule):
         return float(value)
 
     def of_text(self, text: str) -> Any:
-        """As Python reads floats."""
+        """The number, by the rules of Python's ``float``."""
         try:
             return float(text)
         except ValueError:
@@ -375,7 +375,7 @@ class Maybe(Rule):
         return {"anyOf": [self.rule.json_schema, {"type": "null"}]}
 
     def read(self, name: str, value: object, row: int | None = None) -> Any:
-        """As the rule reads it."""
+        """The value that the rule makes of JSON."""
         if isinstance(value, Typed):
             value = self.of_text(str(value))
         if words := self.refusal(value):

@@ -8,6 +8,7 @@ Programs that lie in the folder run in this process. So folders are made for thi
 0700), and one that another user owns or may write to is not used.
 """
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ def cache_folder() -> Path | None:
 
 
 def _folder() -> Path | None:
-    """The folder that the environment names, or the default one, whoever owns it."""
+    """The folder that the environment names, or the default one; its owner is not checked."""
     chosen = os.environ.get(VARIABLE)
     if chosen and chosen.lower() == "off":
         return None
@@ -111,7 +112,9 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
     return path
 
 
+@functools.cache
 def _cannot_keep(path: Path, reason: str) -> None:
+    """Said once: a command looks for the folder when it starts, and its model does again."""
     print(
         f"longspec_jax cannot keep compiled programs in {path} ({reason}), so that every start "
         f"compiles again; set {VARIABLE} to a folder that can be written to, or to off",

@@ -71,7 +71,7 @@ class Option:
     about: str = ""
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
-        """As its rule reads JSON."""
+        """Reads JSON by the option's rule."""
         return self.rule.__get_pydantic_core_schema__(source, handler)
 
     def __get_pydantic_json_schema__(self, core: object, handler: object) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def build(
 
 
 def unknown(what: str, name: object, known: Iterable[str], owner: str = "") -> str:
-    """That a name is not known, to its owner: the nearest one, or all there are."""
+    """The message for an unknown name: the nearest known one, or all there are."""
     names = list(known)
     if isinstance(name, str) and RENAMED.get(name) in names:
         return f"{what} {name} is {RENAMED[name]} now"

@@ -35,7 +35,7 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """Of a token."""
+        """Bytes of a token's features."""
         return math.prod(self.shape) * _dtype(self.dtype).itemsize
 
 

@@ -261,7 +261,7 @@ class EvalRun:
         self._keep(records)
 
     def _options(self, key: Key) -> GenerateOptions:
-        """Of every row of a call, but for the number of its tokens."""
+        """Options of every row of a call, but for the number of its tokens."""
         found: GenerateOptions = {
             "temperature": key.temperature,
             "seed": key.seed,

@@ -259,7 +259,7 @@ class EngineThread:
                     self._publish(outputs)
                     self._metrics.observe(self._engine.status)
                 self._end_late()
-        except BaseException as error:  # noqa: BLE001 - every open call is told.
+        except BaseException as error:  # noqa: BLE001 - every open call gets it.
             self._fail(error)
         finally:
             with contextlib.suppress(Exception):

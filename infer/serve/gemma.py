@@ -166,7 +166,7 @@ def _list(value: str, least: int = 0, most: int | None = None) -> str:
 
 
 def _object(value: str) -> str:
-    """Of any keys."""
+    """The grammar of an object with any keys."""
     pair = f'/{_KEY.pattern}/ ":" {value}'
     return f'"{{" ({pair} ("," {pair})*)? "}}"'
 

@@ -1,9 +1,9 @@
 """What a request must bring before its fields are read: a key or a host of ours, and bounded JSON.
 
-Without a key a server trusts whoever reaches it. A page of another site reaches a server on its
-reader's machine, but its browser does not let it read the answers, unless the site's own name leads
-to that machine: names of a domain may point anywhere (DNS rebinding). Such a request still names
-the site in its header Host.
+Without a key a server answers everyone who reaches it. A page of another site reaches a server on
+its reader's machine, but its browser does not let it read the answers, unless the site's own name
+leads to that machine: names of a domain may point anywhere (DNS rebinding). Such a request still
+names the site in its header Host.
 
 Python parses JSON without letting go of its interpreter lock: the event loop, and so every stream
 and ``/health``, stands still meanwhile. Half a million numbers take a tenth of a second. So the

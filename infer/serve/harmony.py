@@ -131,7 +131,7 @@ class ByChannels:
         self._speech.begin(Part.TEXT, apart=True)
 
     def end(self, *, cut: bool) -> None:
-        """Nothing more comes; a text without the format's tokens is passed on as it is."""
+        """Ends the answer; a text without the format's tokens is passed on as it is."""
         if self._calls and self._empty and not cut:
             self._speech.call("", "{}")
         if self._head is not None and CHANNEL not in self._head:

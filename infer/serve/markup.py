@@ -50,7 +50,7 @@ class Mark:
 
     @property
     def rule(self) -> str:
-        """As a grammar names it."""
+        """The name of its rule in a grammar."""
         return literal(self.text) if self.token == NO_TOKEN else f"<[{self.token}]>"
 
 

@@ -39,7 +39,7 @@ class _Pieces(Protocol):
         ...
 
     def end(self, *, cut: bool) -> None:
-        """Nothing more comes; ``cut`` where the model would have gone on."""
+        """Ends the answer; ``cut`` where the model would have gone on."""
         ...
 
 
@@ -61,7 +61,7 @@ class MessageReader:
 
     @property
     def calls(self) -> int:
-        """That have begun."""
+        """Calls that have begun."""
         return self._speech.calls
 
     def read(self, gain: RequestOutput) -> Said:
@@ -102,7 +102,7 @@ class ByMarks:
         """Behind a whole call: spaces in front of its closing mark. None where there is none."""
 
     def piece(self, text: str, token: int) -> None:
-        """As of the protocol."""
+        """What :class:`_Pieces` asks for."""
         mark = self._mark(token)
         if mark is None or not (mark.silent or text.endswith(mark.text)):
             self._text(text)
@@ -232,7 +232,7 @@ class ByMarks:
             self._text(text)
 
     def end(self, *, cut: bool) -> None:
-        """As of the protocol."""
+        """What :class:`_Pieces` asks for."""
         if self._call is not None and not cut:
             self._tell(self._call, self._call.close())
         self._leave()

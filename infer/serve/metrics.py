@@ -111,7 +111,7 @@ class Metrics:
             self._seen[name] = value
 
     def tokens_per_second(self) -> float:
-        """Of all rows together, over the last seconds."""
+        """Tokens per second of all rows together, over the last seconds."""
         with self._lock:
             self._forget(time.monotonic())
             return sum(count for _, count in self._recent) / NOW

@@ -119,7 +119,7 @@ class Message(Body):
 
     @property
     def turn(self) -> dict[str, object]:
-        """As a chat template takes it."""
+        """The message as a chat template takes it."""
         role = "system" if self.role == "developer" else self.role
         found: dict[str, object] = {"role": role, "content": self.content}
         found |= self.model_dump(include={"name", "tool_call_id"}, exclude_unset=True)
@@ -320,7 +320,7 @@ class Completion(Completing):
 
     @property
     def alternatives(self) -> int | None:
-        """Of each token in the answer; None for no log-probabilities."""
+        """Alternatives of each token in the answer; None for no log-probabilities."""
         return self.logprobs
 
 
@@ -389,7 +389,7 @@ class Chat(Completing):
 
     @property
     def alternatives(self) -> int | None:
-        """Of each token in the answer; None for no log-probabilities."""
+        """Alternatives of each token in the answer; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 

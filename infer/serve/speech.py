@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Part(Enum):
-    """Of an answer."""
+    """A part of an answer."""
 
     TEXT = auto()
     REASONING = auto()
@@ -105,6 +105,6 @@ class Speech:
             calls.append(CallDelta(place, name, arguments))
 
     def end(self) -> None:
-        """Nothing more comes: no mark follows what was held back."""
+        """Ends the answer: no mark follows what was held back."""
         self._add(self._newlines)
         self._newlines = ""

@@ -229,7 +229,7 @@ class RequestHandle:
         self._arrived.append((row, gain, proposed))
 
     def fail(self, refused: Refused) -> None:
-        """Nothing more will come."""
+        """Ends the stream with an error."""
         self._failure = refused
 
     def wake(self) -> None:

@@ -109,7 +109,7 @@ class LongRopeScaling(Checked):
 
 @dataclass(frozen=True)
 class ProportionalRopeScaling:
-    """Of a head that is rotated in part, the first pairs as fast as if all were (Gemma 4)."""
+    """Rotates a part of a head, its pairs as fast as if all were rotated (Gemma 4)."""
 
 
 RopeScaling = (
@@ -228,7 +228,7 @@ class RecurrenceConfig(Checked):
 
     @property
     def inputs_width(self) -> int:
-        """Of what the convolution sees for each key head: query, key and values."""
+        """Width of the convolution's input for each key head: query, key and values."""
         return 2 * self.key_width + self.shared * self.value_width
 
 
@@ -281,8 +281,7 @@ class LayerConfig(Checked):
             )
         if self.heads is not None and self.window is None:
             raise ValueError(
-                "heads of its own has a layer with a window alone: drafts and retrieval read the "
-                "others alike"
+                "only layers with windows may have heads of their own: drafts read others alike"
             )
 
 

@@ -138,10 +138,9 @@ class TreeConfig:
         if found is None:
             raise ValueError(
                 f"{shown(text)} must be the widths of a tree such as 4,16,16,16,16, or chain:4 for "
-                "a single branch, or none; @64 behind it verifies the best 64 nodes alone, +0.7 "
-                "ends it with the level that adds no more than 0.7 expected tokens, ~8 joins what "
-                "is looked up to eight levels, and chain:16/ before it puts it at the end of a "
-                "chain"
+                "a single branch, or none; after it, @64 verifies only the best 64 nodes, +0.7 "
+                "stops growing when a level adds at most 0.7 expected tokens, ~8 adds prompt "
+                "lookup to eight levels; chain:16/ before it puts it at the end of a chain"
             )
         chain = int(found["chain"]) if found["chain"] else None
         widths = [1] * ((chain or 0) + int(found["links"] or 0))
@@ -181,7 +180,7 @@ class TreeConfig:
 
     @cached_property
     def num_proposed(self) -> int:
-        """Those with what lookup proposes, of which the budget's are verified."""
+        """Nodes with those of lookup, of which ``budget`` are verified."""
         return self.num_grown + PLACES * (self.lookup or 0)
 
     @cached_property

@@ -106,7 +106,7 @@ class Adjustments:
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int) -> "Adjustments":
-        """Of vacant slots, on the host."""
+        """The adjustments of vacant slots, on the host."""
         none = np.zeros((rows, 0), np.int32)
         return cls.of_prompts(AdjustmentOptions.none(rows), none, np.zeros(rows, int), vocabulary)
 
@@ -119,7 +119,7 @@ class Adjustments:
         vocabulary: int,
         emitted: Int[Any, " B"] | None = None,
     ) -> "Adjustments":
-        """Of rows behind their prompts, on the host.
+        """The adjustments of rows that have only their prompts, on the host.
 
         Args:
           tokens: prompts, right-padded with any token.

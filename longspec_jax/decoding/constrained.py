@@ -105,7 +105,7 @@ class Guarded:
         return len(tokens)
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
-        """As of the constraint; no token behind any node once it has failed."""
+        """The constraint's own answer; no token behind any node once it has failed."""
         if self.failure is None:
             try:
                 return self._constraint.allowed(tokens, parents)

@@ -99,7 +99,7 @@ def unpacked_logprobs(packed: Int[Any, "n m"], most: int) -> tuple[TokenLogprob,
 
 
 class PromptLogprobs(Sequence[TokenLogprob | None]):
-    """Of the tokens of a prompt, the first of which has none; unpacked by whoever reads them.
+    """Those of a prompt's tokens, unpacked when they are read; the first has none.
 
     131,072 tokens with 20 alternatives take two seconds of Python, in which the thread that steps
     an engine must not stand still.

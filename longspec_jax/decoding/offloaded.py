@@ -88,7 +88,7 @@ class OffloadedCache(KVCache):
         count: Lengths | None = None,
         states: Mapping[int, RecurrentState] = {},
     ) -> "OffloadedCache":
-        """As of a cache on the device."""
+        """Does what a cache on the device does."""
         at, keys = _once_read(at, keys)
         own = self._resident_of(keys), self._resident_of(values)
         here = self._here().append(*own, at, count, states)
@@ -103,7 +103,7 @@ class OffloadedCache(KVCache):
         count: Lengths | None = None,
         rows: Mapping[int, RecurrentRows] = {},
     ) -> "OffloadedCache":
-        """As of a cache on the device."""
+        """Does what a cache on the device does."""
         at, keys = _once_read(at, keys)
         own = self._resident_of(keys), self._resident_of(values)
         here = self._here().commit(*own, path, at, count, rows)
@@ -159,11 +159,11 @@ def _once_read(
 
 
 def _append_on_host(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
-    """Slice updates, row by row: in one they would be a scatter, which nothing does over there."""
+    """Slice updates, row by row: one for all would be a scatter, which host memory lacks."""
     rows = cache_lib.as_cached(slots, fresh)
     rows = rows.swapaxes(1, 2)
     for row in range(slots.shape[0]):
-        # Cut on the device: a slice of what lies over there would be left to the host's processor.
+        # Cut on the device: the host's processor would cut what lies in its memory.
         own = to_host(jax.lax.slice_in_dim(rows, row, row + 1, axis=0))
         slots = jax.lax.dynamic_update_slice(slots, own, (row, 0, at[row], 0))
     return slots

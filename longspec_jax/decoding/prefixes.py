@@ -186,7 +186,7 @@ class PrefixCache:
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="chunk-mover")
 
     def reusable(self, names: Names, length: int, chunk: int) -> Names:
-        """Those of a prompt's chunks that need not be run where they are known."""
+        """The chunks of a prompt that need not run if a slot has them."""
         return names[: most_reusable(self._needs, length, chunk)]
 
     def count(self, reusable: Names) -> int:

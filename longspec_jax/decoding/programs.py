@@ -158,11 +158,11 @@ class Program(Generic[R]):
         return self.of_shape(*args)(*args)
 
     def lower(self, *args: Operand) -> jax.stages.Lowered:
-        """As of a jitted function."""
+        """What a jitted function's does."""
         return self.of_shape(*args).lower(*args)
 
     def trace(self, *args: Operand) -> jax.stages.Traced:
-        """As of a jitted function."""
+        """What a jitted function's does."""
         return self.of_shape(*args).trace(*args)
 
     def of_shape(self, *args: Operand) -> Any:
@@ -174,7 +174,7 @@ class Program(Generic[R]):
         return RECENT.get(key, functools.partial(self._jitted, args))[1]
 
     def _cache_size(self) -> int:
-        """As of a jitted function: how many executables there are, of all shapes."""
+        """How many executables there are, of all shapes, as a jitted function counts them."""
         own = (jitted for owner, jitted in RECENT.values() if owner is self)
         return sum(jitted._cache_size() for jitted in own)
 

@@ -86,7 +86,7 @@ class Prefill:
         self.logits: Array | None = None
         """``[B, V]`` behind the last tokens of the prompts."""
         self.logprobs: list[np.ndarray] = []
-        """``[B, C, m]`` of every chunk that was read, packed; empty where nobody asks."""
+        """``[B, C, m]`` of every chunk that was read, packed; empty if none were asked for."""
         self._chunks = chunks
 
     def launch(self) -> ChunkLaunch:
@@ -102,7 +102,7 @@ class Prefill:
         return launched
 
     def prompt_logprobs(self, row: int) -> PromptLogprobs | None:
-        """Of the tokens of a prompt, the first one None; None if the request does not ask."""
+        """Those of the prompt's tokens, the first one None; None if they were not asked for."""
         one = self.waiting[row]
         if one.prompt_alternatives < 0:
             return None
@@ -195,7 +195,7 @@ def plan(now: Snapshot) -> Plan:
 
 
 def _to_postpone(now: Snapshot, eligible: Sequence[int]) -> int | None:
-    """Of the prefills the worst that began last, if a request of a better priority waits."""
+    """The prefill of the worst priority that began last, if a better request waits."""
     priority, index = max((one.priority, index) for index, one in enumerate(now.prefilling))
     better = bool(eligible) and now.queued[eligible[0]].priority < priority
     return index if better else None
@@ -383,7 +383,7 @@ class Prompts:
         return max(found, default=0) > self._reuse.count(reusable)
 
     def _reusable(self, one: Waiting) -> Names:
-        """Of its chunks those that need not be run where they are known."""
+        """The chunks of this prompt that need not run if a slot has them."""
         assert self._reuse is not None
         length = len(one.tokens)
         return self._reuse.reusable(one.names, length, self.chunk_of(length))

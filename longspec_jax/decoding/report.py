@@ -146,7 +146,7 @@ class Report:
         return np.where(known, self.foregone.sum(axis=1) / live, np.nan)
 
     def logprobs_of(self, row: int, rounds: np.ndarray, most: int) -> tuple[TokenLogprob, ...]:
-        """Of the tokens that a row emitted in these rounds, with ``most`` alternatives at most."""
+        """Log-probabilities of a row's tokens in these rounds, ``most`` alternatives at most."""
         if self.logprobs is None:
             return ()
         emitted = np.arange(self.tokens.shape[2]) < self.count[rounds, row][:, None]
@@ -207,7 +207,7 @@ def foregone(
 
 
 def shown_by(drafters: Sequence[Drafter], params: Params) -> tuple[tuple[bool, ...], ...]:
-    """Of every candidate, of which ones its rounds say what they would have emitted."""
+    """For every candidate that ran: which others its rounds show the tokens of."""
     return tuple(tuple(shows(ran, other, params) for other in drafters) for ran in drafters)
 
 

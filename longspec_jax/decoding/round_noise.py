@@ -43,8 +43,8 @@ class RoundNoise:
         """How likely the target is to draw each token, for a draft whose logits these are.
 
         At temperature 0 the draft's logits. Above, its perturbed ones: the target's are these plus
-        the draft's error, so the largest remain the likely draws. Any belief is lossless; this one
-        is accepted often. Penalties are those of the committed tokens.
+        the draft's error, so the largest remain the likely draws. Any scores are lossless; these
+        are accepted often. Penalties are those of the committed tokens.
         """
         return perturb(self._adjusted(logits), self.noise[:, depth : depth + 1], self.sampling)
 

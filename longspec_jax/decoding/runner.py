@@ -114,12 +114,12 @@ class ModelRunner:
 
     @cached_property
     def shardings(self) -> RowShardings:
-        """Of all slots."""
+        """The shardings of arrays with a row for each slot."""
         return RowShardings.beside(self.params.target, self.slots)
 
     @cached_property
     def row_shardings(self) -> RowShardings:
-        """Of a row that is prefilled beside the slots."""
+        """The shardings of a row that is prefilled beside the slots."""
         return RowShardings.beside(self.params.target, 1)
 
     def request(self, given: Request) -> Request:

@@ -161,7 +161,7 @@ class Slots:
 
     @property
     def priorities(self) -> list[int]:
-        """Of the requests by age."""
+        """Priorities of the requests, in the order of ``by_age``."""
         return [self.active[id].waiting.priority for id in self.by_age]
 
     @property

@@ -155,7 +155,7 @@ class AssistantParams:
 
     @property
     def own_params(self) -> Any:
-        """Those not shared with the target."""
+        """The parameters that are not shared with the target."""
         return self.layer, self.head, self.clusters
 
     def step(

@@ -127,7 +127,7 @@ class Counts:
 
     @classmethod
     def begin(cls, batch: int) -> "Counts":
-        """Nothing was counted."""
+        """A state in which nothing was counted."""
         none = jnp.zeros((batch, SHARES.size), jnp.float32)
         return cls(none, none)
 

@@ -283,7 +283,7 @@ class DFlashParams(BlockParams):
 
     @property
     def own_params(self) -> Any:
-        """Those not shared with the target."""
+        """The parameters that are not shared with the target."""
         return *super().own_params, self.confidence, self.selector
 
     def keys_values(
@@ -533,7 +533,7 @@ class DFlashDraft(Draft):
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """As deep as the block, since levels are nearly free; narrow where nodes cost time."""
+        """Trees as deep as the block, as levels are nearly free; narrow where nodes cost time."""
         levels = min(self.config.tokens, DEEPEST)
 
         def tree(width: int, depth: int, budget: int | None = None) -> TreeConfig:

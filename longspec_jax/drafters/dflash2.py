@@ -31,7 +31,7 @@ from longspec_jax.schema import Checked
 
 @dataclass(frozen=True)
 class Convolution(Checked):
-    """Of every sublayer, before it and behind it."""
+    """The convolutions before and behind a sublayer."""
 
     taps: Annotated[int, Whole()] = 2
     """Slots that it reads, the own one and those before it."""

@@ -94,7 +94,7 @@ class Draft:
 
     @property
     def own_params(self) -> Any:
-        """The parameters that are not shared with the target; ``params`` say so if they share."""
+        """The parameters without those of the target, if ``params`` tells them apart."""
         return getattr(self.params, "own_params", self.params)
 
     @property

@@ -178,7 +178,7 @@ class MtpConfig(EagleConfig):
 
     @property
     def kind(self) -> LayerConfig:
-        """Of the layer, among those that a target may have."""
+        """The kind of the layer, one of those that a target may have."""
         return LayerConfig(self.rotary, experts=self.experts)
 
     @cached_property
@@ -293,7 +293,7 @@ class MtpDraft(Eagle3Draft):
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """Of 8 to 16 nodes: such layers were trained for one level or few.
+        """Trees of 8 to 16 nodes: such layers were trained for one level or few.
 
         Of targets with recurrent layers a tree of 64 nodes takes more than twice a plain step.
         """

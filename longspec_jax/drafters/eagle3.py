@@ -439,7 +439,7 @@ class Eagle3Options(FeatureOptions):
 
     @property
     def cache_options(self) -> WorkingCacheOptions:
-        """Those about a working cache."""
+        """The options of a working cache."""
         if self.working is None:
             return WorkingCacheOptions(refresh=self.refresh)
         return WorkingCacheOptions(working=self.working, sinks=self.sinks, refresh=self.refresh)

@@ -134,7 +134,7 @@ class Joined(Drafter):
             return union(offered, self.tree.num_levels, self.tree.num_nodes)
 
     def gathered_slots(self, capacity: int) -> int:
-        """Those of all members that propose."""
+        """The slots of all members that propose."""
         return sum(member.gathered_slots(capacity) for _, member in self.active)
 
 
@@ -157,7 +157,7 @@ class JoinedDraft(Draft):
 
     @property
     def own_params(self) -> Any:
-        """Those of all members."""
+        """The parameters of all members that are not shared with the target."""
         return tuple(member.own_params for member in self.members)
 
     @property

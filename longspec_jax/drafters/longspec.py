@@ -253,7 +253,7 @@ class LongSpecParams(TableParams):
 
     @property
     def own_params(self) -> Any:
-        """Those not shared with the target."""
+        """The parameters that are not shared with the target."""
         return *super().own_params, self.listed
 
     @property

@@ -294,7 +294,7 @@ class ParallelDraft(Draft):
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """As deep as the block, since levels are nearly free; narrow where nodes cost time."""
+        """Trees as deep as the block, as levels are nearly free; narrow where nodes cost time."""
 
         def tree(width: int, depth: int, budget: int | None = None) -> TreeConfig:
             return TreeConfig((width,) * min(depth, self.config.block), budget)

@@ -160,7 +160,7 @@ def _lengths(
 def _scores(
     same: Bool[Array, "B levels C C"], length: Int[Array, "B C"]
 ) -> list[Float[Array, "B C"]]:
-    """Of every level the logarithm of how likely each place's path is.
+    """The log-probability of each place's path, for every level.
 
     A length of match has the places that match as far or farther, and the share of them that
     continues by a path estimates its probability. A match may draft as many tokens as it is long.
@@ -183,7 +183,7 @@ def _scores(
 
 
 def agreements(continuations: Int[Array, "B C levels"]) -> list[Bool[Array, "B C C"]]:
-    """Of every level, which places agree on the path down to it."""
+    """Which places agree on the path, for every level."""
     batch, places, levels = continuations.shape
     same, found = jnp.ones((batch, places, places), bool), []
     for depth in range(levels):

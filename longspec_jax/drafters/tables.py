@@ -116,7 +116,7 @@ class Sizes(Protocol):
 
     @property
     def model_width(self) -> int:
-        """Of the draft."""
+        """Width of the draft's hidden states."""
         ...
 
     @property
@@ -233,7 +233,7 @@ class TableParams:
 
     @property
     def own_params(self) -> Any:
-        """Those not shared with the target."""
+        """The parameters that are not shared with the target."""
         tables = (
             self.embedding if self.own_embedding else None,
             self.head if self.own_head else None,
@@ -327,7 +327,7 @@ class TableParams:
 
 @struct.dataclass
 class BlockParams(TableParams):
-    """Those of a draft that proposes a block, with its Markov head (DSpark, section 3.2)."""
+    """Parameters of a draft that proposes a block, with its Markov head (DSpark, 3.2)."""
 
     markov: PyTree = None
     """``embedding [V, r]`` of the token before, ``head [v, r]``, and for a gated or a recurrent
@@ -335,7 +335,7 @@ class BlockParams(TableParams):
 
     @property
     def own_params(self) -> Any:
-        """Those not shared with the target."""
+        """The parameters that are not shared with the target."""
         return *super().own_params, self.markov
 
     def in_int8(self: B, mesh: Mesh | None = None) -> B:

@@ -125,7 +125,7 @@ class OwnTokens:
 
     @classmethod
     def begin(cls, batch: int) -> "OwnTokens":
-        """None yet."""
+        """A row's own tokens, of which there are none yet."""
         return cls(jnp.zeros((batch, OWN_TOKENS), jnp.int32), jnp.zeros(batch, jnp.int32))
 
     def extended(self, committed: Committed, listed: Bool[Array, " V"]) -> "OwnTokens":

@@ -32,7 +32,7 @@ class TreeTiming:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one row."""
+        """Tokens per second of one row."""
         return self.tokens / self.seconds
 
     def corrected(self, seen: Measurement) -> "TreeTiming":

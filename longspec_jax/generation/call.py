@@ -135,7 +135,7 @@ class Plan:
 
     @cached_property
     def drafter(self) -> Drafter:
-        """Of several drafters the one with the tallest tree."""
+        """The drafter with the tallest tree."""
         return tallest(self.drafters)
 
     @cached_property

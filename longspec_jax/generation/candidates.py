@@ -134,13 +134,13 @@ def drafters_for(
         )
     if chosen is not None and chosen.lookup and not any(each.looks_up for each in models.drafts):
         raise ValueError(
-            f"tree {chosen} joins what is looked up, and no draft that looks up is loaded; load "
+            f"tree {chosen} asks for prompt lookup, and no draft that looks up is loaded; load "
             f"ngram beside the draft, or leave ~{chosen.lookup} out"
         )
     if chosen is not None and chosen.lookup and all(each.looks_up for each in models.drafts):
         if chosen.widths:
             raise ValueError(
-                f"tree {chosen} joins what is looked up to a model's nodes, and only drafts that "
+                f"tree {chosen} has nodes for a model's draft beside lookup, and only drafts that "
                 f"look up are loaded; write none@{chosen.num_nodes}~{chosen.lookup}"
             )
         # The tree is theirs alone, and lookup its levels.

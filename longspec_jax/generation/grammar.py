@@ -235,7 +235,7 @@ class Vocabulary:
 
     @property
     def words(self) -> int:
-        """Of a line of bits."""
+        """32-bit words that a row of the mask takes."""
         return -(-self.size // 32)
 
 

@@ -230,7 +230,7 @@ class RequestEngine(TextEngine):
         if self._pinned:
             return
         if self.busy:
-            raise RuntimeError("prepare() comes before the first request; let those there are end")
+            raise RuntimeError("prepare() comes before the first request; wait till all have ended")
         short: GenerateOptions = {"max_new_tokens": 2, "eos_token_id": []}
         sampled: GenerateOptions = {**short, "temperature": 1.0}
         any_other: GenerateOptions = {**short, "temperature": 1.0, "top_k": 1}

@@ -83,7 +83,7 @@ class KnownSpeeds:
             return self._known[kind]
 
     def candidates(self, kind: str, drafters: Sequence[Drafter]) -> list[Drafter]:
-        """Those of the drafters that are worth a program, the same ones for the whole process."""
+        """The drafters that are worth a program, the same ones for the whole process."""
         self.find(kind)
         trees = {one.tree for one in drafters}
         pruned = _clearly_worse([one for one in self._earlier[kind] if one.tree in trees])

@@ -311,7 +311,7 @@ def rotary_frequencies(head_width: int, rotary: Rotary) -> np.ndarray:
 
 
 def _scaled_frequencies(width: int, rotary: Rotary) -> np.ndarray:
-    """Of the rotated pairs, float32 ``[width / 2]``."""
+    """Frequencies of the rotated pairs, float32 ``[width / 2]``."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     # The float32 power of NumPy is off by one bit for a fifth of the frequencies, torch's rarely:
     # rounding the float64 power is closest to it.

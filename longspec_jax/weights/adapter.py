@@ -73,7 +73,7 @@ class LowRank(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the sum."""
+        """Shape of the sum."""
         return (*self.b.shape[:-1], self.a.shape[-1])
 
     def read(self, index: Index) -> np.ndarray:
@@ -281,7 +281,7 @@ def _of_experts(
     names: Mapping[str, str],
     pairs: Mapping[str, Mapping[str, str]],
 ) -> dict[str, LowRank]:
-    """Of all experts of a layer at once: A has the expert slowest, B has it fastest."""
+    """The update of all experts of a layer: the expert is A's slowest axis, B's fastest."""
     if not any(name.startswith(f"{module}.") for name in tensors):
         return {}
     for patterns in ("rank_pattern", "alpha_pattern"):

@@ -82,7 +82,7 @@ _BESIDE = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}
 _OF_PICTURES = "mrope_section", "mrope_interleaved"
 """Keys of an entry that change nothing for text: its three positions are one."""
 _ROTARY = re.compile("rope|rotary|ntk|yarn")
-"""What names of keys about the rotary embedding hold, whoever made them up."""
+"""Found in the names of all keys about the rotary embedding, known or not."""
 _OTHER = "load another model"
 _UNUSED = "remove the entry if the model is computed without it, or load another model"
 

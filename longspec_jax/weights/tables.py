@@ -129,7 +129,7 @@ def _mlp(names: Names, width: str = "F") -> tuple[Rule, ...]:
 
 
 def _experts(experts: ExpertsConfig) -> tuple[Rule, ...]:
-    """Of a mixture of experts, every matrix of which is a tensor of its own."""
+    """Rules of a mixture of experts, every matrix of which is a tensor of its own."""
     names = [f"mlp.experts.{expert}" for expert in range(experts.count)]
     gate_up = [f"{name}.{part}_proj.weight" for name in names for part in ("gate", "up")]
     down = [f"{name}.down_proj.weight" for name in names]
@@ -148,7 +148,7 @@ def _experts(experts: ExpertsConfig) -> tuple[Rule, ...]:
 
 
 def _stacked_experts() -> tuple[Rule, ...]:
-    """Of a mixture whose experts are stacked, with biases, gate and up by turns (gpt-oss)."""
+    """Rules of stacked experts with biases, gate and up by turns (gpt-oss)."""
     gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     return (
         Rule("mlp/router/kernel", "D E", (("mlp.router.weight", "E D"),)),
@@ -161,7 +161,7 @@ def _stacked_experts() -> tuple[Rule, ...]:
 
 
 def _experts_beside(names: Names) -> tuple[Rule, ...]:
-    """Of an MLP and the experts beside it, which are stacked, gate above up (Gemma 4)."""
+    """Rules of an MLP and of stacked experts beside it, gate above up (Gemma 4)."""
     return (
         *_mlp(names, "Q"),
         _norm("mlp_own_norm", "post_feedforward_layernorm_1"),
@@ -181,7 +181,7 @@ _FLOAT32 = "recurrence/decay", "recurrence/decay_bias", _RECURRENT_NORM
 
 
 def _recurrence(names: Names) -> tuple[Rule, ...]:
-    """Of a Gated DeltaNet; the letters are those of :func:`layer_sizes`."""
+    """Rules of a Gated DeltaNet; the letters are those of :func:`layer_sizes`."""
     rows = tuple((f"{names.recurrence}.{name}.weight", rows) for name, rows in names.recurrent_rows)
     rates = tuple((f"{names.recurrence}.{name}.weight", rows) for name, rows in names.rate_rows)
     taps = (f"{names.recurrence}.conv1d.weight", "(J X) O I")

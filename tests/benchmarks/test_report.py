@@ -66,4 +66,4 @@ def test_a_file_that_could_be_written_after_all_is_whole(tmp_path: Path, monkeyp
 def test_the_header_is_a_line_for_people(capsys) -> None:
     versions = {"jax": "1.2", "torch": None}
     bench_report.Report({"device": "a GPU", "versions": versions, "roof_tb_per_s": 4.4321})
-    assert capsys.readouterr().out == "a GPU; jax 1.2; measured roofs 4.43 TB/s\n"
+    assert capsys.readouterr().out == "a GPU; jax 1.2; measured roofline 4.43 TB/s\n"

@@ -29,10 +29,8 @@ def terminal(monkeypatch) -> Terminal:
 def test_every_activity_is_described() -> None:
     assert described(Compiling()) == ("compiling, once for prompts of about this length", "")
     assert described(Tuned("longspec", TreeConfig((4, 5)), ())) is None
-    assert described(Prefilling(2048, 8123)) == (
-        "reading the prompt",
-        "[##........] 2048 of 8123 tokens",
-    )
+    prefilling = "reading the prompt", "[##........] 2048 of 8123 tokens"
+    assert described(Prefilling(2048, 8123)) == prefilling
     assert described(DecodingPlainly(0, 64))[1] == "[..........] 0 of 64 tokens"
     assert described(DecodingPlainly(64, 64))[1] == "[##########] 64 of 64 tokens"
 
@@ -151,12 +149,14 @@ def test_entries_are_folded_under_their_label(terminal) -> None:
 
 @each_row("color", [True, False])
 def test_a_line_is_ended_once(color) -> None:
-    """Also where its end is coloured."""
+    """Also where its end is coloured, and before the status that a log of both outputs takes."""
     out = io.StringIO()
     screen = Screen(color, out)
     screen.dim("text\n")
     screen.end_line()
-    assert out.getvalue().count("\n") == 1
+    screen.dim("more")
+    screen.activity(DecodingPlainly(0, 10))
+    assert out.getvalue().count("\n") == 2
 
 
 def test_the_legend_shows_its_colour() -> None:

@@ -138,7 +138,7 @@ class Batches:
         return self.plan.per_epoch
 
     def shape(self, step: int) -> tuple[int, int, int]:
-        """Of a step's batch, ``[A, B, T]``."""
+        """Shape of a step's batch, ``[A, B, T]``."""
         rows, length = self.plan(step)
         return self.accumulation, len(rows) // self.accumulation, length
 

@@ -145,7 +145,7 @@ def build_corpus(config: CorpusConfig, folder: Path) -> None:
     with (folder / "heldout.jsonl").open("w") as file:
         for origin in held:
             documents = list(_documents(origin, seen))
-            held_lines.update(line for d in documents for line in _telling_lines(d.text))
+            held_lines.update(line for d in documents for line in _long_lines(d.text))
             sources += _write(file, origin, documents, held_out=True)
     total = 0
     with (folder / "train.jsonl").open("w") as file:
@@ -278,7 +278,7 @@ def _shares(raw: bytes) -> tuple[float, float, float]:
     return letters, counts[ord("0") : ord("9") + 1].sum(), counts[128:].sum()
 
 
-def _telling_lines(text: str) -> list[str]:
+def _long_lines(text: str) -> list[str]:
     """Lines long enough to identify a text."""
     return [line.strip() for line in text.split("\n") if len(line.strip()) > 30]
 
@@ -286,7 +286,7 @@ def _telling_lines(text: str) -> list[str]:
 def _unlike(held_lines: set[str], documents: Iterable[Document]) -> Iterator[Document]:
     """The documents of which less than a fifth of the lines are held-out ones."""
     for document in documents:
-        lines = _telling_lines(document.text)
+        lines = _long_lines(document.text)
         if sum(line in held_lines for line in lines) <= 0.2 * len(lines):
             yield document
 

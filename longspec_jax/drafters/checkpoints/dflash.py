@@ -331,7 +331,7 @@ _SELECTOR = (
 
 
 def _convolutions() -> tuple[Rule, ...]:
-    """Of a layer: two sides ``S`` of ``T`` taps, and ``L`` outputs of the projection."""
+    """Rules of a layer's convolutions: two sides ``S`` of ``T`` taps, ``L`` outputs."""
     rules = ()
     for name in ("attention_conv", "mlp_conv"):
         projection = f"{name}.kernel_projection.weight"

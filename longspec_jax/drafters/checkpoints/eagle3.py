@@ -178,8 +178,8 @@ def draft_config(
 def authors_base(raw: JsonObject, scaling: RopeScaling) -> float:
     """The rotary base of a draft that the authors' code trained.
 
-    That code forgets ``rope_theta`` where it scales positions, and says nothing. Of an entry that
-    holds the base itself it knows nothing: whoever wrote one means it.
+    That code ignores ``rope_theta`` where it scales positions, without a warning. It never writes
+    the base into the entry, so a base that stands there is used.
     """
     base = rope_theta(raw)
     if scaling is None or rope_entry(raw).has("rope_theta"):

@@ -203,7 +203,7 @@ class FeatureFiles(Generic[C, P, D]):
 
 
 def llama_rules(config: Any) -> tuple[Rule, ...]:
-    """Of a Llama's layer, by its switches: all but :data:`QKV` and the norms before it."""
+    """Rules of a Llama's layer, by its switches: all but :data:`QKV` and the norms before."""
     switched = (QKV_BIAS,) * config.qkv_bias + _QK_NORM * config.qk_norm
     return SELF_OUT, _MLP_NORM, *MLP, *switched
 

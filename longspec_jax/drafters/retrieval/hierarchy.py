@@ -164,7 +164,7 @@ class Hierarchy(Drafter):
 
     @property
     def levels(self) -> int:
-        """Of the chain: the most tokens between two full verifications."""
+        """Levels of the chain: the most tokens between two full verifications."""
         return self.tree.num_levels if self.tree.chain is None else self.tree.chain
 
     def _end(self, params: Params, state: PyTree, view: View, noise: SamplingNoise) -> Tree:

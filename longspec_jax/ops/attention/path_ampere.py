@@ -42,7 +42,7 @@ _MOST_SPLITS, _AT_ONCE = 32, 4
 
 
 class Splits(NamedTuple):
-    """Of every split and packed row: the sum of values, the greatest score, the weights' sum."""
+    """Sum of values, greatest score and sum of weights of each split and packed row."""
 
     out: Float[Array, "B P K R H"]
     top: Float[Array, "B P K R"]

@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
     def packed(
         cls, least: Array, most: Array, split: Array, cache_rows: Array | None
     ) -> Int[Array, "B 4"]:
-        """Of all batch rows, as the kernel reads them; each reads its own row if none is named."""
+        """The items of all batch rows, as the kernel reads them; by default each its own."""
         if cache_rows is None:
             cache_rows = jnp.arange(len(least))
         return jnp.stack([least, most, split, cache_rows.astype(jnp.int32)], axis=1)

@@ -151,8 +151,8 @@ def expert_mlp(
       shares: their weights, float32.
       weights: of all experts.
       limit: largest size of gate and up in gpt-oss's gate
-        ``(up + 1) * gate * sigmoid(1.702 gate)``; None for ``up * silu(gate)``, or a GELU if the
-        weights say so.
+        ``(up + 1) * gate * sigmoid(1.702 gate)``; None for ``up * silu(gate)``, or a GELU where
+        ``weights`` has one.
 
     Returns:
       The sums in the dtype of ``x``.
@@ -169,7 +169,7 @@ def expert_mlp_partials(
     weights: ExpertWeights,
     limit: float | None = None,
 ) -> Float[Array, "k B T D"]:
-    """The summands of :func:`expert_mlp` in float32. The caller adds them up in their order.
+    """The outputs of each chosen expert, in float32. The caller adds them up in their order.
 
     So a row has the same bits beside any others, where the kernel runs: a compiler that multiplies
     and adds in one program may round once or twice. On a mesh the devices gather what all others'

@@ -65,7 +65,7 @@ class Work:
 
     @property
     def full_rate_programs(self) -> int:
-        """As many programs read the weights at nearly the full rate."""
+        """The fewest programs that read the weights at nearly the full rate."""
         return FULL_RATE_PROGRAMS
 
     @property

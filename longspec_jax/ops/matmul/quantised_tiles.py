@@ -57,7 +57,7 @@ class QuantisedWork(Work):
 
     @property
     def full_rate_programs(self) -> int:
-        """As many programs read and widen the weights at nearly the full rate.
+        """The fewest programs that read and widen the weights at nearly the full rate.
 
         Codes of 4 bits take longer to widen than to read: as long as the program that has most.
         """

@@ -31,7 +31,7 @@ Memory = Float[Array, "B J P X Y"]
 
 
 class Operands(NamedTuple):
-    """Of every token, in float32."""
+    """What every token brings to the recurrence, in float32."""
 
     queries: Float[Array, "B T J X"]
     """Normalised, divided by the root of their width."""

@@ -207,7 +207,7 @@ class Extremes:
 def no_extremes(
     batch: int, blocks: int, layers: int, heads: int, width: int, dtype: DTypeLike
 ) -> Extremes:
-    """Of caches without a key; ``dtype`` is the keys'."""
+    """The extremes of caches without a key; ``dtype`` is the keys'."""
     shape = (batch, blocks, layers, heads, width)
     return Extremes(jnp.full(shape, -jnp.inf, dtype), jnp.full(shape, jnp.inf, dtype))
 

@@ -18,7 +18,7 @@ Change: TypeAlias = Callable[[Tensor, Sizes], Tensor]
 
 
 def same(tensor: Tensor, sizes: Sizes) -> Tensor:
-    """As it is."""
+    """The array as it is."""
     return tensor
 
 

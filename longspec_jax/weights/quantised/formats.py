@@ -34,7 +34,7 @@ class Quantisation:
     """How the linears of a checkpoint are stored.
 
     Attributes:
-      origin: the file and the key that say so.
+      origin: the file and the key that describe it.
       groups: formats and the linears they are for; the first that matches counts.
       whole: which linears are not quantised.
       experts: whether stacked experts are of MXFP4.
