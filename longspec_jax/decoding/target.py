@@ -196,7 +196,8 @@ class TargetModel:
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]
         attention = self._with_scores(speculative_attention)
-        along_paths = partial(self._with_scores(path_attention), levels=levels)
+        scale, cap = self.config.attention_scale, self.config.attention_cap
+        along_paths = partial(path_attention, levels=levels, scale=scale, cap=cap)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(self.config.source(layer), q)
