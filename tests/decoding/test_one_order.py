@@ -199,7 +199,7 @@ def compare(name: str, tokens: int, seed: int = 0) -> int:
     while lengths[0] + LEVELS < tokens:
         trees = [grown(rng, text, at) for text, at in zip(texts, lengths, strict=True)]
         found = steps.nodes(cache, trees, lengths)
-        room = int(path.reach(jnp.asarray(lengths[0]))) - lengths[0]
+        room = int(path.reach(jnp.asarray(lengths[:1]))[0]) - lengths[0]
         along = trees[0][3][:room]
         logits = np.asarray(found.logits)[0]
         for step, node in enumerate(along):

@@ -132,16 +132,17 @@ def _path_kernel(
     *,
     levels: int,
     window: int | None,
-    **options: Unpack[_Options],
+    scale: float | None,
+    cap: float | None,
 ) -> Array:
     operands = q, prefix, fresh, depth, sinks
     if path.require_kernel(q, prefix.keys, fresh.keys, levels, window):
         from longspec_jax.ops.attention import path_kernels
 
-        return path_kernels.path_attention(*operands, window=window, **options)
+        return path_kernels.path_attention(*operands, scale=scale, cap=cap, window=window)
     from longspec_jax.ops.attention import path_ampere
 
-    return path_ampere.path_attention(*operands, window=window, **options)
+    return path_ampere.path_attention(*operands, scale=scale, cap=cap, window=window)
 
 
 def _path_reference(
@@ -153,10 +154,11 @@ def _path_reference(
     *,
     levels: int,
     window: int | None,
-    **options: Unpack[_Options],
+    scale: float | None,
+    cap: float | None,
 ) -> Array:
     prefix = prefix.within(window, prefix.length[:, None] + depth)
-    return reference.speculative_attention(q, prefix, fresh, sinks, **options)
+    return reference.speculative_attention(q, prefix, fresh, sinks, scale=scale, cap=cap)
 
 
 def _prefix_triton(
