@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config.layers import ExpertsConfig, LayerConfig, Rotary
+from longspec_jax.config.layers import LayerConfig, Rotary
 from longspec_jax.decoding import target as rounds_lib
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel, Verification
-from longspec_jax.models import experts as experts_lib
 from longspec_jax.models import layers as layers_lib
 from longspec_jax.models import target as target_lib
 from longspec_jax.ops.attention import path, reference
@@ -37,15 +36,11 @@ SIZES: dict[str, Any] = dict(
 )
 WINDOWS = LayerConfig(Rotary(1e6), WINDOW), LayerConfig(Rotary())
 GEMMA: dict[str, Any] = dict(offset_norms=True, post_norms=True, gelu=True, embedding_factor=8.0)
-EXPERTS = ExpertsConfig(count=8, chosen=2, width=64, biases=True, limit=7.0)
 TARGETS: dict[str, dict[str, Any]] = {
     "Gemma 3": dict(kinds=WINDOWS, qk_norm=True, **GEMMA),
     "OLMo 3": dict(kinds=WINDOWS, pre_norms=False, post_norms=True, wide_qk_norm=True),
-    "gpt-oss": dict(
-        kinds=(LayerConfig(Rotary(), WINDOW, EXPERTS), LayerConfig(Rotary(), None, EXPERTS)),
-        attention_sinks=True,
-        qkv_bias=True,
-        out_bias=True,
+    "gpt-oss, but for experts": dict(
+        kinds=WINDOWS, attention_sinks=True, qkv_bias=True, out_bias=True
     ),
     "Gemma 2": dict(kinds=WINDOWS, attention_cap=5.0, logit_cap=30.0, **GEMMA),
 }
@@ -70,8 +65,7 @@ def by_rows(op: Callable[..., Any], *rows: jax.Array, axis: int = 0) -> Any:
 def compute_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have matmuls and attention of one order computed so."""
     monkeypatch.setattr(rounds_lib, "path_attention", attend_node_by_node)
-    multiply, mlp = layers_lib.ordered_matmul, experts_lib.expert_mlp_partials
-    choose, unembed = experts_lib.choose_experts, target_lib.head_matmul
+    multiply, unembed = layers_lib.ordered_matmul, target_lib.head_matmul
     monkeypatch.setattr(
         layers_lib,
         "ordered_matmul",
@@ -79,16 +73,6 @@ def compute_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(
         target_lib, "head_matmul", lambda x, table: by_rows(lambda row: unembed(row, table), x)
-    )
-    monkeypatch.setattr(
-        experts_lib,
-        "choose_experts",
-        lambda x, *rest, **options: by_rows(lambda row: choose(row, *rest, **options), x),
-    )
-    monkeypatch.setattr(
-        experts_lib,
-        "expert_mlp_partials",
-        lambda *given: by_rows(lambda *rows: mlp(*rows, *given[3:]), *given[:3], axis=1),
     )
 
 
