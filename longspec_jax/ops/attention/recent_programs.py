@@ -194,7 +194,9 @@ class Program:
         if memory.k_codes is not None:
             keys, values = memory.k_codes, memory.v_codes
 
-        def copy(source: Ref, group: int, to: Ref, place: int, *columns: Any) -> None:
+        def copy(
+            source: Ref, group: int, to: Ref, place: int, columns: tuple[Any, ...] = ()
+        ) -> None:
             position = self.first - self.offset + group * ALIGNED
             slot = pl.multiple_of(jax.lax.rem(position, source.shape[2]), ALIGNED)
             at = self.cache_row, self.kv_head, pl.ds(slot, ALIGNED), *columns
@@ -206,7 +208,7 @@ class Program:
         for number in range(WINDOWS):
             for half in range(CONTRACTED // ALIGNED):
                 place = number * CONTRACTED // ALIGNED + half
-                copy(refs.v, number // 2 + half, values, place, self.its_columns)
+                copy(refs.v, number // 2 + half, values, place, (self.its_columns,))
 
     def fetch_splits(self, first: jax.Array) -> None:
         """Ask for the results of some splits, whether they are reached or not."""
