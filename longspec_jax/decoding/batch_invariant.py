@@ -103,15 +103,15 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
             "batch_invariant needs the cache on the device and the automatic attention; leave out "
             "offload and attention"
         )
-    windows = any(layer.window is not None for layer in config.layers)
-    if windows or config.attention_cap is not None or config.attention_sinks:
+    kinds = config.kinds or (LayerConfig(),)
+    beside = any(kind.experts is not None and kind.experts.beside for kind in kinds)
+    if config.layer_inputs is not None or config.value_norm or beside:
         raise NotImplementedError(
-            "the kernels of batch_invariant see whole prefixes and unbounded scores; this target "
-            "has layers with a window, a soft cap, or attention sinks"
+            "batch_invariant was not made for a second embedding, norms of values, or experts "
+            "beside an MLP; leave it out, or load the target in float32"
         )
     narrow = config.kv_dtype is not None
-    dtype = jnp.dtype(config.dtype)
-    hopper = path.require_target(config.num_groups, config.head_width, dtype, narrow=narrow)
+    hopper = _require_attention_kernels(config)
     if not hopper and (narrow or config.is_sparse or config.recurrent_layers):
         raise NotImplementedError(
             "batch_invariant has kernels for experts, for recurrent layers and for a cache in 8 "
@@ -123,17 +123,31 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
             "or batch_invariant"
         )
     _require_recurrent_kernels(target)
-    for kind in config.kinds or (LayerConfig(),):
+    for kind in kinds:
         _require_mlp_kernels(config, kind.experts, target.width_shares)
     ordered_tiles.refuse_uneven(config.model_width)
+    bounded = config.attention_cap is not None or any(kind.window for kind in kinds)
     if not hardware.triton_is_supported() and (
-        narrow or config.head_width > 128 or config.recurrent_layers
+        narrow or bounded or config.head_width > 128 or config.recurrent_layers
     ):
         raise NotImplementedError(
-            "batch_invariant has kernels for Triton alone for recurrent layers, for prompts in a "
-            "cache in 8 bits and for those of heads of 256 numbers, and this jax lacks them"
+            "batch_invariant has kernels for Triton alone for recurrent layers, and for prompts of "
+            "targets with windows, soft caps, a cache in 8 bits or heads of 256 numbers, and this "
+            "jax lacks them"
         )
-    return hopper and config.head_width <= 128 and not config.recurrent_layers
+    compared = not (bounded or config.attention_sinks or config.recurrent_layers)
+    return hopper and config.head_width <= 128 and compared
+
+
+def _require_attention_kernels(config: TargetConfig) -> bool:
+    """Whether those of one order are Hopper's; raise for layers without one."""
+    hopper, narrow = False, config.kv_dtype is not None
+    for kind in config.kinds or (LayerConfig(),):
+        heads = config.heads(kind)
+        groups, dtype = config.num_heads // heads.num_kv_heads, jnp.dtype(config.dtype)
+        hopper = path.require_target(groups, heads.head_width, dtype, narrow=narrow)
+        path.require_window(kind.window)
+    return hopper
 
 
 def _require_recurrent_kernels(target: TargetModel) -> None:

@@ -182,21 +182,25 @@ def append_to_ring(slots: CacheSlots, fresh: CachedRows, at: Lengths, count: Len
     return put_tokens(slots, None, places, fresh)
 
 
-def layer_slots(config: TargetConfig, capacity: int) -> tuple[int, ...]:
+RING_STEP = 8
+"""Slots by which rings grow."""
+
+
+def layer_slots(config: TargetConfig, capacity: int, ring_step: int = RING_STEP) -> tuple[int, ...]:
     """Slots of a row in every layer of a cache of this capacity; none in one without own keys."""
 
     def slots(index: int) -> int:
         window = config.layer(index).window
         if index in config.recurrent_layers or config.source(index) != index:
             return 0
-        return capacity if window is None else min(capacity, ring_slots(window))
+        return capacity if window is None else min(capacity, ring_slots(window, ring_step))
 
     return tuple(map(slots, range(config.num_layers)))
 
 
-def ring_slots(window: int) -> int:
-    """Slots of a ring for this window, by eight: the window, and what a round writes at once."""
-    return -(-(window + MAX_TREE_LEVELS) // 8) * 8
+def ring_slots(window: int, step: int = RING_STEP) -> int:
+    """Slots of a ring for this window, whole steps: the window, and what a round writes at once."""
+    return -(-(window + MAX_TREE_LEVELS) // step) * step
 
 
 def rings_of(config: TargetConfig) -> tuple[int, ...]:
@@ -210,7 +214,9 @@ def states_bytes(config: TargetConfig) -> int:
     return sum(state_bytes(each, config.dtype) for each in config.recurrent_layers.values())
 
 
-def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
+def allocate(
+    config: TargetConfig, batch: int, capacity: int, ring_step: int = RING_STEP
+) -> KVCache:
     """A zero-filled cache; uninitialised memory could hold NaNs that survive a masked product."""
 
     def zeros(slots: int, kind: LayerConfig) -> Array | None:
@@ -220,7 +226,7 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
         shape = (batch, heads.num_kv_heads, slots, heads.head_width)
         return jnp.zeros(shape, cache_dtype(config))
 
-    sizes = layer_slots(config, capacity)
+    sizes = layer_slots(config, capacity, ring_step)
     return KVCache(
         tuple(map(zeros, sizes, config.layers)),
         tuple(map(zeros, sizes, config.layers)),
@@ -245,8 +251,8 @@ def slot_bytes(config: TargetConfig, kind: LayerConfig | None = None) -> int:
     return 2 * heads.num_kv_heads * heads.head_width * cache_dtype(config).itemsize
 
 
-def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:
+def cache_bytes(config: TargetConfig, batch: int, capacity: int, ring_step: int = RING_STEP) -> int:
     """Bytes of :func:`allocate`'s result, known before allocation."""
-    layers = zip(layer_slots(config, capacity), config.layers, strict=True)
+    layers = zip(layer_slots(config, capacity, ring_step), config.layers, strict=True)
     row = sum(slots * slot_bytes(config, kind) for slots, kind in layers)
     return batch * (row + states_bytes(config))

@@ -116,6 +116,11 @@ class TargetModel:
         return len(self.config.full_layers) < self.config.num_layers
 
     @property
+    def ring_step(self) -> int:
+        """Slots by which rings grow: the kernels of one order read whole steps."""
+        return path.SLOTS if self.batch_invariant else cache_lib.RING_STEP
+
+    @property
     def dtype(self) -> str:
         """The dtype of activations."""
         return self.config.dtype
@@ -124,13 +129,13 @@ class TargetModel:
         """An empty cache for this target."""
         if self.offload:
             return offloaded.allocate(self.config, batch, capacity)
-        return cache_lib.allocate(self.config, batch, capacity)
+        return cache_lib.allocate(self.config, batch, capacity, self.ring_step)
 
     def cache_bytes(self, batch: int, capacity: int) -> CacheBytes:
         """What :meth:`allocate`'s result will take, known before allocation."""
         if self.offload:
             return offloaded.cache_bytes(self.config, batch, capacity)
-        return CacheBytes(cache_lib.cache_bytes(self.config, batch, capacity), 0)
+        return CacheBytes(cache_lib.cache_bytes(self.config, batch, capacity, self.ring_step), 0)
 
     def prefill_chunk(
         self,
@@ -191,17 +196,18 @@ class TargetModel:
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]
         attention = self._with_scores(speculative_attention)
+        scale, cap = self.config.attention_scale, self.config.attention_cap
+        along_paths = partial(path_attention, levels=levels, scale=scale, cap=cap)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(self.config.source(layer), q)
             seen, window = mask, self.config.layer(layer).window
             if window is not None and window <= levels:
                 seen = mask & (depth[:, :, None] - depth[:, None, :] < window)
-            prefix, fresh = prefix.within(window, positions), Fresh(k, v, seen)
+            fresh, sinks = Fresh(k, v, seen), sinks_of(params, layer)
             if self.batch_invariant:
-                scale = self.config.attention_scale
-                return path_attention(q, prefix, fresh, depth, levels=levels, scale=scale)
-            return attention(q, prefix, fresh, sinks_of(params, layer))
+                return along_paths(q, prefix, fresh, depth, sinks, window=window)
+            return attention(q, prefix.within(window, positions), fresh, sinks)
 
         rows = {}
 

@@ -107,7 +107,7 @@ def plan_memory(
     uneven = target.batch_invariant and vocabulary % 8 > 0
     head_bytes = jnp.dtype(config.dtype).itemsize * vocabulary * config.model_width
     working = widened + uneven * head_bytes
-    full, own_slots = config.full_layers, layer_slots(config, capacity)
+    full, own_slots = config.full_layers, layer_slots(config, capacity, target.ring_step)
     ends = [
         (own, slot_bytes(config, config.layer(layer)))
         for layer, own in enumerate(own_slots)

@@ -1,5 +1,6 @@
 """What all kernels for Mosaic GPU ask of Pallas, whose types say less than its documentation."""
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -29,6 +30,23 @@ def load(ref: Ref, layout: Any, *, optimized: bool = False) -> Any:
     From jax 0.11 on, which these kernels need, ``plgpu.load`` takes no index.
     """
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
+
+
+def capped(products: Array, scale: float, cap: float, layout: Any) -> Array:
+    """Scores in base 2 of products of queries and keys, bounded softly by ``cap``.
+
+    That is ``cap * tanh(score / cap)``. The hardware's own tanh has 11 bits.
+
+    Args:
+      products: arrays of this layout.
+      scale: factor on them, in base 2.
+      cap: natural.
+      layout: Pallas' layout of the products.
+    """
+    bound = cap * math.log2(math.e)
+    share = 1.0 / (jnp.exp2(products * (2 * scale / cap)) + 1.0)
+    twice = plgpu.layout_cast(jnp.full(share.shape, -2 * bound, jnp.float32), layout)
+    return bound + product(share, twice, layout)
 
 
 def row_product(left: Array, right: Array) -> Array:

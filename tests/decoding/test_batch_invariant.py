@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.config.layers import ExpertsConfig, LayerConfig, RecurrenceConfig, Rotary
+from longspec_jax.config.layers import (
+    ExpertsConfig,
+    HeadsConfig,
+    LayerConfig,
+    RecurrenceConfig,
+    Rotary,
+)
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import batch_invariant
 from longspec_jax.decoding.prefill import vacant
@@ -65,6 +71,10 @@ def with_fields(**fields: Any) -> TargetModel:
     return TargetModel(tiny_target_config(**{**SIZES, **fields}))
 
 
+WIDER = LayerConfig(Rotary(), 40, heads=HeadsConfig(1, 512))
+"""Of some layers of Gemma 4."""
+
+
 def is_chosen(target: TargetModel, wanted: bool | None) -> bool:
     return batch_invariant.choose_kernels(target, wanted).batch_invariant
 
@@ -93,7 +103,9 @@ def test_the_kernels_serve_one_gpu(fields: dict[str, Any], hopper: None) -> None
 
 
 def test_what_was_not_compared_yet_is_taken_by_name_alone(hopper: None) -> None:
-    for target in (with_fields(head_width=256), TargetModel(QWEN35)):
+    windows = dict(kinds=(LayerConfig(Rotary(), 18), LayerConfig(Rotary())), pattern=(0, 1))
+    fields = [dict(head_width=256), windows, dict(attention_sinks=True), dict(attention_cap=50.0)]
+    for target in (*[with_fields(**each) for each in fields], TargetModel(QWEN35)):
         assert is_chosen(target, True) and not is_chosen(target, None)
     assert not is_chosen(WIDE, True), "float32 is the same everywhere"
 
@@ -109,8 +121,9 @@ def test_what_was_not_compared_yet_is_taken_by_name_alone(hopper: None) -> None:
         (experts(renormalised=False), "whose weights do not add up to 1"),
         (experts(width=20), "weights in multiples of 64, not 20"),
         (experts(count=12), "vocabularies in multiples of 8, not 12"),
-        (dict(attention_sinks=True), "attention sinks"),
-        (dict(kinds=(LayerConfig(Rotary(), 7),), pattern=(0, 0)), "layers with a window"),
+        (dict(kinds=(LayerConfig(Rotary(), 17),), pattern=(0, 0)), "17 tokens is smaller than 18"),
+        (dict(kinds=(WIDER, LayerConfig(Rotary())), pattern=(0, 1)), "head width 512 is none"),
+        (dict(value_norm=True), "not made for a second embedding, norms of values, or experts"),
     ],
 )
 def test_layers_that_the_kernels_do_not_serve(
@@ -130,6 +143,7 @@ def test_other_gpus_take_them_by_name(hopper: None, monkeypatch: pytest.MonkeyPa
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         monkeypatch.setattr(hardware, "compute_capability", lambda: capability)  # noqa: B023
         assert is_chosen(target, True) and not is_chosen(target, None)
+        assert is_chosen(with_fields(attention_sinks=True, attention_cap=50.0), True)
     for other in (narrow, sparse):
         assert_refused(other, "a cache in 8 bits on Hopper GPUs alone")
     monkeypatch.setattr(hardware, "compute_capability", lambda: (7, 5))

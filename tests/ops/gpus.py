@@ -109,6 +109,7 @@ def attention_calls(rows: Callable[..., Any]) -> dict[str, Call]:
     )
     ring = rows((1, KV_HEADS, WINDOW + NODES, WIDTH))
     seen = Prefix(ring, ring, length, oldest=whole((1, NODES)))
+    steps = rows((1, KV_HEADS, 256, WIDTH))
     chunk, window = rows((1, CHUNK, KV_HEADS, WIDTH)), rows((1, WINDOW + NODES, KV_HEADS, WIDTH))
     queries = {count: rows((1, count, HEADS, WIDTH)) for count in (1, 16, NODES, CHUNK)}
     node = rows((1, 1, KV_HEADS, WIDTH))
@@ -126,6 +127,10 @@ def attention_calls(rows: Callable[..., Any]) -> dict[str, Call]:
         ),
         "attention, a tree, in one order": Call(
             on_path, (queries[NODES], cached, tree, whole((1, NODES)))
+        ),
+        "attention, window, cap and sinks, in one order": Call(
+            partial(on_path, window=128, cap=50.0),
+            (queries[NODES], Prefix(steps, steps, length), tree, whole((1, NODES)), rows((HEADS,))),
         ),
         "attention, a prompt's chunk": Call(verify, (queries[CHUNK], cached, prompt)),
         "attention, a chunk, cache in 8 bits": Call(verify, (queries[CHUNK], narrow, prompt)),

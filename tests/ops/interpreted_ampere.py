@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax.axes import Array, Ref
-from longspec_jax.ops import ampere
+from longspec_jax.ops import ampere, mosaic
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,8 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     def iota(dtype: Any, shape: tuple[int, ...], axis: int, **_: Any) -> Array:
         return jax.lax.broadcasted_iota(dtype, shape, axis)
 
-    monkeypatch.setattr(path_ampere, "product", lambda left, right, layout: left * right)
+    for module in (mosaic, path_ampere):
+        monkeypatch.setattr(module, "product", lambda left, right, layout: left * right)
     monkeypatch.setattr(plgpu, "kernel", kernel)
     monkeypatch.setattr(plgpu, "layout_cast", lambda value, _: value)
     monkeypatch.setattr(plgpu, "load", load)

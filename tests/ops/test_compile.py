@@ -17,8 +17,9 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton_dialect
 
 from longspec_jax.compilation import keep_programs
+from longspec_jax.decoding.cache import ring_slots
 from longspec_jax.ops import hardware, launchers, layer, layer_pallas
-from longspec_jax.ops.attention import dispatch, fresh_pallas, kernels, path_kernels, tiles
+from longspec_jax.ops.attention import dispatch, fresh_pallas, kernels, path, path_kernels, tiles
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.hardware import mosaic_is_supported
@@ -357,6 +358,36 @@ def test_path_attention_lowers_for_cuda(stored, batch, nodes, heads, kv_heads, w
     mask = truth((batch, nodes, nodes))
     operands = half((batch, nodes, heads, width)), cache, cache, whole((batch,)), rows, rows
     text = lowered(call, *operands, mask, whole((batch, nodes)))
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
+@each_row(
+    ("nodes", "heads", "kv_heads", "width", "window", "sinks", "cap", "stored"),
+    [
+        (64, 64, 8, 64, 128, True, None, "bfloat16"),  # gpt-oss
+        (1, 64, 8, 64, 128, True, None, "bfloat16"),
+        (64, 8, 4, 256, 512, False, None, "bfloat16"),  # Gemma 3
+        (64, 32, 32, 128, 4096, False, None, "bfloat16"),  # OLMo 3
+        (16, 8, 4, 256, 4096, False, 50.0, "bfloat16"),  # Gemma 2
+        (64, 8, 4, 256, None, False, 50.0, "bfloat16"),
+        (64, 32, 8, 128, 4096, False, None, "uint8"),
+    ],
+)
+def test_path_attention_of_bounded_layers_lowers_for_cuda(
+    nodes, heads, kv_heads, width, window, sinks, cap, stored
+) -> None:
+    slots = 8192 if window is None else ring_slots(window, path.SLOTS)
+    cache = jax.ShapeDtypeStruct((2, kv_heads, slots, width), jnp.dtype(stored))
+    rows, ahead = half((2, nodes, kv_heads, width)), whole((2, nodes))
+    of_heads = half((heads,)) if sinks else None
+
+    def call(q, k, v, length, tree, depth, sinks):
+        prefix = Prefix(k, v, length)
+        return path_kernels.path_attention(q, prefix, tree, depth, sinks, window=window, cap=cap)
+
+    q, tree = half((2, nodes, heads, width)), Fresh(rows, rows, truth((2, nodes, nodes)))
+    text = lowered(call, q, cache, cache, whole((2,)), tree, ahead, of_heads)
     assert text.count("custom_call @mosaic_gpu") == 2
 
 

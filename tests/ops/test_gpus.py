@@ -29,7 +29,8 @@ WITHOUT_TRITON = {
     "choosing continuations",
 }
 """What other kernels serve where this jax lacks Triton's."""
-IN_ONE_ORDER = {"attention, a tree, in one order", "matmuls in one order", "LM head in one order"}
+ALONG_PATHS = {"attention, a tree, in one order", "attention, window, cap and sinks, in one order"}
+IN_ONE_ORDER = ALONG_PATHS | {"matmuls in one order", "LM head in one order"}
 
 
 @pytest.mark.slow
@@ -49,10 +50,10 @@ def test_what_is_chosen_can_run(capability: gpus.Capability) -> None:
     other = IN_ONE_ORDER if mosaic and not hopper else set()
     assert {name for name, kernels in taken.items() if "Ampere" in kernels} == other
     # Refused, so that nobody is promised equal bits.
-    refused = set() if mosaic else {"attention, a tree, in one order"}
+    refused = set() if mosaic else ALONG_PATHS
     assert {name for name, kernels in taken.items() if kernels == "–"} == refused
     attends = [name for name in taken if name.startswith(("attention", "draft"))]
-    assert len(attends) == 9
+    assert len(attends) == 10
     for name in attends:
         assert (taken[name] != "XLA") == (capability >= AMPERE or taken[name] == "–"), name
 

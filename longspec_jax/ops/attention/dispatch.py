@@ -123,20 +123,42 @@ def _of_generation(hopper: Implementation, other: Callable[Given, R]) -> Callabl
     return call
 
 
-def _path_kernel(*operands: Any, levels: int, scale: float | None) -> Array:
-    if path.require_kernel(operands[0], operands[1].keys, operands[2].keys, levels):
+def _path_kernel(
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh,
+    depth: Array,
+    sinks: Sinks | None,
+    *,
+    levels: int,
+    window: int | None,
+    scale: float | None,
+    cap: float | None,
+) -> Array:
+    operands = q, prefix, fresh, depth, sinks
+    if path.require_kernel(q, prefix.keys, fresh.keys, levels, window):
         from longspec_jax.ops.attention import path_kernels
 
-        return path_kernels.path_attention(*operands, scale=scale)
+        return path_kernels.path_attention(*operands, scale=scale, cap=cap, window=window)
     from longspec_jax.ops.attention import path_ampere
 
-    return path_ampere.path_attention(*operands, scale=scale)
+    return path_ampere.path_attention(*operands, scale=scale, cap=cap, window=window)
 
 
 def _path_reference(
-    q: Queries, prefix: Prefix, fresh: Fresh, depth: Array, *, levels: int, scale: float | None
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh,
+    depth: Array,
+    sinks: Sinks | None,
+    *,
+    levels: int,
+    window: int | None,
+    scale: float | None,
+    cap: float | None,
 ) -> Array:
-    return reference.speculative_attention(q, prefix, fresh, scale=scale)
+    prefix = prefix.within(window, prefix.length[:, None] + depth)
+    return reference.speculative_attention(q, prefix, fresh, sinks, scale=scale, cap=cap)
 
 
 def _prefix_triton(
@@ -300,25 +322,32 @@ def path_attention(
     prefix: Prefix,
     fresh: Fresh,
     depth: Int[Array, "B T"],
+    sinks: Sinks | None = None,
     *,
     levels: int,
+    window: int | None = None,
     scale: float | None = None,
+    cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of a tree's nodes to the committed prefix and along their own paths.
 
     A node's bits depend on its position and on the tokens before it alone, not on which of them are
     in the tree (:mod:`longspec_jax.ops.attention.path_kernels`). That holds up to the prefix's
-    :func:`~longspec_jax.ops.attention.path.reach`. On Hopper GPUs alone; in exact arithmetic this
-    is :func:`speculative_attention`.
+    :func:`~longspec_jax.ops.attention.path.reach`. On NVIDIA GPUs from compute capability 8.0 on
+    alone; in exact arithmetic this is :func:`speculative_attention`.
 
     Args:
       q: the nodes' queries.
       prefix: the cached tokens.
-      fresh: the nodes themselves; each sees its ancestors and itself.
+      fresh: the nodes themselves; each sees its ancestors and itself, those that a window holds.
       depth: of every node, which is its position less the prefix's length.
+      sinks: as of :func:`speculative_attention`.
       levels: the greatest depth that a node may have.
+      window: tokens that a node sees, its own included, in a layer with a window, whose slots are a
+        ring; all if absent.
       scale: factor on the scores; ``H ** -0.5`` if absent.
+      cap: as in :func:`prefix_attention`.
       implementation: as in :func:`prefix_attention`.
 
     Raises:
@@ -327,10 +356,12 @@ def path_attention(
     _check_prefix(q, prefix)
     _check_fresh(q, fresh)
     _check_together(prefix, fresh.keys)
+    _check_sinks(q, sinks)
     if prefix.oldest is not None:
-        raise NotImplementedError("path_attention sees the whole prefix, and takes no window")
-    operands = _without_gradient(PATH.name, (q, prefix, fresh, depth))
-    return PATH.named(implementation)(*operands, levels=levels, scale=scale)
+        raise ValueError("path_attention takes a window instead of the first positions it shows")
+    operands = _without_gradient(PATH.name, (q, prefix, fresh, depth, sinks))
+    attend = PATH.named(implementation)
+    return attend(*operands, levels=levels, window=window, scale=scale, cap=cap)
 
 
 def causal_attention(

@@ -86,7 +86,8 @@ def speculative_attention(
             "start"
         )
     tile = prefix_tile or _choose_tile(q, prefix, cap, hopper=hopper, interpret=interpret)
-    if fresh.mask is None and prefix_tile is None and isinstance(tile, MosaicTile):
+    bounded = cap is not None or prefix.oldest is not None  # Of which Triton's kernel has chunks.
+    if fresh.mask is None and prefix_tile is None and (bounded or isinstance(tile, MosaicTile)):
         # One split: a chunk has rows enough, and its result must not depend on the capacity.
         slots = prefix.keys.shape[2]
         tile = dataclasses.replace(tile, split=-(-slots // tile.slots) * tile.slots)

@@ -29,7 +29,7 @@ from longspec_jax.ops.attention.operands import (
     with_sinks,
 )
 from longspec_jax.ops.attention.packing import LOG2_E, MAX_GROUP, pack
-from longspec_jax.ops.attention.path_ampere import SLOTS, Splits, attend_in_splits
+from longspec_jax.ops.attention.path_ampere import SLOTS, Scores, Splits, attend_in_splits
 from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS, require_mosaic
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.partitioned import partitioned
@@ -174,7 +174,7 @@ def _attend(
     cache_row = jnp.arange(len(q)) if rows is None else rows
     bounds = jnp.stack([cache_row.astype(jnp.int32), length, jnp.maximum(split, 1)], axis=1)
     splits = attend_in_splits(
-        bounds, packed, keys, values, None, bias, scale=factor, count=count, causal=causal
+        bounds, packed, keys, values, None, bias, scores=Scores(factor), count=count, causal=causal
     )
     return _Part(bounds, splits)
 

@@ -102,7 +102,8 @@ SPECULATIVE_AXES = (
     "b t (k g) h, b k s h, b k s h, b, b, b, b t, b u k h, b u k h, b t u, (k g) -> b t (k g) h"
 )
 PATH_AXES = (
-    "b t (k g) h, b k s h, b k s h, b, b, b, b t, b u k h, b u k h, b t u, b t -> b t (k g) h"
+    "b t (k g) h, b k s h, b k s h, b, b, b, b t, b u k h, b u k h, b t u, b t, (k g) "
+    "-> b t (k g) h"
 )
 """The axes of queries, of the fields above and of the results, for
 :func:`longspec_jax.ops.partitioned.partitioned`."""

@@ -21,6 +21,8 @@ MOST_NODES = 128
 
 RECENT = 16
 """Tokens before a query that may be in the tree: the most levels of one."""
+LEAST_WINDOW = RECENT + 2
+"""Tokens of a window that shows more than the recent tokens and the query's own."""
 SEGMENT = 16
 """Tokens of a head whose queries are fetched together: their packed rows lie side by side."""
 ALIGNED, FETCHED = 8, 32
@@ -70,6 +72,27 @@ def attending_warpgroups(rows: int, groups: int, narrow: bool) -> int:
     return 2 if rows > WARPGROUP_ROWS or (narrow and groups == 1) else 1
 
 
+def span(window: int | None) -> int | None:
+    """Slots before the recent tokens that a window shows; None without one, which shows all."""
+    return None if window is None else window - 1 - RECENT
+
+
+def window_splits(window: int, slots: int, most: int) -> tuple[int, int]:
+    """Slots of a split in a layer with a window, and the splits that the nodes of a tree reach.
+
+    Splits begin at multiples of their size, wherever the window begins, so that a query's own
+    position decides which of its keys share one.
+
+    Args:
+      window: tokens that a query sees, its own included.
+      slots: of a step of the softmax.
+      most: splits that fit the machine.
+    """
+    seen = window - 1  # By the root or by the deepest node, before their recent tokens.
+    split = -(-seen // (slots * max(1, most - 1))) * slots
+    return split, -(-seen // split) + 1
+
+
 def reach(position: Lengths) -> Lengths:
     """The first position beyond those whose queries have the same splits as this one's.
 
@@ -93,7 +116,9 @@ def whole_steps(position: Lengths, slots: int, splits: int) -> Lengths:
     return jax.lax.div(reach(position) + shared - 1, shared) * slots
 
 
-def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> bool:
+def require_kernel(
+    q: Array, cached: Array, fresh: Array, levels: int, window: int | None = None
+) -> bool:
     """Whether the kernel is Hopper's; refuse what it cannot do, with the value and the rule.
 
     Args:
@@ -101,6 +126,7 @@ def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> bool:
       cached: keys ``[B, K, S, H]``.
       fresh: keys ``[B, T, K, H]``.
       levels: the greatest depth of a node.
+      window: as of :func:`longspec_jax.ops.attention.dispatch.path_attention`.
     """
     narrow = cached.dtype == CODES
     groups = q.shape[2] // cached.shape[1]
@@ -111,6 +137,9 @@ def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> bool:
             f"a cache of {cached.shape[2]} slots in {cached.dtype} is none in {q.dtype} of a "
             f"multiple of {SLOTS} slots"
         )
+    require_window(window)
+    if window is not None and cached.shape[2] % SLOTS:
+        raise NotImplementedError(f"a ring of {cached.shape[2]} slots is no multiple of {SLOTS}")
     if cached.shape[2] < SLOTS or cached.shape[2] % 8:
         raise NotImplementedError(
             f"capacity {cached.shape[2]} is not a multiple of 8 of at least {SLOTS} slots"
@@ -136,6 +165,15 @@ def require_target(groups: int, width: int, dtype: DTypeLike, *, narrow: bool) -
     if groups > MAX_GROUP:
         raise NotImplementedError(f"{groups} query heads for a key/value head exceed {MAX_GROUP}")
     return hopper
+
+
+def require_window(window: int | None) -> None:
+    """Refuse a window that leaves nothing to the prefix kernel."""
+    if window is not None and window < LEAST_WINDOW:
+        raise NotImplementedError(
+            f"a window of {window} tokens is smaller than {LEAST_WINDOW}, the least that the "
+            "kernels of one order serve"
+        )
 
 
 def serves_tree(nodes: int, levels: int) -> bool:

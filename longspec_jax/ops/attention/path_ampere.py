@@ -21,14 +21,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, Ref
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, Ref, Sinks
 from longspec_jax.ops import ampere
 from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, MAX_GROUP, pack
-from longspec_jax.ops.attention.path import RECENT, whole_steps
+from longspec_jax.ops.attention.path import RECENT, span, whole_steps, window_splits
 from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
-from longspec_jax.ops.mosaic import load, product
+from longspec_jax.ops.mosaic import capped, load, product
 from longspec_jax.ops.partitioned import partitioned
 
 SLOTS = 64
@@ -39,6 +39,23 @@ _COLUMNS = 64
 """Columns of a head that are multiplied at a time: 128 bytes, the rows of shared memory."""
 _MOST_SPLITS, _AT_ONCE = 32, 4
 """Splits of a row, and those that are read together as they are merged."""
+
+
+class Scores(NamedTuple):
+    """What becomes of products of queries and keys: scores in base 2.
+
+    ``scale`` is the factor on them, in base 2. If there is a ``cap``, natural, it bounds them.
+    """
+
+    scale: float
+    cap: float | None = None
+
+    def __call__(self, products: Array, layout: ampere.Layout) -> Array:
+        """The scores, rounded before anything else is done to them."""
+        if self.cap is not None:
+            return capped(products, self.scale, self.cap, layout)
+        scale = plgpu.layout_cast(jnp.full(products.shape, self.scale), layout)
+        return product(products, scale, layout)
 
 
 class Splits(NamedTuple):
@@ -60,44 +77,68 @@ def split_of(position: Lengths, kv_heads: int) -> Lengths:
 
 
 @partitioned(PATH_AXES)
-@launcher("scale")
+@launcher("scale", "cap", "window")
 def path_attention(
     q: Queries,
     prefix: Prefix,
     fresh: Fresh,
     depth: Int[Array, "B T"],
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
+    cap: float | None = None,
+    window: int | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attend to the prefix and along each node's path; see :func:`dispatch.path_attention`."""
     batch, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
     groups = heads // kv_heads
     factor = (width**-0.5 if scale is None else scale) * LOG2_E
-    length, depth = jnp.minimum(prefix.length.astype(jnp.int32), slots), depth.astype(jnp.int32)
-    limit = jnp.clip(length[:, None] + depth - RECENT, 0, slots)
+    length, depth = prefix.length.astype(jnp.int32), depth.astype(jnp.int32)
+    if window is None:
+        length = jnp.minimum(length, slots)
+    limit = length[:, None] + depth - RECENT
+    limit = jnp.clip(limit, 0, slots) if window is None else jnp.maximum(limit, 0)
     row = jnp.arange(batch) if prefix.cache_rows is None else prefix.cache_rows
-    split = split_of(length, kv_heads)
-    bounds = jnp.stack([row.astype(jnp.int32), limit.max(axis=1), split], axis=1)
-    seen, keys, values = _recent(prefix, fresh, length, depth, row)
+    count = splits_of(kv_heads)
+    if window is None:
+        split = split_of(length, kv_heads)
+        bounds = [row.astype(jnp.int32), limit.max(axis=1), split]
+    else:
+        size, count = window_splits(window, SLOTS, count)
+        oldest = jnp.maximum(limit.min(axis=1) - span(window), 0)
+        bounds = [row.astype(jnp.int32), limit.max(axis=1), jnp.full_like(length, size), oldest]
+    bounds = jnp.stack(bounds, axis=1)
+    seen, keys, values = _recent(prefix, fresh, length, depth, row, window)
     packed = pack(q, kv_heads)
     missing = -packed.shape[2] % WARPGROUP_ROWS
     rows = jnp.pad(packed, ((0, 0), (0, 0), (0, missing), (0, 0)))
     limit = jnp.pad(jnp.repeat(limit, groups, axis=1), ((0, 0), (0, missing)))
-    count = splits_of(kv_heads)
-    cached = prefix.keys, prefix.values
-    splits = attend_in_splits(bounds, rows, *cached, limit, scale=factor, count=count)
+    cached, scores = (prefix.keys, prefix.values), Scores(factor, cap)
+    splits = attend_in_splits(
+        bounds, rows, *cached, limit, scores=scores, count=count, span=span(window)
+    )
     each = q.reshape(batch, tokens, kv_heads, groups, width)
     # A copy takes four groups of eight rows and 64 columns, and more.
     missing = MAX_GROUP * (2 if width == 64 else 1) - groups
     each = jnp.pad(each, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
     bias = jnp.where(seen, 0.0, -jnp.inf)
-    out = _recent_and_merge(bounds, bias, each, keys, values, splits, scale=factor, groups=groups)
+    own = None
+    if sinks is not None:
+        own = sinks.astype(jnp.float32).reshape(kv_heads, groups) * LOG2_E
+        own = jnp.pad(own, ((0, 0), (0, MAX_GROUP - groups)))
+    recent = each, keys, values
+    out = _recent_and_merge(bounds, bias, *recent, splits, own, scores=scores, groups=groups)
     return out[:, :, :, :groups].reshape(q.shape)
 
 
 def _recent(
-    prefix: Prefix, fresh: Fresh, length: Lengths, depth: Int[Array, "B T"], row: Lengths
+    prefix: Prefix,
+    fresh: Fresh,
+    length: Lengths,
+    depth: Int[Array, "B T"],
+    row: Lengths,
+    window: int | None,
 ) -> tuple[Array, Array, Array]:
     """Every node's recent tokens in the order of their positions, its own behind ``RECENT``.
 
@@ -112,7 +153,9 @@ def _recent(
     on_path = fresh.seen(prefix)[:, :, None] & (depth[:, None, None] == wanted[:, :, :, None])
     node = jnp.argmax(on_path, axis=3)
     head = jnp.arange(prefix.keys.shape[1])[:, None]
-    slot = jnp.clip(position, 0, prefix.keys.shape[2] - 1)[:, :, None]
+    slots = prefix.keys.shape[2]
+    slot = jnp.clip(position, 0, slots - 1) if window is None else position % slots
+    slot = slot[:, :, None]
     batch = jnp.arange(len(depth))[:, None, None, None]
 
     def gathered(cached: Array, in_tree: Array) -> Array:
@@ -126,30 +169,34 @@ def _recent(
 
 
 def attend_in_splits(
-    bounds: Int[Array, "B 3"],
+    bounds: Int[Array, "B fields"],
     q: Float[Array, "B K R H"],
     k: CacheSlots,
     v: CacheSlots,
     limit: Int[Array, "B R"] | None = None,
     bias: Float[Array, "B R S"] | None = None,
     *,
-    scale: float,
+    scores: Scores,
     count: int,
     causal: int = 0,
+    span: int | None = None,
 ) -> Splits:
     """Attend to the slots below every packed row's limit.
 
     Args:
-      bounds: of every batch row, its row of the cache, its greatest limit, the slots of a split.
+      bounds: of every batch row, its row of the cache, its greatest limit, the slots of a split; in
+        a layer with a window the first position that a row sees, too.
       q: packed queries, whole warpgroups of rows.
       k: cached keys, whole steps of slots.
       v: cached values.
       limit: how many slots each packed row sees; the greatest limit if absent.
       bias: is added to the scores, in base 2, if there is one.
-      scale: factor on the scores, in base 2.
+      scores: what becomes of products.
       count: the most splits of a row.
       causal: query heads of a key/value head, if row ``r`` sees the slots up to ``r // causal``
         alone; otherwise 0.
+      span: slots below its limit that a row sees in a layer with a window, whose slots are a ring:
+        position ``p`` lies in slot ``p % S``. All of them if absent.
 
     Returns:
       The splits; behind the last row there is memory for another node's.
@@ -161,9 +208,10 @@ def attend_in_splits(
     kernel = plgpu.kernel(
         functools.partial(
             _split_kernel,
-            scale=scale,
+            scores_of=scores,
             stages=stages,
             causal=causal,
+            span=span,
             limited=limit is not None,
         ),
         out_type=(
@@ -196,9 +244,10 @@ def _split_kernel(
     q_smem: Ref,
     k_smem: Ref,
     v_smem: Ref,
-    scale: float,
+    scores_of: Scores,
     stages: int,
     causal: int,
+    span: int | None,
     limited: bool,
 ) -> None:
     """64 packed rows of a key/value head over one split."""
@@ -210,7 +259,14 @@ def _split_kernel(
         last = (row_tile + 1) * WARPGROUP_ROWS - 1
         most = jnp.minimum(most, jax.lax.div(last, jnp.int32(causal)) + 1)
     lower = split * size
-    blocks = jax.lax.div(jnp.minimum(most, lower + size) - lower + SLOTS - 1, jnp.int32(SLOTS))
+    end = lower + size
+    if span is not None:
+        # The first split is that of the first position that a row sees, whose step is its first.
+        oldest = bounds[batch, 3]
+        first_step = oldest - jax.lax.rem(oldest, jnp.int32(SLOTS))
+        end += jax.lax.div(first_step, size) * size
+        lower = jnp.maximum(end - size, first_step)
+    blocks = jax.lax.div(jnp.minimum(most, end) - lower + SLOTS - 1, jnp.int32(SLOTS))
     width, dtype = q.shape[-1], q.dtype
     rows = pl.ds(row_tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
     layout = ampere.accumulator(dtype, WARPGROUP_ROWS)
@@ -226,7 +282,10 @@ def _split_kernel(
     def fetch(step: jax.Array) -> None:
         """Bring a block's keys and values."""
         place = jax.lax.rem(step, jnp.int32(stages))
-        at = cache_row, kv_head, pl.ds(lower + step * SLOTS, SLOTS), pl.ds(0, width)
+        slot = lower + step * SLOTS
+        if span is not None:
+            slot = jax.lax.rem(slot, jnp.int32(k.shape[2]))  # Whole steps: none crosses the seam.
+        at = cache_row, kv_head, pl.ds(slot, SLOTS), pl.ds(0, width)
         ampere.copy_if(step < blocks, (k, at, k_smem.at[place]), (v, at, v_smem.at[place]))
 
     def attend(step: jax.Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -234,7 +293,12 @@ def _split_kernel(
         # All have read the place of the step before.
         fetch(step + stages - 1)
         place, first = jax.lax.rem(step, jnp.int32(stages)), lower + step * SLOTS
-        pl.when(first + SLOTS > most)(lambda: _silence(v_smem.at[place], most - first))
+        if span is None:
+            pl.when(first + SLOTS > most)(lambda: _silence(v_smem.at[place], most - first))
+        else:
+            ragged = jnp.logical_or(first + SLOTS > most, first < oldest)
+            seen_by_some = most - first, oldest - first
+            pl.when(ragged)(lambda: _silence(v_smem.at[place], *seen_by_some))
         scores = ampere.zeros(WARPGROUP_ROWS, SLOTS, dtype)
         for half in _halves(width):
             query = ampere.left(q_smem.at[:, half], WARPGROUP_ROWS)
@@ -242,7 +306,10 @@ def _split_kernel(
             scores = ampere.mma(scores, query, key)
         slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
         below = ampere.along_rows(seen - first, scores.shape, layout)
-        scores = jnp.where(slot < below, _scaled(scores, scale, layout), -jnp.inf)
+        there = slot < below
+        if span is not None:
+            there = jnp.logical_and(there, slot >= below - span)
+        scores = jnp.where(there, scores_of(scores, layout), -jnp.inf)
         for ref in bias:
             scores += load(ref.at[batch, rows, pl.ds(first, SLOTS)], layout)
         top, total, *acc = state
@@ -269,26 +336,36 @@ def _split_kernel(
             ampere.store(out.at[(*at, half)], acc)
 
 
-def _silence(values: Ref, most: jax.Array) -> None:
-    """Zero values that no row sees: they may be NaN, which a weight of 0 would not silence."""
+def _silence(values: Ref, most: jax.Array, oldest: jax.Array | None = None) -> None:
+    """Zero values that no row sees: they may be NaN, which a weight of 0 would not silence.
+
+    Args:
+      values: of a step.
+      most: the first slot of the step that is beyond all limits.
+      oldest: the first one that a window shows, in a layer with one.
+    """
     for half in _halves(values.shape[-1]):
         piece = values.at[:, half]
         copied = plgpu.Layout.SMEM_GMEM_COPY(piece.shape, piece.dtype, 128)
         slot = plgpu.broadcasted_iota(jnp.int32, piece.shape, 0, layout=copied)
         value = load(piece, copied)
-        piece[...] = jnp.where(slot < most, value, jnp.zeros_like(value))
+        there = slot < most
+        if oldest is not None:
+            there = jnp.logical_and(there, slot >= oldest)
+        piece[...] = jnp.where(there, value, jnp.zeros_like(value))
     ampere.barrier()
 
 
 def _recent_and_merge(
-    bounds: Int[Array, "B 3"],
+    bounds: Int[Array, "B fields"],
     bias: Float[Array, "B T places"],
     q: Float[Array, "B T K rows H"],
     k: Float[Array, "B T K places H"],
     v: Float[Array, "B T K places H"],
     splits: Splits,
+    sinks: Float[Array, "K padded"] | None,
     *,
-    scale: float,
+    scores: Scores,
     groups: int,
 ) -> Float[Array, "B T K G H"]:
     """Attend to every node's recent tokens, and merge with the splits, in ascending order.
@@ -300,13 +377,14 @@ def _recent_and_merge(
       k: every node's recent keys.
       v: likewise.
       splits: what the prefix kernel found.
-      scale: factor on the scores, in base 2.
+      sinks: one more score of every query head, in base 2, of a key whose value is 0.
+      scores: what becomes of products.
       groups: query heads of a key/value head.
     """
     batch, tokens, kv_heads, _, width = q.shape
     places = functools.partial(ampere.shared, _GATHERED, width, dtype=q.dtype)
     kernel = plgpu.kernel(
-        functools.partial(_recent_kernel, scale=scale, groups=groups),
+        functools.partial(_recent_kernel, scores_of=scores, groups=groups),
         out_type=jax.ShapeDtypeStruct((batch, tokens, kv_heads, MAX_GROUP, width), q.dtype),
         scratch_types=dict(
             q_smem=ampere.shared(q.shape[3], width, dtype=q.dtype),
@@ -321,7 +399,8 @@ def _recent_and_merge(
         compiler_params=ampere.compiler_params(),
         kernel_name="recent_tokens",
     )
-    return kernel(bounds, bias, q, k, v, *splits)
+    last = () if sinks is None else (sinks,)
+    return kernel(bounds, bias, q, k, v, *splits, *last)
 
 
 def _recent_kernel(
@@ -333,17 +412,17 @@ def _recent_kernel(
     out: Ref,
     top: Ref,
     total: Ref,
-    merged: Ref,
-    *,
+    *refs: Ref,
     q_smem: Ref,
     k_smem: Ref,
     v_smem: Ref,
     scores_smem: Ref,
     rows_smem: Ref,
-    scale: float,
+    scores_of: Scores,
     groups: int,
 ) -> None:
     """A node's queries of one key/value head."""
+    *sinks, merged = refs
     batch, kv_head = jax.lax.axis_index("batch"), jax.lax.axis_index("kv_head")
     token = jax.lax.axis_index("token")
     most, size = bounds[batch, 1], bounds[batch, 2]
@@ -362,7 +441,7 @@ def _recent_kernel(
     filled = load(bias.at[batch, token], layout.reduce(0))
     filled = ampere.along_columns(filled, scores.shape, layout)
     scores_smem = scores_smem.at[:, pl.ds(0, _GATHERED)]
-    scores_smem[...] = _scaled(scores, scale, layout) + filled
+    scores_smem[...] = scores_of(scores, layout) + filled
     ampere.barrier()
     # Every warp has some of the places. Now each holds all of them, as the left of a matmul.
     whole = ampere.left_layout(dtype, MAX_GROUP)
@@ -381,7 +460,18 @@ def _recent_kernel(
     ampere.barrier()
     begin = *(load(rows_smem.at[at], layout.reduce(1)) for at in range(2)), *acc
     row, rows = layout.reduce(1), pl.ds(token * groups, MAX_GROUP)
+    for each in sinks:
+        top_before, weight, *acc = begin
+        sink = load(each.at[kv_head], row)
+        highest = jnp.maximum(top_before, sink)
+        keep = jnp.exp2(top_before - highest)
+        weight = product(weight, keep, row) + jnp.exp2(sink - highest)
+        acc = [value * ampere.along_rows(keep, value.shape, layout) for value in acc]
+        begin = highest, weight, *acc
     reached = jax.lax.div(most + size - 1, size)
+    if bounds.shape[1] > 3:
+        oldest = bounds[batch, 3]
+        reached -= jax.lax.div(oldest, size)
 
     def merge(split: jax.Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         at = batch, jnp.minimum(split, out.shape[1] - 1), kv_head, rows
@@ -419,11 +509,6 @@ def _halves(width: int) -> list[ampere.Block]:
 def _numbers(value: float, layout: ampere.Layout, rows: int = WARPGROUP_ROWS) -> Array:
     """The same number for every row."""
     return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), layout.reduce(1))
-
-
-def _scaled(scores: Array, scale: float, layout: ampere.Layout) -> Array:
-    """Scores in base 2, rounded before anything else is done to them."""
-    return product(scores, plgpu.layout_cast(jnp.full(scores.shape, scale), layout), layout)
 
 
 def _softmax(top: Array, scores: Array, layout: ampere.Layout) -> tuple[Array, Array, Array, Array]:

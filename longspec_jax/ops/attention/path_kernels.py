@@ -31,19 +31,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, CacheSlots, Queries, Ref
+from longspec_jax.axes import Array, CacheSlots, Queries, Ref, Sinks
 from longspec_jax.ops.attention import prefix_mosaic
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, pack
 from longspec_jax.ops.attention.path import (
+    ALIGNED,
     FETCHED,
     RECENT,
     SEGMENT,
+    SLOTS,
     attending_warpgroups,
     path_tile,
+    span,
     split_of,
     splits_of,
+    window_splits,
 )
 from longspec_jax.ops.attention.prefix_items import Bounds, Work
 from longspec_jax.ops.attention.recent_programs import (
@@ -70,20 +74,25 @@ programs share a multiprocessor, and of wide heads."""
 
 
 @partitioned(PATH_AXES)
-@launcher("scale")
+@launcher("scale", "cap", "window")
 def path_attention(
     q: Queries,
     prefix: Prefix,
     fresh: Fresh,
     depth: Int[Array, "B T"],
+    sinks: Sinks | None = None,
     *,
     scale: float | None = None,
+    cap: float | None = None,
+    window: int | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attend to the prefix and along each node's path; see :func:`dispatch.path_attention`."""
     batch, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
     factor = (width**-0.5 if scale is None else scale) * LOG2_E
-    length = jnp.minimum(prefix.length.astype(jnp.int32), slots)
+    length = prefix.length.astype(jnp.int32)
+    if window is None:
+        length = jnp.minimum(length, slots)
     depth = depth.astype(jnp.int32)
     groups = heads // kv_heads
     missing = -tokens % SEGMENT
@@ -97,13 +106,18 @@ def path_attention(
     mask = jnp.pad(fresh.seen(prefix), ((0, 0), (0, missing), (0, -tokens % SEGMENT)))
     node_depth = jnp.pad(depth, ((0, 0), (0, -tokens % WARPGROUP_ROWS)), constant_values=-1)
     depth = jnp.pad(depth, ((0, 0), (0, missing)))
-    limit = jnp.clip(length[:, None] + depth - RECENT, 0, slots)
+    limit = length[:, None] + depth - RECENT
+    limit = jnp.clip(limit, 0, slots) if window is None else jnp.maximum(limit, 0)
     narrow = prefix.keys.dtype == CODES
-    split = split_of(length, kv_heads, groups, narrow)
+    splits = splits_of(kv_heads, groups, narrow)
+    if window is None:
+        split = split_of(length, kv_heads, groups, narrow)
+    else:
+        size, splits = window_splits(window, SLOTS, splits)
+        split = jnp.full_like(length, size)
     bounds = Bounds.packed(limit.min(axis=1), limit.max(axis=1), split, prefix.cache_rows)
     rows = groups * limit.shape[1]
     padded = -(-rows // WARPGROUP_ROWS) * WARPGROUP_ROWS
-    splits = splits_of(kv_heads, groups, narrow)
     shared = attending_warpgroups(rows, groups, narrow) == 1 and width >= 128
     parts = 2 if shared and 2 * batch * kv_heads * splits <= MULTIPROCESSORS else 1
     work = Work(
@@ -115,9 +129,13 @@ def path_attention(
         splits=splits,
         scale=factor,
         parts=parts,
+        span=span(window),
+        cap=cap,
     )
     limit = _packed(limit, groups, padded, 0)
     reached = jax.lax.div(bounds[:, 1] + split - 1, split)
+    if work.span is not None:
+        reached -= jax.lax.div(jnp.maximum(bounds[:, 0] - work.span, 0), split)
     first = jnp.maximum(length - RECENT, 0)
     # Side by side, so that what one kernel read is near when the other one begins.
     row = jnp.stack([first, length, reached, depth.max(axis=1)], axis=1)
@@ -125,8 +143,14 @@ def path_attention(
     partials = prefix_mosaic.launch(work, where, limit, packed, prefix.keys, prefix.values)
     bias = _packed(jnp.where(mask, 0.0, -jnp.inf), groups, padded, -jnp.inf)
     keys_and_values = prefix.keys, prefix.values, fresh.keys, fresh.values
+    own = None
+    if sinks is not None:
+        own = sinks.astype(jnp.float32).reshape(kv_heads, groups) * LOG2_E
+        own = jnp.repeat(own, rows // groups, axis=1)
+        own = jnp.pad(own, ((0, 0), (0, padded - rows)))
+    of_nodes = where, limit, node_depth, bias, packed
     return _attend_and_merge(
-        where, limit, node_depth, bias, packed, *keys_and_values, *partials, scale=factor
+        *of_nodes, *keys_and_values, *partials, own, scale=factor, cap=cap, ring=window is not None
     )
 
 
@@ -151,8 +175,11 @@ def _attend_and_merge(
     fresh_v: Float[Array, "B T K H"],
     partial: Float[Array, "B P K some H"],
     partial_lse: Float[Array, "B P K R"],
+    sinks: Float[Array, "K R"] | None,
     *,
     scale: float,
+    cap: float | None,
+    ring: bool,
 ) -> Float[Array, "B T N H"]:
     """Attend to the recent tokens and merge with the splits, in ascending order.
 
@@ -171,7 +198,10 @@ def _attend_and_merge(
       fresh_v: the tree's values.
       partial: the splits' results.
       partial_lse: their log-sum-exps.
+      sinks: one more score of every packed row, in base 2, of a key whose value is 0.
       scale: factor on the scores, in base 2.
+      cap: bounds the scores softly, if there is one; natural.
+      ring: whether the cached slots are a ring.
     """
     batch, nodes, width = q.shape[0], fresh_k.shape[1], q.shape[-1]
     kv_heads, tokens = k.shape[1], bias.shape[2]
@@ -185,6 +215,7 @@ def _attend_and_merge(
     crowded = programs * width // columns > MULTIPROCESSORS or width > 128
     segment = math.gcd(tokens, WARPGROUP_ROWS)
     queries = 1 if packed else WARPGROUP_ROWS // segment
+    copies = 2 + FETCHED // ALIGNED + 2 * WINDOWS if ring else 3 + WINDOWS
     memory = _memory(
         dtype=q.dtype,
         width=width,
@@ -196,9 +227,9 @@ def _attend_and_merge(
         narrow=k.dtype == CODES,
     )
     kernel = plgpu.kernel(
-        functools.partial(_kernel, scale=scale, segment=segment),
+        functools.partial(_kernel, scale=scale, cap=cap, ring=ring, segment=segment),
         out_type=jax.ShapeDtypeStruct((batch, nodes, kv_heads * groups, width), q.dtype),
-        scratch_types=memory | dict(ready=plgpu.Barrier(num_arrivals=3 + WINDOWS + queries)),
+        scratch_types=memory | dict(ready=plgpu.Barrier(num_arrivals=copies + queries)),
         grid=(width // columns, pl.cdiv(rows, WARPGROUP_ROWS), kv_heads, batch),
         grid_names=("part", "row_tile", "kv_head", "batch"),
         compiler_params=plgpu.CompilerParams(
@@ -212,7 +243,8 @@ def _attend_and_merge(
     # The copy engine knows five dimensions, with those of swizzled memory: a program's columns are
     # one index.
     partial = partial.reshape(*partial.shape[:4], width // columns, columns)
-    return kernel(where, limit, depth, bias, q, k, v, fresh_k, fresh_v, partial, partial_lse)
+    last = () if sinks is None else (sinks,)
+    return kernel(where, limit, depth, bias, q, k, v, fresh_k, fresh_v, partial, partial_lse, *last)
 
 
 def _memory(
@@ -263,9 +295,12 @@ def _memory(
     )
 
 
-def _kernel(*refs: Ref, scale: float, segment: int, **memory: Ref) -> None:
+def _kernel(
+    *refs: Ref, scale: float, cap: float | None, ring: bool, segment: int, **memory: Ref
+) -> None:
     """One program: 64 packed rows of a key/value head, some columns of their output."""
-    operands = Operands(*refs)
+    *given, out = refs
+    operands = Operands(out, *given)
     batch = jax.lax.axis_index("batch")
     cache_row = operands.where[batch, Bounds._fields.index("cache_row")]
     first, length, reached, deepest = (
@@ -275,6 +310,8 @@ def _kernel(*refs: Ref, scale: float, segment: int, **memory: Ref) -> None:
         refs=operands,
         memory=Memory(**memory),
         scale=scale,
+        cap=cap,
+        ring=ring,
         segment_tokens=segment,
         batch=batch,
         kv_head=jax.lax.axis_index("kv_head"),

@@ -18,7 +18,7 @@ from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.prefix_items import Item
 from longspec_jax.ops.attention.prefix_programs import Program, Share
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
-from longspec_jax.ops.mosaic import ACC, load
+from longspec_jax.ops.mosaic import ACC, capped, load
 
 _State = tuple[Any, Any, Any]
 """Unnormalised output, running maximum and running sum of a warpgroup's rows."""
@@ -78,6 +78,7 @@ class Attention(Program):
         memory = self.memory
         stage = self.ring(item, step, share.lane)
         scores = self.scores(item, share, step)
+        scores = self.bounded(scores)
         if edge:
             scores = self.hide(scores, share, limit, step)
         # The other warpgroup is about to multiply these values.
@@ -110,12 +111,11 @@ class Attention(Program):
         of them see it, so that their maxima are finite.
         """
         acc, top, total = state
-        new_top = jnp.maximum(top, scores.max(axis=1) * self.work.scale)
+        scale = self.work.scale if self.work.cap is None else 1.0
+        new_top = jnp.maximum(top, scores.max(axis=1) * scale)
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if bounded else new_top
         keep = jnp.exp2(top - shift)
-        weights = jnp.exp2(
-            scores * self.work.scale - jax.lax.broadcast_in_dim(shift, scores.shape, [0])
-        )
+        weights = jnp.exp2(scores * scale - jax.lax.broadcast_in_dim(shift, scores.shape, [0]))
         acc *= jax.lax.broadcast_in_dim(keep, acc.shape, [0])
         total = total * keep + weights.sum(axis=1)
         half = weights.astype(self.memory.v_smem.dtype)
@@ -153,7 +153,9 @@ class Attention(Program):
                 self.wait_for_keys(item, share, step + 1)
                 # Behind the last block this multiplies an old one, and nobody reads the result.
                 multiply_keys(ref, step + 1)
-                hidden = self.hide(scores, share, limit, step) if edge else scores
+                hidden = self.bounded(scores)
+                if edge:
+                    hidden = self.hide(hidden, share, limit, step)
                 bounded = edge and limit is not None
                 half, (acc, total, top) = self.softmax(hidden, state, bounded=bounded)
                 plgpu.barrier_wait(memory.v_ready.at[stage])
@@ -192,6 +194,12 @@ class Attention(Program):
         plgpu.barrier_arrive(memory.k_free.at[stage])
         return scores
 
+    def bounded(self, scores: jax.Array) -> jax.Array:
+        """The scores as they are or, with a soft cap, bounded and in base 2."""
+        if self.work.cap is None:
+            return scores
+        return capped(scores, self.work.scale, self.work.cap, plgpu.Layout.WGMMA)
+
     def hide(
         self, scores: jax.Array, share: Share, limit: jax.Array | None, step: jax.Array
     ) -> jax.Array:
@@ -201,13 +209,31 @@ class Attention(Program):
         if limit is None:
             return jnp.where(slot < share.part.seen, scores, -jnp.inf)
         seen = jax.lax.broadcast_in_dim(limit - share.part.lower, scores.shape, [0])
-        return jnp.where(slot < seen, scores, -jnp.inf)
+        there = slot < seen
+        if self.work.span is not None:
+            there = jnp.logical_and(there, slot >= seen - self.work.span)
+        return jnp.where(there, scores, -jnp.inf)
 
     def silence(self, item: Item, share: Share, step: jax.Array) -> None:
-        """Zero the values beyond the length: memory there may be NaN, and 0 NaN is NaN.
+        """Zero the values that no row sees: memory there may be NaN, and 0 NaN is NaN.
 
-        Whose block it is does it; the first warpgroup, where that is everyone's.
+        They are beyond the length, or before a window. Whose block it is does it; the first
+        warpgroup, where that is everyone's.
         """
+        if item.oldest is None:
+            self.silence_some(item, share, step)
+            return
+        # Every step of a window is masked; only the first and the last ones have such values.
+        first, seen = step * self.tile.slots, share.part.seen
+        ragged = jnp.logical_or(first + self.tile.slots > seen, first < self.before(item, share))
+        pl.when(ragged)(lambda: self.silence_some(item, share, step))
+
+    def before(self, item: Item, share: Share) -> jax.Array:
+        """Slots of a split before the window of any row; not positive where there are none."""
+        return item.oldest - share.part.lower
+
+    def silence_some(self, item: Item, share: Share, step: jax.Array) -> None:
+        """Zero such values of a step that has some."""
         memory = self.memory
         values = memory.v_smem.at[self.ring(item, step, share.lane)]
 
@@ -215,7 +241,10 @@ class Attention(Program):
         def _() -> None:
             block = load(values, plgpu.Layout.WGMMA, optimized=True)
             row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
-            seen = row + step * self.tile.slots < share.part.seen
+            slot = row + step * self.tile.slots
+            seen = slot < share.part.seen
+            if item.oldest is not None:
+                seen = jnp.logical_and(seen, slot >= self.before(item, share))
             values[...] = jnp.where(seen, block, jnp.zeros_like(block))
             plgpu.commit_smem()
 

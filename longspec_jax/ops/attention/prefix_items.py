@@ -22,9 +22,9 @@ class Bounds(NamedTuple):
     """What the packed rows of a batch row see, and its splits."""
 
     least: jax.Array
-    """Slots that every packed row sees."""
+    """Slots that every packed row sees; in a layer with a window where the least limit is."""
     most: jax.Array
-    """Slots that some packed row sees."""
+    """Slots that some packed row sees; in a layer with a window where the greatest limit is."""
     split: jax.Array
     """Slots of a split; whole steps."""
     cache_row: jax.Array
@@ -68,6 +68,7 @@ class Item:
       second: of a light item the second warpgroup's split, otherwise one without a slot; None where
         no item is light.
       past: steps in the ring that the program's earlier items took.
+      oldest: the first position that a packed row sees, in a layer with a window; otherwise None.
     """
 
     batch: jax.Array
@@ -79,6 +80,7 @@ class Item:
     first: Part
     second: Part | None
     past: jax.Array
+    oldest: jax.Array | None = None
 
     @property
     def steps(self) -> jax.Array:
@@ -109,6 +111,9 @@ class Work:
       scale: factor on the scores, in base 2.
       parts: programs that share an item, each with a part of the values' columns. Few rows leave
         multiprocessors idle otherwise, and a column's result does not depend on the others.
+      span: slots before its limit that a row sees, in a layer with a window, whose slots are a
+        ring: position ``p`` lies in slot ``p % slots``. None where a row sees all of them.
+      cap: bounds the scores softly, if there is one; natural.
     """
 
     tile: MosaicTile
@@ -119,6 +124,8 @@ class Work:
     splits: int
     scale: float
     parts: int = 1
+    span: int | None = None
+    cap: float | None = None
 
     @property
     def row_tiles(self) -> RowTiles:
@@ -153,7 +160,12 @@ class Work:
         batch, kv_head = _divided(head, self.kv_heads)
         batch = jnp.minimum(batch, self.batch - 1)
         own = Bounds(*(bounds[batch, field] for field in range(4)))
-        seen = own._replace(most=jnp.where(exists, jnp.minimum(own.most, self.slots), 0))
+        oldest, most = None, own.most
+        if self.span is None:
+            most = jnp.minimum(most, self.slots)
+        else:
+            oldest = jnp.maximum(own.least - self.span, 0)
+        seen = own._replace(most=jnp.where(exists, most, 0))
         light, second = False, None
         if lighter:
             light = row_tile == tiles - 1
@@ -169,15 +181,32 @@ class Work:
             first=self._part(split, seen),
             second=second,
             past=past,
+            oldest=oldest,
         )
 
     def _part(self, split: jax.Array, bounds: Bounds) -> Part:
         """What the bounds let rows see of a split."""
+        if self.span is not None:
+            return self._part_of_window(split, bounds, self.span)
         slots, lower = self.tile.slots, split * bounds.split
         seen = jnp.clip(bounds.most - lower, 0, bounds.split)
         sure = jnp.clip(jnp.minimum(bounds.least, bounds.most) - lower, 0, bounds.split)
         steps = jax.lax.div(seen + (slots - 1), slots)
         return Part(split, lower, seen, jax.lax.div(sure, slots), steps)
+
+    def _part_of_window(self, split: jax.Array, bounds: Bounds, span: int) -> Part:
+        """Likewise in a layer with a window, whose first split is that of the first visible slot.
+
+        Rows see different slots of any step, so that all steps are masked.
+        """
+        slots, oldest = self.tile.slots, jnp.maximum(bounds.least - span, 0)
+        first = oldest - jax.lax.rem(oldest, slots)
+        lower = begin = (jax.lax.div(first, bounds.split) + split) * bounds.split
+        if not self.row_tiles.lighter:  # Of a light item the first split is never the shorter one.
+            lower = jnp.maximum(begin, first)
+        seen = jnp.clip(bounds.most - lower, 0, begin + bounds.split - lower)
+        steps = jax.lax.div(seen + (slots - 1), slots)
+        return Part(split, lower, seen, jnp.zeros_like(steps), steps)
 
 
 def _divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:

@@ -149,7 +149,7 @@ class Program:
         refs, memory, tile = self.refs, self.memory, self.tile
         stage = self.ring(item, step, lane)
         used = item.place(step, lane) >= tile.stages
-        slot = pl.multiple_of(part.lower + step * tile.slots, tile.slots)
+        slot = self.slot(part.lower + step * tile.slots, tile.slots)
         block = (item.cache_row, item.kv_head, pl.ds(slot, tile.slots))
         pl.when(used)(lambda: plgpu.barrier_wait(memory.k_free.at[stage]))
         plgpu.copy_gmem_to_smem(refs.k.at[block], memory.k_smem.at[stage], memory.k_ready.at[stage])
@@ -165,7 +165,7 @@ class Program:
             (memory.v_codes, refs.v, (self.columns(item),)),
         ):
             for ahead, number in self.blocks(item, step, lane):
-                slot = pl.multiple_of(part.lower + step * self.tile.slots + ahead, BLOCK)
+                slot = self.slot(part.lower + step * self.tile.slots + ahead, BLOCK)
                 block = (item.cache_row, item.kv_head, pl.ds(slot, BLOCK), *columns)
                 ring.bring(number, cached.at[block])
 
@@ -188,6 +188,12 @@ class Program:
         """The first slots of a step's blocks of codes, and their numbers."""
         count = self.tile.slots // BLOCK
         return [(at * BLOCK, item.place(step, lane) * count + at) for at in range(count)]
+
+    def slot(self, position: jax.Array, size: int) -> jax.Array:
+        """Where a block of this size lies that begins at a position: a ring holds whole blocks."""
+        if self.work.span is not None:
+            position = jax.lax.rem(position, self.refs.k.shape[2])
+        return pl.multiple_of(position, size)
 
     def columns(self, item: Item) -> Any:
         """The columns of the values that this program multiplies."""

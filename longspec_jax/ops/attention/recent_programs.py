@@ -19,7 +19,7 @@ from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT
 from longspec_jax.ops.attention.widening import widen
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
-from longspec_jax.ops.mosaic import ACC, load, row_product
+from longspec_jax.ops.mosaic import ACC, capped, load, row_product
 
 CONTRACTED = 16
 """Keys or nodes of one matrix instruction."""
@@ -32,8 +32,9 @@ size has no smaller ones. Its last bits then count them."""
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Operands and result in device memory, as :mod:`path_kernels` names them."""
+    """Result and operands in device memory, as :mod:`path_kernels` names them."""
 
+    out: Ref
     where: Ref
     limit: Ref
     depth: Ref
@@ -45,7 +46,7 @@ class Operands:
     fresh_v: Ref
     partial: Ref
     partial_lse: Ref
-    out: Ref
+    sinks: Ref = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,9 @@ class Program:
     refs: Operands
     memory: Memory
     scale: float
+    cap: float | None
+    ring: bool
+    """Whether the cached slots are a ring, of whole groups of 8."""
     segment_tokens: int
     """Tokens of a head whose packed rows lie side by side in this and any other program."""
     batch: jax.Array
@@ -168,6 +172,9 @@ class Program:
         lse = refs.partial_lse.at[self.batch, splits, self.kv_head, self.rows]
         plgpu.copy_gmem_to_smem(lse, memory.lse, memory.lse_ready)
         self.fetch_splits(0 * self.part)
+        if self.ring:
+            self.fetch_recent_of_ring()
+            return
         start = pl.multiple_of(self.first - self.offset, ALIGNED)
         recent = self.cache_row, self.kv_head, pl.ds(start, FETCHED)
         keys, values = memory.cached_k, memory.cached_v
@@ -179,6 +186,29 @@ class Program:
             source = refs.v.at[self.cache_row, self.kv_head, window, self.its_columns]
             to = values.at[pl.ds(number * CONTRACTED, CONTRACTED)]
             plgpu.copy_gmem_to_smem(source, to, ready)
+
+    def fetch_recent_of_ring(self) -> None:
+        """Ask for the recent cached tokens by groups of 8, of which none lies across the seam."""
+        refs, memory = self.refs, self.memory
+        keys, values = memory.cached_k, memory.cached_v
+        if memory.k_codes is not None:
+            keys, values = memory.k_codes, memory.v_codes
+
+        def copy(
+            source: Ref, group: int, to: Ref, place: int, columns: tuple[Any, ...] = ()
+        ) -> None:
+            position = self.first - self.offset + group * ALIGNED
+            slot = pl.multiple_of(jax.lax.rem(position, source.shape[2]), ALIGNED)
+            at = self.cache_row, self.kv_head, pl.ds(slot, ALIGNED), *columns
+            part = to.at[pl.ds(place * ALIGNED, ALIGNED)]
+            plgpu.copy_gmem_to_smem(source.at[at], part, memory.ready)
+
+        for group in range(FETCHED // ALIGNED):
+            copy(refs.k, group, keys, group)
+        for number in range(WINDOWS):
+            for half in range(CONTRACTED // ALIGNED):
+                place = number * CONTRACTED // ALIGNED + half
+                copy(refs.v, number // 2 + half, values, place, (self.its_columns,))
 
     def fetch_splits(self, first: jax.Array) -> None:
         """Ask for the results of some splits, whether they are reached or not."""
@@ -211,11 +241,16 @@ class Program:
         slot += self.first - self.offset
         seen = slot >= jax.lax.broadcast_in_dim(limit, cached.shape, [0])
         seen = jnp.logical_and(seen, slot < self.length)
+        scale = self.scale
+        if self.cap is not None:
+            layout = plgpu.Layout.WGMMA
+            cached, fresh = (capped(each, scale, self.cap, layout) for each in (cached, fresh))
+            scale = 1.0
         scores = jnp.where(seen, cached, -jnp.inf), fresh + bias
         top = jnp.maximum(*(each.max(axis=1) for each in scores))
-        top = row_product(top, _per_row(self.scale))
+        top = row_product(top, _per_row(scale))
         cached, fresh = (
-            jnp.exp2(each * self.scale - jax.lax.broadcast_in_dim(top, each.shape, [0]))
+            jnp.exp2(each * scale - jax.lax.broadcast_in_dim(top, each.shape, [0]))
             for each in scores
         )
         counts = (
@@ -304,9 +339,15 @@ class Program:
         of_recent = top
         for each in log_sums:
             top = jnp.maximum(top, each)
+        sink = None
+        if self.refs.sinks is not None:
+            sink = load(self.refs.sinks.at[self.kv_head, self.rows], row)
+            top = jnp.maximum(top, sink)
         keep = jnp.exp2(of_recent - top)
         acc *= jax.lax.broadcast_in_dim(keep, acc.shape, [0])
         total = row_product(total, keep)
+        if sink is not None:
+            total += jnp.exp2(sink - top)
 
         def some(log_sums: list[Any], first: jax.Array | int, state: _Pair) -> _Pair:
             acc, total = state

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
+from longspec_jax.ops import mosaic
 from longspec_jax.ops.attention import float8, prefix_attending, recent_programs, widening
 
 
@@ -76,6 +77,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(prefix_attending, "ACC", Accumulator)
     monkeypatch.setattr(recent_programs, "row_product", jnp.multiply)
+    monkeypatch.setattr(mosaic, "product", lambda left, right, layout: left * right)
     monkeypatch.setattr(
         widening, "widened", lambda codes, dtype, layout: float8.widened(codes, dtype)
     )

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.decoding.cache import ring_slots
 from longspec_jax.ops.attention import float8, path, path_kernels, reference, widening
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.hardware import mosaic_is_supported
 from tests.kit import TOLERANCE, ancestors, each_row, relative_error
-from tests.ops.attention.test_path import Text
+from tests.ops.attention.test_path import Scores, Text
+from tests.ops.attention.test_path_ampere import check_bits
 
 MOSAIC = pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
 
@@ -135,3 +137,20 @@ def test_a_node_of_wide_heads_has_the_bits_of_a_plain_step(monkeypatch: pytest.M
         step = text.q[:, at], text.prefix(position), alone, jnp.zeros((1, 1), jnp.int32)
         plain = np.float32(path_kernels.path_attention(*step))[0, 0]
         np.testing.assert_array_equal(found[node], plain)
+
+
+@MOSAIC
+@pytest.mark.slow
+@each_row(("nodes", "scores"), [(8, Scores(150)), (40, Scores(40, (1.5, -20.0, 0.0, 40.0), 5.0))])
+def test_interpreted_path_attention_of_bounded_layers(nodes, scores, monkeypatch) -> None:
+    """With trees about a window's first turns and the seam of its ring; of many nodes light items.
+
+    Their last rows are one warpgroup's, beside two that attend.
+    """
+    interpret_path(monkeypatch, "bfloat16")
+    text = Text.drawn(576, 4, 1, 64)
+    # Scores are exact, as above.
+    text = text._replace(q=jnp.round(2 * text.q) / 2, keys=jnp.round(2 * text.keys) / 2)
+    turn = ring_slots(scores.window, path.SLOTS)
+    positions = [scores.window, turn - 2, 2 * turn + 17]
+    check_bits(path_kernels.path_attention, text, positions, (nodes, 3), scores)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.decoding.cache import ring_slots
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import dispatch, path, reference, tiles
 from longspec_jax.ops.attention.float8 import codes, rounded
@@ -79,6 +80,17 @@ def test_no_warpgroup_waits_for_registers_that_there_are_not(tile, narrow) -> No
     assert attending * chosen.warpgroups + fetching + sum(widening) <= at_launch * warpgroups
 
 
+@each_row("window", [18, 128, 512, 1024, 4096])
+@each_row("most", [1, 4, 16, 33])
+@each_row("slots", [64, 128])
+def test_splits_of_a_window_cover_it_wherever_it_begins(slots: int, most: int, window: int) -> None:
+    split, count = path.window_splits(window, slots, most)
+    assert split % slots == 0 and count <= max(2, most)
+    root = np.arange(1, 3000)
+    first, last = np.maximum(root - (window - 1), 0), root - 1
+    assert (last // split - first // split < count).all()
+
+
 class Refused(NamedTuple):
     """A call that differs from one that is served in one thing."""
 
@@ -89,6 +101,7 @@ class Refused(NamedTuple):
     capacity: int = 256
     dtype: str = "bfloat16"
     stored: str | None = None
+    window: int | None = None
 
 
 @each_row(
@@ -100,6 +113,8 @@ class Refused(NamedTuple):
         Refused("capacity 120", capacity=120),
         Refused("float32", dtype="float32"),
         Refused("head width 256 is none of 64, 128", width=256, stored="uint8"),
+        Refused("17 tokens is smaller than 18", window=17),
+        Refused("200 slots is no multiple of 128", window=100, capacity=200),
     ],
 )
 def test_what_the_kernel_does_not_serve_is_refused(call: Refused, monkeypatch) -> None:
@@ -112,6 +127,7 @@ def test_what_the_kernel_does_not_serve_is_refused(call: Refused, monkeypatch) -
             cached,
             array((1, call.nodes, 2, call.width)),
             call.levels,
+            call.window,
         )
 
 
@@ -131,6 +147,17 @@ def test_a_cpu_has_no_kernel() -> None:
     np.testing.assert_array_equal(call(implementation="reference"), expected)
 
 
+class Scores(NamedTuple):
+    """What a layer does to scores, and which of them it has."""
+
+    window: int | None = None
+    sinks: tuple[float, ...] | None = None
+    cap: float | None = None
+
+
+WHOLE = Scores()
+
+
 class Text(NamedTuple):
     """Queries, keys and values of a text by position, and a tree along it."""
 
@@ -145,13 +172,23 @@ class Text(NamedTuple):
             *(normal(i, 1, tokens, n, width, dtype="bfloat16") for i, n in enumerate(shapes))
         )
 
-    def prefix(self, length: int) -> Prefix:
-        """The first tokens in a cache; what lies behind is NaN."""
-        there = (jnp.arange(self.keys.shape[1]) < length)[None, None, :, None]
-        cache = (jnp.where(there, x.swapaxes(1, 2), jnp.nan) for x in (self.keys, self.values))
+    def prefix(self, length: int, window: int | None = None) -> Prefix:
+        """The first tokens in a cache, or in the ring of a window; what nobody sees is NaN."""
+        position = jnp.arange(self.keys.shape[1])
+        if window is not None:
+            slot = jnp.arange(ring_slots(window, path.SLOTS))
+            position = length - 1 - (length - 1 - slot) % len(slot)
+            position = jnp.where(position > length - window, position, -1)
+        there = ((position >= 0) & (position < length))[None, None, :, None]
+        cache = (
+            jnp.where(there, x.swapaxes(1, 2)[:, :, position], jnp.nan)
+            for x in (self.keys, self.values)
+        )
         return Prefix(*cache, jnp.asarray([length], jnp.int32))
 
-    def tree(self, length: int, nodes: int, levels: int, seed: int) -> tuple:
+    def tree(
+        self, length: int, nodes: int, levels: int, seed: int, window: int | None = None
+    ) -> tuple:
         """Operands of a random tree with this text along one path, and the path's nodes."""
         rng = np.random.default_rng(seed)
         parents, depth = [-1], [0]
@@ -168,8 +205,11 @@ class Text(NamedTuple):
             .set(x[:, at])
             for i, x in enumerate(self)
         )
+        depth = np.asarray(depth, np.int32)
+        if window is not None:
+            mask = mask & (depth[:, None] - depth < window)
         fresh = Fresh(keys, values, jnp.asarray(mask[None]))
-        return (q, self.prefix(length), fresh, jnp.asarray(depth, jnp.int32)[None]), along
+        return (q, self.prefix(length, window), fresh, jnp.asarray(depth)[None]), along
 
 
 def in_8_bits(prefix: Prefix) -> Prefix:
